@@ -1,0 +1,200 @@
+"""What crosses the border between a client (API process, `LLM`) and the engine.
+
+Everything here is frozen and encodes to msgpack. Nothing here knows text: ids in, ids out.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+
+import msgspec
+
+from jaxserve.errors import InvalidRequestError
+
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 300
+MAX_STOP_IDS = 16
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended; the values are OpenAI's where OpenAI has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How the tokens of one request are chosen. Raises `InvalidRequestError` naming the field that is out of range.
+
+    `temperature` 0 is greedy. `top_k` 0 or -1 means all. `logprobs` and `prompt_logprobs` count the alternatives wanted
+    beside each token (0 to 20), `None` none at all. Log probabilities are those of the model, before penalties,
+    temperature and truncation. The randomness of a request depends on `seed`, the sample's index and the position alone.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _in_range("max_tokens", self.max_tokens, 0, 2**31 - 1)
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _in_range("top_k", self.top_k, -1, 2**31 - 1)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("min_tokens", self.min_tokens, 0, max(self.max_tokens, 0))
+        _in_range("n", self.n, 1, 128)
+        if self.seed is not None:
+            _in_range("seed", self.seed, -(2**63), 2**64 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _in_range(name, value, 0, MAX_LOGPROBS)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequestError(
+                f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are supported",
+                param="logit_bias",
+            )
+        for token, bias in self.logit_bias.items():
+            _in_range("logit_bias", bias, -100.0, 100.0)
+            _in_range("logit_bias", token, 0, 2**31 - 1)
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            raise InvalidRequestError(
+                f"stop_token_ids has {len(self.stop_token_ids)} entries; at most {MAX_STOP_IDS} are supported",
+                param="stop_token_ids",
+            )
+        if any(not s for s in self.stop):
+            raise InvalidRequestError("stop must not hold an empty string", param="stop")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken, with nothing changing the logits and no log probabilities wanted."""
+        return (
+            self.temperature == 0.0
+            and not self.penalized
+            and not self.logit_bias
+            and self.min_tokens == 0
+            and self.logprobs is None
+        )
+
+    @property
+    def penalized(self) -> bool:
+        """Whether the counts of earlier tokens change the logits."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+
+def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    below = value <= low if open_low else value < low
+    if isinstance(value, bool) or not math.isfinite(value) or below or value > high:
+        left = "(" if open_low else "["
+        raise InvalidRequestError(f"{name} must be in {left}{low}, {high}], got {value}", param=name)
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to compute. `n` samples of a prompt are `n` of these with one `group_id` and `sample` 0 to n-1.
+
+    `stop_ids` is the whole set of ids that end the output: the model's own (unless `ignore_eos`) and the request's.
+    `client` is the index of the API process the events go to.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    stop_ids: tuple[int, ...] = ()
+    group_id: str = ""
+    sample: int = 0
+    priority: int = 0
+    namespace: str = ""
+    client: int = 0
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """The log probability of one token, and those of the likeliest alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class Usage(msgspec.Struct, frozen=True, array_like=True):
+    """Token counts of one sequence. `cached_tokens` of the prompt came from the prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
+    """What a client sees of a request: new tokens, and exactly once, last, a `finish_reason`.
+
+    A token that ended the output by being a stop id is in `token_ids` and named by `stop_id`. `prompt_logprobs` comes
+    once, with the first event; its first entry is None, as nothing precedes the first token.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_id: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    usage: Usage | None = None
+    error: str | None = None
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine is, said once when it is ready. Sizes are in tokens; times in seconds by start-up phase."""
+
+    max_model_len: int
+    vocab_size: int
+    page_size: int
+    num_pages: int
+    max_running_requests: int
+    chunked_prefill_size: int
+    device: str
+    dtype: str
+    attention_backend: str
+    num_programs: int
+    startup_seconds: dict[str, float]
+
+    @property
+    def max_total_num_tokens(self) -> int:
+        """Tokens of KV cache the pool holds."""
+        return self.num_pages * self.page_size
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A reading of the engine, sent with the events of a step and when asked for. Counters only ever grow."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_pages: int = 0
+    num_pages: int = 0
+    token_usage: float = 0.0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    compiles_after_ready: int = 0
+    integrity_errors: tuple[str, ...] = ()

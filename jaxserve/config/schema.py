@@ -1,0 +1,141 @@
+"""What a person can set. Field names are the flags (`--chunked-prefill-size`) and the YAML keys; descriptions are the help.
+
+The names are SGLang's; `aliases.py` holds vLLM's and older ones. None means "chosen at start-up", and the choice is
+logged. Validation that needs no model happens here; what needs the model or the device fails at start-up.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from jaxserve.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the engine: the model, its memory, its step. Raises `ConfigError` naming the field and the limit."""
+
+    model: Annotated[str, Meta(description="a built-in name, a Hugging Face folder, a .gguf file, or a hub id")] = (
+        DEFAULT_MODEL
+    )
+    load_format: Annotated[
+        Literal["auto", "safetensors", "gguf", "dummy"],
+        Meta(description="where weights come from; dummy makes them up from config.json and --random-seed"),
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"], Meta(description="type of weights and activations; auto is bfloat16")
+    ] = "auto"
+    random_seed: Annotated[int, Meta(description="seed of dummy weights and of requests that bring none")] = 0
+    device: Annotated[
+        Literal["auto", "cpu", "cuda", "tpu"], Meta(description="platform to run on; auto is the best jax finds")
+    ] = "auto"
+    attention_backend: Annotated[
+        Literal["auto", "reference"], Meta(description="paged attention kernel; auto picks by platform")
+    ] = "auto"
+    tp_size: Annotated[int, Meta(description="tensor-parallel size; only 1 is built so far")] = 1
+    dp_size: Annotated[int, Meta(description="data-parallel size; only 1 is built so far")] = 1
+    context_length: Annotated[
+        int | None, Meta(description="longest prompt plus output, in tokens; default: the model's, fitted to the KV cache")
+    ] = None
+    page_size: Annotated[int, Meta(description="tokens a page of the KV cache holds")] = 16
+    mem_fraction_static: Annotated[
+        float | None, Meta(description="share of device memory for weights and KV cache; default 0.88")
+    ] = None
+    max_total_tokens: Annotated[
+        int | None, Meta(description="tokens of KV cache; default: what memory allows (on a CPU at most 2 GiB of it)")
+    ] = None
+    max_running_requests: Annotated[
+        int | None, Meta(description="requests that run at once; default 32 on a CPU, 256 elsewhere")
+    ] = None
+    max_queued_requests: Annotated[
+        int | None, Meta(description="requests that may wait; one more is answered 503. Default: no limit")
+    ] = None
+    chunked_prefill_size: Annotated[
+        int | None, Meta(description="most prompt tokens of a step; -1 disables chunking. Default 512 on a CPU, else 2048")
+    ] = None
+    max_prefill_tokens: Annotated[
+        int | None, Meta(description="also bounds the prompt tokens of a step; default: chunked_prefill_size")
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int | None, Meta(description="most tokens of a step, decodes included; default: fits chunked_prefill_size")
+    ] = None
+    cuda_graph_max_bs: Annotated[
+        int | None, Meta(description="decode batches up to this size get finely spaced programs; default 160")
+    ] = None
+    cuda_graph_bs: Annotated[
+        tuple[int, ...] | None, Meta(description="sizes of the decode programs, instead of the default spacing")
+    ] = None
+    disable_overlap_schedule: Annotated[
+        bool, Meta(description="plan a step only after the one before it has ended; for comparison")
+    ] = False
+    program_cache_dir: Annotated[
+        str | None, Meta(description="where compiled programs are kept; default $JAXSERVE_HOME/programs")
+    ] = None
+    disable_program_cache: Annotated[bool, Meta(description="compile at every start, keep nothing on disk")] = False
+    watchdog_timeout: Annotated[
+        float, Meta(description="seconds without a finished step, while work waits, until /health turns 503")
+    ] = 300.0
+    decode_log_interval: Annotated[int, Meta(description="decode steps between two 'Decode batch' log lines")] = 40
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="least severe log line that is written")
+    ] = "info"
+
+    def __post_init__(self) -> None:
+        for name, low in _AT_LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ConfigError(f"{name} must be at least {low}, got {value}")
+        if self.page_size & (self.page_size - 1):
+            raise ConfigError(f"page_size must be a power of two, got {self.page_size}")
+        if self.mem_fraction_static is not None and not 0.0 < self.mem_fraction_static <= 1.0:
+            raise ConfigError(f"mem_fraction_static must be in (0, 1], got {self.mem_fraction_static}")
+        if self.chunked_prefill_size == 0:
+            raise ConfigError("chunked_prefill_size must be positive, or -1 to disable chunking; got 0")
+        for name in ("tp_size", "dp_size"):
+            if getattr(self, name) != 1:
+                raise ConfigError(f"{name}={getattr(self, name)} is not supported yet: only 1 is")
+        if self.cuda_graph_bs is not None and (not self.cuda_graph_bs or min(self.cuda_graph_bs) < 1):
+            raise ConfigError(f"cuda_graph_bs must be positive sizes, got {list(self.cuda_graph_bs)}")
+
+
+_AT_LEAST = {
+    "context_length": 1,
+    "page_size": 1,
+    "max_total_tokens": 1,
+    "max_running_requests": 1,
+    "max_queued_requests": 0,
+    "chunked_prefill_size": -1,
+    "max_prefill_tokens": 1,
+    "max_num_batched_tokens": 1,
+    "cuda_graph_max_bs": 1,
+    "watchdog_timeout": 0.1,
+    "decode_log_interval": 1,
+}
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the HTTP server. Raises `ConfigError` naming the field and the limit."""
+
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(description="port to listen on; 0 takes a free one")] = 8000
+    served_model_name: Annotated[
+        str | None, Meta(description="name in /v1/models and in responses; default: --model as given")
+    ] = None
+    api_key: Annotated[str | None, Meta(description="bearer key that /v1 and the admin routes ask for")] = None
+    chat_template: Annotated[str | None, Meta(description="a Jinja file instead of the model's chat template")] = None
+    max_body_bytes: Annotated[int, Meta(description="largest request body; a larger one is answered 413")] = 16 * 2**20
+    drain_timeout: Annotated[
+        float, Meta(description="seconds that open requests get to finish after SIGTERM")
+    ] = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be in [0, 65535], got {self.port}")
+        if self.max_body_bytes < 1:
+            raise ConfigError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
+        if self.drain_timeout < 0:
+            raise ConfigError(f"drain_timeout must be at least 0, got {self.drain_timeout}")
