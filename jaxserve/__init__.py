@@ -1,0 +1,27 @@
+"""A serving engine for large language models on JAX. Names are imported when first used: `import jaxserve` is instant."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxserve.api_types import SamplingParams
+    from jaxserve.config.schema import EngineConfig
+    from jaxserve.llm import LLM
+
+__version__ = "0.1.0"
+
+__all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "jaxserve.llm",
+    "SamplingParams": "jaxserve.api_types",
+    "EngineConfig": "jaxserve.config.schema",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
