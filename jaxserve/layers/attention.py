@@ -1,0 +1,75 @@
+"""Self-attention over the paged cache: projections, optional q/k norms, rotation, the kernel, output."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.struct
+from jaxtyping import Array, Float
+
+from jaxserve.layers.batch import TokenBatch
+from jaxserve.layers.linear import linear, row_parallel
+from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.rope import rotate
+from pallas_kernels.paged_attention import BackendName, PagedKV, paged_attention
+
+
+@flax.struct.dataclass
+class AttentionParams:
+    """Weights of one layer. `qkv` keeps each KV head with its group of query heads, so that shards split by KV head."""
+
+    qkv: Float[Array, "kv_heads group_plus_2 head_dim dim"]
+    output: Float[Array, "dim kv_heads group head_dim"]
+    qkv_bias: Float[Array, "kv_heads group_plus_2 head_dim"] | None
+    output_bias: Float[Array, " dim"] | None
+    q_norm: Float[Array, " head_dim"] | None
+    k_norm: Float[Array, " head_dim"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSettings:
+    """Static facts of one attention layer."""
+
+    layer: int
+    window: int | None
+    norm_eps: float
+    backend: BackendName
+
+
+def self_attention(
+    x: Float[Array, "tokens dim"],
+    params: AttentionParams,
+    batch: TokenBatch,
+    kv: PagedKV,
+    rotation: tuple[Array, Array],
+    settings: AttentionSettings,
+) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+    """Attend from the batch's tokens to their sequences; their keys and values are written to `kv`."""
+    kv_heads, rows, head_dim, _ = params.qkv.shape
+    group = rows - 2
+    tokens = batch.num_tokens
+    bias = None if params.qkv_bias is None else params.qkv_bias.reshape(-1)
+    qkv = linear(x, params.qkv.reshape(kv_heads * rows * head_dim, -1), bias)
+    qkv = qkv.reshape(tokens, kv_heads, rows, head_dim)
+    q = qkv[:, :, :group].reshape(tokens, kv_heads * group, head_dim)
+    k, v = qkv[:, :, group], qkv[:, :, group + 1]
+    if params.q_norm is not None and params.k_norm is not None:
+        q, k = rms_norm(q, params.q_norm, settings.norm_eps), rms_norm(k, params.k_norm, settings.norm_eps)
+    attended, kv = paged_attention(
+        rotate(q, *rotation),
+        rotate(k, *rotation),
+        v,
+        kv,
+        settings.layer,
+        batch.page_table,
+        batch.query_starts,
+        batch.kv_lens,
+        batch.num_decodes,
+        batch.num_seqs,
+        scale=head_dim**-0.5,
+        window=settings.window,
+        decode_only=batch.decode_only,
+        backend=settings.backend,
+    )
+    output = params.output.reshape(params.output.shape[0], -1)
+    return row_parallel(attended.reshape(tokens, -1), output, params.output_bias), kv

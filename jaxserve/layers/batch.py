@@ -1,0 +1,44 @@
+"""The tokens of a step as a model sees them."""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+
+@flax.struct.dataclass
+class TokenBatch:
+    """Ragged rows of tokens over paged KV; see `pallas_kernels.paged_attention` for what the fields mean together.
+
+    `decode_only` is static: a promise that every row has one token. Padding tokens come last, at position 0.
+    """
+
+    tokens: Int[Array, " tokens"]
+    positions: Int[Array, " tokens"]
+    page_table: Int[Array, "rows max_pages"]
+    query_starts: Int[Array, " rows_plus_1"]
+    kv_lens: Int[Array, " rows"]
+    num_decodes: Int[Array, ""]
+    num_seqs: Int[Array, ""]
+    decode_only: bool = flax.struct.field(pytree_node=False, default=False)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the batch, padding included."""
+        return int(self.tokens.shape[0])
+
+
+def flat_batch(tokens: jax.Array, page_table: jax.Array) -> TokenBatch:
+    """One whole prompt as a batch of one row: for tests and for reference computations."""
+    length = tokens.shape[0]
+    return TokenBatch(
+        tokens=tokens,
+        positions=jnp.arange(length, dtype=jnp.int32),
+        page_table=page_table[None],
+        query_starts=jnp.array([0, length], jnp.int32),
+        kv_lens=jnp.array([length], jnp.int32),
+        num_decodes=jnp.zeros((), jnp.int32),
+        num_seqs=jnp.ones((), jnp.int32),
+    )

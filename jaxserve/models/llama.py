@@ -1,0 +1,160 @@
+"""The Llama family by configuration: Llama 2 and 3, Mistral, SmolLM2, Qwen2 and 2.5 (biases), Qwen3 (q/k norms)."""
+
+from __future__ import annotations
+
+import flax.struct
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxserve.layers import embedding
+from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
+from jaxserve.layers.batch import TokenBatch
+from jaxserve.layers.mlp import gated_mlp
+from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.rope import rotation
+from jaxserve.models.config import ModelConfig
+from jaxserve.params import KVSpec, ParamSpec, Placement
+from pallas_kernels.paged_attention import BackendName, PagedKV
+
+
+@flax.struct.dataclass
+class LayerParams:
+    """Weights of one decoder layer; `gate_up` is `[2, ffn, dim]`."""
+
+    attention_norm: Array
+    attention: AttentionParams
+    mlp_norm: Array
+    gate_up: Array
+    down: Array
+    gate_up_bias: Array | None
+    down_bias: Array | None
+
+
+@flax.struct.dataclass
+class Params:
+    """All weights; `output` is None where the head is the embedding."""
+
+    embedding: Array
+    layers: tuple[LayerParams, ...]
+    norm: Array
+    output: Array | None
+
+
+def abstract(config: ModelConfig, dtype: np.dtype) -> Params:
+    """The tree of `ParamSpec`s."""
+
+    def spec(*dims: tuple[int, str | None], init: str = "normal") -> ParamSpec:
+        fan_in = dims[-1][0]
+        return ParamSpec(
+            tuple(size for size, _ in dims),
+            dtype,
+            tuple(axis for _, axis in dims),
+            "ones" if init == "ones" else "zeros" if init == "zeros" else "normal",
+            scale=fan_in**-0.5,
+        )
+
+    dim, ffn = (config.hidden_size, None), (config.intermediate_size, "mlp")
+    vocab, head = (config.vocab_size, "vocab"), (config.head_dim, None)
+    kv_heads, group = (config.num_kv_heads, "kv_heads"), config.num_heads // config.num_kv_heads
+
+    def layer() -> LayerParams:
+        return LayerParams(
+            attention_norm=spec(dim, init="ones"),
+            attention=AttentionParams(
+                qkv=spec(kv_heads, (group + 2, None), head, dim),
+                output=spec(dim, kv_heads, (group, None), head),
+                qkv_bias=spec(kv_heads, (group + 2, None), head, init="zeros") if config.qkv_bias else None,
+                output_bias=spec(dim, init="zeros") if config.output_bias else None,
+                q_norm=spec(head, init="ones") if config.qk_norm else None,
+                k_norm=spec(head, init="ones") if config.qk_norm else None,
+            ),
+            mlp_norm=spec(dim, init="ones"),
+            gate_up=spec((2, None), ffn, dim),
+            down=spec(dim, ffn),
+            gate_up_bias=spec((2, None), ffn, init="zeros") if config.mlp_bias else None,
+            down_bias=spec(dim, init="zeros") if config.mlp_bias else None,
+        )
+
+    return Params(
+        embedding=spec(vocab, dim),
+        layers=tuple(layer() for _ in range(config.num_layers)),
+        norm=spec(dim, init="ones"),
+        output=None if config.tie_word_embeddings else spec(vocab, dim),
+    )
+
+
+def kv_specs(config: ModelConfig) -> tuple[KVSpec, ...]:
+    """One group: windowed layers keep whole sequences too, and mask."""
+    return (KVSpec(config.num_layers, config.num_kv_heads, config.head_dim),)
+
+
+def placements(config: ModelConfig) -> dict[str, Placement]:
+    """Where each checkpoint tensor goes, by its Hugging Face name."""
+    dim, ffn, vocab, head = config.hidden_size, config.intermediate_size, config.vocab_size, config.head_dim
+    kv_heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
+    places = {
+        "model.embed_tokens.weight": Placement(("embedding",), (vocab, dim), (0, 0)),
+        "model.norm.weight": Placement(("norm",), (dim,), (0,)),
+    }
+    if not config.tie_word_embeddings:
+        places["lm_head.weight"] = Placement(("output",), (vocab, dim), (0, 0))
+    for i in range(config.num_layers):
+        at, name = ("layers", i), f"model.layers.{i}."
+        attn, mlp = (*at, "attention"), f"{name}mlp."
+        places[f"{name}input_layernorm.weight"] = Placement((*at, "attention_norm"), (dim,), (0,))
+        places[f"{name}post_attention_layernorm.weight"] = Placement((*at, "mlp_norm"), (dim,), (0,))
+        for part, rows, start in (("q", group, 0), ("k", 1, group), ("v", 1, group + 1)):
+            proj = f"{name}self_attn.{part}_proj."
+            places[f"{proj}weight"] = Placement((*attn, "qkv"), (kv_heads, rows, head, dim), (0, start, 0, 0))
+            if config.qkv_bias:
+                places[f"{proj}bias"] = Placement((*attn, "qkv_bias"), (kv_heads, rows, head), (0, start, 0))
+        proj = f"{name}self_attn.o_proj."
+        places[f"{proj}weight"] = Placement((*attn, "output"), (dim, kv_heads, group, head), (0, 0, 0, 0))
+        if config.output_bias:
+            places[f"{proj}bias"] = Placement((*attn, "output_bias"), (dim,), (0,))
+        if config.qk_norm:
+            places[f"{name}self_attn.q_norm.weight"] = Placement((*attn, "q_norm"), (head,), (0,))
+            places[f"{name}self_attn.k_norm.weight"] = Placement((*attn, "k_norm"), (head,), (0,))
+        for part, start in (("gate", 0), ("up", 1)):
+            places[f"{mlp}{part}_proj.weight"] = Placement((*at, "gate_up"), (1, ffn, dim), (start, 0, 0))
+            if config.mlp_bias:
+                places[f"{mlp}{part}_proj.bias"] = Placement((*at, "gate_up_bias"), (1, ffn), (start, 0))
+        places[f"{mlp}down_proj.weight"] = Placement((*at, "down"), (dim, ffn), (0, 0))
+        if config.mlp_bias:
+            places[f"{mlp}down_proj.bias"] = Placement((*at, "down_bias"), (dim,), (0,))
+    return places
+
+
+def ignored(name: str) -> bool:
+    """Checkpoint tensors that carry nothing: frequencies that are computed, and the copy of a tied head."""
+    return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
+
+
+def embed(params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
+    """Token ids to vectors; apart from `forward`, so that rows can be overridden."""
+    return embedding.embed(batch.tokens, params.embedding)
+
+
+def forward(
+    config: ModelConfig,
+    params: Params,
+    x: Float[Array, "tokens dim"],
+    batch: TokenBatch,
+    kv: PagedKV,
+    backend: BackendName,
+) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+    """The layers and the last norm: vectors to hidden states. Unrolled, so that each layer's pages alias in place."""
+    turn = rotation(batch.positions, config.rope, config.head_dim)
+    for i, layer in enumerate(params.layers):
+        settings = AttentionSettings(i, config.windows[i], config.norm_eps, backend)
+        normed = rms_norm(x, layer.attention_norm, config.norm_eps)
+        attended, kv = self_attention(normed, layer.attention, batch, kv, turn, settings)
+        x = x + attended
+        normed = rms_norm(x, layer.mlp_norm, config.norm_eps)
+        x = x + gated_mlp(normed, layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias)
+    return rms_norm(x, params.norm, config.norm_eps), kv
+
+
+def head(params: Params, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:
+    """Hidden states to logits, float32."""
+    return embedding.logits(hidden, params.embedding if params.output is None else params.output)

@@ -1,0 +1,253 @@
+"""The XLA backend: the contract that every kernel is tested against, and the path a plain CPU runs.
+
+Both halves loop over blocks of pages with a running softmax, in float32, only as far as the longest live context of
+the rows at hand needs: decodes a group of rows at a time, prefill chunks a tile of queries at a time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.paged_attention.layout import PagedKV
+
+DECODE_ROWS = 16
+QUERY_TILE = 64
+BLOCK_TOKENS = 128
+_MASKED = -1e30
+
+
+class _Options(NamedTuple):
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    sinks: Float[Array, "kv_heads group"] | None
+
+
+class _Running(NamedTuple):
+    """A softmax in progress: unnormalized output, largest logit, sum of exponentials."""
+
+    out: Float[Array, "... head_dim"]
+    peak: Float[Array, "..."]
+    total: Float[Array, "..."]
+
+
+def paged_attention(
+    q: Float[Array, "tokens heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    kv: PagedKV,
+    layer: int,
+    page_table: Int[Array, "rows max_pages"],
+    query_starts: Int[Array, " rows_plus_1"],
+    kv_lens: Int[Array, " rows"],
+    num_decodes: Int[Array, ""],
+    num_seqs: Int[Array, ""],
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Float[Array, " heads"] | None,
+    decode_only: bool,
+) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
+    """See `api.paged_attention`."""
+    tokens, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    kv = _write(k, v, kv, layer, page_table, query_starts, kv_lens, num_seqs)
+    options = _Options(scale, window, soft_cap, None if sinks is None else sinks.reshape(kv_heads, group))
+    table = _entries(page_table, kv, layer)
+    queries = q.reshape(tokens, kv_heads, group, head_dim)
+    rows = min(tokens, page_table.shape[0])
+    decoded = _decode(queries[:rows], kv, table[:rows], kv_lens[:rows], num_decodes, options)
+    if decode_only:
+        return decoded.reshape(q.shape).astype(q.dtype), kv
+    out = jnp.zeros((tokens + QUERY_TILE, kv_heads, group, head_dim), jnp.float32)
+    out = lax.dynamic_update_slice_in_dim(out, decoded, 0, axis=0)
+    out = _prefill(queries, out, kv, table, query_starts, kv_lens, num_decodes, num_seqs, options)
+    return out[:tokens].reshape(q.shape).astype(q.dtype), kv
+
+
+def _write(
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    kv: PagedKV,
+    layer: int,
+    page_table: Int[Array, "rows max_pages"],
+    query_starts: Int[Array, " rows_plus_1"],
+    kv_lens: Int[Array, " rows"],
+    num_seqs: Int[Array, ""],
+) -> PagedKV:
+    """Scatter the new tokens into their pages; padding tokens get an entry past the pool and are dropped."""
+    token = jnp.arange(k.shape[0], dtype=jnp.int32)
+    row = jnp.searchsorted(query_starts[1:], token, side="right", method="compare_all").astype(jnp.int32)
+    row = jnp.minimum(row, page_table.shape[0] - 1)
+    position = kv_lens[row] - query_starts[row + 1] + token
+    page = page_table[row, position // kv.page_size]
+    entry = jnp.where(token < query_starts[num_seqs], layer * kv.num_pages + page, kv.keys.shape[1])
+    at = (slice(None), entry, position % kv.page_size)
+    return PagedKV(
+        kv.keys.at[at].set(k.swapaxes(0, 1).astype(kv.keys.dtype), mode="drop"),
+        kv.values.at[at].set(v.swapaxes(0, 1).astype(kv.values.dtype), mode="drop"),
+        kv.num_layers,
+    )
+
+
+def _entries(page_table: Int[Array, "rows max_pages"], kv: PagedKV, layer: int) -> Int[Array, "rows padded_pages"]:
+    """Pool entries of a layer, each row padded to whole blocks."""
+    per_block = max(1, BLOCK_TOKENS // kv.page_size)
+    return jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % per_block))) + layer * kv.num_pages
+
+
+def _decode(
+    q: Float[Array, "rows kv_heads group head_dim"],
+    kv: PagedKV,
+    table: Int[Array, "rows pages"],
+    kv_lens: Int[Array, " rows"],
+    num_decodes: Int[Array, ""],
+    options: _Options,
+) -> Float[Array, "rows kv_heads group head_dim"]:
+    """One query a row, `DECODE_ROWS` rows at a time; groups of rows past `num_decodes` cost nothing."""
+    rows = q.shape[0]
+    lens = jnp.where(jnp.arange(rows) < num_decodes, kv_lens[:rows], 0)
+    if rows <= DECODE_ROWS:
+        return _decode_rows(q, kv, table, lens, options)
+    padding = -rows % DECODE_ROWS
+    q, table, lens = (jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1)) for x in (q, table, lens))
+
+    def body(i: Array, out: Array) -> Array:
+        at = i * DECODE_ROWS
+        part = [lax.dynamic_slice_in_dim(x, at, DECODE_ROWS) for x in (q, table, lens)]
+        return lax.dynamic_update_slice_in_dim(out, _decode_rows(part[0], kv, part[1], part[2], options), at, axis=0)
+
+    groups = (num_decodes + DECODE_ROWS - 1) // DECODE_ROWS
+    return lax.fori_loop(0, groups, body, jnp.zeros(q.shape, jnp.float32))[:rows]
+
+
+def _decode_rows(
+    q: Float[Array, "rows kv_heads group head_dim"],
+    kv: PagedKV,
+    table: Int[Array, "rows pages"],
+    lens: Int[Array, " rows"],
+    options: _Options,
+) -> Float[Array, "rows kv_heads group head_dim"]:
+    rows, kv_heads, group, head_dim = q.shape
+    queries = q.swapaxes(0, 1).astype(jnp.float32) * options.scale
+    per_block = max(1, BLOCK_TOKENS // kv.page_size)
+    block = per_block * kv.page_size
+    first = jnp.zeros((), jnp.int32)
+    if options.window is not None:
+        first = jnp.min(jnp.where(lens > 0, jnp.maximum(lens - options.window, 0), 2**31 - 1)) // block
+
+    def body(i: Array, state: _Running) -> _Running:
+        entries = lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1)
+        position = i * block + jnp.arange(block, dtype=jnp.int32)
+        seen = position < lens[:, None]
+        if options.window is not None:
+            seen &= position >= lens[:, None] - options.window
+        keys = _gather(kv.keys, entries).reshape(kv_heads, rows, block, head_dim)
+        values = _gather(kv.values, entries).reshape(kv_heads, rows, block, head_dim)
+        values = jnp.where(seen[None, :, :, None], values, 0.0)
+        logits = jnp.einsum("hbgd,hbtd->hbgt", queries, keys)
+        return _advance(state, _cap(logits, options), seen[None, :, None], values, "hbgt,hbtd->hbgd")
+
+    blocks = (jnp.max(lens) + block - 1) // block
+    state = lax.fori_loop(first, blocks, body, _start((kv_heads, rows, group), head_dim))
+    sinks = None if options.sinks is None else options.sinks[:, None, :]
+    return _finish(state, sinks).swapaxes(0, 1)
+
+
+def _prefill(
+    q: Float[Array, "tokens kv_heads group head_dim"],
+    out: Float[Array, "padded_tokens kv_heads group head_dim"],
+    kv: PagedKV,
+    table: Int[Array, "rows pages"],
+    query_starts: Int[Array, " rows_plus_1"],
+    kv_lens: Int[Array, " rows"],
+    num_decodes: Int[Array, ""],
+    num_seqs: Int[Array, ""],
+    options: _Options,
+) -> Float[Array, "padded_tokens kv_heads group head_dim"]:
+    """Rows from `num_decodes` on, as a work list of query tiles in token order.
+
+    The last tile of a row runs over into the next row's tokens; the next tile overwrites what it left there.
+    """
+    _, kv_heads, group, head_dim = q.shape
+    per_block = max(1, BLOCK_TOKENS // kv.page_size)
+    block = per_block * kv.page_size
+    row_ids = jnp.arange(table.shape[0], dtype=jnp.int32)
+    query_lens = query_starts[1:] - query_starts[:-1]
+    live = (row_ids >= num_decodes) & (row_ids < num_seqs)
+    tiles = jnp.where(live, (query_lens + QUERY_TILE - 1) // QUERY_TILE, 0)
+    tile_ends = jnp.cumsum(tiles)
+    padded = jnp.pad(q, ((0, QUERY_TILE), (0, 0), (0, 0), (0, 0)))
+
+    def tile(i: Array, out: Array) -> Array:
+        row = jnp.searchsorted(tile_ends, i, side="right", method="compare_all").astype(jnp.int32)
+        offset = (i - tile_ends[row] + tiles[row]) * QUERY_TILE
+        at = query_starts[row] + offset
+        queries = lax.dynamic_slice_in_dim(padded, at, QUERY_TILE).astype(jnp.float32) * options.scale
+        queries = queries.transpose(1, 2, 0, 3).reshape(kv_heads, group * QUERY_TILE, head_dim)
+        start = kv_lens[row] - query_lens[row] + offset
+        asked = start + jnp.tile(jnp.arange(QUERY_TILE, dtype=jnp.int32), group)
+        end = jnp.minimum(kv_lens[row], start + QUERY_TILE)
+        first = jnp.zeros((), jnp.int32)
+        if options.window is not None:
+            first = jnp.maximum(start - options.window + 1, 0) // block
+
+        def body(j: Array, state: _Running) -> _Running:
+            entries = lax.dynamic_slice(table, (row, j * per_block), (1, per_block))[0]
+            position = j * block + jnp.arange(block, dtype=jnp.int32)
+            seen = (position <= asked[:, None]) & (position < end)
+            if options.window is not None:
+                seen &= position > asked[:, None] - options.window
+            keys = _gather(kv.keys, entries).reshape(kv_heads, block, head_dim)
+            values = _gather(kv.values, entries).reshape(kv_heads, block, head_dim)
+            values = jnp.where((position < end)[None, :, None], values, 0.0)
+            logits = jnp.einsum("hqd,htd->hqt", queries, keys)
+            return _advance(state, _cap(logits, options), seen[None], values, "hqt,htd->hqd")
+
+        blocks = (end + block - 1) // block
+        state = lax.fori_loop(first, blocks, body, _start((kv_heads, group * QUERY_TILE), head_dim))
+        sinks = None if options.sinks is None else jnp.repeat(options.sinks, QUERY_TILE, axis=1)
+        done = _finish(state, sinks).reshape(kv_heads, group, QUERY_TILE, head_dim).transpose(2, 0, 1, 3)
+        return lax.dynamic_update_slice_in_dim(out, done, at, axis=0)
+
+    return lax.fori_loop(0, tile_ends[-1], tile, out)
+
+
+def _gather(pool: Array, entries: Int[Array, "..."]) -> Float[Array, "kv_heads ..."]:
+    return pool.at[:, entries].get(mode="promise_in_bounds").astype(jnp.float32)
+
+
+def _cap(logits: Float[Array, "..."], options: _Options) -> Float[Array, "..."]:
+    return logits if options.soft_cap is None else options.soft_cap * jnp.tanh(logits / options.soft_cap)
+
+
+def _start(shape: tuple[int, ...], head_dim: int) -> _Running:
+    return _Running(
+        jnp.zeros((*shape, head_dim), jnp.float32),
+        jnp.full(shape, _MASKED, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+    )
+
+
+def _advance(state: _Running, logits: Array, seen: Bool[Array, "..."], values: Array, mix: str) -> _Running:
+    """One block further: rescale what was summed under the old peak, then add the block (Milakov, Gimelshein 2018)."""
+    logits = jnp.where(seen, logits, _MASKED)
+    peak = jnp.maximum(state.peak, logits.max(axis=-1))
+    keep = jnp.exp(state.peak - peak)
+    weights = jnp.where(seen, jnp.exp(logits - peak[..., None]), 0.0)
+    out = state.out * keep[..., None] + jnp.einsum(mix, weights, values)
+    return _Running(out, peak, state.total * keep + weights.sum(axis=-1))
+
+
+def _finish(state: _Running, sinks: Float[Array, "..."] | None) -> Float[Array, "... head_dim"]:
+    """Normalize; a sink adds its exponential to the denominator. Rows that saw nothing give zeros."""
+    total = state.total
+    if sinks is not None:
+        total = total + jnp.exp(sinks - state.peak)
+    return state.out / jnp.where(total == 0.0, 1.0, total)[..., None]
