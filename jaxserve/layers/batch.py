@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import flax.struct
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 
@@ -28,17 +26,3 @@ class TokenBatch:
     def num_tokens(self) -> int:
         """Tokens of the batch, padding included."""
         return int(self.tokens.shape[0])
-
-
-def flat_batch(tokens: jax.Array, page_table: jax.Array) -> TokenBatch:
-    """One whole prompt as a batch of one row: for tests and for reference computations."""
-    length = tokens.shape[0]
-    return TokenBatch(
-        tokens=tokens,
-        positions=jnp.arange(length, dtype=jnp.int32),
-        page_table=page_table[None],
-        query_starts=jnp.array([0, length], jnp.int32),
-        kv_lens=jnp.array([length], jnp.int32),
-        num_decodes=jnp.zeros((), jnp.int32),
-        num_seqs=jnp.ones((), jnp.int32),
-    )

@@ -1,4 +1,4 @@
-"""Matrix products with weights stored `[out, in]`, split over the tensor axis by column or row (Shoeybi et al. 2019)."""
+"""Matrix products, weights stored `[out, in]`, split over the tensor axis by column or row (Shoeybi et al. 2019)."""
 
 from __future__ import annotations
 

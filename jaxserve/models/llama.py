@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.struct
 import numpy as np
 from jaxtyping import Array, Float
@@ -13,7 +15,7 @@ from jaxserve.layers.mlp import gated_mlp
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import rotation
 from jaxserve.models.config import ModelConfig
-from jaxserve.params import KVSpec, ParamSpec, Placement
+from jaxserve.params import Initializer, KVSpec, ParamSpec, Placement
 from pallas_kernels.paged_attention import BackendName, PagedKV
 
 
@@ -41,15 +43,15 @@ class Params:
 
 
 def abstract(config: ModelConfig, dtype: np.dtype) -> Params:
-    """The tree of `ParamSpec`s."""
+    """The tree of parameters with a `ParamSpec` in the place of each array."""
 
-    def spec(*dims: tuple[int, str | None], init: str = "normal") -> ParamSpec:
+    def spec(*dims: tuple[int, str | None], init: Initializer = "normal") -> Any:
         fan_in = dims[-1][0]
         return ParamSpec(
             tuple(size for size, _ in dims),
             dtype,
             tuple(axis for _, axis in dims),
-            "ones" if init == "ones" else "zeros" if init == "zeros" else "normal",
+            init,
             scale=fan_in**-0.5,
         )
 
