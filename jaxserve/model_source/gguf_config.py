@@ -1,0 +1,185 @@
+"""Makes the Hugging Face style config of a model from its GGUF metadata. Refuses by name what it doesn't know."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from jaxserve.errors import ConfigError
+from jaxserve.model_source.gguf_metadata import GGUFMetadata
+
+_ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+}
+# Keys under the architecture's name that are read below or don't change the mathematics
+_KNOWN_KEYS = {
+    "vocab_size",
+    "context_length",
+    "embedding_length",
+    "block_count",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scale_linear",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "rope.scaling.finetuned",
+    "tensor_data_layout",
+}
+
+
+def config_from_gguf(metadata: GGUFMetadata) -> dict[str, Any]:
+    """The config.json that the model would have. Raises `ConfigError` naming the architecture or key at fault.
+
+    Llama 3's scaled frequencies are not parameters in a GGUF file but a tensor of divisors, `rope_freqs.weight`: they
+    become `rope_scaling = {"rope_type": "factors", "factors": [...]}`, frequency i being divided by factor i.
+    """
+    architecture = metadata.get("general.architecture")
+    if architecture not in _ARCHITECTURES:
+        raise ConfigError(
+            f"{metadata.path}: GGUF architecture {architecture!r} is not supported; "
+            f"supported: {', '.join(_ARCHITECTURES)}"
+        )
+    _refuse_unknown_keys(metadata, str(architecture))
+    class_name, model_type = _ARCHITECTURES[str(architecture)]
+    reader = _Keys(metadata, f"{architecture}.")
+    hidden_size, num_heads = reader.integer("embedding_length"), reader.integer("attention.head_count")
+    window = reader.integer("attention.sliding_window", 0)
+    if window:
+        class_name, model_type = _windowed(metadata, model_type)
+    tensors = metadata.tensors
+    if "token_embd.weight" not in tensors:
+        raise ConfigError(f"{metadata.path} has no tensor token_embd.weight: it holds no complete model")
+    eos_ids = _token_ids(metadata, "eos", "eot", "eom")
+    bos_ids = _token_ids(metadata, "bos")
+    return {
+        "architectures": [class_name],
+        "model_type": model_type,
+        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": reader.integer("feed_forward_length"),
+        "num_hidden_layers": reader.integer("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": reader.integer("attention.head_count_kv", num_heads),
+        "head_dim": _head_dim(reader, hidden_size // num_heads),
+        "hidden_act": "silu",
+        "rms_norm_eps": reader.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": reader.number("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(reader),
+        "max_position_embeddings": reader.integer("context_length"),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": _attention_bias(metadata, model_type),
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        **({"sliding_window": window} if window else {}),
+        "bos_token_id": bos_ids[0] if bos_ids else None,
+        "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids or None,
+    }
+
+
+def _windowed(metadata: GGUFMetadata, model_type: str) -> tuple[str, str]:
+    if model_type != "llama":
+        raise ConfigError(f"{metadata.path}: a sliding window is not supported for GGUF files of {model_type}")
+    return "MistralForCausalLM", "mistral"
+
+
+class _Keys:
+    """The numbers under one architecture's prefix. An array over layers counts as one number if all are the same."""
+
+    def __init__(self, metadata: GGUFMetadata, prefix: str) -> None:
+        self.metadata, self.prefix = metadata, prefix
+
+    def number(self, name: str, default: float | None = None) -> float:
+        key = self.prefix + name
+        per_layer = self.metadata.array(key)
+        if per_layer is None:
+            return self.metadata.number(key, default)
+        if len(set(per_layer)) != 1 or not isinstance(per_layer[0], int | float):
+            raise ConfigError(
+                f"{self.metadata.path}: {key} differs between layers, which is not supported: {per_layer}"
+            )
+        return per_layer[0]
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        return int(self.number(name, default))
+
+    def text(self, name: str) -> str | None:
+        value = self.metadata.get(self.prefix + name)
+        return value if isinstance(value, str) else None
+
+
+def _refuse_unknown_keys(metadata: GGUFMetadata, architecture: str) -> None:
+    prefix = f"{architecture}."
+    for key in metadata:
+        if not key.startswith(prefix) or key.removeprefix(prefix) in _KNOWN_KEYS:
+            continue
+        value = metadata.get(key)
+        if value is None or value:  # zero and false switch a feature off
+            raise ConfigError(
+                f"{metadata.path}: key {key} = {value!r} is not supported for GGUF files of architecture {architecture}"
+            )
+
+
+def _head_dim(reader: _Keys, default: int) -> int:
+    head_dim = reader.integer("attention.key_length", default)
+    for name in ("attention.value_length", "rope.dimension_count"):
+        other = reader.integer(name, head_dim)
+        if other != head_dim:
+            raise ConfigError(
+                f"{reader.metadata.path}: {reader.prefix}{name} is {other} where heads have {head_dim} dimensions; "
+                "only equal ones are supported"
+            )
+    return head_dim
+
+
+def _attention_bias(metadata: GGUFMetadata, model_type: str) -> bool:
+    has = {name: f"blk.0.attn_{name}.bias" in metadata.tensors for name in ("q", "k", "v", "output")}
+    projections = {has["q"], has["k"], has["v"]}
+    # Qwen2 has no bias on the output projection; in Hugging Face's Llama `attention_bias` means all four
+    wanted_output = has["q"] and model_type != "qwen2"
+    if len(projections) != 1 or has["output"] != wanted_output:
+        present = ", ".join(name for name, found in has.items() if found)
+        raise ConfigError(f"{metadata.path}: attention biases on {present} alone are not supported for {model_type}")
+    return has["q"]
+
+
+def _rope_scaling(reader: _Keys) -> dict[str, Any] | None:
+    kind, path = reader.text("rope.scaling.type"), reader.metadata.path
+    factor = reader.number("rope.scaling.factor", reader.number("rope.scale_linear", 1.0))
+    if "rope_freqs.weight" in reader.metadata.tensors:
+        if kind not in (None, "none", "llama3"):
+            raise ConfigError(f"{path}: rope_freqs.weight together with rope scaling {kind!r} is not supported")
+        factors = reader.metadata.float32_tensor("rope_freqs.weight")
+        return {"rope_type": "factors", "factors": factors}
+    if kind in (None, "linear"):
+        return None if factor in (0.0, 1.0) else {"rope_type": "linear", "factor": factor}
+    if kind == "none":
+        return None
+    if kind != "yarn":
+        raise ConfigError(f"{path}: rope scaling {kind!r} is not supported for GGUF files; supported: linear, yarn")
+    scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
+    if (original := reader.integer("rope.scaling.original_context_length", 0)) > 0:
+        scaling["original_max_position_embeddings"] = original
+    for name in ("beta_fast", "beta_slow"):
+        if f"{reader.prefix}rope.scaling.yarn_{name}" in reader.metadata:
+            scaling[name] = reader.number(f"rope.scaling.yarn_{name}")
+    if (attn_factor := reader.number("rope.scaling.attn_factor", 1.0)) != 1.0:
+        # llama.cpp multiplies it onto YaRN's own temperature, Hugging Face's attention_factor replaces that
+        scaling["attention_factor"] = attn_factor * (0.1 * math.log(factor) + 1.0)
+    return scaling
+
+
+def _token_ids(metadata: GGUFMetadata, *names: str) -> list[int]:
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in names]
+    return list(dict.fromkeys(int(metadata.number(key)) for key in keys if key in metadata))

@@ -1,0 +1,199 @@
+"""Reads the key-values and the tensor table of a GGUF file, and nothing behind them.
+
+Arrays (a vocabulary of 150,000 strings) are decoded only when asked for, so that a config is read in milliseconds.
+Never reads or dequantizes weights, apart from a float32 tensor asked for by name. The format:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from jaxserve.errors import ConfigError
+
+MAGIC = b"GGUF"
+
+type Scalar = int | float | bool | str
+
+_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    type_id: struct.Struct("<" + code)
+    for type_id, code in {
+        0: "B",
+        1: "b",
+        2: "H",
+        3: "h",
+        4: "I",
+        5: "i",
+        6: "f",
+        7: "?",
+        10: "Q",
+        11: "q",
+        12: "d",
+    }.items()
+}
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_F32 = 0
+# ggml type -> (weights a block, bytes a block), for the types whose tensors can be checked against the file's size
+_BLOCKS = {
+    0: (1, 4), 1: (1, 2), 30: (1, 2),
+    2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34),
+    12: (256, 144), 13: (256, 176), 14: (256, 210),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInfo:
+    """A tensor's place in the file. `shape` is in numpy's order (rows first); `offset` counts from the file's start."""
+
+    name: str
+    shape: tuple[int, ...]
+    ggml_type: int
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _ArrayRef:
+    element_type: int
+    count: int
+    offset: int
+
+
+class GGUFMetadata:
+    """The metadata of one file. Raises `ConfigError` if it isn't a whole, little-endian GGUF file of version 2 or 3."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._values: dict[str, Scalar | _ArrayRef] = {}
+        self._decoded: dict[str, list[Scalar]] = {}
+        tensors: dict[str, TensorInfo] = {}
+        with path.open("rb") as file:
+            if file.read(4) != MAGIC:
+                raise ConfigError(f"{path} is not a GGUF file: it doesn't start with the bytes 'GGUF'")
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            self._parse(tensors)
+        except (struct.error, IndexError, UnicodeDecodeError, KeyError, OverflowError) as error:
+            raise self._damaged(f"its header can't be read ({error!r})") from error
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
+
+    def _parse(self, tensors: dict[str, TensorInfo]) -> None:
+        (version,) = _U32.unpack_from(self._data, 4)
+        if version not in (2, 3):
+            raise ConfigError(
+                f"{self.path} is GGUF version {version} (or big-endian); only little-endian versions 2 and 3 are read: "
+                "convert the model again with a current llama.cpp"
+            )
+        (num_tensors,) = _U64.unpack_from(self._data, 8)
+        (num_values,) = _U64.unpack_from(self._data, 16)
+        position = 24
+        for _ in range(num_values):
+            key, position = self._string(position)
+            (type_id,) = _U32.unpack_from(self._data, position)
+            self._values[key], position = self._value(type_id, position + 4)
+        infos = []
+        for _ in range(num_tensors):
+            name, position = self._string(position)
+            (rank,) = _U32.unpack_from(self._data, position)
+            *dims, ggml_type, offset = struct.unpack_from(f"<{rank}QIQ", self._data, position + 4)
+            position += 4 + 8 * rank + 12
+            infos.append((name, tuple(reversed(dims)), ggml_type, offset))
+        alignment = int(self.number("general.alignment", 32))
+        data_start = -(-position // alignment) * alignment
+        for name, shape, ggml_type, offset in infos:
+            tensors[name] = TensorInfo(name, shape, ggml_type, data_start + offset)
+            weights, block_bytes = _BLOCKS.get(ggml_type, (1, 0))
+            end = data_start + offset + math.prod(shape) // weights * block_bytes
+            if end > len(self._data):
+                raise self._damaged(f"tensor {name} ends at byte {end}, the file at {len(self._data)}")
+
+    def _damaged(self, why: str) -> ConfigError:
+        return ConfigError(f"{self.path} is damaged or cut short: {why}; fetch the file again")
+
+    def _string(self, position: int) -> tuple[str, int]:
+        (length,) = _U64.unpack_from(self._data, position)
+        start = position + 8
+        if start + length > len(self._data):
+            raise IndexError(f"a string of {length} bytes at {position}")
+        return self._data[start : start + length].decode(), start + length
+
+    def _value(self, type_id: int, position: int) -> tuple[Scalar | _ArrayRef, int]:
+        if type_id == _STRING:
+            return self._string(position)
+        if type_id == _ARRAY:
+            (element_type,) = _U32.unpack_from(self._data, position)
+            (count,) = _U64.unpack_from(self._data, position + 4)
+            start = position + 12
+            return _ArrayRef(element_type, count, start), self._skip(element_type, count, start)
+        scalar = _SCALARS[type_id]
+        value: Scalar = scalar.unpack_from(self._data, position)[0]
+        return value, position + scalar.size
+
+    def _skip(self, element_type: int, count: int, position: int) -> int:
+        if element_type == _STRING:
+            unpack, data = _U64.unpack_from, self._data
+            for _ in range(count):
+                position += 8 + unpack(data, position)[0]
+            return position
+        if element_type == _ARRAY:
+            for _ in range(count):
+                _, position = self._value(_ARRAY, position)
+            return position
+        return position + count * _SCALARS[element_type].size
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def get(self, key: str) -> Scalar | None:
+        """A single value, or None if the key is missing or holds an array."""
+        value = self._values.get(key)
+        return None if isinstance(value, _ArrayRef) else value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number, or `default`. Raises `ConfigError` naming a key that is missing without default or no number."""
+        value = self.get(key)
+        if value is None and key not in self._values and default is not None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ConfigError(f"{self.path}: key {key} should be a number, it is {value!r}")
+        return value
+
+    def array(self, key: str) -> list[Scalar] | None:
+        """A whole array of scalars or strings, decoded at the first call; None if the key is missing or no array."""
+        ref = self._values.get(key)
+        if not isinstance(ref, _ArrayRef):
+            return None
+        if key not in self._decoded:
+            self._decoded[key] = self._decode(key, ref)
+        return self._decoded[key]
+
+    def _decode(self, key: str, ref: _ArrayRef) -> list[Scalar]:
+        if ref.element_type == _STRING:
+            values: list[Scalar] = []
+            unpack, data, position = _U64.unpack_from, self._data, ref.offset
+            for _ in range(ref.count):
+                start = position + 8
+                position = start + unpack(data, position)[0]
+                # A vocabulary may hold pieces that are no valid UTF-8
+                values.append(data[start:position].decode(errors="replace"))
+            return values
+        if ref.element_type == _ARRAY:
+            raise ConfigError(f"{self.path}: key {key} holds arrays of arrays, which nothing here reads")
+        code = _SCALARS[ref.element_type].format[1:]
+        return list(struct.unpack_from(f"<{ref.count}{code}", self._data, ref.offset))
+
+    def float32_tensor(self, name: str) -> list[float]:
+        """The values of a small float32 tensor, flat."""
+        info = self.tensors[name]
+        if info.ggml_type != _F32:
+            raise ConfigError(f"{self.path}: tensor {name} should be float32, its ggml type is {info.ggml_type}")
+        return list(struct.unpack_from(f"<{math.prod(info.shape)}f", self._data, info.offset))

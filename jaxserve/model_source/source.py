@@ -1,0 +1,115 @@
+"""Says which files `--model` means, fetching them where they aren't here yet."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxserve.errors import ConfigError, ModelNotFoundError
+from jaxserve.model_source.builtin import BUILTIN_MODELS, builtin_path, is_pulled, nearest_builtin, pull
+from jaxserve.model_source.gguf_config import config_from_gguf
+from jaxserve.model_source.gguf_metadata import MAGIC, GGUFMetadata
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSource:
+    """Where a model lies on this machine: a Hugging Face folder or one GGUF file. `name` is for people."""
+
+    path: Path
+    kind: Literal["folder", "gguf"]
+    name: str
+
+
+def resolve(model: str, *, offline: bool = False) -> ModelSource:
+    """The files that `model` means: a built-in name, a folder, a .gguf file, or a hub id, tried in this order.
+
+    A built-in model or hub id that isn't here yet is downloaded, unless `offline`. Raises `ModelNotFoundError` that
+    says what was looked for and what to do.
+    """
+    if model in BUILTIN_MODELS:
+        if offline and not is_pulled(model):
+            raise ModelNotFoundError(
+                f"model {model!r} is not at {builtin_path(model)}, or is damaged there, and downloads are off: "
+                f"run `jaxserve pull {model}` where the network is"
+            )
+        return ModelSource(pull(model), "gguf", model)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _folder(path, path.resolve().name)
+    if path.is_file():
+        return _gguf(path)
+    if path.suffix == ".gguf" or path.is_absolute() or model.startswith((".", "~")):
+        raise ModelNotFoundError(f"--model {model!r}: there is no such file or folder")
+    if _HUB_ID.fullmatch(model):
+        return _folder(_hub_folder(model, offline), model)
+    raise ModelNotFoundError(
+        f"--model {model!r} is no built-in name, no folder or .gguf file here, and no hub id (org/name); "
+        f"{nearest_builtin(model)}"
+    )
+
+
+def read_config(source: ModelSource) -> dict[str, Any]:
+    """The model's config as in config.json; made from the metadata for a GGUF file. Raises `ConfigError`."""
+    if source.kind == "gguf":
+        return config_from_gguf(GGUFMetadata(source.path))
+    path = source.path / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} can't be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} should hold a JSON object, it holds a {type(config).__name__}")
+    return config
+
+
+def _folder(path: Path, name: str) -> ModelSource:
+    if (path / "config.json").is_file():
+        return ModelSource(path, "folder", name)
+    files = sorted(path.glob("*.gguf"))
+    hint = f"; it holds {files[0].name}: pass that file itself" if files else ""
+    raise ModelNotFoundError(f"--model: folder {path} has no config.json, so it is no Hugging Face model folder{hint}")
+
+
+def _gguf(path: Path) -> ModelSource:
+    with path.open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            raise ModelNotFoundError(
+                f"--model: {path} is a file but not a GGUF file; for safetensors pass the folder that holds config.json"
+            )
+    return ModelSource(path, "gguf", path.stem)
+
+
+def _hub_folder(repo: str, offline: bool) -> Path:
+    # Imported here because it costs start-up time that no local model should pay
+    import httpx
+    from huggingface_hub import constants, errors, snapshot_download
+
+    advice = (
+        f"Download it where the network is (`hf download {repo}`), copy the folder here, and pass its path as --model"
+    )
+    offline = offline or bool(constants.HF_HUB_OFFLINE)
+    try:
+        folder = snapshot_download(
+            repo, allow_patterns=_HUB_FILES, ignore_patterns=["*/*", "consolidated*"], local_files_only=offline
+        )
+    except errors.GatedRepoError as error:
+        raise ModelNotFoundError(
+            f"hub model {repo!r} is gated: ask for access on its page, then run `hf auth login` or set HF_TOKEN"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelNotFoundError(
+            f"the hub has no model {repo!r}, or it is private and HF_TOKEN gives no access. A folder was meant? "
+            f"There is none at {Path(repo).absolute()}"
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        why = "downloads are off" if offline else "the hub can't be reached from here"
+        raise ModelNotFoundError(f"hub model {repo!r} is not in the local cache, and {why}. {advice}") from error
+    except (errors.HfHubHTTPError, errors.HFValidationError, httpx.HTTPError, OSError) as error:
+        raise ModelNotFoundError(f"could not get hub model {repo!r}: {error}. {advice}") from error
+    return Path(folder)
