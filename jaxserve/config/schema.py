@@ -1,4 +1,4 @@
-"""What a person can set. Field names are the flags (`--chunked-prefill-size`) and the YAML keys; descriptions are the help.
+"""What a person can set. Field names are flags (`--chunked-prefill-size`) and YAML keys; descriptions are the help.
 
 The names are SGLang's; `aliases.py` holds vLLM's and older ones. None means "chosen at start-up", and the choice is
 logged. Validation that needs no model happens here; what needs the model or the device fails at start-up.
@@ -39,7 +39,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tp_size: Annotated[int, Meta(description="tensor-parallel size; only 1 is built so far")] = 1
     dp_size: Annotated[int, Meta(description="data-parallel size; only 1 is built so far")] = 1
     context_length: Annotated[
-        int | None, Meta(description="longest prompt plus output, in tokens; default: the model's, fitted to the KV cache")
+        int | None,
+        Meta(description="longest prompt plus output in tokens; default: the model's, fitted to the KV cache"),
     ] = None
     page_size: Annotated[int, Meta(description="tokens a page of the KV cache holds")] = 16
     mem_fraction_static: Annotated[
@@ -55,7 +56,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int | None, Meta(description="requests that may wait; one more is answered 503. Default: no limit")
     ] = None
     chunked_prefill_size: Annotated[
-        int | None, Meta(description="most prompt tokens of a step; -1 disables chunking. Default 512 on a CPU, else 2048")
+        int | None, Meta(description="most prompt tokens a step; -1 disables chunking. Default 512 on a CPU, else 2048")
     ] = None
     max_prefill_tokens: Annotated[
         int | None, Meta(description="also bounds the prompt tokens of a step; default: chunked_prefill_size")
@@ -128,9 +129,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_key: Annotated[str | None, Meta(description="bearer key that /v1 and the admin routes ask for")] = None
     chat_template: Annotated[str | None, Meta(description="a Jinja file instead of the model's chat template")] = None
     max_body_bytes: Annotated[int, Meta(description="largest request body; a larger one is answered 413")] = 16 * 2**20
-    drain_timeout: Annotated[
-        float, Meta(description="seconds that open requests get to finish after SIGTERM")
-    ] = 30.0
+    drain_timeout: Annotated[float, Meta(description="seconds that open requests get to finish after SIGTERM")] = 30.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

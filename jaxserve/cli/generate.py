@@ -1,0 +1,44 @@
+"""`jaxserve generate`: continues one prompt and streams the text to standard output."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+from jaxserve.cli import flags
+from jaxserve.cli.parser import HelpFormatter, Parser
+from jaxserve.cli.sampling import NUMBERS, add_sampling, sampling_params
+from jaxserve.errors import ConfigError
+
+
+def parser() -> Parser:
+    """The flags of `jaxserve generate`."""
+    parser = Parser(prog="jaxserve generate", description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("prompt", nargs="?", help="the text to continue; read from standard input if left out")
+    add_sampling(parser, max_tokens=128, temperature=0.0)
+    flags.add_settings(parser, hidden=NUMBERS)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run it; returns the exit code."""
+    arguments = parser().parse(argv)
+    settings = flags.arguments(flags.loaded(arguments))
+    params = sampling_params(arguments)
+    prompt = _prompt(arguments.prompt)
+
+    from jaxserve.llm import LLM
+
+    with LLM(**settings) as llm, contextlib.closing(llm.stream(prompt, params)) as deltas:
+        for delta in deltas:
+            print(delta.text, end="", flush=True)
+        print()
+    return 0
+
+
+def _prompt(argument: str | None) -> str:
+    if argument is not None:
+        return argument
+    if sys.stdin.isatty():
+        raise ConfigError('give a prompt: jaxserve generate "Once upon a time", or pipe one in')
+    return sys.stdin.read()

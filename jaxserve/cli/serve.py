@@ -1,0 +1,31 @@
+"""`jaxserve serve`: the HTTP server, with the engine in a process of its own."""
+
+from __future__ import annotations
+
+import logging
+
+from jaxserve.cli import flags
+from jaxserve.cli.parser import HelpFormatter, Parser
+from jaxserve.observability import log
+
+logger = logging.getLogger(__name__)
+
+
+def parser() -> Parser:
+    """The flags of `jaxserve serve`."""
+    parser = Parser(prog="jaxserve serve", description=__doc__, formatter_class=HelpFormatter)
+    flags.add_model(parser)
+    flags.add_settings(parser)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run it; returns the server's exit code."""
+    loaded = flags.loaded(parser().parse(argv))
+    log.setup(loaded.engine.log_level)
+    for note in loaded.notes:
+        logger.warning(note)
+
+    from jaxserve.server import run
+
+    return run.serve(loaded.engine, loaded.server)

@@ -1,0 +1,316 @@
+"""Offline generation: `LLM` runs the engine in the caller's process and turns prompts into texts.
+
+It owns prompts in and `RequestOutput`s out: tokenizing, the chat template, samples of one prompt, the progress bar.
+What runs when is the engine's business, stop strings and text are `text/`'s. An `LLM` belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import signal
+import threading
+import types
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tqdm import tqdm
+
+from jaxserve import model_source
+from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenLogprobs, Usage
+from jaxserve.config.load import from_arguments
+from jaxserve.config.schema import DEFAULT_MODEL, ServerConfig
+from jaxserve.engine.client import InProcessEngine
+from jaxserve.errors import ConfigError, InvalidRequestError, RequestFailedError
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.output import OutputDelta, OutputProcessor
+from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionOutput:
+    """One sample of a prompt. `logprobs` has an entry a token when `SamplingParams.logprobs` asks for them."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOutput:
+    """What came of one prompt. `prompt` is None where ids were given; `usage` counts all samples."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    usage: Usage
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+class LLM:
+    """A model, loaded and ready. Settings are those of `jaxserve serve`, by their own or another engine's names:
+    `LLM("folder", max_running_requests=8)`. Raises `ConfigError`, `ModelNotFoundError`.
+
+    Use it as a context manager, or `close` it, to give its memory back.
+    """
+
+    def __init__(self, model: str | Path = DEFAULT_MODEL, **settings: Any) -> None:
+        loaded = from_arguments([("model", str(model)), *settings.items()])
+        for value in loaded.values:
+            name = value.setting.name
+            if value.setting.owner is ServerConfig and value.source != "default" and name != "chat_template":
+                raise ConfigError(f"{name} is a setting of `jaxserve serve`; LLM has no server")
+        for note in loaded.notes:
+            logger.warning(note)
+        self._tokenizer = load_tokenizer(model_source.resolve(loaded.engine.model))
+        self._template = _chat_template(self._tokenizer, loaded.server.chat_template)
+        self._engine = InProcessEngine.start(loaded.engine)
+        self._numbers = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue prompts (texts or lists of ids), all in one running batch; the outputs are in the prompts' order.
+
+        Raises `InvalidRequestError` before anything runs, `RequestFailedError` when the engine gives a request up.
+        """
+        many = _as_list(prompts)
+        params = _one_each(sampling_params, len(many))
+        return self._run([self._job(prompt, each) for prompt, each in zip(many, params, strict=True)], use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, through the model's chat template. Raises as `generate` does."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            **(chat_template_kwargs or {}),
+        }
+        texts = [self._render(conversation, options) for conversation in conversations]  # type: ignore[arg-type]
+        params = _one_each(sampling_params, len(texts))
+        jobs = [
+            dataclasses.replace(self._job(self._encode_rendered(text), each), prompt=text)
+            for text, each in zip(texts, params, strict=True)
+        ]
+        return self._run(jobs, use_tqdm)
+
+    def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """The ids of the prompt that the chat template makes of a conversation; options are the template's."""
+        return self._encode_rendered(self._render(messages, options))
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[OutputDelta]:
+        """Continue one prompt, piece by piece as it comes. Closing the iterator aborts the request."""
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
+            raise InvalidRequestError(f"stream gives one sample, n must be 1, got {params.n}", param="n")
+        return self._stream(self._job(prompt, params))
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest prompt plus output, in tokens."""
+        return self._engine.info.max_model_len
+
+    def close(self) -> None:
+        """Stop the engine and give its memory back."""
+        self._engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+        if self._template is None:
+            raise InvalidRequestError("the model has no chat template; give one with chat_template=FILE")
+        return self._template.render([dict(message) for message in messages], **options)
+
+    def _encode_rendered(self, text: str) -> list[int]:
+        """A template writes its special tokens itself, so none are added."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
+        text = prompt if isinstance(prompt, str) else None
+        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        vocab_size, limit = self._engine.info.vocab_size, self.max_model_len
+        if not ids:
+            raise InvalidRequestError("the prompt holds no tokens", param="prompt")
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise InvalidRequestError(f"the prompt holds {token!r}; ids are 0 to {vocab_size - 1}", param="prompt")
+        if len(ids) + min(params.max_tokens, 1) > limit:
+            raise InvalidRequestError(
+                f"the prompt has {len(ids)} tokens and leaves no room to answer: the context is {limit} tokens; "
+                "shorten the prompt, or raise context_length",
+                param="prompt",
+            )
+        return _Job(text, ids, params)
+
+    def _requests(self, job: _Job) -> list[EngineRequest]:
+        params = job.params
+        eos = () if params.ignore_eos else self._tokenizer.eos_ids
+        number = next(self._numbers)
+        return [
+            EngineRequest(
+                request_id=f"llm-{number}-{sample}",
+                prompt_ids=job.ids,
+                sampling=params if sample == 0 else msgspec.structs.replace(params, prompt_logprobs=None),
+                stop_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
+                group_id=f"llm-{number}",
+                sample=sample,
+            )
+            for sample in range(params.n)
+        ]
+
+    def _run(self, jobs: list[_Job], use_tqdm: bool) -> list[RequestOutput]:
+        samples = [[_Sample(request) for request in self._requests(job)] for job in jobs]
+        by_id = {sample.request.request_id: sample for group in samples for sample in group}
+        with tqdm(total=len(by_id), desc="generate", unit="seq", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            num_tokens = 0
+            for request_id, delta in self._deltas([sample.request for sample in by_id.values()]):
+                by_id[request_id].deltas.append(delta)
+                num_tokens += len(delta.token_ids)
+                if delta.finish_reason is not None and bar.update():
+                    bar.set_postfix_str(f"{num_tokens / bar.format_dict['elapsed']:.0f} tok/s")
+        return [_output(job, group) for job, group in zip(jobs, samples, strict=True)]
+
+    def _stream(self, job: _Job) -> Generator[OutputDelta]:
+        for _, delta in self._deltas(self._requests(job)):
+            yield delta
+
+    def _deltas(self, requests: list[EngineRequest]) -> Generator[tuple[str, OutputDelta]]:
+        """Run requests to their ends, yielding what comes of each; those still open when it is closed are aborted."""
+        processors = {request.request_id: OutputProcessor(self._tokenizer, request) for request in requests}
+        try:
+            for request in requests:
+                self._engine.submit(request)
+            while processors:
+                with _interrupts_held():
+                    events = self._engine.step()
+                for event in events:
+                    if event.request_id not in processors:
+                        continue
+                    delta = processors[event.request_id].push(event)
+                    if delta.finish_reason is FinishReason.ERROR:
+                        raise RequestFailedError(delta.error or "the engine gave the request up")
+                    if delta.finish_reason is not None:
+                        del processors[event.request_id]
+                    if delta.abort:
+                        self._engine.abort([event.request_id])
+                    yield event.request_id, delta
+        finally:
+            if processors:
+                self._engine.abort(list(processors))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """One prompt as it is run."""
+
+    prompt: str | None
+    ids: list[int]
+    params: SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sample:
+    """One sequence of a prompt, and what has come of it."""
+
+    request: EngineRequest
+    deltas: list[OutputDelta] = dataclasses.field(default_factory=list)
+
+
+def _output(job: _Job, samples: list[_Sample]) -> RequestOutput:
+    outputs = [_completion(index, sample.deltas, job.params) for index, sample in enumerate(samples)]
+    usages = [delta.usage for sample in samples for delta in sample.deltas if delta.usage is not None]
+    return RequestOutput(
+        prompt=job.prompt,
+        prompt_token_ids=job.ids,
+        outputs=outputs,
+        usage=Usage(
+            prompt_tokens=len(job.ids),
+            completion_tokens=sum(usage.completion_tokens for usage in usages),
+            cached_tokens=sum(usage.cached_tokens for usage in usages),
+        ),
+        prompt_logprobs=next((d.prompt_logprobs for d in samples[0].deltas if d.prompt_logprobs is not None), None),
+    )
+
+
+def _completion(index: int, deltas: list[OutputDelta], params: SamplingParams) -> CompletionOutput:
+    last = deltas[-1]
+    assert last.finish_reason is not None
+    return CompletionOutput(
+        index=index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        logprobs=None if params.logprobs is None else [entry for delta in deltas for entry in delta.logprobs],
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+    )
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as several: a list of numbers is one prompt of ids."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise InvalidRequestError(f"{len(params)} sampling_params for {count} prompts; give one, or one for each")
+    return list(params)
+
+
+def _chat_template(tokenizer: Tokenizer, file: str | None) -> ChatTemplate | None:
+    if file is None:
+        return None if tokenizer.chat_template is None else ChatTemplate(tokenizer.chat_template, tokenizer)
+    try:
+        return ChatTemplate(Path(file).read_text(encoding="utf-8"), tokenizer)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template={file} can't be read: {error}") from None
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Let Ctrl-C take effect after a step, not within: a step that is cut short would leave the engine in pieces."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            signal.raise_signal(signal.SIGINT)
