@@ -1,0 +1,116 @@
+"""A GGUF file as a `TensorSource`: Hugging Face's names and row order, blocks dequantized as they are read.
+
+Owns what llama.cpp's converter changed and this undoes: the names, and in files of architecture llama the order of the
+rows of q and k (it puts the two numbers that a rotation turns side by side; Hugging Face has them half a head apart).
+The header is `model_source`'s, the arithmetic of the quantized types the `gguf` package's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from jaxserve.model_source.gguf_metadata import GGUFMetadata
+from jaxserve.model_source.gguf_metadata import TensorInfo as GGUFTensor
+from jaxserve.weights.source import TensorInfo, row_blocks
+
+_READABLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+_TYPES = {kind.value: kind for kind in GGMLQuantizationType}
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)")
+_FREQUENCIES = "rope_freqs.weight"
+"""Not a weight but part of the config, where `model_source` puts it."""
+
+
+class GGUFFile:
+    """The tensors of one GGUF file. Raises `ConfigError` if it isn't a whole GGUF file."""
+
+    def __init__(self, path: Path) -> None:
+        metadata = GGUFMetadata(path)
+        self._path = path
+        self._data = np.memmap(path, np.uint8, mode="r")
+        self._tensors = {_hf_name(name): info for name, info in metadata.tensors.items() if name != _FREQUENCIES}
+        self._infos = {name: _info(tensor) for name, tensor in self._tensors.items()}
+        self._heads = _turned_heads(metadata)
+
+    @property
+    def description(self) -> str:
+        return str(self._path)
+
+    @property
+    def infos(self) -> dict[str, TensorInfo]:
+        return self._infos
+
+    def read_rows(self, name: str, start: int, out: np.ndarray[Any, Any]) -> None:
+        """See `TensorSource`."""
+        tensor = self._tensors[name]
+        kind = _TYPES[tensor.ggml_type]
+        block_elements, block_bytes = GGML_QUANT_SIZES[kind]
+        rows, row_elements = tensor.shape[0], math.prod(tensor.shape[1:])
+        row_bytes = row_elements // block_elements * block_bytes
+        stored = self._data[tensor.offset : tensor.offset + rows * row_bytes].reshape(rows, row_bytes)
+        order = self._row_order(name, rows)
+        for part in row_blocks(out):
+            source_rows = slice(start + part.start, start + part.stop)
+            raw = stored[source_rows if order is None else order[source_rows]]
+            # As one long row: the package works through groups of 16 rows, which is slow for short ones
+            out[part] = dequantize(raw.reshape(1, -1), kind).reshape(out[part].shape)
+
+    def _row_order(self, name: str, rows: int) -> np.ndarray[Any, Any] | None:
+        """For each of Hugging Face's rows the file's row, or None where they are the same."""
+        heads = next((count for part, count in self._heads.items() if part in name), 0)
+        return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(rows) if heads else None
+
+
+def _hf_name(name: str) -> str:
+    """Hugging Face's name of a tensor; one that isn't known keeps its own and so turns up as left over."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return name
+    layer, part, kind = match["layer"], match["part"], match["kind"]
+    if layer is None:
+        return f"{_TOP[part]}.{kind}" if part in _TOP else name
+    return f"model.layers.{layer}.{_BLOCK[part]}.{kind}" if part in _BLOCK else name
+
+
+def _info(tensor: GGUFTensor) -> TensorInfo:
+    kind = _TYPES.get(tensor.ggml_type)
+    name = f"ggml type {tensor.ggml_type}" if kind is None else kind.name
+    if kind is None or name not in _READABLE:
+        return TensorInfo(tensor.shape, name, f"type {name} is not supported, only {', '.join(_READABLE)} are")
+    block = GGML_QUANT_SIZES[kind][0]
+    broken = math.prod(tensor.shape[1:]) % block != 0
+    return TensorInfo(tensor.shape, name, f"its rows are no multiple of {name}'s {block} elements" if broken else "")
+
+
+def _turned_heads(metadata: GGUFMetadata) -> dict[str, int]:
+    """Heads of the projections whose rows llama.cpp reordered."""
+    if metadata.get("general.architecture") != "llama":
+        return {}
+    heads = _count(metadata, "llama.attention.head_count")
+    return {".q_proj.": heads, ".k_proj.": _count(metadata, "llama.attention.head_count_kv", heads)}
+
+
+def _count(metadata: GGUFMetadata, key: str, default: int | None = None) -> int:
+    per_layer = metadata.array(key)
+    return int(metadata.number(key, default) if per_layer is None else per_layer[0])

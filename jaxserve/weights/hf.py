@@ -1,0 +1,95 @@
+"""A Hugging Face folder as a `TensorSource`: safetensors, in one file or sharded with an index.
+
+Owns finding the files and their headers. The files are memory-mapped: a tensor's pages come from disk when it is read.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jaxserve.errors import ConfigError
+from jaxserve.weights.source import TensorInfo, row_blocks
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_READABLE = ("F64", "F32", "F16", "BF16")
+
+
+class SafetensorsFolder:
+    """The safetensors of `folder`. Raises `ConfigError` naming the files that are missing or can't be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, Any] = {}
+        self._infos: dict[str, TensorInfo] = {}
+        for file, wanted in _files(folder).items():
+            try:
+                opened: Any = safe_open(folder / file, framework="numpy")
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(
+                    f"{folder / file} can't be read as safetensors ({error}); fetch the file again"
+                ) from error
+            for name in opened.offset_keys():
+                if wanted is None or name in wanted:
+                    self._files[name] = opened
+                    self._infos[name] = _info(opened.get_slice(name))
+
+    @property
+    def description(self) -> str:
+        return str(self._folder)
+
+    @property
+    def infos(self) -> dict[str, TensorInfo]:
+        return self._infos
+
+    def read_rows(self, name: str, start: int, out: np.ndarray[Any, Any]) -> None:
+        """See `TensorSource`."""
+        stored = self._files[name].get_slice(name)
+        for rows in row_blocks(out):
+            out[rows] = stored[start + rows.start : start + rows.stop]
+
+
+def _info(stored: Any) -> TensorInfo:
+    kind = stored.get_dtype()
+    unreadable = "" if kind in _READABLE else f"type {kind} is not supported, only {', '.join(_READABLE)} are"
+    return TensorInfo(tuple(stored.get_shape()), kind, unreadable)
+
+
+def _files(folder: Path) -> dict[str, set[str] | None]:
+    """Each file to open, with the tensors to take from it (None: all)."""
+    if (folder / _SINGLE).is_file():
+        return {_SINGLE: None}
+    if (folder / _INDEX).is_file():
+        return _indexed(folder)
+    found = sorted(file.name for file in folder.glob("*.safetensors"))
+    if len(found) == 1:
+        return {found[0]: None}
+    if found:
+        raise ConfigError(f"{folder} has {len(found)} safetensors files but no {_INDEX} that says which to read")
+    others = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind))
+    hint = f"; {others[0]} is not safetensors, convert it first" if others else ""
+    raise ConfigError(f"{folder} has no {_SINGLE} and no {_INDEX}{hint} (--load-format dummy needs no weights)")
+
+
+def _indexed(folder: Path) -> dict[str, set[str] | None]:
+    try:
+        weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        files: dict[str, set[str] | None] = {file: set() for file in sorted(set(weight_map.values()))}
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{folder / _INDEX} can't be read as an index of safetensors ({error!r})") from error
+    absent = [file for file in files if not (folder / file).is_file()]
+    if absent:
+        raise ConfigError(
+            f"{folder} lacks {len(absent)} of the {len(files)} files its index names: {', '.join(absent[:10])}"
+            f"{', …' if len(absent) > 10 else ''}; fetch the model again"
+        )
+    for name, file in weight_map.items():
+        names = files[file]
+        assert names is not None
+        names.add(name)
+    return files
