@@ -9,12 +9,16 @@ from jaxtyping import Array, Float, Int
 from jaxserve.layers.linear import TENSOR_AXIS, linear, tensor_rank
 
 
+def shard_index(tokens: Int[Array, "..."], shard_size: int) -> Int[Array, "..."]:
+    """Where tokens stand in this shard of the vocabulary; `shard_size`, one past its end, for those that don't."""
+    local = tokens - tensor_rank() * shard_size
+    return jnp.where((local >= 0) & (local < shard_size), local, shard_size)
+
+
 def embed(tokens: Int[Array, " tokens"], table: Float[Array, "vocab_shard dim"]) -> Float[Array, "tokens dim"]:
     """Rows of the table; a shard gives zeros for tokens of other shards, and the sum over shards is the row."""
-    local = tokens - tensor_rank() * table.shape[0]
-    here = (local >= 0) & (local < table.shape[0])
-    rows = table.at[jnp.where(here, local, 0)].get(mode="promise_in_bounds")
-    return lax.psum(jnp.where(here[:, None], rows, jnp.zeros((), rows.dtype)), TENSOR_AXIS)
+    local = shard_index(tokens, table.shape[0])
+    return lax.psum(table.at[local].get(mode="fill", fill_value=0), TENSOR_AXIS)
 
 
 def logits(x: Float[Array, "rows dim"], table: Float[Array, "vocab_shard dim"]) -> Float[Array, "rows vocab_shard"]:

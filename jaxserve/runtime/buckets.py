@@ -1,0 +1,53 @@
+"""Which sizes get a program: row counts of decode steps, token counts of mixed steps.
+
+Decode sizes follow SGLang's CUDA-graph rule: up to `cuda_graph_max_bs` finely spaced, beyond it powers of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# (up to this size, in steps of)
+_SPACING = ((8, 8), (32, 8), (160, 16), (512, 32))
+
+
+def decode_buckets(max_running: int, *, max_fine: int, asked: Sequence[int] | None, coarse: bool) -> tuple[int, ...]:
+    """Ascending row counts, the last of which is `max_running`.
+
+    `asked` (`--cuda-graph-bs`) replaces the spacing. `coarse` is the CPU's: 2, then 8 doubled, as a product of one row
+    is many times slower there than one of two, and each program costs seconds of start-up.
+    """
+    if asked is not None:
+        sizes = {min(size, max_running) for size in asked}
+    elif coarse:
+        sizes = {2} | {8 * 2**i for i in range(12)}
+    else:
+        sizes = _fine(max_fine) | {2**i for i in range(16) if 2**i > max_fine}
+    top = max(max_running, 2) if coarse else max_running
+    return tuple(sorted({size for size in sizes if size < top} | {top}))
+
+
+def _fine(max_fine: int) -> set[int]:
+    sizes, low = {1, 2, 4}, 0
+    for high, step in _SPACING:
+        sizes |= set(range(low + step, high + 1, step))
+        low = high
+    return {size for size in sizes if size <= max_fine}
+
+
+def token_buckets(max_tokens: int, *, smallest: int) -> tuple[int, ...]:
+    """Token counts of mixed steps: powers of two from `smallest` below `max_tokens`, and `max_tokens`."""
+    sizes = [max_tokens]
+    size = smallest
+    while size < max_tokens:
+        sizes.append(size)
+        size *= 2
+    return tuple(sorted(sizes))
+
+
+def smallest_fitting(buckets: Sequence[int], size: int) -> int:
+    """The smallest bucket that holds `size`; the caller has made sure that one does."""
+    for bucket in buckets:
+        if bucket >= size:
+            return bucket
+    raise AssertionError(f"{size} is larger than every bucket {list(buckets)}")

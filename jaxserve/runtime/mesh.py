@@ -1,0 +1,50 @@
+"""The device mesh, made once, and the one table that maps logical axes of arrays to its axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+DATA_AXIS = "data"
+TENSOR_AXIS = "tensor"
+
+# Logical axis of a parameter or a state array -> mesh axis; None, and names that stand here as None, are not split.
+LOGICAL_AXES: dict[str | None, str | None] = {
+    None: None,
+    "ranks": DATA_AXIS,
+    "kv_heads": TENSOR_AXIS,
+    "mlp": TENSOR_AXIS,
+    "vocab": TENSOR_AXIS,
+}
+
+
+def make_mesh(devices: Sequence[Any], *, data: int = 1, tensor: int = 1) -> Mesh:
+    """A mesh of the first `data * tensor` devices. `devices` may be those of a topology that isn't attached."""
+    count = data * tensor
+    return Mesh(np.array(list(devices[:count])).reshape(data, tensor), (DATA_AXIS, TENSOR_AXIS))
+
+
+def partition(axes: tuple[str | None, ...]) -> PartitionSpec:
+    """The mesh axes of an array from its logical ones."""
+    return PartitionSpec(*(LOGICAL_AXES[axis] for axis in axes))
+
+
+def shardings(mesh: Mesh, specs: Any) -> Any:
+    """A tree of shardings for a tree whose leaves have `axes` (`ParamSpec`, `ArraySpec`)."""
+    return jax.tree.map(lambda s: NamedSharding(mesh, partition(s.axes)), specs)
+
+
+def partitions(specs: Any) -> Any:
+    """The same as partition specs, for `shard_map`."""
+    return jax.tree.map(lambda s: partition(s.axes), specs)
+
+
+def shape_structs(mesh: Mesh, specs: Any) -> Any:
+    """The same as shapes with shardings, to lower programs without arrays."""
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, partition(s.axes))), specs
+    )

@@ -1,0 +1,186 @@
+"""Choosing tokens: each row its own parameters, no sort of the vocabulary, randomness by seed and position alone.
+
+Order: logit bias, penalties and forbidden stop ids; then greedy, or temperature, top_k, top_p, min_p and one draw.
+Work that no row of the batch asks for is skipped at run time. Log probabilities are the model's own, before all that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxserve.api_types import MAX_LOGPROBS
+from jaxserve.layers.embedding import shard_index
+from jaxserve.layers.linear import TENSOR_AXIS, tensor_rank
+from jaxserve.runtime.state import COUNT_MASK, FLOATS, INTS, SamplingRows
+
+_DRAW_BLOCK = 256
+_NEVER = -jnp.inf
+
+
+@flax.struct.dataclass
+class Logprobs:
+    """Log probability of a token and of the likeliest ones, best first."""
+
+    chosen: Float[Array, " rows"]
+    top_ids: Int[Array, "rows top"]
+    top: Float[Array, "rows top"]
+
+
+def greedy(logits: Float[Array, "rows vocab_shard"]) -> Int[Array, " rows"]:
+    """The likeliest token over all shards; the lowest id of equals."""
+    size = logits.shape[1]
+    local = jnp.argmax(logits, axis=1).astype(jnp.int32)
+    best = logits.max(axis=1)
+    peak = lax.pmax(best, TENSOR_AXIS)
+    return lax.pmin(jnp.where(best == peak, local + tensor_rank() * size, 2**31 - 1), TENSOR_AXIS)
+
+
+def sample(
+    logits: Float[Array, "rows vocab_shard"],
+    rows: SamplingRows,
+    counts: Int[Array, "rows vocab_shard"],
+    lengths: Int[Array, " rows"],
+) -> tuple[Int[Array, " rows"], Logprobs]:
+    """One token a row, and its log probabilities. `lengths` is each sequence's length before the new token.
+
+    `counts` are the rows of `DeviceState.counts`, gathered by the caller.
+    """
+    edited = edit(logits, rows, counts, lengths)
+    chosen = greedy(edited)
+    temperature = rows.floats[:, FLOATS.index("temperature")]
+    everything = lax.all_gather(edited, TENSOR_AXIS, axis=1, tiled=True)
+    drawn = lax.cond(
+        jnp.any(temperature > 0),
+        lambda: _draw(_truncate(everything, rows), rows, lengths),
+        lambda: jnp.zeros_like(chosen),
+    )
+    token = jnp.where(temperature > 0, drawn, chosen)
+    wants_logprobs = jnp.any(rows.ints[:, INTS.index("logprobs")] != 0)
+    return token, lax.cond(wants_logprobs, logprobs, _no_logprobs, logits, token)
+
+
+def _no_logprobs(logits: Float[Array, "rows vocab_shard"], token: Int[Array, " rows"]) -> Logprobs:
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(logprobs, logits, token))
+
+
+def logprobs(logits: Float[Array, "rows vocab_shard"], token: Int[Array, " rows"]) -> Logprobs:
+    """Log probabilities of `token` and of the `MAX_LOGPROBS` likeliest, under plain `logits`."""
+    whole = lax.all_gather(logits, TENSOR_AXIS, axis=1, tiled=True)
+    normalizer = jax.nn.logsumexp(whole, axis=1, keepdims=True)
+    chosen = jnp.take_along_axis(whole, token[:, None], axis=1)
+    top, top_ids = lax.top_k(whole, min(MAX_LOGPROBS, whole.shape[1]))
+    return Logprobs((chosen - normalizer)[:, 0], top_ids.astype(jnp.int32), top - normalizer)
+
+
+def edit(
+    logits: Float[Array, "rows vocab_shard"],
+    rows: SamplingRows,
+    counts: Int[Array, "rows vocab_shard"],
+    lengths: Int[Array, " rows"],
+) -> Float[Array, "rows vocab_shard"]:
+    """Bias, penalties (repetition: Keskar et al. 2019; frequency, presence: OpenAI's), stop ids before `min_tokens`."""
+    repetition, frequency, presence = (
+        rows.floats[:, FLOATS.index(name)] for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
+    )
+    early = lengths < rows.ints[:, INTS.index("min_len")]
+    size = logits.shape[1]
+    row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+
+    def penalize(x: Array) -> Array:
+        times = (counts & COUNT_MASK).astype(jnp.float32)
+        repeated = jnp.where(x > 0, x / repetition[:, None], x * repetition[:, None])
+        x = jnp.where(counts != 0, repeated, x)
+        return x - frequency[:, None] * times - presence[:, None] * (times > 0)
+
+    def bias(x: Array) -> Array:
+        ids = jnp.where(rows.bias_ids < 0, size, shard_index(rows.bias_ids, size))
+        return x.at[row, ids].add(rows.bias_values, mode="drop")
+
+    def forbid(x: Array) -> Array:
+        ids = jnp.where(early[:, None] & (rows.stop_ids >= 0), shard_index(rows.stop_ids, size), size)
+        return x.at[row, ids].set(_NEVER, mode="drop")
+
+    wants_penalty = jnp.any((repetition != 1.0) | (frequency != 0.0) | (presence != 0.0))
+    logits = lax.cond(wants_penalty, penalize, lambda x: x, logits)
+    logits = lax.cond(jnp.any(rows.bias_ids >= 0), bias, lambda x: x, logits)
+    return lax.cond(jnp.any(early), forbid, lambda x: x, logits)
+
+
+def _truncate(logits: Float[Array, "rows vocab"], rows: SamplingRows) -> Float[Array, "rows vocab"]:
+    """Weights of the tokens that may be drawn, the likeliest at 1: temperature, then top_k, top_p, min_p."""
+    temperature, top_p, min_p = (rows.floats[:, FLOATS.index(name)] for name in ("temperature", "top_p", "min_p"))
+    top_k = rows.ints[:, INTS.index("top_k")]
+    below = logits - logits.max(axis=1, keepdims=True)
+    weights = jnp.exp(below / jnp.where(temperature > 0, temperature, 1.0)[:, None])
+    weights = lax.cond(jnp.any(top_k > 0), lambda w: _keep_top_k(w, top_k), lambda w: w, weights)
+    weights = lax.cond(jnp.any(top_p < 1.0), lambda w: _keep_top_p(w, top_p), lambda w: w, weights)
+    return jnp.where(weights >= min_p[:, None], weights, 0.0)
+
+
+def _keep_top_k(weights: Float[Array, "rows vocab"], top_k: Int[Array, " rows"]) -> Float[Array, "rows vocab"]:
+    wanted = jnp.where(top_k > 0, top_k, weights.shape[1])
+    threshold = _largest_threshold(weights, lambda kept: jnp.sum(kept, axis=1, dtype=jnp.int32) >= wanted)
+    return jnp.where(weights >= threshold[:, None], weights, 0.0)
+
+
+def _keep_top_p(weights: Float[Array, "rows vocab"], top_p: Float[Array, " rows"]) -> Float[Array, "rows vocab"]:
+    wanted = top_p * weights.sum(axis=1)
+    enough = _largest_threshold(weights, lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=1) >= wanted)
+    return jnp.where((weights >= enough[:, None]) | (top_p >= 1.0)[:, None], weights, 0.0)
+
+
+def _largest_threshold(weights: Float[Array, "rows vocab"], holds: Callable[[Array], Array]) -> Float[Array, " rows"]:
+    """The largest weight t of each row for which `holds(weights >= t)`, found bit by bit.
+
+    Floats of one sign order as their bits do, so 31 passes find the threshold exactly; ties are all kept.
+    """
+    bits = lax.bitcast_convert_type(weights, jnp.int32)
+
+    def refine(i: Array, found: Array) -> Array:
+        candidate = found | (1 << (30 - i))
+        return jnp.where(holds(bits >= candidate[:, None]), candidate, found)
+
+    found = lax.fori_loop(0, 31, refine, jnp.zeros(weights.shape[0], jnp.int32))
+    return lax.bitcast_convert_type(found, jnp.float32)
+
+
+def _draw(weights: Float[Array, "rows vocab"], rows: SamplingRows, lengths: Int[Array, " rows"]) -> Int[Array, " rows"]:
+    """One draw a row by inverting the cumulative weights, in two levels so that no long scan is needed."""
+    count, vocab = weights.shape
+    blocks = jnp.pad(weights, ((0, 0), (0, -vocab % _DRAW_BLOCK))).reshape(count, -1, _DRAW_BLOCK)
+    ends = jnp.cumsum(blocks.sum(axis=2), axis=1)
+    target = _uniform(rows, lengths) * ends[:, -1]
+    block = jnp.sum(ends <= target[:, None], axis=1, dtype=jnp.int32)
+    # Rounding may leave the target past the last weight: step back to a block that has any.
+    last_block = blocks.shape[1] - 1 - jnp.argmax((blocks.max(axis=2) > 0)[:, ::-1], axis=1).astype(jnp.int32)
+    block = jnp.minimum(block, last_block)
+    inner = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    before = jnp.take_along_axis(ends, block[:, None], axis=1)[:, 0] - inner.sum(axis=1)
+    reached = jnp.sum(jnp.cumsum(inner, axis=1) <= (target - before)[:, None], axis=1, dtype=jnp.int32)
+    last = _DRAW_BLOCK - 1 - jnp.argmax((inner > 0)[:, ::-1], axis=1).astype(jnp.int32)
+    return block * _DRAW_BLOCK + _next_positive(inner, jnp.minimum(reached, last))
+
+
+def _next_positive(inner: Float[Array, "rows block"], at: Int[Array, " rows"]) -> Int[Array, " rows"]:
+    """The first index from `at` on that has weight; the caller has made sure that there is one."""
+    index = jnp.arange(inner.shape[1], dtype=jnp.int32)
+    return jnp.argmax((inner > 0) & (index >= at[:, None]), axis=1).astype(jnp.int32)
+
+
+def _uniform(rows: SamplingRows, lengths: Int[Array, " rows"]) -> Float[Array, " rows"]:
+    """A number in [0, 1) from each row's seed, sample and position: nothing else a request is batched with matters."""
+    low, high, index = (rows.ints[:, INTS.index(name)] for name in ("seed_low", "seed_high", "sample"))
+
+    def one(low: Array, high: Array, index: Array, position: Array) -> Array:
+        key = jax.random.key(0)
+        for word in (low, high, index, position):
+            key = jax.random.fold_in(key, word.astype(jnp.uint32))
+        return jax.random.uniform(key)
+
+    return jax.vmap(one)(low, high, index, lengths)

@@ -1,0 +1,127 @@
+"""What stays on the device between steps, donated to each program and returned by it.
+
+Every array has a leading axis of data-parallel ranks; `one_rank` and `all_ranks` take it off and put it back at the
+border of a program, so that nothing inside sees it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_STOP_IDS
+from jaxserve.params import KVSpec
+from jaxserve.step_plan import Capacity
+from pallas_kernels.paged_attention import KVLayout, PagedKV, kv_layout
+
+# Columns of SamplingRows.ints and .floats.
+INTS = ("top_k", "seed_low", "seed_high", "sample", "min_len", "logprobs")
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+
+# DeviceState.counts: the sign bit of an int16, and the rest of it.
+SEEN_IN_PROMPT = -(2**15)
+COUNT_MASK = 2**15 - 1
+
+
+@flax.struct.dataclass
+class SamplingRows:
+    """How each slot samples. `min_len` is the sequence length below which its stop ids may not be drawn."""
+
+    ints: Int[Array, "slots ints"]
+    floats: Float[Array, "slots floats"]
+    stop_ids: Int[Array, "slots stop_ids"]
+    bias_ids: Int[Array, "slots bias"]
+    bias_values: Float[Array, "slots bias"]
+
+
+@flax.struct.dataclass
+class DeviceState:
+    """The KV pool, and by slot: last token, sequence length, page table, sampling row, penalty counts.
+
+    `counts` holds how often a token was put out; its sign bit says that the token stands in the prompt.
+    """
+
+    kv: PagedKV
+    last_tokens: Int[Array, " slots"]
+    seq_lens: Int[Array, " slots"]
+    page_tables: Int[Array, "slots max_pages"]
+    sampling: SamplingRows
+    counts: Int[Array, "slots vocab"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySpec:
+    """Shape, dtype and logical axes of one array of the state."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axes: tuple[str | None, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes over all shards."""
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+def pool_layout(spec: KVSpec, *, num_pages: int, page_size: int, dtype: np.dtype) -> KVLayout:
+    """The layout of a KV group's pool."""
+    return kv_layout(
+        num_layers=spec.num_layers,
+        num_pages=num_pages,
+        page_size=page_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=dtype,
+    )
+
+
+def max_pages(capacity: Capacity) -> int:
+    """Width of a page table."""
+    return -(-capacity.max_model_len // capacity.page_size)
+
+
+def state_specs(spec: KVSpec, capacity: Capacity, *, vocab_size: int, dtype: np.dtype) -> DeviceState:
+    """The state with an `ArraySpec` in the place of each array."""
+    layout = pool_layout(spec, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=dtype)
+    ranks, slots = capacity.num_ranks, capacity.num_slots
+    i32, f32 = np.dtype(np.int32), np.dtype(np.float32)
+
+    def by_slot(dtype: np.dtype, *width: int) -> Any:
+        return ArraySpec((ranks, slots, *width), dtype, ("ranks", None) + (None,) * len(width))
+
+    pool: Any = ArraySpec((ranks, *layout.shape), layout.dtype, ("ranks", *layout.axes))
+    return DeviceState(
+        kv=PagedKV(pool, pool, spec.num_layers),
+        last_tokens=by_slot(i32),
+        seq_lens=by_slot(i32),
+        page_tables=by_slot(i32, max_pages(capacity)),
+        sampling=SamplingRows(
+            ints=by_slot(i32, len(INTS)),
+            floats=by_slot(f32, len(FLOATS)),
+            stop_ids=by_slot(i32, MAX_STOP_IDS),
+            bias_ids=by_slot(i32, MAX_LOGIT_BIAS),
+            bias_values=by_slot(f32, MAX_LOGIT_BIAS),
+        ),
+        counts=dataclasses.replace(by_slot(np.dtype(np.int16), vocab_size), axes=("ranks", None, "vocab")),
+    )
+
+
+def make_state(specs: DeviceState, shardings: DeviceState) -> DeviceState:
+    """All zeros, each array allocated where it belongs."""
+    return jax.tree.map(lambda s, where: jnp.zeros(s.shape, s.dtype, device=where), specs, shardings)
+
+
+def one_rank(tree: Any) -> Any:
+    """This rank's view: without the leading axis, which is 1 long inside `shard_map`."""
+    return jax.tree.map(lambda x: x.reshape(x.shape[1:]), tree)
+
+
+def all_ranks(tree: Any) -> Any:
+    """The inverse of `one_rank`."""
+    return jax.tree.map(lambda x: x.reshape(1, *x.shape), tree)
