@@ -1,0 +1,180 @@
+"""Builds a tokenizer from the metadata of a GGUF file.
+
+Byte-level BPE (`tokenizer.ggml.model` "gpt2") with the pre-tokenizer that `tokenizer.ggml.pre` names, and SentencePiece
+BPE ("llama"), whose merges follow from the scores of its pieces. Other kinds are refused by name. The names and regular
+expressions of pre-tokenizers are the models' own, as llama.cpp's converter catalogues them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from jaxserve.errors import ConfigError
+from jaxserve.model_source.gguf_metadata import GGUFMetadata
+from jaxserve.text.parts import TokenizerParts
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = _CASELESS + r"\p{N}{1,3}" + _TAIL
+_QWEN2 = _CASELESS + r"\p{N}" + _TAIL
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+_DIGITS = (r"\p{N}", _GPT2)
+# What splits a text before merging, one expression after the other, each match being a word of its own
+_SPLITS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gpt-2", "gpt2", "olmo"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (_QWEN2,)),
+    "tekken": (_TEKKEN,),
+    "default": _DEFAULT,
+}
+_WHOLE_WORDS_FIRST = _BOS_BY_DEFAULT = {"llama-bpe", "llama3", "llama-v3", "tekken"}
+_COMPOSED = {"qwen2", "deepseek-r1-qwen"}
+# Files converted before a fix name only the end of the text as EOS; these end a turn wherever they exist
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
+
+
+def tokenizer_from_gguf(metadata: GGUFMetadata) -> TokenizerParts:
+    """The tokenizer in the file. Raises `ConfigError` naming the kind or pre-tokenizer that isn't known."""
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens = _strings(metadata, "tokenizer.ggml.tokens")
+    if kind == "gpt2":
+        backend = _byte_level(metadata, tokens)
+    elif kind == "llama":
+        backend = _sentencepiece(metadata, tokens)
+    else:
+        raise ConfigError(
+            f"{metadata.path}: tokenizer model {kind!r} is not supported in GGUF files; supported: gpt2, llama. "
+            "Use the model's Hugging Face folder instead"
+        )
+    types = metadata.array("tokenizer.ggml.token_type") or []
+    _add_tokens(backend, tokens, types)
+    ids = {name: _token_id(metadata, name, len(tokens)) for name in ("bos", "eos", "eot", "eom", "unknown", "padding")}
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token")
+    if add_bos is None:
+        add_bos = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _BOS_BY_DEFAULT
+    _add_ends(
+        backend,
+        tokens[ids["bos"]] if add_bos and ids["bos"] is not None else None,
+        tokens[ids["eos"]] if metadata.get("tokenizer.ggml.add_eos_token") and ids["eos"] is not None else None,
+    )
+    turn_ends = [index for index, token in enumerate(tokens) if token in _TURN_ENDS]
+    ends = [ids["eos"], ids["eot"], ids["eom"], *turn_ends]
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    template = metadata.get("tokenizer.chat_template")
+    return TokenizerParts(
+        backend=backend,
+        eos_ids=tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None)),
+        bos_id=ids["bos"],
+        special_tokens={name: tokens[index] for name, key in names.items() if (index := ids[key]) is not None},
+        chat_template=template if isinstance(template, str) else None,
+    )
+
+
+def _strings(metadata: GGUFMetadata, key: str) -> list[str]:
+    values = metadata.array(key)
+    if values is None:
+        raise ConfigError(f"{metadata.path} has no {key}: it holds no tokenizer. Use the model's Hugging Face folder")
+    return [str(value) for value in values]
+
+
+def _token_id(metadata: GGUFMetadata, name: str, vocab_size: int) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    if key not in metadata:
+        return None
+    token_id = int(metadata.number(key))
+    return token_id if 0 <= token_id < vocab_size else None  # converters write 2^32 - 1 for "none"
+
+
+def _byte_level(metadata: GGUFMetadata, tokens: list[str]) -> tokenizers.Tokenizer:
+    pre = metadata.get("tokenizer.ggml.pre") or "default"
+    if pre not in _SPLITS:
+        raise ConfigError(
+            f"{metadata.path}: pre-tokenizer {pre!r} is not supported; supported: {', '.join(_SPLITS)}. "
+            "Use the model's Hugging Face folder instead"
+        )
+    pairs = [merge.split(" ", 1) for merge in _strings(metadata, "tokenizer.ggml.merges")]
+    backend = _bpe(
+        metadata,
+        vocab={token: index for index, token in enumerate(tokens)},
+        merges=[(pair[0], pair[1]) for pair in pairs if len(pair) == 2],
+        ignore_merges=pre in _WHOLE_WORDS_FIRST,
+    )
+    if pre in _COMPOSED:
+        backend.normalizer = normalizers.NFC()
+    splits: list[Any] = [pre_tokenizers.Split(Regex(split), "isolated") for split in _SPLITS[str(pre)]]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(metadata: GGUFMetadata, tokens: list[str]) -> tokenizers.Tokenizer:
+    scores = metadata.array("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise ConfigError(f"{metadata.path}: tokenizer.ggml.scores is missing or not as long as the vocabulary")
+    types = metadata.array("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    vocab = {token: index for index, token in enumerate(tokens)}
+    normal = {token: index for token, index in vocab.items() if types[index] == _NORMAL}
+    backend = _bpe(
+        metadata,
+        vocab=vocab,
+        merges=_merges(normal, [float(score) for score in scores]),
+        unk_token=next((token for token, kind in zip(tokens, types) if kind == _UNKNOWN), None),
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix") is not False
+    replace = normalizers.Replace(" ", "▁")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefix else replace
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return backend
+
+
+def _bpe(metadata: GGUFMetadata, **arguments: Any) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer(models.BPE(**arguments))
+    except Exception as error:  # the bindings raise bare Exception
+        raise ConfigError(f"{metadata.path}: its tokenizer is inconsistent: {error}") from error
+
+
+def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """SentencePiece merges the neighbours that make the piece of the best score: each way to cut a piece in two is a
+    merge, ranked by the piece's score."""
+    ranked = []
+    for piece, index in vocab.items():
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in vocab and right in vocab:
+                ranked.append((-scores[index], index, vocab[left], vocab[right], left, right))
+    ranked.sort()
+    return [(left, right) for *_, left, right in ranked]
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types: list[Any]) -> None:
+    for kind, special in ((_CONTROL, True), (_UNKNOWN, True), (_USER_DEFINED, False)):
+        found = [token for token, token_type in zip(tokens, types) if token_type == kind]
+        backend.add_tokens([AddedToken(token, special=special, normalized=False) for token in found])
+
+
+def _add_ends(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
+    if bos is None and eos is None:
+        return
+    backend.post_processor = TemplateProcessing(
+        single=[*([bos] if bos else []), "$A", *([eos] if eos else [])],
+        special_tokens=[(text, backend.token_to_id(text)) for text in dict.fromkeys((bos, eos)) if text],
+    )

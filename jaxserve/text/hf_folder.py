@@ -1,0 +1,116 @@
+"""Reads the tokenizer of a Hugging Face folder: tokenizer.json and the small JSON files around it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from jaxserve.errors import ConfigError
+from jaxserve.text.parts import TokenizerParts
+
+
+def tokenizer_from_folder(folder: Path) -> TokenizerParts:
+    """The folder's tokenizer. Without a tokenizer.json, transformers converts what there is. Raises `ConfigError`."""
+    config = _read_json(folder / "tokenizer_config.json")
+    special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json")) | _special_tokens(config)
+    if (folder / "tokenizer.json").is_file():
+        backend = _from_file(folder / "tokenizer.json")
+        _apply_added_ends(backend, config, special_tokens)
+    else:
+        backend, special_tokens = _converted(folder)
+    bos_id = backend.token_to_id(special_tokens.get("bos_token", ""))
+    return TokenizerParts(
+        backend=backend,
+        eos_ids=_eos_ids(folder, backend.token_to_id(special_tokens.get("eos_token", ""))),
+        bos_id=bos_id,
+        special_tokens=special_tokens,
+        chat_template=_chat_template(folder, config),
+    )
+
+
+def _from_file(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the bindings raise bare Exception
+        raise ConfigError(f"{path} can't be read as a tokenizer: {error}") from error
+
+
+def _converted(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    # Imported here because it takes seconds, which a folder with a tokenizer.json should not pay
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        backend = tokenizer.backend_tokenizer
+    except (OSError, ValueError, ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{folder} has no tokenizer.json, and transformers can't make one from its files: {error}. "
+            "Add the model's tokenizer.json to the folder"
+        ) from error
+    return backend, {name: str(text) for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} can't be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} should hold a JSON object, it holds a {type(content).__name__}")
+    return content
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    texts = {
+        name: token.get("content") if isinstance(token, dict) else token
+        for name, token in config.items()
+        if name.endswith("_token") and not name.startswith("add_")
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _apply_added_ends(backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> None:
+    """Where tokenizer_config.json says whether BOS and EOS are added, it has the last word over tokenizer.json."""
+    bare, framed = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
+    texts: dict[str, str | None] = {}
+    changed = False
+    for end, outermost in (("bos", framed[0]), ("eos", framed[-1])):
+        text = special_tokens.get(f"{end}_token", "")
+        token_id = backend.token_to_id(text)
+        added_now = len(framed) > len(bare) and outermost == token_id
+        wanted = config.get(f"add_{end}_token")
+        if not isinstance(wanted, bool) or token_id is None:
+            wanted = added_now
+        changed |= wanted != added_now
+        texts[end] = text if wanted else None
+    if changed:
+        backend.post_processor = TemplateProcessing(
+            single=[text for text in (texts["bos"], "$A", texts["eos"]) if text],
+            special_tokens=[(text, backend.token_to_id(text)) for text in dict.fromkeys(texts.values()) if text],
+        )
+
+
+def _eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
+    # generation_config.json is the newer word on what ends a generation; config.json only speaks where it is silent
+    ids = _read_json(folder / "generation_config.json").get("eos_token_id")
+    if ids is None:
+        ids = _read_json(folder / "config.json").get("eos_token_id")
+    listed = ids if isinstance(ids, list) else [ids]
+    return tuple(dict.fromkeys(token_id for token_id in [*listed, tokenizer_eos] if token_id is not None))
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # named templates
+        by_name = {str(entry["name"]): str(entry["template"]) for entry in template}
+        return by_name.get("default") or (next(iter(by_name.values())) if len(by_name) == 1 else None)
+    return template if isinstance(template, str) else None

@@ -1,0 +1,114 @@
+"""Turns the engine's events of one request into what its client reads: text, counts, the reason for the end.
+
+The engine knows ids only, so stop strings are found here, in the client's process. Sends nothing itself: when a stop
+string ends the output, `OutputDelta.abort` asks the caller to stop the request in the engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxserve.api_types import EngineRequest, FinishReason, TokenEvent, TokenLogprobs, Usage
+from jaxserve.text.detokenizer import IncrementalDetokenizer
+from jaxserve.text.stop_strings import StopMatcher
+from jaxserve.text.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(slots=True)
+class OutputDelta:
+    """What one event adds. Text may lag behind `token_ids` while it could still become a character or a stop string.
+
+    `text_offsets[i]` is where the text of token i begins in the whole output, counted before anything is cut off by a
+    stop string. `stop_reason` is the stop string, or the id out of the request's own `stop_token_ids`, that ended the
+    output; None for the model's EOS. `usage` comes with the `finish_reason`. `abort`: the engine doesn't know yet that
+    the request is over.
+    """
+
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    text_offsets: list[int] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    usage: Usage | None = None
+    error: str | None = None
+    abort: bool = False
+
+
+class OutputProcessor:
+    """The state of one request's output. Events are pushed in order, none after `finished`.
+
+    Stop strings count from the first token after `min_tokens`, and lie wholly in the text from there on. A stop id's
+    own token gives no text but is counted.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, request: EngineRequest) -> None:
+        sampling = request.sampling
+        self._request = request
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, request.prompt_ids, skip_special_tokens=sampling.skip_special_tokens
+        )
+        self._stops = StopMatcher(sampling.stop, sampling.include_stop_str_in_output) if sampling.stop else None
+        self._num_tokens = 0
+        self._num_chars = 0
+        self._cached_tokens = 0
+        self._finished = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last delta has been given."""
+        return self._finished
+
+    def push(self, event: TokenEvent) -> OutputDelta:
+        """What the event adds to the output."""
+        assert not self._finished, f"request {self._request.request_id} got an event after its end"
+        delta = OutputDelta(prompt_logprobs=event.prompt_logprobs, error=event.error)
+        if event.usage is not None:
+            self._cached_tokens = event.usage.cached_tokens
+        matched = self._push_tokens(event, delta)
+        if matched is None and event.finish_reason is not None:
+            matched = self._push_rest(delta)
+        if matched is not None:
+            delta.finish_reason, delta.stop_reason, delta.error = FinishReason.STOP, matched, None
+            delta.abort = event.finish_reason is None
+        elif event.finish_reason is not None:
+            delta.finish_reason = event.finish_reason
+            if event.stop_id in self._request.sampling.stop_token_ids:
+                delta.stop_reason = event.stop_id
+        if delta.finish_reason is not None:
+            self._finished = True
+            delta.usage = Usage(len(self._request.prompt_ids), self._num_tokens, self._cached_tokens)
+        return delta
+
+    def _push_tokens(self, event: TokenEvent, delta: OutputDelta) -> str | None:
+        """Add the event's tokens up to the one that completes a stop string, which is returned."""
+        matched, last = None, len(event.token_ids) - 1
+        for index, token_id in enumerate(event.token_ids):
+            self._num_tokens += 1
+            delta.token_ids.append(token_id)
+            delta.text_offsets.append(self._num_chars)
+            if index == last and token_id == event.stop_id:
+                break
+            matched = self._show(self._detokenizer.push((token_id,)), delta)
+            if matched is not None:
+                break
+        if event.logprobs is not None:
+            delta.logprobs = event.logprobs[: len(delta.token_ids)]
+        return matched
+
+    def _push_rest(self, delta: OutputDelta) -> str | None:
+        """Add what was held back, now that no more tokens come."""
+        matched = self._show(self._detokenizer.flush(), delta)
+        if matched is None and self._stops is not None:
+            delta.text += self._stops.flush()
+        return matched
+
+    def _show(self, text: str, delta: OutputDelta) -> str | None:
+        self._num_chars += len(text)
+        if self._stops is None or self._num_tokens <= self._request.sampling.min_tokens:
+            delta.text += text
+            return None
+        shown, matched = self._stops.push(text)
+        delta.text += shown
+        return matched
