@@ -1,0 +1,194 @@
+"""What one step computes: all decodes first, then chunks of prompts into what is left of the token budget.
+
+It turns the roster's running requests into a `StepPlan`, lets waiting ones start, and gives each the pages its chunk
+writes. Whether someone must give way first, and what becomes of the results, is the scheduler's.
+"""
+
+from __future__ import annotations
+
+from jaxserve.engine import admission
+from jaxserve.engine.budget import PrefillBudget, trim_to_bucket
+from jaxserve.engine.request import Request
+from jaxserve.engine.roster import Roster
+from jaxserve.errors import ConfigError
+from jaxserve.step_plan import Capacity, Chunk, SlotOpen, StepPlan
+
+_NO_PAGES: tuple[tuple[int, ...], ...] = ((),)
+
+
+class Planner:
+    """Plans within `capacity` and the limits of `Scheduler`. Raises `ConfigError` where nothing could ever run."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        capacity: Capacity,
+        *,
+        chunked_prefill_size: int,
+        max_prefill_tokens: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        for name, value in (
+            ("chunked_prefill_size", chunked_prefill_size),
+            ("max_prefill_tokens", max_prefill_tokens),
+            ("max_num_batched_tokens", max_num_batched_tokens),
+        ):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        assert capacity.decode_buckets[-1] >= capacity.num_slots, capacity
+        assert capacity.prompt_logprob_tokens > capacity.num_slots, capacity
+        self._roster = roster
+        self._capacity = capacity
+        self._page_size = capacity.page_size
+        self._prefill_tokens = min(chunked_prefill_size, max_prefill_tokens)
+        self._step_tokens = min(max_num_batched_tokens, capacity.token_buckets[-1])
+
+    def next_step(self, *, admit: bool) -> tuple[StepPlan, list[Request]] | None:
+        """The next step and the requests of its chunks, or None when nobody has a token to compute.
+
+        With `admit`, waiting requests may start. Pages for all decodes are there: see `is_short_of_pages`.
+        """
+        roster = self._roster
+        chunks: list[Chunk] = []
+        requests: list[Request] = []
+        opens: list[SlotOpen] = []
+        greedy = self._plan_decodes(chunks, requests)
+        num_decodes = len(chunks)
+        if roster.prefilling or roster.waiting:
+            for request, length in self._choose_prefills(num_decodes, opens, admit=admit):
+                chunk = self._prefill_chunk(request, length)
+                chunks.append(chunk)
+                requests.append(request)
+                greedy = greedy and (request.greedy or not chunk.sample)
+        if not chunks:
+            return None
+        plan = StepPlan(
+            opens=opens,
+            chunks=chunks,
+            closes=roster.take_closed_slots(opens),
+            num_decodes=num_decodes,
+            greedy=greedy,
+        )
+        return plan, requests
+
+    def is_short_of_pages(self) -> bool:
+        """Whether the decodes, or if there are none the oldest prefill, can't take their next step."""
+        roster, page_size = self._roster, self._page_size
+        if roster.decoding:
+            num_free = roster.pool.num_free
+            # Mostly there is a page for each, and then nobody needs to be asked.
+            return len(roster.decoding) > num_free and num_free < sum(
+                request.num_planned_tokens % page_size == 0 for request in roster.decoding.values()
+            )
+        oldest = next(iter(roster.prefilling.values()), None)
+        return oldest is not None and roster.pool.num_free == 0 and oldest.num_planned_tokens % page_size == 0
+
+    def _plan_decodes(self, chunks: list[Chunk], requests: list[Request]) -> bool:
+        """Append a chunk for each request that decodes; returns whether all of them are greedy."""
+        roster, page_size = self._roster, self._page_size
+        greedy = True
+        ending = []
+        for request in roster.decoding.values():
+            position = request.num_planned_tokens
+            slot = request.slot
+            assert slot is not None
+            chunks.append(
+                Chunk(
+                    request_id=request.request_id,
+                    slot=slot,
+                    rank=request.rank,
+                    start=position,
+                    length=1,
+                    tokens=None,
+                    new_pages=_NO_PAGES if position % page_size else roster.extend(request, position + 1),
+                    logits=1,
+                    sample=True,
+                )
+            )
+            requests.append(request)
+            request.num_planned_tokens = position + 1
+            request.num_planned_outputs += 1
+            if request.num_planned_outputs >= request.max_new_tokens:
+                ending.append(request)
+            if not request.greedy:
+                greedy = False
+        for request in ending:
+            roster.promote(request, last=True)
+        return greedy
+
+    def _choose_prefills(self, num_decodes: int, opens: list[SlotOpen], *, admit: bool) -> list[tuple[Request, int]]:
+        """Who computes how many of its fill tokens: prompts under way first, then those that may start.
+
+        Nobody overtakes: the first that gets nothing ends the line. A prompt starts only when pages for all of it are
+        spare, so two never stand halfway with each other's pages; what decodes take from it later is got by retraction.
+        """
+        roster, pool = self._roster, self._roster.pool
+        budget = PrefillBudget(
+            num_decodes,
+            step_tokens=self._step_tokens,
+            prefill_tokens=self._prefill_tokens,
+            prompt_logprob_tokens=self._capacity.prompt_logprob_tokens,
+        )
+        chosen: list[tuple[Request, int]] = []
+        free = pool.num_free
+        reserved = 0  # pages that prompts under way still take after this step
+        for request in roster.prefilling.values():
+            planned, held = request.num_planned_tokens, len(request.pages[0])
+            wants = request.needs_prompt_logprobs
+            room = (held + free) * self._page_size - planned
+            length = min(request.num_fill_tokens - planned, room, budget.offer(prompt_logprobs=wants))
+            if length <= 0:
+                return self._trimmed(chosen, budget)
+            budget.take(length, prompt_logprobs=wants)
+            chosen.append((request, length))
+            taken = pool.pages_for(planned + length)
+            free -= taken - held
+            reserved += pool.pages_for(request.num_fill_tokens) - taken
+        while admit and roster.num_free_slots and (waiting := roster.waiting.peek()) is not None:
+            wants = waiting.needs_prompt_logprobs
+            length = min(waiting.num_fill_tokens, budget.offer(prompt_logprobs=wants))
+            needed = pool.pages_for(waiting.num_fill_tokens)
+            alone = not (roster.prefilling or roster.decoding)
+            if length <= 0 or not admission.may_start(needed, free - reserved, alone=alone):
+                break
+            opens.append(roster.start(waiting))
+            budget.take(length, prompt_logprobs=wants)
+            chosen.append((waiting, length))
+            taken = pool.pages_for(length)
+            free -= taken
+            reserved += needed - taken
+        return self._trimmed(chosen, budget)
+
+    def _trimmed(self, chosen: list[tuple[Request, int]], budget: PrefillBudget) -> list[tuple[Request, int]]:
+        """Shorten the last chunk where that lets a smaller program do; steps for prompt logprobs have their own."""
+        if chosen and not budget.prompt_logprobs:
+            request, length = chosen[-1]
+            chosen[-1] = request, length - trim_to_bucket(budget.total, length, self._capacity.token_buckets)
+        return chosen
+
+    def _prefill_chunk(self, request: Request, length: int) -> Chunk:
+        """Plan the next `length` fill tokens of a request; with the last of them it draws its first new token."""
+        start = request.num_planned_tokens
+        end = start + length
+        is_last = end == request.num_fill_tokens
+        samples = is_last and request.max_new_tokens > 0
+        wants = request.needs_prompt_logprobs
+        slot = request.slot
+        assert slot is not None
+        chunk = Chunk(
+            request_id=request.request_id,
+            slot=slot,
+            rank=request.rank,
+            start=start,
+            length=length,
+            tokens=request.tokens(start, end),
+            new_pages=self._roster.extend(request, end),
+            logits=length if wants else int(samples),
+            sample=samples,
+            target=request.prompt_ids[end] if wants and end < request.num_prompt_tokens else None,
+        )
+        request.num_planned_tokens = end
+        request.num_planned_outputs += samples
+        if is_last:
+            self._roster.promote(request, last=request.num_planned_outputs >= request.max_new_tokens)
+        return chunk

@@ -1,0 +1,112 @@
+"""A request while the engine works on it: the only mutable record of it, owned by the engine's thread.
+
+It counts tokens three ways. *Planned* ones are in a step that was handed to the device, *computed* ones in a step whose
+result has been committed; the two differ by what is in flight. *Fill* tokens are those the host knew when the request
+took its slot (the prompt, and after a retraction its output too): they are computed in chunks; from then on each step
+adds one. It never decides anything: the scheduler does.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from jaxserve.api_types import EngineRequest, SamplingParams, TokenLogprobs, Usage
+
+
+class Phase(enum.Enum):
+    """Where a request stands; it holds a slot and pages only while RUNNING."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Request:
+    """One sequence. `pages` are by KV group; `arrival` orders requests; `sampling` always has a seed."""
+
+    __slots__ = (
+        "arrival",
+        "client",
+        "greedy",
+        "group_id",
+        "max_new_tokens",
+        "min_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_fill_tokens",
+        "num_planned_outputs",
+        "num_planned_tokens",
+        "num_prompt_tokens",
+        "output_ids",
+        "pages",
+        "phase",
+        "prompt_ids",
+        "prompt_logprobs",
+        "rank",
+        "request_id",
+        "sample",
+        "sampling",
+        "slot",
+        "stop_ids",
+        "wants_logprobs",
+    )
+
+    def __init__(self, source: EngineRequest, *, sampling: SamplingParams, arrival: int, max_new_tokens: int) -> None:
+        self.request_id = source.request_id
+        self.prompt_ids = source.prompt_ids
+        self.stop_ids = source.stop_ids
+        self.group_id = source.group_id
+        self.sample = source.sample
+        self.client = source.client
+        self.sampling = sampling
+        self.arrival = arrival
+        self.max_new_tokens = max_new_tokens
+        self.min_tokens = sampling.min_tokens
+        self.greedy = sampling.greedy
+        self.wants_logprobs = sampling.logprobs is not None
+        # Nothing precedes the first token. Set to None once delivered, or when nobody asked.
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None if sampling.prompt_logprobs is None else [None]
+
+        self.phase = Phase.WAITING
+        self.output_ids: list[int] = []
+        self.num_prompt_tokens = len(source.prompt_ids)
+        self.num_cached_tokens = 0
+        self.num_fill_tokens = self.num_prompt_tokens
+        self.num_planned_tokens = 0
+        self.num_computed_tokens = 0
+        self.num_planned_outputs = 0
+        self.rank = 0
+        self.slot: int | None = None
+        self.pages: list[list[int]] = [[]]
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt and output tokens the host has seen."""
+        return self.num_prompt_tokens + len(self.output_ids)
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether chunks of the prompt still have to bring log probabilities."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        return Usage(self.num_prompt_tokens, len(self.output_ids), self.num_cached_tokens)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Known tokens of positions `start` to `end`, over prompt and output."""
+        prompt = self.num_prompt_tokens
+        if end <= prompt:
+            return self.prompt_ids[start:end]
+        return self.prompt_ids[start:prompt] + self.output_ids[max(start - prompt, 0) : end - prompt]
+
+    def start_over(self) -> None:
+        """Forget what the device has computed: the next time it runs, all known tokens are filled in again."""
+        self.phase = Phase.WAITING
+        self.num_planned_tokens = 0
+        self.num_computed_tokens = 0
+        self.num_planned_outputs = len(self.output_ids)
+        self.num_fill_tokens = self.num_known_tokens
+        if self.needs_prompt_logprobs:
+            self.prompt_logprobs = [None]

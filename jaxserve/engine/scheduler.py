@@ -1,0 +1,266 @@
+"""Who runs when. `plan()` says what the next step computes, `commit()` takes in what it produced.
+
+It decides over the roster's requests, and is plain integers throughout: no device, no clock, no thread, so a test or a
+simulator drives it as well as the engine does. A plan may be made while earlier ones are in flight; they are committed
+in the order they were made.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import deque
+
+import msgspec
+
+from jaxserve.api_types import EngineRequest, EngineStats, FinishReason, TokenEvent, TokenLogprobs, Usage
+from jaxserve.engine import admission
+from jaxserve.engine.planner import Planner
+from jaxserve.engine.policy import choose_victim
+from jaxserve.engine.request import Phase, Request
+from jaxserve.engine.roster import Roster
+from jaxserve.step_plan import Capacity, StepPlan, StepResult
+
+logger = logging.getLogger("jaxserve.engine")
+
+
+class Scheduler:
+    """First come, first served, within what `capacity` can hold.
+
+    A step has at most `max_num_batched_tokens` tokens, of them at most `chunked_prefill_size` and `max_prefill_tokens`
+    of prompts. At most `max_queued_requests` may wait beyond those that free slots could take (None: no limit).
+    `random_seed` decides the seeds of requests that bring none. Raises `ConfigError` where nothing could ever run.
+    """
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        *,
+        chunked_prefill_size: int,
+        max_prefill_tokens: int,
+        max_num_batched_tokens: int,
+        max_queued_requests: int | None = None,
+        random_seed: int = 0,
+    ) -> None:
+        self._capacity = capacity
+        self._roster = Roster(capacity)
+        self._planner = Planner(
+            self._roster,
+            capacity,
+            chunked_prefill_size=chunked_prefill_size,
+            max_prefill_tokens=max_prefill_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        self._max_queued_requests = max_queued_requests
+        self._random = random.Random(random_seed)
+        self._in_flight: deque[tuple[StepPlan, list[Request]]] = deque()
+        self._events: list[TokenEvent] = []
+        self._num_arrived = 0
+        self._num_steps = 0
+        self._num_preemptions = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+
+    def add(self, request: EngineRequest) -> TokenEvent | None:
+        """Let a request in, or return the one event that refuses it."""
+        if request.request_id in self._roster.requests:
+            return _refused(request, f"a request with the id {request.request_id!r} is already open")
+        if error := admission.refusal(request, self._capacity):
+            return _refused(request, error)
+        limit = self._max_queued_requests
+        if limit is not None and self.num_waiting >= limit + self._roster.num_free_slots:
+            return _refused(
+                request,
+                f"queue full: {self.num_waiting} requests wait and --max-queued-requests is {limit}; try again later",
+            )
+        sampling = request.sampling
+        if sampling.seed is None:
+            sampling = msgspec.structs.replace(sampling, seed=self._random.getrandbits(63))
+        self._num_arrived += 1
+        self._roster.enter(
+            Request(
+                request,
+                sampling=sampling,
+                arrival=self._num_arrived,
+                max_new_tokens=admission.max_new_tokens(request, self._capacity),
+            )
+        )
+        return None
+
+    def abort(self, request_id: str) -> TokenEvent | None:
+        """End a request wherever it stands and return its last event; None when no such request is open."""
+        request = self._roster.requests.get(request_id)
+        return None if request is None else self._finish(request, FinishReason.ABORT)
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute before a step in flight has been committed."""
+        roster = self._roster
+        roster.release_finishing()
+        num_retracted = self._make_room()
+        if num_retracted is None:
+            return None
+        # Whoever was just retracted must not start again at once: it would take the pages it was to give.
+        planned = self._planner.next_step(admit=num_retracted == 0)
+        if planned is None:
+            assert not roster.waiting or self._in_flight, "requests wait, nothing runs, and none may start"
+            return None
+        self._in_flight.append(planned)
+        return planned[0]
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+        """Credit what the oldest plan in flight produced; tokens of requests that have ended meanwhile are dropped."""
+        planned, requests = self._in_flight.popleft()
+        assert planned is plan, "plans are committed in the order they were made"
+        self._num_steps += 1
+        events = self.take_events()
+        logprobs = result.logprobs
+        running = Phase.RUNNING
+        num_tokens = 0
+        for index, (request, chunk, tokens) in enumerate(zip(requests, plan.chunks, result.tokens, strict=True)):
+            if request.phase is not running:
+                continue
+            request.num_computed_tokens += chunk.length
+            if request.prompt_logprobs is not None:
+                _take_prompt_logprobs(request, result.prompt_logprobs.get(index, []))
+            outputs = request.output_ids
+            if not outputs and request.num_computed_tokens == request.num_prompt_tokens:
+                self._prompt_tokens += request.num_prompt_tokens
+                if request.max_new_tokens == 0:
+                    events.append(self._finish(request, FinishReason.LENGTH))
+            if not tokens:
+                continue
+            reason = stop_id = None
+            for count, token in enumerate(tokens, 1):
+                outputs.append(token)
+                if token in request.stop_ids and len(outputs) > request.min_tokens:
+                    reason, stop_id = FinishReason.STOP, token
+                elif len(outputs) >= request.max_new_tokens:
+                    reason = FinishReason.LENGTH
+                if reason is not None:
+                    tokens = tokens[:count]
+                    break
+            num_tokens += len(tokens)
+            if reason is not None:
+                events.append(self._finish(request, reason, tokens, stop_id, logprobs.get(index)))
+            elif request.wants_logprobs or request.prompt_logprobs is not None:
+                prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+                events.append(
+                    TokenEvent(
+                        request.request_id, tokens, logprobs=logprobs.get(index), prompt_logprobs=prompt_logprobs
+                    )
+                )
+            else:
+                events.append(TokenEvent(request.request_id, tokens))
+        self._generation_tokens += num_tokens
+        return events
+
+    def take_events(self) -> list[TokenEvent]:
+        """Events that arose while planning, each once; `commit` brings them too."""
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is open, or an event waits to be taken."""
+        return bool(self._roster.requests or self._events)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self._capacity.page_size
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have started and not ended."""
+        return self._roster.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not started, or were retracted."""
+        return len(self._roster.waiting)
+
+    def stats(self) -> EngineStats:
+        """A reading of the sizes and counters that the scheduler knows."""
+        pool = self._roster.pool
+        return EngineStats(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_free_pages=pool.num_free,
+            num_pages=pool.num_pages,
+            token_usage=pool.usage,
+            num_steps=self._num_steps,
+            num_preemptions=self._num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+        )
+
+    def check_integrity(self) -> list[str]:
+        """What is wrong with pages, slots and queues, as sentences; empty when nothing is."""
+        return self._roster.check()
+
+    def _make_room(self) -> int | None:
+        """Retract until those that run can go on, and return how many were. None: wait for the step in flight first.
+
+        It may end requests and so free pages; and once it is committed, all tokens of a victim are known here.
+        """
+        roster = self._roster
+        num_retracted = 0
+        while self._planner.is_short_of_pages():
+            if self._in_flight:
+                return None
+            running = [*roster.prefilling.values(), *roster.decoding.values()]
+            if len(running) == 1:
+                error = admission.pool_exhausted(running[0].num_known_tokens, self._capacity)
+                self._events.append(self._finish(running[0], FinishReason.ERROR, error=error))
+            else:
+                roster.retract(choose_victim(running))
+                num_retracted += 1
+        if num_retracted:
+            self._num_preemptions += num_retracted
+            logger.warning(
+                "decode out of memory happened, #retracted_reqs: %d, #running-req: %d, #queue-req: %d",
+                num_retracted,
+                self.num_running,
+                self.num_waiting,
+            )
+        return num_retracted
+
+    def _finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        token_ids: list[int] | None = None,
+        stop_id: int | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+        error: str | None = None,
+    ) -> TokenEvent:
+        """Take a request out of the books and return its last event."""
+        self._roster.leave(request)
+        token_ids = token_ids or []
+        return TokenEvent(
+            request.request_id,
+            token_ids,
+            finish_reason=reason,
+            stop_id=stop_id,
+            logprobs=None if logprobs is None else logprobs[: len(token_ids)],
+            prompt_logprobs=None if request.needs_prompt_logprobs else request.prompt_logprobs,
+            usage=request.usage,
+            error=error,
+        )
+
+
+def _take_prompt_logprobs(request: Request, found: list[TokenLogprobs]) -> None:
+    """Add those of a chunk, which say nothing of the token after the prompt."""
+    collected = request.prompt_logprobs
+    assert collected is not None
+    collected.extend(found[: request.num_prompt_tokens - len(collected)])
+
+
+def _refused(request: EngineRequest, error: str) -> TokenEvent:
+    return TokenEvent(
+        request.request_id,
+        [],
+        finish_reason=FinishReason.ERROR,
+        usage=Usage(len(request.prompt_ids), 0),
+        error=error,
+    )

@@ -1,0 +1,155 @@
+"""A device that is a few dictionaries, and a model that is a hash.
+
+The next token is a hash of every token so far, read back through the slot's own page table from the pages as they are
+now. So a wrong page, position, slot, order or token in a plan gives wrong tokens, and a page that was handed out too
+early shows. It keeps its state from the plans alone and holds each plan to `Capacity`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+
+from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenLogprobs
+from jaxserve.step_plan import Capacity, SlotOpen, StepPlan, StepResult
+
+VOCAB = 64
+
+
+def next_token(tokens: Sequence[int], num_outputs: int, sampling: SamplingParams, stop_ids: Sequence[int]) -> int:
+    """The model: what follows `tokens`, the last `num_outputs` of which are output."""
+    seed = f"{list(tokens)} {num_outputs} {sampling.seed if sampling.temperature else None}"
+    token = zlib.crc32(seed.encode()) % VOCAB
+    while num_outputs < sampling.min_tokens and token in stop_ids:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def logprobs_of(tokens: Sequence[int], token: int) -> TokenLogprobs:
+    """What the model thinks of `token` after `tokens`."""
+    return TokenLogprobs(token, -float(zlib.crc32(f"{list(tokens)} {token}".encode()) % 1000), [token], [-1.0])
+
+
+@dataclasses.dataclass
+class Expected:
+    """What a request gives when it runs alone."""
+
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: list[TokenLogprobs | None] | None
+
+
+def run_alone(request: EngineRequest, max_model_len: int) -> Expected:
+    """The naive full recompute of one request (its sampling has a seed, or is greedy)."""
+    sampling, tokens, outputs, logprobs = request.sampling, list(request.prompt_ids), [], []
+    reason = FinishReason.LENGTH
+    while len(outputs) < sampling.max_tokens and len(tokens) < max_model_len:
+        token = next_token(tokens, len(outputs), sampling, request.stop_ids)
+        logprobs.append(logprobs_of(tokens, token))
+        tokens.append(token)
+        outputs.append(token)
+        if token in request.stop_ids and len(outputs) > sampling.min_tokens:
+            reason = FinishReason.STOP
+            break
+    prompt = request.prompt_ids
+    return Expected(
+        token_ids=outputs,
+        finish_reason=reason,
+        logprobs=None if sampling.logprobs is None else logprobs,
+        prompt_logprobs=None
+        if sampling.prompt_logprobs is None
+        else [None, *(logprobs_of(prompt[:i], prompt[i]) for i in range(1, len(prompt)))],
+    )
+
+
+@dataclasses.dataclass
+class _Slot:
+    opened: SlotOpen
+    pages: list[int]
+    length: int
+    num_outputs: int
+    last_token: int | None = None
+
+
+class FakeExecutor:
+    """Runs a plan at once when it is dispatched, as programs run in order, and keeps its result until collected."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        self.capacity = capacity
+        self.compiles_after_ready = 0
+        self.plans: list[StepPlan] = []
+        self._slots: dict[int, _Slot] = {}
+        self._kv = [[-1] * capacity.page_size for _ in range(capacity.num_pages)]
+
+    def dispatch(self, plan: StepPlan) -> object:
+        self._check_sizes(plan)
+        self.plans.append(plan)
+        for slot in plan.closes:
+            del self._slots[slot]
+        for opened in plan.opens:
+            assert not any(opened.cached_pages)
+            self._slots[opened.slot] = _Slot(opened, [], 0, len(opened.output_ids))
+        for chunk in plan.chunks:
+            self._slots[chunk.slot].pages.extend(chunk.new_pages[0])
+        in_use = [page for chunk in plan.chunks for page in self._slots[chunk.slot].pages]
+        assert len(in_use) == len(set(in_use)), "two sequences of a step share a page"
+        result = StepResult(tokens=[], logprobs={}, prompt_logprobs={})
+        for index in range(len(plan.chunks)):
+            self._run(plan, index, result)
+        return result
+
+    def collect(self, handle: object) -> StepResult:
+        assert isinstance(handle, StepResult)
+        return handle
+
+    def _run(self, plan: StepPlan, index: int, result: StepResult) -> None:
+        chunk = plan.chunks[index]
+        slot = self._slots[chunk.slot]
+        size = self.capacity.page_size
+        sampling = slot.opened.sampling
+        assert sampling.seed is not None
+        assert chunk.start == slot.length
+        if chunk.tokens is None:
+            assert chunk.length == 1
+            assert slot.last_token is not None, "a decode before any token was drawn"
+            tokens = [slot.last_token]
+        else:
+            tokens = chunk.tokens
+        assert len(tokens) == chunk.length
+        for token in tokens:
+            self._kv[slot.pages[slot.length // size]][slot.length % size] = token
+            slot.length += 1
+        assert len(slot.pages) == -(-slot.length // size), "pages beyond what the chunk writes"
+        seen = [self._kv[slot.pages[i // size]][i % size] for i in range(slot.length)]
+        result.tokens.append([])
+        if chunk.sample:
+            assert chunk.logits >= 1
+            assert not plan.greedy or sampling.greedy
+            token = next_token(seen, slot.num_outputs, sampling, slot.opened.stop_ids)
+            slot.last_token = token
+            slot.num_outputs += 1
+            result.tokens[index].append(token)
+            if sampling.logprobs is not None:
+                result.logprobs[index] = [logprobs_of(seen, token)]
+        if sampling.prompt_logprobs is not None and chunk.logits == chunk.length and chunk.tokens is not None:
+            following = [*tokens[1:], *([] if chunk.target is None else [chunk.target])]
+            result.prompt_logprobs[index] = [
+                logprobs_of(seen[: chunk.start + i + 1], token) for i, token in enumerate(following)
+            ]
+
+    def _check_sizes(self, plan: StepPlan) -> None:
+        capacity = self.capacity
+        total = sum(chunk.length for chunk in plan.chunks)
+        slots = [chunk.slot for chunk in plan.chunks]
+        assert len(slots) == len(set(slots)) <= capacity.num_slots
+        assert all(chunk.tokens is None and chunk.length == 1 for chunk in plan.chunks[: plan.num_decodes])
+        assert all(chunk.tokens is not None and chunk.length >= 1 for chunk in plan.chunks[plan.num_decodes :])
+        assert plan.chunks
+        if plan.num_decodes == len(plan.chunks):
+            assert total <= capacity.decode_buckets[-1]
+        else:
+            assert total <= capacity.token_buckets[-1]
+        if any(chunk.logits > 1 for chunk in plan.chunks):
+            assert total <= capacity.prompt_logprob_tokens

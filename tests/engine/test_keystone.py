@@ -1,0 +1,117 @@
+"""The keystone of the scheduling wing: whatever happens around a request, its tokens are those of it running alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenEvent
+from jaxserve.engine.loop import EngineLoop
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.step_plan import Capacity
+from tests.engine.fake_executor import VOCAB, FakeExecutor, run_alone
+
+
+def _random_request(rng: random.Random, number: int, max_model_len: int) -> EngineRequest:
+    prompt_length = min(rng.choice([1, 2, rng.randint(1, 12), rng.randint(1, max_model_len)]), max_model_len - 1)
+    max_tokens = rng.choice([0, 1, rng.randint(1, 8), rng.randint(1, 60)])
+    stop_ids = tuple(rng.sample(range(VOCAB), rng.choice([0, 0, 1, 6])))
+    return EngineRequest(
+        request_id=f"r{number}",
+        prompt_ids=[rng.randrange(VOCAB) for _ in range(prompt_length)],
+        stop_ids=stop_ids,
+        sampling=SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=rng.choice([0, 0, min(3, max_tokens)]),
+            temperature=rng.choice([0.0, 1.0]),
+            seed=number,
+            logprobs=rng.choice([None, None, 2]),
+            prompt_logprobs=rng.choice([None, None, None, 0]),
+        ),
+    )
+
+
+def _random_engine(rng: random.Random) -> tuple[EngineLoop, Scheduler, FakeExecutor]:
+    num_slots = rng.choice([1, 3, 8, 8])
+    page_size = rng.choice([1, 2, 4, 8])
+    max_model_len = rng.randint(8, 48)
+    fits = -(-max_model_len // page_size)
+    capacity = Capacity(
+        num_slots=num_slots,
+        num_pages=rng.choice([fits, fits + rng.randint(0, 4), fits * 2, fits * num_slots]),
+        page_size=page_size,
+        max_model_len=max_model_len,
+        decode_buckets=(num_slots,),
+        token_buckets=rng.choice([(16,), (4, 12, 32), (16, 64)]),
+        prompt_logprob_tokens=num_slots + rng.randint(1, 8),
+    )
+    scheduler = Scheduler(
+        capacity,
+        chunked_prefill_size=rng.choice([1, 3, 8, 64]),
+        max_prefill_tokens=rng.choice([4, 64]),
+        max_num_batched_tokens=rng.choice([num_slots + 1, 64]),
+        max_queued_requests=None,
+    )
+    executor = FakeExecutor(capacity)
+    return EngineLoop(scheduler, executor, overlap=rng.random() < 0.7), scheduler, executor
+
+
+@pytest.mark.parametrize("block", range(16))
+def test_tokens_are_those_of_the_request_alone(block: int) -> None:
+    preempted = aborted_running = 0
+    for seed in range(block * 25, block * 25 + 25):
+        rng = random.Random(seed)
+        loop, scheduler, executor = _random_engine(rng)
+        max_model_len = executor.capacity.max_model_len
+        requests = {f"r{i}": _random_request(rng, i, max_model_len) for i in range(rng.randint(1, 20))}
+        arrivals = list(requests.values())
+        aborted: set[str] = set()
+        events: dict[str, list[TokenEvent]] = {request_id: [] for request_id in requests}
+
+        def receive(arrived: list[TokenEvent], events: dict[str, list[TokenEvent]] = events) -> None:
+            for event in arrived:
+                seen = events[event.request_id]
+                assert not seen or seen[-1].finish_reason is None, "an event after the last one"
+                seen.append(event)
+
+        num_steps = 0
+        while arrivals or loop.has_work:
+            while arrivals and rng.random() < 0.5:
+                assert loop.add(arrivals.pop(0)) is None
+            if rng.random() < 0.05:
+                target = rng.choice(list(requests))
+                last = loop.abort([target, "nobody"])
+                aborted.update(event.request_id for event in last)
+                aborted_running += bool(last and events[target])
+                receive(last)
+            receive(loop.step())
+            assert scheduler.check_integrity() == []
+            num_steps += 1
+            assert num_steps < 10_000, "no progress"
+        stats = loop.stats(check=True)
+        assert stats.num_free_pages == stats.num_pages
+        assert stats.num_running == stats.num_waiting == 0
+        preempted += stats.num_preemptions
+
+        for request_id, request in requests.items():
+            seen = events[request_id]
+            expected = run_alone(request, max_model_len)
+            last_event = seen[-1]
+            token_ids = [token for event in seen for token in event.token_ids]
+            assert last_event.usage is not None
+            assert last_event.usage.completion_tokens == len(token_ids)
+            assert last_event.usage.prompt_tokens == len(request.prompt_ids)
+            if request_id in aborted:
+                assert last_event.finish_reason is FinishReason.ABORT
+                assert token_ids == expected.token_ids[: len(token_ids)]
+                continue
+            assert last_event.finish_reason is expected.finish_reason, last_event
+            assert token_ids == expected.token_ids
+            assert last_event.stop_id == (token_ids[-1] if expected.finish_reason is FinishReason.STOP else None)
+            if expected.logprobs is not None:
+                assert [entry for event in seen for entry in event.logprobs or []] == expected.logprobs
+            assert seen[0].prompt_logprobs == expected.prompt_logprobs
+            assert all(event.prompt_logprobs is None for event in seen[1:])
+    assert preempted > 10, "this block of seeds tries no retraction"
+    assert aborted_running > 0, "this block of seeds tries no abort on the way"
