@@ -1,0 +1,110 @@
+"""Runs step plans on the device: one packed transfer and one program a step, results fetched asynchronously."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.api_types import SamplingParams, TokenLogprobs
+from jaxserve.runtime import batch as batches
+from jaxserve.runtime.programs import UPDATE_KEY, CompileCounter, Key
+from jaxserve.runtime.sampling import Logprobs
+from jaxserve.runtime.state import DeviceState
+from jaxserve.runtime.step import StepOutput
+from jaxserve.runtime.update import UPDATE, pack_open
+from jaxserve.step_plan import Capacity, Chunk, SlotOpen, StepPlan, StepResult
+
+
+@dataclasses.dataclass(frozen=True)
+class _InFlight:
+    """A dispatched step. `sampling[i]` is that of chunk i's request: its slot may be another's by `collect`."""
+
+    plan: StepPlan
+    sampling: list[SamplingParams]
+    output: StepOutput
+
+
+class DeviceExecutor:
+    """Owns the device state. Plans run in the order of `dispatch`; if a program raises, the state is gone for good."""
+
+    def __init__(
+        self, params: Any, state: DeviceState, programs: dict[Key, Callable[..., Any]], capacity: Capacity
+    ) -> None:
+        self._params = params
+        self._state = state
+        self._programs = programs
+        self._capacity = capacity
+        self._sampling: dict[tuple[int, int], SamplingParams] = {}
+        self._compiles = CompileCounter()
+
+    @property
+    def capacity(self) -> Capacity:
+        """What the programs hold."""
+        return self._capacity
+
+    @property
+    def compiles_after_ready(self) -> int:
+        """Compiles since this executor was made; anything but zero is a bug."""
+        return self._compiles.count
+
+    def dispatch(self, plan: StepPlan) -> _InFlight:
+        """Open slots, then start the step; returns without waiting."""
+        for opened in plan.opens:
+            self._open(opened)
+        key = batches.choose_program(plan, self._capacity)
+        packed = batches.build(plan, batches.step_shape(key, self._capacity), self._capacity)
+        self._state, output = self._programs[key](self._params, self._state, packed)
+        for array in jax.tree.leaves(output):
+            array.copy_to_host_async()
+        return _InFlight(plan, [self._sampling[chunk.rank, chunk.slot] for chunk in plan.chunks], output)
+
+    def collect(self, handle: object) -> StepResult:
+        """Wait for a step and hand out what each chunk got."""
+        assert isinstance(handle, _InFlight)
+        tokens = np.asarray(handle.output.tokens)
+        result = StepResult(tokens=[], logprobs={}, prompt_logprobs={})
+        logprobs = _fetch(handle.output.logprobs)
+        prompt_logprobs = _fetch(handle.output.prompt_logprobs)
+        rows = [0] * self._capacity.num_ranks
+        starts = [0] * self._capacity.num_ranks
+        for i, (chunk, sampling) in enumerate(zip(handle.plan.chunks, handle.sampling)):
+            rank, row = chunk.rank, rows[chunk.rank]
+            token = [int(tokens[rank, row, 0])] if chunk.sample else []
+            result.tokens.append(token)
+            if logprobs is not None and token and sampling.logprobs is not None:
+                result.logprobs[i] = [_read(logprobs, (rank, row), token[0], sampling.logprobs)]
+            if prompt_logprobs is not None and sampling.prompt_logprobs is not None:
+                result.prompt_logprobs[i] = _of_prompt(prompt_logprobs, chunk, starts[rank], sampling.prompt_logprobs)
+            rows[rank] += 1
+            starts[rank] += chunk.length
+        return result
+
+    def _open(self, opened: SlotOpen) -> None:
+        self._sampling[opened.rank, opened.slot] = opened.sampling
+        idle = UPDATE.pack({"slot": [-1]})
+        for vector in pack_open(opened):
+            packed = np.stack([vector if rank == opened.rank else idle for rank in range(self._capacity.num_ranks)])
+            self._state = self._programs[UPDATE_KEY](self._state, packed)
+
+
+def _fetch(logprobs: Logprobs | None) -> Logprobs | None:
+    return None if logprobs is None else jax.tree.map(np.asarray, logprobs)
+
+
+def _read(logprobs: Logprobs, at: tuple[int, int], token: int, count: int) -> TokenLogprobs:
+    return TokenLogprobs(
+        token,
+        float(logprobs.chosen[at]),
+        logprobs.top_ids[at][:count].tolist(),
+        logprobs.top[at][:count].tolist(),
+    )
+
+
+def _of_prompt(logprobs: Logprobs, chunk: Chunk, start: int, count: int) -> list[TokenLogprobs]:
+    """Those of the tokens that follow each position of the chunk and are part of the prompt."""
+    following = (chunk.tokens or [])[1:] + ([] if chunk.target is None else [chunk.target])
+    return [_read(logprobs, (chunk.rank, start + i), token, count) for i, token in enumerate(following)]

@@ -1,0 +1,195 @@
+"""The closed set of programs: compiled ahead of time, kept on disk, dispatched by key. Nothing else is ever called.
+
+A compiled program is kept under a hash of all it depends on, so that the next start loads it instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import logging
+import os
+import pickle
+import platform
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+import jaxserve
+import pallas_kernels
+from jaxserve.runtime.batch import ProgramKey, packing, step_shape
+from jaxserve.runtime.mesh import shape_structs
+from jaxserve.runtime.sampling import Logprobs
+from jaxserve.runtime.state import ArraySpec, DeviceState
+from jaxserve.runtime.step import StepContext, StepOutput, make_step, make_update
+from jaxserve.runtime.update import UPDATE
+from jaxserve.step_plan import Capacity
+
+logger = logging.getLogger("jaxserve.runtime")
+
+UPDATE_KEY = "update"
+Key = ProgramKey | str
+
+
+def program_keys(capacity: Capacity) -> list[ProgramKey]:
+    """Every step program of a deployment. Mixed steps always have the sampler: it is skipped where no row wants it."""
+    keys = [ProgramKey("decode", size, greedy) for size in capacity.decode_buckets for greedy in (True, False)]
+    keys += [ProgramKey("mixed", size, False) for size in capacity.token_buckets]
+    keys.append(ProgramKey("prompt_logprobs", capacity.prompt_logprob_tokens, False))
+    return keys
+
+
+class ProgramBuilder:
+    """Lowers, compiles, stores and loads the programs of one deployment. Needs shapes only, no arrays."""
+
+    def __init__(
+        self, context: StepContext, capacity: Capacity, mesh: Mesh, param_specs: Any, state_specs: DeviceState
+    ) -> None:
+        self.context = context
+        self.capacity = capacity
+        self.mesh = mesh
+        self.param_specs = param_specs
+        self.state_specs = state_specs
+
+    def lower(self, key: Key) -> jax.stages.Lowered:
+        """Trace one program; the state is donated."""
+        state = shape_structs(self.mesh, self.state_specs)
+        if isinstance(key, str):
+            packed = self._packed(UPDATE.size)
+            return jax.jit(make_update(self.mesh, self.state_specs), donate_argnums=0).lower(state, packed)
+        shape = step_shape(key, self.capacity)
+        function = make_step(self.context, shape, self.mesh, self.param_specs, self.state_specs)
+        params = shape_structs(self.mesh, self.param_specs)
+        return jax.jit(function, donate_argnums=1).lower(params, state, self._packed(packing(shape).size))
+
+    def compile(self, key: Key) -> jax.stages.Compiled:
+        """Lower and compile one program."""
+        return self.lower(key).compile()
+
+    def store(self, compiled: jax.stages.Compiled, path: Path) -> None:
+        """Write an executable so that no reader ever sees half of it."""
+        payload, _, _ = serialize_executable.serialize(compiled)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(payload)
+        os.replace(file.name, path)
+
+    def load(self, key: Key, path: Path) -> jax.stages.Compiled:
+        """Read an executable that `store` wrote for the same deployment."""
+        in_tree, out_tree = self._trees(key)
+        return serialize_executable.deserialize_and_load(path.read_bytes(), in_tree, out_tree)
+
+    def fingerprint(self) -> str:
+        """A hash of all that a compiled program depends on."""
+        device = self.mesh.devices.flat[0]
+        facts = [
+            repr(self.context),
+            repr(self.capacity),
+            repr(self.mesh.shape),
+            repr(jax.tree.leaves(self.param_specs)[0].dtype),
+            jax.__version__,
+            importlib.metadata.version("jaxlib"),
+            f"{device.platform} {device.device_kind} {getattr(device.client, 'platform_version', '')}",
+            _cpu_features() if device.platform == "cpu" else "",
+            os.environ.get("XLA_FLAGS", ""),
+            platform.python_version(),
+            _source_hash(),
+        ]
+        return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:24]
+
+    def _packed(self, size: int) -> Any:
+        spec = ArraySpec((self.capacity.num_ranks, size), np.dtype(np.int32), ("ranks", None))
+        return shape_structs(self.mesh, spec)
+
+    def _trees(self, key: Key) -> tuple[Any, Any]:
+        if isinstance(key, str):
+            return jax.tree.structure(((self.state_specs, 0), {})), jax.tree.structure(self.state_specs)
+        logprobs = None if key.greedy else Logprobs(0, 0, 0)  # type: ignore[arg-type]
+        prompt = Logprobs(0, 0, 0) if key.kind == "prompt_logprobs" else None  # type: ignore[arg-type]
+        output = StepOutput(0, 0, logprobs, prompt)  # type: ignore[arg-type]
+        arguments: Any = ((self.param_specs, self.state_specs, 0), {})
+        return jax.tree.structure(arguments), jax.tree.structure((self.state_specs, output))
+
+
+def build_programs(
+    builder: ProgramBuilder, keys: list[ProgramKey], cache_dir: Path | None
+) -> tuple[dict[Key, Callable[..., Any]], int]:
+    """All programs by key, and how many had to be compiled. Compiled in parallel under a progress bar on stderr."""
+    wanted: list[Key] = [UPDATE_KEY, *keys]
+    folder = None if cache_dir is None else cache_dir / builder.fingerprint()
+    paths = {key: folder / f"{key}.xla" for key in wanted} if folder is not None else {}
+    missing = [key for key in wanted if key not in paths or not paths[key].exists()]
+
+    def make(key: Key) -> tuple[Key, jax.stages.Compiled]:
+        if key not in missing:
+            try:
+                return key, builder.load(key, paths[key])
+            except (ValueError, RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+                logger.warning("kept program %s can't be loaded (%s): compiling it again", paths[key], error)
+        compiled = builder.compile(key)
+        if key in paths:
+            builder.store(compiled, paths[key])
+        return key, compiled
+
+    order = sorted(wanted, key=_cost, reverse=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(_progress(pool.map(make, order), len(order), bool(missing))), len(missing)
+
+
+def _cost(key: Key) -> tuple[bool, int]:
+    """Orders programs by how long they take to compile: no long one should be left for the end."""
+    return (False, 0) if isinstance(key, str) else (key.kind != "decode", key.size)
+
+
+def _progress(items: Iterator[Any], total: int, compiling: bool) -> Iterator[Any]:
+    with tqdm(items, total=total, desc="Compiling programs", unit="program", disable=not compiling) as bar:
+        for key, program in bar:
+            bar.set_postfix_str(str(key))
+            yield key, program
+
+
+def _cpu_features() -> str:
+    """What XLA may have compiled for: an executable for another CPU would crash."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    lines = [line for line in text.splitlines() if line.startswith(("flags", "Features", "model name"))]
+    return "\n".join(sorted(set(lines)))
+
+
+def _source_hash() -> str:
+    """Our own sources that shape a program."""
+    digest = hashlib.sha256()
+    for package, rooms in ((jaxserve, ("layers", "models", "runtime")), (pallas_kernels, ("",))):
+        root = Path(str(package.__file__)).parent
+        for room in rooms:
+            for path in sorted((root / room).rglob("*.py")):
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class CompileCounter:
+    """Counts the compiles jax makes from its creation on. After "ready" there must be none."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.count += 1
+
+
+def dtype_of(name: str) -> np.dtype:
+    """The numpy dtype of a `--dtype`; `auto` is bfloat16."""
+    return np.dtype(jnp.bfloat16 if name in ("auto", "bfloat16") else np.float32)

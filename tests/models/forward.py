@@ -1,0 +1,62 @@
+"""A whole prompt through a model as one chunk, all logits out: the naive way, for comparison."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxserve.layers.batch import TokenBatch
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.registry import family
+from jaxserve.runtime.mesh import make_mesh, partitions
+from pallas_kernels.paged_attention import PagedKV
+
+PAGE_SIZE = 16
+
+
+@functools.cache
+def cpu_mesh() -> Mesh:
+    return make_mesh(jax.devices("cpu"))
+
+
+@functools.cache
+def _compiled(config: ModelConfig, dtype: Any) -> Any:
+    model = family(config)
+    [spec] = model.kv_specs(config)
+
+    def logits(params: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
+        size = tokens.shape[0]
+        pages = -(-size // PAGE_SIZE)
+        shape = (spec.num_kv_heads, spec.num_layers * pages, PAGE_SIZE, spec.head_dim)
+        kv = PagedKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), spec.num_layers)
+        batch = TokenBatch(
+            tokens=tokens,
+            positions=jnp.arange(size, dtype=jnp.int32),
+            page_table=jnp.arange(pages, dtype=jnp.int32)[None],
+            query_starts=jnp.stack([jnp.int32(0), length]),
+            kv_lens=length[None],
+            num_decodes=jnp.int32(0),
+            num_seqs=jnp.int32(1),
+        )
+        hidden, _ = model.forward(config, params, model.embed(params, batch), batch, kv, "reference")
+        return model.head(params, hidden)
+
+    specs = partitions(model.abstract(config, np.dtype(dtype)))
+    parts = (specs, PartitionSpec(), PartitionSpec())
+    return jax.jit(
+        jax.shard_map(logits, mesh=cpu_mesh(), in_specs=parts, out_specs=PartitionSpec(), check_vma=False)
+    )
+
+
+def prompt_logits(config: ModelConfig, params: Any, tokens: list[int], *, size: int | None = None) -> np.ndarray:
+    """Logits `[len(tokens), vocab]`; `size` pads, so that prompts of many lengths share a compile."""
+    padded = np.zeros(size or len(tokens), np.int32)
+    padded[: len(tokens)] = tokens
+    dtype = jax.tree.leaves(params)[0].dtype
+    out = _compiled(config, dtype)(params, padded, np.int32(len(tokens)))
+    return np.asarray(out)[: len(tokens)]
