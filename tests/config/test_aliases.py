@@ -1,0 +1,126 @@
+import pytest
+
+from jaxserve.config.aliases import ALIASES, COUNTERPARTS, Choice, InForce, Refused, Rename, Sets, Switch
+from jaxserve.config.load import Given, resolve
+from jaxserve.config.settings import as_flag, settings
+from jaxserve.errors import ConfigError
+
+
+def flag(key: str, value: object) -> Given:
+    return Given(key, value, "flag", as_flag(key))
+
+
+def outcomes() -> list[InForce | Sets | Refused]:
+    found: list[InForce | Sets | Refused] = []
+    for alias in ALIASES.values():
+        if isinstance(alias, Switch):
+            found += [alias.on, alias.off]
+        elif isinstance(alias, Choice):
+            found += [alias.other, *alias.known.values()]
+    return found
+
+
+def test_no_alias_hides_a_setting() -> None:
+    assert not set(ALIASES) & set(settings())
+
+
+def test_renames_and_what_is_set_are_settings() -> None:
+    assert {alias.to for alias in ALIASES.values() if isinstance(alias, Rename)} <= set(settings())
+    for outcome in outcomes():
+        if isinstance(outcome, Sets):
+            settings()[outcome.key].convert(outcome.value, outcome.key)
+
+
+def test_counterparts_are_values_we_do_not_take() -> None:
+    for name, values in COUNTERPARTS.items():
+        assert not set(values) & set(settings()[name].choices)
+
+
+def test_every_reason_is_one_line() -> None:
+    for outcome in outcomes():
+        if not isinstance(outcome, Sets):
+            assert outcome.why
+            assert "\n" not in outcome.why
+
+
+@pytest.mark.parametrize(
+    ("written", "value", "ours", "expected"),
+    [
+        ("max_num_seqs", "8", "max_running_requests", 8),
+        ("block_size", "32", "page_size", 32),
+        ("gpu_memory_utilization", "0.9", "mem_fraction_static", 0.9),
+        ("max_model_len", "2048", "context_length", 2048),
+        ("context_len", "2048", "context_length", 2048),
+        ("tensor_parallel_size", "1", "tp_size", 1),
+        ("tp", "1", "tp_size", 1),
+        ("data_parallel_size", "1", "dp_size", 1),
+        ("dp", "1", "dp_size", 1),
+        ("seed", "7", "random_seed", 7),
+        ("model_path", "here", "model", "here"),
+        ("cuda_graph_sizes", ["1,2"], "cuda_graph_bs", (1, 2)),
+    ],
+)
+def test_a_rename_sets_ours_and_remembers_its_name(written: str, value: object, ours: str, expected: object) -> None:
+    loaded = resolve([flag(written, value)])
+    (changed,) = [value for value in loaded.values if value.source != "default"]
+    assert (changed.setting.name, changed.value, changed.alias) == (ours, expected, written)
+    assert loaded.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("enable_chunked_prefill", True),
+        ("enable_metrics", True),
+        ("enable_torch_compile", True),
+        ("enable_mixed_chunk", True),
+        ("swap_space", "4"),
+        ("disable_radix_cache", True),
+        ("enable_prefix_caching", False),
+        ("disable_log_stats", False),
+        ("schedule_policy", "fcfs"),
+        ("pipeline_parallel_size", "1"),
+        ("kv_cache_dtype", "auto"),
+    ],
+)
+def test_a_flag_whose_promise_holds_changes_nothing_and_says_so(key: str, value: object) -> None:
+    loaded = resolve([flag(key, value)])
+    assert all(value.source == "default" for value in loaded.values)
+    (note,) = loaded.notes
+    assert note.startswith(as_flag(key))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("enable_prefix_caching", True, "prefix cache is not built yet"),
+        ("disable_radix_cache", False, "prefix cache is not built yet"),
+        ("schedule_policy", "lpm", "fcfs"),
+        ("schedule_conservativeness", "0.3", "free pages"),
+        ("kv_cache_dtype", "fp8_e4m3", "--dtype"),
+        ("quantization", "fp8", "not built yet"),
+        ("pipeline_parallel_size", "2", "only 1"),
+        ("speculative_method", "ngram", "not built yet"),
+        ("trust_remote_code", True, "never run"),
+        ("attention_backend", "fa3", "--attention-backend auto"),
+        ("attention_backend", "FLASHINFER", "--attention-backend auto"),
+        ("dtype", "half", "bfloat16"),
+        ("tp", "2", "only 1"),
+    ],
+)
+def test_a_flag_whose_promise_does_not_hold_is_refused_with_the_reason(key: str, value: object, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        resolve([flag(key, value)])
+
+
+def test_a_switch_of_another_engine_may_set_something_of_ours() -> None:
+    assert resolve([flag("enable_chunked_prefill", False)]).engine.chunked_prefill_size == -1
+    assert resolve([flag("async_scheduling", False)]).engine.disable_overlap_schedule is True
+    quiet = resolve([flag("disable_log_stats", True)])
+    assert quiet.engine.log_level == "warning"
+    assert quiet.notes == ("--disable-log-stats: sets log_level=warning",)
+
+
+def test_a_switch_must_be_true_or_false() -> None:
+    with pytest.raises(ConfigError, match="must be true or false, got 'yes'"):
+        resolve([Given("enable_metrics", "yes", "yaml", "x.yaml:1: enable_metrics")])

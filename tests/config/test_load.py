@@ -1,0 +1,122 @@
+from pathlib import Path
+
+import pytest
+
+from jaxserve.config.load import Given, from_arguments, load, resolve
+from jaxserve.config.schema import EngineConfig, ServerConfig
+from jaxserve.errors import ConfigError
+
+
+def flag(name: str, value: object) -> Given:
+    return Given(name.removeprefix("--").replace("-", "_"), value, "flag", name)
+
+
+@pytest.fixture
+def yaml_file(tmp_path: Path):
+    def write(text: str) -> Path:
+        path = tmp_path / "profile.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(ConfigError) as raised:
+        resolve([], path)
+    return str(raised.value)
+
+
+def test_nothing_given_is_the_schema_s_defaults() -> None:
+    assert load() == (EngineConfig(), ServerConfig())
+
+
+def test_yaml_goes_over_defaults_and_flags_over_yaml(yaml_file) -> None:
+    path = yaml_file("page_size: 32\nmax-running-requests: 8\nport: 9000\n")
+    engine, server = load([flag("--page-size", "64")], path)
+    assert (engine.page_size, engine.max_running_requests, server.port) == (64, 8, 9000)
+
+
+def test_a_flag_under_another_name_goes_over_yaml_too(yaml_file) -> None:
+    engine, _ = load([flag("--max-num-seqs", "4")], yaml_file("max_running_requests: 8\n"))
+    assert engine.max_running_requests == 4
+
+
+def test_yaml_may_use_other_engines_names(yaml_file) -> None:
+    loaded = resolve([], yaml_file("gpu-memory-utilization: 0.5\nenable_chunked_prefill: true\n"))
+    assert loaded.engine.mem_fraction_static == 0.5
+    assert len(loaded.notes) == 1
+
+
+def test_every_kind_of_value_in_yaml(yaml_file) -> None:
+    path = yaml_file(
+        "model: a/b\nmem_fraction_static: 1\ncuda_graph_bs: [1, 2]\ndisable_overlap_schedule: true\ncontext_length:\n"
+    )
+    engine, _ = load([], path)
+    assert engine == EngineConfig(
+        model="a/b", mem_fraction_static=1.0, cuda_graph_bs=(1, 2), disable_overlap_schedule=True, context_length=None
+    )
+
+
+def test_an_empty_file_sets_nothing(yaml_file) -> None:
+    assert load([], yaml_file("# nothing\n")) == load()
+
+
+def test_a_wrong_key_names_file_line_and_the_nearest_right_one(yaml_file) -> None:
+    path = yaml_file("port: 1\nmax_runing_requests: 8\n")
+    assert refused(path) == (
+        f"{path}:2: max_runing_requests is not a known setting; did you mean max_running_requests?"
+    )
+
+
+def test_a_wrong_type_names_file_line_and_what_it_must_be(yaml_file) -> None:
+    path = yaml_file("page_size: '16'\n")
+    assert refused(path) == f"{path}:1: page_size must be a whole number, got '16'"
+
+
+def test_a_key_that_stands_twice_is_refused(yaml_file) -> None:
+    path = yaml_file("page_size: 16\npage-size: 32\n")
+    assert "stands twice" in refused(path)
+
+
+@pytest.mark.parametrize("text", ["- page_size\n", "page_size", "a: [1\n", "engine:\n  page_size: 16\n"])
+def test_what_is_no_flat_mapping_is_refused_naming_the_file(yaml_file, text: str) -> None:
+    path = yaml_file(text)
+    assert str(path) in refused(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    assert "can't be read" in refused(tmp_path / "none.yaml")
+
+
+def test_a_value_out_of_range_is_refused_by_the_schema(yaml_file) -> None:
+    assert refused(yaml_file("page_size: 3\n")) == "page_size must be a power of two, got 3"
+
+
+def test_a_repeated_flag_counts_as_last_written() -> None:
+    assert load([flag("--page-size", "16"), flag("--page-size", "32")])[0].page_size == 32
+
+
+def test_two_names_for_one_setting_must_agree() -> None:
+    same = [flag("--max-num-seqs", "8"), flag("--max-running-requests", "8")]
+    assert load(same)[0].max_running_requests == 8
+    with pytest.raises(ConfigError, match=r"--max-running-requests and --max-num-seqs both set max_running_requests"):
+        load([flag("--max-num-seqs", "8"), flag("--max-running-requests", "16")])
+
+
+def test_where_each_value_came_from(yaml_file) -> None:
+    path = yaml_file("page_size: 32\nseed: 3\n")
+    values = {value.setting.name: value for value in resolve([flag("--tp", "1")], path).values}
+    assert (values["page_size"].source, values["page_size"].place) == ("yaml", f"{path}:1: page_size")
+    assert (values["random_seed"].source, values["random_seed"].alias) == ("yaml", "seed")
+    assert (values["tp_size"].source, values["tp_size"].place, values["tp_size"].alias) == ("flag", "--tp", "tp")
+    assert values["port"].source == "default"
+
+
+def test_arguments_of_a_call_have_their_own_types() -> None:
+    loaded = from_arguments([("max_num_seqs", 8), ("enable_chunked_prefill", True), ("cuda_graph_bs", [1, 2])])
+    assert (loaded.engine.max_running_requests, loaded.engine.cuda_graph_bs) == (8, (1, 2))
+    with pytest.raises(ConfigError, match="page_size must be a whole number, got '16'"):
+        from_arguments([("page_size", "16")])
+    with pytest.raises(ConfigError, match="max_num_seq is not a known setting; did you mean max_num_seqs"):
+        from_arguments([("max_num_seq", 8)])
