@@ -1,0 +1,105 @@
+"""The application: the table of routes and the few layers around them. Owns no state; `Serving` does."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jaxserve.server import admin, native
+from jaxserve.server.auth import BearerAuth
+from jaxserve.server.endpoint import Get, Post
+from jaxserve.server.errors import to_http
+from jaxserve.server.http import Exchange
+from jaxserve.server.openai import models, protocol, responses
+from jaxserve.server.openai.chat import chat_completions
+from jaxserve.server.openai.completions import completions
+from jaxserve.server.openapi import Operation, document
+from jaxserve.server.request_id import RequestId
+from jaxserve.server.serving import Serving
+
+type GetHandler = Callable[[Serving, Exchange], Awaitable[None]]
+type PostHandler = Callable[[Serving, Exchange, Any], Coroutine[Any, Any, None]]
+
+
+def make_app(serving: Serving) -> Starlette:
+    """The ASGI application that serves `serving`, in whatever phase that is."""
+    operations = [operation for operation, _ in (*_GETS, *_POSTS)]
+    operations.append(Operation("GET", "/openapi.json", "This document"))
+    specification = msgspec.Raw(document(operations, with_key=serving.config.api_key is not None))
+
+    async def openapi(serving: Serving, exchange: Exchange) -> None:
+        await exchange.respond(specification)
+
+    routes = [Route("/openapi.json", Get(serving, openapi), methods=["GET"])]
+    routes += [Route(item.path, Get(serving, handle), methods=["GET"]) for item, handle in _GETS]
+    for item, handle in _POSTS:
+        assert item.body is not None
+        routes.append(Route(item.path, Post(serving, item.body, handle), methods=["POST"]))
+    middleware = [Middleware(RequestId)]
+    if serving.config.api_key is not None:
+        middleware.append(Middleware(BearerAuth, api_key=serving.config.api_key))
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _on_http_exception})
+    app.router.redirect_slashes = False
+    return app
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    answer = to_http(error)
+    response = Response(answer.encode(), answer.status, media_type="application/json")
+    response.raw_headers += answer.headers
+    return response
+
+
+_GETS: tuple[tuple[Operation, GetHandler], ...] = (
+    (Operation("GET", "/health", "Whether the engine makes progress"), admin.health),
+    (Operation("GET", "/ready", "Whether new requests are taken"), admin.ready),
+    (Operation("GET", "/version", "The version of jaxserve"), admin.version),
+    (Operation("GET", "/server_info", "Settings, engine, statistics and their integrity"), admin.server_info),
+    (Operation("GET", "/metrics", "Prometheus metrics", content_type="text/plain"), admin.metrics),
+    (Operation("GET", "/v1/models", "Models served", response=responses.ModelList), models.list_models),
+    (Operation("GET", "/v1/models/{model:path}", "One model", response=responses.ModelCard), models.get_model),
+)
+_POSTS: tuple[tuple[Operation, PostHandler], ...] = (
+    (
+        Operation(
+            *("POST", "/v1/completions", "Continue prompts"),
+            body=protocol.CompletionRequest,
+            response=responses.CompletionResponse,
+            streams=True,
+        ),
+        completions,
+    ),
+    (
+        Operation(
+            *("POST", "/v1/chat/completions", "Answer a conversation"),
+            body=protocol.ChatRequest,
+            response=responses.ChatResponse,
+            streams=True,
+        ),
+        chat_completions,
+    ),
+    (
+        Operation("POST", "/tokenize", "Text to ids", body=native.TokenizeRequest, response=native.TokenizeResponse),
+        native.tokenize,
+    ),
+    (
+        Operation(
+            "POST", "/detokenize", "Ids to text", body=native.DetokenizeRequest, response=native.DetokenizeResponse
+        ),
+        native.detokenize,
+    ),
+    (
+        Operation(
+            "POST", "/abort_request", "End an open request", body=native.AbortRequest, response=native.AbortResponse
+        ),
+        native.abort_request,
+    ),
+)

@@ -1,0 +1,60 @@
+"""How a route is run: read, decode, handle until the client leaves, and turn any error into its answer.
+
+Owns that order for every route; knows none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from jaxserve.server.errors import to_http, unknown_model
+from jaxserve.server.http import ClientDisconnected, Exchange, decode
+from jaxserve.server.serving import Serving
+
+
+class Post[T: msgspec.Struct]:
+    """A route that takes a JSON body of type `body` and answers once the engine is ready."""
+
+    def __init__(
+        self, serving: Serving, body: type[T], handle: Callable[[Serving, Exchange, T], Coroutine[Any, Any, None]]
+    ) -> None:
+        self._serving = serving
+        self._handle = handle
+        self._decoder = msgspec.json.Decoder(body)
+        self._fields = body.__struct_fields__
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        with self._serving.answering():
+            try:
+                self._serving.require()
+                body = decode(
+                    self._decoder, await exchange.read_body(self._serving.config.max_body_bytes), self._fields
+                )
+                model: str | None = getattr(body, "model", None)
+                if model is not None and model != self._serving.model_name:
+                    raise unknown_model(model, self._serving.model_name)
+                await exchange.until_disconnect(self._handle(self._serving, exchange, body))
+            except ClientDisconnected:
+                return
+            except Exception as error:
+                await exchange.fail(to_http(error))
+
+
+class Get:
+    """A route without a body. It answers in every phase of the server."""
+
+    def __init__(self, serving: Serving, handle: Callable[[Serving, Exchange], Awaitable[None]]) -> None:
+        self._serving = serving
+        self._handle = handle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self._handle(self._serving, exchange)
+        except Exception as error:
+            await exchange.fail(to_http(error))

@@ -1,0 +1,147 @@
+"""The one place that maps our error tree to HTTP, in OpenAI's nested form.
+
+Owns status codes, error types and the shape of an error body. Never decides whether something is an error, and never
+touches the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+
+from jaxserve.errors import (
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    JaxserveError,
+    QueueFullError,
+    RequestFailedError,
+)
+
+logger = logging.getLogger("jaxserve.server")
+
+# What an engine's ERROR event says when its queue is full; the rest of the message follows a colon.
+QUEUE_FULL_PREFIX = "queue full"
+
+
+class HttpError(JaxserveError):
+    """An answer other than 200: `status`, and the fields of OpenAI's error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object a client gets, in a response or as an event in the middle of a stream."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def encode(self) -> bytes:
+        """`body()` as JSON."""
+        return msgspec.json.encode(self.body())
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt plus output do not fit the model's context."""
+
+
+class UnavailableError(JaxserveError):
+    """The server can't take requests now: it is starting, or it is shutting down."""
+
+
+def unknown_model(name: str, served: str) -> HttpError:
+    """404 for a `model` that is not the one served here."""
+    shown = name if len(name) <= 200 else name[:200] + "…"
+    return HttpError(
+        404,
+        f"The model `{shown}` does not exist; this server serves `{served}`",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def body_too_large(limit: int) -> HttpError:
+    """413 for a request body of more than `limit` bytes."""
+    return HttpError(
+        413,
+        f"The request body is larger than {limit} bytes; send less, or start the server with a larger --max-body-bytes",
+        code="request_too_large",
+        headers=((b"connection", b"close"),),
+    )
+
+
+def wrong_api_key() -> HttpError:
+    """401 for a missing or wrong bearer key."""
+    return HttpError(
+        401,
+        "Missing or wrong API key: send it as 'Authorization: Bearer KEY'",
+        type="authentication_error",
+        code="invalid_api_key",
+        headers=((b"www-authenticate", b"Bearer"),),
+    )
+
+
+def failure_of(reason: str, *, engine_dead: bool) -> JaxserveError:
+    """The error a request ended with, from the `error` of its ERROR event."""
+    if engine_dead:
+        return EngineDeadError(reason)
+    if reason.startswith(QUEUE_FULL_PREFIX):
+        return QueueFullError(reason)
+    return RequestFailedError(reason)
+
+
+def to_http(error: Exception) -> HttpError:
+    """What a client is told about `error`. Anything unexpected is a 500 that gives nothing away, and one log line."""
+    match error:
+        case HttpError():
+            return error
+        case ContextLengthError():
+            return HttpError(400, str(error), param=error.param, code="context_length_exceeded")
+        case InvalidRequestError():
+            return HttpError(400, str(error), param=error.param)
+        case QueueFullError():
+            return _unavailable(f"The server is overloaded ({error}); try again later", "queue_full")
+        case EngineDeadError():
+            return _unavailable(f"The engine has ended: {error}", "engine_dead")
+        case UnavailableError():
+            return _unavailable(str(error), "unavailable")
+        case HTTPException():
+            return _from_starlette(error)
+        case RequestFailedError():
+            logger.error("request failed in the engine: %s", error)
+            return HttpError(500, str(error), type="server_error", code="request_failed")
+        case ConfigError() | _:
+            logger.error("unexpected error while serving a request", exc_info=error)
+            return HttpError(500, "Internal server error; the server's log says more", type="server_error")
+
+
+def _unavailable(message: str, code: str) -> HttpError:
+    return HttpError(503, message, type="server_error", code=code, headers=((b"retry-after", b"1"),))
+
+
+def _from_starlette(error: HTTPException) -> HttpError:
+    headers = tuple((name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items())
+    if error.status_code == 404:
+        return HttpError(404, "No such route; GET /openapi.json lists them", code="not_found", headers=headers)
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        return HttpError(
+            405, f"Method not allowed; this route takes {allowed}", code="method_not_allowed", headers=headers
+        )
+    return HttpError(error.status_code, error.detail, headers=headers)

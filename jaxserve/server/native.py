@@ -1,0 +1,111 @@
+"""Routes that OpenAI does not have: `/tokenize`, `/detokenize` (vLLM's shapes) and `/abort_request` (SGLang's)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.server.http import Exchange
+from jaxserve.server.messages import render
+from jaxserve.server.openai.protocol import Message
+from jaxserve.server.prompts import check_ids, encode
+from jaxserve.server.serving import Serving
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A text (`prompt`) or a chat (`messages`), one of the two."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    return_token_strs: bool | None = None
+
+
+class _Chat(msgspec.Struct):
+    messages: list[Message]
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: dict[str, Any] | None
+    documents: list[dict[str, Any]] | None
+
+
+class TokenizeResponse(msgspec.Struct):
+    """The ids of a prompt as a request with it would have them."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The ids to turn into text."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class DetokenizeResponse(msgspec.Struct):
+    """The text of the ids, special tokens included."""
+
+    prompt: str
+
+
+class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`rid` is the id of a response (`cmpl-…`) or the X-Request-Id of its request."""
+
+    rid: str
+
+
+class AbortResponse(msgspec.Struct):
+    """How many running sequences were asked to end; 0 when nothing of that id was open."""
+
+    rid: str
+    aborted: int
+
+
+async def tokenize(serving: Serving, exchange: Exchange, request: TokenizeRequest) -> None:
+    """Text or chat to ids."""
+    loaded = serving.require()
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidRequestError("Give one of prompt and messages", param="prompt")
+    if request.messages is not None:
+        chat = _Chat(
+            request.messages,
+            request.add_generation_prompt,
+            request.continue_final_message,
+            request.chat_template_kwargs,
+            request.documents,
+        )
+        text, special = render(loaded, chat), request.add_special_tokens is True
+    else:
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents"):
+            if getattr(request, name):
+                raise InvalidRequestError(f"{name} needs messages", param=name)
+        text, special = request.prompt or "", request.add_special_tokens is not False
+    (ids,) = await encode(serving, loaded, [text], add_special_tokens=special)
+    names = [loaded.tokenizer.token_text(token) for token in ids] if request.return_token_strs else None
+    await exchange.respond(TokenizeResponse(len(ids), loaded.engine.info.max_model_len, ids, names))
+
+
+async def detokenize(serving: Serving, exchange: Exchange, request: DetokenizeRequest) -> None:
+    """Ids to text."""
+    loaded = serving.require()
+    check_ids(request.tokens, loaded.engine.info.vocab_size, param="tokens")
+    text = await asyncio.get_running_loop().run_in_executor(
+        serving.tokenizing, lambda: loaded.tokenizer.decode(request.tokens, skip_special_tokens=False)
+    )
+    await exchange.respond(DetokenizeResponse(text))
+
+
+async def abort_request(serving: Serving, exchange: Exchange, request: AbortRequest) -> None:
+    """Ends an open request; its response ends with finish reason `abort`."""
+    await exchange.respond(AbortResponse(request.rid, serving.abort(request.rid)))

@@ -1,0 +1,74 @@
+"""From the engine's log probabilities to OpenAI's two shapes. Owns no numbers: it names tokens and arranges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jaxserve.api_types import TokenLogprobs
+from jaxserve.server.openai.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+
+if TYPE_CHECKING:
+    from jaxserve.text.tokenizer import Tokenizer
+
+# JSON has no infinity; OpenAI's own floor.
+_FLOOR = -9999.0
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
+) -> CompletionLogprobs:
+    """The legacy shape for an echoed prompt; offsets start at 0."""
+    offset = 0
+    offsets = []
+    for token in ids:
+        offsets.append(offset)
+        offset += len(tokenizer.token_text(token))
+    shaped = completion_logprobs(tokenizer, entries, offsets, 0)
+    shaped.tokens = [tokenizer.token_text(token) for token in ids]
+    return shaped
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None], offsets: Sequence[int], shift: int
+) -> CompletionLogprobs:
+    """The legacy shape. `offsets` are those of the output; `shift` is where the output starts in the text."""
+    return CompletionLogprobs(
+        ["" if entry is None else tokenizer.token_text(entry.token_id) for entry in entries],
+        [None if entry is None else max(entry.logprob, _FLOOR) for entry in entries],
+        [None if entry is None else _top(tokenizer, entry) for entry in entries],
+        [offset + shift for offset in offsets],
+    )
+
+
+def extend(all_of: CompletionLogprobs, more: CompletionLogprobs) -> None:
+    """Appends `more`, in place."""
+    all_of.tokens += more.tokens
+    all_of.token_logprobs += more.token_logprobs
+    all_of.top_logprobs += more.top_logprobs
+    all_of.text_offset += more.text_offset
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
+    """Chat's shape."""
+
+    def named(token: int, logprob: float) -> tuple[str, float, list[int]]:
+        return tokenizer.token_text(token), max(logprob, _FLOOR), list(tokenizer.token_bytes(token))
+
+    return ChatLogprobs(
+        [
+            ChatTokenLogprob(
+                *named(entry.token_id, entry.logprob),
+                [TopLogprob(*named(token, value)) for token, value in zip(entry.top_ids, entry.top_logprobs)],
+            )
+            for entry in entries
+        ]
+    )
+
+
+def _top(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, float]:
+    # Different ids can have one text; the taken token keeps its own number, then the likelier one.
+    top = {tokenizer.token_text(entry.token_id): max(entry.logprob, _FLOOR)}
+    for token, logprob in zip(entry.top_ids, entry.top_logprobs):
+        top.setdefault(tokenizer.token_text(token), max(logprob, _FLOOR))
+    return top

@@ -1,0 +1,110 @@
+"""From what a client sends to prompt ids, and the limits they must keep: vocabulary, context length, number.
+
+Never submits anything; long texts are tokenized on the serving's threads, as that takes longer than a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from jaxserve.api_types import MAX_STOP_IDS, EngineInfo, EngineRequest, SamplingParams
+from jaxserve.errors import InvalidRequestError
+from jaxserve.server.errors import ContextLengthError
+from jaxserve.server.serving import Loaded, Serving
+
+MAX_SEQUENCES = 2048
+
+# Texts up to this many characters are tokenized on the event loop: a thread costs more.
+_SHORT_TEXT = 4096
+
+
+async def encode(serving: Serving, loaded: Loaded, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+    """The ids of each text."""
+    tokenizer = loaded.tokenizer
+
+    def work() -> list[list[int]]:
+        return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+    if sum(map(len, texts)) <= _SHORT_TEXT:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(serving.tokenizing, work)
+
+
+def check_prompt(ids: Sequence[int], info: EngineInfo, *, param: str) -> None:
+    """Raises unless `ids` is a prompt of this model: not empty, within its context and its vocabulary."""
+    if not ids:
+        raise InvalidRequestError(f"{param} is empty: there must be at least one token to continue", param=param)
+    if len(ids) > info.max_model_len:
+        raise ContextLengthError(
+            f"This model's maximum context length is {info.max_model_len} tokens. However, your {param} resulted in "
+            f"{len(ids)} tokens. Please reduce the length of the {param}.",
+            param=param,
+        )
+    check_ids(ids, info.vocab_size, param=param)
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, *, param: str) -> None:
+    """Raises unless all of `ids` are in the vocabulary."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise InvalidRequestError(
+            f"{param} holds the token id {wrong}, which is not in the vocabulary: ids are in [0, {vocab_size - 1}]",
+            param=param,
+        )
+
+
+def output_limit(prompt_tokens: int, asked: int | None, default: int | None, info: EngineInfo, *, param: str) -> int:
+    """How many tokens a prompt may get: `asked`, else `default` or what the context leaves, whichever is less."""
+    left = info.max_model_len - prompt_tokens
+    fitting = left if default is None else min(default, left)
+    wanted = max(fitting, 1) if asked is None else asked
+    if wanted > left:
+        raise ContextLengthError(
+            f"This model's maximum context length is {info.max_model_len} tokens. However, you requested "
+            f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the {param}, {wanted} in the completion). "
+            f"Please reduce the length of the {param} or completion.",
+            param=param,
+        )
+    return wanted
+
+
+def engine_requests(
+    loaded: Loaded, response_id: str, prompts: list[list[int]], samplings: list[SamplingParams]
+) -> list[EngineRequest]:
+    """`n` sequences for each prompt, in the order of the choices: prompt index * n + sample."""
+    n = samplings[0].n
+    if len(prompts) * n > MAX_SEQUENCES:
+        raise InvalidRequestError(
+            f"{len(prompts)} prompts with n={n} make {len(prompts) * n} sequences; "
+            f"a request may have at most {MAX_SEQUENCES}: send several",
+            param="prompt",
+        )
+    stop_ids = _stop_ids(loaded, samplings[0])
+    return [
+        EngineRequest(
+            request_id=f"{response_id}-{number * n + sample}",
+            prompt_ids=ids,
+            sampling=sampling,
+            stop_ids=stop_ids,
+            group_id=f"{response_id}-{number}",
+            sample=sample,
+        )
+        for number, (ids, sampling) in enumerate(zip(prompts, samplings))
+        for sample in range(n)
+    ]
+
+
+def _stop_ids(loaded: Loaded, sampling: SamplingParams) -> tuple[int, ...]:
+    vocab_size = loaded.engine.info.vocab_size
+    check_ids(sampling.stop_token_ids, vocab_size, param="stop_token_ids")
+    check_ids(tuple(sampling.logit_bias), vocab_size, param="logit_bias")
+    own = () if sampling.ignore_eos else loaded.tokenizer.eos_ids
+    stop_ids = tuple(dict.fromkeys((*own, *sampling.stop_token_ids)))
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise InvalidRequestError(
+            f"stop_token_ids and the model's own {len(own)} end tokens make {len(stop_ids)}; "
+            f"at most {MAX_STOP_IDS} are supported",
+            param="stop_token_ids",
+        )
+    return stop_ids

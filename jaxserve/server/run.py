@@ -1,0 +1,209 @@
+"""`jaxserve serve`: one process's life from the bound socket to the exit code.
+
+Owns the order: the port is taken first, HTTP answers (503) while the model loads, a signal drains, the engine's death
+ends everything loudly. Knows no route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from jaxserve.config.schema import EngineConfig, ServerConfig
+from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.server.app import make_app
+from jaxserve.server.serving import Loaded, Serving
+
+logger = logging.getLogger("jaxserve.server")
+
+# After the engine's death /health says why for this long before the port closes, so that probes get to see it.
+_LAST_WORDS = 1.0
+# How long responses that are already complete may take to reach slow clients.
+_FLUSH = 5
+
+type Load = Callable[[EngineConfig, ServerConfig], Awaitable[Loaded]]
+
+
+async def load_model(engine_config: EngineConfig, server_config: ServerConfig) -> Loaded:
+    """Starts the engine process and reads the tokenizer meanwhile. Raises what either raises, leaving no process."""
+    from jaxserve.engine.client import EngineClient
+    from jaxserve.model_source import resolve
+    from jaxserve.text.chat_template import ChatTemplate
+    from jaxserve.text.tokenizer import load_tokenizer
+
+    # Fetched here, once and with a progress bar, before two processes look for it.
+    source = await asyncio.to_thread(resolve, engine_config.model)
+    tokenizing = asyncio.create_task(asyncio.to_thread(load_tokenizer, source))
+    launching = asyncio.create_task(EngineClient.launch(engine_config))
+    try:
+        tokenizer = await tokenizing
+        template = tokenizer.chat_template
+        if server_config.chat_template is not None:
+            template = _read_template(server_config.chat_template)
+        chat_template = ChatTemplate(template, tokenizer)
+        return Loaded(await launching, tokenizer, chat_template, template or "")
+    except BaseException:
+        launching.cancel()
+        with contextlib.suppress(BaseException):
+            await (await launching).shutdown()
+        raise
+
+
+def serve(engine_config: EngineConfig, server_config: ServerConfig, *, load: Load = load_model) -> int:
+    """Serves until a signal or the engine's death; the exit code. Raises `ConfigError` if the port can't be had."""
+    listener = _bind(server_config)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_Life(engine_config, server_config, listener, load).run())
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling: a drain must answer 503 to new requests, not close the port."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Life:
+    def __init__(
+        self, engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket, load: Load
+    ) -> None:
+        self._serving = Serving(server_config, engine_config)
+        self._listener = listener
+        self._load = load
+        self._stop = asyncio.Event()
+        self._server = _Server(
+            uvicorn.Config(
+                make_app(self._serving),
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                log_level="error",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=_FLUSH,
+            )
+        )
+
+    async def run(self) -> int:
+        """The exit code."""
+        started = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        http = asyncio.create_task(self._server.serve([self._listener]))
+        logger.info("Listening on %s, loading %s", _url(self._listener), self._serving.engine_config.model)
+        try:
+            return await self._serve(started)
+        finally:
+            self._server.should_exit = True
+            await http
+            if self._serving.loaded is not None:
+                await self._serving.loaded.engine.shutdown()
+            self._serving.tokenizing.shutdown(wait=False, cancel_futures=True)
+
+    async def _serve(self, started: float) -> int:
+        stopping = asyncio.create_task(self._stop.wait())
+        loading = asyncio.ensure_future(self._load(self._serving.engine_config, self._serving.config))
+        await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            logger.info("Stopped while loading")
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+            return 0
+        try:
+            loaded = loading.result()
+        except JaxserveError as error:
+            logger.error("Can't start: %s", error)
+            return 1
+        self._serving.load(loaded)
+        self._say_ready(loaded, time.perf_counter() - started)
+        # What start-up made lives as long as the process: the collector need not look at it again.
+        gc.freeze()
+        death = loaded.engine.on_death
+        await asyncio.wait((death, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not death.done():
+            await self._drain(death)
+        if death.done():
+            await self._die(death.result())
+            return 1
+        return 0
+
+    def _say_ready(self, loaded: Loaded, seconds: float) -> None:
+        phases = ", ".join(f"{name} {value:.1f} s" for name, value in loaded.engine.info.startup_seconds.items())
+        logger.info("Ready: %s in %.1f s%s", _url(self._listener), seconds, f" ({phases})" if phases else "")
+
+    async def _drain(self, death: asyncio.Future[str]) -> None:
+        self._serving.drain()
+        timeout = self._serving.config.drain_timeout
+        logger.info("Draining: %d open requests have up to %g s to finish", self._serving.num_open, timeout)
+        idle = asyncio.create_task(self._serving.idle.wait())
+        await asyncio.wait((idle, death), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if not idle.done() and not death.done():
+            logger.warning("Drain timeout: aborting %d open requests", self._serving.num_open)
+            self._serving.abort_all()
+            await asyncio.wait((idle, death), timeout=_FLUSH, return_when=asyncio.FIRST_COMPLETED)
+        idle.cancel()
+
+    async def _die(self, reason: str) -> None:
+        self._serving.die(reason)
+        logger.error("The engine has ended: %s; %d open requests fail", reason, self._serving.num_open)
+        closing = asyncio.create_task(self._serving.idle.wait())
+        await asyncio.wait((closing,), timeout=_FLUSH)
+        closing.cancel()
+        await asyncio.sleep(_LAST_WORDS)
+
+    def _on_signal(self, number: int) -> None:
+        if not self._stop.is_set():
+            self._stop.set()
+            return
+        logger.warning("Second signal: exiting at once")
+        if self._serving.loaded is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._serving.loaded.engine.pid, signal.SIGKILL)
+        os._exit(128 + number)
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {path} can't be read: {error}") from error
+
+
+def _bind(config: ServerConfig) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"--host {config.host} is no address to listen on: {error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"can't listen on {config.host}:{config.port}: {error}; choose another with --host or --port"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
