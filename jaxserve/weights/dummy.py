@@ -16,11 +16,12 @@ from jaxserve.params import ParamSpec
 from jaxserve.weights.arrays import Path, build, dotted, flatten
 
 _BLOCK = 1 << 20
+_SEED_MASK = (1 << 64) - 1
 
 
 def dummy_params(abstract: Any, shardings: Any, seed: int) -> Any:
     """The parameters of `abstract` as jax arrays on `shardings`, filled as each spec's `init` says."""
-    twice = np.tile(np.random.default_rng(seed).standard_normal(_BLOCK, dtype=np.float32), 2)
+    twice = np.tile(np.random.default_rng(seed & _SEED_MASK).standard_normal(_BLOCK, dtype=np.float32), 2)
     scaled = {
         (spec.scale, spec.dtype): (twice * np.float32(spec.scale)).astype(spec.dtype)
         for _, spec in flatten(abstract)[0]
@@ -32,7 +33,7 @@ def dummy_params(abstract: Any, shardings: Any, seed: int) -> Any:
             buffer.fill(1 if spec.init == "ones" else 0)
             return
         block = scaled[spec.scale, spec.dtype]
-        rng = np.random.default_rng([seed, zlib.crc32(dotted(path).encode())])
+        rng = np.random.default_rng([seed & _SEED_MASK, zlib.crc32(dotted(path).encode())])
         flat = buffer.reshape(-1)
         for start in range(0, flat.size, _BLOCK):
             part = flat[start : start + _BLOCK]

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  numpy knows bfloat16, which safetensors asks it for, once this is imported
 import numpy as np
 from safetensors import SafetensorError, safe_open
 

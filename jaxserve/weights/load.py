@@ -96,7 +96,7 @@ def _check_names(source: TensorSource, placements: Mapping[str, Placement], igno
         ),
         ("not readable", [f"{name} ({infos[name].unreadable})" for name in used if infos[name].unreadable]),
     ]
-    parts = [f"{len(names)} tensors are {what}: {_listed(names)}" for what, names in faults if names]
+    parts = [f"{_count(names)} {what}: {_listed(names)}" for what, names in faults if names]
     if parts:
         raise ConfigError(
             f"{source.description} doesn't fit the model its config describes: {'; '.join(parts)}. "
@@ -126,6 +126,10 @@ def _same_layout(stored: tuple[int, ...], placed: tuple[int, ...]) -> bool:
 
 def _borders(shape: tuple[int, ...]) -> set[int]:
     return {math.prod(shape[:i]) for i in range(len(shape) + 1)} | {1}
+
+
+def _count(names: list[str]) -> str:
+    return "1 tensor is" if len(names) == 1 else f"{len(names)} tensors are"
 
 
 def _listed(names: Iterable[str]) -> str:

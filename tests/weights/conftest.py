@@ -1,0 +1,78 @@
+"""Small checkpoints that are made, not mocked: arrays in memory as a source, and placements of a fused layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.model_source import ModelSource, read_config
+from jaxserve.models import registry
+from jaxserve.models.config import parse_model_config
+from jaxserve.params import ParamSpec
+from jaxserve.weights import TensorInfo, load_params, open_source
+
+GOLDEN = Path(__file__).parent.parent / "fixtures" / "golden"
+
+
+class MemorySource:
+    """A checkpoint in memory that counts what is read of it."""
+
+    def __init__(self, tensors: dict[str, np.ndarray[Any, Any]]) -> None:
+        self.tensors = tensors
+        self.rows_read = dict.fromkeys(tensors, 0)
+        self.first_reads: list[str] = []
+
+    @property
+    def description(self) -> str:
+        return "a checkpoint in memory"
+
+    @property
+    def infos(self) -> dict[str, TensorInfo]:
+        return {name: TensorInfo(array.shape, str(array.dtype)) for name, array in self.tensors.items()}
+
+    def read_rows(self, name: str, start: int, out: np.ndarray[Any, Any]) -> None:
+        if not self.rows_read[name]:
+            self.first_reads.append(name)
+        self.rows_read[name] += len(out)
+        out[...] = self.tensors[name][start : start + len(out)]
+
+
+def on_one_device(abstract: Any) -> Any:
+    """A sharding for each parameter: all of it on the first device."""
+    return jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), abstract)
+
+
+def spec(*shape: int, dtype: Any = np.float32, init: Any = "normal", scale: float = 0.02) -> ParamSpec:
+    """A parameter whose axes don't matter here."""
+    return ParamSpec(shape, np.dtype(dtype), (None,) * len(shape), init, scale)
+
+
+def load_model(source: ModelSource, dtype: Any = np.float32) -> Any:
+    """Parameters of a real family from files, the way the engine gets them."""
+    config = parse_model_config(read_config(source))
+    family = registry.family(config)
+    abstract = family.abstract(config, np.dtype(dtype))
+    return load_params(
+        abstract,
+        open_source(source),
+        family.placements(config),
+        on_one_device(abstract),
+        ignored=family.ignored,
+    )
+
+
+def assert_same_params(left: Any, right: Any) -> None:
+    """Equal trees, equal types, equal bits."""
+    assert str(jax.tree.structure(left)) == str(jax.tree.structure(right))
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(left), jax.tree.leaves(right)):
+        assert a.dtype == b.dtype, path
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFWriter
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize, quantize
+from safetensors.numpy import load_file
+
+from jaxserve.errors import ConfigError
+from jaxserve.model_source import ModelSource
+from jaxserve.weights.gguf import GGUFFile
+from jaxserve.weights.source import BLOCK_ELEMENTS
+from tests.weights.conftest import GOLDEN, assert_same_params, load_model
+
+# Where a block's float16 scales stand, for the types that the gguf package can't quantize to
+SCALES = {Kind.Q4_K: [0, 2], Kind.Q5_K: [0, 2], Kind.Q6_K: [208]}
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "model.layers.": "blk.",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+
+
+def packed(kind: Kind, shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray[Any, Any]:
+    """A tensor as its bytes lie in the file."""
+    if kind not in SCALES:
+        quantized: np.ndarray[Any, Any] = quantize(rng.standard_normal(shape, dtype=np.float32), kind)
+        return quantized
+    elements, size = GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (shape[0] * shape[1] // elements, size), dtype=np.uint8)
+    for at in SCALES[kind]:
+        scale = rng.uniform(0.01, 0.1, len(blocks)).astype(np.float16)
+        blocks[:, at : at + 2] = scale[:, None].view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
+def write(
+    path: Path, tensors: dict[str, tuple[np.ndarray[Any, Any], Kind | None]], architecture: str = "qwen2", **values: Any
+) -> Path:
+    """A GGUF file; `values` are keys under the architecture's name."""
+    writer = GGUFWriter(path, architecture)
+    for key, value in values.items():
+        name = f"{architecture}.{key.replace('__', '.')}"
+        if isinstance(value, list):
+            writer.add_array(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
+        else:
+            writer.add_uint32(name, value)
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def read(source: GGUFFile, name: str) -> np.ndarray[Any, Any]:
+    out = np.full(source.infos[name].shape, np.nan, np.float32)
+    source.read_rows(name, 0, out)
+    return out
+
+
+def turned(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """The order of q's and k's rows in llama.cpp's files of architecture llama."""
+    split = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(weight.shape)
+
+
+def from_golden(
+    name: str, path: Path, kind: Kind | None = None, extra: Mapping[str, np.ndarray[Any, Any]] = MappingProxyType({})
+) -> Path:
+    """A fixture as llama.cpp's converter writes it; matrices whose rows allow it in `kind`."""
+    folder = GOLDEN / name
+    config = json.loads((folder / "config.json").read_text())
+    architecture = config["model_type"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    tensors: dict[str, tuple[np.ndarray[Any, Any], Kind | None]] = {key: (data, None) for key, data in extra.items()}
+    for hf_name, weight in load_file(folder / "model.safetensors").items():
+        if architecture == "llama" and ".q_proj." in hf_name:
+            weight = turned(weight, heads)
+        if architecture == "llama" and ".k_proj." in hf_name:
+            weight = turned(weight, kv_heads)
+        gguf_name = hf_name
+        for long, short in NAMES.items():
+            gguf_name = gguf_name.replace(long, short)
+        block = GGML_QUANT_SIZES[kind][0] if kind else 1
+        fits = kind is not None and weight.ndim == 2 and weight.shape[1] % block == 0
+        tensors[gguf_name] = (quantize(weight, kind), kind) if fits and kind else (weight, None)
+    rope = config.get("rope_parameters", config)
+    values = {
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention__head_count": heads,
+        "attention__head_count_kv": kv_heads,
+        "attention__key_length": config.get("head_dim", config["hidden_size"] // heads),
+        "attention__layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "rope__freq_base": float(rope.get("rope_theta", 10000.0)),
+    }
+    return write(path, tensors, architecture, **values)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Kind.F32,
+        Kind.F16,
+        Kind.BF16,
+        Kind.Q4_0,
+        Kind.Q4_1,
+        Kind.Q5_0,
+        Kind.Q5_1,
+        Kind.Q8_0,
+        Kind.Q4_K,
+        Kind.Q5_K,
+        Kind.Q6_K,
+    ],
+    ids=lambda kind: kind.name,
+)
+def test_every_type_gives_the_values_of_the_gguf_package(tmp_path: Path, rng: np.random.Generator, kind: Kind) -> None:
+    rows = BLOCK_ELEMENTS // 512 + 9  # more than one block
+    first, second = packed(kind, (3, 512), rng), packed(kind, (rows, 512), rng)
+    source = GGUFFile(write(tmp_path / "m.gguf", {"output.weight": (first, kind), "token_embd.weight": (second, kind)}))
+    assert source.infos["lm_head.weight"].shape == (3, 512)
+    assert source.infos["model.embed_tokens.weight"].stored_type == kind.name
+    expected = dequantize(second, kind)
+    assert np.isfinite(expected).all()
+    assert expected.std() > 0.1
+    np.testing.assert_array_equal(read(source, "lm_head.weight"), dequantize(first, kind))
+    np.testing.assert_array_equal(read(source, "model.embed_tokens.weight"), expected)
+    part = np.empty((4, 512), np.float32)
+    source.read_rows("model.embed_tokens.weight", 5, part)
+    np.testing.assert_array_equal(part, expected[5:9])
+
+
+@pytest.mark.parametrize("kind", [Kind.IQ4_NL, Kind.Q2_K, Kind.TQ1_0], ids=lambda kind: kind.name)
+def test_other_types_are_refused_by_name(tmp_path: Path, kind: Kind) -> None:
+    raw = np.zeros((2, GGML_QUANT_SIZES[kind][1]), np.uint8)
+    info = GGUFFile(write(tmp_path / "m.gguf", {"output.weight": (raw, kind)})).infos["lm_head.weight"]
+    assert kind.name in info.unreadable
+    assert "Q4_K" in info.unreadable
+
+
+@pytest.mark.parametrize("name", ["llama2", "smollm2", "llama_head_dim", "qwen2", "qwen3"])
+def test_a_model_converted_to_gguf_has_the_parameters_it_had(tmp_path: Path, name: str) -> None:
+    path = from_golden(name, tmp_path / "m.gguf")
+    assert_same_params(
+        load_model(ModelSource(path, "gguf", name)), load_model(ModelSource(GOLDEN / name, "folder", name))
+    )
+
+
+def test_rows_of_quantized_q_and_k_are_turned_back(tmp_path: Path) -> None:
+    """A row is quantized by itself, so turning and quantizing may change places."""
+    source = GGUFFile(from_golden("smollm2", tmp_path / "m.gguf", Kind.Q8_0))
+    weights = load_file(GOLDEN / "smollm2" / "model.safetensors")
+    for part in ("q", "k", "v", "o"):
+        name = f"model.layers.1.self_attn.{part}_proj.weight"
+        assert source.infos[name].stored_type == "Q8_0"
+        np.testing.assert_array_equal(read(source, name), dequantize(quantize(weights[name], Kind.Q8_0), Kind.Q8_0))
+
+
+def test_biases_of_a_llama_are_turned_back_too(tmp_path: Path, rng: np.random.Generator) -> None:
+    bias = rng.standard_normal(24).astype(np.float32)
+    tensors = {
+        "blk.0.attn_q.bias": (turned(bias, 3), None),
+        "blk.0.attn_k.bias": (turned(bias[:8], 1), None),
+        "blk.0.attn_v.bias": (bias[:8], None),
+    }
+    heads = {"attention__head_count": [3, 3], "attention__head_count_kv": [1, 1]}
+    source = GGUFFile(write(tmp_path / "m.gguf", tensors, "llama", **heads))
+    for part, size in (("q", 24), ("k", 8), ("v", 8)):
+        np.testing.assert_array_equal(read(source, f"model.layers.0.self_attn.{part}_proj.bias"), bias[:size])
+
+
+def test_scaled_frequencies_are_no_weight_and_unknown_names_stay_visible(tmp_path: Path) -> None:
+    vector = (np.ones(8, np.float32), None)
+    names = ["rope_freqs.weight", "blk.0.ssm_a.weight", "blk.0.attn_sinks.weight", "cls.weight", "odd"]
+    source = GGUFFile(write(tmp_path / "m.gguf", dict.fromkeys(names, vector)))
+    assert list(source.infos) == names[1:]
+
+
+def test_a_left_over_tensor_of_a_gguf_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    path = from_golden("llama2", tmp_path / "m.gguf", extra={"blk.0.attn_sinks.weight": np.ones(4, np.float32)})
+    with pytest.raises(ConfigError, match=r"1 tensor is left over .*: blk\.0\.attn_sinks\.weight"):
+        load_model(ModelSource(path, "gguf", "m"))

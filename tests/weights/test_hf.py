@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxserve.errors import ConfigError
+from jaxserve.model_source import ModelSource
+from jaxserve.weights.hf import SafetensorsFolder
+from jaxserve.weights.source import BLOCK_ELEMENTS
+from tests.weights.conftest import GOLDEN, assert_same_params, load_model
+
+INDEX = "model.safetensors.index.json"
+
+
+def read(source: SafetensorsFolder, name: str, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
+    out = np.full(source.infos[name].shape, np.nan, dtype)
+    source.read_rows(name, 0, out)
+    return out
+
+
+@pytest.mark.parametrize("stored", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+def test_reads_what_was_stored(tmp_path: Path, rng: np.random.Generator, stored: Any) -> None:
+    rows = BLOCK_ELEMENTS // 64 + 3  # more than one block
+    tensors = {"w": rng.standard_normal((rows, 64)).astype(stored), "v": rng.standard_normal(5).astype(stored)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = SafetensorsFolder(tmp_path)
+    assert {name: info.shape for name, info in source.infos.items()} == {"w": (rows, 64), "v": (5,)}
+    assert not any(info.unreadable for info in source.infos.values())
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(read(source, name), array.astype(np.float32))
+    part = np.empty((2, 64, 2), np.float32)[..., 0]  # any strides, from any row
+    source.read_rows("w", 7, part)
+    np.testing.assert_array_equal(part, tensors["w"][7:9].astype(np.float32))
+
+
+@pytest.mark.parametrize(("stored", "name"), [(np.int8, "I8"), (ml_dtypes.float8_e4m3fn, "F8_E4M3")])
+def test_types_that_are_no_plain_floats_are_refused_by_name(tmp_path: Path, stored: Any, name: str) -> None:
+    save_file({"w": np.ones((2, 2), np.float32).astype(stored)}, tmp_path / "model.safetensors")
+    info = SafetensorsFolder(tmp_path).infos["w"]
+    assert name in info.unreadable
+    assert "BF16" in info.unreadable
+
+
+def test_a_sharded_folder_equals_the_single_file(tmp_path: Path) -> None:
+    folder = GOLDEN / "llama_sharded"
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) == 3
+    shutil.copy(folder / "config.json", tmp_path)
+    save_file({k: v for shard in shards for k, v in load_file(shard).items()}, tmp_path / "model.safetensors")
+    assert_same_params(
+        load_model(ModelSource(folder, "folder", "sharded")), load_model(ModelSource(tmp_path, "folder", "single"))
+    )
+
+
+def test_missing_shards_are_named(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "llama_sharded", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"lacks 1 of the 3 files .* model-00002-of-00003\.safetensors"):
+        SafetensorsFolder(tmp_path)
+
+
+def test_a_tensor_the_index_names_but_no_shard_has_is_missing(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "llama_sharded", tmp_path, dirs_exist_ok=True)
+    shard = tmp_path / "model-00003-of-00003.safetensors"
+    tensors = load_file(shard)
+    lost = sorted(tensors)[-1]
+    del tensors[lost]
+    save_file(tensors, shard)
+    with pytest.raises(ConfigError, match=f"1 tensor is missing: {lost}"):
+        load_model(ModelSource(tmp_path, "folder", "x"))
+
+
+def test_the_index_decides_between_two_copies(tmp_path: Path) -> None:
+    for value, file in ((1, "a.safetensors"), (2, "b.safetensors")):
+        save_file({"w": np.full((2, 2), value, np.float32)}, tmp_path / file)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"w": "b.safetensors"}}))
+    assert (read(SafetensorsFolder(tmp_path), "w") == 2).all()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_a_broken_index_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / INDEX).write_text(content)
+    with pytest.raises(ConfigError, match=INDEX.replace(".", r"\.")):
+        SafetensorsFolder(tmp_path)
+
+
+def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
+    whole = (GOLDEN / "llama2" / "model.safetensors").read_bytes()
+    for end in (len(whole) - 1000, 100, 4, 0):
+        (tmp_path / "model.safetensors").write_bytes(whole[:end])
+        with pytest.raises(ConfigError, match=r"model\.safetensors can't be read as safetensors"):
+            SafetensorsFolder(tmp_path)
+
+
+def test_one_safetensors_file_of_any_name_will_do_and_two_will_not(tmp_path: Path) -> None:
+    save_file({"w": np.ones((2, 2), np.float32)}, tmp_path / "weights.safetensors")
+    assert list(SafetensorsFolder(tmp_path).infos) == ["w"]
+    save_file({"w": np.ones((2, 2), np.float32)}, tmp_path / "more.safetensors")
+    with pytest.raises(ConfigError, match="has 2 safetensors files but no"):
+        SafetensorsFolder(tmp_path)
+
+
+def test_a_folder_without_safetensors_says_what_it_has(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no model\.safetensors"):
+        SafetensorsFolder(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin is not safetensors, convert it first"):
+        SafetensorsFolder(tmp_path)
+
+
+@pytest.mark.parametrize("folder", sorted(GOLDEN.iterdir()), ids=lambda folder: folder.name)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_every_golden_checkpoint_has_its_place(folder: Path, dtype: Any) -> None:
+    params = load_model(ModelSource(folder, "folder", folder.name), dtype)
+    files = sorted(folder.glob("*.safetensors"))
+    embedding = next(t["model.embed_tokens.weight"] for t in map(load_file, files) if "model.embed_tokens.weight" in t)
+    np.testing.assert_array_equal(np.asarray(params.embedding), embedding.astype(dtype))

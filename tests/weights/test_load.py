@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import threading
+import tracemalloc
+from collections.abc import Mapping
+from typing import Any
+
+import flax.struct
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.params import Placement
+from jaxserve.weights import TensorInfo, load_params
+from tests.weights.conftest import MemorySource, on_one_device, spec
+
+
+@flax.struct.dataclass
+class Layer:
+    qkv: Any
+    norm: Any
+    bias: Any
+
+
+def tiny(dtype: Any = np.float32, layers: int = 2) -> tuple[Any, dict[str, Placement]]:
+    """Fused qkv [kv heads, group + 2, head, dim] beside a norm and an absent bias, as the Llama family has them."""
+    abstract = {
+        "layers": tuple(Layer(spec(2, 4, 3, 5, dtype=dtype), spec(5, dtype=dtype), None) for _ in range(layers))
+    }
+    places = {}
+    for i in range(layers):
+        at = ("layers", i)
+        places[f"{i}.q"] = Placement((*at, "qkv"), (2, 2, 3, 5), (0, 0, 0, 0))
+        places[f"{i}.k"] = Placement((*at, "qkv"), (2, 1, 3, 5), (0, 2, 0, 0))
+        places[f"{i}.v"] = Placement((*at, "qkv"), (2, 1, 3, 5), (0, 3, 0, 0))
+        places[f"{i}.norm"] = Placement((*at, "norm"), (5,), (0,))
+    return abstract, places
+
+
+def tiny_tensors(rng: np.random.Generator, layers: int = 2) -> dict[str, np.ndarray[Any, Any]]:
+    shapes = {"q": (12, 5), "k": (6, 5), "v": (6, 5), "norm": (5,)}
+    return {
+        f"{i}.{name}": rng.standard_normal(shape).astype(np.float32)
+        for i in range(layers)
+        for name, shape in shapes.items()
+    }
+
+
+def test_fused_pieces_stand_where_their_placements_say(rng: np.random.Generator) -> None:
+    abstract, places = tiny()
+    tensors = tiny_tensors(rng)
+    params = load_params(abstract, MemorySource(tensors), places, on_one_device(abstract))
+    for i in range(2):
+        q, k, v = (tensors[f"{i}.{name}"].reshape(2, -1, 3, 5) for name in "qkv")
+        layer = params["layers"][i]
+        np.testing.assert_array_equal(np.asarray(layer.qkv), np.concatenate([q, k, v], axis=1))
+        np.testing.assert_array_equal(np.asarray(layer.norm), tensors[f"{i}.norm"])
+        assert layer.bias is None
+
+
+def test_a_tensor_may_be_spread_within_rows(rng: np.random.Generator) -> None:
+    """Pieces along the last dimensions: no window has the tensor's layout, and rows are copied one by one."""
+    abstract = {"w": spec(4, 2, 3, 5)}
+    places = {
+        "a": Placement(("w",), (4, 2, 1, 5), (0, 0, 0, 0)),
+        "b": Placement(("w",), (4, 2, 2, 5), (0, 0, 1, 0)),
+    }
+    tensors = {
+        "a": rng.standard_normal((4, 10)).astype(np.float32),
+        "b": rng.standard_normal((4, 20)).astype(np.float32),
+    }
+    params = load_params(abstract, MemorySource(tensors), places, on_one_device(abstract))
+    expected = np.concatenate([tensors["a"].reshape(4, 2, 1, 5), tensors["b"].reshape(4, 2, 2, 5)], axis=2)
+    np.testing.assert_array_equal(np.asarray(params["w"]), expected)
+
+
+@pytest.mark.parametrize("stored", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("wanted", [np.float32, ml_dtypes.bfloat16])
+def test_values_are_rounded_once_to_the_type_of_the_spec(rng: np.random.Generator, stored: Any, wanted: Any) -> None:
+    abstract, places = tiny(wanted)
+    tensors = {name: array.astype(stored) for name, array in tiny_tensors(rng).items()}
+    params = load_params(abstract, MemorySource(tensors), places, on_one_device(abstract))
+    loaded = np.asarray(params["layers"][1].norm)
+    assert loaded.dtype == wanted
+    np.testing.assert_array_equal(loaded, tensors["1.norm"].astype(wanted))
+
+
+def test_parameters_are_made_in_the_order_of_the_file(rng: np.random.Generator) -> None:
+    abstract, places = tiny(layers=6)
+    names = ("norm", "k", "q", "v")
+    tensors = tiny_tensors(rng, layers=6)
+    source = MemorySource({f"{i}.{name}": tensors[f"{i}.{name}"] for i in reversed(range(6)) for name in names})
+    load_params(abstract, source, places, on_one_device(abstract))
+    position = {name: i for i, name in enumerate(source.infos)}
+    # Two threads may overtake each other by a parameter, not more
+    late = [abs(position[name] - i) for i, name in enumerate(source.first_reads)]
+    assert max(late) <= 4, source.first_reads
+
+
+class WatchedSource(MemorySource):
+    """Makes its rows when they are read, and counts the parameters that are begun and not finished."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], places: dict[str, Placement]) -> None:
+        super().__init__({name: np.broadcast_to(np.float32(1), shape) for name, shape in shapes.items()})
+        self.left = {p.path: 0 for p in places.values()}
+        for name, place in places.items():
+            self.left[place.path] += shapes[name][0]
+        self.paths = {name: place.path for name, place in places.items()}
+        self.begun: set[Any] = set()
+        self.most_begun = 0
+        self.lock = threading.Lock()
+
+    def read_rows(self, name: str, start: int, out: np.ndarray[Any, Any]) -> None:
+        path = self.paths[name]
+        with self.lock:
+            self.begun.add(path)
+            self.most_begun = max(self.most_begun, len(self.begun))
+        super().read_rows(name, start, out)
+        with self.lock:
+            self.left[path] -= len(out)
+            if not self.left[path]:
+                self.begun.remove(path)
+
+
+def test_at_most_two_tensors_are_held_besides_the_destination() -> None:
+    """Even if the file has all of q before the first k, and k before v."""
+    layers, heads, head, dim = 24, 4, 16, 512
+    abstract = tuple(spec(heads, 3, head, dim) for _ in range(layers))
+    shapes = {f"{name}{i}": (heads * head, dim) for name in "qkv" for i in range(layers)}
+    places = {
+        f"{name}{i}": Placement((i,), (heads, 1, head, dim), (0, part, 0, 0))
+        for part, name in enumerate("qkv")
+        for i in range(layers)
+    }
+    source = WatchedSource(shapes, places)
+    shardings = on_one_device(abstract)
+    jax.block_until_ready(jax.device_put(np.ones(64, np.float32), shardings[0]))
+    tracemalloc.start()
+    try:
+        params = load_params(abstract, source, places, shardings)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert not any(source.left.values())
+    assert source.most_begun <= 2
+    destination = sum(array.nbytes for array in params)
+    assert peak <= destination + 2 * params[0].nbytes / 3
+    assert all((np.asarray(array) == 1).all() for array in params)
+
+
+class _Unreadable(MemorySource):
+    @property
+    def infos(self) -> dict[str, TensorInfo]:
+        infos = super().infos
+        return infos | {"0.q": TensorInfo(infos["0.q"].shape, "F8_E4M3", "type F8_E4M3 is not supported")}
+
+
+def refused(source: MemorySource, layers: int = 2, **options: Any) -> str:
+    abstract, places = tiny(layers=layers)
+    with pytest.raises(ConfigError) as caught:
+        load_params(abstract, source, places, on_one_device(abstract), **options)
+    assert not any(source.rows_read.values()), "something was read before the names were checked"
+    return str(caught.value)
+
+
+def test_every_fault_is_named_at_once(rng: np.random.Generator) -> None:
+    tensors = tiny_tensors(rng)
+    del tensors["1.v"]
+    tensors["extra.b"] = tensors["extra.a"] = np.zeros(3, np.float32)
+    tensors["1.norm"] = np.zeros(6, np.float32)
+    tensors["0.k"] = tensors["0.k"].T
+    message = refused(_Unreadable(tensors))
+    assert "a checkpoint in memory" in message
+    assert "1 tensor is missing: 1.v" in message
+    assert "2 tensors are left over (this model has no place for them): extra.a, extra.b" in message
+    assert "0.k [5, 6] instead of [2, 1, 3, 5], 1.norm [6] instead of [5]" in message
+    assert "0.q (type F8_E4M3 is not supported)" in message
+
+
+def test_long_lists_of_names_end_in_a_count(rng: np.random.Generator) -> None:
+    message = refused(MemorySource(tiny_tensors(rng, layers=1)), layers=9)
+    assert "32 tensors are missing: 1.k, 1.norm, 1.q, 1.v, 2.k, 2.norm, 2.q, 2.v, 3.k, 3.norm and 22 more" in message
+
+
+def test_what_is_ignored_on_purpose_is_not_left_over(rng: np.random.Generator) -> None:
+    abstract, places = tiny()
+    source = MemorySource(tiny_tensors(rng) | {"inv_freq": np.zeros(3, np.float32)})
+    assert "inv_freq" in refused(source)
+    load_params(abstract, source, places, on_one_device(abstract), ignored=lambda name: name == "inv_freq")
+    assert source.rows_read["inv_freq"] == 0
+
+
+def test_a_placement_that_leaves_a_gap_is_our_own_fault(rng: np.random.Generator) -> None:
+    abstract, places = tiny()
+    tensors = tiny_tensors(rng)
+    del places["0.v"], tensors["0.v"]
+    with pytest.raises(AssertionError, match=r"layers\.0\.qkv"):
+        load_params(abstract, MemorySource(tensors), places, on_one_device(abstract))
+
+
+def test_an_error_while_reading_reaches_the_caller(rng: np.random.Generator) -> None:
+    class Broken(MemorySource):
+        def read_rows(self, name: str, start: int, out: np.ndarray[Any, Any]) -> None:
+            raise OSError(f"disk error at {name}")
+
+    abstract, places = tiny()
+    with pytest.raises(OSError, match="disk error"):
+        load_params(abstract, Broken(tiny_tensors(rng)), places, on_one_device(abstract))
+
+
+def test_on_a_cpu_the_array_is_the_buffer_that_was_filled(rng: np.random.Generator) -> None:
+    class Pointers(MemorySource):
+        def __init__(self, tensors: dict[str, np.ndarray[Any, Any]]) -> None:
+            super().__init__(tensors)
+            self.pointers: dict[str, int] = {}
+
+        def read_rows(self, name: str, start: int, out: np.ndarray[Any, Any]) -> None:
+            self.pointers[name] = out.ctypes.data
+            super().read_rows(name, start, out)
+
+    abstract, places = tiny()
+    source = Pointers(tiny_tensors(rng))
+    params = load_params(abstract, source, places, on_one_device(abstract))
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip("the first device is not a CPU")
+    assert params["layers"][0].norm.unsafe_buffer_pointer() == source.pointers["0.norm"]
