@@ -1,0 +1,39 @@
+"""What the README says about the code is what the code says."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from jaxserve.cli import chat, config, generate, pull, serve
+from jaxserve.cli.main import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PARSERS = {"chat": chat, "config explain": config, "generate": generate, "pull": pull, "serve": serve}
+
+
+def test_the_tables_are_up_to_date() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    written = runpy.run_path(str(ROOT / "scripts" / "readme_tables.py"))["written"](readme)
+    assert written == readme, "run .venv/bin/python scripts/readme_tables.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_line_shown_can_be_parsed(page: Path) -> None:
+    lines = re.findall(r"^jaxserve (.+?)(?:  +#.*)?$", page.read_text(encoding="utf-8"), flags=re.M)
+    for line in lines:
+        name = next(name for name in PARSERS if line.startswith(name))
+        PARSERS[name].parser().parse(line.removeprefix(name).replace('"', "").split())
+    assert {name.split()[0] for name in PARSERS} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_make_target_and_path_named_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"\bmake ([a-z-]+)", text):
+        assert re.search(rf"^{target}:", makefile, flags=re.M), target
+    for path in re.findall(r"`((?:configs|scripts|benchmarks|jaxserve|pallas_kernels|tests|docs)/[\w./-]*)`", text):
+        assert (ROOT / path).exists(), path
