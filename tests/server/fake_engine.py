@@ -1,0 +1,230 @@
+"""A real small engine without a model: the client surface of `jaxserve.engine.client`, tokens by a rule, one step a turn
+of the event loop. Steps can be held, so that a test decides what has happened and needs no sleep."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Callable, Iterable
+
+import msgspec
+
+from jaxserve.api_types import (
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    TokenEvent,
+    TokenLogprobs,
+    Usage,
+)
+from jaxserve.errors import EngineDeadError
+
+MAX_MODEL_LEN = 512
+
+
+def counting(request: EngineRequest) -> Iterable[int]:
+    """Letters of the alphabet, from where the last prompt id and the sample's number say."""
+    start = request.prompt_ids[-1] + request.sample
+    return (ord("a") + (start + step) % 26 for step in itertools.count())
+
+
+def logprobs_of(token: int, count: int) -> TokenLogprobs:
+    """A made-up reading that depends on the token alone; the second likeliest has probability zero."""
+    alternatives = [token, *((token + 1 + other) % 256 for other in range(count))][:count]
+    values = [-token / 100, float("-inf"), *(-9.0 - other for other in range(count))][:count]
+    return TokenLogprobs(token, -token / 100, alternatives, values)
+
+
+class _Running:
+    def __init__(self, request: EngineRequest, tokens: Iterable[int]) -> None:
+        self.request = request
+        self.tokens = iter(tokens)
+        self.given = 0
+        self.events: asyncio.Queue[TokenEvent] = asyncio.Queue()
+
+
+class FakeEngine:
+    """`rule` gives the tokens of a request; `refuse` may give a reason to end one with an error at once."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        rule: Callable[[EngineRequest], Iterable[int]] = counting,
+        refuse: Callable[[EngineRequest], str | None] = lambda _: None,
+        max_model_len: int = MAX_MODEL_LEN,
+        cached_tokens: int = 0,
+        tokens_per_step: int = 1,
+    ) -> None:
+        self.info = EngineInfo(
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            page_size=16,
+            num_pages=64,
+            max_running_requests=32,
+            chunked_prefill_size=512,
+            device="fake",
+            dtype="float32",
+            attention_backend="reference",
+            num_programs=1,
+            startup_seconds={"weights": 0.25, "compile": 0.5},
+        )
+        self.stats = EngineStats(num_pages=64, num_free_pages=64)
+        self.pid = os.getpid()
+        self.health: str | None = None
+        self.on_death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.submitted: list[EngineRequest] = []
+        self.aborted: list[str] = []
+        self.changed = asyncio.Condition()
+        self.shut_down = False
+        self._rule = rule
+        self._refuse = refuse
+        self._cached_tokens = cached_tokens
+        self._tokens_per_step = tokens_per_step
+        self._running: dict[str, _Running] = {}
+        self._go = asyncio.Event()
+        self._go.set()
+        self._steps_allowed = 0
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def submit(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
+        if self.on_death.done():
+            raise EngineDeadError(self.on_death.result())
+        assert request.request_id not in {earlier.request_id for earlier in self.submitted}
+        running = _Running(request, self._rule(request))
+        self.submitted.append(request)
+        reason = self._refuse(request)
+        if reason is not None:
+            running.events.put_nowait(TokenEvent(request.request_id, [], FinishReason.ERROR, error=reason))
+        else:
+            self._running[request.request_id] = running
+            if self._task is None or self._task.done():
+                self._task = asyncio.create_task(self._loop())
+        self._notify()
+        return self._events(running)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self.aborted.append(request_id)
+            running = self._running.pop(request_id, None)
+            if running is not None:
+                running.events.put_nowait(self._last(running, [], FinishReason.ABORT))
+        self._notify()
+
+    def fail(self, request_id: str, reason: str) -> None:
+        """Ends one request with an error."""
+        running = self._running.pop(request_id)
+        running.events.put_nowait(TokenEvent(request_id, [], FinishReason.ERROR, error=reason))
+
+    def die(self, reason: str) -> None:
+        """As the client does when the engine process is gone."""
+        self.health = reason
+        self.on_death.set_result(reason)
+        for request_id in list(self._running):
+            self.fail(request_id, reason)
+
+    async def refresh_stats(self, timeout: float = 5.0) -> EngineStats:
+        if self.on_death.done():
+            raise EngineDeadError(self.on_death.result())
+        self.stats = msgspec.structs.replace(self.stats, num_running=len(self._running))
+        return self.stats
+
+    async def shutdown(self) -> None:
+        self.shut_down = True
+        self.abort(list(self._running))
+
+    def hold(self) -> None:
+        """No step from now on but those that `step` allows."""
+        self._go.clear()
+
+    def release(self) -> None:
+        """Steps run freely again."""
+        self._go.set()
+
+    async def step(self) -> None:
+        """One held step, and the readers' turn after it."""
+        self._step()
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Returns once `condition` holds after a submit, an abort or an end."""
+        async with self.changed, asyncio.timeout(30):
+            await self.changed.wait_for(condition)
+
+    async def _loop(self) -> None:
+        while self._running:
+            await self._go.wait()
+            self._step()
+            await asyncio.sleep(0)
+
+    def _step(self) -> None:
+        for running in list(self._running.values()):
+            self._advance(running)
+        self.stats = msgspec.structs.replace(
+            self.stats, num_steps=self.stats.num_steps + 1, num_running=len(self._running)
+        )
+        self._notify()
+
+    def _advance(self, running: _Running) -> None:
+        request, sampling = running.request, running.request.sampling
+        tokens: list[int] = []
+        reason: FinishReason | None = FinishReason.LENGTH if sampling.max_tokens == 0 else None
+        while len(tokens) < self._tokens_per_step and reason is None:
+            token = next(running.tokens)
+            tokens.append(token)
+            if token in request.stop_ids and running.given + len(tokens) > sampling.min_tokens:
+                reason = FinishReason.STOP
+            elif running.given + len(tokens) >= sampling.max_tokens:
+                reason = FinishReason.LENGTH
+        first = running.given == 0
+        running.given += len(tokens)
+        self.stats = msgspec.structs.replace(
+            self.stats,
+            generation_tokens=self.stats.generation_tokens + len(tokens),
+            prompt_tokens=self.stats.prompt_tokens + (len(request.prompt_ids) if first else 0),
+        )
+        event = TokenEvent(request.request_id, tokens)
+        if reason is not None:
+            del self._running[request.request_id]
+            event = self._last(running, tokens, reason)
+        running.events.put_nowait(
+            msgspec.structs.replace(
+                event,
+                logprobs=None
+                if sampling.logprobs is None
+                else [logprobs_of(token, sampling.logprobs) for token in tokens],
+                prompt_logprobs=self._prompt_logprobs(request) if first else None,
+            )
+        )
+
+    def _prompt_logprobs(self, request: EngineRequest) -> list[TokenLogprobs | None] | None:
+        count = request.sampling.prompt_logprobs
+        if count is None:
+            return None
+        return [None, *(logprobs_of(token, count) for token in request.prompt_ids[1:])]
+
+    def _last(self, running: _Running, tokens: list[int], reason: FinishReason) -> TokenEvent:
+        usage = Usage(len(running.request.prompt_ids), running.given, self._cached_tokens)
+        stop_id = tokens[-1] if reason is FinishReason.STOP else None
+        return TokenEvent(running.request.request_id, tokens, reason, stop_id, usage=usage)
+
+    async def _events(self, running: _Running) -> AsyncIterator[TokenEvent]:
+        while True:
+            event = await running.events.get()
+            yield event
+            if event.finish_reason is not None:
+                return
+
+    def _notify(self) -> None:
+        async def notify() -> None:
+            async with self.changed:
+                self.changed.notify_all()
+
+        self._notifying = asyncio.ensure_future(notify())

@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import openai
+import pytest
+
+from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError, RequestFailedError
+from jaxserve.server.errors import ContextLengthError, UnavailableError, failure_of, to_http
+from tests.server.conftest import Served, over_asgi, over_socket
+from tests.server.tiny import VOCAB_SIZE
+
+
+async def refuse(served: Served, path: str = "/v1/completions", *, status: int = 400, **request: Any) -> dict[str, Any]:
+    response = await served.http.post(path, **request)
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert set(response.json()) == {"error"}
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert not served.engine.num_running
+    return error
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({}, "prompt", "required"),
+        ({"prompt": 3}, "prompt", "got `int`"),
+        ({"prompt": None}, "prompt", "prompt"),
+        ({"prompt": ""}, "prompt", "empty"),
+        ({"prompt": []}, "prompt", "empty"),
+        ({"prompt": [[]]}, "prompt", "empty"),
+        ({"prompt": ["a", ""]}, "prompt", "empty"),
+        ({"prompt": ["a", 1]}, "prompt", "mixes"),
+        ({"prompt": [1, -7]}, "prompt", "-7"),
+        ({"prompt": [1, VOCAB_SIZE]}, "prompt", str(VOCAB_SIZE)),
+        ({"prompt": [[1], [2, 10**30]]}, "prompt", str(10**30)),
+        ({"prompt": [1.5]}, "prompt[0]", "float"),
+        ({"max_tokens": "5"}, "max_tokens", "expected `int`, got `str`"),
+        ({"max_tokens": -1}, "max_tokens", "-1"),
+        ({"max_tokens": 10**30}, "prompt", "context length"),
+        ({"max_tokens": True}, "max_tokens", "got `bool`"),
+        ({"temperature": -0.5}, "temperature", "-0.5"),
+        ({"temperature": "hot"}, "temperature", "got `str`"),
+        ({"temperature": 1000}, "temperature", "1000"),
+        ({"top_p": 0}, "top_p", "(0"),
+        ({"top_p": 1.5}, "top_p", "1.5"),
+        ({"top_k": -2}, "top_k", "-2"),
+        ({"min_p": -1}, "min_p", "-1"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "0"),
+        ({"frequency_penalty": 3}, "frequency_penalty", "3"),
+        ({"n": 0}, "n", "0"),
+        ({"n": 129}, "n", "129"),
+        ({"seed": 2**64}, "seed", str(2**64)),
+        ({"min_tokens": 20, "max_tokens": 10}, "min_tokens", "20"),
+        ({"logprobs": 21}, "logprobs", "21"),
+        ({"logprobs": -1}, "logprobs", "-1"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "'x'"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", "'-1'"),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "101"),
+        ({"logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias", str(VOCAB_SIZE)),
+        ({"logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias", "301"),
+        ({"stop": ["a"] * 17}, "stop", "17"),
+        ({"stop": ""}, "stop", "empty"),
+        ({"stop": [1]}, "stop[0]", "got `int`"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "-1"),
+        ({"stop_token_ids": list(range(16))}, "stop_token_ids", "17"),
+        ({"stop_token_ids": list(range(17))}, "stop_token_ids", "17"),
+        ({"best_of": 3}, "best_of", "n"),
+        ({"suffix": "x"}, "suffix", "not supported"),
+        ({"priority": 1}, "priority", "not supported"),
+        ({"cache_salt": "x"}, "cache_salt", "not supported"),
+        ({"guided_json": {}}, "guided_json", "not supported"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+        ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "Unknown"),
+        ({"stream": "yes"}, "stream", "got `str`"),
+        ({"prompt": ["a"] * 2000, "n": 2}, "prompt", "4000"),
+        ({"max_tokns": 3}, "max_tokns", "'max_tokens'"),
+        ({"temprature": 3}, "temprature", "'temperature'"),
+        ({"zzzzzz": 3}, "zzzzzz", "Unknown"),
+    ],
+)
+async def test_a_wrong_field_is_named(served: Served, body: dict[str, Any], param: str, words: str):
+    body = ({} if body == {} else {"prompt": "a"}) | body
+    error = await refuse(served, json=body)
+    assert error["param"] == param
+    assert words in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b'{"prompt": "a"} x', "trailing"),
+        (b"[]", "must be a JSON object"),
+        (b'{"prompt": "a", "temperature": NaN}', "NaN and Infinity are not JSON"),
+        (b'{"prompt": "a", "temperature": -Infinity}', "NaN and Infinity are not JSON"),
+        (b'{"prompt": "a", "temperature": 1e999}', "out of range"),
+        (b'{"prompt": "\xff"}', "not valid JSON"),
+        (b'{"prompt": "a", "user": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deep"),
+        (b"[" * 1_000_000, "object"),
+    ],
+)
+async def test_broken_json(served: Served, body: bytes, words: str):
+    error = await refuse(served, content=body)
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "numbers"),
+    [
+        ({"prompt": "a" * 513}, ["512", "513"]),
+        ({"prompt": "a" * 512}, ["512", "513"]),
+        ({"prompt": "a" * 500, "max_tokens": 20}, ["512", "520", "500", "20"]),
+        ({"prompt": list(range(200)) * 40_000}, ["512", "8000000"]),
+    ],
+)
+async def test_context_length(served: Served, body: dict[str, Any], numbers: list[str]):
+    served.serving.config = type(served.serving.config)(served_model_name="tiny", max_body_bytes=2**26)
+    error = await refuse(served, json=body)
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == "prompt"
+    assert "maximum context length is" in error["message"]
+    assert all(number in error["message"] for number in numbers)
+
+
+async def test_a_prompt_that_fills_the_context_can_be_scored(served: Served):
+    response = await served.http.post(
+        "/v1/completions", json={"prompt": "a" * 512, "max_tokens": 0, "echo": True, "logprobs": 0}
+    )
+    assert response.status_code == 200
+
+
+async def test_long_texts_are_tokenized_on_a_thread(served: Served):
+    async with over_asgi(engine={"max_model_len": 100_000}) as wide:
+        response = await wide.http.post("/v1/completions", json={"prompt": "ab" * 20_000, "max_tokens": 1})
+        assert response.json()["usage"]["prompt_tokens"] == 40_000
+
+
+async def test_unknown_model(served: Served):
+    error = await refuse(served, status=404, json={"prompt": "a", "model": "other"})
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "other" in error["message"]
+    assert "tiny" in error["message"]
+    assert (await served.http.get("/v1/models/other")).status_code == 404
+
+
+async def test_unknown_routes_and_methods(served: Served):
+    error = await refuse(served, "/v1/nothing", status=404)
+    assert error["code"] == "not_found"
+    error = await refuse(served, "/v1/models", status=405)
+    assert "GET" in error["message"]
+    response = await served.http.get("/v1/completions")
+    assert response.status_code == 405
+    assert response.headers["allow"] == "POST"
+    assert response.json()["error"]["code"] == "method_not_allowed"
+
+
+async def test_a_full_queue_is_503():
+    async with over_asgi(engine={"refuse": lambda _: "queue full: 8 requests wait, the limit"}) as served:
+        for stream in (False, True):
+            error = await refuse(served, status=503, json={"prompt": "a", "stream": stream})
+            assert error["code"] == "queue_full"
+            assert "8 requests" in error["message"]
+
+
+async def test_one_failed_sequence_fails_the_request_and_ends_its_siblings(caplog: pytest.LogCaptureFixture):
+    async with over_asgi(
+        engine={"refuse": lambda request: "device on fire" if request.sample == 1 else None}
+    ) as served:
+        served.engine.hold()
+        for stream in (False, True):
+            served.engine.submitted.clear()
+            served.engine.aborted.clear()
+            with caplog.at_level(logging.ERROR, "jaxserve.server"):
+                error = await refuse(served, status=500, json={"prompt": "a", "n": 3, "stream": stream})
+            assert "device on fire" in error["message"]
+            assert error["type"] == "server_error"
+            names = [request.request_id for request in served.engine.submitted if request.sample != 1]
+            assert set(served.engine.aborted) == set(names)
+    assert len(caplog.records) == 2
+
+
+async def test_an_error_in_the_middle_of_a_stream_is_its_last_event(live: Served):
+    live.engine.hold()
+    async with live.openai() as client:
+        chunks = await _open(live, client)
+        live.engine.fail(live.engine.submitted[0].request_id, "page fault")
+        with pytest.raises(openai.APIError, match="page fault"):
+            await anext(chunks)
+
+
+async def test_the_engines_death_reaches_every_open_request(live: Served):
+    live.engine.hold()
+    async with live.openai() as client:
+        chunks = await _open(live, client)
+        whole = client.completions.create(model="tiny", prompt="b")
+        import asyncio
+
+        task = asyncio.ensure_future(whole)
+        await live.engine.wait_for(lambda: len(live.engine.submitted) == 2)
+        live.engine.die("engine process ended with code -9")
+        with pytest.raises(openai.APIError, match="code -9"):
+            await anext(chunks)
+        with pytest.raises(openai.InternalServerError, match="code -9") as caught:
+            await task
+        assert caught.value.status_code == 503
+        with pytest.raises(openai.InternalServerError, match="code -9") as caught:
+            await client.completions.create(model="tiny", prompt="b")
+        assert caught.value.status_code == 503
+
+
+async def _open(live: Served, client: openai.AsyncOpenAI) -> Any:
+    """A stream that has given its first token."""
+    import asyncio
+
+    creating = asyncio.ensure_future(client.completions.create(model="tiny", prompt="a", stream=True))
+    await live.engine.wait_for(lambda: len(live.engine.submitted) == 1)
+    await live.engine.step()
+    chunks = await creating
+    assert (await anext(aiter(chunks))).choices[0].text
+    return aiter(chunks)
+
+
+async def test_openai_clients_errors(live: Served):
+    async with live.openai() as client:
+        with pytest.raises(openai.BadRequestError) as bad:
+            await client.completions.create(model="tiny", prompt="a", temperature=-1)
+        assert bad.value.param == "temperature"
+        with pytest.raises(openai.NotFoundError) as missing:
+            await client.completions.create(model="gpt-4", prompt="a")
+        assert missing.value.code == "model_not_found"
+        with pytest.raises(openai.BadRequestError) as long:
+            await client.completions.create(model="tiny", prompt="a" * 600)
+        assert long.value.code == "context_length_exceeded"
+
+
+async def test_our_bugs_are_500_and_one_log_line(caplog: pytest.LogCaptureFixture):
+    def broken(_: Any) -> str:
+        raise ZeroDivisionError("secret")
+
+    async with over_asgi(engine={"refuse": broken}) as served:
+        with caplog.at_level(logging.INFO, "jaxserve"):
+            error = await refuse(served, status=500, json={"prompt": "a"})
+    assert "secret" not in error["message"]
+    assert len(caplog.records) == 1
+    assert caplog.records[0].exc_info
+
+
+class TestBodyLimit:
+    async def test_by_content_length(self, served: Served):
+        error = await refuse(served, status=413, content=b"x" * (16 * 2**20 + 1))
+        assert "16777216" in error["message"]
+
+    async def test_while_streaming(self, served: Served):
+        async def parts():
+            for _ in range(100):
+                yield b" " * 2**18
+
+        error = await refuse(served, status=413, content=parts())
+        assert error["code"] == "request_too_large"
+
+    @pytest.mark.parametrize("chunked", [False, True])
+    async def test_100_mb_are_answered_without_being_kept(self, chunked: bool):
+        import tracemalloc
+
+        async def parts():
+            block = bytes(2**20)
+            for _ in range(100):
+                yield block
+
+        async with over_socket(max_body_bytes=2**20) as live:
+            tracemalloc.start()
+            try:
+                headers = {} if chunked else {"content-length": str(100 * 2**20)}
+                response = await live.http.post("/v1/completions", content=parts(), headers=headers, timeout=60)
+                _, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            assert response.status_code == 413
+            assert response.json()["error"]["code"] == "request_too_large"
+            assert peak < 20 * 2**20
+            # The server goes on.
+            assert (await live.http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (InvalidRequestError("x", param="p"), 400, None),
+        (ContextLengthError("x", param="p"), 400, "context_length_exceeded"),
+        (failure_of("queue full: 3", engine_dead=False), 503, "queue_full"),
+        (failure_of("queue full: 3", engine_dead=True), 503, "engine_dead"),
+        (failure_of("x", engine_dead=False), 500, "request_failed"),
+        (QueueFullError("x"), 503, "queue_full"),
+        (EngineDeadError("x"), 503, "engine_dead"),
+        (UnavailableError("x"), 503, "unavailable"),
+        (RequestFailedError("x"), 500, "request_failed"),
+        (ValueError("x"), 500, None),
+    ],
+)
+def test_the_whole_tree_has_a_status(error: Exception, status: int, code: str | None):
+    answer = to_http(error)
+    assert (answer.status, answer.code) == (status, code)

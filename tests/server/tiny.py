@@ -1,0 +1,36 @@
+"""A byte-level tokenizer: id = byte for ASCII and all others, then the special tokens. Small, but the real classes."""
+
+from __future__ import annotations
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.parts import TokenizerParts
+from jaxserve.text.pieces import byte_alphabet
+from jaxserve.text.tokenizer import Tokenizer
+
+SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>"]
+BOS_ID, START_ID, END_ID = 256, 257, 258
+VOCAB_SIZE = 259
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if mood %}[{{ mood }}]{% endif %}{% if documents %}{{ documents | length }} documents\n{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
+    """The tokenizer; it adds no BOS, and ends a generation at `<|im_end|>`."""
+    vocab = {char: value for value, char in byte_alphabet().items()}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL)
+    return Tokenizer(TokenizerParts(backend, (END_ID,), BOS_ID, {"bos_token": "<s>"}, template))
+
+
+def tiny_template(tokenizer: Tokenizer) -> ChatTemplate:
+    """The chat template of the tokenizer."""
+    return ChatTemplate(tokenizer.chat_template, tokenizer)
