@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class MemorySource:
     def __init__(self, tensors: dict[str, np.ndarray[Any, Any]]) -> None:
         self.tensors = tensors
         self.rows_read = dict.fromkeys(tensors, 0)
-        self.first_reads: list[str] = []
+        self.first_reads: dict[int, list[str]] = {}
 
     @property
     def description(self) -> str:
@@ -36,7 +37,7 @@ class MemorySource:
 
     def read_rows(self, name: str, start: int, out: np.ndarray[Any, Any]) -> None:
         if not self.rows_read[name]:
-            self.first_reads.append(name)
+            self.first_reads.setdefault(threading.get_ident(), []).append(name)
         self.rows_read[name] += len(out)
         out[...] = self.tensors[name][start : start + len(out)]
 
