@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+from jaxserve.errors import ConfigError, ModelNotFoundError
+from jaxserve.model_source import ModelSource, read_config, resolve
+from tests.model_source.gguf_files import VOCAB, write_gguf
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "my-model"
+    path.mkdir()
+    (path / "config.json").write_text('{"model_type": "llama"}')
+    return path
+
+
+def test_a_folder(folder: Path) -> None:
+    source = resolve(str(folder))
+
+    assert source == ModelSource(folder, "folder", "my-model")
+    assert read_config(source) == {"model_type": "llama"}
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "small.Q4.gguf")
+
+    source = resolve(str(path))
+
+    assert source == ModelSource(path, "gguf", "small.Q4")
+    assert read_config(source)["vocab_size"] == VOCAB
+
+
+def test_a_relative_path_and_home_are_understood(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(folder.parent))
+
+    assert resolve(".").name == "my-model"
+    assert resolve("~/my-model").path == folder
+
+
+@pytest.mark.parametrize(
+    "model", ["/no/such/folder", "./nothing", "../x", "~/no-such-model", "missing.gguf", "a/b.gguf"]
+)
+def test_a_path_that_does_not_exist(model: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="there is no such file or folder"):
+        resolve(model)
+
+
+def test_a_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"has no config\.json"):
+        resolve(str(tmp_path))
+    write_gguf(tmp_path / "a.gguf")
+    with pytest.raises(ModelNotFoundError, match=r"it holds a\.gguf: pass that file itself"):
+        resolve(str(tmp_path))
+
+
+def test_a_file_of_another_kind(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"not that")
+
+    with pytest.raises(ModelNotFoundError, match="not a GGUF file; for safetensors pass the folder"):
+        resolve(str(path))
+
+
+def test_a_wrong_name_brings_the_nearest() -> None:
+    with pytest.raises(ModelNotFoundError, match="did you mean 'smollm2-135m-instruct'"):
+        resolve("smollm2-135m-instrct")
+
+
+def test_a_builtin_model_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXSERVE_HOME", str(tmp_path))
+
+    with pytest.raises(ModelNotFoundError, match="run `jaxserve pull smollm2-135m-instruct` where the network is"):
+        resolve("smollm2-135m-instruct", offline=True)
+
+
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_a_hub_id_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_environment: bool) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", by_environment)
+
+    with pytest.raises(ModelNotFoundError, match=r"downloads are off\. Download it where the network is"):
+        resolve("some-org/some-model", offline=not by_environment)
+
+
+def test_a_hub_id_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    repo = tmp_path / "models--some-org--some-model"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+
+    assert resolve("some-org/some-model", offline=True) == ModelSource(snapshot, "folder", "some-org/some-model")
+
+
+@pytest.mark.parametrize(("content", "message"), [("{broken", "can't be read as JSON"), ("[1]", "holds a list")])
+def test_a_broken_config(folder: Path, content: str, message: str) -> None:
+    (folder / "config.json").write_text(content)
+
+    with pytest.raises(ConfigError, match=message):
+        read_config(resolve(str(folder)))
+
+
+def test_importing_it_brings_nothing_heavy() -> None:
+    code = "import sys, json, jaxserve.model_source; print(json.dumps(sorted(sys.modules)))"
+    loaded = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+
+    assert not {"jax", "numpy", "gguf", "huggingface_hub", "transformers"} & set(loaded)
