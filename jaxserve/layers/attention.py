@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import flax.struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.batch import TokenBatch
 from jaxserve.layers.linear import linear, row_parallel
@@ -28,9 +28,8 @@ class AttentionParams:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSettings:
-    """Static facts of one attention layer."""
+    """Static facts of one attention layer; layers with equal ones share a trace."""
 
-    layer: int
     window: int | None
     norm_eps: float
     backend: BackendName
@@ -41,6 +40,7 @@ def self_attention(
     params: AttentionParams,
     batch: TokenBatch,
     kv: PagedKV,
+    layer: Int[Array, ""],
     rotation: tuple[Array, Array],
     settings: AttentionSettings,
 ) -> tuple[Float[Array, "tokens dim"], PagedKV]:
@@ -60,7 +60,7 @@ def self_attention(
         rotate(k, *rotation),
         v,
         kv,
-        settings.layer,
+        layer,
         batch.page_table,
         batch.query_starts,
         batch.kv_lens,

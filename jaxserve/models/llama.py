@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.struct
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
@@ -148,13 +151,27 @@ def forward(
     """The layers and the last norm: vectors to hidden states. Unrolled, so that each layer's pages alias in place."""
     turn = rotation(batch.positions, config.rope, config.head_dim)
     for i, layer in enumerate(params.layers):
-        settings = AttentionSettings(i, config.windows[i], config.norm_eps, backend)
-        normed = rms_norm(x, layer.attention_norm, config.norm_eps)
-        attended, kv = self_attention(normed, layer.attention, batch, kv, turn, settings)
-        x = x + attended
-        normed = rms_norm(x, layer.mlp_norm, config.norm_eps)
-        x = x + gated_mlp(normed, layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias)
+        settings = AttentionSettings(config.windows[i], config.norm_eps, backend)
+        x, kv = _layer(x, layer, batch, kv, jnp.int32(i), turn, settings)
     return rms_norm(x, params.norm, config.norm_eps), kv
+
+
+@functools.partial(jax.jit, static_argnames="settings")
+def _layer(
+    x: Float[Array, "tokens dim"],
+    params: LayerParams,
+    batch: TokenBatch,
+    kv: PagedKV,
+    index: Int[Array, ""],
+    turn: tuple[Array, Array],
+    settings: AttentionSettings,
+) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+    """One decoder layer; jitted so that it is traced once for all layers, and inlined by the compiler."""
+    normed = rms_norm(x, params.attention_norm, settings.norm_eps)
+    attended, kv = self_attention(normed, params.attention, batch, kv, index, turn, settings)
+    x = x + attended
+    normed = rms_norm(x, params.mlp_norm, settings.norm_eps)
+    return x + gated_mlp(normed, params.gate_up, params.down, params.gate_up_bias, params.down_bias), kv
 
 
 def head(params: Params, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:

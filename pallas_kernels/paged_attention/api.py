@@ -36,7 +36,7 @@ def paged_attention(
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
     kv: PagedKV,
-    layer: int,
+    layer: int | Int[Array, ""],
     page_table: Int[Array, "rows max_pages"],
     query_starts: Int[Array, " rows_plus_1"],
     kv_lens: Int[Array, " rows"],

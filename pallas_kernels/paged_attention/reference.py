@@ -40,7 +40,7 @@ def paged_attention(
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
     kv: PagedKV,
-    layer: int,
+    layer: int | Int[Array, ""],
     page_table: Int[Array, "rows max_pages"],
     query_starts: Int[Array, " rows_plus_1"],
     kv_lens: Int[Array, " rows"],
@@ -75,7 +75,7 @@ def _write(
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
     kv: PagedKV,
-    layer: int,
+    layer: int | Int[Array, ""],
     page_table: Int[Array, "rows max_pages"],
     query_starts: Int[Array, " rows_plus_1"],
     kv_lens: Int[Array, " rows"],
@@ -96,7 +96,9 @@ def _write(
     )
 
 
-def _entries(page_table: Int[Array, "rows max_pages"], kv: PagedKV, layer: int) -> Int[Array, "rows padded_pages"]:
+def _entries(
+    page_table: Int[Array, "rows max_pages"], kv: PagedKV, layer: int | Int[Array, ""]
+) -> Int[Array, "rows padded_pages"]:
     """Pool entries of a layer, each row padded to whole blocks."""
     per_block = max(1, BLOCK_TOKENS // kv.page_size)
     return jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % per_block))) + layer * kv.num_pages

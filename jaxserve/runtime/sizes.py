@@ -1,0 +1,79 @@
+"""From what a person asked for to the sizes of a deployment: batch, chunk, buckets, pool, context."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxserve.config.schema import EngineConfig
+from jaxserve.models.config import ModelConfig
+from jaxserve.runtime import memory
+from jaxserve.runtime.buckets import decode_buckets, token_buckets
+from jaxserve.step_plan import Capacity
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What the programs hold, and the budgets the scheduler keeps within it, in tokens a step."""
+
+    capacity: Capacity
+    chunked_prefill_size: int
+    max_prefill_tokens: int
+    max_num_batched_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Defaults:
+    """By platform: requests that run at once, tokens of a prefill chunk, tokens of the smallest mixed program."""
+
+    running: int
+    chunk: int
+    smallest_bucket: int
+
+
+_CPU = _Defaults(running=32, chunk=512, smallest_bucket=32)
+_ACCELERATOR = _Defaults(running=256, chunk=2048, smallest_bucket=256)
+_PROMPT_LOGPROB_TOKENS = 128
+_FINE_BUCKETS = 160
+
+
+def resolve_sizes(
+    config: EngineConfig, model: ModelConfig, device: Any, *, weight_bytes: int, bytes_per_token: int
+) -> Sizes:
+    """Fill in every size that was left open. Raises `ConfigError` where nothing fits."""
+    cpu = device.platform == "cpu"
+    defaults = _CPU if cpu else _ACCELERATOR
+    running = config.max_running_requests or defaults.running
+    chunk = config.chunked_prefill_size or defaults.chunk
+    widest = config.max_num_batched_tokens or (defaults.chunk if chunk < 0 else chunk)
+    pool = memory.plan_pool(
+        config,
+        device=device,
+        weight_bytes=weight_bytes,
+        activation_bytes=_activation_bytes(model, widest, running),
+        bytes_per_token=bytes_per_token,
+        model_context=model.max_position_embeddings,
+        max_running=running,
+    )
+    # -1 disables chunking: a step then holds the longest prompt there can be.
+    chunk = pool.context_length if chunk < 0 else min(chunk, pool.context_length)
+    batched = config.max_num_batched_tokens or chunk
+    largest = min(batched, max(pool.context_length, running))
+    capacity = Capacity(
+        num_slots=running,
+        num_pages=pool.num_pages,
+        page_size=config.page_size,
+        max_model_len=pool.context_length,
+        decode_buckets=decode_buckets(
+            running, max_fine=config.cuda_graph_max_bs or _FINE_BUCKETS, asked=config.cuda_graph_bs, coarse=cpu
+        ),
+        token_buckets=token_buckets(largest, smallest=defaults.smallest_bucket),
+        prompt_logprob_tokens=max(_PROMPT_LOGPROB_TOKENS, 2 * running),
+    )
+    return Sizes(capacity, min(chunk, largest), min(config.max_prefill_tokens or chunk, largest), largest)
+
+
+def _activation_bytes(model: ModelConfig, tokens: int, rows: int) -> int:
+    """A generous guess of a step's working memory: a few activations a token, float32 logits a row."""
+    widest = max(2 * model.intermediate_size, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
+    return tokens * (widest * 4 + model.hidden_size * 16) + 3 * rows * model.vocab_size * 4
