@@ -22,7 +22,6 @@ from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.process import run
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError
-from jaxserve.model_source import ModelSource
 from jaxserve.models.config import ModelConfig, parse_model_config
 from jaxserve.models.registry import family
 from jaxserve.runtime.executor import DeviceExecutor
