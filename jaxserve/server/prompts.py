@@ -31,6 +31,17 @@ async def encode(serving: Serving, loaded: Loaded, texts: list[str], *, add_spec
     return await asyncio.get_running_loop().run_in_executor(serving.tokenizing, work)
 
 
+def check_number(num_prompts: int, n: int | None) -> None:
+    """Raises if a request would have more sequences than one may; to be asked before anything is tokenized."""
+    total = num_prompts * max(n or 1, 1)
+    if total > MAX_SEQUENCES:
+        raise InvalidRequestError(
+            f"{num_prompts} prompts with n={n or 1} make {total} sequences; "
+            f"a request may have at most {MAX_SEQUENCES}: send several",
+            param="prompt" if num_prompts > 1 else "n",
+        )
+
+
 def check_prompt(ids: Sequence[int], info: EngineInfo, *, param: str) -> None:
     """Raises unless `ids` is a prompt of this model: not empty, within its context and its vocabulary."""
     if not ids:
@@ -74,12 +85,6 @@ def engine_requests(
 ) -> list[EngineRequest]:
     """`n` sequences for each prompt, in the order of the choices: prompt index * n + sample."""
     n = samplings[0].n
-    if len(prompts) * n > MAX_SEQUENCES:
-        raise InvalidRequestError(
-            f"{len(prompts)} prompts with n={n} make {len(prompts) * n} sequences; "
-            f"a request may have at most {MAX_SEQUENCES}: send several",
-            param="prompt",
-        )
     stop_ids = _stop_ids(loaded, samplings[0])
     return [
         EngineRequest(

@@ -1,5 +1,7 @@
-"""A real small engine without a model: the client surface of `jaxserve.engine.client`, tokens by a rule, one step a turn
-of the event loop. Steps can be held, so that a test decides what has happened and needs no sleep."""
+"""A real small engine without a model: the client surface of `jaxserve.engine.client`, tokens by a rule.
+
+One step a turn of the event loop; steps can be held, so that a test decides what has happened and needs no sleep.
+"""
 
 from __future__ import annotations
 

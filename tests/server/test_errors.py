@@ -116,11 +116,10 @@ async def test_broken_json(served: Served, body: bytes, words: str):
         ({"prompt": "a" * 513}, ["512", "513"]),
         ({"prompt": "a" * 512}, ["512", "513"]),
         ({"prompt": "a" * 500, "max_tokens": 20}, ["512", "520", "500", "20"]),
-        ({"prompt": list(range(200)) * 40_000}, ["512", "8000000"]),
+        ({"prompt": list(range(200)) * 2_000}, ["512", "400000"]),
     ],
 )
 async def test_context_length(served: Served, body: dict[str, Any], numbers: list[str]):
-    served.serving.config = type(served.serving.config)(served_model_name="tiny", max_body_bytes=2**26)
     error = await refuse(served, json=body)
     assert error["code"] == "context_length_exceeded"
     assert error["param"] == "prompt"

@@ -17,7 +17,7 @@ from jaxserve.server.openai.chunks import Chunks
 from jaxserve.server.openai.logprobs import completion_logprobs, extend, prompt_logprobs
 from jaxserve.server.openai.protocol import CompletionRequest
 from jaxserve.server.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, total_usage
-from jaxserve.server.prompts import check_prompt, encode, engine_requests, output_limit
+from jaxserve.server.prompts import check_number, check_prompt, encode, engine_requests, output_limit
 from jaxserve.server.serving import Loaded, Serving
 from jaxserve.server.sse import DONE, EventStream
 from jaxserve.text.output import OutputDelta
@@ -62,6 +62,7 @@ async def completions(serving: Serving, exchange: Exchange, request: CompletionR
 async def _prompts(serving: Serving, loaded: Loaded, request: CompletionRequest) -> tuple[list[list[int]], list[str]]:
     """The ids of each prompt, and the text that `echo` puts before each output."""
     texts, ids = _split(request.prompt)
+    check_number(len(texts or ids), request.n)
     if texts:
         add_special_tokens = request.add_special_tokens is not False
         ids = await encode(serving, loaded, texts, add_special_tokens=add_special_tokens)
