@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import shlex
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,10 @@ def test_the_tables_are_up_to_date() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_line_shown_can_be_parsed(page: Path) -> None:
-    lines = re.findall(r"^jaxserve (.+?)(?:  +#.*)?$", page.read_text(encoding="utf-8"), flags=re.M)
-    for line in lines:
+    blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for line in re.findall(r"^jaxserve (.+)$", "".join(blocks), flags=re.M):
         name = next(name for name in PARSERS if line.startswith(name))
-        PARSERS[name].parser().parse(line.removeprefix(name).replace('"', "").split())
+        PARSERS[name].parser().parse(shlex.split(line.removeprefix(name), comments=True))
     assert {name.split()[0] for name in PARSERS} == set(COMMANDS)
 
 

@@ -26,6 +26,6 @@ def main(argv: list[str]) -> int:
     for note in loaded.notes:
         logger.warning(note)
 
-    from jaxserve.server import run
+    from jaxserve.server.run import serve
 
-    return run.serve(loaded.engine, loaded.server)
+    return serve(loaded.engine, loaded.server)
