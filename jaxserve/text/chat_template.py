@@ -25,7 +25,6 @@ type Message = Mapping[str, Any]
 _PROBE = "jaxserve-probe"
 _MARK = "jaxserve-the-message-goes-on "
 _PRINTED_PARTS = ("'type': 'text'", '"type": "text"')
-_RESERVED = {"messages", "tools", "add_generation_prompt"}
 
 
 class ChatTemplate:
@@ -61,11 +60,6 @@ class ChatTemplate:
         if self._template is None:
             raise InvalidRequestError(
                 "this model has no chat template: use /v1/completions, or start with --chat-template FILE"
-            )
-        if clash := _RESERVED.intersection(kwargs):
-            raise InvalidRequestError(
-                f"chat_template_kwargs must not hold {sorted(clash)[0]!r}: the request has a field for it",
-                param="chat_template_kwargs",
             )
         prepared = [self._prepare(message) for message in messages]
         if not continue_final_message:

@@ -18,15 +18,15 @@ class IncrementalDetokenizer:
     """The texts of all pushes and of the flush, joined, are the decoded output, however the ids are cut into pushes.
 
     The output continues the prompt: it keeps the space that SentencePiece would strip from the start of a text, and
-    completes a character whose first bytes the prompt ended with. Bytes that are no UTF-8 become U+FFFD as soon as
-    no later byte can make them valid.
+    completes a character whose first bytes the prompt ended with. Bytes that are no UTF-8 become U+FFFD at most two
+    bytes after it is certain that nothing can make them valid.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._pieces = tokenizer.pieces
         self._skipped = tokenizer.skipped_ids if skip_special_tokens else frozenset[int]()
-        shown = (token_id for token_id in reversed(prompt_ids) if token_id not in self._skipped)
+        shown = (token_id for token_id in reversed(prompt_ids) if self._is_shown(token_id))
         self._context = list(itertools.islice(shown, _CONTEXT))[::-1]
         self._at_start = not self._context
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -34,13 +34,15 @@ class IncrementalDetokenizer:
             pieces = self._pieces
             self._utf8.decode(b"".join([pieces[token_id] for token_id in self._context]))
 
+    def _is_shown(self, token_id: int) -> bool:
+        return token_id not in self._skipped and self._tokenizer.has_token(token_id)
+
     def push(self, ids: Iterable[int]) -> str:
         """The text that these tokens make certain."""
-        shown = [token_id for token_id in ids if token_id not in self._skipped]
         pieces = self._pieces
         if pieces is None:
-            return self._push_without_pieces(shown)
-        text = self._utf8.decode(b"".join([pieces[token_id] for token_id in shown]))
+            return self._push_without_pieces([token_id for token_id in ids if self._is_shown(token_id)])
+        text = self._utf8.decode(b"".join([pieces[token_id] for token_id in ids if token_id not in self._skipped]))
         if self._at_start and text:
             self._at_start = False
             if pieces.strips_leading_space:

@@ -32,7 +32,7 @@ class PieceTable:
 
     def _look_up(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)
-        if token is None:  # the model's vocabulary may be padded beyond the tokenizer's
+        if token is None:
             return b""
         if self.byte_level:
             # A token outside the alphabet is an added one and stands for itself

@@ -13,6 +13,8 @@ from jaxserve.model_source import ModelSource
 from jaxserve.text.parts import TokenizerParts
 from jaxserve.text.pieces import PieceTable, piece_table
 
+_ID_OUT_OF_RANGE = "token ids must be in [0, 2^32)"
+
 
 def load_tokenizer(source: ModelSource) -> Tokenizer:
     """The tokenizer of a model. Raises `ConfigError` if its files hold none that can be used."""
@@ -74,12 +76,20 @@ class Tokenizer:
         try:
             return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
         except OverflowError as error:
-            raise InvalidRequestError("token ids must be in [0, 2^32)") from error
+            raise InvalidRequestError(_ID_OUT_OF_RANGE) from error
 
     def _decode_pieces(self, ids: Iterable[int], pieces: PieceTable, skip_special_tokens: bool) -> str:
         skipped = self.skipped_ids if skip_special_tokens else frozenset[int]()
-        text = b"".join([pieces[token_id] for token_id in ids if token_id not in skipped]).decode(errors="replace")
+        try:
+            joined = b"".join([pieces[token_id] for token_id in ids if token_id not in skipped])
+        except OverflowError as error:
+            raise InvalidRequestError(_ID_OUT_OF_RANGE) from error
+        text = joined.decode(errors="replace")
         return text.removeprefix(" ") if pieces.strips_leading_space else text
+
+    def has_token(self, token_id: int) -> bool:
+        """Whether the id stands for a token; a model's vocabulary may be padded beyond the tokenizer's."""
+        return self._backend.id_to_token(token_id) is not None
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for, special tokens included."""

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.config.schema import DEFAULT_MODEL
+from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.model_source import resolve
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.tokenizer import load_tokenizer
+from tests.text import small_tokenizers
+
+FIXTURE = json.loads((Path(__file__).parent.parent / "fixtures" / "text" / "chat_templates.json").read_text("utf-8"))
+HI = [{"role": "user", "content": "Hi"}]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]
+TEXT_ONLY = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }};{% endfor %}"
+TEXT_ONLY_PRINTING = "{% for m in messages %}{{ m.role }}: {{ m.content | trim }};{% endfor %}"
+BOTH = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endif %};{% endfor %}"
+)
+PARTS_ONLY = "{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %};{% endfor %}"
+
+
+def template(source: str | None, **special_tokens: str) -> ChatTemplate:
+    tokenizer = small_tokenizers.words()
+    tokenizer.special_tokens = special_tokens or tokenizer.special_tokens
+    return ChatTemplate(source, tokenizer)
+
+
+@pytest.mark.parametrize("case", FIXTURE["cases"], ids=lambda case: f"{case['template']}-{'-'.join(case['arguments'])}")
+def test_renders_as_transformers(case: dict[str, Any]) -> None:
+    chat = template(FIXTURE["templates"][case["template"]], bos_token=FIXTURE["bos_token"])
+
+    assert chat.render(case["messages"], **case["arguments"]) == case["rendered"]
+
+
+def test_special_tokens_and_arguments_are_variables() -> None:
+    chat = template("{{ bos_token }}{{ enable_thinking }}{{ missing | default('-') }}")
+
+    assert chat.render(HI, enable_thinking=False) == "<bos>False-"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (TEXT_ONLY, "user: one\ntwo;"),
+        (TEXT_ONLY_PRINTING, "user: one\ntwo;"),
+        (BOTH, "<one><two>;"),
+        (PARTS_ONLY, "<one><two>;"),
+    ],
+)
+def test_parts_are_given_as_the_template_wants_them(source: str, expected: str) -> None:
+    assert template(source).render(PARTS) == expected
+
+
+@pytest.mark.parametrize(("source", "expected"), [(TEXT_ONLY, "user: Hi;"), (BOTH, "Hi;"), (PARTS_ONLY, "<Hi>;")])
+def test_texts_are_given_as_the_template_wants_them(source: str, expected: str) -> None:
+    assert template(source).render(HI) == expected
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"), [({"type": "image_url", "image_url": {}}, "'image_url'"), ({"text": "x"}, "None"), (3, "'int'")]
+)
+def test_other_parts_are_refused_by_name(part: object, kind: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"content parts of type {kind} are not supported") as caught:
+        template(BOTH).render([{"role": "user", "content": [part]}])
+    assert caught.value.param == "messages"
+
+
+def test_the_message_of_a_template_reaches_the_user() -> None:
+    chat = template("{% if messages[0].role != 'user' %}{{ raise_exception('Roles must alternate!') }}{% endif %}")
+
+    with pytest.raises(InvalidRequestError, match="Roles must alternate!") as caught:
+        chat.render([{"role": "assistant", "content": "x"}])
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content + 1 }}",
+        "{{ messages[5].content.x }}",
+        "{{ 1 / 0 }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.mro() }}",
+    ],
+)
+def test_whatever_fails_in_a_template_is_the_requests_error(source: str) -> None:
+    with pytest.raises(InvalidRequestError, match="the chat template"):
+        template(source).render(HI)
+
+
+def test_a_template_that_is_no_jinja() -> None:
+    with pytest.raises(ConfigError, match="no valid Jinja: line 2"):
+        template("first line\n{% for x in %}")
+
+
+def test_a_model_without_template_says_what_to_do() -> None:
+    with pytest.raises(InvalidRequestError, match="--chat-template FILE"):
+        template(None).render(HI)
+
+
+def test_continuing_ends_where_the_last_message_does() -> None:
+    chat = template("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}")
+    messages = [*HI, {"role": "assistant", "content": "So I \n"}]
+
+    rendered = chat.render(messages, add_generation_prompt=False, continue_final_message=True)
+
+    assert rendered == "<|user|>Hi<|end|>\n<|assistant|>So I \n"
+
+
+def test_continuing_parts() -> None:
+    messages = [*HI, {"role": "assistant", "content": [{"type": "text", "text": "So"}]}]
+
+    assert template(BOTH).render(messages, add_generation_prompt=False, continue_final_message=True) == "Hi;<So"
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "add", "message"),
+    [
+        (BOTH, HI, True, "can't both be true"),
+        (BOTH, [], False, "needs a last message with content"),
+        (BOTH, [{"role": "assistant", "content": None}], False, "needs a last message with content"),
+        ("fixed text", HI, False, "doesn't show the last message"),
+    ],
+)
+def test_continuing_what_can_not_be_continued(source: str, messages: list[Any], add: bool, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        template(source).render(messages, add_generation_prompt=add, continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
+
+
+def test_today_is_known() -> None:
+    assert template("{{ strftime_now('%Y') }}").render(HI) in {
+        str(year) for year in (datetime.datetime.now().year, datetime.datetime.now().year - 1)
+    }
+
+
+def test_the_messages_of_the_caller_are_not_changed() -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+    before = json.dumps(messages)
+
+    template(TEXT_ONLY).render(messages)
+
+    assert json.dumps(messages) == before
+
+
+@pytest.mark.slow
+def test_the_default_models_template_is_the_one_of_the_fixture() -> None:
+    assert load_tokenizer(resolve(DEFAULT_MODEL)).chat_template == FIXTURE["templates"]["smollm"]

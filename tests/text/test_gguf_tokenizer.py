@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+
+from jaxserve.errors import ConfigError
+from jaxserve.model_source import ModelSource
+from jaxserve.text.gguf_tokenizer import _SPLITS
+from jaxserve.text.pieces import byte_alphabet
+from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from tests.model_source.gguf_files import write_gguf
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+BYTES = list(byte_alphabet().values())
+
+
+def load(path: Path, values: dict[str, Any]) -> Tokenizer:
+    file = write_gguf(path / "m.gguf", values={f"tokenizer.{key}": value for key, value in values.items()})
+    return load_tokenizer(ModelSource(file, "gguf", "test"))
+
+
+def byte_level(path: Path, pre: str | None, merges: tuple[str, ...] = ("Z Z",), **values: Any) -> Tokenizer:
+    """A vocabulary of all bytes, what `merges` make, and two tokens of its own at the end."""
+    tokens = [*BYTES, *(merge.replace(" ", "") for merge in merges), "<end>", "<mark>"]
+    types = [*[NORMAL] * (len(tokens) - 2), CONTROL, USER_DEFINED]
+    keys: dict[str, Any] = {
+        "ggml.model": "gpt2",
+        "ggml.tokens": tokens,
+        "ggml.token_type": types,
+        "ggml.merges": list(merges),
+    }
+    if pre is not None:
+        keys["ggml.pre"] = pre
+    return load(path, keys | {key.replace("__", "."): value for key, value in values.items()})
+
+
+def words(tokenizer: Tokenizer, text: str) -> list[str]:
+    """How the pre-tokenizer cuts a text."""
+    backend: Backend = tokenizer._backend
+    normalized = backend.normalizer.normalize_str(text) if backend.normalizer else text
+    return [text[start:end] for _, (start, end) in backend.pre_tokenizer.pre_tokenize_str(normalized)]
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("gpt-2", "Don|'t| pay| 1234|.|50| –| IT|'|S|  | ok|!!|\n|\n|x"),
+        ("smollm", "Don|'t| pay| |1|2|3|4|.|5|0| –| IT|'|S|  | ok|!!|\n|\n|x"),
+        ("llama-bpe", "Don|'t| pay| |123|4|.|50| –| IT|'S|  | ok|!!\n\n|x"),
+        ("qwen2", "Don|'t| pay| |1|2|3|4|.|5|0| –| IT|'S|  | ok|!!\n\n|x"),
+        ("tekken", "Don|'t| pay| |1|2|3|4|.|5|0| –| IT|'S|  | ok|!!\n\n|x"),
+        (None, "Don|'|t| pay| |123|4|.|50| |–| IT|'|S|  | ok|!!|\n|\n|x"),
+    ],
+)
+def test_pre_tokenizers_cut_as_their_models_do(tmp_path: Path, pre: str | None, expected: str) -> None:
+    assert words(byte_level(tmp_path, pre), "Don't pay 1234.50 – IT'S   ok!!\n\nx") == expected.split("|")
+
+
+@pytest.mark.parametrize("pre", _SPLITS)
+def test_no_pre_tokenizer_loses_anything(tmp_path: Path, pre: str) -> None:
+    text = "Straße, 東京 №7½: नमस्ते 👩‍👩‍👧\r\n\t x  "
+    tokenizer = byte_level(tmp_path, pre)
+
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_merges_and_tokens_of_their_own(tmp_path: Path) -> None:
+    tokenizer = byte_level(tmp_path, "gpt-2", ("l l", "h e", "he ll", "Ġ w"))
+    tokens = [tokenizer.token_text(token_id) for token_id in tokenizer.encode("hello well<mark><end>")]
+
+    assert tokens == ["hell", "o", " w", "e", "ll", "<mark>", "<end>"]
+    ids = tokenizer.encode("a<mark><end>")
+    assert tokenizer.decode(ids) == "a<mark>"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "a<mark><end>"
+
+
+def test_whole_words_first_where_the_model_does_so(tmp_path: Path) -> None:
+    merges = ["e l", "h el", "l o", "he l"]  # "hel" is made two ways, "hell" by none
+    tokens = [*BYTES, "el", "hel", "lo", "hello", "<end>"]
+    keys = {"ggml.model": "gpt2", "ggml.tokens": tokens, "ggml.merges": merges[:3]}
+
+    found = {pre: load(tmp_path, keys | {"ggml.pre": pre}).encode("hello") for pre in ("gpt-2", "llama-bpe")}
+
+    assert [tokens[token_id] for token_id in found["llama-bpe"]] == ["hello"]
+    assert [tokens[token_id] for token_id in found["gpt-2"]] == ["hel", "lo"]
+
+
+def test_ends(tmp_path: Path) -> None:
+    end = 257
+    tokenizer = byte_level(tmp_path, "llama-bpe", ggml__bos_token_id=end, ggml__eos_token_id=end, ggml__eot_token_id=5)
+
+    assert tokenizer.encode("a")[0] == end  # Llama 3's files don't say so
+    assert tokenizer.eos_ids == (end, 5)
+    assert tokenizer.special_tokens == {"bos_token": "<end>", "eos_token": "<end>"}
+    explicit = byte_level(
+        tmp_path, "llama-bpe", ggml__bos_token_id=end, ggml__add_bos_token=False, ggml__eos_token_id=2**32 - 1
+    )
+    assert explicit.encode("a") == [BYTES.index("a")]
+    assert explicit.eos_ids == ()
+
+
+def test_the_end_of_a_turn_ends_a_generation(tmp_path: Path) -> None:
+    keys = {
+        "ggml.model": "gpt2",
+        "ggml.tokens": [*BYTES, "<end>", "<|eot_id|>"],
+        "ggml.merges": ["a b"],
+        "ggml.eos_token_id": 256,
+    }
+    keys["ggml.tokens"].append("ab")  # type: ignore[attr-defined]
+
+    assert load(tmp_path, keys).eos_ids == (256, 257)
+
+
+def test_chat_template(tmp_path: Path) -> None:
+    assert byte_level(tmp_path, "gpt-2", chat_template="{{ messages }}").chat_template == "{{ messages }}"
+    assert byte_level(tmp_path, "gpt-2").chat_template is None
+
+
+def sentencepiece_keys() -> dict[str, Any]:
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{value:02X}>" for value in range(256)),
+        "▁he",
+        "he",
+        "▁h",
+        "ll",
+        "llo",
+        "el",
+        *"▁helo",
+    ]
+    scores = [*[0.0] * 259, *(-float(rank) for rank in range(len(pieces) - 259))]
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(pieces) - 259)]
+    ids = {"ggml.bos_token_id": 1, "ggml.eos_token_id": 2, "ggml.unknown_token_id": 0}
+    return {"ggml.model": "llama", "ggml.tokens": pieces, "ggml.scores": scores, "ggml.token_type": types} | ids
+
+
+def test_sentencepiece_merges_by_score(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, sentencepiece_keys())
+
+    ids = tokenizer.encode("hello é")
+
+    texts = [tokenizer.token_text(token_id) for token_id in ids]
+    assert texts == ["<s>", " he", "llo", " ", r"bytes:\xc3", r"bytes:\xa9"]
+    assert tokenizer.decode(ids) == "hello é"
+    assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+def test_sentencepiece_without_the_space_at_the_start(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, sentencepiece_keys() | {"ggml.add_space_prefix": False, "ggml.add_bos_token": False})
+
+    assert [tokenizer.token_text(token_id) for token_id in tokenizer.encode("hello")] == ["he", "llo"]
+    assert tokenizer.decode(tokenizer.encode(" hello")) == " hello"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"ggml.model": "bert", "ggml.tokens": ["a"]}, "tokenizer model 'bert' is not supported"),
+        (
+            {"ggml.model": "gpt2", "ggml.tokens": ["a"], "ggml.pre": "kimi-k2"},
+            "pre-tokenizer 'kimi-k2' is not supported",
+        ),
+        ({"ggml.model": "gpt2"}, r"has no tokenizer\.ggml\.tokens"),
+        ({"ggml.model": "gpt2", "ggml.tokens": ["a"]}, r"has no tokenizer\.ggml\.merges"),
+        ({"ggml.model": "gpt2", "ggml.tokens": ["a"], "ggml.merges": ["a b"]}, "tokenizer is inconsistent"),
+        ({"ggml.model": "llama", "ggml.tokens": ["a"]}, r"tokenizer\.ggml\.scores is missing"),
+    ],
+)
+def test_what_can_not_be_built_is_refused_by_name(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, values)
