@@ -43,7 +43,9 @@ class Expected:
 
 def run_alone(request: EngineRequest, max_model_len: int) -> Expected:
     """The naive full recompute of one request (its sampling has a seed, or is greedy)."""
-    sampling, tokens, outputs, logprobs = request.sampling, list(request.prompt_ids), [], []
+    sampling, tokens = request.sampling, list(request.prompt_ids)
+    outputs: list[int] = []
+    logprobs: list[TokenLogprobs] = []
     reason = FinishReason.LENGTH
     while len(outputs) < sampling.max_tokens and len(tokens) < max_model_len:
         token = next_token(tokens, len(outputs), sampling, request.stop_ids)

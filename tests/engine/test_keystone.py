@@ -15,8 +15,8 @@ from tests.engine.fake_executor import VOCAB, FakeExecutor, run_alone
 
 def _random_request(rng: random.Random, number: int, max_model_len: int) -> EngineRequest:
     prompt_length = min(rng.choice([1, 2, rng.randint(1, 12), rng.randint(1, max_model_len)]), max_model_len - 1)
-    max_tokens = rng.choice([0, 1, rng.randint(1, 8), rng.randint(1, 60)])
-    stop_ids = tuple(rng.sample(range(VOCAB), rng.choice([0, 0, 1, 6])))
+    max_tokens = rng.choice([0, 1, rng.randint(1, 8), rng.randint(8, 60), 60])
+    stop_ids = tuple(rng.sample(range(VOCAB), rng.choice([0, 0, 0, 1, 6])))
     return EngineRequest(
         request_id=f"r{number}",
         prompt_ids=[rng.randrange(VOCAB) for _ in range(prompt_length)],
@@ -60,7 +60,7 @@ def _random_engine(rng: random.Random) -> tuple[EngineLoop, Scheduler, FakeExecu
 @pytest.mark.parametrize("block", range(16))
 def test_tokens_are_those_of_the_request_alone(block: int) -> None:
     preempted = aborted_running = 0
-    for seed in range(block * 25, block * 25 + 25):
+    for seed in range(block * 50, block * 50 + 50):
         rng = random.Random(seed)
         loop, scheduler, executor = _random_engine(rng)
         max_model_len = executor.capacity.max_model_len

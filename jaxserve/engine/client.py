@@ -1,0 +1,278 @@
+"""The engine as its users see it: requests in, a stream of events for each out.
+
+`EngineClient` speaks to an engine in a process of its own, from one asyncio loop; `InProcessEngine` runs the same
+engine in the caller's thread. Neither knows text, HTTP or the device. Every stream ends with exactly one event that has
+a `finish_reason`, also when the engine dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Self
+
+from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, FinishReason, TokenEvent, Usage
+from jaxserve.config.schema import EngineConfig
+from jaxserve.engine.child import EngineProcess
+from jaxserve.engine.loop import EngineLoop
+from jaxserve.engine.transport import Abort, Add, ClientTransport, ReadStats, Shutdown, StatsReading, StepEvents
+from jaxserve.errors import EngineDeadError, InvalidRequestError
+
+WORKER = "jaxserve.worker"
+
+
+class RequestStream:
+    """The events of one request, in order; iteration ends after the one that has a `finish_reason`."""
+
+    def __init__(self, request: EngineRequest, abort: Callable[[list[str]], None]) -> None:
+        self.request_id = request.request_id
+        self._num_prompt_tokens = len(request.prompt_ids)
+        self._num_tokens = 0
+        self._abort = abort
+        self._events: deque[TokenEvent] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_over = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        while not self._events:
+            if self._is_over:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._events.popleft()
+
+    def abort(self) -> None:
+        """Ask the engine to end the request; its last event still comes."""
+        self._abort([self.request_id])
+
+    def push(self, event: TokenEvent) -> None:
+        """Hand over the next event. For the client only."""
+        self._events.append(event)
+        self._num_tokens += len(event.token_ids)
+        self._is_over = event.finish_reason is not None
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def fail(self, error: str) -> None:
+        """End the stream with an error that the engine could not report. For the client only."""
+        usage = Usage(self._num_prompt_tokens, self._num_tokens)
+        self.push(TokenEvent(self.request_id, [], finish_reason=FinishReason.ERROR, usage=usage, error=error))
+
+
+class EngineClient:
+    """An engine in its own process. `launch` starts it, `shutdown` ends it; between them it belongs to one event loop.
+
+    `stats` is the last reading received. `on_death` resolves with the reason when the process ends unasked.
+    """
+
+    def __init__(
+        self, process: EngineProcess, transport: ClientTransport, config: EngineConfig, clock: Callable[[], float]
+    ) -> None:
+        self._process = process
+        self._transport = transport
+        self._clock = clock
+        self._watchdog_timeout = config.watchdog_timeout
+        self._loop = asyncio.get_running_loop()
+        self._streams: dict[str, RequestStream] = {}
+        self._readings: dict[int, asyncio.Future[EngineStats]] = {}
+        self._reading_numbers = itertools.count()
+        self._last_progress = clock()
+        self._is_closed = False
+        self._dead: str | None = None
+        self.info: EngineInfo
+        self.stats = EngineStats()
+        self.on_death: asyncio.Future[str] = self._loop.create_future()
+
+    @classmethod
+    async def launch(
+        cls, config: EngineConfig, *, module: str = WORKER, clock: Callable[[], float] = time.monotonic
+    ) -> EngineClient:
+        """Start the engine process and wait until it is ready.
+
+        Raises `ConfigError` or `ModelNotFoundError` as the engine did, `EngineDeadError` for any other failure.
+        `clock` is what the watchdog goes by.
+        """
+        process = EngineProcess(config, module)
+        try:
+            transport = ClientTransport(process.command_address, process.client_address)
+        except BaseException:
+            await process.stop(timeout=0.0)
+            raise
+        client = cls(process, transport, config, clock)
+        try:
+            client.info = await process.started()
+        except BaseException:
+            await client.shutdown(timeout=0.0)
+            raise
+        client._loop.add_reader(transport.fileno(), client._receive)
+        client._receive()
+        process.ended.add_done_callback(lambda ended: client._on_end(ended.result()))
+        return client
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine."""
+        return self._process.pid
+
+    @property
+    def health(self) -> str | None:
+        """None while the engine makes progress or has nothing to do, else what is wrong."""
+        if self._dead is not None:
+            return self._dead
+        if self._streams and self._clock() - self._last_progress > self._watchdog_timeout:
+            return f"no step finished for {self._watchdog_timeout:g} s while {len(self._streams)} requests are open"
+        return None
+
+    def submit(self, request: EngineRequest) -> RequestStream:
+        """Hand a request over; its events come through the stream, a refusal (such as a full queue) too.
+
+        Raises `EngineDeadError` when there is no engine, `InvalidRequestError` when the id is open.
+        """
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        if request.request_id in self._streams:
+            raise InvalidRequestError(
+                f"a request with the id {request.request_id!r} is open already", param="request_id"
+            )
+        if not self._streams:
+            self._last_progress = self._clock()
+        stream = self._streams[request.request_id] = RequestStream(request, self.abort)
+        self._transport.send(Add([request]))
+        return stream
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ask the engine to end these requests; each still gets its last event. Ids that are not open are ignored."""
+        open_ids = [request_id for request_id in request_ids if request_id in self._streams]
+        if open_ids:
+            self._transport.send(Abort(open_ids))
+
+    async def refresh_stats(self, timeout: float = 5.0) -> EngineStats:
+        """Ask for a reading, for which the engine audits its books. Raises `TimeoutError`, `EngineDeadError`."""
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        number = next(self._reading_numbers)
+        reading = self._readings[number] = self._loop.create_future()
+        try:
+            self._transport.send(ReadStats(0, number))
+            return await asyncio.wait_for(reading, timeout)
+        finally:
+            del self._readings[number]
+
+    async def shutdown(self, timeout: float = 10.0) -> None:
+        """End the engine, by force after `timeout` seconds, and whatever is still open with an error."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not self._process.ended.done():
+            with contextlib.suppress(OSError):
+                self._transport.send(Shutdown())
+        self._bury("the engine has been shut down")
+        await self._process.stop(timeout)
+        self._loop.remove_reader(self._transport.fileno())
+        self._transport.close()
+
+    def _receive(self) -> None:
+        for message in self._transport.receive():
+            match message:
+                case StepEvents(events, stats):
+                    self.stats = stats
+                    self._last_progress = self._clock()
+                    streams = self._streams
+                    for event in events:
+                        stream = streams.get(event.request_id)
+                        if stream is None:
+                            continue
+                        if event.finish_reason is not None:
+                            del streams[event.request_id]
+                        stream.push(event)
+                case StatsReading(number, stats):
+                    self.stats = stats
+                    reading = self._readings.get(number)
+                    if reading is not None and not reading.done():
+                        reading.set_result(stats)
+
+    def _on_end(self, reason: str) -> None:
+        if self._is_closed:
+            return
+        self._receive()
+        self._bury(reason)
+        self.on_death.set_result(reason)
+
+    def _bury(self, reason: str) -> None:
+        """Nothing more will come: say so to everybody who waits."""
+        self._dead = reason
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.fail(reason)
+        for reading in self._readings.values():
+            if not reading.done():
+                reading.set_exception(EngineDeadError(reason))
+
+
+class InProcessEngine:
+    """The engine in the caller's thread: nothing happens except within `step`."""
+
+    def __init__(self, loop: EngineLoop, info: EngineInfo) -> None:
+        self.info = info
+        self._loop: EngineLoop | None = loop
+        self._open: set[str] = set()
+        self._events: list[TokenEvent] = []
+
+    @classmethod
+    def start(cls, config: EngineConfig, *, module: str = WORKER) -> InProcessEngine:
+        """Build an engine by `build_engine` of `module`, which is imported only now: it brings the device with it."""
+        loop, info = importlib.import_module(module).build_engine(config)
+        return cls(loop, info)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do or to tell."""
+        return bool(self._events) or self._engine.has_work
+
+    def submit(self, request: EngineRequest) -> None:
+        """Hand a request over; a refusal comes as its only event. Raises `InvalidRequestError` when its id is open."""
+        if request.request_id in self._open:
+            raise InvalidRequestError(
+                f"a request with the id {request.request_id!r} is open already", param="request_id"
+            )
+        self._open.add(request.request_id)
+        refused = self._engine.add(request)
+        if refused is not None:
+            self._events.append(refused)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests; their last events come with the next step. Ids that are not open are ignored."""
+        self._events += self._engine.abort(request_ids)
+
+    def step(self) -> list[TokenEvent]:
+        """Run one step and return the events there are. Raises `EngineDeadError` when the step fails."""
+        events, self._events = self._events, []
+        if self._engine.has_work:
+            events += self._engine.step()
+        self._open.difference_update(event.request_id for event in events if event.finish_reason is not None)
+        return events
+
+    def stats(self) -> EngineStats:
+        """A reading of the engine, with its books audited."""
+        return self._engine.stats(check=True)
+
+    def close(self) -> None:
+        """Let go of the engine and of what it holds on the device. May be repeated."""
+        if self._loop is not None:
+            with contextlib.suppress(EngineDeadError):
+                self._loop.flush()
+            self._loop = None
+
+    @property
+    def _engine(self) -> EngineLoop:
+        if self._loop is None:
+            raise EngineDeadError("the engine has been closed")
+        return self._loop

@@ -1,0 +1,125 @@
+"""The engine process: builds an engine, serves its clients' commands, and lives no longer than its parent.
+
+It owns the process (signals, lifetime, reports) and the turn of its loop: take commands, run a step, tell each client.
+What the engine is made of comes from the caller, so that nothing here knows a device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from jaxserve.api_types import EngineInfo, TokenEvent
+from jaxserve.config.schema import EngineConfig
+from jaxserve.engine.launch import Started, ended_by, read_order, write_frame
+from jaxserve.engine.loop import EngineLoop
+from jaxserve.engine.transport import Abort, Add, Command, EngineTransport, ReadStats, StatsReading, StepEvents
+from jaxserve.errors import JaxserveError
+from jaxserve.observability import log
+
+logger = logging.getLogger("jaxserve.engine")
+
+_PR_SET_PDEATHSIG = 1
+
+
+def run(build: Callable[[EngineConfig], tuple[EngineLoop, EngineInfo]]) -> int:
+    """Be the engine process that the order on stdin asks for; returns the exit code when it has ended.
+
+    An error while building or running is reported to the parent and written to the log.
+    """
+    # Whether Ctrl-C or a SIGTERM to the whole group ends the service, and when, is the parent's to say: it may drain.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    lifeline = sys.stdin.fileno()
+    order = read_order(lifeline)
+    if order is None:
+        sys.exit("no order to start came on stdin: this module is run by jaxserve itself, see `jaxserve serve`")
+    os.set_inheritable(order.report_fd, False)
+    _die_with(order.parent_pid)
+    log.setup(order.config.log_level)
+    try:
+        loop, info = build(order.config)
+        with EngineTransport(order.command_address, order.client_addresses, lifeline) as transport:
+            write_frame(order.report_fd, Started(info))
+            # What start-up left will never be garbage; there is no need to look through it again and again.
+            gc.collect()
+            gc.freeze()
+            _Server(loop, transport).run()
+    except Exception as error:
+        if not isinstance(error, JaxserveError) or error.__cause__ is not None:
+            logger.exception("the engine has failed")
+        write_frame(order.report_fd, ended_by(error))
+        return 1
+    return 0
+
+
+class _Server:
+    """Turns commands into calls of the engine, and its events into one message a step for each client."""
+
+    def __init__(self, loop: EngineLoop, transport: EngineTransport) -> None:
+        self._loop = loop
+        self._transport = transport
+        self._owners: dict[str, int] = {}
+        self._outbox: list[list[TokenEvent]] = [[] for _ in range(transport.num_clients)]
+        self._num_steps = 0
+
+    def run(self) -> None:
+        """Serve until told to end, or the parent is gone."""
+        loop, transport = self._loop, self._transport
+        while True:
+            commands = transport.receive(wait=not loop.has_work)
+            if commands is None or not all(self._obey(command) for command in commands):
+                return
+            if loop.has_work:
+                self._route(loop.step())
+            self._publish()
+
+    def _obey(self, command: Command) -> bool:
+        match command:
+            case Add(requests):
+                for request in requests:
+                    refusal = self._loop.add(request)
+                    if refusal is None:
+                        self._owners[request.request_id] = request.client
+                    else:
+                        self._outbox[request.client].append(refusal)
+            case Abort(request_ids):
+                self._route(self._loop.abort(request_ids))
+            case ReadStats(client, number):
+                self._transport.send(client, StatsReading(number, self._loop.stats(check=True)))
+            case _:
+                return False
+        return True
+
+    def _route(self, events: list[TokenEvent]) -> None:
+        owners, outbox = self._owners, self._outbox
+        for event in events:
+            request_id = event.request_id
+            outbox[owners[request_id]].append(event)
+            if event.finish_reason is not None:
+                del owners[request_id]
+
+    def _publish(self) -> None:
+        """Tell every client of a finished step, even one that has no event in it: it watches the progress."""
+        stats = self._loop.stats()
+        if stats.num_steps == self._num_steps and not any(self._outbox):
+            return
+        self._num_steps = stats.num_steps
+        for client, events in enumerate(self._outbox):
+            self._transport.send(client, StepEvents(events, stats))
+            self._outbox[client] = []
+
+
+def _die_with(parent_pid: int) -> None:
+    """Have the kernel end this process with its parent, so that none is left behind even by kill -9."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit("the parent process has ended before the engine started")

@@ -1,0 +1,152 @@
+"""The wire between API processes and the engine process: ZeroMQ over ipc, msgpack by msgspec.
+
+One socket takes the commands of every API process; each API process has one of its own for what the engine tells it,
+found by its index. Messages queue from the moment a socket connects, so neither side waits for the other to be there.
+It moves messages; what they mean is `process`'s and `client`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import zmq
+
+from jaxserve.api_types import EngineRequest, EngineStats, TokenEvent
+
+
+class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Let these requests in."""
+
+    requests: list[EngineRequest]
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """End these requests; ids that are not open are ignored."""
+
+    request_ids: list[str]
+
+
+class ReadStats(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Audit the books and answer client `client` with a `StatsReading` of the same `number`."""
+
+    client: int
+    number: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """End the engine process, whatever is open."""
+
+
+class StepEvents(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """All that a step brought for one API process."""
+
+    events: list[TokenEvent]
+    stats: EngineStats
+
+
+class StatsReading(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to `ReadStats`."""
+
+    number: int
+    stats: EngineStats
+
+
+Command = Add | Abort | ReadStats | Shutdown
+Message = StepEvents | StatsReading
+
+
+class _Endpoint:
+    """A ZeroMQ context of one's own, so that closing it leaves nothing behind. A context manager."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def close(self) -> None:
+        """Close all sockets; what has not left yet is dropped."""
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        # A limit would make a sender wait, and nobody here may.
+        socket.set_hwm(0)
+        return socket
+
+
+class EngineTransport(_Endpoint):
+    """The engine's side. `lifeline` is a file descriptor that becomes readable when the parent is gone."""
+
+    def __init__(self, command_address: str, client_addresses: Sequence[str], lifeline: int) -> None:
+        super().__init__()
+        self._commands = self._socket(zmq.PULL)
+        self._commands.bind(command_address)
+        self._clients = [self._socket(zmq.PUSH) for _ in client_addresses]
+        for socket, address in zip(self._clients, client_addresses):
+            socket.connect(address)
+        self._decoder = msgspec.msgpack.Decoder(Command)
+        self._lifeline = lifeline
+        self._poller = zmq.Poller()
+        self._poller.register(self._commands, zmq.POLLIN)
+        self._poller.register(lifeline, zmq.POLLIN)
+
+    @property
+    def num_clients(self) -> int:
+        """API processes that can be addressed."""
+        return len(self._clients)
+
+    def receive(self, *, wait: bool) -> list[Command] | None:
+        """Commands that have come; with `wait`, sleeps until there is one. None when the parent is gone."""
+        if wait and self._lifeline in dict(self._poller.poll()):
+            return None
+        commands: list[Command] = []
+        while True:
+            try:
+                frame = self._commands.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return commands
+            commands.append(self._decoder.decode(frame))
+
+    def send(self, client: int, message: Message) -> None:
+        """Queue a message to one API process."""
+        self._clients[client].send(self._encoder.encode(message), zmq.NOBLOCK)
+
+
+class ClientTransport(_Endpoint):
+    """An API process's side. `fileno` becomes readable when messages may have come; `receive` then takes them all."""
+
+    def __init__(self, command_address: str, client_address: str) -> None:
+        super().__init__()
+        self._messages = self._socket(zmq.PULL)
+        self._messages.bind(client_address)
+        self._commands = self._socket(zmq.PUSH)
+        self._commands.connect(command_address)
+        self._decoder = msgspec.msgpack.Decoder(Message)
+
+    def fileno(self) -> int:
+        """For an event loop to watch."""
+        return self._messages.FD
+
+    def receive(self) -> list[Message]:
+        """Messages that have come, without waiting. The descriptor signals again only after this has emptied them."""
+        messages: list[Message] = []
+        while True:
+            try:
+                frame = self._messages.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return messages
+            messages.append(self._decoder.decode(frame))
+
+    def send(self, command: Command) -> None:
+        """Queue a command to the engine."""
+        self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)

@@ -1,0 +1,39 @@
+"""Small makers that the tests of the engine share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxserve.api_types import EngineRequest, SamplingParams
+from jaxserve.step_plan import Capacity
+
+
+def make_request(
+    request_id: str,
+    prompt: int | Sequence[int] = 4,
+    *,
+    stop_ids: tuple[int, ...] = (),
+    client: int = 0,
+    **sampling: Any,
+) -> EngineRequest:
+    """A greedy request with a prompt of that many tokens, or of those."""
+    prompt_ids = [i % 50 for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
+    params = SamplingParams(**{"temperature": 0.0, **sampling})
+    return EngineRequest(
+        request_id=request_id, prompt_ids=prompt_ids, stop_ids=stop_ids, client=client, sampling=params
+    )
+
+
+def make_capacity(**changes: Any) -> Capacity:
+    """Room for 4 requests of up to 64 tokens, unless told otherwise."""
+    sizes: dict[str, Any] = {
+        "num_slots": 4,
+        "num_pages": 64,
+        "page_size": 4,
+        "max_model_len": 64,
+        "decode_buckets": (1, 2, 4),
+        "token_buckets": (16, 64),
+        "prompt_logprob_tokens": 8,
+    }
+    return Capacity(**{**sizes, **changes})

@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from jaxserve.api_types import FinishReason, TokenEvent
+from jaxserve.config.schema import EngineConfig
+from jaxserve.engine.client import EngineClient, InProcessEngine, RequestStream
+from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxserveError, ModelNotFoundError
+from tests.engine.conftest import make_request
+from tests.engine.fake_executor import run_alone
+
+MODULE = "tests.engine.fake_worker"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where engines make their directories; must be empty again afterwards. (pytest's own is too long for a socket.)"""
+    monkeypatch.chdir(ROOT)
+    with tempfile.TemporaryDirectory(prefix="t") as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield Path(directory)
+        assert list(Path(directory).iterdir()) == []
+
+
+@contextlib.asynccontextmanager
+async def running(model: str = "fine", clock: Any = None, **settings: Any) -> AsyncIterator[EngineClient]:
+    config = EngineConfig(model=model, log_level="error", **settings)
+    client = await EngineClient.launch(config, module=MODULE, **({"clock": clock} if clock else {}))
+    try:
+        yield client
+    finally:
+        await client.shutdown()
+
+
+async def all_of(stream: RequestStream) -> list[TokenEvent]:
+    return [event async for event in stream]
+
+
+def tokens_of(events: list[TokenEvent]) -> list[int]:
+    return [token for event in events for token in event.token_ids]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+async def test_streams_bring_the_tokens_of_each_request(overlap: bool) -> None:
+    async with running(disable_overlap_schedule=not overlap, max_total_tokens=128) as client:
+        assert client.info.max_model_len == 64
+        requests = [make_request(f"r{i}", i + 1, max_tokens=20 + i, stop_ids=(7,)) for i in range(20)]
+        streams = [client.submit(request) for request in requests]
+        for request, events in zip(requests, await asyncio.gather(*map(all_of, streams))):
+            expected = run_alone(request, 64)
+            assert tokens_of(events) == expected.token_ids
+            assert events[-1].finish_reason is expected.finish_reason
+        stats = await client.refresh_stats()
+        assert stats.integrity_errors == ()
+        assert stats.num_free_pages == stats.num_pages
+        assert client.stats == stats
+        assert client.health is None
+        assert not client.on_death.done()
+
+
+async def test_a_stream_is_a_stream() -> None:
+    async with running(context_length=20_000) as client:
+        stream = client.submit(make_request("r", max_tokens=10_000))
+        first = await anext(stream)
+        assert len(first.token_ids) == 1
+        assert first.finish_reason is None
+        assert client.stats.num_running == 1
+
+
+async def test_abort_ends_the_stream_with_one_last_event_and_frees_all() -> None:
+    async with running(context_length=20_000, max_running_requests=1) as client:
+        started = client.submit(make_request("started", max_tokens=10_000))
+        queued = client.submit(make_request("queued", max_tokens=10_000))
+        await anext(started)
+        queued.abort()
+        started.abort()
+        client.abort(["nobody"])
+        for stream in (started, queued):
+            events = await all_of(stream)
+            assert events[-1].finish_reason is FinishReason.ABORT
+            assert [event.finish_reason for event in events[:-1]] == [None] * (len(events) - 1)
+        stats = await client.refresh_stats()
+        assert stats.integrity_errors == ()
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+        assert stats.num_free_pages == stats.num_pages
+
+
+async def test_an_id_is_taken_until_its_last_event() -> None:
+    async with running(context_length=20_000) as client:
+        stream = client.submit(make_request("r", max_tokens=10_000))
+        with pytest.raises(InvalidRequestError, match="'r' is open"):
+            client.submit(make_request("r"))
+        stream.abort()
+        with pytest.raises(InvalidRequestError, match="'r' is open"):
+            client.submit(make_request("r"))
+        await all_of(stream)
+        again = make_request("r", max_tokens=5)
+        assert tokens_of(await all_of(client.submit(again))) == run_alone(again, 20_000).token_ids
+
+
+async def test_a_refusal_is_the_only_event() -> None:
+    async with running(max_running_requests=1, max_queued_requests=0, context_length=20_000) as client:
+        [too_long] = await all_of(client.submit(make_request("long", 20_000)))
+        assert too_long.finish_reason is FinishReason.ERROR
+        assert "context length of 20000" in (too_long.error or "")
+        stream = client.submit(make_request("first", max_tokens=10_000))
+        await anext(stream)
+        [refused] = await all_of(client.submit(make_request("second")))
+        assert refused.finish_reason is FinishReason.ERROR
+        assert (refused.error or "").startswith("queue full")
+
+
+async def test_kill_ends_every_stream_once_and_says_why() -> None:
+    async with running(context_length=20_000, max_running_requests=1) as client:
+        streams = [client.submit(make_request(f"r{i}", max_tokens=10_000)) for i in range(3)]
+        await anext(streams[0])
+        os.kill(client.pid, signal.SIGKILL)
+        reason = await client.on_death
+        assert reason == "engine process ended with code -9 (SIGKILL)"
+        assert client.health == reason
+        for stream in streams:
+            events = await all_of(stream)
+            assert events[-1].finish_reason is FinishReason.ERROR
+            assert events[-1].error == reason
+            assert sum(event.finish_reason is not None for event in events) == 1
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            client.submit(make_request("late"))
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await client.refresh_stats()
+
+
+async def test_a_failing_step_ends_the_engine_with_its_reason() -> None:
+    async with running("broken") as client:
+        events = await all_of(client.submit(make_request("r", max_tokens=10)))
+        assert events[-1].finish_reason is FinishReason.ERROR
+        assert "code 1: a step failed: RuntimeError: the device is on fire" in (events[-1].error or "")
+        assert "on fire" in await client.on_death
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "message"),
+    [
+        ("unfit", ConfigError, r"^page_size is 3; make it a power of two$"),
+        ("nowhere", ModelNotFoundError, r"^there is no model called nowhere$"),
+        ("buggy", EngineDeadError, r"failed to start: RuntimeError: that was not foreseen"),
+        ("gone", EngineDeadError, r"ended with code 7 before it was ready"),
+    ],
+)
+async def test_what_kept_the_engine_from_starting_is_raised(
+    model: str, kind: type[JaxserveError], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        await EngineClient.launch(EngineConfig(model=model, log_level="error"), module=MODULE)
+    assert psutil.Process().children() == []
+
+
+async def test_shutdown_leaves_nothing_behind(sockets: Path) -> None:
+    async with running(context_length=20_000) as client:
+        stream = client.submit(make_request("r", max_tokens=10_000))
+        await anext(stream)
+        assert len(list(sockets.iterdir())) == 1
+        process = psutil.Process(client.pid)
+        await client.shutdown()
+        assert not process.is_running()
+        assert list(sockets.iterdir()) == []
+        last = (await all_of(stream))[-1]
+        assert last.finish_reason is FinishReason.ERROR
+        assert last.usage is not None
+        assert last.usage.prompt_tokens == 4
+        assert not client.on_death.done()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            client.submit(make_request("late"))
+
+
+async def test_shutdown_ends_a_stuck_engine_by_force() -> None:
+    async with running("stuck") as client:
+        client.submit(make_request("r"))
+        process = psutil.Process(client.pid)
+        await client.shutdown(timeout=0.0)
+        assert not process.is_running()
+
+
+async def test_the_watchdog_minds_only_a_lack_of_progress() -> None:
+    now = 0.0
+    async with running("stuck", clock=lambda: now, watchdog_timeout=300.0) as client:
+        now = 1000.0
+        assert client.health is None, "nothing was asked of it"
+        client.submit(make_request("r"))
+        now = 1299.0
+        assert client.health is None
+        now = 1301.0
+        assert client.health == "no step finished for 300 s while 1 requests are open"
+        await client.shutdown(timeout=0.0)
+    async with running(clock=lambda: now, watchdog_timeout=300.0, context_length=20_000) as client:
+        stream = client.submit(make_request("r", max_tokens=10_000))
+        now += 299.0
+        await anext(stream)
+        now += 299.0
+        assert client.health is None, "a step resets it"
+
+
+async def test_interrupts_are_left_to_the_parent() -> None:
+    async with running() as client:
+        os.kill(client.pid, signal.SIGINT)
+        os.kill(client.pid, signal.SIGTERM)
+        request = make_request("r", max_tokens=5)
+        assert tokens_of(await all_of(client.submit(request))) == run_alone(request, 64).token_ids
+
+
+def test_the_engine_dies_with_its_parent() -> None:
+    code = f"""
+import asyncio
+from jaxserve.config.schema import EngineConfig
+from jaxserve.engine.client import EngineClient
+async def main():
+    client = await EngineClient.launch(EngineConfig(model="stuck"), module={MODULE!r})
+    print(client.pid, flush=True)
+    await client.on_death
+asyncio.run(main())
+"""
+    # A parent that is killed can't clean up, so its directory is ours.
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as directory:
+        environment = {**os.environ, "TMPDIR": directory}
+        command = [sys.executable, "-c", code]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as parent:
+            assert parent.stdout is not None
+            engine = psutil.Process(int(parent.stdout.readline()))
+            parent.kill()
+        engine.wait(timeout=60)
+
+
+def test_the_module_run_by_hand_says_what_it_is() -> None:
+    done = subprocess.run([sys.executable, "-m", MODULE], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "jaxserve serve" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_in_process_engine() -> None:
+    engine = InProcessEngine.start(EngineConfig(model="fine", max_queued_requests=50), module=MODULE)
+    requests = {f"r{i}": make_request(f"r{i}", i + 1, max_tokens=10) for i in range(12)}
+    for request in requests.values():
+        engine.submit(request)
+    engine.submit(make_request("long", 64))
+    with pytest.raises(InvalidRequestError, match="'r1' is open"):
+        engine.submit(requests["r1"])
+    engine.abort(["r3", "nobody"])
+    events: list[TokenEvent] = []
+    while engine.has_work:
+        events += engine.step()
+    for request_id, request in requests.items():
+        own = [event for event in events if event.request_id == request_id]
+        assert sum(event.finish_reason is not None for event in own) == 1
+        if request_id == "r3":
+            assert own[-1].finish_reason is FinishReason.ABORT
+        else:
+            assert tokens_of(own) == run_alone(request, 64).token_ids
+    assert [event.finish_reason for event in events if event.request_id == "long"] == [FinishReason.ERROR]
+    stats = engine.stats()
+    assert stats.integrity_errors == ()
+    assert stats.num_free_pages == stats.num_pages
+    engine.submit(requests["r1"])
+    engine.step()
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        engine.submit(requests["r2"])
+
+
+def test_in_process_engine_fails_loudly_and_for_good() -> None:
+    engine = InProcessEngine.start(EngineConfig(model="broken"), module=MODULE)
+    engine.submit(make_request("r", max_tokens=10))
+    engine.step()
+    engine.step()
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="on fire"):
+            engine.step()
+    engine.close()

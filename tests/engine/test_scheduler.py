@@ -1,0 +1,423 @@
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from jaxserve.api_types import EngineRequest, FinishReason, TokenEvent
+from jaxserve.engine.loop import EngineLoop
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.errors import ConfigError
+from jaxserve.step_plan import StepPlan, StepResult
+from tests.engine.conftest import make_capacity, make_request
+from tests.engine.fake_executor import FakeExecutor, run_alone
+
+
+def make_scheduler(*, capacity: Any = None, **limits: Any) -> Scheduler:
+    defaults = {"chunked_prefill_size": 32, "max_prefill_tokens": 64, "max_num_batched_tokens": 64}
+    return Scheduler(capacity or make_capacity(), **{**defaults, **limits})
+
+
+def planned(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.plan()
+    assert plan is not None
+    assert scheduler.check_integrity() == []
+    return plan
+
+
+def answer(plan: StepPlan, token: int = 1) -> StepResult:
+    """Every chunk that draws a token draws this one."""
+    return StepResult(
+        tokens=[[token] if chunk.sample else [] for chunk in plan.chunks], logprobs={}, prompt_logprobs={}
+    )
+
+
+def shape(plan: StepPlan) -> list[tuple[str, int, int]]:
+    return [(chunk.request_id, chunk.start, chunk.length) for chunk in plan.chunks]
+
+
+def run(scheduler: Scheduler, *requests: EngineRequest, overlap: bool = True) -> tuple[list[TokenEvent], FakeExecutor]:
+    executor = FakeExecutor(scheduler._capacity)
+    loop = EngineLoop(scheduler, executor, overlap=overlap)
+    events = [event for request in requests if (event := scheduler.add(request)) is not None]
+    while loop.has_work:
+        events += loop.step()
+        assert scheduler.check_integrity() == []
+    return events, executor
+
+
+def last_events(events: list[TokenEvent]) -> dict[str, TokenEvent]:
+    last = [event for event in events if event.finish_reason is not None]
+    assert len({event.request_id for event in last}) == len(last)
+    return {event.request_id: event for event in last}
+
+
+def test_decodes_come_first_then_prompts_under_way_then_new_ones() -> None:
+    scheduler = make_scheduler(chunked_prefill_size=8)
+    scheduler.add(make_request("a", 4))
+    plan = planned(scheduler)
+    assert shape(plan) == [("a", 0, 4)]
+    scheduler.commit(plan, answer(plan))
+    scheduler.add(make_request("b", 12))
+    scheduler.add(make_request("c", 5))
+    plan = planned(scheduler)
+    assert shape(plan) == [("a", 4, 1), ("b", 0, 8)]
+    assert plan.num_decodes == 1
+    assert plan.chunks[0].tokens is None
+    assert plan.chunks[1].tokens == list(range(8))
+    assert [(chunk.logits, chunk.sample) for chunk in plan.chunks] == [(1, True), (0, False)]
+    scheduler.commit(plan, answer(plan))
+    plan = planned(scheduler)
+    assert shape(plan) == [("a", 5, 1), ("b", 8, 4), ("c", 0, 4)]
+    assert [(chunk.logits, chunk.sample) for chunk in plan.chunks] == [(1, True), (1, True), (0, False)]
+    scheduler.commit(plan, answer(plan))
+    plan = planned(scheduler)
+    assert shape(plan) == [("a", 6, 1), ("b", 12, 1), ("c", 4, 1)]
+    assert plan.num_decodes == 2
+
+
+@pytest.mark.parametrize(
+    ("limits", "length"),
+    [
+        ({"chunked_prefill_size": 7}, 7),
+        ({"max_prefill_tokens": 6}, 6),
+        ({"max_num_batched_tokens": 5}, 5),
+        ({"chunked_prefill_size": 1000, "max_prefill_tokens": 1000, "max_num_batched_tokens": 1000}, 30),
+    ],
+)
+def test_each_limit_bounds_a_step(limits: dict[str, int], length: int) -> None:
+    scheduler = make_scheduler(capacity=make_capacity(token_buckets=(30,)), **limits)
+    scheduler.add(make_request("a", 40))
+    assert shape(planned(scheduler)) == [("a", 0, length)]
+
+
+def test_decodes_count_towards_the_tokens_of_a_step() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=10)
+    scheduler.add(make_request("a", 4))
+    planned(scheduler)
+    scheduler.add(make_request("b", 40))
+    assert shape(planned(scheduler)) == [("a", 4, 1), ("b", 0, 9)]
+
+
+@pytest.mark.parametrize("name", ["chunked_prefill_size", "max_prefill_tokens", "max_num_batched_tokens"])
+def test_a_limit_under_which_nothing_runs_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
+        make_scheduler(**{name: 0})
+
+
+def test_a_step_just_above_a_bucket_is_cut_to_it() -> None:
+    scheduler = make_scheduler(capacity=make_capacity(token_buckets=(16, 64)))
+    scheduler.add(make_request("a", 24))
+    assert shape(planned(scheduler)) == [("a", 0, 16)]
+    assert shape(planned(scheduler)) == [("a", 16, 8)]
+
+
+def test_pages_are_given_for_what_a_chunk_writes() -> None:
+    scheduler = make_scheduler(chunked_prefill_size=6)
+    scheduler.add(make_request("a", 8, max_tokens=10))
+    given = [planned(scheduler).chunks[0].new_pages for _ in range(7)]
+    assert [len(pages[0]) for pages in given] == [2, 0, 1, 0, 0, 0, 1]
+
+
+def test_slots_open_with_a_seed_and_close_once() -> None:
+    scheduler = make_scheduler(random_seed=5)
+    scheduler.add(make_request("a", max_tokens=1))
+    scheduler.add(make_request("b", max_tokens=3, seed=77))
+    plan = planned(scheduler)
+    first, second = plan.opens
+    assert first.sampling.seed is not None
+    assert second.sampling.seed == 77
+    assert plan.closes == []
+    scheduler.commit(plan, answer(plan))
+    plan = planned(scheduler)
+    assert plan.closes == [first.slot]
+    scheduler.commit(plan, answer(plan))
+    assert planned(scheduler).closes == []
+    again = make_scheduler(random_seed=5)
+    again.add(make_request("x"))
+    assert planned(again).opens[0].sampling.seed == first.sampling.seed
+    other = make_scheduler(random_seed=6)
+    other.add(make_request("x"))
+    assert planned(other).opens[0].sampling.seed != first.sampling.seed
+
+
+def test_a_slot_taken_again_at_once_is_not_closed() -> None:
+    scheduler = make_scheduler(capacity=make_capacity(num_slots=1))
+    scheduler.add(make_request("a", max_tokens=1))
+    scheduler.add(make_request("b", max_tokens=1))
+    planned(scheduler)
+    plan = planned(scheduler)  # a's last token is planned, so b need not wait until it is known
+    assert [opened.slot for opened in plan.opens] == [0]
+    assert plan.closes == []
+
+
+def test_a_length_stop_is_known_when_planning() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", max_tokens=2))
+    first, second = planned(scheduler), planned(scheduler)
+    assert scheduler.plan() is None
+    [event] = scheduler.commit(first, answer(first))
+    assert event.finish_reason is None
+    [event] = scheduler.commit(second, answer(second, 9))
+    assert (event.token_ids, event.finish_reason) == ([9], FinishReason.LENGTH)
+    assert not scheduler.has_work
+
+
+def test_output_ends_at_the_context_length() -> None:
+    events, _ = run(make_scheduler(), make_request("a", 60, max_tokens=100))
+    last = last_events(events)["a"]
+    assert last.finish_reason is FinishReason.LENGTH
+    assert last.usage is not None
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (60, 4)
+
+
+def test_a_token_computed_past_a_stop_is_dropped() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", stop_ids=(5,), max_tokens=10))
+    first = planned(scheduler)
+    second = planned(scheduler)
+    [event] = scheduler.commit(first, answer(first, 5))
+    assert (event.token_ids, event.finish_reason, event.stop_id) == ([5], FinishReason.STOP, 5)
+    assert scheduler.commit(second, answer(second, 6)) == []
+    assert scheduler.check_integrity() == []
+    assert scheduler.stats().generation_tokens == 1
+
+
+def test_a_stop_id_counts_only_after_min_tokens() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", stop_ids=(5,), max_tokens=10, min_tokens=2))
+    reasons = []
+    for _ in range(3):
+        plan = planned(scheduler)
+        [event] = scheduler.commit(plan, answer(plan, 5))
+        reasons.append(event.finish_reason)
+    assert reasons == [None, None, FinishReason.STOP]
+
+
+def test_no_tokens_wanted_means_prefill_only() -> None:
+    scheduler = make_scheduler(chunked_prefill_size=3)
+    events, executor = run(scheduler, make_request("a", 8, max_tokens=0, prompt_logprobs=1))
+    [event] = events
+    assert (event.token_ids, event.finish_reason) == ([], FinishReason.LENGTH)
+    assert event.prompt_logprobs == run_alone(make_request("a", 8, max_tokens=0, prompt_logprobs=1), 64).prompt_logprobs
+    assert not any(chunk.sample for plan in executor.plans for chunk in plan.chunks)
+
+
+def test_prompt_logprobs_bound_the_step_and_name_the_next_token() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 3))
+    plan = planned(scheduler)
+    scheduler.commit(plan, answer(plan))
+    scheduler.add(make_request("b", 12, prompt_logprobs=0))
+    scheduler.add(make_request("c", 12))
+    plan = planned(scheduler)
+    assert shape(plan) == [("a", 3, 1), ("b", 0, 7)]
+    assert (plan.chunks[1].logits, plan.chunks[1].target) == (7, 7)
+    plan = planned(scheduler)
+    assert shape(plan) == [("a", 4, 1), ("b", 7, 5), ("c", 0, 2)]
+    assert (plan.chunks[1].logits, plan.chunks[1].target) == (5, None)
+
+
+def test_greedy_is_said_of_those_that_draw() -> None:
+    scheduler = make_scheduler(chunked_prefill_size=8)
+    scheduler.add(make_request("a", 4))
+    scheduler.add(make_request("b", 8, temperature=1.0))
+    assert planned(scheduler).greedy, "b only begins its prompt"
+    assert not planned(scheduler).greedy
+    assert not planned(scheduler).greedy
+
+
+def test_no_prompt_starts_that_could_strand_another_halfway() -> None:
+    capacity = make_capacity(num_pages=10)
+    scheduler = make_scheduler(capacity=capacity, chunked_prefill_size=8)
+    scheduler.add(make_request("a", 24))
+    scheduler.add(make_request("b", 15))
+    scheduler.add(make_request("c", 2))
+    assert shape(planned(scheduler)) == [("a", 0, 8)]
+    assert shape(planned(scheduler)) == [("a", 8, 8)]
+    plan = planned(scheduler)
+    assert shape(plan) == [("a", 16, 8)], "b's 4 pages and one more are not spare, and nobody overtakes it"
+    scheduler.abort("b")
+    assert shape(planned(scheduler)) == [("a", 24, 1), ("c", 0, 2)]
+
+
+def test_prompts_halfway_give_way_to_decodes_and_come_back() -> None:
+    capacity = make_capacity(num_slots=2, num_pages=9, decode_buckets=(2,))
+    requests = [make_request("a", 8, max_tokens=20), make_request("b", 20, max_tokens=4)]
+    scheduler = make_scheduler(capacity=capacity, chunked_prefill_size=1)
+    events, executor = run(scheduler, *requests)
+    assert scheduler.stats().num_preemptions > 0
+    opened = [opened.prompt_ids for plan in executor.plans for opened in plan.opens]
+    assert len(opened) == 2 + scheduler.stats().num_preemptions
+    for request in requests:
+        tokens = [token for event in events if event.request_id == request.request_id for token in event.token_ids]
+        assert tokens == run_alone(request, 64).token_ids
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_retraction_loses_and_doubles_nothing(overlap: bool, caplog: pytest.LogCaptureFixture) -> None:
+    capacity = make_capacity(num_pages=10)
+    requests = [
+        make_request(f"r{i}", 6, max_tokens=25, temperature=1.0, seed=i, logprobs=1, prompt_logprobs=1)
+        for i in range(6)
+    ]
+    scheduler = make_scheduler(capacity=capacity)
+    with caplog.at_level(logging.WARNING, "jaxserve.engine"):
+        events, executor = run(scheduler, *requests, overlap=overlap)
+    retracted = scheduler.stats().num_preemptions
+    assert retracted > 0
+    assert "decode out of memory happened, #retracted_reqs: 1" in caplog.text
+    for request in requests:
+        expected = run_alone(request, 64)
+        own = [event for event in events if event.request_id == request.request_id]
+        assert [token for event in own for token in event.token_ids] == expected.token_ids
+        assert [entry for event in own for entry in event.logprobs or []] == expected.logprobs
+        assert own[0].prompt_logprobs == expected.prompt_logprobs
+        assert all(event.prompt_logprobs is None for event in own[1:])
+    assert scheduler.stats().generation_tokens == 6 * 25
+    assert scheduler.stats().prompt_tokens == 6 * 6
+    recomputed = [opened for plan in executor.plans for opened in plan.opens if opened.output_ids]
+    assert recomputed
+    assert len([opened for plan in executor.plans for opened in plan.opens]) == 6 + retracted
+
+
+def test_who_was_retracted_does_not_start_in_the_same_plan() -> None:
+    capacity = make_capacity(num_slots=3, num_pages=6, decode_buckets=(3,))
+    scheduler = make_scheduler(capacity=capacity)
+    for name in ("a", "b"):
+        scheduler.add(make_request(name, 8, max_tokens=40))
+    before = 0
+    while scheduler.stats().num_preemptions == 0:
+        before = scheduler.num_running
+        plan = planned(scheduler)
+        scheduler.commit(plan, answer(plan))
+    assert before == 2
+    assert [chunk.request_id for chunk in plan.chunks] == ["a"]
+    assert plan.opens == []
+    assert plan.closes == [1]
+    assert scheduler.num_waiting == 1
+
+
+def test_the_last_one_running_ends_with_an_error_when_the_pool_is_too_small() -> None:
+    capacity = make_capacity(num_pages=5)
+    scheduler = make_scheduler(capacity=capacity)
+    events, _ = run(scheduler, make_request("a", 10, max_tokens=40), make_request("b", 12, max_tokens=2))
+    last = last_events(events)
+    assert last["a"].finish_reason is FinishReason.ERROR
+    assert "20 tokens (5 pages of 4)" in (last["a"].error or "")
+    assert "--max-total-tokens" in (last["a"].error or "")
+    assert last["b"].finish_reason is FinishReason.LENGTH
+    tokens = [token for event in events if event.request_id == "a" for token in event.token_ids]
+    assert tokens == run_alone(make_request("a", 10, max_tokens=11), 64).token_ids
+
+
+def test_an_end_on_its_way_spares_the_last_one_the_error() -> None:
+    capacity = make_capacity(num_pages=1)
+    scheduler = make_scheduler(capacity=capacity)
+    scheduler.add(make_request("a", 4, stop_ids=(5,), max_tokens=10))
+    plan = planned(scheduler)
+    assert scheduler.plan() is None, "the pool is full, but the token on its way may be the last"
+    [event] = scheduler.commit(plan, answer(plan, 5))
+    assert event.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [(0, "prompt is empty"), (64, "has 64 tokens.*context length of 64"), (41, "has 41 tokens, more than the 40")],
+)
+def test_what_can_never_fit_is_refused_at_once(prompt: int, error: str) -> None:
+    scheduler = make_scheduler(capacity=make_capacity(num_pages=10))
+    event = scheduler.add(make_request("a", prompt))
+    assert event is not None
+    assert event.finish_reason is FinishReason.ERROR
+    assert event.usage is not None
+    with pytest.raises(AssertionError, match=error):
+        raise AssertionError(event.error)
+    assert not scheduler.has_work
+
+
+def test_a_prompt_that_fills_the_pool_still_runs() -> None:
+    scheduler = make_scheduler(capacity=make_capacity(num_pages=10))
+    events, _ = run(scheduler, make_request("a", 40, max_tokens=1), make_request("b", 40, max_tokens=1))
+    assert {event.finish_reason for event in last_events(events).values()} == {FinishReason.LENGTH}
+
+
+def test_the_newcomer_of_two_with_one_id_is_refused() -> None:
+    scheduler = make_scheduler()
+    assert scheduler.add(make_request("a")) is None
+    event = scheduler.add(make_request("a"))
+    assert event is not None
+    assert "already open" in (event.error or "")
+    assert scheduler.num_waiting == 1
+
+
+def test_a_full_queue_refuses_whoever_no_free_slot_could_take() -> None:
+    scheduler = make_scheduler(capacity=make_capacity(num_slots=2), max_queued_requests=1)
+    assert [scheduler.add(make_request(name)) for name in "abc"] == [None] * 3
+    event = scheduler.add(make_request("d"))
+    assert event is not None
+    assert (event.error or "").startswith("queue full: ")
+    planned(scheduler)
+    assert scheduler.num_waiting == 1
+    assert scheduler.add(make_request("e")) is not None
+
+
+@pytest.mark.parametrize("moment", ["waiting", "prefilling", "decoding", "ending", "retracted"])
+def test_abort_frees_everything_with_one_event(moment: str) -> None:
+    capacity = make_capacity(num_slots=2, num_pages=6, decode_buckets=(2,))
+    scheduler = make_scheduler(capacity=capacity, chunked_prefill_size=4)
+    scheduler.add(make_request("a", 8, max_tokens=2 if moment == "ending" else 40))
+    flights = []
+    if moment == "retracted":
+        scheduler.add(make_request("b", 8, max_tokens=40))
+        while not scheduler.stats().num_preemptions:
+            plan = planned(scheduler)
+            scheduler.commit(plan, answer(plan))
+    else:
+        steps = {"waiting": 0, "prefilling": 1, "decoding": 3, "ending": 3}[moment]
+        flights = [planned(scheduler) for _ in range(steps)]
+    target = "b" if moment == "retracted" else "a"
+    event = scheduler.abort(target)
+    assert event is not None
+    assert event.finish_reason is FinishReason.ABORT
+    assert event.usage is not None
+    assert scheduler.abort(target) is None
+    assert scheduler.check_integrity() == []
+    # The id may be used again, and what is in flight for the first bearer is not the second's.
+    assert scheduler.add(make_request(target, 3, max_tokens=1)) is None
+    for plan in flights:
+        assert scheduler.commit(plan, answer(plan)) == []
+    scheduler.abort("a")
+    scheduler.abort("b")
+    stats = scheduler.stats()
+    assert stats.num_free_pages == stats.num_pages
+    assert scheduler.check_integrity() == []
+
+
+def test_many_waiting_cost_a_step_nothing() -> None:
+    scheduler = make_scheduler(capacity=make_capacity(num_slots=1))
+    for i in range(10_000):
+        scheduler.add(make_request(f"r{i}", 1))
+    planned(scheduler)
+    waiting = scheduler._roster.waiting
+    waiting.__class__ = type("Watched", (type(waiting),), {"__iter__": None})
+    assert scheduler.plan() is not None, "a step looks only at the head of the queue"
+
+
+def test_integrity_names_what_is_wrong() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 6))
+    scheduler.add(make_request("b", 6))
+    planned(scheduler)
+    roster = scheduler._roster
+    a, b = roster.decoding.values()
+    b.pages[0][0] = a.pages[0][0]
+    assert any("page 0 counts 1 owners but has 2" in problem for problem in scheduler.check_integrity())
+    b.pages[0][0] = 2
+    assert scheduler.check_integrity() == []
+    b.slot = a.slot
+    assert "slot 0 is free or owned 2 times" in scheduler.check_integrity()
+    b.slot = 1
+    roster.waiting.add(a)
+    assert any("listed 2 times" in problem for problem in scheduler.check_integrity())

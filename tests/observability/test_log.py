@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from jaxserve.observability import log
+
+
+@pytest.fixture(autouse=True)
+def _untouched() -> Iterator[None]:
+    logger = logging.getLogger("jaxserve")
+    before = (logger.handlers[:], logger.level, logger.propagate)
+    yield
+    logger.handlers[:], logger.level, logger.propagate = before
+
+
+def test_lines_have_time_and_level_and_come_once(capsys: pytest.CaptureFixture[str]) -> None:
+    log.setup("info")
+    log.setup("info")
+    logging.getLogger("jaxserve.engine").info("hello")
+    logging.getLogger("jaxserve.engine").debug("too fine")
+    assert re.fullmatch(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] INFO hello\n", capsys.readouterr().err)
+
+
+def test_the_lines_of_the_catalogue() -> None:
+    assert (
+        log.decode_line(running=233, tokens=370959, token_usage=0.82, throughput=4594.01, queued=417)
+        == "Decode batch. #running-req: 233, #token: 370959, token usage: 0.82, gen throughput (token/s): 4594.01, "
+        "#queue-req: 417"
+    )
+    assert (
+        log.prefill_line(new_seq=2, new_token=300, cached_token=16, token_usage=0.5, running=3, queued=4)
+        == "Prefill batch. #new-seq: 2, #new-token: 300, #cached-token: 16, token usage: 0.50, #running-req: 3, "
+        "#queue-req: 4"
+    )
