@@ -13,9 +13,11 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import uvicorn
 import uvloop
@@ -43,8 +45,8 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig) -
     from jaxserve.text.tokenizer import load_tokenizer
 
     # Fetched here, once and with a progress bar, before two processes look for it.
-    source = await asyncio.to_thread(resolve, engine_config.model)
-    tokenizing = asyncio.create_task(asyncio.to_thread(load_tokenizer, source))
+    source = await _in_thread(lambda: resolve(engine_config.model))
+    tokenizing = _in_thread(lambda: load_tokenizer(source))
     launching = asyncio.create_task(EngineClient.launch(engine_config))
     try:
         tokenizer = await tokenizing
@@ -174,6 +176,32 @@ class _Life:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._serving.loaded.engine.pid, signal.SIGKILL)
         os._exit(128 + number)
+
+
+def _in_thread[T](work: Callable[[], T]) -> asyncio.Future[T]:
+    """`work` in a thread that does not hold up the exit: a signal in the middle of a download must end it."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast(T, result))
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is gone, and with it whoever waited
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="load", daemon=True).start()
+    return future
 
 
 def _read_template(path: str) -> str:

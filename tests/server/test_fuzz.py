@@ -1,0 +1,89 @@
+"""Whatever a body holds, the answer is an answer: never a 500, always OpenAI's form, nothing left running."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, given, settings
+
+from jaxserve.server.openai.protocol import ChatRequest, CompletionRequest
+from tests.server.conftest import over_asgi
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.integers(-3, 300)
+    | st.floats(allow_nan=True, allow_infinity=True)
+    | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+NUMBER = st.integers(-2, 30) | st.floats(-3, 3) | JSON
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system", "developer", "tool"]) | JSON},
+    optional={"content": st.text(max_size=30) | JSON, "name": JSON, "tool_calls": JSON},
+)
+SENSIBLE: dict[str, st.SearchStrategy[Any]] = {
+    "prompt": st.text(max_size=30) | st.lists(st.integers(-1, 260), max_size=5) | st.lists(st.text(), max_size=3),
+    "messages": st.lists(MESSAGE, max_size=3),
+    "stream": st.booleans(),
+    "echo": st.booleans(),
+    "stop": st.lists(st.text(max_size=3), max_size=3) | st.text(max_size=3),
+    "logprobs": st.integers(-1, 21) | st.booleans(),
+    "logit_bias": st.dictionaries(st.integers(-1, 260).map(str) | st.text(max_size=3), NUMBER, max_size=3),
+    "stream_options": st.fixed_dictionaries({}, optional={"include_usage": JSON, "x": JSON}),
+    "n": st.integers(-1, 4),
+    "model": st.just("tiny"),
+}
+
+
+def bodies(fields: tuple[str, ...], required: str) -> st.SearchStrategy[dict[str, Any]]:
+    values = {name: SENSIBLE.get(name, NUMBER) | JSON for name in fields}
+    some = st.lists(st.sampled_from(fields), max_size=5, unique=True).flatmap(
+        lambda names: st.fixed_dictionaries({name: values[name] for name in names})
+    )
+    return st.tuples(st.fixed_dictionaries({required: SENSIBLE[required]}), some).map(lambda pair: pair[0] | pair[1])
+
+
+REQUESTS = st.tuples(st.just("/v1/completions"), bodies(CompletionRequest.__struct_fields__, "prompt")) | st.tuples(
+    st.just("/v1/chat/completions"), bodies(ChatRequest.__struct_fields__, "messages")
+)
+
+
+def check(path: str, body: bytes) -> None:
+    async def run() -> None:
+        async with over_asgi(engine={"max_model_len": 64}) as served:
+            response = await served.http.post(path, content=body)
+            assert response.status_code in (200, 400, 404), response.text
+            if response.status_code != 200:
+                assert set(response.json()) == {"error"}
+                assert response.json()["error"]["message"]
+            elif "event-stream" in response.headers["content-type"]:
+                assert response.text.endswith("data: [DONE]\n\n")
+            assert served.engine.num_running == 0
+            assert served.serving.num_open == 0
+
+    asyncio.run(run())
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(REQUESTS)
+def test_any_values_in_any_fields(request_: tuple[str, dict[str, Any]]):
+    path, body = request_
+    check(path, json.dumps(body).encode("utf-8", "surrogatepass"))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort_request"]), JSON)
+def test_any_json(path: str, body: Any):
+    check(path, json.dumps(body).encode())
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.binary(max_size=60) | st.binary(max_size=20).map(lambda tail: b'{"prompt": "a", "user": ' + tail))
+def test_any_bytes(body: bytes):
+    check("/v1/completions", body)
