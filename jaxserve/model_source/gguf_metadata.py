@@ -105,6 +105,8 @@ class GGUFMetadata:
             position += 4 + 8 * rank + 12
             infos.append((name, tuple(reversed(dims)), ggml_type, offset))
         alignment = int(self.number("general.alignment", 32))
+        if alignment < 1:
+            raise self._damaged(f"general.alignment is {alignment}")
         data_start = -(-position // alignment) * alignment
         for name, shape, ggml_type, offset in infos:
             tensors[name] = TensorInfo(name, shape, ggml_type, data_start + offset)
@@ -130,7 +132,10 @@ class GGUFMetadata:
             (element_type,) = _U32.unpack_from(self._data, position)
             (count,) = _U64.unpack_from(self._data, position + 4)
             start = position + 12
-            return _ArrayRef(element_type, count, start), self._skip(element_type, count, start)
+            end = self._skip(element_type, count, start)
+            if end > len(self._data):
+                raise IndexError(f"an array of {count} elements at {position}")
+            return _ArrayRef(element_type, count, start), end
         scalar = _SCALARS[type_id]
         value: Scalar = scalar.unpack_from(self._data, position)[0]
         return value, position + scalar.size

@@ -67,6 +67,11 @@ def test_no_pre_tokenizer_loses_anything(tmp_path: Path, pre: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_qwen_composes_characters(tmp_path: Path) -> None:
+    assert byte_level(tmp_path, "qwen2").encode("e\u0301") == byte_level(tmp_path, "qwen2").encode("é")
+    assert byte_level(tmp_path, "gpt-2").encode("e\u0301") != byte_level(tmp_path, "gpt-2").encode("é")
+
+
 def test_merges_and_tokens_of_their_own(tmp_path: Path) -> None:
     tokenizer = byte_level(tmp_path, "gpt-2", ("l l", "h e", "he ll", "Ġ w"))
     tokens = [tokenizer.token_text(token_id) for token_id in tokenizer.encode("hello well<mark><end>")]
@@ -120,23 +125,19 @@ def test_chat_template(tmp_path: Path) -> None:
 
 
 def sentencepiece_keys() -> dict[str, Any]:
-    pieces = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{value:02X}>" for value in range(256)),
-        "▁he",
-        "he",
-        "▁h",
-        "ll",
-        "llo",
-        "el",
-        *"▁helo",
-    ]
-    scores = [*[0.0] * 259, *(-float(rank) for rank in range(len(pieces) - 259))]
-    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(pieces) - 259)]
-    ids = {"ggml.bos_token_id": 1, "ggml.eos_token_id": 2, "ggml.unknown_token_id": 0}
-    return {"ggml.model": "llama", "ggml.tokens": pieces, "ggml.scores": scores, "ggml.token_type": types} | ids
+    """Pieces in another order than that of their scores, by which they are merged."""
+    made = {"el": -6.0, "llo": -5.0, "ll": -4.0, "he": -2.0, "▁h": -3.0, "▁he": -1.0}
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256)), *made, *"▁helo"]
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(made) + 5)]
+    return {
+        "ggml.model": "llama",
+        "ggml.tokens": pieces,
+        "ggml.scores": [*[0.0] * 259, *made.values(), *[-9.0] * 5],
+        "ggml.token_type": types,
+        "ggml.bos_token_id": 1,
+        "ggml.eos_token_id": 2,
+        "ggml.unknown_token_id": 0,
+    }
 
 
 def test_sentencepiece_merges_by_score(tmp_path: Path) -> None:
