@@ -16,7 +16,7 @@ BASE = GROUND | {"config", "observability"}
 
 # What each room may import of jaxserve besides itself. `engine.client` alone stands for that one module.
 MAY_IMPORT = {
-    **{room: GROUND for room in GROUND},
+    **dict.fromkeys(GROUND, GROUND),
     "config": GROUND,
     "observability": GROUND,
     "engine": BASE,

@@ -1,0 +1,226 @@
+"""`LLM` over the real engine with a tiny random model; greedy, so that texts can be compared."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.api_types import FinishReason, TokenEvent
+from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError, RequestFailedError
+from tests.tiny_model import EOS_ID, VOCAB_SIZE, tiny_settings
+
+pytestmark = pytest.mark.slow
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+PROMPTS = ["abc", "hello, world", "x"]
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    with LLM(**tiny_settings(tmp_path_factory)) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared: LLM) -> Iterator[LLM]:
+    """The shared one; whatever a test does with it, it must be left idle with every page free."""
+    yield shared
+    while shared._engine.has_work:
+        shared._engine.step()
+    stats = shared._engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.integrity_errors) == (0, 0, ())
+    assert stats.num_free_pages == stats.num_pages
+
+
+def test_settings_are_checked_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="max_num_seq is not a known setting; did you mean max_num_seqs"):
+        LLM(max_num_seq=8)
+    with pytest.raises(ConfigError, match="port is a setting of `jaxserve serve`"):
+        LLM(port=8000)
+    with pytest.raises(ConfigError, match="prefix cache is not built yet"):
+        LLM(enable_prefix_caching=True)
+
+
+def test_outputs_come_in_the_prompts_order_and_as_if_each_ran_alone(llm: LLM) -> None:
+    together = llm.generate(PROMPTS * 2, GREEDY, use_tqdm=False)
+    assert [output.prompt for output in together] == PROMPTS * 2
+    for output in together:
+        (alone,) = llm.generate(output.prompt, GREEDY, use_tqdm=False)
+        assert alone == output
+        assert output.prompt_token_ids == list(output.prompt.encode())
+        (completion,) = output.outputs
+        assert completion.index == 0
+        assert len(completion.token_ids) == 12
+        assert completion.finish_reason is FinishReason.LENGTH
+        assert completion.logprobs is None
+        assert (output.usage.prompt_tokens, output.usage.completion_tokens) == (len(output.prompt), 12)
+
+
+def test_prompts_may_be_ids(llm: LLM) -> None:
+    (text,) = llm.generate("abc", GREEDY, use_tqdm=False)
+    (ids,) = llm.generate([97, 98, 99], GREEDY, use_tqdm=False)
+    one, two = llm.generate([[97, 98, 99], [120]], GREEDY, use_tqdm=False)
+    assert text.outputs == ids.outputs == one.outputs
+    assert ids.prompt is None
+    assert two.prompt_token_ids == [120]
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_each_prompt_may_have_its_own_params(llm: LLM) -> None:
+    short = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    first, second = llm.generate(["abc", "abc"], [GREEDY, short], use_tqdm=False)
+    assert second.outputs[0].token_ids == first.outputs[0].token_ids[:3]
+    with pytest.raises(InvalidRequestError, match="2 sampling_params for 1 prompts"):
+        llm.generate("abc", [GREEDY, short])
+
+
+def test_n_samples_of_a_prompt(llm: LLM) -> None:
+    params = {"max_tokens": 12, "seed": 5, "ignore_eos": True}
+    (output,) = llm.generate("abc", SamplingParams(n=3, **params), use_tqdm=False)
+    (single,) = llm.generate("abc", SamplingParams(**params), use_tqdm=False)
+    assert [completion.index for completion in output.outputs] == [0, 1, 2]
+    assert output.outputs[0] == single.outputs[0]
+    assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
+    assert (output.usage.prompt_tokens, output.usage.completion_tokens) == (3, 36)
+
+
+def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
+    (whole,) = llm.generate("abc", GREEDY, use_tqdm=False)
+    text = whole.outputs[0].text
+    stop = next(char for char in text[2:] if char.isascii() and char not in text[:2])
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, stop=(stop,))
+    (cut,) = llm.generate("abc", params, use_tqdm=False)
+    assert cut.outputs[0].text == text[: text.index(stop)]
+    assert cut.outputs[0].finish_reason is FinishReason.STOP
+    assert cut.outputs[0].stop_reason == stop
+    assert cut.usage.completion_tokens == len(cut.outputs[0].token_ids) < 12
+
+
+def test_a_stop_id_ends_the_output(llm: LLM) -> None:
+    (whole,) = llm.generate("abc", GREEDY, use_tqdm=False)
+    ids = whole.outputs[0].token_ids
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, stop_token_ids=(ids[4],))
+    (cut,) = llm.generate("abc", params, use_tqdm=False)
+    assert cut.outputs[0].token_ids == ids[: ids.index(ids[4]) + 1]
+    assert cut.outputs[0].stop_reason == ids[4]
+
+
+def test_the_model_s_own_eos_ends_the_output_unless_ignored(llm: LLM) -> None:
+    bias = {EOS_ID: 100.0}
+    (ended,) = llm.generate("abc", SamplingParams(temperature=0.0, logit_bias=bias), use_tqdm=False)
+    assert (ended.outputs[0].text, ended.outputs[0].finish_reason) == ("", FinishReason.STOP)
+    went_on = SamplingParams(max_tokens=4, temperature=0.0, logit_bias=bias, ignore_eos=True)
+    (output,) = llm.generate("abc", went_on, use_tqdm=False)
+    assert output.outputs[0].token_ids == [EOS_ID] * 4
+
+
+def test_log_probabilities_of_output_and_prompt(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=0)
+    (output,) = llm.generate("abc", params, use_tqdm=False)
+    logprobs = output.outputs[0].logprobs
+    assert logprobs is not None
+    assert [entry.token_id for entry in logprobs] == output.outputs[0].token_ids
+    assert all(entry.top_ids[0] == entry.token_id and len(entry.top_ids) == 2 for entry in logprobs)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert [entry.token_id for entry in output.prompt_logprobs[1:] if entry] == list(b"bc")
+
+
+def test_chat_goes_through_the_template(llm: LLM) -> None:
+    (output,) = llm.chat(CHAT, GREEDY, use_tqdm=False)
+    assert output.prompt == "user: hi\nassistant: "
+    assert output.outputs == llm.generate(output.prompt, GREEDY, use_tqdm=False)[0].outputs
+    assert llm.chat([CHAT, CHAT], GREEDY, use_tqdm=False) == [output, output]
+    (open_end,) = llm.chat(CHAT, GREEDY, use_tqdm=False, add_generation_prompt=False)
+    assert open_end.prompt == "user: hi\n"
+    assert llm.encode_chat(CHAT) == output.prompt_token_ids
+
+
+def test_a_stream_is_the_whole_in_pieces(llm: LLM) -> None:
+    (whole,) = llm.generate("abc", GREEDY, use_tqdm=False)
+    deltas = list(llm.stream("abc", GREEDY))
+    assert len(deltas) > 1
+    assert "".join(delta.text for delta in deltas) == whole.outputs[0].text
+    assert [token for delta in deltas for token in delta.token_ids] == whole.outputs[0].token_ids
+    assert [delta.finish_reason for delta in deltas if delta.finish_reason] == [FinishReason.LENGTH]
+    with pytest.raises(InvalidRequestError, match="n must be 1"):
+        llm.stream("abc", SamplingParams(n=2))
+
+
+def test_closing_a_stream_ends_the_request(llm: LLM) -> None:
+    stream = llm.stream("abc", GREEDY)
+    next(stream)
+    stream.close()
+    assert llm.generate("abc", GREEDY, use_tqdm=False)[0].usage.completion_tokens == 12
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ("", "no tokens"),
+        ([VOCAB_SIZE], f"ids are 0 to {VOCAB_SIZE - 1}"),
+        ([-1], "ids are 0 to"),
+        (["abc", [1, "b"]], "holds 'b'"),
+        ("x" * 64, "has 64 tokens and leaves no room to answer: the context is 64 tokens"),
+    ],
+)
+def test_a_prompt_that_can_not_be_served_is_refused_before_anything_runs(llm: LLM, prompt: str, says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        llm.generate(prompt, GREEDY)
+    assert not llm._engine.has_work
+
+
+def test_an_interrupt_takes_effect_after_the_step_and_ends_what_ran(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, finished = llm._engine.step, []
+
+    def interrupted_step() -> list[TokenEvent]:
+        signal.raise_signal(signal.SIGINT)
+        events = step()
+        finished.append(True)
+        return events
+
+    monkeypatch.setattr(llm._engine, "step", interrupted_step)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert finished == [True]
+    assert signal.getsignal(signal.SIGINT) is handler
+    monkeypatch.undo()
+    assert llm.generate("abc", GREEDY, use_tqdm=False)[0].usage.completion_tokens == 12
+
+
+def test_a_request_that_the_engine_gives_up_is_an_error_and_ends_the_others(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = llm._engine.step
+
+    def failing_step() -> list[TokenEvent]:
+        return [
+            TokenEvent(event.request_id, [], finish_reason=FinishReason.ERROR, error="no pages left")
+            for event in step()
+        ]
+
+    monkeypatch.setattr(llm._engine, "step", failing_step)
+    with pytest.raises(RequestFailedError, match="no pages left"):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    monkeypatch.undo()
+
+
+def test_the_progress_bar_is_on_stderr_and_can_be_left_out(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert capsys.readouterr() == ("", "")
+    llm.generate(PROMPTS, GREEDY)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "3/3" in shown.err
+
+
+def test_a_closed_llm_says_so(tmp_path_factory: pytest.TempPathFactory) -> None:
+    llm = LLM(**tiny_settings(tmp_path_factory))
+    llm.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        llm.generate("abc", GREEDY, use_tqdm=False)
