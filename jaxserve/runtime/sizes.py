@@ -31,7 +31,7 @@ class _Defaults:
     smallest_bucket: int
 
 
-_CPU = _Defaults(running=32, chunk=512, smallest_bucket=32)
+_CPU = _Defaults(running=32, chunk=512, smallest_bucket=64)
 _ACCELERATOR = _Defaults(running=256, chunk=2048, smallest_bucket=256)
 _PROMPT_LOGPROB_TOKENS = 128
 _FINE_BUCKETS = 160
