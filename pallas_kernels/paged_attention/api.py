@@ -56,7 +56,8 @@ def paged_attention(
     `kv_lens` counts the new tokens. Rows `[0, num_decodes)` have one query each and come first, rows from `num_seqs`
     on are padding and have none; tokens past `query_starts[num_seqs]` are padding, their output is unspecified and
     they are not written. Page ids are local to the layer: page p of layer l is entry `l * pages + p` of the pool.
-    Entries of `page_table` beyond a row's pages are never read through: what they point to may hold NaN.
+    Entries of `page_table` beyond a row's pages are never read through: what they point to may hold NaN. So may what
+    lies before the windows of all queries of a row, though those entries are ids of pages too.
 
     `window` counts the positions a query sees, itself included. `soft_cap` bounds logits by `cap * tanh(x / cap)`.
     `sinks` adds a logit per head to the softmax's denominator. `decode_only` is a promise that every row is a decode.

@@ -6,6 +6,7 @@ the rows at hand needs: decodes a group of rows at a time, prefill chunks a tile
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -81,19 +82,22 @@ def _write(
     kv_lens: Int[Array, " rows"],
     num_seqs: Int[Array, ""],
 ) -> PagedKV:
-    """Scatter the new tokens into their pages; padding tokens get an entry past the pool and are dropped."""
+    """Put the new tokens into their pages; padding tokens get a place past the pool and are dropped."""
     token = jnp.arange(k.shape[0], dtype=jnp.int32)
     row = jnp.searchsorted(query_starts[1:], token, side="right", method="compare_all").astype(jnp.int32)
     row = jnp.minimum(row, page_table.shape[0] - 1)
     position = kv_lens[row] - query_starts[row + 1] + token
-    page = page_table[row, position // kv.page_size]
-    entry = jnp.where(token < query_starts[num_seqs], layer * kv.num_pages + page, kv.keys.shape[1])
-    at = (slice(None), entry, position % kv.page_size)
-    return PagedKV(
-        kv.keys.at[at].set(k.swapaxes(0, 1).astype(kv.keys.dtype), mode="drop"),
-        kv.values.at[at].set(v.swapaxes(0, 1).astype(kv.values.dtype), mode="drop"),
-        kv.num_layers,
-    )
+    entry = layer * kv.num_pages + page_table[row, position // kv.page_size]
+    head = jnp.arange(k.shape[1], dtype=jnp.int32)[:, None]
+    at = (head * kv.keys.shape[1] + entry) * kv.page_size + position % kv.page_size
+    at = jnp.where(token < query_starts[num_seqs], at, math.prod(kv.keys.shape[:3]))
+    return PagedKV(_scatter(kv.keys, at, k), _scatter(kv.values, at, v), kv.num_layers)
+
+
+def _scatter(pool: Array, at: Int[Array, "kv_heads tokens"], new: Float[Array, "tokens kv_heads head_dim"]) -> Array:
+    """One row a head and token: for windows that span heads, a TPU would lay out the whole pool anew, there and back."""
+    rows = pool.reshape(-1, pool.shape[3])
+    return rows.at[at].set(new.swapaxes(0, 1).astype(pool.dtype), mode="drop").reshape(pool.shape)
 
 
 def _entries(
@@ -203,12 +207,14 @@ def _prefill(
         def body(j: Array, state: _Running) -> _Running:
             entries = lax.dynamic_slice(table, (row, j * per_block), (1, per_block))[0]
             position = j * block + jnp.arange(block, dtype=jnp.int32)
-            seen = (position <= asked[:, None]) & (position < end)
+            held = position < end
+            seen = (position <= asked[:, None]) & held
             if options.window is not None:
+                held &= position > start - options.window
                 seen &= position > asked[:, None] - options.window
             keys = _gather(kv.keys, entries).reshape(kv_heads, block, head_dim)
             values = _gather(kv.values, entries).reshape(kv_heads, block, head_dim)
-            values = jnp.where((position < end)[None, :, None], values, 0.0)
+            values = jnp.where(held[None, :, None], values, 0.0)
             logits = jnp.einsum("hqd,htd->hqt", queries, keys)
             return _advance(state, _cap(logits, options), seen[None], values, "hqt,htd->hqd")
 

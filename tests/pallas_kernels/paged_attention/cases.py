@@ -1,0 +1,170 @@
+"""The one table of cases that every backend passes, and the arrays of a case.
+
+A case is a ragged batch, decodes first. Its pool holds NaN wherever the contract says that nothing is read: pages of
+nobody, of other layers, tails of pages, and what lies before every window of a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`rows` are (length with the new tokens, new tokens), the first `num_decodes` of them decodes.
+
+    `pad_rows` and `pad_tokens` say how much larger than the batch the program is. The first `shared_pages` pages of all
+    rows are the same ones, as the prefix cache makes them.
+    """
+
+    name: str
+    rows: tuple[tuple[int, int], ...]
+    num_decodes: int
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    page_size: int = 16
+    dtype: str = "float32"
+    num_layers: int = 2
+    layer: int = 1
+    pad_rows: int = 2
+    pad_tokens: int = 3
+    shared_pages: int = 0
+    scale: float | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    decode_only: bool = False
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The arguments of `paged_attention`, and each row's whole keys and values `[length, kv_heads, head_dim]`."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
+    page_table: np.ndarray
+    query_starts: np.ndarray
+    kv_lens: np.ndarray
+    num_decodes: int
+    num_seqs: int
+    sinks: np.ndarray | None
+    rows: list[tuple[np.ndarray, np.ndarray]]
+
+
+def make_batch(case: Case, *, max_pages: int | None = None, num_pages: int | None = None) -> Batch:
+    """Random contents of a case; `max_pages` and `num_pages` pin shapes so that many cases share a compile."""
+    rng = np.random.default_rng(case.seed)
+    dtype = jnp.dtype(case.dtype)
+    size = case.page_size
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, dtype=np.float32).astype(dtype)
+
+    used = [-(-length // size) for length, _ in case.rows]
+    max_pages = max_pages or max(used, default=1) + 1
+    shared = case.shared_pages
+    own = sum(used) - shared * max(len(case.rows) - 1, 0)
+    num_pages = num_pages or own + 2
+    free = rng.permutation(num_pages).tolist()
+    common = [free.pop() for _ in range(shared)]
+    prefix = normal(2, shared * size, case.kv_heads, case.head_dim)
+
+    # What stands beyond a row's pages is a page of somebody else or of nobody.
+    page_table = rng.integers(0, num_pages, (len(case.rows) + case.pad_rows, max_pages), dtype=np.int32)
+    pools = np.full((2, case.kv_heads, case.num_layers * num_pages, size, case.head_dim), np.nan, dtype)
+    tokens = sum(new for _, new in case.rows)
+    total = len(case.rows) + case.pad_rows if case.decode_only else tokens + case.pad_tokens
+    new_kv = np.full((2, total, case.kv_heads, case.head_dim), np.nan, dtype)
+    q = np.full((total, case.heads, case.head_dim), np.nan, dtype)
+    q[:tokens] = normal(tokens, case.heads, case.head_dim)
+    starts, rows = [0], []
+    for row, (length, new) in enumerate(case.rows):
+        pages = common + [free.pop() for _ in range(used[row] - shared)]
+        page_table[row, : len(pages)] = pages
+        both = np.concatenate([prefix, normal(2, length - shared * size, case.kv_heads, case.head_dim)], axis=1)
+        old = length - new
+        first = 0 if case.window is None or shared else max(0, old - case.window + 1)
+        for position in range(first, old):
+            entry = case.layer * num_pages + pages[position // size]
+            pools[:, :, entry, position % size] = both[:, position]
+        new_kv[:, starts[-1] : starts[-1] + new] = both[:, old:]
+        starts.append(starts[-1] + new)
+        rows.append((both[0], both[1]))
+    return Batch(
+        q=q,
+        k=new_kv[0],
+        v=new_kv[1],
+        keys=pools[0],
+        values=pools[1],
+        page_table=page_table,
+        query_starts=np.array(starts + [starts[-1]] * case.pad_rows, np.int32),
+        kv_lens=np.array([length for length, _ in case.rows] + [0] * case.pad_rows, np.int32),
+        num_decodes=case.num_decodes,
+        num_seqs=len(case.rows),
+        sinks=rng.standard_normal(case.heads, dtype=np.float32) if case.sinks else None,
+        rows=rows,
+    )
+
+
+_DECODE = ((1, 1), (16, 1), (17, 1), (128, 1), (129, 1), (300, 1))
+_PREFILL = ((1, 1), (16, 16), (130, 130), (140, 12), (64, 64), (300, 70))
+_MIXED = ((1, 1), (32, 1), (150, 1), (16, 16), (5, 5), (170, 70), (33, 1))
+
+
+def _mixed(name: str, **options: Any) -> Case:
+    return Case(name, _MIXED, 3, **options)
+
+
+def _decode(name: str, **options: Any) -> Case:
+    return Case(name, _DECODE, len(_DECODE), decode_only=True, **options)
+
+
+def _prefill(name: str, **options: Any) -> Case:
+    return Case(name, _PREFILL, 0, **options)
+
+
+CASES = [
+    _mixed("mixed"),
+    _decode("decode"),
+    _prefill("prefill"),
+    Case("decodes-in-a-mixed-program", _DECODE, len(_DECODE), pad_tokens=10),
+    Case("many-decodes", tuple((1 + 7 * i, 1) for i in range(20)), 20, decode_only=True, pad_rows=20),
+    Case("many-decodes-and-a-prefill", (*((1 + 7 * i, 1) for i in range(18)), (40, 33)), 18, pad_rows=16),
+    Case("one-decode", ((37, 1),), 1, decode_only=True, pad_rows=0),
+    Case("one-token-no-padding", ((1, 1),), 0, pad_rows=0, pad_tokens=0),
+    Case("whole-pages-no-padding", ((32, 1), (64, 32), (48, 48)), 1, pad_rows=0, pad_tokens=0),
+    Case("nothing-live", (), 0, pad_rows=3, pad_tokens=8),
+    Case("nothing-live-decode", (), 0, pad_rows=3, decode_only=True),
+    Case("shared-pages", ((40, 1), (33, 1), (50, 18), (32 + 5, 5)), 2, shared_pages=2),
+    _mixed("heads-2-of-2-dim-80-first-layer", heads=2, kv_heads=2, head_dim=80, layer=0),
+    _mixed("heads-9-of-3-dim-96-page-32", heads=9, kv_heads=3, head_dim=96, page_size=32),
+    _mixed("heads-14-of-2-dim-128-page-64", heads=14, kv_heads=2, head_dim=128, page_size=64),
+    _mixed("heads-8-of-1-dim-256-page-128", heads=8, kv_heads=1, head_dim=256, page_size=128, num_layers=3, layer=2),
+    _decode("decode-heads-3-of-3-dim-80-page-32", heads=3, kv_heads=3, head_dim=80, page_size=32),
+    _decode("decode-heads-10-of-2-dim-96-page-64", heads=10, kv_heads=2, head_dim=96, page_size=64),
+    _decode("decode-heads-32-of-2-dim-128-page-128", heads=32, kv_heads=2, head_dim=128, page_size=128),
+    _decode("decode-heads-16-of-1-dim-256-page-256", heads=16, kv_heads=1, head_dim=256, page_size=256),
+    *(_decode(f"decode-window-{window}", window=window) for window in (1, 16, 100, 1000)),
+    *(_prefill(f"prefill-window-{window}", window=window) for window in (1, 16, 100, 1000)),
+    _mixed("window-page-64", window=33, page_size=64),
+    _mixed("scale", scale=0.5),
+    _mixed("soft-cap", soft_cap=2.0),
+    _mixed("sinks", sinks=True),
+    _decode("decode-everything", scale=0.3, soft_cap=5.0, sinks=True, window=40),
+    _mixed("everything", scale=0.3, soft_cap=5.0, sinks=True, window=40),
+    _mixed("bf16", dtype="bfloat16"),
+    _decode("decode-bf16", dtype="bfloat16", head_dim=128, page_size=64),
+    _prefill("prefill-bf16-window", dtype="bfloat16", window=50),
+]

@@ -1,0 +1,43 @@
+"""What `paged_attention` must give, in float64 numpy: one dense softmax a query, and the pool after the step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.pallas_kernels.paged_attention.cases import Batch, Case
+
+
+def attention(case: Case, batch: Batch) -> np.ndarray:
+    """The output of the live tokens, `[tokens, heads, head_dim]`."""
+    group = case.heads // case.kv_heads
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    out = []
+    for row, (length, new) in enumerate(case.rows):
+        keys, values = (np.repeat(x.astype(np.float64), group, axis=1) for x in batch.rows[row])
+        q = batch.q[batch.query_starts[row] : batch.query_starts[row + 1]].astype(np.float64)
+        logits = np.einsum("qhd,thd->hqt", q, keys) * scale
+        if case.soft_cap is not None:
+            logits = case.soft_cap * np.tanh(logits / case.soft_cap)
+        asked, at = np.arange(length - new, length)[:, None], np.arange(length)
+        seen = at <= asked
+        if case.window is not None:
+            seen &= asked - at < case.window
+        weights = np.where(seen, np.exp(logits), 0.0)
+        total = weights.sum(axis=-1)
+        if batch.sinks is not None:
+            total = total + np.exp(batch.sinks.astype(np.float64))[:, None]
+        out.append(np.einsum("hqt,thd->qhd", weights / total[..., None], values))
+    return np.concatenate(out) if out else np.zeros((0, case.heads, case.head_dim))
+
+
+def pool_after(case: Case, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """The pool with the live new tokens in place, and nothing else changed."""
+    keys, values = batch.keys.copy(), batch.values.copy()
+    num_pages = keys.shape[1] // case.num_layers
+    for row, (length, new) in enumerate(case.rows):
+        for i in range(new):
+            position, token = length - new + i, batch.query_starts[row] + i
+            entry = case.layer * num_pages + batch.page_table[row, position // case.page_size]
+            keys[:, entry, position % case.page_size] = batch.k[token]
+            values[:, entry, position % case.page_size] = batch.v[token]
+    return keys, values

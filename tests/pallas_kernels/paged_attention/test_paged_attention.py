@@ -1,0 +1,120 @@
+"""Every backend against dense attention, over the table of cases and over batches that are drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.paged_attention import BackendName, PagedKV, paged_attention
+from tests.pallas_kernels.paged_attention import naive
+from tests.pallas_kernels.paged_attention.cases import CASES, Batch, Case, make_batch
+
+BACKENDS = get_args(BackendName)
+
+
+@functools.cache
+def _compiled(backend: BackendName, scale: float, window: int | None, soft_cap: float | None, decode_only: bool) -> Any:
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "decode_only": decode_only, "backend": backend}
+    # Compiling is most of what these tests take, and half of that is optimizing.
+    fast = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+    return jax.jit(functools.partial(paged_attention, **options), compiler_options=fast)
+
+
+def _run(case: Case, batch: Batch, backend: BackendName) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    out, kv = _compiled(backend, scale, case.window, case.soft_cap, case.decode_only)(
+        batch.q,
+        batch.k,
+        batch.v,
+        PagedKV(jnp.asarray(batch.keys), jnp.asarray(batch.values), case.num_layers),
+        np.int32(case.layer),
+        batch.page_table,
+        batch.query_starts,
+        batch.kv_lens,
+        np.int32(batch.num_decodes),
+        np.int32(batch.num_seqs),
+        sinks=batch.sinks,
+    )
+    return np.asarray(out), np.asarray(kv.keys), np.asarray(kv.values)
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """NaN equals NaN, and -0 is not 0."""
+    return array.view(np.uint16 if array.dtype.itemsize == 2 else np.uint32)
+
+
+def _check(case: Case, batch: Batch, backend: BackendName) -> None:
+    out, keys, values = _run(case, batch, backend)
+    expected = naive.attention(case, batch)
+    assert out.dtype == batch.q.dtype
+    tolerance = 1e-2 if case.dtype == "bfloat16" else 1e-5
+    np.testing.assert_allclose(out[: len(expected)].astype(np.float64), expected, atol=tolerance, rtol=tolerance)
+    expected_keys, expected_values = naive.pool_after(case, batch)
+    np.testing.assert_array_equal(_bits(keys), _bits(expected_keys))
+    np.testing.assert_array_equal(_bits(values), _bits(expected_values))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_dense_attention(case: Case, backend: BackendName) -> None:
+    _check(case, make_batch(case), backend)
+
+
+_ROWS, _TOKENS, _LONGEST, _PAGE = 6, 96, 200, 16
+
+
+@st.composite
+def _ragged(draw: st.DrawFn) -> Case:
+    """A batch that fits one program of `_ROWS` rows and `_TOKENS` tokens."""
+    num_decodes = draw(st.integers(0, _ROWS))
+    rows = [(draw(st.integers(1, _LONGEST)), 1) for _ in range(num_decodes)]
+    left = _TOKENS - num_decodes
+    for _ in range(draw(st.integers(0, _ROWS - num_decodes))):
+        if left > 0:
+            new = draw(st.integers(1, left))
+            rows.append((new + draw(st.integers(0, _LONGEST - new)), new))
+            left -= new
+    return Case(
+        "drawn",
+        tuple(rows),
+        num_decodes,
+        head_dim=16,
+        page_size=_PAGE,
+        pad_rows=_ROWS - len(rows),
+        pad_tokens=left,
+        window=draw(st.sampled_from([None, 20])),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(case=_ragged())
+def test_drawn_batches_equal_dense_attention(case: Case, backend: BackendName) -> None:
+    pages = -(-_LONGEST // _PAGE)
+    _check(case, make_batch(case, max_pages=pages, num_pages=_ROWS * pages), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_does_not_depend_on_its_company(backend: BackendName) -> None:
+    """Bit for bit: the sums of a row run over its own pages in their own order, however long the others are."""
+    case = Case("company", ((40, 1), (180, 1), (100, 30)), 2, head_dim=16, pad_rows=_ROWS - 3, pad_tokens=_TOKENS - 32)
+    batch = make_batch(case, max_pages=13, num_pages=_ROWS * 13)
+    together = _run(case, batch, backend)[0]
+    alone = dataclasses.replace(case, rows=case.rows[:1], num_decodes=1, pad_rows=_ROWS - 1, pad_tokens=_TOKENS - 1)
+    lonely = dataclasses.replace(
+        batch,
+        query_starts=np.minimum(batch.query_starts, 1),
+        kv_lens=np.where(np.arange(_ROWS) < 1, batch.kv_lens, 0).astype(np.int32),
+        num_decodes=1,
+        num_seqs=1,
+    )
+    np.testing.assert_array_equal(_bits(_run(alone, lonely, backend)[0][0]), _bits(together[0]))
