@@ -32,12 +32,15 @@ def render(loaded: Loaded, request: Conversation) -> str:
         raise InvalidRequestError("messages is empty", param="messages")
     going_on = bool(request.continue_final_message)
     prompting = not going_on if request.add_generation_prompt is None else request.add_generation_prompt
-    return loaded.chat_template.render(
-        messages,
-        add_generation_prompt=prompting,
-        continue_final_message=going_on,
-        **(_arguments(request, source) if source else {}),
-    )
+    arguments = _arguments(request, source) if source else {}
+    try:
+        return loaded.chat_template.render(
+            messages, add_generation_prompt=prompting, continue_final_message=going_on, **arguments
+        )
+    except RecursionError as error:
+        raise InvalidRequestError(
+            "chat_template_kwargs or documents are nested too deep for the chat template", param="chat_template_kwargs"
+        ) from error
 
 
 def _arguments(request: Conversation, source: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from tests.server.conftest import Served, over_asgi
 from tests.server.test_completions import events
 from tests.server.tiny import START_ID, tiny_tokenizer
 
+DEEP = functools.reduce(lambda inner, _: [inner], range(960), "deep")
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -154,6 +156,7 @@ async def test_streamed_equals_unstreamed(served: Served, body: dict[str, Any]):
         ({"response_format": {"type": "json_object"}}, "response_format", '{"type":"text"}'),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking", "template"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "field of its own"),
+        ({"chat_template_kwargs": {"mood": DEEP}}, "chat_template_kwargs", "too deep"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "both"),
         ({"max_tokens": -1}, "max_tokens", "-1"),
     ],

@@ -16,7 +16,8 @@ VOCAB_SIZE = 259
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if mood %}[{{ mood }}]{% endif %}{% if documents %}{{ documents | length }} documents\n{% endif %}"
+    "{% if mood %}[{{ mood if mood is string else mood | tojson(indent=1) }}]{% endif %}"
+    "{% if documents %}{{ documents | length }} documents\n{% endif %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
