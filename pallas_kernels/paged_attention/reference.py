@@ -95,7 +95,7 @@ def _write(
 
 
 def _scatter(pool: Array, at: Int[Array, "kv_heads tokens"], new: Float[Array, "tokens kv_heads head_dim"]) -> Array:
-    """One row a head and token: for windows that span heads, a TPU would lay out the whole pool anew, there and back."""
+    """One row a head and token: for windows that span heads a TPU would lay out the whole pool anew, and back."""
     rows = pool.reshape(-1, pool.shape[3])
     return rows.at[at].set(new.swapaxes(0, 1).astype(pool.dtype), mode="drop").reshape(pool.shape)
 
