@@ -7,32 +7,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# (up to this size, in steps of)
-_SPACING = ((8, 8), (32, 8), (160, 16), (512, 32))
+# (up to this size, in steps of); beyond the last, in steps of 32.
+_SPACING = ((32, 8), (160, 16))
+_WIDEST_STEP = 32
 
 
-def decode_buckets(max_running: int, *, max_fine: int, asked: Sequence[int] | None, coarse: bool) -> tuple[int, ...]:
-    """Ascending row counts, the last of which is `max_running`.
+def decode_buckets(
+    max_running: int, *, max_fine: int | None, asked: Sequence[int] | None, smallest: int
+) -> tuple[int, ...]:
+    """Ascending row counts, the last of which holds `max_running`.
 
-    `asked` (`--cuda-graph-bs`) replaces the spacing. `coarse` is the CPU's: 2, then 8 doubled, as a product of one row
-    is many times slower there than one of two, and each program costs seconds of start-up.
+    `asked` (`--cuda-graph-bs`) replaces the spacing. Without `max_fine` there are few: `smallest`, then 8 doubled, as
+    each program costs seconds of start-up on a CPU. A product of one row is many times slower there than one of two.
     """
     if asked is not None:
         sizes = {min(size, max_running) for size in asked}
-    elif coarse:
-        sizes = {2} | {8 * 2**i for i in range(12)}
+    elif max_fine is None:
+        sizes = {smallest} | {8 * 2**i for i in range(12)}
     else:
         sizes = _fine(max_fine) | {2**i for i in range(16) if 2**i > max_fine}
-    top = max(max_running, 2) if coarse else max_running
+        sizes = {size for size in sizes if size >= smallest}
+    top = max(max_running, smallest)
     return tuple(sorted({size for size in sizes if size < top} | {top}))
 
 
 def _fine(max_fine: int) -> set[int]:
     sizes, low = {1, 2, 4}, 0
-    for high, step in _SPACING:
+    for high, step in (*_SPACING, (max_fine, _WIDEST_STEP)):
         sizes |= set(range(low + step, high + 1, step))
         low = high
-    return {size for size in sizes if size <= max_fine}
+    return {size for size in sizes if size < max_fine} | {max_fine}
 
 
 def token_buckets(max_tokens: int, *, smallest: int) -> tuple[int, ...]:

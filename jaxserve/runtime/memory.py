@@ -49,8 +49,9 @@ def plan_pool(
     if tokens is None:
         free = _free_bytes(config, device, weight_bytes) - activation_bytes
         # More than every running request at full length can't be used.
-        tokens = min(free // bytes_per_token, max_running * wanted)
-        if tokens < config.page_size * 2:
+        usable = max_running * -(-wanted // config.page_size) * config.page_size
+        tokens = min(free // bytes_per_token, usable)
+        if tokens < min(config.page_size * 2, usable):
             raise ConfigError(
                 f"no memory is left for the KV cache: {weight_bytes / 2**30:.2f} GiB of weights and "
                 f"{activation_bytes / 2**30:.2f} GiB of activations; raise --mem-fraction-static or lower "

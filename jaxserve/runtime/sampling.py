@@ -1,6 +1,6 @@
 """Choosing tokens: each row its own parameters, no sort of the vocabulary, randomness by seed and position alone.
 
-Order: logit bias, penalties and forbidden stop ids; then greedy, or temperature, top_k, top_p, min_p and one draw.
+Order: penalties, logit bias and forbidden stop ids; then greedy, or temperature, top_k, top_p, min_p and one draw.
 Work that no row of the batch asks for is skipped at run time. Log probabilities are the model's own, before all that.
 """
 
@@ -87,7 +87,7 @@ def edit(
     counts: Int[Array, "rows vocab_shard"],
     lengths: Int[Array, " rows"],
 ) -> Float[Array, "rows vocab_shard"]:
-    """Bias, penalties (repetition: Keskar et al. 2019; frequency, presence: OpenAI's), stop ids before `min_tokens`."""
+    """Penalties (repetition: Keskar et al. 2019; frequency, presence: OpenAI's), bias, stop ids before `min_tokens`."""
     repetition, frequency, presence = (
         rows.floats[:, FLOATS.index(name)] for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
     )

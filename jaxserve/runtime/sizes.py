@@ -24,25 +24,26 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class _Defaults:
-    """By platform: requests that run at once, tokens of a prefill chunk, tokens of the smallest mixed program."""
+    """By platform: requests that run at once, tokens of a prefill chunk, tokens of the smallest mixed program, rows of
+    the smallest decode program, and up to which size decode programs are finely spaced."""
 
     running: int
     chunk: int
     smallest_bucket: int
+    smallest_batch: int
+    max_fine: int | None
 
 
-_CPU = _Defaults(running=32, chunk=512, smallest_bucket=64)
-_ACCELERATOR = _Defaults(running=256, chunk=2048, smallest_bucket=256)
+_CPU = _Defaults(running=32, chunk=512, smallest_bucket=64, smallest_batch=2, max_fine=None)
+_ACCELERATOR = _Defaults(running=256, chunk=2048, smallest_bucket=256, smallest_batch=1, max_fine=160)
 _PROMPT_LOGPROB_TOKENS = 128
-_FINE_BUCKETS = 160
 
 
 def resolve_sizes(
     config: EngineConfig, model: ModelConfig, device: Any, *, weight_bytes: int, bytes_per_token: int
 ) -> Sizes:
     """Fill in every size that was left open. Raises `ConfigError` where nothing fits."""
-    cpu = device.platform == "cpu"
-    defaults = _CPU if cpu else _ACCELERATOR
+    defaults = _CPU if device.platform == "cpu" else _ACCELERATOR
     running = config.max_running_requests or defaults.running
     chunk = config.chunked_prefill_size or defaults.chunk
     widest = config.max_num_batched_tokens or (defaults.chunk if chunk < 0 else chunk)
@@ -65,7 +66,10 @@ def resolve_sizes(
         page_size=config.page_size,
         max_model_len=pool.context_length,
         decode_buckets=decode_buckets(
-            running, max_fine=config.cuda_graph_max_bs or _FINE_BUCKETS, asked=config.cuda_graph_bs, coarse=cpu
+            running,
+            max_fine=config.cuda_graph_max_bs or defaults.max_fine,
+            asked=config.cuda_graph_bs,
+            smallest=defaults.smallest_batch,
         ),
         token_buckets=token_buckets(largest, smallest=defaults.smallest_bucket),
         prompt_logprob_tokens=max(_PROMPT_LOGPROB_TOKENS, 2 * running),

@@ -1,0 +1,99 @@
+"""What was left open is filled in, and whatever was asked, the scheduler can plan within the result."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxserve.config.schema import EngineConfig
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.errors import ConfigError
+from jaxserve.runtime.sizes import Sizes, resolve_sizes
+from tests.runtime.tiny import model
+
+CPU = SimpleNamespace(platform="cpu")
+GPU = SimpleNamespace(platform="cuda", memory_stats=lambda: {"bytes_limit": 2**30})
+
+
+def _resolve(device: Any = CPU, **options: Any) -> Sizes:
+    return resolve_sizes(EngineConfig(**options), model(), device, weight_bytes=2**20, bytes_per_token=256)
+
+
+def test_defaults_of_a_cpu() -> None:
+    sizes = _resolve()
+    assert sizes.capacity.num_slots == 32
+    assert sizes.capacity.decode_buckets == (2, 8, 16, 32)
+    assert sizes.capacity.max_model_len == 64
+    assert sizes.capacity.num_pages == 32 * 64 // 16
+    assert sizes.chunked_prefill_size == sizes.max_prefill_tokens == sizes.max_num_batched_tokens == 64
+    assert sizes.capacity.token_buckets == (64,)
+
+
+def test_defaults_of_an_accelerator() -> None:
+    sizes = _resolve(GPU)
+    assert sizes.capacity.num_slots == 256
+    assert sizes.capacity.decode_buckets[:5] == (1, 2, 4, 8, 16)
+    assert sizes.capacity.decode_buckets[-2:] == (160, 256)
+
+
+def test_no_chunking_means_a_step_holds_the_longest_prompt() -> None:
+    sizes = _resolve(chunked_prefill_size=-1)
+    assert sizes.chunked_prefill_size == sizes.max_prefill_tokens == sizes.capacity.token_buckets[-1] == 64
+    sizes = _resolve(chunked_prefill_size=-1, max_total_tokens=48, max_running_requests=2)
+    assert sizes.capacity.max_model_len == sizes.chunked_prefill_size == sizes.capacity.token_buckets[-1] == 48
+
+
+def test_budgets_bound_each_other() -> None:
+    sizes = _resolve(chunked_prefill_size=40, max_prefill_tokens=10, max_num_batched_tokens=20, max_running_requests=4)
+    assert (sizes.chunked_prefill_size, sizes.max_prefill_tokens, sizes.max_num_batched_tokens) == (20, 10, 20)
+    assert sizes.capacity.token_buckets == (20,)
+    assert _resolve(chunked_prefill_size=8).max_prefill_tokens == 8
+    assert _resolve(chunked_prefill_size=10**6).chunked_prefill_size == 64
+
+
+def test_a_step_may_be_wider_than_the_context_where_the_batch_is() -> None:
+    sizes = _resolve(context_length=8, max_running_requests=20, chunked_prefill_size=8, max_num_batched_tokens=100)
+    assert sizes.max_num_batched_tokens == sizes.capacity.token_buckets[-1] == 20
+
+
+def test_decode_programs_follow_their_flags() -> None:
+    assert _resolve(cuda_graph_bs=(3, 5)).capacity.decode_buckets == (3, 5, 32)
+    assert _resolve(cuda_graph_max_bs=8, max_running_requests=20).capacity.decode_buckets == (2, 4, 8, 16, 20)
+    fine = _resolve(GPU, cuda_graph_max_bs=8, max_running_requests=20)
+    assert fine.capacity.decode_buckets == (1, 2, 4, 8, 16, 20)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
+def test_the_pool_holds_the_context_in_whole_pages(page_size: int) -> None:
+    capacity = _resolve(page_size=page_size, max_running_requests=1).capacity
+    assert capacity.num_pages * page_size >= capacity.max_model_len == 64
+    tiny = _resolve(page_size=page_size, max_total_tokens=page_size).capacity
+    assert (tiny.num_pages, tiny.max_model_len) == (1, min(page_size, 64))
+
+
+def test_a_pool_of_less_than_a_page_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_total_tokens=15"):
+        _resolve(max_total_tokens=15)
+
+
+def test_the_scheduler_can_plan_within_whatever_was_asked() -> None:
+    choices: dict[str, list[Any]] = {
+        "max_running_requests": [None, 1, 3, 300],
+        "chunked_prefill_size": [None, -1, 1, 7, 10000],
+        "max_num_batched_tokens": [None, 1, 5, 10000],
+        "max_total_tokens": [None, 16, 100],
+        "cuda_graph_bs": [None, (1,), (400,)],
+    }
+    for values in itertools.product(*choices.values()):
+        sizes = _resolve(**dict(zip(choices, values)))
+        Scheduler(
+            sizes.capacity,
+            chunked_prefill_size=sizes.chunked_prefill_size,
+            max_prefill_tokens=sizes.max_prefill_tokens,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+        )
+        assert sizes.chunked_prefill_size <= sizes.max_num_batched_tokens <= sizes.capacity.token_buckets[-1]
+        assert sizes.capacity.decode_buckets[-1] >= sizes.capacity.num_slots

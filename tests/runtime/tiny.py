@@ -1,0 +1,111 @@
+"""A deployment in miniature: two layers, a few slots, programs that compile in a second."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxserve.api_types import SamplingParams
+from jaxserve.models.config import ModelConfig, parse_model_config
+from jaxserve.models.registry import family
+from jaxserve.runtime.mesh import make_mesh, shardings
+from jaxserve.runtime.programs import ProgramBuilder
+from jaxserve.runtime.state import DeviceState, make_state, state_specs
+from jaxserve.runtime.step import StepContext
+from jaxserve.step_plan import Capacity, Chunk, SlotOpen
+from jaxserve.weights.dummy import dummy_params
+from tests.tiny_model import CONFIG
+
+F32 = np.dtype(np.float32)
+CAPACITY = Capacity(
+    num_slots=4,
+    num_pages=20,
+    page_size=4,
+    max_model_len=24,
+    decode_buckets=(2, 4),
+    token_buckets=(8, 16),
+    prompt_logprob_tokens=8,
+)
+
+
+def model() -> ModelConfig:
+    return parse_model_config(CONFIG)
+
+
+@functools.cache
+def mesh() -> Mesh:
+    return make_mesh(jax.devices("cpu"))
+
+
+def specs(capacity: Capacity, vocab_size: int = CONFIG["vocab_size"]) -> DeviceState:
+    [kv_spec] = family(model()).kv_specs(model())
+    return state_specs(kv_spec, capacity, vocab_size=vocab_size, dtype=F32)
+
+
+def zero_state(capacity: Capacity, vocab_size: int = CONFIG["vocab_size"]) -> DeviceState:
+    state = specs(capacity, vocab_size)
+    return make_state(state, shardings(mesh(), state))
+
+
+def builder(capacity: Capacity = CAPACITY, *, sample_rows: int | None = 16) -> ProgramBuilder:
+    context = StepContext(model(), "reference", sample_rows)
+    return ProgramBuilder(context, capacity, mesh(), family(model()).abstract(model(), F32), specs(capacity))
+
+
+@functools.cache
+def params() -> Any:
+    abstract = family(model()).abstract(model(), F32)
+    return dummy_params(abstract, shardings(mesh(), abstract), 0)
+
+
+def on_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Jit a function that names mesh axes, over a mesh of one device."""
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh(), in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    )
+
+
+def opening(
+    slot: int = 0, prompt: list[int] | None = None, outputs: list[int] | None = None, **options: Any
+) -> SlotOpen:
+    """A slot that opens; options that `SlotOpen` has no field for are the request's sampling."""
+    own = {name: options.pop(name) for name in list(options) if name in SlotOpen.__struct_fields__}
+    fields: dict[str, Any] = {"rank": 0, "stop_ids": (), "sample": 0} | own
+    sampling = SamplingParams(**{"seed": 0} | options)
+    return SlotOpen(slot=slot, sampling=sampling, prompt_ids=prompt or [1], output_ids=outputs or [], **fields)
+
+
+def decode(slot: int, start: int, pages: tuple[int, ...] = ()) -> Chunk:
+    return Chunk(
+        request_id=f"s{slot}",
+        slot=slot,
+        rank=0,
+        start=start,
+        length=1,
+        tokens=None,
+        new_pages=(pages,),
+        logits=1,
+        sample=True,
+    )
+
+
+def prefill(
+    slot: int, start: int, tokens: list[int], pages: tuple[int, ...] = (), *, sample: bool = True, **options: Any
+) -> Chunk:
+    fields: dict[str, Any] = {"logits": int(sample)} | options
+    return Chunk(
+        request_id=f"s{slot}",
+        slot=slot,
+        rank=0,
+        start=start,
+        length=len(tokens),
+        tokens=tokens,
+        new_pages=(pages,),
+        sample=sample,
+        **fields,
+    )
