@@ -13,7 +13,6 @@ import msgspec
 from starlette.exceptions import HTTPException
 
 from jaxserve.errors import (
-    ConfigError,
     EngineDeadError,
     InvalidRequestError,
     JaxserveError,
@@ -126,7 +125,7 @@ def to_http(error: Exception) -> HttpError:
         case RequestFailedError():
             logger.error("request failed in the engine: %s", error)
             return HttpError(500, str(error), type="server_error", code="request_failed")
-        case ConfigError() | _:
+        case _:
             logger.error("unexpected error while serving a request", exc_info=error)
             return HttpError(500, "Internal server error; the server's log says more", type="server_error")
 
