@@ -115,7 +115,7 @@ def to_http(error: Exception) -> HttpError:
         case InvalidRequestError():
             return HttpError(400, str(error), param=error.param)
         case QueueFullError():
-            return _unavailable(f"The server is overloaded ({error}); try again later", "queue_full")
+            return _unavailable(f"The server is overloaded: {error}", "queue_full")
         case EngineDeadError():
             return _unavailable(f"The engine has ended: {error}", "engine_dead")
         case UnavailableError():
