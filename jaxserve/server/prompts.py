@@ -70,10 +70,12 @@ def output_limit(prompt_tokens: int, asked: int | None, default: int | None, inf
     left = info.max_model_len - prompt_tokens
     fitting = left if default is None else min(default, left)
     wanted = max(fitting, 1) if asked is None else asked
-    if wanted > left:
+    # The engine wants room for one token after the prompt, also where none is asked for.
+    needed = max(wanted, 1)
+    if needed > left:
         raise ContextLengthError(
             f"This model's maximum context length is {info.max_model_len} tokens. However, you requested "
-            f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the {param}, {wanted} in the completion). "
+            f"{prompt_tokens + needed} tokens ({prompt_tokens} in the {param}, {needed} in the completion). "
             f"Please reduce the length of the {param} or completion.",
             param=param,
         )

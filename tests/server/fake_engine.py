@@ -102,6 +102,8 @@ class FakeEngine:
         running = _Running(request, self._rule(request))
         self.submitted.append(request)
         reason = self._refuse(request)
+        if len(request.prompt_ids) >= self.info.max_model_len:
+            reason = "the prompt leaves no room for output, as the real engine says"
         if reason is not None:
             running.events.put_nowait(TokenEvent(request.request_id, [], FinishReason.ERROR, error=reason))
         else:

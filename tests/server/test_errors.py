@@ -115,6 +115,7 @@ async def test_broken_json(served: Served, body: bytes, words: str):
     [
         ({"prompt": "a" * 513}, ["512", "513"]),
         ({"prompt": "a" * 512}, ["512", "513"]),
+        ({"prompt": "a" * 512, "max_tokens": 0, "echo": True}, ["512", "513"]),
         ({"prompt": "a" * 500, "max_tokens": 20}, ["512", "520", "500", "20"]),
         ({"prompt": list(range(200)) * 2_000}, ["512", "400000"]),
     ],
@@ -127,9 +128,9 @@ async def test_context_length(served: Served, body: dict[str, Any], numbers: lis
     assert all(number in error["message"] for number in numbers)
 
 
-async def test_a_prompt_that_fills_the_context_can_be_scored(served: Served):
+async def test_a_prompt_one_short_of_the_context_can_be_scored(served: Served):
     response = await served.http.post(
-        "/v1/completions", json={"prompt": "a" * 512, "max_tokens": 0, "echo": True, "logprobs": 0}
+        "/v1/completions", json={"prompt": "a" * 511, "max_tokens": 0, "echo": True, "logprobs": 0}
     )
     assert response.status_code == 200
 
