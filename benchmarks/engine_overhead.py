@@ -65,6 +65,7 @@ def measure(num_running: int, num_waiting: int) -> dict[str, float]:
         times["plan"].append(planned - start)
         times["commit"].append(committed - planned)
         assert following is not None
+        assert following.num_decodes == num_running
         in_flight = following
     milliseconds = {name: 1000 * statistics.median(values) for name, values in times.items()}
     total = [plan + commit for plan, commit in zip(times["plan"], times["commit"])]

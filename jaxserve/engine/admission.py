@@ -42,9 +42,9 @@ def max_new_tokens(request: EngineRequest, capacity: Capacity) -> int:
 
 
 def may_start(pages_to_fill: int, spare_pages: int, *, alone: bool) -> bool:
-    """Whether all tokens to fill, and one page of output, fit into the pages nobody has or is about to need.
+    """Whether all tokens to fill, and one page of output, fit into the pages that are free.
 
-    Asking for less would let in prompts that take each other's pages halfway. With nothing else running there is
-    nothing to wait for, so then the tokens alone are enough.
+    Asking for less would let in what is retracted a moment later. With nothing else running there is nothing to wait
+    for, so then the tokens alone are enough.
     """
     return pages_to_fill + (0 if alone else 1) <= spare_pages

@@ -117,10 +117,11 @@ class Planner:
         return greedy
 
     def _choose_prefills(self, num_decodes: int, opens: list[SlotOpen], *, admit: bool) -> list[tuple[Request, int]]:
-        """Who computes how many of its fill tokens: prompts under way first, then those that may start.
+        """Who computes how many of its fill tokens: a prompt under way first, then those that may start.
 
-        Nobody overtakes: the first that gets nothing ends the line. A prompt starts only when pages for all of it are
-        spare, so two never stand halfway with each other's pages; what decodes take from it later is got by retraction.
+        Nobody overtakes, and a chunk is cut short only by a budget or a pool that is then used up. So at most one
+        prompt is ever halfway, and two never wait for each other's pages. What decodes take from it is got back by
+        retraction.
         """
         roster, pool = self._roster, self._roster.pool
         budget = PrefillBudget(
@@ -130,38 +131,29 @@ class Planner:
             prompt_logprob_tokens=self._capacity.prompt_logprob_tokens,
         )
         chosen: list[tuple[Request, int]] = []
-        free = pool.num_free
-        reserved = 0  # pages that prompts under way still take after this step
+        spare = pool.num_free
         for request in roster.prefilling.values():
             planned, held = request.num_planned_tokens, len(request.pages[0])
             wants = request.needs_prompt_logprobs
-            room = (held + free) * self._page_size - planned
+            room = (held + spare) * self._page_size - planned
             length = min(request.num_fill_tokens - planned, room, budget.offer(prompt_logprobs=wants))
             if length <= 0:
-                return self._trimmed(chosen, budget)
+                return chosen
             budget.take(length, prompt_logprobs=wants)
             chosen.append((request, length))
-            taken = pool.pages_for(planned + length)
-            free -= taken - held
-            reserved += pool.pages_for(request.num_fill_tokens) - taken
+            spare -= pool.pages_for(planned + length) - held
         while admit and roster.num_free_slots and (waiting := roster.waiting.peek()) is not None:
             wants = waiting.needs_prompt_logprobs
             length = min(waiting.num_fill_tokens, budget.offer(prompt_logprobs=wants))
             needed = pool.pages_for(waiting.num_fill_tokens)
             alone = not (roster.prefilling or roster.decoding)
-            if length <= 0 or not admission.may_start(needed, free - reserved, alone=alone):
+            if length <= 0 or not admission.may_start(needed, spare, alone=alone):
                 break
             opens.append(roster.start(waiting))
             budget.take(length, prompt_logprobs=wants)
             chosen.append((waiting, length))
-            taken = pool.pages_for(length)
-            free -= taken
-            reserved += needed - taken
-        return self._trimmed(chosen, budget)
-
-    def _trimmed(self, chosen: list[tuple[Request, int]], budget: PrefillBudget) -> list[tuple[Request, int]]:
-        """Shorten the last chunk where that lets a smaller program do; steps for prompt logprobs have their own."""
-        if chosen and not budget.prompt_logprobs:
+            spare -= needed
+        if chosen and not budget.prompt_logprobs:  # those steps have a program of their own
             request, length = chosen[-1]
             chosen[-1] = request, length - trim_to_bucket(budget.total, length, self._capacity.token_buckets)
         return chosen

@@ -129,6 +129,8 @@ class Roster:
                     f"request {request.request_id} holds {len(request.pages[0])} pages for "
                     f"{request.num_planned_tokens} tokens"
                 )
+        if len(self.prefilling) > 1:
+            problems.append(f"{len(self.prefilling)} prompts are halfway at once: {', '.join(self.prefilling)}")
         slots = Counter(self._free_slots)
         slots.update(request.slot for request in running if request.slot is not None)
         for slot in range(self._num_slots):

@@ -123,6 +123,7 @@ class FakeExecutor:
         for token in tokens:
             self._kv[slot.pages[slot.length // size]][slot.length % size] = token
             slot.length += 1
+        assert slot.length < self.capacity.max_model_len
         assert len(slot.pages) == -(-slot.length // size), "pages beyond what the chunk writes"
         seen = [self._kv[slot.pages[i // size]][i % size] for i in range(slot.length)]
         result.tokens.append([])
@@ -132,6 +133,7 @@ class FakeExecutor:
             token = next_token(seen, slot.num_outputs, sampling, slot.opened.stop_ids)
             slot.last_token = token
             slot.num_outputs += 1
+            assert slot.num_outputs <= sampling.max_tokens, "a step past the known length"
             result.tokens[index].append(token)
             if sampling.logprobs is not None:
                 result.logprobs[index] = [logprobs_of(seen, token)]

@@ -21,6 +21,7 @@ class _Stuck(FakeExecutor):
     """Never gives back what it computed."""
 
     def collect(self, handle: object) -> StepResult:
+        print("stuck", file=sys.stderr, flush=True)
         threading.Event().wait()
         return super().collect(handle)
 

@@ -220,13 +220,17 @@ async def test_interrupts_are_left_to_the_parent() -> None:
         assert tokens_of(await all_of(client.submit(request))) == run_alone(request, 64).token_ids
 
 
-def test_the_engine_dies_with_its_parent() -> None:
+@pytest.mark.parametrize("model", ["fine", "stuck"])
+def test_the_engine_dies_with_its_parent(model: str) -> None:
     code = f"""
 import asyncio
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.client import EngineClient
+from tests.engine.conftest import make_request
 async def main():
-    client = await EngineClient.launch(EngineConfig(model="stuck"), module={MODULE!r})
+    client = await EngineClient.launch(EngineConfig(model={model!r}, log_level='error'), module={MODULE!r})
+    if {model!r} == "stuck":
+        client.submit(make_request("r"))
     print(client.pid, flush=True)
     await client.on_death
 asyncio.run(main())
@@ -235,11 +239,15 @@ asyncio.run(main())
     with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as directory:
         environment = {**os.environ, "TMPDIR": directory}
         command = [sys.executable, "-c", code]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as parent:
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, env=environment) as parent:
             assert parent.stdout is not None
+            assert parent.stderr is not None
             engine = psutil.Process(int(parent.stdout.readline()))
+            said = parent.stderr.readline() if model == "stuck" else None
             parent.kill()
-        engine.wait(timeout=60)
+            assert said in (None, "stuck\n")
+            engine.wait(timeout=60)
 
 
 def test_the_module_run_by_hand_says_what_it_is() -> None:

@@ -64,6 +64,7 @@ def test_a_failing_device_ends_the_loop_for_good(method: str, monkeypatch: pytes
     executor = _Recording()
 
     def fail(_: object) -> StepResult:
+        monkeypatch.undo()
         raise MemoryError("no more")
 
     monkeypatch.setattr(executor, method, fail)

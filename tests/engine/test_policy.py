@@ -21,6 +21,7 @@ def test_those_put_back_go_first_in_the_order_they_came() -> None:
     queue.put_back(requests[1])
     queue.put_back(requests[3])
     queue.put_back(requests[0])
+    assert [request.arrival for request in queue] == [0, 1, 3, 4, 5]
     queue.remove(requests[1])
     queue.remove(requests[4])
     assert [request.arrival for request in queue] == [0, 3, 5]

@@ -184,6 +184,19 @@ def test_a_token_computed_past_a_stop_is_dropped() -> None:
     assert scheduler.stats().generation_tokens == 1
 
 
+def test_a_step_may_bring_several_tokens_and_ends_within_them() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", stop_ids=(5,), max_tokens=10))
+    scheduler.add(make_request("b", max_tokens=2))
+    plan = planned(scheduler)
+    result = StepResult(tokens=[[1, 5, 2], [1, 2, 3]], logprobs={}, prompt_logprobs={})
+    a, b = scheduler.commit(plan, result)
+    assert (a.token_ids, a.finish_reason, a.stop_id) == ([1, 5], FinishReason.STOP, 5)
+    assert (b.token_ids, b.finish_reason, b.stop_id) == ([1, 2], FinishReason.LENGTH, None)
+    assert a.usage is not None
+    assert a.usage.completion_tokens == 2
+
+
 def test_a_stop_id_counts_only_after_min_tokens() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request("a", stop_ids=(5,), max_tokens=10, min_tokens=2))
@@ -228,18 +241,26 @@ def test_greedy_is_said_of_those_that_draw() -> None:
     assert not planned(scheduler).greedy
 
 
-def test_no_prompt_starts_that_could_strand_another_halfway() -> None:
-    capacity = make_capacity(num_pages=10)
-    scheduler = make_scheduler(capacity=capacity, chunked_prefill_size=8)
+def test_a_prompt_starts_when_all_of_it_and_a_page_more_are_free() -> None:
+    scheduler = make_scheduler(capacity=make_capacity(num_pages=10, token_buckets=(64,)), chunked_prefill_size=20)
     scheduler.add(make_request("a", 24))
     scheduler.add(make_request("b", 15))
     scheduler.add(make_request("c", 2))
-    assert shape(planned(scheduler)) == [("a", 0, 8)]
-    assert shape(planned(scheduler)) == [("a", 8, 8)]
+    assert shape(planned(scheduler)) == [("a", 0, 20)]
     plan = planned(scheduler)
-    assert shape(plan) == [("a", 16, 8)], "b's 4 pages and one more are not spare, and nobody overtakes it"
+    assert shape(plan) == [("a", 20, 4)], "b's 4 pages are free but not one more, and nobody overtakes it"
     scheduler.abort("b")
     assert shape(planned(scheduler)) == [("a", 24, 1), ("c", 0, 2)]
+
+
+def test_there_is_never_more_than_one_prompt_halfway() -> None:
+    scheduler = make_scheduler(chunked_prefill_size=8)
+    for name in "abc":
+        scheduler.add(make_request(name, 12))
+    assert shape(planned(scheduler)) == [("a", 0, 8)]
+    assert shape(planned(scheduler)) == [("a", 8, 4), ("b", 0, 4)]
+    assert shape(planned(scheduler)) == [("a", 12, 1), ("b", 4, 8)]
+    assert shape(planned(scheduler)) == [("a", 13, 1), ("b", 12, 1), ("c", 0, 8)]
 
 
 def test_prompts_halfway_give_way_to_decodes_and_come_back() -> None:

@@ -5,6 +5,7 @@ import select
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -16,6 +17,7 @@ from jaxserve.engine.transport import (
     Abort,
     Add,
     ClientTransport,
+    Command,
     EngineTransport,
     Message,
     ReadStats,
@@ -41,6 +43,13 @@ def _receive(client: ClientTransport, count: int) -> list[Message]:
     return messages
 
 
+def _commands(engine: EngineTransport, count: int) -> list[Command]:
+    commands: list[Command] = []
+    while len(commands) < count:
+        commands += engine.receive(wait=True) or []
+    return commands
+
+
 def test_each_client_gets_its_own_and_one_message_a_step(sockets: Path) -> None:
     commands = f"ipc://{sockets}/commands"
     addresses = [f"ipc://{sockets}/client-{i}" for i in range(2)]
@@ -53,16 +62,16 @@ def test_each_client_gets_its_own_and_one_message_a_step(sockets: Path) -> None:
         ClientTransport(commands, addresses[1]) as second,
     ):
         mine = [make_request(name, max_tokens=3, client=0) for name in ("a", "b")]
-        first.send(Add(mine))
         theirs = make_request("c", max_tokens=3, client=1)
-        server = _Server(loop, engine)
-        for command in engine.receive(wait=True) or []:
-            server._obey(command)
-        server._obey(Add([theirs, make_request("a", client=1)]))
+        first.send(Add(mine))
         first.send(ReadStats(0, 7))
-        first.send(Shutdown())
+        server = _Server(loop, engine)
+        for command in _commands(engine, 2):
+            server._obey(command)
+        second.send(Add([theirs, make_request("a", client=1)]))
         second.send(Abort(["nobody"]))
-        server.run()  # to the Shutdown
+        for command in _commands(engine, 2):
+            server._obey(command)
         while loop.has_work:
             server._route(loop.step())
             server._publish()
@@ -100,3 +109,32 @@ def test_messages_wait_for_whoever_is_not_there_yet(sockets: Path) -> None:
             assert _receive(client, 1) == [message]
     os.close(parent)
     os.close(lifeline)
+
+
+class _Scripted:
+    """A transport whose commands are written down before."""
+
+    num_clients = 1
+
+    def __init__(self, *turns: list[Command] | None) -> None:
+        self.turns = list(turns)
+        self.waits: list[bool] = []
+        self.sent: list[Message] = []
+
+    def receive(self, *, wait: bool) -> list[Command] | None:
+        self.waits.append(wait)
+        # While there is work nothing comes in.
+        return self.turns.pop(0) if wait else []
+
+    def send(self, client: int, message: Message) -> None:
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize("end", [None, [Shutdown()]])
+def test_the_engine_sleeps_when_idle_and_only_then(end: list[Command] | None) -> None:
+    scheduler = Scheduler(make_capacity(), chunked_prefill_size=32, max_prefill_tokens=32, max_num_batched_tokens=64)
+    loop = EngineLoop(scheduler, FakeExecutor(make_capacity()), overlap=False)
+    transport = _Scripted([Add([make_request("a", max_tokens=3)])], [Abort(["nobody"])], end)
+    _Server(loop, cast(EngineTransport, transport)).run()
+    assert transport.waits == [True, False, False, True, True]
+    assert len(transport.sent) == 3, "one message a step, none when idle"
