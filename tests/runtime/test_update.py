@@ -6,8 +6,8 @@ import functools
 from typing import Any
 
 import jax
-import numpy as np
 import msgspec
+import numpy as np
 import pytest
 
 from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_STOP_IDS
