@@ -9,7 +9,6 @@ import hashlib
 import importlib.metadata
 import logging
 import os
-import pickle
 import platform
 import tempfile
 from collections.abc import Callable, Iterator
@@ -129,20 +128,21 @@ def build_programs(
     paths = {key: folder / f"{key}.xla" for key in wanted} if folder is not None else {}
     missing = [key for key in wanted if key not in paths or not paths[key].exists()]
 
-    def make(key: Key) -> tuple[Key, jax.stages.Compiled]:
+    def make(key: Key) -> tuple[Key, jax.stages.Compiled, bool]:
         if key not in missing:
             try:
-                return key, builder.load(key, paths[key])
-            except (ValueError, RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-                logger.warning("kept program %s can't be loaded (%s): compiling it again", paths[key], error)
+                return key, builder.load(key, paths[key]), False
+            except Exception as error:  # a damaged pickle may raise anything
+                logger.warning("kept program %s can't be loaded (%r): compiling it again", paths[key], error)
         compiled = builder.compile(key)
         if key in paths:
             builder.store(compiled, paths[key])
-        return key, compiled
+        return key, compiled, True
 
     order = sorted(wanted, key=_cost, reverse=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(_progress(pool.map(make, order), len(order), bool(missing))), len(missing)
+        made = list(_progress(pool.map(make, order), len(order), bool(missing)))
+    return {key: program for key, program, _ in made}, sum(compiled for _, _, compiled in made)
 
 
 def _cost(key: Key) -> tuple[bool, int]:
@@ -152,9 +152,9 @@ def _cost(key: Key) -> tuple[bool, int]:
 
 def _progress(items: Iterator[Any], total: int, compiling: bool) -> Iterator[Any]:
     with tqdm(items, total=total, desc="Compiling programs", unit="program", disable=not compiling) as bar:
-        for key, program in bar:
-            bar.set_postfix_str(str(key))
-            yield key, program
+        for made in bar:
+            bar.set_postfix_str(str(made[0]))
+            yield made
 
 
 def _cpu_features() -> str:
@@ -168,13 +168,14 @@ def _cpu_features() -> str:
 
 
 def _source_hash() -> str:
-    """Our own sources that shape a program."""
+    """Our own sources that shape a program, and the tables that tune its kernels."""
+    ours, kernels = (Path(str(package.__file__)).parent for package in (jaxserve, pallas_kernels))
+    paths = [ours / name for name in ("api_types.py", "params.py", "step_plan.py")]
+    for room in (ours / "layers", ours / "models", ours / "runtime", kernels):
+        paths += sorted(path for path in room.rglob("*") if path.suffix in (".py", ".json"))
     digest = hashlib.sha256()
-    for package, rooms in ((jaxserve, ("layers", "models", "runtime")), (pallas_kernels, ("",))):
-        root = Path(str(package.__file__)).parent
-        for room in rooms:
-            for path in sorted((root / room).rglob("*.py")):
-                digest.update(path.read_bytes())
+    for path in paths:
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
