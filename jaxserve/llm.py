@@ -17,7 +17,6 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from tqdm import tqdm
 
 from jaxserve import model_source
@@ -28,6 +27,7 @@ from jaxserve.engine.client import InProcessEngine
 from jaxserve.errors import ConfigError, InvalidRequestError, RequestFailedError
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.output import OutputDelta, OutputProcessor
+from jaxserve.text.requests import check_ids, engine_requests
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -148,8 +148,6 @@ class LLM:
         self.close()
 
     def _render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-        if self._template is None:
-            raise InvalidRequestError("the model has no chat template; give one with chat_template=FILE")
         return self._template.render([dict(message) for message in messages], **options)
 
     def _encode_rendered(self, text: str) -> list[int]:
@@ -159,35 +157,23 @@ class LLM:
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
         text = prompt if isinstance(prompt, str) else None
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        vocab_size, limit = self._engine.info.vocab_size, self.max_model_len
         if not ids:
             raise InvalidRequestError("the prompt holds no tokens", param="prompt")
         for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise InvalidRequestError(f"the prompt holds {token!r}; ids are 0 to {vocab_size - 1}", param="prompt")
-        if len(ids) + min(params.max_tokens, 1) > limit:
+            if type(token) is not int:
+                raise InvalidRequestError(f"the prompt holds {token!r}, which is not a token id", param="prompt")
+        check_ids(ids, self._engine.info.vocab_size, param="prompt")
+        if len(ids) >= self.max_model_len:
             raise InvalidRequestError(
-                f"the prompt has {len(ids)} tokens and leaves no room to answer: the context is {limit} tokens; "
-                "shorten the prompt, or raise context_length",
+                f"the prompt has {len(ids)} tokens and leaves no room to answer: the context is {self.max_model_len} "
+                "tokens; shorten the prompt, or raise context_length",
                 param="prompt",
             )
         return _Job(text, ids, params)
 
     def _requests(self, job: _Job) -> list[EngineRequest]:
-        params = job.params
-        eos = () if params.ignore_eos else self._tokenizer.eos_ids
-        number = next(self._numbers)
-        return [
-            EngineRequest(
-                request_id=f"llm-{number}-{sample}",
-                prompt_ids=job.ids,
-                sampling=params if sample == 0 else msgspec.structs.replace(params, prompt_logprobs=None),
-                stop_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
-                group_id=f"llm-{number}",
-                sample=sample,
-            )
-            for sample in range(params.n)
-        ]
+        name = f"llm-{next(self._numbers)}"
+        return engine_requests(name, job.ids, job.params, self._tokenizer, self._engine.info.vocab_size)
 
     def _run(self, jobs: list[_Job], use_tqdm: bool) -> list[RequestOutput]:
         samples = [[_Sample(request) for request in self._requests(job)] for job in jobs]
@@ -291,9 +277,9 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     return list(params)
 
 
-def _chat_template(tokenizer: Tokenizer, file: str | None) -> ChatTemplate | None:
+def _chat_template(tokenizer: Tokenizer, file: str | None) -> ChatTemplate:
     if file is None:
-        return None if tokenizer.chat_template is None else ChatTemplate(tokenizer.chat_template, tokenizer)
+        return ChatTemplate(tokenizer.chat_template, tokenizer)
     try:
         return ChatTemplate(Path(file).read_text(encoding="utf-8"), tokenizer)
     except (OSError, UnicodeDecodeError) as error:

@@ -162,9 +162,10 @@ def test_closing_a_stream_ends_the_request(llm: LLM) -> None:
     ("prompt", "says"),
     [
         ("", "no tokens"),
-        ([VOCAB_SIZE], f"ids are 0 to {VOCAB_SIZE - 1}"),
-        ([-1], "ids are 0 to"),
-        (["abc", [1, "b"]], "holds 'b'"),
+        ([VOCAB_SIZE], rf"ids are in \[0, {VOCAB_SIZE - 1}\]"),
+        ([-1], "holds the token id -1"),
+        (["abc", [1, "b"]], "holds 'b', which is not a token id"),
+        ([[1, True]], "holds True"),
         ("x" * 64, "has 64 tokens and leaves no room to answer: the context is 64 tokens"),
     ],
 )

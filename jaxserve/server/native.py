@@ -11,8 +11,9 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.server.http import Exchange
 from jaxserve.server.messages import render
 from jaxserve.server.openai.protocol import Message
-from jaxserve.server.prompts import check_ids, encode
+from jaxserve.server.prompts import encode
 from jaxserve.server.serving import Serving
+from jaxserve.text.requests import check_ids
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

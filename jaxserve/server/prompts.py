@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from jaxserve.api_types import MAX_STOP_IDS, EngineInfo, EngineRequest, SamplingParams
+from jaxserve.api_types import EngineInfo, EngineRequest, SamplingParams
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.errors import ContextLengthError
 from jaxserve.server.serving import Loaded, Serving
+from jaxserve.text import requests
 
 MAX_SEQUENCES = 2048
 
@@ -52,17 +53,7 @@ def check_prompt(ids: Sequence[int], info: EngineInfo, *, param: str) -> None:
             f"{len(ids)} tokens. Please reduce the length of the {param}.",
             param=param,
         )
-    check_ids(ids, info.vocab_size, param=param)
-
-
-def check_ids(ids: Sequence[int], vocab_size: int, *, param: str) -> None:
-    """Raises unless all of `ids` are in the vocabulary."""
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        wrong = next(token for token in ids if not 0 <= token < vocab_size)
-        raise InvalidRequestError(
-            f"{param} holds the token id {wrong}, which is not in the vocabulary: ids are in [0, {vocab_size - 1}]",
-            param=param,
-        )
+    requests.check_ids(ids, info.vocab_size, param=param)
 
 
 def output_limit(prompt_tokens: int, asked: int | None, default: int | None, info: EngineInfo, *, param: str) -> int:
@@ -86,32 +77,9 @@ def engine_requests(
     loaded: Loaded, response_id: str, prompts: list[list[int]], samplings: list[SamplingParams]
 ) -> list[EngineRequest]:
     """`n` sequences for each prompt, in the order of the choices: prompt index * n + sample."""
-    n = samplings[0].n
-    stop_ids = _stop_ids(loaded, samplings[0])
-    return [
-        EngineRequest(
-            request_id=f"{response_id}-{number * n + sample}",
-            prompt_ids=ids,
-            sampling=sampling,
-            stop_ids=stop_ids,
-            group_id=f"{response_id}-{number}",
-            sample=sample,
-        )
-        for number, (ids, sampling) in enumerate(zip(prompts, samplings))
-        for sample in range(n)
-    ]
-
-
-def _stop_ids(loaded: Loaded, sampling: SamplingParams) -> tuple[int, ...]:
     vocab_size = loaded.engine.info.vocab_size
-    check_ids(sampling.stop_token_ids, vocab_size, param="stop_token_ids")
-    check_ids(tuple(sampling.logit_bias), vocab_size, param="logit_bias")
-    own = () if sampling.ignore_eos else loaded.tokenizer.eos_ids
-    stop_ids = tuple(dict.fromkeys((*own, *sampling.stop_token_ids)))
-    if len(stop_ids) > MAX_STOP_IDS:
-        raise InvalidRequestError(
-            f"stop_token_ids and the model's own {len(own)} end tokens make {len(stop_ids)}; "
-            f"at most {MAX_STOP_IDS} are supported",
-            param="stop_token_ids",
-        )
-    return stop_ids
+    return [
+        request
+        for number, (ids, sampling) in enumerate(zip(prompts, samplings))
+        for request in requests.engine_requests(f"{response_id}-{number}", ids, sampling, loaded.tokenizer, vocab_size)
+    ]

@@ -1,0 +1,54 @@
+"""From the ids of a prompt and sampling parameters to what the engine is asked, for the server and `LLM` alike.
+
+Owns the checks against the vocabulary and the set of ids that end an output. Never tokenizes and never submits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxserve.api_types import MAX_STOP_IDS, EngineRequest, SamplingParams
+from jaxserve.errors import InvalidRequestError
+from jaxserve.text.tokenizer import Tokenizer
+
+
+def engine_requests(
+    name: str, prompt_ids: list[int], sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int
+) -> list[EngineRequest]:
+    """The `n` sequences of one prompt, under `name` and their sample's number. Raises `InvalidRequestError`."""
+    stop_ids = _stop_ids(sampling, tokenizer, vocab_size)
+    return [
+        EngineRequest(
+            request_id=f"{name}-{sample}",
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            stop_ids=stop_ids,
+            group_id=name,
+            sample=sample,
+        )
+        for sample in range(sampling.n)
+    ]
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, *, param: str) -> None:
+    """Raises `InvalidRequestError` unless all of `ids` are in the model's vocabulary."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise InvalidRequestError(
+            f"{param} holds the token id {wrong}, which is not in the vocabulary: ids are in [0, {vocab_size - 1}]",
+            param=param,
+        )
+
+
+def _stop_ids(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+    check_ids(sampling.stop_token_ids, vocab_size, param="stop_token_ids")
+    check_ids(tuple(sampling.logit_bias), vocab_size, param="logit_bias")
+    own = () if sampling.ignore_eos else tokenizer.eos_ids
+    stop_ids = tuple(dict.fromkeys((*own, *sampling.stop_token_ids)))
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise InvalidRequestError(
+            f"stop_token_ids and the model's own {len(own)} end tokens make {len(stop_ids)}; "
+            f"at most {MAX_STOP_IDS} are supported",
+            param="stop_token_ids",
+        )
+    return stop_ids

@@ -1,0 +1,50 @@
+import pytest
+
+from jaxserve.api_types import MAX_STOP_IDS, EngineRequest, SamplingParams
+from jaxserve.errors import InvalidRequestError
+from jaxserve.text.requests import check_ids, engine_requests
+from tests.text.small_tokenizers import byte_level
+
+TOKENIZER = byte_level()
+VOCAB_SIZE = TOKENIZER.vocab_size
+(EOS,) = TOKENIZER.eos_ids
+
+
+def made(**sampling: object) -> list[EngineRequest]:
+    return engine_requests("r", [5, 6], SamplingParams(**sampling), TOKENIZER, VOCAB_SIZE)  # type: ignore[arg-type]
+
+
+def test_one_request_a_sample_under_one_group() -> None:
+    requests = made(n=3, seed=7)
+    assert [request.request_id for request in requests] == ["r-0", "r-1", "r-2"]
+    assert [request.sample for request in requests] == [0, 1, 2]
+    assert {request.group_id for request in requests} == {"r"}
+    assert all(request.prompt_ids == [5, 6] and request.sampling.seed == 7 for request in requests)
+
+
+def test_stop_ids_are_the_model_s_and_the_request_s_each_once() -> None:
+    assert made()[0].stop_ids == (EOS,)
+    assert made(stop_token_ids=(9, EOS, 9))[0].stop_ids == (EOS, 9)
+    assert made(stop_token_ids=(9,), ignore_eos=True)[0].stop_ids == (9,)
+    assert made(ignore_eos=True)[0].stop_ids == ()
+
+
+def test_more_stop_ids_than_the_engine_takes_are_refused() -> None:
+    many = tuple(token for token in range(MAX_STOP_IDS + 1) if token != EOS)[:MAX_STOP_IDS]
+    assert len(made(stop_token_ids=many, ignore_eos=True)[0].stop_ids) == MAX_STOP_IDS
+    with pytest.raises(InvalidRequestError, match=f"make {MAX_STOP_IDS + 1}"):
+        made(stop_token_ids=many)
+
+
+@pytest.mark.parametrize("sampling", [{"stop_token_ids": (VOCAB_SIZE,)}, {"logit_bias": {VOCAB_SIZE: 1.0}}])
+def test_ids_outside_the_vocabulary_are_refused_naming_the_field(sampling: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequestError, match=f"holds the token id {VOCAB_SIZE}") as raised:
+        made(**sampling)
+    assert raised.value.param == next(iter(sampling))
+
+
+def test_ids_are_checked_at_both_ends() -> None:
+    check_ids([0, VOCAB_SIZE - 1], VOCAB_SIZE, param="prompt")
+    check_ids([], VOCAB_SIZE, param="prompt")
+    with pytest.raises(InvalidRequestError, match="token id -1"):
+        check_ids([3, -1], VOCAB_SIZE, param="prompt")
