@@ -185,9 +185,11 @@ async def test_shutdown_leaves_nothing_behind(sockets: Path) -> None:
             client.submit(make_request("late"))
 
 
-async def test_shutdown_ends_a_stuck_engine_by_force() -> None:
+async def test_shutdown_ends_a_stuck_engine_by_force(capfd: pytest.CaptureFixture[str]) -> None:
     async with running("stuck") as client:
         client.submit(make_request("r"))
+        while "stuck" not in capfd.readouterr().err:
+            await asyncio.sleep(0)
         process = psutil.Process(client.pid)
         await client.shutdown(timeout=0.0)
         assert not process.is_running()

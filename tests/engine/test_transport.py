@@ -123,6 +123,7 @@ class _Scripted:
 
     def receive(self, *, wait: bool) -> list[Command] | None:
         self.waits.append(wait)
+        assert len(self.waits) < 20, "turning without end"
         # While there is work nothing comes in.
         return self.turns.pop(0) if wait else []
 
