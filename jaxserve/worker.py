@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -157,4 +158,4 @@ def _loop(config: EngineConfig, sizes: Sizes, executor: DeviceExecutor) -> Engin
 
 
 if __name__ == "__main__":
-    run(build_engine)
+    sys.exit(run(build_engine))
