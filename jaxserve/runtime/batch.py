@@ -81,8 +81,8 @@ def step_shape(key: ProgramKey, capacity: Capacity) -> StepShape:
 def packing(shape: StepShape) -> Packing:
     """The table of fields of a step program's input."""
     fields = [
-        Field("num_decodes", 1),
-        Field("num_seqs", 1),
+        Field("num_decodes"),
+        Field("num_seqs"),
         Field("slots", shape.rows, fill=-1),
         Field("page_slots", shape.pages, fill=-1),
         Field("page_columns", shape.pages),

@@ -18,12 +18,17 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """`length` values under a name; `fill` is what unset ones hold."""
+    """`length` values under a name; without a length a single one, a scalar. `fill` is what unset ones hold."""
 
     name: str
-    length: int
+    length: int | None = None
     fill: int = 0
     is_float: bool = False
+
+    @property
+    def size(self) -> int:
+        """Words it takes."""
+        return 1 if self.length is None else self.length
 
 
 class Packing:
@@ -35,9 +40,9 @@ class Packing:
         at = 0
         for field in self.fields:
             self.offsets[field.name] = at
-            at += field.length
+            at += field.size
         self.size = at
-        self._empty = np.concatenate([np.full(f.length, f.fill, np.int32) for f in self.fields])
+        self._empty = np.concatenate([np.full(f.size, f.fill, np.int32) for f in self.fields])
 
     def pack(self, values: Mapping[str, Sequence[Any]]) -> np.ndarray:
         """A fresh vector with the given values at the front of each field, the rest filled."""
@@ -46,16 +51,16 @@ class Packing:
         for field in self.fields:
             given = values.get(field.name, ())
             if len(given):
-                assert len(given) <= field.length, (field, len(given))
+                assert len(given) <= field.size, (field, len(given))
                 at = self.offsets[field.name]
                 (floats if field.is_float else vector)[at : at + len(given)] = given
         return vector
 
     def unpack(self, vector: jax.Array) -> dict[str, jax.Array]:
-        """The fields by name; those of length 1 as scalars."""
+        """The fields by name, each as a vector, or as a scalar where it was declared without a length."""
         out = {}
         for field in self.fields:
             at = self.offsets[field.name]
-            part = vector[at] if field.length == 1 else vector[at : at + field.length]
+            part = vector[at] if field.length is None else vector[at : at + field.length]
             out[field.name] = lax.bitcast_convert_type(part, jnp.float32) if field.is_float else part
         return out

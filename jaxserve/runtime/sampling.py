@@ -11,6 +11,7 @@ from collections.abc import Callable
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -134,7 +135,7 @@ def _keep_top_k(weights: Float[Array, "rows vocab"], top_k: Int[Array, " rows"])
 
 def _keep_top_p(weights: Float[Array, "rows vocab"], top_p: Float[Array, " rows"]) -> Float[Array, "rows vocab"]:
     # A top_p too small for a float32 would ask for nothing at all.
-    wanted = jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny) * weights.sum(axis=1)
+    wanted = jnp.maximum(top_p, np.finfo(np.float32).tiny) * weights.sum(axis=1)
     enough = _largest_threshold(weights, lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=1) >= wanted)
     return jnp.where((weights >= enough[:, None]) | (top_p >= 1.0)[:, None], weights, 0.0)
 

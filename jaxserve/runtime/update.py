@@ -23,17 +23,17 @@ TOKENS = 512
 
 UPDATE = Packing(
     [
-        Field("slot", 1),
-        Field("reset", 1),
-        Field("seq_len", 1),
+        Field("slot"),
+        Field("reset"),
+        Field("seq_len"),
         Field("ints", len(INTS)),
         Field("floats", len(FLOATS), is_float=True),
         Field("stop_ids", MAX_STOP_IDS, fill=-1),
         Field("bias_ids", MAX_LOGIT_BIAS, fill=-1),
         Field("bias_values", MAX_LOGIT_BIAS, is_float=True),
-        Field("first_page", 1),
+        Field("first_page"),
         Field("pages", PAGES, fill=-1),
-        Field("counted_as_output", 1),
+        Field("counted_as_output"),
         Field("counted", TOKENS, fill=-1),
     ]
 )

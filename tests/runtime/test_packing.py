@@ -12,10 +12,11 @@ from jaxserve.runtime.packing import Field, Packing
 
 TABLE = Packing(
     [
-        Field("one", 1, fill=-1),
+        Field("one", fill=-1),
         Field("ids", 5, fill=-7),
         Field("weights", 3, is_float=True),
-        Field("temperature", 1, is_float=True),
+        Field("temperature", is_float=True),
+        Field("row", 1, fill=3),
         Field("rest", 2),
     ]
 )
@@ -31,17 +32,17 @@ def _floats(length: int) -> st.SearchStrategy[list[float]]:
 
 
 @settings(deadline=None, max_examples=50)
-@given(one=_ints(1), ids=_ints(5), weights=_floats(3), temperature=_floats(1), rest=_ints(2))
+@given(one=_ints(1), ids=_ints(5), weights=_floats(3), temperature=_floats(1), row=_ints(1), rest=_ints(2))
 def test_round_trip(**given: list[float]) -> None:
     packed = TABLE.pack(given)
-    assert packed.shape == (12,)
+    assert packed.shape == (13,)
     assert packed.dtype == np.int32
     found = _unpack(packed)
     for field in TABLE.fields:
-        fill = [0.0 if field.is_float else field.fill] * field.length
+        fill = [0.0 if field.is_float else field.fill] * field.size
         values = given[field.name] + fill[len(given[field.name]) :]
         expected = np.array(values, np.float32 if field.is_float else np.int32)
-        assert found[field.name].shape == (() if field.length == 1 else (field.length,))
+        assert found[field.name].shape == (() if field.length is None else (field.length,))
         np.testing.assert_array_equal(np.atleast_1d(found[field.name]), expected)
 
 

@@ -34,7 +34,7 @@ def _rows(opened: list[SlotOpen]) -> tuple[SamplingRows, np.ndarray, np.ndarray]
     vectors = np.stack([next(pack_open(one)) for one in opened])
     fields = {}
     for field in UPDATE.fields:
-        part = vectors[:, UPDATE.offsets[field.name] :][:, : field.length]
+        part = vectors[:, UPDATE.offsets[field.name] :][:, : field.size]
         fields[field.name] = np.ascontiguousarray(part).view(np.float32) if field.is_float else part
     names = ("ints", "floats", "stop_ids", "bias_ids", "bias_values")
     counts = np.zeros((len(opened), VOCAB), np.int16)
