@@ -1,0 +1,363 @@
+"""The keystone: whatever happens around a request, its tokens are those of a naive full recompute of it alone.
+
+The real engine over a tiny random model in float32. Every feature that touches the cache adds itself here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.api_types import EngineInfo, EngineRequest, FinishReason, SamplingParams, TokenEvent, TokenLogprobs
+from jaxserve.config.schema import EngineConfig
+from jaxserve.engine.loop import EngineLoop
+from jaxserve.models.config import parse_model_config
+from jaxserve.models.registry import family
+from jaxserve.runtime import batch as batches
+from jaxserve.runtime.batch import ProgramKey
+from jaxserve.runtime.mesh import shardings
+from jaxserve.runtime.programs import program_keys
+from jaxserve.step_plan import Capacity, SlotOpen, StepPlan
+from jaxserve.weights.dummy import dummy_params
+from jaxserve.worker import build_engine
+from tests.models.forward import cpu_mesh, prompt_logits
+from tests.runtime import plain_sampling
+from tests.tiny_model import CONFIG, write_tiny_model
+
+LONGEST = 100
+MODEL = CONFIG | {"max_position_embeddings": LONGEST}
+VOCAB = MODEL["vocab_size"]
+TOLERANCE = 1e-4
+
+Engine = tuple[EngineLoop, EngineInfo]
+Build = Callable[..., Engine]
+
+# Every one is run with overlap and without.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "roomy": {"context_length": 64, "max_running_requests": 8, "chunked_prefill_size": 32},
+    "slivers": {
+        "context_length": 64,
+        "max_running_requests": 8,
+        "chunked_prefill_size": 32,
+        "max_prefill_tokens": 5,
+    },
+    "tiny-pool": {
+        "context_length": 64,
+        "max_running_requests": 8,
+        "chunked_prefill_size": 16,
+        "max_total_tokens": 72,
+        "page_size": 4,
+        "cuda_graph_bs": (1, 8),
+    },
+    # More rows than are sampled at once, prompts in one piece, and several mixed programs.
+    "wide": {
+        "max_running_requests": 20,
+        "chunked_prefill_size": -1,
+        "max_total_tokens": 600,
+        "page_size": 8,
+        "cuda_graph_bs": (4, 20),
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """Makes engines by the name of their settings; programs are compiled once a run of the tests."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("keystone"))
+    (folder / "config.json").write_text(json.dumps(MODEL))
+
+    def make(name: str, **options: Any) -> Engine:
+        common = {"load_format": "dummy", "dtype": "float32", "device": "cpu"}
+        paths = {"model": str(folder), "program_cache_dir": str(folder / "programs")}
+        return build_engine(EngineConfig(**common, **paths, **SETTINGS[name], **options))
+
+    return make
+
+
+@functools.cache
+def _params() -> Any:
+    config = parse_model_config(MODEL)
+    abstract = family(config).abstract(config, np.dtype(np.float32))
+    return dummy_params(abstract, shardings(cpu_mesh(), abstract), EngineConfig().random_seed)
+
+
+def _naive_logits(tokens: list[int]) -> np.ndarray:
+    """All logits of one sequence, computed in one go."""
+    return prompt_logits(parse_model_config(MODEL), _params(), tokens, size=LONGEST)
+
+
+def _naive_logprobs(logits: np.ndarray) -> np.ndarray:
+    wide = logits.astype(np.float64)
+    return wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+
+
+@dataclasses.dataclass
+class Answer:
+    """All events of one request, put together."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    last: TokenEvent
+
+
+def _run(
+    loop: EngineLoop, requests: Iterable[EngineRequest], rng: random.Random | None = None, abort_chance: float = 0.0
+) -> dict[str, Answer]:
+    """Let requests arrive (at random times with `rng`) until all have ended; the books are checked after each step."""
+    arrivals = list(requests)
+    events: dict[str, list[TokenEvent]] = {request.request_id: [] for request in arrivals}
+    assert len(events) == len(arrivals)
+
+    def receive(arrived: list[TokenEvent]) -> None:
+        for event in arrived:
+            seen = events[event.request_id]
+            assert not seen or seen[-1].finish_reason is None, "an event after the last one"
+            seen.append(event)
+
+    for _ in range(10_000):
+        while arrivals and (rng is None or rng.random() < 0.5):
+            assert loop.add(arrivals.pop(0)) is None
+        if rng is not None and rng.random() < abort_chance:
+            receive(loop.abort([rng.choice(list(events))]))
+        receive(loop.step())
+        stats = loop.stats(check=True)
+        assert stats.integrity_errors == ()
+        if not arrivals and not loop.has_work:
+            break
+    else:
+        raise AssertionError("no progress")
+    assert (stats.num_running, stats.num_waiting, stats.num_free_pages) == (0, 0, stats.num_pages)
+    return {request_id: _together(seen) for request_id, seen in events.items()}
+
+
+def _together(events: list[TokenEvent]) -> Answer:
+    tokens = [token for event in events for token in event.token_ids]
+    last = events[-1]
+    assert [event.finish_reason for event in events].index(last.finish_reason) == len(events) - 1
+    assert last.usage is not None
+    assert last.usage.completion_tokens == len(tokens)
+    assert all(event.prompt_logprobs is None for event in events[1:])
+    logprobs = [entry for event in events for entry in event.logprobs or []]
+    return Answer(tokens, logprobs, events[0].prompt_logprobs, last)
+
+
+def _check(request: EngineRequest, answer: Answer, context: int) -> None:
+    """A greedy request against the naive recompute: its tokens, log probabilities and how it ended."""
+    sampling, prompt, tokens = request.sampling, request.prompt_ids, answer.tokens
+    logits = _naive_logits(prompt + tokens)
+    for i, token in enumerate(tokens):
+        opened = SlotOpen(
+            slot=0,
+            rank=0,
+            sampling=sampling,
+            stop_ids=request.stop_ids,
+            sample=0,
+            prompt_ids=prompt,
+            output_ids=tokens[:i],
+        )
+        edited = plain_sampling.edited(logits[len(prompt) - 1 + i], opened)
+        assert edited[token] >= edited.max() - TOLERANCE, (request, i)
+    ended_by_stop = bool(tokens) and tokens[-1] in request.stop_ids and len(tokens) > sampling.min_tokens
+    early = [i for i, token in enumerate(tokens[:-1]) if token in request.stop_ids and i >= sampling.min_tokens]
+    assert not early
+    if answer.last.finish_reason is not FinishReason.ABORT:
+        assert answer.last.finish_reason is (FinishReason.STOP if ended_by_stop else FinishReason.LENGTH)
+        assert ended_by_stop or len(tokens) == min(sampling.max_tokens, context - len(prompt))
+    _check_logprobs(request, answer, _naive_logprobs(logits))
+
+
+def _check_logprobs(request: EngineRequest, answer: Answer, expected: np.ndarray) -> None:
+    sampling, prompt = request.sampling, request.prompt_ids
+    if sampling.logprobs is None:
+        assert answer.logprobs == []
+    else:
+        assert [entry.token_id for entry in answer.logprobs] == answer.tokens
+        for row, entry in zip(expected[len(prompt) - 1 :], answer.logprobs):
+            _check_entry(entry, row, sampling.logprobs)
+    if answer.last.finish_reason is FinishReason.ABORT and answer.prompt_logprobs is None:
+        return
+    if sampling.prompt_logprobs is None:
+        assert answer.prompt_logprobs is None
+        return
+    assert answer.prompt_logprobs is not None
+    nothing, *entries = answer.prompt_logprobs
+    assert nothing is None
+    assert [entry.token_id for entry in entries if entry is not None] == prompt[1:]
+    for row, entry in zip(expected, entries):
+        assert entry is not None
+        _check_entry(entry, row, sampling.prompt_logprobs)
+
+
+def _check_entry(entry: TokenLogprobs, expected: np.ndarray, count: int) -> None:
+    assert abs(entry.logprob - expected[entry.token_id]) < TOLERANCE
+    assert len(set(entry.top_ids)) == len(entry.top_ids) == len(entry.top_logprobs) == count
+    np.testing.assert_allclose(entry.top_logprobs, expected[entry.top_ids], atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(entry.top_logprobs, np.sort(expected)[::-1][:count], atol=TOLERANCE, rtol=0)
+
+
+def _random_prompt(rng: random.Random, longest: int) -> list[int]:
+    length = min(rng.choice([1, 2, rng.randint(1, 20), rng.randint(1, longest)]), longest)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def _random_request(rng: random.Random, number: int, context: int) -> EngineRequest:
+    """Greedy, whatever else is asked of it."""
+    max_tokens = rng.choice([0, 1, rng.randint(2, 10), rng.randint(10, 40), 200])
+    options: list[dict[str, Any]] = [
+        {},
+        {},
+        {"logprobs": rng.choice([0, 1, 20])},
+        {"prompt_logprobs": rng.choice([0, 3])},
+        {"prompt_logprobs": 1, "logprobs": 2},
+        {"repetition_penalty": 1.7, "presence_penalty": 0.5},
+        {"frequency_penalty": 0.7, "logit_bias": {rng.randrange(VOCAB): 2.0}},
+        {"min_tokens": min(4, max_tokens)},
+    ]
+    return EngineRequest(
+        request_id=f"r{number}",
+        prompt_ids=_random_prompt(rng, context - 1),
+        stop_ids=tuple(rng.sample(range(VOCAB), rng.choice([0, 0, 1, 16]))),
+        sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens, **rng.choice(options)),
+    )
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in-turn"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_greedy_tokens_are_those_of_the_request_alone(build: Build, name: str, overlap: bool) -> None:
+    loop, info = build(name, disable_overlap_schedule=not overlap)
+    aborted = 0
+    for seed in range(3):
+        rng = random.Random(f"{name} {seed}")
+        requests = [_random_request(rng, i, info.max_model_len) for i in range(24)]
+        answers = _run(loop, requests, rng, abort_chance=0.05)
+        for request in requests:
+            _check(request, answers[request.request_id], info.max_model_len)
+        aborted += sum(answer.last.finish_reason is FinishReason.ABORT for answer in answers.values())
+    assert aborted > 0, "these seeds try no abort"
+    assert (loop.stats().num_preemptions > 0) == (name == "tiny-pool")
+
+
+SAMPLED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"top_k": 20, "min_p": 0.02},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.5},
+    {"logit_bias": {5: 3.0, 7: -100.0}, "logprobs": 2},
+    {"temperature": 2.0, "prompt_logprobs": 1},
+    {"min_tokens": 10, "top_k": 30},
+    {"temperature": 0.0},
+]
+
+
+@pytest.mark.parametrize("name", ["tiny-pool", "wide"])
+def test_sampled_tokens_depend_on_the_request_alone(build: Build, name: str) -> None:
+    rng = random.Random(name)
+    requests = [
+        EngineRequest(
+            request_id=f"r{i}",
+            prompt_ids=_random_prompt(rng, 30),
+            stop_ids=(9, 10, 11),
+            sample=i % 3,
+            sampling=SamplingParams(**{"max_tokens": 25, "seed": i // 6} | SAMPLED[i % len(SAMPLED)]),
+        )
+        for i in range(24)
+    ]
+    crowd, _ = build(name)
+    together = _run(crowd, requests, rng)
+    assert (crowd.stats().num_preemptions > 0) == (name == "tiny-pool")
+    lonely, _ = build("roomy", disable_overlap_schedule=True)
+    for request in requests:
+        alone = _run(lonely, [request])[request.request_id]
+        found = together[request.request_id]
+        assert found.tokens == alone.tokens, request
+        assert (found.last.finish_reason, found.last.stop_id) == (alone.last.finish_reason, alone.last.stop_id)
+        _check_logprobs(request, found, _naive_logprobs(_naive_logits(request.prompt_ids + found.tokens)))
+
+
+def test_samples_of_a_seeded_prompt_differ_and_repeat(build: Build) -> None:
+    loop, _ = build("roomy")
+    samples = [
+        EngineRequest(
+            request_id=f"s{i}",
+            group_id="s",
+            prompt_ids=[1, 2, 3],
+            sample=i,
+            sampling=SamplingParams(n=4, max_tokens=12, seed=77),
+        )
+        for i in range(4)
+    ]
+    first, again = (
+        [answer.tokens for answer in _run(loop, order).values()] for order in (samples, list(reversed(samples)))
+    )
+    assert len({tuple(tokens) for tokens in first}) == 4
+    assert first == again[::-1]
+
+
+def test_requests_without_a_seed_differ_and_the_engines_seed_repeats_them(build: Build) -> None:
+    def tokens(**options: Any) -> list[list[int]]:
+        loop, _ = build("roomy", **options)
+        requests = [
+            EngineRequest(request_id=f"r{i}", prompt_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=12))
+            for i in range(3)
+        ]
+        return [answer.tokens for answer in _run(loop, requests).values()]
+
+    first = tokens()
+    assert len({tuple(one) for one in first}) == 3
+    assert tokens() == first
+
+
+@pytest.mark.parametrize("length", [1, 2, 16, 17, 63])
+def test_a_prompt_scored_without_output(build: Build, length: int) -> None:
+    """In one piece, in chunks of the program's size, and in slivers."""
+    prompt = np.random.default_rng(length).integers(0, VOCAB, length).tolist()
+    sampling = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=20)
+    for name in ("wide", "roomy", "slivers"):
+        loop, info = build(name)
+        request = EngineRequest(request_id="echo", prompt_ids=prompt, sampling=sampling)
+        answer = _run(loop, [request])["echo"]
+        assert answer.tokens == []
+        assert answer.last.finish_reason is FinishReason.LENGTH
+        _check(request, answer, info.max_model_len)
+
+
+def test_nothing_compiles_once_the_engine_is_ready(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: set[ProgramKey] = set()
+    choose = batches.choose_program
+
+    def record(plan: StepPlan, capacity: Capacity) -> ProgramKey:
+        key = choose(plan, capacity)
+        used.add(key)
+        closed.update(program_keys(capacity))
+        return key
+
+    closed: set[ProgramKey] = set()
+    monkeypatch.setattr(batches, "choose_program", record)
+    loop, info = build("wide")
+    for options in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "logprobs": 5, "presence_penalty": 1.0}):
+        for count in (1, 4, 5, 20):
+            sampling = SamplingParams(max_tokens=4, **options)
+            _run(loop, [EngineRequest(request_id=f"r{i}", prompt_ids=[i], sampling=sampling) for i in range(count)])
+    for length in (40, 90):
+        prompt = list(range(length))
+        for echo in (None, 5):
+            sampling = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=echo)
+            _run(loop, [EngineRequest(request_id="long", prompt_ids=prompt, sampling=sampling)])
+    assert used == closed
+    assert len(used) == info.num_programs - 1
+    assert loop.stats(check=True).compiles_after_ready == 0
+
+
+def test_a_compile_after_ready_is_noticed(build: Build) -> None:
+    loop, _ = build("roomy")
+    jax.jit(lambda x: x * 7 - 3)(np.float32(1))
+    assert loop.stats().compiles_after_ready > 0
