@@ -1,0 +1,85 @@
+"""Rotation as multiplication by complex numbers, and each stretching by what it promises."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from jaxserve.layers.rope import RopeConfig, frequencies, rotate, rotation
+
+DIM = 32
+
+
+def _inverse(theta: float = 10000.0) -> np.ndarray:
+    return theta ** (-np.arange(0, DIM, 2) / DIM)
+
+
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+def test_a_pair_turns_by_position_times_frequency(theta: float) -> None:
+    rng = np.random.default_rng(0)
+    positions = np.array([0, 1, 7, 1000], np.int32)
+    x = rng.standard_normal((4, 3, DIM)).astype(np.float32)
+    turned = np.asarray(rotate(x, *rotation(positions, RopeConfig(theta=theta), DIM)))
+    pairs = x[..., : DIM // 2] + 1j * x[..., DIM // 2 :]
+    expected = pairs * np.exp(1j * positions[:, None, None] * _inverse(theta))
+    np.testing.assert_allclose(turned[..., : DIM // 2], expected.real, atol=2e-4)
+    np.testing.assert_allclose(turned[..., DIM // 2 :], expected.imag, atol=2e-4)
+    np.testing.assert_array_equal(turned[0], x[0])
+
+
+def test_products_depend_on_distance_alone() -> None:
+    rng = np.random.default_rng(1)
+    q, k = rng.standard_normal((2, 1, 1, DIM)).astype(np.float32)
+
+    def product(at: int, asked: int) -> float:
+        turn = [rotation(np.array([p], np.int32), RopeConfig(), DIM) for p in (asked, at)]
+        return float((np.asarray(rotate(q, *turn[0])) * np.asarray(rotate(k, *turn[1]))).sum())
+
+    assert product(3, 10) == pytest.approx(product(103, 110), abs=1e-4)
+
+
+def test_the_dtype_is_kept_and_the_angle_exact() -> None:
+    x = np.ones((1, 1, DIM), np.float32).astype("bfloat16")
+    turned = rotate(x, *rotation(np.array([4097], np.int32), RopeConfig(), DIM))
+    assert turned.dtype == x.dtype
+    assert float(turned[0, 0, 0]) == pytest.approx(math.cos(4097) - math.sin(4097), abs=0.01)
+
+
+def test_linear_stretches_every_frequency() -> None:
+    found, scale = frequencies(RopeConfig(kind="linear", factor=4.0), DIM)
+    np.testing.assert_allclose(found, _inverse() / 4, rtol=1e-6)
+    assert scale == 1.0
+
+
+def test_llama3_keeps_short_waves_and_stretches_long_ones() -> None:
+    rope = RopeConfig(
+        theta=500000.0, kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192
+    )
+    found, scale = frequencies(rope, DIM)
+    plain = _inverse(500000.0)
+    waves = 2 * np.pi / plain
+    short, long = waves < 8192 / 4, waves > 8192
+    np.testing.assert_allclose(found[short], plain[short], rtol=1e-6)
+    np.testing.assert_allclose(found[long], plain[long] / 8, rtol=1e-6)
+    between = ~short & ~long
+    assert between.any()
+    assert ((found < plain) & (found > plain / 8))[between].all()
+    assert scale == 1.0
+
+
+def test_yarn_keeps_fast_pairs_stretches_slow_ones_and_sharpens() -> None:
+    rope = RopeConfig(kind="yarn", factor=4.0, original_max_position=2048)
+    found, scale = frequencies(rope, DIM)
+    plain = _inverse()
+    np.testing.assert_allclose(found[0], plain[0], rtol=1e-6)
+    np.testing.assert_allclose(found[-1], plain[-1] / 4, rtol=1e-6)
+    assert (np.diff(found / plain) <= 1e-6).all()
+    assert scale == pytest.approx(0.1 * math.log(4) + 1)
+    assert (
+        frequencies(RopeConfig(kind="yarn", factor=4.0, original_max_position=2048, attention_factor=1.5), DIM)[1]
+        == 1.5
+    )
+    both = RopeConfig(kind="yarn", factor=4.0, original_max_position=2048, mscale=1.0, mscale_all_dim=1.0)
+    assert frequencies(both, DIM)[1] == 1.0
