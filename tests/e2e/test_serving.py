@@ -1,0 +1,173 @@
+"""The default model served by a real process, tried with the `openai` client."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.server_process import ServerProcess, has_jax, serving
+
+pytestmark = pytest.mark.slow
+
+MODEL = "smollm2-135m-instruct"
+SCRIPTS = {
+    "latin": "Das Wetter in Köln ist heute schön, und",
+    "cyrillic": "Жили-были старик со старухой у самого",
+    "greek": "Η θάλασσα το καλοκαίρι είναι πολύ",
+    "arabic": "كان يا ما كان في قديم الزمان",
+    "hebrew": "בראשית ברא אלהים את השמים",
+    "devanagari": "एक समय की बात है, एक छोटे से गाँव में",
+    "chinese": "从前有一座山,山里有一座庙,",
+    "japanese": "むかしむかし、あるところに",
+    "korean": "옛날 옛적에 한 나무꾼이",
+    "thai": "กาลครั้งหนึ่งนานมาแล้ว 🙂👩‍👩‍👧",
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with serving() as process:
+        yield process
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_it_answers(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "What is the capital of France?"}], temperature=0
+    )
+    assert answer.choices[0].message.content == "The capital of France is Paris."
+    assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_streamed_equals_unstreamed(client: openai.OpenAI, script: str) -> None:
+    request: dict[str, Any] = {"model": MODEL, "prompt": SCRIPTS[script], "max_tokens": 40, "temperature": 1, "seed": 7}
+    whole = client.completions.create(**request)
+    with client.completions.create(**request, stream=True, stream_options={"include_usage": True}) as stream:
+        chunks = list(stream)
+    text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].text
+    assert chunks[-1].usage == whole.usage
+
+
+def test_only_the_engine_has_jax(server: ServerProcess) -> None:
+    pids = server.family()
+    assert [has_jax(pid) for pid in pids] == [False, True], pids
+
+
+def test_a_third_hangs_up_and_nothing_leaks(server: ServerProcess) -> None:
+    rng = random.Random(0)
+
+    async def one(client: openai.AsyncOpenAI, index: int) -> int:
+        prompt = [rng.randrange(100, 40000) for _ in range(rng.randrange(1, 300))]
+        stream = await client.completions.create(
+            model=MODEL,
+            prompt=prompt,
+            max_tokens=rng.randrange(2, 60),
+            stream=True,
+            temperature=rng.choice([0, 1]),
+            extra_body={"ignore_eos": True},
+        )
+        events = 0
+        async with stream:
+            async for _ in stream:
+                events += 1
+                if index % 3 == 0:
+                    break
+        return events
+
+    async def crowd() -> list[int]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300) as client:
+            return await asyncio.gather(*(one(client, index) for index in range(64)))
+
+    assert all(asyncio.run(crowd()))
+    # The last hang-ups are under way when the crowd has gone: ask until they have arrived.
+    for _ in range(100):
+        info = server.info()
+        if not info["open_requests"] and not info["stats"]["num_running"]:
+            break
+    assert info["open_requests"] == 0
+    assert info["stats"]["num_free_pages"] == info["stats"]["num_pages"]
+    assert info["stats"]["integrity_errors"] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "named"),
+    [
+        ({"prompt": ""}, 400, "prompt"),
+        ({"prompt": [10**6]}, 400, "1000000"),
+        ({"prompt": [-1]}, 400, "-1"),
+        ({"prompt": [5] * 2000}, 400, "1024"),
+        ({"prompt": "a", "temperature": -1}, 400, "temperature"),
+        ({"prompt": "a", "top_p": 2}, 400, "top_p"),
+        ({"prompt": "a", "suffix": "b"}, 400, "suffix"),
+        ({"prompt": "a", "nonsense": 1}, 400, "nonsense"),
+        ({"prompt": "a", "model": "other"}, 404, "other"),
+    ],
+)
+def test_bad_requests_are_named(server: ServerProcess, body: dict[str, Any], status: int, named: str) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json={"model": MODEL, **body}, timeout=60)
+    assert answer.status_code == status, answer.text
+    assert named in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("content", [b"{", b'{"prompt": NaN}', b"[]", b"\xff\xfe"])
+def test_broken_json_is_a_400(server: ServerProcess, content: bytes) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", content=content, timeout=60)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+
+
+def test_alone_and_in_a_crowd(server: ServerProcess) -> None:
+    """In bfloat16 a full batch may round otherwise than a single row; most tokens agree, and a seeded draw repeats."""
+    body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 24, "temperature": 0.8, "seed": 11}
+
+    async def ask(count: int) -> list[str]:
+        async with httpx.AsyncClient(timeout=300) as client:
+            answers = await asyncio.gather(
+                *(client.post(f"{server.url}/v1/completions", json=body) for _ in range(count))
+            )
+        return [answer.json()["choices"][0]["text"] for answer in answers]
+
+    crowd = asyncio.run(ask(8))
+    assert len(set(crowd)) == 1
+    assert asyncio.run(ask(1))[0][:8] == crowd[0][:8]
+
+
+def test_no_compile_after_ready(server: ServerProcess) -> None:
+    """Every decode and mixed program runs; nothing is compiled for it."""
+
+    async def ask(count: int, length: int) -> None:
+        async with httpx.AsyncClient(timeout=300) as client:
+            bodies = [
+                {
+                    "model": MODEL,
+                    "prompt": [7 + i] * length,
+                    "max_tokens": 4,
+                    "temperature": i % 2,
+                    "logprobs": 2 if i % 3 == 0 else None,
+                    "echo": i == 1,
+                }
+                for i in range(count)
+            ]
+            answers = await asyncio.gather(*(client.post(f"{server.url}/v1/completions", json=body) for body in bodies))
+            assert all(answer.status_code == 200 for answer in answers), [answer.text for answer in answers]
+
+    for count in (1, 2, 3, 5, 8):
+        for length in (1, 16, 60, 100, 250, 600):
+            asyncio.run(ask(count, length))
+    metrics = httpx.get(f"{server.url}/metrics").text
+    [line] = [line for line in metrics.splitlines() if line.startswith("jaxserve:compiles_after_ready")]
+    assert float(line.split()[-1]) == 0
+    assert server.info()["stats"]["compiles_after_ready"] == 0
