@@ -19,7 +19,7 @@ import pytest
 from jaxserve.api_types import EngineInfo, EngineRequest, FinishReason, SamplingParams, TokenEvent, TokenLogprobs
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.loop import EngineLoop
-from jaxserve.models.config import parse_model_config
+from jaxserve.models.config import ModelConfig, parse_model_config
 from jaxserve.models.registry import family
 from jaxserve.runtime import batch as batches
 from jaxserve.runtime.batch import ProgramKey
@@ -33,8 +33,9 @@ from tests.runtime import plain_sampling
 from tests.tiny_model import CONFIG, write_tiny_model
 
 LONGEST = 100
-MODEL = CONFIG | {"max_position_embeddings": LONGEST}
-VOCAB = MODEL["vocab_size"]
+FULL = CONFIG | {"max_position_embeddings": LONGEST}
+WINDOWED = FULL | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 9}
+VOCAB = FULL["vocab_size"]
 TOLERANCE = 1e-4
 
 Engine = tuple[EngineLoop, EngineInfo]
@@ -65,33 +66,39 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "page_size": 8,
         "cuda_graph_bs": (4, 20),
     },
+    "windowed": {"context_length": 64, "max_running_requests": 8, "chunked_prefill_size": 16, "cuda_graph_bs": (8,)},
 }
 
 
 @pytest.fixture(scope="session")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     """Makes engines by the name of their settings; programs are compiled once a run of the tests."""
-    folder = write_tiny_model(tmp_path_factory.mktemp("keystone"))
-    (folder / "config.json").write_text(json.dumps(MODEL))
+    programs = tmp_path_factory.mktemp("programs")
 
     def make(name: str, **options: Any) -> Engine:
+        folder = write_tiny_model(tmp_path_factory.mktemp(name))
+        (folder / "config.json").write_text(json.dumps(_model(name)))
         common = {"load_format": "dummy", "dtype": "float32", "device": "cpu"}
-        paths = {"model": str(folder), "program_cache_dir": str(folder / "programs")}
+        paths = {"model": str(folder), "program_cache_dir": str(programs)}
         return build_engine(EngineConfig(**common, **paths, **SETTINGS[name], **options))
 
     return make
 
 
+def _model(name: str) -> dict[str, Any]:
+    return WINDOWED if name == "windowed" else FULL
+
+
 @functools.cache
-def _params() -> Any:
-    config = parse_model_config(MODEL)
+def _params(config: ModelConfig) -> Any:
     abstract = family(config).abstract(config, np.dtype(np.float32))
     return dummy_params(abstract, shardings(cpu_mesh(), abstract), EngineConfig().random_seed)
 
 
-def _naive_logits(tokens: list[int]) -> np.ndarray:
+def _naive_logits(tokens: list[int], model: dict[str, Any] = FULL) -> np.ndarray:
     """All logits of one sequence, computed in one go."""
-    return prompt_logits(parse_model_config(MODEL), _params(), tokens, size=LONGEST)
+    config = parse_model_config(model)
+    return prompt_logits(config, _params(config), tokens, size=LONGEST)
 
 
 def _naive_logprobs(logits: np.ndarray) -> np.ndarray:
@@ -150,10 +157,10 @@ def _together(events: list[TokenEvent]) -> Answer:
     return Answer(tokens, logprobs, events[0].prompt_logprobs, last)
 
 
-def _check(request: EngineRequest, answer: Answer, context: int) -> None:
+def _check(request: EngineRequest, answer: Answer, context: int, model: dict[str, Any] = FULL) -> None:
     """A greedy request against the naive recompute: its tokens, log probabilities and how it ended."""
     sampling, prompt, tokens = request.sampling, request.prompt_ids, answer.tokens
-    logits = _naive_logits(prompt + tokens)
+    logits = _naive_logits(prompt + tokens, model)
     for i, token in enumerate(tokens):
         opened = SlotOpen(
             slot=0,
@@ -231,16 +238,18 @@ def _random_request(rng: random.Random, number: int, context: int) -> EngineRequ
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in-turn"])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "windowed" else name for name in SETTINGS]
+)
 def test_greedy_tokens_are_those_of_the_request_alone(build: Build, name: str, overlap: bool) -> None:
     loop, info = build(name, disable_overlap_schedule=not overlap)
     aborted = 0
     for seed in range(3):
         rng = random.Random(f"{name} {seed}")
         requests = [_random_request(rng, i, info.max_model_len) for i in range(24)]
-        answers = _run(loop, requests, rng, abort_chance=0.05)
+        answers = _run(loop, requests, rng, abort_chance=0.15)
         for request in requests:
-            _check(request, answers[request.request_id], info.max_model_len)
+            _check(request, answers[request.request_id], info.max_model_len, _model(name))
         aborted += sum(answer.last.finish_reason is FinishReason.ABORT for answer in answers.values())
     assert aborted > 0, "these seeds try no abort"
     assert (loop.stats().num_preemptions > 0) == (name == "tiny-pool")

@@ -138,8 +138,10 @@ def test_the_smallest_program_that_holds_the_plan(chunks: list[Chunk], greedy: b
 
 
 def test_a_full_step_has_room_for_all_its_pages() -> None:
-    """Every row starts one token before a page's end, so each takes one page more than its tokens fill."""
-    chunks = [prefill(slot, 3, [1] * 4, (slot,)) for slot in range(3)] + [prefill(3, 3, [1, 2, 3, 4], (9,))]
-    _, inputs, state = _through(_plan(*chunks))
-    _equal(inputs.batch.query_starts, [0, 4, 8, 12, 16])
-    _equal(state.page_tables[:, 1], [0, 1, 2, 9])
+    """Rows that start a page with one token each take far more pages than their tokens fill."""
+    chunks = [prefill(slot, 4, [1], (slot,)) for slot in range(3)] + [prefill(3, 4, [1] * 13, (9, 10, 11, 12))]
+    key, inputs, state = _through(_plan(*chunks))
+    assert key.size == 16
+    _equal(inputs.batch.query_starts, [0, 1, 2, 3, 16])
+    _equal(state.page_tables[:3, 1], [0, 1, 2])
+    _equal(state.page_tables[3, 1:5], [9, 10, 11, 12])

@@ -25,6 +25,7 @@ VOCAB = 600  # more than two of the blocks that a draw goes through, and no mult
 DRAWS = 4096
 
 _sample = on_mesh(sampling.sample)
+_edit = on_mesh(sampling.edit)
 _greedy = on_mesh(sampling.greedy)
 _logprobs = on_mesh(sampling.logprobs)
 
@@ -96,6 +97,34 @@ def test_greedy_takes_the_likeliest_and_the_lowest_of_equals() -> None:
     assert expected[1:4].tolist() == [7, 0, 599]
     np.testing.assert_array_equal(_greedy(logits), expected)
     np.testing.assert_array_equal(_batch(logits, [opening(temperature=0.0)] * 5)[0], expected)
+
+
+def test_edited_logits_are_exact() -> None:
+    rng = np.random.default_rng(2)
+    logits = rng.normal(0.0, 5.0, (8, VOCAB)).astype(np.float32)
+    shapes: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 1.5},
+        {"repetition_penalty": 0.7, "frequency_penalty": 1.1},
+        {"frequency_penalty": -2.0, "presence_penalty": 0.5},
+        {"presence_penalty": -1.0},
+        {"logit_bias": {token: float(token % 7) - 3 for token in range(0, VOCAB, 2)}},
+        {"min_tokens": 100, "logit_bias": {7: 5.0}},
+        {"min_tokens": 50, "repetition_penalty": 3.0, "presence_penalty": 1.0, "logit_bias": {599: -100.0}},
+    ]
+    opened = [
+        opening(
+            0,
+            rng.integers(0, VOCAB, 80).tolist(),
+            rng.integers(0, VOCAB, 60).tolist(),
+            stop_ids=(0, 7, 599),
+            max_tokens=200,
+            **shape,
+        )
+        for shape in shapes
+    ]
+    expected = [plain_sampling.edited(row, one) for row, one in zip(logits, opened)]
+    np.testing.assert_allclose(_edit(logits, *_rows(opened)), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
