@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.stats import chi2
@@ -249,6 +250,18 @@ def test_what_has_no_chance_is_never_drawn(options: dict[str, Any]) -> None:
     logits[[0, 255, 256, 590]] = [1.0, 2.0, 0.0, 1.5]
     found = _draws(logits, opening(**options))
     assert np.flatnonzero(found).tolist() == [0, 255, 256, 590]
+
+
+@pytest.mark.parametrize(("chance", "expected"), [(0.0, 300), (1 - 2**-24, 420)])
+def test_the_ends_of_chance_are_tokens_that_have_one(
+    chance: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole blocks without weight lie before and behind; rounding must not lead into them."""
+    monkeypatch.setattr(sampling, "_uniform", lambda rows, lengths: jnp.full(lengths.shape, chance, jnp.float32))
+    logits = np.full((1, VOCAB), -np.inf, np.float32)
+    logits[0, [300, 310, 420]] = [0.1, 0.7, 0.3]
+    token, _ = on_mesh(lambda *arguments: sampling.sample(*arguments))(logits, *_rows([opening()]))
+    assert token.tolist() == [expected]
 
 
 def test_a_vast_range_of_logits() -> None:
