@@ -33,17 +33,16 @@ REPOSITORY = Path(__file__).parents[1]
 
 
 @contextlib.contextmanager
-def server(command: list[str], port: int, name: str, env: dict[str, str] | None = None) -> Iterator[tuple[int, float]]:
+def server(command: list[str], port: int, name: str) -> Iterator[tuple[int, float]]:
     """A server process and the seconds until its /health said 200."""
-    log = tempfile.NamedTemporaryFile("w+", prefix=f"{name}-", suffix=".log", delete=False)
+    log = Path(tempfile.gettempdir()) / f"{name}-{port}.log"
     start = time.monotonic()
-    process = subprocess.Popen(
-        command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}, start_new_session=True
-    )
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         while True:
             if process.poll() is not None:
-                raise SystemExit(f"{name} ended with {process.returncode}; see {log.name}")
+                raise SystemExit(f"{name} ended with {process.returncode}; see {log}")
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200:
                     break

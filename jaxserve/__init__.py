@@ -1,4 +1,4 @@
-"""A serving engine for large language models on JAX. Names are imported when first used: `import jaxserve` is instant."""
+"""A serving engine for large language models on JAX. Names are imported when first used, so that importing is quick."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     `temperature` 0 is greedy. `top_k` 0 or -1 means all. `logprobs` and `prompt_logprobs` count the alternatives wanted
     beside each token (0 to 20), `None` none at all. Log probabilities are those of the model, before penalties,
-    temperature and truncation. The randomness of a request depends on `seed`, the sample's index and the position alone.
+    temperature and truncation. The randomness of a request depends on `seed`, the sample and the position alone.
     """
 
     max_tokens: int = 16

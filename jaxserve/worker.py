@@ -30,7 +30,7 @@ from jaxserve.runtime.memory import tree_bytes
 from jaxserve.runtime.mesh import make_mesh, shardings
 from jaxserve.runtime.programs import ProgramBuilder, build_programs, dtype_of, program_keys
 from jaxserve.runtime.sizes import Sizes, resolve_sizes
-from jaxserve.runtime.state import make_state, pool_layout, state_specs
+from jaxserve.runtime.state import DeviceState, make_state, pool_layout, state_specs
 from jaxserve.runtime.step import StepContext
 from jaxserve.weights.dummy import dummy_params
 from jaxserve.weights.load import load_params
@@ -73,14 +73,12 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
     context = StepContext(model, backend.name, sample_rows=16 if device.platform == "cpu" else None)
     builder = ProgramBuilder(context, sizes.capacity, mesh, abstract, specs)
     keys = program_keys(sizes.capacity)
-    with ThreadPoolExecutor(1) as pool:
-        loading = pool.submit(_load, config, source, model, abstract, shardings(mesh, abstract), phases)
+    with ThreadPoolExecutor(2) as pool:
+        params = pool.submit(_load, config, source, model, abstract, shardings(mesh, abstract), phases)
+        state = pool.submit(_allocate, specs, shardings(mesh, specs), phases)
         with phases("programs"):
             programs, compiled = build_programs(builder, keys, _cache_dir(config))
-        params = loading.result()
-    with phases("state"):
-        state = jax.block_until_ready(make_state(specs, shardings(mesh, specs)))
-    executor = DeviceExecutor(params, state, programs, sizes.capacity)
+    executor = DeviceExecutor(params.result(), state.result(), programs, sizes.capacity)
     logger.info("programs: %d, of them %d compiled now, the others loaded", len(programs), compiled)
     logger.info(
         "max_total_num_tokens=%d, chunked_prefill_size=%d, max_prefill_tokens=%d, max_running_requests=%d, "
@@ -132,6 +130,11 @@ def _load(
         module = family(model)
         tensors = open_source(source, config.load_format)
         return load_params(abstract, tensors, module.placements(model), where, ignored=module.ignored)
+
+
+def _allocate(specs: DeviceState, where: DeviceState, phases: _Phases) -> DeviceState:
+    with phases("state"):
+        return jax.block_until_ready(make_state(specs, where))
 
 
 def _cache_dir(config: EngineConfig) -> Path | None:

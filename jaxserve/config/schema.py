@@ -47,7 +47,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float | None, Meta(description="share of device memory for weights and KV cache; default 0.88")
     ] = None
     max_total_tokens: Annotated[
-        int | None, Meta(description="tokens of KV cache; default: what memory allows (on a CPU at most 2 GiB of it)")
+        int | None, Meta(description="tokens of KV cache; default: what memory allows (on a CPU at most 1 GiB of it)")
     ] = None
     max_running_requests: Annotated[
         int | None, Meta(description="requests that run at once; default 32 on a CPU, 256 elsewhere")

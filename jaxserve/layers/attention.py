@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import flax.struct
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.batch import TokenBatch
@@ -51,14 +52,17 @@ def self_attention(
     bias = None if params.qkv_bias is None else params.qkv_bias.reshape(-1)
     qkv = linear(x, params.qkv.reshape(kv_heads * rows * head_dim, -1), bias)
     qkv = qkv.reshape(tokens, kv_heads, rows, head_dim)
-    q = qkv[:, :, :group].reshape(tokens, kv_heads * group, head_dim)
-    k, v = qkv[:, :, group], qkv[:, :, group + 1]
+    # Queries and their key are normed and turned as one array: half the kernels, the same numbers.
+    qk = qkv[:, :, : group + 1]
     if params.q_norm is not None and params.k_norm is not None:
-        q, k = rms_norm(q, params.q_norm, settings.norm_eps), rms_norm(k, params.k_norm, settings.norm_eps)
+        norms = jnp.concatenate([jnp.tile(params.q_norm, (group, 1)), params.k_norm[None]])
+        qk = rms_norm(qk, norms, settings.norm_eps)
+    qk = rotate(qk.reshape(tokens, kv_heads * (group + 1), head_dim), *rotation)
+    qk = qk.reshape(tokens, kv_heads, group + 1, head_dim)
     attended, kv = paged_attention(
-        rotate(q, *rotation),
-        rotate(k, *rotation),
-        v,
+        qk[:, :, :group].reshape(tokens, kv_heads * group, head_dim),
+        qk[:, :, group],
+        qkv[:, :, group + 1],
         kv,
         layer,
         batch.page_table,

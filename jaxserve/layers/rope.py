@@ -90,19 +90,22 @@ def _yarn_scale(rope: RopeConfig) -> float:
 
 def rotation(
     positions: Int[Array, " tokens"], rope: RopeConfig, head_dim: int
-) -> tuple[Float[Array, "tokens 1 half"], Float[Array, "tokens 1 half"]]:
-    """Cosines and sines of the step's positions, shared by all layers."""
+) -> tuple[Float[Array, "tokens 1 2 half"], Float[Array, "tokens 1 2 half"]]:
+    """Cosines and signed sines of the step's positions for both halves of a head, shared by all layers."""
     inverse, scale = frequencies(rope, head_dim)
     angle = positions.astype(jnp.float32)[:, None, None] * jnp.asarray(inverse)
-    return jnp.cos(angle) * scale, jnp.sin(angle) * scale
+    cos, sin = jnp.cos(angle) * scale, jnp.sin(angle) * scale
+    return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
 
 
 def rotate(
     x: Float[Array, "tokens heads head_dim"],
-    cos: Float[Array, "tokens 1 half"],
-    sin: Float[Array, "tokens 1 half"],
+    cos: Float[Array, "tokens 1 2 half"],
+    sin: Float[Array, "tokens 1 2 half"],
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Turn each pair (i, i + head_dim / 2) by the position's angle, in float32."""
-    half = x.shape[-1] // 2
-    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    """Turn each pair (i, i + head_dim / 2) by the position's angle, in float32.
+
+    The halves are swapped by a reversal and not by a concatenation, so that the whole is one elementwise kernel.
+    """
+    halves = x.reshape(*x.shape[:-1], 2, -1).astype(jnp.float32)
+    return (halves * cos + jnp.flip(halves, axis=-2) * sin).astype(x.dtype).reshape(x.shape)

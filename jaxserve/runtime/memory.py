@@ -15,7 +15,7 @@ from jaxserve.errors import ConfigError
 logger = logging.getLogger("jaxserve.runtime")
 
 DEFAULT_FRACTION = 0.88
-CPU_POOL_BYTES = 2 * 2**30
+CPU_POOL_BYTES = 2**30
 
 
 @dataclasses.dataclass(frozen=True)

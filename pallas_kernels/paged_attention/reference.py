@@ -18,6 +18,7 @@ from pallas_kernels.paged_attention.layout import PagedKV
 DECODE_ROWS = 16
 QUERY_TILE = 64
 BLOCK_TOKENS = 128
+FEW_ROWS = 8
 _MASKED = -1e30
 
 
@@ -104,8 +105,14 @@ def _entries(
     page_table: Int[Array, "rows max_pages"], kv: PagedKV, layer: int | Int[Array, ""]
 ) -> Int[Array, "rows padded_pages"]:
     """Pool entries of a layer, each row padded to whole blocks."""
-    per_block = max(1, BLOCK_TOKENS // kv.page_size)
+    per_block = _pages_of_block(kv.page_size, rows=1)
     return jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % per_block))) + layer * kv.num_pages
+
+
+def _pages_of_block(page_size: int, *, rows: int) -> int:
+    """Pages a row reads at a time: more where there are few rows, as each turn of a loop has its price."""
+    tokens = BLOCK_TOKENS * (2 if rows <= FEW_ROWS else 1)
+    return max(1, tokens // page_size)
 
 
 def _decode(
@@ -142,7 +149,7 @@ def _decode_rows(
 ) -> Float[Array, "rows kv_heads group head_dim"]:
     rows, kv_heads, group, head_dim = q.shape
     queries = q.swapaxes(0, 1).astype(jnp.float32) * options.scale
-    per_block = max(1, BLOCK_TOKENS // kv.page_size)
+    per_block = _pages_of_block(kv.page_size, rows=rows)
     block = per_block * kv.page_size
     first = jnp.zeros((), jnp.int32)
     if options.window is not None:
@@ -205,7 +212,7 @@ def _prefill(
             first = jnp.maximum(start - options.window + 1, 0) // block
 
         def body(j: Array, state: _Running) -> _Running:
-            entries = lax.dynamic_slice(table, (row, j * per_block), (1, per_block))[0]
+            entries = lax.dynamic_slice(table, (row, j * per_block), (1, per_block), allow_negative_indices=False)[0]
             position = j * block + jnp.arange(block, dtype=jnp.int32)
             held = position < end
             seen = (position <= asked[:, None]) & held

@@ -48,9 +48,7 @@ def _compiled(config: ModelConfig, dtype: Any) -> Any:
 
     specs = partitions(model.abstract(config, np.dtype(dtype)))
     parts = (specs, PartitionSpec(), PartitionSpec())
-    return jax.jit(
-        jax.shard_map(logits, mesh=cpu_mesh(), in_specs=parts, out_specs=PartitionSpec(), check_vma=False)
-    )
+    return jax.jit(jax.shard_map(logits, mesh=cpu_mesh(), in_specs=parts, out_specs=PartitionSpec(), check_vma=False))
 
 
 def prompt_logits(config: ModelConfig, params: Any, tokens: list[int], *, size: int | None = None) -> np.ndarray:

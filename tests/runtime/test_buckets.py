@@ -10,7 +10,7 @@ from jaxserve.runtime.buckets import decode_buckets, smallest_fitting, token_buc
 
 
 def _fine(max_running: int, max_fine: int) -> tuple[int, ...]:
-    return decode_buckets(max_running, max_fine=max_fine, asked=None, smallest=1)
+    return decode_buckets(max_running, max_fine=max_fine, asked=None)
 
 
 def test_finely_spaced_up_to_the_limit_then_powers_of_two() -> None:
@@ -27,15 +27,15 @@ def test_the_limit_itself_has_a_program() -> None:
 
 
 def test_asked_sizes_replace_the_spacing_and_the_batch_always_fits() -> None:
-    assert decode_buckets(20, max_fine=160, asked=(3, 8, 64), smallest=1) == (3, 8, 20)
-    assert decode_buckets(20, max_fine=160, asked=(20,), smallest=2) == (20,)
+    assert decode_buckets(20, max_fine=160, asked=(3, 8, 64)) == (3, 8, 20)
+    assert decode_buckets(20, max_fine=160, asked=(20,)) == (20,)
 
 
 def test_a_cpu_has_few_and_never_one_row_unasked() -> None:
-    assert decode_buckets(32, max_fine=None, asked=None, smallest=2) == (2, 8, 16, 32)
-    assert decode_buckets(20, max_fine=None, asked=None, smallest=2) == (2, 8, 16, 20)
-    assert decode_buckets(20, max_fine=16, asked=None, smallest=2) == (2, 4, 8, 16, 20)
-    assert decode_buckets(1, max_fine=None, asked=None, smallest=2) == (2,)
+    assert decode_buckets(32, max_fine=None, asked=None) == (2, 8, 16, 32)
+    assert decode_buckets(20, max_fine=None, asked=None) == (2, 8, 16, 20)
+    assert decode_buckets(20, max_fine=16, asked=None) == (2, 4, 8, 16, 20)
+    assert decode_buckets(1, max_fine=None, asked=None) == (2,)
 
 
 def test_mixed_sizes_double_up_to_the_budget() -> None:
