@@ -130,13 +130,13 @@ def measure(servers: dict[str, tuple[str, str]], rounds: int) -> dict[str, dict[
 
 
 def processes_with_jax(root: int) -> list[str]:
-    """Which processes of a server have jax's library mapped."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if os.getpgid(int(folder.name)) == root and "libjax_common" in (folder / "maps").read_text():
-                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip())
-    return found
+    """Which processes of a server, itself and its children, have jax's library mapped."""
+    children = [pid for task in Path(f"/proc/{root}/task").iterdir() for pid in (task / "children").read_text().split()]
+    return [
+        Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+        for pid in (str(root), *children)
+        if "libjax_common" in Path(f"/proc/{pid}/maps").read_text()
+    ]
 
 
 def main() -> None:
@@ -181,7 +181,7 @@ def print_report(report: dict[str, Any]) -> None:
             ours, peer = report["results"]["jaxserve"][clients], report["results"]["vllm"][clients]
             ratios = [ours[key] / peer[key] for key in ("output_tok_s", "ttft_ms", "tpot_ms")]
             print(f"{clients:>8} {'ratio':>10} {ratios[0]:13.2f} {ratios[1]:9.2f} {ratios[2]:9.2f}")
-    print(f"processes with jax: {len(report['processes_with_jax'])}; {report['compiles_after_ready']}")
+    print(f"processes with jax: {report['processes_with_jax']}; {report['compiles_after_ready']}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The XLA backend: the contract that every kernel is tested against, and the path a plain CPU runs.
 
-Both halves loop over blocks of pages with a running softmax, in float32, only as far as the longest live context of
-the rows at hand needs: decodes a group of rows at a time, prefill chunks a tile of queries at a time.
+Both halves loop over blocks of pages with a running softmax, only as far as the longest live context of the rows at
+hand needs: decodes a group of rows at a time, prefill chunks a tile of queries at a time. Sums are float32; decodes
+multiply in float32 too, as they wait for memory, prefill in the type of the queries.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.paged_attention.layout import PagedKV
 
 DECODE_ROWS = 16
-QUERY_TILE = 64
+QUERY_TILE = 128
 BLOCK_TOKENS = 128
 FEW_ROWS = 8
 _MASKED = -1e30
@@ -161,8 +162,8 @@ def _decode_rows(
         seen = position < lens[:, None]
         if options.window is not None:
             seen &= position >= lens[:, None] - options.window
-        keys = _gather(kv.keys, entries).reshape(kv_heads, rows, block, head_dim)
-        values = _gather(kv.values, entries).reshape(kv_heads, rows, block, head_dim)
+        keys = _gather(kv.keys, entries, queries.dtype).reshape(kv_heads, rows, block, head_dim)
+        values = _gather(kv.values, entries, queries.dtype).reshape(kv_heads, rows, block, head_dim)
         values = jnp.where(seen[None, :, :, None], values, 0.0)
         logits = jnp.einsum("hbgd,hbtd->hbgt", queries, keys)
         return _advance(state, _cap(logits, options), seen[None, :, None], values, "hbgt,hbtd->hbgd")
@@ -202,7 +203,7 @@ def _prefill(
         row = jnp.searchsorted(tile_ends, i, side="right", method="compare_all").astype(jnp.int32)
         offset = (i - tile_ends[row] + tiles[row]) * QUERY_TILE
         at = query_starts[row] + offset
-        queries = lax.dynamic_slice_in_dim(padded, at, QUERY_TILE).astype(jnp.float32) * options.scale
+        queries = (lax.dynamic_slice_in_dim(padded, at, QUERY_TILE).astype(jnp.float32) * options.scale).astype(q.dtype)
         queries = queries.transpose(1, 2, 0, 3).reshape(kv_heads, group * QUERY_TILE, head_dim)
         start = kv_lens[row] - query_lens[row] + offset
         asked = start + jnp.tile(jnp.arange(QUERY_TILE, dtype=jnp.int32), group)
@@ -219,10 +220,10 @@ def _prefill(
             if options.window is not None:
                 held &= position > start - options.window
                 seen &= position > asked[:, None] - options.window
-            keys = _gather(kv.keys, entries).reshape(kv_heads, block, head_dim)
-            values = _gather(kv.values, entries).reshape(kv_heads, block, head_dim)
-            values = jnp.where(held[None, :, None], values, 0.0)
-            logits = jnp.einsum("hqd,htd->hqt", queries, keys)
+            keys = _gather(kv.keys, entries, q.dtype).reshape(kv_heads, block, head_dim)
+            values = _gather(kv.values, entries, q.dtype).reshape(kv_heads, block, head_dim)
+            values = jnp.where(held[None, :, None], values, jnp.zeros((), values.dtype))
+            logits = jnp.einsum("hqd,htd->hqt", queries, keys, preferred_element_type=jnp.float32)
             return _advance(state, _cap(logits, options), seen[None], values, "hqt,htd->hqd")
 
         blocks = (end + block - 1) // block
@@ -234,8 +235,8 @@ def _prefill(
     return lax.fori_loop(0, tile_ends[-1], tile, out)
 
 
-def _gather(pool: Array, entries: Int[Array, "..."]) -> Float[Array, "kv_heads ..."]:
-    return pool.at[:, entries].get(mode="promise_in_bounds").astype(jnp.float32)
+def _gather(pool: Array, entries: Int[Array, "..."], dtype: jnp.dtype) -> Float[Array, "kv_heads ..."]:
+    return pool.at[:, entries].get(mode="promise_in_bounds").astype(dtype)
 
 
 def _cap(logits: Float[Array, "..."], options: _Options) -> Float[Array, "..."]:
@@ -256,7 +257,9 @@ def _advance(state: _Running, logits: Array, seen: Bool[Array, "..."], values: A
     peak = jnp.maximum(state.peak, logits.max(axis=-1))
     keep = jnp.exp(state.peak - peak)
     weights = jnp.where(seen, jnp.exp(logits - peak[..., None]), 0.0)
-    out = state.out * keep[..., None] + jnp.einsum(mix, weights, values)
+    out = state.out * keep[..., None] + jnp.einsum(
+        mix, weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+    )
     return _Running(out, peak, state.total * keep + weights.sum(axis=-1))
 
 
