@@ -1,7 +1,8 @@
 """jaxserve beside vLLM on this CPU: SmolLM2-135M, 128 tokens in, 64 out, one client and sixteen, in one run.
 
-Both servers stay up and are loaded in turn, so that what else the machine does falls on both alike; medians of the
-rounds are compared. Without `--peer DIR` (a folder made by shared/tools/peer_vllm_cpu.sh) only jaxserve is measured.
+Both servers stay up and are loaded in turn, the other one stopped meanwhile, so that what else the machine does falls
+on both alike; medians of the rounds are compared. Without `--peer DIR` (a folder made by
+shared/tools/peer_vllm_cpu.sh) only jaxserve is measured.
 
     python benchmarks/serving_cpu.py --peer /tmp/peer --rounds 5
 """
@@ -111,17 +112,19 @@ async def load(port: int, model: str, clients: int, requests: int, seed: int) ->
     }
 
 
-def measure(servers: dict[str, tuple[int, str]], rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+def measure(servers: dict[str, tuple[int, int, str]], rounds: int) -> dict[str, dict[str, dict[str, float]]]:
     """Medians over rounds by server and number of clients; the servers take turns within a round."""
     samples: dict[str, dict[int, list[dict[str, float]]]] = {name: {c: [] for c in CLIENTS} for name in servers}
-    for name, (port, model) in servers.items():
+    for name, (pid, port, model) in servers.items():
         for clients in CLIENTS:
-            asyncio.run(load(port, model, clients, clients, seed=0))
+            with paused([other for other, _, _ in servers.values() if other != pid]):
+                asyncio.run(load(port, model, clients, clients, seed=0))
             print(f"warmed up {name} with {clients}", file=sys.stderr)
     for round_ in range(rounds):
         for clients in CLIENTS:
-            for name, (port, model) in servers.items():
-                result = asyncio.run(load(port, model, clients, max(2, 2 * clients), seed=round_ + 1))
+            for name, (pid, port, model) in servers.items():
+                with paused([other for other, _, _ in servers.values() if other != pid]):
+                    result = asyncio.run(load(port, model, clients, max(2, 2 * clients), seed=round_ + 1))
                 samples[name][clients].append(result)
                 print(f"round {round_} {name} {clients} clients: {result}", file=sys.stderr)
     return {
@@ -133,12 +136,31 @@ def measure(servers: dict[str, tuple[int, str]], rounds: int) -> dict[str, dict[
     }
 
 
+def family(root: int) -> list[int]:
+    """A process and all below it."""
+    tasks = Path(f"/proc/{root}/task").iterdir()
+    children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+    return [root, *(pid for child in children for pid in family(child))]
+
+
+@contextlib.contextmanager
+def paused(roots: list[int]) -> Iterator[None]:
+    """Stops servers that are not being measured: one that spins while idle would slow the other."""
+    pids = [pid for root in roots for pid in family(root)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
 def processes_with_jax(root: int) -> list[str]:
-    """Which processes of a server, itself and its children, have jax's library mapped."""
-    children = [pid for task in Path(f"/proc/{root}/task").iterdir() for pid in (task / "children").read_text().split()]
+    """Which processes of a server have jax's library mapped."""
     return [
         Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-        for pid in (str(root), *children)
+        for pid in family(root)
         if "libjax_common" in Path(f"/proc/{pid}/maps").read_text()
     ]
 
@@ -158,12 +180,12 @@ def main() -> None:
         with server(command, args.port, "jaxserve") as (_, seconds):
             report["start_first_s"] = seconds
         pid, report["start_cached_s"] = stack.enter_context(server(command, args.port, "jaxserve"))
-        servers = {"jaxserve": (args.port, "smollm2-135m-instruct")}
+        servers = {"jaxserve": (pid, args.port, "smollm2-135m-instruct")}
         if args.peer:
             peer_port = args.port + 1
             peer = ["bash", args.peer_script, "serve", args.peer, str(peer_port)]
-            _, report["start_peer_s"] = stack.enter_context(server(peer, peer_port, "vllm"))
-            servers["vllm"] = (peer_port, "smollm2")
+            peer_pid, report["start_peer_s"] = stack.enter_context(server(peer, peer_port, "vllm"))
+            servers["vllm"] = (peer_pid, peer_port, "smollm2")
         report["results"] = measure(servers, args.rounds)
         report["processes_with_jax"] = processes_with_jax(pid)
         metrics = httpx.get(f"http://127.0.0.1:{args.port}/metrics").text

@@ -45,7 +45,8 @@ def _one_row_on_cpu(x: Float[Array, "1 in_dim"], weight: Float[Array, "out_dim i
     out_dim, in_dim = weight.shape
     lanes = _lanes(in_dim)
     if lanes is None:  # of two rows XLA's product is as fast as the memory again
-        return lax.dot_general(jnp.tile(x, (2, 1)), weight, (((1,), (1,)), ((), ())))[:1]
+        twice = jnp.tile(x, (2, 1))
+        return lax.dot_general(twice, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)[:1]
     row = x.astype(jnp.float32)[0]
     sums = jnp.zeros((out_dim, lanes), jnp.float32)
     for at in range(0, in_dim, lanes):

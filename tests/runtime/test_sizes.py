@@ -25,7 +25,7 @@ def _resolve(device: Any = CPU, **options: Any) -> Sizes:
 def test_defaults_of_a_cpu() -> None:
     sizes = _resolve()
     assert sizes.capacity.num_slots == 32
-    assert sizes.capacity.decode_buckets == (2, 8, 16, 32)
+    assert sizes.capacity.decode_buckets == (1, 4, 8, 16, 32)
     assert sizes.capacity.max_model_len == 64
     assert sizes.capacity.num_pages == 32 * 64 // 16
     assert sizes.chunked_prefill_size == sizes.max_prefill_tokens == sizes.max_num_batched_tokens == 64
@@ -61,7 +61,7 @@ def test_a_step_may_be_wider_than_the_context_where_the_batch_is() -> None:
 
 def test_decode_programs_follow_their_flags() -> None:
     assert _resolve(cuda_graph_bs=(3, 5)).capacity.decode_buckets == (3, 5, 32)
-    assert _resolve(cuda_graph_max_bs=8, max_running_requests=20).capacity.decode_buckets == (2, 4, 8, 16, 20)
+    assert _resolve(cuda_graph_max_bs=8, max_running_requests=20).capacity.decode_buckets == (1, 2, 4, 8, 16, 20)
     fine = _resolve(GPU, cuda_graph_max_bs=8, max_running_requests=20)
     assert fine.capacity.decode_buckets == (1, 2, 4, 8, 16, 20)
 
