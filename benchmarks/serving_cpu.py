@@ -159,7 +159,7 @@ def paused(roots: list[int]) -> Iterator[None]:
 def processes_with_jax(root: int) -> list[str]:
     """Which processes of a server have jax's library mapped."""
     return [
-        Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+        " ".join(Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[1:]).strip()
         for pid in family(root)
         if "libjax_common" in Path(f"/proc/{pid}/maps").read_text()
     ]

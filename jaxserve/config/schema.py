@@ -47,7 +47,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float | None, Meta(description="share of device memory for weights and KV cache; default 0.88")
     ] = None
     max_total_tokens: Annotated[
-        int | None, Meta(description="tokens of KV cache; default: what memory allows (on a CPU at most 1 GiB of it)")
+        int | None, Meta(description="tokens of KV cache; default: what memory allows (on a CPU at most 512 MiB of it)")
     ] = None
     max_running_requests: Annotated[
         int | None, Meta(description="requests that run at once; default 32 on a CPU, 256 elsewhere")
@@ -65,7 +65,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int | None, Meta(description="most tokens of a step, decodes included; default: fits chunked_prefill_size")
     ] = None
     cuda_graph_max_bs: Annotated[
-        int | None, Meta(description="decode batches up to this size get finely spaced programs; default 160")
+        int | None,
+        Meta(description="decode batches up to this size get finely spaced programs; default 160, on a CPU few"),
     ] = None
     cuda_graph_bs: Annotated[
         tuple[int, ...] | None, Meta(description="sizes of the decode programs, instead of the default spacing")

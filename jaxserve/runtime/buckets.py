@@ -15,13 +15,13 @@ _WIDEST_STEP = 32
 def decode_buckets(max_running: int, *, max_fine: int | None, asked: Sequence[int] | None) -> tuple[int, ...]:
     """Ascending row counts, the last of which holds `max_running`.
 
-    `asked` (`--cuda-graph-bs`) replaces the spacing. Without `max_fine` there are few, 1, 4, then 8 doubled, as each
+    `asked` (`--cuda-graph-bs`) replaces the spacing. Without `max_fine` there are few, 1, then 8 doubled, as each
     program costs seconds of start-up on a CPU.
     """
     if asked is not None:
         sizes = {min(size, max_running) for size in asked}
     elif max_fine is None:
-        sizes = {1, 4} | {8 * 2**i for i in range(12)}
+        sizes = {1} | {8 * 2**i for i in range(12)}
     else:
         sizes = _fine(max_fine) | {2**i for i in range(16) if 2**i > max_fine}
     return tuple(sorted({size for size in sizes if size < max_running} | {max_running}))

@@ -15,7 +15,7 @@ from jaxserve.errors import ConfigError
 logger = logging.getLogger("jaxserve.runtime")
 
 DEFAULT_FRACTION = 0.88
-CPU_POOL_BYTES = 2**30
+CPU_POOL_BYTES = 2**29
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ def plan_pool(
         )
     tokens = config.max_total_tokens
     if tokens is None:
-        free = _free_bytes(config, device, weight_bytes) - activation_bytes
+        free = _free_bytes(config, device, weight_bytes + activation_bytes)
         # More than every running request at full length can't be used.
         usable = max_running * -(-wanted // config.page_size) * config.page_size
         tokens = min(free // bytes_per_token, usable)
@@ -71,13 +71,13 @@ def plan_pool(
     return PoolPlan(num_pages, fitted)
 
 
-def _free_bytes(config: EngineConfig, device: Any, weight_bytes: int) -> int:
+def _free_bytes(config: EngineConfig, device: Any, taken: int) -> int:
     """Bytes the pool may take. A CPU's pool is capped: the machine is shared, and zeroing it costs start-up."""
     fraction = config.mem_fraction_static or DEFAULT_FRACTION
     if device.platform == "cpu":
-        return min(CPU_POOL_BYTES, int(psutil.virtual_memory().available * fraction) - weight_bytes)
+        return min(CPU_POOL_BYTES, int(psutil.virtual_memory().available * fraction) - taken)
     stats = device.memory_stats() or {}
-    return int(stats.get("bytes_limit", 0) * fraction) - weight_bytes
+    return int(stats.get("bytes_limit", 0) * fraction) - taken
 
 
 def tree_bytes(specs: Any) -> int:

@@ -45,7 +45,8 @@ def resolve_sizes(
     defaults = _CPU if device.platform == "cpu" else _ACCELERATOR
     running = config.max_running_requests or defaults.running
     chunk = config.chunked_prefill_size or defaults.chunk
-    widest = config.max_num_batched_tokens or (defaults.chunk if chunk < 0 else chunk)
+    longest = config.context_length or model.max_position_embeddings
+    widest = config.max_num_batched_tokens or (longest if chunk < 0 else min(chunk, longest))
     pool = memory.plan_pool(
         config,
         device=device,

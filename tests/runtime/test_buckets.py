@@ -32,8 +32,8 @@ def test_asked_sizes_replace_the_spacing_and_the_batch_always_fits() -> None:
 
 
 def test_a_cpu_has_few() -> None:
-    assert decode_buckets(32, max_fine=None, asked=None) == (1, 4, 8, 16, 32)
-    assert decode_buckets(20, max_fine=None, asked=None) == (1, 4, 8, 16, 20)
+    assert decode_buckets(32, max_fine=None, asked=None) == (1, 8, 16, 32)
+    assert decode_buckets(20, max_fine=None, asked=None) == (1, 8, 16, 20)
     assert decode_buckets(20, max_fine=16, asked=None) == (1, 2, 4, 8, 16, 20)
     assert decode_buckets(1, max_fine=None, asked=None) == (1,)
 

@@ -65,7 +65,7 @@ def test_a_cpu_takes_a_capped_share(monkeypatch: pytest.MonkeyPatch) -> None:
         return _plan(EngineConfig(), **options).num_pages
 
     assert pages(2**40) == memory.CPU_POOL_BYTES // 1024 // 16
-    assert pages(1000 * MIB) == (int(1000 * MIB * memory.DEFAULT_FRACTION) - 300 * MIB) // 1024 // 16
+    assert pages(500 * MIB) == (int(500 * MIB * memory.DEFAULT_FRACTION) - 300 * MIB) // 1024 // 16
 
 
 @pytest.mark.parametrize(

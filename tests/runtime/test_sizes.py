@@ -25,7 +25,7 @@ def _resolve(device: Any = CPU, **options: Any) -> Sizes:
 def test_defaults_of_a_cpu() -> None:
     sizes = _resolve()
     assert sizes.capacity.num_slots == 32
-    assert sizes.capacity.decode_buckets == (1, 4, 8, 16, 32)
+    assert sizes.capacity.decode_buckets == (1, 8, 16, 32)
     assert sizes.capacity.max_model_len == 64
     assert sizes.capacity.num_pages == 32 * 64 // 16
     assert sizes.chunked_prefill_size == sizes.max_prefill_tokens == sizes.max_num_batched_tokens == 64
