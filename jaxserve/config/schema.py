@@ -66,7 +66,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
     cuda_graph_max_bs: Annotated[
         int | None,
-        Meta(description="decode batches up to this size get finely spaced programs; default 160, on a CPU few"),
+        Meta(description="decode batches up to this size get finely spaced programs (160; CPU: few)"),
     ] = None
     cuda_graph_bs: Annotated[
         tuple[int, ...] | None, Meta(description="sizes of the decode programs, instead of the default spacing")
