@@ -121,33 +121,31 @@ def _sample_rows(
     shape: StepShape,
 ) -> tuple[Int[Array, " rows"], Logprobs | None]:
     """Head and sampler, for at most `context.sample_rows` rows at a time and as many groups as there are live rows."""
-    slots = jnp.minimum(inputs.slots, state.seq_lens.shape[0] - 1)
-
-    def group(start: Array | int, size: int) -> tuple[Array, Logprobs | None]:
-        part = [lax.dynamic_slice_in_dim(x, start, size) for x in (hidden, slots, inputs.batch.kv_lens)]
-        logits = model.head(params, part[0])
-        if shape.key.greedy:
-            return sampling.greedy(logits), None
-        rows: SamplingRows = jax.tree.map(lambda x: x[part[1]], state.sampling)
-        return sampling.sample(logits, rows, state.counts[part[1]], part[2])
-
-    size = context.sample_rows
-    if size is None or shape.rows <= size:
-        return group(0, shape.rows)
+    size = min(context.sample_rows or shape.rows, shape.rows)
     padding = -shape.rows % size
     hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
-    slots = jnp.pad(slots, (0, padding))
+    slots = jnp.pad(jnp.minimum(inputs.slots, state.seq_lens.shape[0] - 1), (0, padding))
     lengths = jnp.pad(inputs.batch.kv_lens, (0, padding))
-    inputs = dataclasses.replace(inputs, batch=dataclasses.replace(inputs.batch, kv_lens=lengths))
+
+    def group(start: Array | int) -> tuple[Array, Logprobs | None]:
+        states, at, length = (lax.dynamic_slice_in_dim(x, start, size) for x in (hidden, slots, lengths))
+        logits = model.head(params, states)
+        if shape.key.greedy:
+            return sampling.greedy(logits), None
+        rows: SamplingRows = jax.tree.map(lambda x: x[at], state.sampling)
+        return sampling.sample(logits, rows, state.counts[at], length)
+
+    if size == shape.rows:
+        return group(0)
     empty = jax.tree.map(
-        lambda s: jnp.zeros((shape.rows + padding, *s.shape[1:]), s.dtype), jax.eval_shape(lambda: group(0, size))
+        lambda s: jnp.zeros((shape.rows + padding, *s.shape[1:]), s.dtype), jax.eval_shape(lambda: group(0))
     )
 
     def body(i: Array, filled: Any) -> Any:
         return jax.tree.map(
             lambda all_rows, some: lax.dynamic_update_slice_in_dim(all_rows, some, i * size, axis=0),
             filled,
-            group(i * size, size),
+            group(i * size),
         )
 
     filled = lax.fori_loop(0, (inputs.batch.num_seqs + size - 1) // size, body, empty)

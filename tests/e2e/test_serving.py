@@ -129,22 +129,6 @@ def test_broken_json_is_a_400(server: ServerProcess, content: bytes) -> None:
     assert answer.json()["error"]["message"]
 
 
-def test_alone_and_in_a_crowd(server: ServerProcess) -> None:
-    """In bfloat16 a full batch may round otherwise than a single row; most tokens agree, and a seeded draw repeats."""
-    body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 24, "temperature": 0.8, "seed": 11}
-
-    async def ask(count: int) -> list[str]:
-        async with httpx.AsyncClient(timeout=300) as client:
-            answers = await asyncio.gather(
-                *(client.post(f"{server.url}/v1/completions", json=body) for _ in range(count))
-            )
-        return [answer.json()["choices"][0]["text"] for answer in answers]
-
-    crowd = asyncio.run(ask(8))
-    assert len(set(crowd)) == 1
-    assert asyncio.run(ask(1))[0][:8] == crowd[0][:8]
-
-
 def test_no_compile_after_ready(server: ServerProcess) -> None:
     """Every decode and mixed program runs; nothing is compiled for it."""
 
