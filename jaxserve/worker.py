@@ -29,13 +29,13 @@ from jaxserve.runtime.executor import DeviceExecutor
 from jaxserve.runtime.memory import tree_bytes
 from jaxserve.runtime.mesh import make_mesh, shardings
 from jaxserve.runtime.programs import ProgramBuilder, build_programs, dtype_of, program_keys
-from jaxserve.runtime.sizes import Sizes, resolve_sizes
+from jaxserve.runtime.sizes import Sizes, attention_problem, resolve_sizes
 from jaxserve.runtime.state import DeviceState, make_state, pool_layout, state_specs
 from jaxserve.runtime.step import StepContext
 from jaxserve.weights.dummy import dummy_params
 from jaxserve.weights.load import load_params
 from jaxserve.weights.open import open_source
-from pallas_kernels.paged_attention import choose_backend
+from pallas_kernels.paged_attention import Backend, Problem, choose_backend, target_of
 
 logger = logging.getLogger("jaxserve.worker")
 
@@ -58,19 +58,19 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
     phases = _Phases()
     with phases("device"):
         device = _device(config)
-        backend = choose_backend(device.platform, config.attention_backend)
-        logger.info("device: %s; attention: %s (%s)", device.device_kind, backend.name, backend.reason)
     with phases("model"):
         source = model_source.resolve(config.model)
         model = parse_model_config(model_source.read_config(source))
     dtype = dtype_of(config.dtype)
+    backend = _backend(config, device, attention_problem(config, model, dtype=dtype))
+    logger.info("device: %s; attention: %s (%s)", device.device_kind, backend.name, backend.reason)
     abstract = family(model).abstract(model, dtype)
     [kv_spec] = family(model).kv_specs(model)
     bytes_per_token = pool_layout(kv_spec, num_pages=1, page_size=1, dtype=dtype).bytes_per_token
     sizes = resolve_sizes(config, model, device, weight_bytes=tree_bytes(abstract), bytes_per_token=bytes_per_token)
     mesh = make_mesh([device])
     specs = state_specs(kv_spec, sizes.capacity, vocab_size=model.vocab_size, dtype=dtype)
-    context = StepContext(model, backend.name, sample_rows=16 if device.platform == "cpu" else None)
+    context = StepContext(model, backend, sample_rows=16 if device.platform == "cpu" else None)
     builder = ProgramBuilder(context, sizes.capacity, mesh, abstract, specs)
     keys = program_keys(sizes.capacity)
     with ThreadPoolExecutor(2) as pool:
@@ -114,6 +114,13 @@ def _device(config: EngineConfig) -> Any:
         raise ConfigError(
             f"device={config.device}: jax finds none ({error}); install jaxserve's extra for it"
         ) from error
+
+
+def _backend(config: EngineConfig, device: Any, problem: Problem) -> Backend:
+    try:
+        return choose_backend(target_of(device), problem, config.attention_backend)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _load(

@@ -34,7 +34,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "cpu", "cuda", "tpu"], Meta(description="platform to run on; auto is the best jax finds")
     ] = "auto"
     attention_backend: Annotated[
-        Literal["auto", "reference"], Meta(description="paged attention kernel; auto picks by platform")
+        Literal["auto", "reference", "triton", "mosaic_gpu", "mosaic_tpu"],
+        Meta(description="paged attention kernel; auto picks by platform"),
     ] = "auto"
     tp_size: Annotated[int, Meta(description="tensor-parallel size; only 1 is built so far")] = 1
     dp_size: Annotated[int, Meta(description="data-parallel size; only 1 is built so far")] = 1

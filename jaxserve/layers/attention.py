@@ -12,7 +12,7 @@ from jaxserve.layers.batch import TokenBatch
 from jaxserve.layers.linear import linear, row_parallel
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import rotate
-from pallas_kernels.paged_attention import BackendName, PagedKV, paged_attention
+from pallas_kernels.paged_attention import Backend, PagedKV, paged_attention
 
 
 @flax.struct.dataclass
@@ -33,7 +33,7 @@ class AttentionSettings:
 
     window: int | None
     norm_eps: float
-    backend: BackendName
+    backend: Backend
 
 
 def self_attention(

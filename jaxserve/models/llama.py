@@ -19,7 +19,7 @@ from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import rotation
 from jaxserve.models.config import ModelConfig
 from jaxserve.params import Initializer, KVSpec, ParamSpec, Placement
-from pallas_kernels.paged_attention import BackendName, PagedKV
+from pallas_kernels.paged_attention import Backend, PagedKV
 
 
 @flax.struct.dataclass
@@ -146,7 +146,7 @@ def forward(
     x: Float[Array, "tokens dim"],
     batch: TokenBatch,
     kv: PagedKV,
-    backend: BackendName,
+    backend: Backend,
 ) -> tuple[Float[Array, "tokens dim"], PagedKV]:
     """The layers and the last norm: vectors to hidden states. Unrolled, so that each layer's pages alias in place."""
     turn = rotation(batch.positions, config.rope, config.head_dim)

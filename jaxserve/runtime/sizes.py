@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from jaxserve.config.schema import EngineConfig
 from jaxserve.models.config import ModelConfig
 from jaxserve.runtime import memory
 from jaxserve.runtime.buckets import decode_buckets, token_buckets
 from jaxserve.step_plan import Capacity
+from pallas_kernels.paged_attention import Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +77,18 @@ def resolve_sizes(
         prompt_logprob_tokens=max(_PROMPT_LOGPROB_TOKENS, 2 * running),
     )
     return Sizes(capacity, min(chunk, largest), min(config.max_prefill_tokens or chunk, largest), largest)
+
+
+def attention_problem(config: EngineConfig, model: ModelConfig, *, dtype: np.dtype, tensor: int = 1) -> Problem:
+    """What each shard asks of the attention kernel."""
+    return Problem(
+        heads=model.num_heads // tensor,
+        kv_heads=max(1, model.num_kv_heads // tensor),
+        head_dim=model.head_dim,
+        page_size=config.page_size,
+        dtype=dtype,
+        kv_dtype=dtype,
+    )
 
 
 def _activation_bytes(model: ModelConfig, tokens: int, rows: int) -> int:

@@ -27,7 +27,7 @@ from jaxserve.runtime.mesh import DATA_AXIS, partitions
 from jaxserve.runtime.sampling import Logprobs
 from jaxserve.runtime.state import DeviceState, SamplingRows, all_ranks, one_rank
 from jaxserve.runtime.update import update
-from pallas_kernels.paged_attention import BackendName
+from pallas_kernels.paged_attention import Backend
 
 PROMPT_LOGIT_ROWS = 16
 
@@ -41,7 +41,7 @@ class StepContext:
     """
 
     model: ModelConfig
-    backend: BackendName
+    backend: Backend
     sample_rows: int | None
 
 

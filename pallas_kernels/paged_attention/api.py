@@ -1,34 +1,12 @@
-"""The public function: one contract, several backends, chosen once from the platform."""
+"""The public function: one contract, several backends."""
 
 from __future__ import annotations
-
-import dataclasses
-from typing import Literal
 
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention.backends import REFERENCE, Backend, backend_module
 from pallas_kernels.paged_attention.layout import PagedKV
-
-BackendName = Literal["reference"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Backend:
-    """A backend and why it was chosen; the reason is for the log."""
-
-    name: BackendName
-    reason: str
-
-
-def choose_backend(platform: str, requested: str = "auto") -> Backend:
-    """The backend for a mesh's platform (`cpu`, `cuda`, `tpu`). Raises ValueError for a name that isn't built."""
-    if requested not in ("auto", "reference"):
-        raise ValueError(f"attention backend {requested!r} is not built; available: reference")
-    if requested == "reference":
-        return Backend("reference", "asked for")
-    return Backend("reference", f"the only backend built for {platform}")
 
 
 def paged_attention(
@@ -48,7 +26,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     decode_only: bool = False,
-    backend: BackendName = "reference",
+    backend: Backend = REFERENCE,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Causal attention of ragged queries over paged keys and values; writes the new `k` and `v` on the way.
 
@@ -62,11 +40,12 @@ def paged_attention(
     `window` counts the positions a query sees, itself included. `soft_cap` bounds logits by `cap * tanh(x / cap)`.
     `sinks` adds a logit per head to the softmax's denominator. `decode_only` is a promise that every row is a decode.
 
+    Where the pool holds fp8, its `scales` of the layer divide what is written and multiply what is read.
+
     Returns the attention output in `q`'s dtype, accumulated in float32, and the pool with the new tokens in place.
     """
-    assert backend == "reference", backend
     with jax.named_scope("paged_attention"):
-        return reference.paged_attention(
+        out, kv = backend_module(backend.name).paged_attention(
             q,
             k,
             v,
@@ -82,4 +61,7 @@ def paged_attention(
             soft_cap=soft_cap,
             sinks=sinks,
             decode_only=decode_only,
+            target=backend.target,
+            interpret=backend.interpret,
         )
+    return out, kv

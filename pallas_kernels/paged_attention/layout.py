@@ -17,11 +17,15 @@ import numpy as np
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedKV:
-    """Keys and values of a group of layers, each `[kv_heads, layers * pages, page_size, head_dim]`."""
+    """Keys and values of a group of layers, each `[kv_heads, layers * pages, page_size, head_dim]`.
+
+    `scales`, where the pool holds fp8, is float32 `[2, layers, kv_heads]`: the factors of stored keys and values.
+    """
 
     keys: jax.Array
     values: jax.Array
     num_layers: int = dataclasses.field(metadata={"static": True})
+    scales: jax.Array | None = None
 
     @property
     def num_pages(self) -> int:

@@ -2,24 +2,28 @@
 
 Both halves loop over blocks of pages with a running softmax, only as far as the longest live context of the rows at
 hand needs: decodes a group of rows at a time, prefill chunks a tile of queries at a time. Sums are float32; decodes
-multiply in float32 too, as they wait for memory, prefill in the type of the queries.
+multiply in float32 too, as they wait for memory, prefill in the type of the queries. Rows and heads are one dimension,
+the outermost: XLA gives its threads parts of that one, and three heads would make a third of them wait for the rest.
 """
 
 from __future__ import annotations
 
-import math
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.paged_attention.backends import Problem, Target
 from pallas_kernels.paged_attention.layout import PagedKV
+from pallas_kernels.paged_attention.write import write_kv
 
 DECODE_ROWS = 16
-QUERY_TILE = 128
-BLOCK_TOKENS = 128
+DECODE_BLOCK = 64
 FEW_ROWS = 8
+QUERY_TILE = 128
+PREFILL_BLOCK = 128
 _MASKED = -1e30
 
 
@@ -28,6 +32,7 @@ class _Options(NamedTuple):
     window: int | None
     soft_cap: float | None
     sinks: Float[Array, "kv_heads group"] | None
+    kv_scales: Float[Array, "2 kv_heads"] | None
 
 
 class _Running(NamedTuple):
@@ -36,6 +41,11 @@ class _Running(NamedTuple):
     out: Float[Array, "... head_dim"]
     peak: Float[Array, "..."]
     total: Float[Array, "..."]
+
+
+def refusal(problem: Problem, target: Target) -> str | None:
+    """Never: it does everything everywhere."""
+    return None
 
 
 def paged_attention(
@@ -55,13 +65,17 @@ def paged_attention(
     soft_cap: float | None,
     sinks: Float[Array, " heads"] | None,
     decode_only: bool,
+    target: Target,
+    interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
-    """See `api.paged_attention`."""
+    """See `api.paged_attention`; the same on every target."""
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    kv = _write(k, v, kv, layer, page_table, query_starts, kv_lens, num_seqs)
-    options = _Options(scale, window, soft_cap, None if sinks is None else sinks.reshape(kv_heads, group))
+    kv = write_kv(k, v, kv, layer, page_table, query_starts, kv_lens, num_seqs)
+    sink_logits = None if sinks is None else sinks.reshape(kv_heads, group)
+    kv_scales = None if kv.scales is None else kv.scales[:, layer]
+    options = _Options(scale, window, soft_cap, sink_logits, kv_scales)
     table = _entries(page_table, kv, layer)
     queries = q.reshape(tokens, kv_heads, group, head_dim)
     rows = min(tokens, page_table.shape[0])
@@ -74,45 +88,17 @@ def paged_attention(
     return out[:tokens].reshape(q.shape).astype(q.dtype), kv
 
 
-def _write(
-    k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
-    kv: PagedKV,
-    layer: int | Int[Array, ""],
-    page_table: Int[Array, "rows max_pages"],
-    query_starts: Int[Array, " rows_plus_1"],
-    kv_lens: Int[Array, " rows"],
-    num_seqs: Int[Array, ""],
-) -> PagedKV:
-    """Put the new tokens into their pages; padding tokens get a place past the pool and are dropped."""
-    token = jnp.arange(k.shape[0], dtype=jnp.int32)
-    row = jnp.searchsorted(query_starts[1:], token, side="right", method="compare_all").astype(jnp.int32)
-    row = jnp.minimum(row, page_table.shape[0] - 1)
-    position = kv_lens[row] - query_starts[row + 1] + token
-    entry = layer * kv.num_pages + page_table[row, position // kv.page_size]
-    head = jnp.arange(k.shape[1], dtype=jnp.int32)[:, None]
-    at = (head * kv.keys.shape[1] + entry) * kv.page_size + position % kv.page_size
-    at = jnp.where(token < query_starts[num_seqs], at, math.prod(kv.keys.shape[:3]))
-    return PagedKV(_scatter(kv.keys, at, k), _scatter(kv.values, at, v), kv.num_layers)
-
-
-def _scatter(pool: Array, at: Int[Array, "kv_heads tokens"], new: Float[Array, "tokens kv_heads head_dim"]) -> Array:
-    """One row a head and token: for windows that span heads a TPU would lay out the whole pool anew, and back."""
-    rows = pool.reshape(-1, pool.shape[3])
-    return rows.at[at].set(new.swapaxes(0, 1).astype(pool.dtype), mode="drop").reshape(pool.shape)
-
-
 def _entries(
     page_table: Int[Array, "rows max_pages"], kv: PagedKV, layer: int | Int[Array, ""]
 ) -> Int[Array, "rows padded_pages"]:
     """Pool entries of a layer, each row padded to whole blocks."""
-    per_block = _pages_of_block(kv.page_size, rows=1)
+    per_block = max(_decode_pages(kv.page_size, rows=1), PREFILL_BLOCK // kv.page_size)
     return jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % per_block))) + layer * kv.num_pages
 
 
-def _pages_of_block(page_size: int, *, rows: int) -> int:
+def _decode_pages(page_size: int, *, rows: int) -> int:
     """Pages a row reads at a time: more where there are few rows, as each turn of a loop has its price."""
-    tokens = BLOCK_TOKENS * (2 if rows <= FEW_ROWS else 1)
+    tokens = DECODE_BLOCK * (4 if rows <= FEW_ROWS else 1)
     return max(1, tokens // page_size)
 
 
@@ -149,8 +135,9 @@ def _decode_rows(
     options: _Options,
 ) -> Float[Array, "rows kv_heads group head_dim"]:
     rows, kv_heads, group, head_dim = q.shape
-    queries = q.swapaxes(0, 1).astype(jnp.float32) * options.scale
-    per_block = _pages_of_block(kv.page_size, rows=rows)
+    queries = q.reshape(rows * kv_heads, group, head_dim).astype(jnp.float32) * options.scale
+    gather = functools.partial(_gather, kv, options.kv_scales, queries.dtype)
+    per_block = _decode_pages(kv.page_size, rows=rows)
     block = per_block * kv.page_size
     first = jnp.zeros((), jnp.int32)
     if options.window is not None:
@@ -162,16 +149,16 @@ def _decode_rows(
         seen = position < lens[:, None]
         if options.window is not None:
             seen &= position >= lens[:, None] - options.window
-        keys = _gather(kv.keys, entries, queries.dtype).reshape(kv_heads, rows, block, head_dim)
-        values = _gather(kv.values, entries, queries.dtype).reshape(kv_heads, rows, block, head_dim)
-        values = jnp.where(seen[None, :, :, None], values, 0.0)
-        logits = jnp.einsum("hbgd,hbtd->hbgt", queries, keys)
-        return _advance(state, _cap(logits, options), seen[None, :, None], values, "hbgt,hbtd->hbgd")
+        seen = jnp.repeat(seen, kv_heads, axis=0)
+        keys = gather(0, entries)
+        values = jnp.where(seen[:, :, None], gather(1, entries), 0.0)
+        logits = jnp.einsum("rgd,rtd->rgt", queries, keys)
+        return _advance(state, _cap(logits, options), seen[:, None], values, "rgt,rtd->rgd")
 
     blocks = (jnp.max(lens) + block - 1) // block
-    state = lax.fori_loop(first, blocks, body, _start((kv_heads, rows, group), head_dim))
-    sinks = None if options.sinks is None else options.sinks[:, None, :]
-    return _finish(state, sinks).swapaxes(0, 1)
+    state = lax.fori_loop(first, blocks, body, _start((rows * kv_heads, group), head_dim))
+    sinks = None if options.sinks is None else jnp.tile(options.sinks, (rows, 1))
+    return _finish(state, sinks).reshape(q.shape)
 
 
 def _prefill(
@@ -190,7 +177,8 @@ def _prefill(
     The last tile of a row runs over into the next row's tokens; the next tile overwrites what it left there.
     """
     _, kv_heads, group, head_dim = q.shape
-    per_block = max(1, BLOCK_TOKENS // kv.page_size)
+    gather = functools.partial(_gather, kv, options.kv_scales, q.dtype)
+    per_block = max(1, PREFILL_BLOCK // kv.page_size)
     block = per_block * kv.page_size
     row_ids = jnp.arange(table.shape[0], dtype=jnp.int32)
     query_lens = query_starts[1:] - query_starts[:-1]
@@ -220,8 +208,8 @@ def _prefill(
             if options.window is not None:
                 held &= position > start - options.window
                 seen &= position > asked[:, None] - options.window
-            keys = _gather(kv.keys, entries, q.dtype).reshape(kv_heads, block, head_dim)
-            values = _gather(kv.values, entries, q.dtype).reshape(kv_heads, block, head_dim)
+            keys = gather(0, entries[None])
+            values = gather(1, entries[None])
             values = jnp.where(held[None, :, None], values, jnp.zeros((), values.dtype))
             logits = jnp.einsum("hqd,htd->hqt", queries, keys, preferred_element_type=jnp.float32)
             return _advance(state, _cap(logits, options), seen[None], values, "hqt,htd->hqd")
@@ -235,8 +223,20 @@ def _prefill(
     return lax.fori_loop(0, tile_ends[-1], tile, out)
 
 
-def _gather(pool: Array, entries: Int[Array, "..."], dtype: jnp.dtype) -> Float[Array, "kv_heads ..."]:
-    return pool.at[:, entries].get(mode="promise_in_bounds").astype(dtype)
+def _gather(
+    kv: PagedKV,
+    scales: Float[Array, "2 kv_heads"] | None,
+    dtype: jnp.dtype,
+    which: int,
+    entries: Int[Array, "rows pages"],
+) -> Float[Array, "rows_heads tokens head_dim"]:
+    """The keys (0) or values (1) of some pages, a row's heads side by side."""
+    pages = (kv.keys, kv.values)[which].at[:, entries].get(mode="promise_in_bounds")
+    if scales is not None:
+        pages = pages.astype(jnp.float32) * scales[which][:, None, None, None, None]
+    pages = pages.astype(dtype).swapaxes(0, 1)
+    rows, kv_heads, _, _, head_dim = pages.shape
+    return pages.reshape(rows * kv_heads, -1, head_dim)
 
 
 def _cap(logits: Float[Array, "..."], options: _Options) -> Float[Array, "..."]:

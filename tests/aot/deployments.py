@@ -8,15 +8,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxserve.config.schema import EngineConfig
 from jaxserve.models.config import parse_model_config
 from jaxserve.models.registry import family
 from jaxserve.runtime.mesh import shape_structs
 from jaxserve.runtime.programs import ProgramBuilder, dtype_of
+from jaxserve.runtime.sizes import attention_problem
 from jaxserve.runtime.state import pool_layout, state_specs
 from jaxserve.runtime.step import StepContext
 from jaxserve.runtime.topology import target_mesh
 from jaxserve.step_plan import Capacity
-from pallas_kernels.paged_attention import choose_backend
+from pallas_kernels.paged_attention import choose_backend, target_of
 
 LLAMA_8B_TWO_LAYERS = {
     "architectures": ["LlamaForCausalLM"],
@@ -67,7 +69,7 @@ class Device:
 DEVICES = {"nvidia-h200": Device(96 * 2**30, 16), "tpu-v6e": Device(16 * 2**30, 32)}
 
 
-def deployment(target: str, config: dict[str, Any], *, tensor: int) -> ProgramBuilder:
+def deployment(target: str, config: dict[str, Any], *, tensor: int, attention: str = "auto") -> ProgramBuilder:
     """What `build_engine` would make on that device, in bfloat16."""
     mesh = target_mesh(target, tensor=tensor)
     model = parse_model_config(config)
@@ -83,7 +85,10 @@ def deployment(target: str, config: dict[str, Any], *, tensor: int) -> ProgramBu
         token_buckets=(MIXED_TOKENS,),
         prompt_logprob_tokens=512,
     )
-    context = StepContext(model, choose_backend(mesh.devices.flat[0].platform).name, sample_rows=None)
+    sizes = EngineConfig(page_size=device.page_size)
+    problem = attention_problem(sizes, model, dtype=dtype, tensor=tensor)
+    backend = choose_backend(target_of(mesh.devices.flat[0]), problem, attention)
+    context = StepContext(model, backend, sample_rows=None)
     state = state_specs(spec, capacity, vocab_size=model.vocab_size, dtype=dtype)
     return ProgramBuilder(context, capacity, mesh, family(model).abstract(model, dtype), state)
 

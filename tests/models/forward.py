@@ -14,7 +14,7 @@ from jaxserve.layers.batch import TokenBatch
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family
 from jaxserve.runtime.mesh import make_mesh, partitions
-from pallas_kernels.paged_attention import PagedKV
+from pallas_kernels.paged_attention import REFERENCE, PagedKV
 
 PAGE_SIZE = 16
 
@@ -43,7 +43,7 @@ def _compiled(config: ModelConfig, dtype: Any) -> Any:
             num_decodes=jnp.int32(0),
             num_seqs=jnp.int32(1),
         )
-        hidden, _ = model.forward(config, params, model.embed(params, batch), batch, kv, "reference")
+        hidden, _ = model.forward(config, params, model.embed(params, batch), batch, kv, REFERENCE)
         return model.head(params, hidden)
 
     specs = partitions(model.abstract(config, np.dtype(dtype)))

@@ -19,6 +19,7 @@ from jaxserve.runtime.state import DeviceState, make_state, state_specs
 from jaxserve.runtime.step import StepContext
 from jaxserve.step_plan import Capacity, Chunk, SlotOpen
 from jaxserve.weights.dummy import dummy_params
+from pallas_kernels.paged_attention import REFERENCE
 from tests.tiny_model import CONFIG
 
 F32 = np.dtype(np.float32)
@@ -53,7 +54,7 @@ def zero_state(capacity: Capacity, vocab_size: int = CONFIG["vocab_size"]) -> De
 
 
 def builder(capacity: Capacity = CAPACITY, *, sample_rows: int | None = 16) -> ProgramBuilder:
-    context = StepContext(model(), "reference", sample_rows)
+    context = StepContext(model(), REFERENCE, sample_rows)
     return ProgramBuilder(context, capacity, mesh(), family(model()).abstract(model(), F32), specs(capacity))
 
 

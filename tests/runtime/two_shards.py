@@ -15,6 +15,7 @@ from jaxserve.runtime.step import StepContext
 from jaxserve.runtime.update import pack_open
 from jaxserve.step_plan import StepPlan
 from jaxserve.weights.dummy import dummy_params
+from pallas_kernels.paged_attention import REFERENCE
 from tests.runtime.tiny import CAPACITY, F32, model, opening, prefill, specs
 
 SAMPLING = [
@@ -30,7 +31,7 @@ def run(tensor: int) -> list[np.ndarray]:
     capacity = msgspec.structs.replace(CAPACITY, prompt_logprob_tokens=16)
     mesh = make_mesh(jax.devices(), tensor=tensor)
     abstract, state_specs = family(model()).abstract(model(), F32), specs(capacity)
-    builder = ProgramBuilder(StepContext(model(), "reference", 2), capacity, mesh, abstract, state_specs)
+    builder = ProgramBuilder(StepContext(model(), REFERENCE, 2), capacity, mesh, abstract, state_specs)
     params = dummy_params(abstract, shardings(mesh, abstract), 0)
     state = make_state(state_specs, shardings(mesh, state_specs))
     update = builder.compile(UPDATE_KEY)

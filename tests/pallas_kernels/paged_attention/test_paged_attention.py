@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 from typing import Any, get_args
 
 import jax
@@ -13,16 +14,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_attention import BackendName, PagedKV, paged_attention
+from pallas_kernels.paged_attention import Backend, BackendName, PagedKV, paged_attention, target_of
 from tests.pallas_kernels.paged_attention import naive
 from tests.pallas_kernels.paged_attention.cases import CASES, Batch, Case, make_batch
 
-BACKENDS = get_args(BackendName)
+BACKENDS = [
+    name for name in get_args(BackendName) if importlib.util.find_spec(f"pallas_kernels.paged_attention.{name}")
+]
 
 
 @functools.cache
 def _compiled(backend: BackendName, scale: float, window: int | None, soft_cap: float | None, decode_only: bool) -> Any:
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "decode_only": decode_only, "backend": backend}
+    options = {
+        "scale": scale,
+        "window": window,
+        "soft_cap": soft_cap,
+        "decode_only": decode_only,
+        "backend": Backend(backend, target=target_of(jax.devices()[0])),
+    }
     # Compiling is most of what these tests take, and half of that is optimizing.
     fast = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
     return jax.jit(functools.partial(paged_attention, **options), compiler_options=fast)

@@ -1,0 +1,107 @@
+"""Which backend runs where: what each can do, and the choice among them, made once before anything is compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any, Literal, Protocol, cast, get_args
+
+import jax
+import numpy as np
+
+BackendName = Literal["reference", "triton", "mosaic_gpu", "mosaic_tpu"]
+
+# What `auto` tries, best first; the last one does everything everywhere.
+_PREFERRED: dict[str, tuple[BackendName, ...]] = {
+    "cuda": ("triton", "reference"),
+    "gpu": ("triton", "reference"),
+    "tpu": ("mosaic_tpu", "reference"),
+}
+_CPU: tuple[BackendName, ...] = ("reference",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The device that kernels are compiled for, attached or not. `capability` is CUDA's, as (9, 0)."""
+
+    platform: str
+    kind: str = ""
+    capability: tuple[int, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What a model asks of attention on one shard, known before anything is compiled."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: np.dtype
+    kv_dtype: np.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """A backend, the device it compiles for, and why it was chosen; the reason is for the log."""
+
+    name: BackendName
+    reason: str = dataclasses.field(default="", compare=False)
+    target: Target = Target("cpu")
+
+    @property
+    def interpret(self) -> bool:
+        """Whether its kernels are interpreted: on a CPU they can't be compiled."""
+        return self.target.platform == "cpu" and self.name != "reference"
+
+
+class BackendModule(Protocol):
+    """What a backend's file has."""
+
+    def refusal(self, problem: Problem, target: Target) -> str | None:
+        """Why the backend can't do this here, or None."""
+
+    def paged_attention(self, *args: Any, **kwargs: Any) -> Any:
+        """`api.paged_attention`, plus `target` and `interpret`."""
+
+
+def backend_module(name: BackendName) -> BackendModule:
+    """The file of a backend; imported when asked for, as each brings another compiler's front end."""
+    return cast(BackendModule, importlib.import_module(f"pallas_kernels.paged_attention.{name}"))
+
+
+def target_of(device: Any) -> Target:
+    """The target that a jax device is, or a device of a topology that isn't attached."""
+    capability = getattr(device, "compute_capability", None)
+    if capability is None:
+        return Target(device.platform, device.device_kind)
+    major, _, minor = str(capability).partition(".")
+    return Target(device.platform, device.device_kind, (int(major), int(minor)))
+
+
+def choose_backend(target: Target, problem: Problem, requested: str = "auto") -> Backend:
+    """The backend for a deployment. Raises ValueError where the one asked for can't do it, with the reason."""
+    if requested == "auto":
+        refused: list[str] = []
+        for name in _PREFERRED.get(target.platform, _CPU):
+            refusal = backend_module(name).refusal(problem, target)
+            if refusal is None:
+                reason = "; ".join([f"the best for {target.kind or target.platform}", *refused])
+                return Backend(name, reason, target)
+            refused.append(f"not {name}: {refusal}")
+        raise ValueError("no attention backend can do this: " + "; ".join(refused))
+    names = get_args(BackendName)
+    if requested not in names:
+        raise ValueError(f"attention backend {requested!r} is not built; available: {', '.join(names)}")
+    name = cast(BackendName, requested)
+    if refusal := backend_module(name).refusal(problem, target):
+        raise ValueError(f"attention backend {requested!r} can't be used here: {refusal}")
+    return Backend(name, "asked for", target)
+
+
+REFERENCE = Backend("reference", "the default of this function")
+
+
+def is_float8(dtype: Any) -> bool:
+    """Whether a dtype is the fp8 that KV caches are kept in (e4m3)."""
+    return bool(np.dtype(dtype) == jax.numpy.float8_e4m3fn)
