@@ -170,10 +170,7 @@ ALIASES: Mapping[str, Alias] = types.MappingProxyType(
     }
 )
 
-_OTHER_KERNEL = (
-    "it is a kernel of another engine; --attention-backend auto picks ours by platform "
-    "(triton and mosaic_gpu on NVIDIA, mosaic_tpu on TPU, reference on a CPU)"
-)
+_OTHER_KERNEL = "it is a kernel of another engine; --attention-backend auto picks ours by platform (reference so far)"
 
 COUNTERPARTS: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
     {
