@@ -7,9 +7,11 @@ Knows text and engine, not HTTP and not OpenAI's shapes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
-from jaxserve.api_types import EngineRequest, FinishReason, Usage
+import msgspec
+
+from jaxserve.api_types import EngineRequest, FinishReason, TokenEvent, Usage
 from jaxserve.errors import RequestFailedError
 from jaxserve.server.errors import failure_of
 from jaxserve.server.serving import Loaded, Serving
@@ -58,7 +60,8 @@ class Generation:
         processor = OutputProcessor(self._tokenizer, request)
         clock = self._serving.metrics.clock(self._arrival)
         try:
-            async for event in self._engine.submit(request):
+            stream = self._engine.submit(request)
+            async for event in stream:
                 clock.tokens(len(event.token_ids))
                 delta = processor.push(event)
                 reason = delta.finish_reason
@@ -72,7 +75,16 @@ class Generation:
                         raise failure_of(delta.error or "the engine gave no reason", engine_dead=dead)
                 await emit(index, delta)
                 if reason is not None:
-                    return delta.usage or Usage(len(request.prompt_ids), 0)
+                    usage = delta.usage or Usage(len(request.prompt_ids), 0)
+                    return await _with_cached_tokens(usage, stream) if delta.abort else usage
             raise RequestFailedError("the engine's events ended before the last one")
         finally:
             clock.end(FinishReason.ABORT)
+
+
+async def _with_cached_tokens(usage: Usage, stream: AsyncIterator[TokenEvent]) -> Usage:
+    """What only the engine knows of a sequence that a stop string ended here comes with its own last event."""
+    async for event in stream:
+        if event.usage is not None:
+            usage = msgspec.structs.replace(usage, cached_tokens=event.usage.cached_tokens)
+    return usage

@@ -13,9 +13,19 @@ from jaxserve.text.tokenizer import Tokenizer
 
 
 def engine_requests(
-    name: str, prompt_ids: list[int], sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int
+    name: str,
+    prompt_ids: list[int],
+    sampling: SamplingParams,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    *,
+    priority: int = 0,
+    namespace: str = "",
 ) -> list[EngineRequest]:
-    """The `n` sequences of one prompt, under `name` and their sample's number. Raises `InvalidRequestError`."""
+    """The `n` sequences of one prompt, under `name` and their sample's number. Raises `InvalidRequestError`.
+
+    Only requests of one `namespace` find each other's prefixes in the cache.
+    """
     stop_ids = _stop_ids(sampling, tokenizer, vocab_size)
     return [
         EngineRequest(
@@ -25,6 +35,8 @@ def engine_requests(
             stop_ids=stop_ids,
             group_id=name,
             sample=sample,
+            priority=priority,
+            namespace=namespace,
         )
         for sample in range(sampling.n)
     ]

@@ -58,6 +58,7 @@ class FakeEngine:
         refuse: Callable[[EngineRequest], str | None] = lambda _: None,
         max_model_len: int = MAX_MODEL_LEN,
         cached_tokens: int = 0,
+        schedule_policy: str = "fcfs",
         tokens_per_step: int = 1,
     ) -> None:
         self.info = EngineInfo(
@@ -72,6 +73,7 @@ class FakeEngine:
             attention_backend="reference",
             num_programs=1,
             startup_seconds={"weights": 0.25, "compile": 0.5},
+            schedule_policy=schedule_policy,
         )
         self.stats = EngineStats(num_pages=64, num_free_pages=64)
         self.pid = os.getpid()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import httpx
 import pytest
@@ -151,7 +152,45 @@ async def test_a_stop_token(served: Served):
 async def test_cached_tokens_are_reported():
     async with over_asgi(engine={"cached_tokens": 3}) as served:
         answer = await complete(served, prompt=["abcde", "fghij"], n=2, max_tokens=1)
+        streamed = await stream(served, prompt="abcde", n=2, max_tokens=1, stream_options={"include_usage": True})
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 6}
+    assert streamed[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_cached_tokens_of_what_a_stop_string_ended(streamed: bool):
+    async with over_asgi(engine={"cached_tokens": 3}) as served:
+        stop = letters("e", 5)[-1]
+        if streamed:
+            body = {"prompt": "abcde", "max_tokens": 20, "stop": stop, "stream_options": {"include_usage": True}}
+            usage = (await stream(served, **body))[-1]["usage"]
+        else:
+            usage = (await complete(served, prompt="abcde", max_tokens=20, stop=stop))["usage"]
+    assert usage == {
+        "prompt_tokens": 5,
+        "completion_tokens": 5,
+        "total_tokens": 10,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("completions", {"prompt": ["abc", "de"]}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+async def test_priority_and_cache_salt_reach_the_engine(path: str, prompt: dict[str, Any]):
+    async with over_asgi(engine={"schedule_policy": "priority"}) as served:
+        fields = {"n": 2, "max_tokens": 1, "priority": -7, "cache_salt": "tenant"}
+        response = await served.http.post(f"/v1/{path}", json=prompt | fields)
+        assert response.status_code == 200, response.text
+        submitted = served.engine.submitted
+        assert {(request.priority, request.namespace) for request in submitted} == {(-7, "tenant")}
+        count = len(submitted)
+        await served.http.post(f"/v1/{path}", json=prompt | {"max_tokens": 1})
+        assert {(request.priority, request.namespace) for request in submitted[count:]} == {(0, "")}
 
 
 async def test_logprobs_in_the_legacy_shape(served: Served):

@@ -48,3 +48,16 @@ def test_ids_are_checked_at_both_ends() -> None:
     check_ids([], VOCAB_SIZE, param="prompt")
     with pytest.raises(InvalidRequestError, match="token id -1"):
         check_ids([3, -1], VOCAB_SIZE, param="prompt")
+
+
+def test_every_sample_has_the_priority_and_the_namespace() -> None:
+    requests = engine_requests(
+        "r",
+        [5],
+        SamplingParams(n=2),
+        TOKENIZER,
+        VOCAB_SIZE,
+        priority=3,
+        namespace="tenant",  # type: ignore[arg-type]
+    )
+    assert [(request.priority, request.namespace) for request in requests] == [(3, "tenant")] * 2

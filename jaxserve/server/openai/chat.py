@@ -45,7 +45,10 @@ async def chat_completions(serving: Serving, exchange: Exchange, request: ChatRe
     limit = output_limit(len(ids), asked, None, loaded.engine.info, param="messages")
     sampling = request.sampling(max_tokens=limit, logprobs=logprobs)
     response_id = f"chatcmpl-{uuid.uuid4().hex}"
-    generation = Generation(serving, loaded, engine_requests(loaded, response_id, [ids], [sampling]), exchange.arrival)
+    requests = engine_requests(
+        loaded, response_id, [ids], [sampling], priority=request.priority, cache_salt=request.cache_salt
+    )
+    generation = Generation(serving, loaded, requests, exchange.arrival)
     answer = _Answer(loaded, request, ids, sampling.n, response_id, serving.model_name)
     with serving.abortable((response_id, exchange.request_id), generation):
         if request.stream:

@@ -45,7 +45,9 @@ async def completions(serving: Serving, exchange: Exchange, request: CompletionR
     prompts, echoed = await _prompts(serving, loaded, request)
     samplings = _samplings(loaded, request, prompts)
     response_id = f"cmpl-{uuid.uuid4().hex}"
-    requests = engine_requests(loaded, response_id, prompts, samplings)
+    requests = engine_requests(
+        loaded, response_id, prompts, samplings, priority=request.priority, cache_salt=request.cache_salt
+    )
     n = samplings[0].n
     choices = [
         _Choice(index, engine_request.prompt_ids, echoed[index // n]) for index, engine_request in enumerate(requests)

@@ -25,8 +25,6 @@ _ONLY_SHARED: dict[str, tuple[object, ...]] = {
     "best_of": (),
     "store": (False,),
     "service_tier": ("auto", "default"),
-    "priority": (0,),
-    "cache_salt": (),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "prompt_logprobs": (),
@@ -76,7 +74,11 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What completions and chat have in common. Null everywhere means the default."""
+    """What completions and chat have in common. Null everywhere means the default.
+
+    Among requests that wait, a higher `priority` is served first, and may preempt a lower one that runs. Only requests
+    of one `cache_salt` share cached prefixes.
+    """
 
     only: ClassVar[dict[str, tuple[object, ...]]] = _ONLY_SHARED
 
@@ -101,6 +103,8 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
 
     user: Any = None
     metadata: Any = None
@@ -112,8 +116,6 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     best_of: Any = None
     store: Any = None
     service_tier: Any = None
-    priority: Any = None
-    cache_salt: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
     prompt_logprobs: Any = None
