@@ -69,8 +69,8 @@ class ArraySpec:
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
 
-def pool_layout(spec: KVSpec, *, num_pages: int, page_size: int, dtype: np.dtype) -> KVLayout:
-    """The layout of a KV group's pool."""
+def pool_layout(spec: KVSpec, *, num_pages: int, page_size: int, dtype: np.dtype, platform: str = "cpu") -> KVLayout:
+    """The layout of a KV group's pool on a platform, as jax calls it."""
     return kv_layout(
         num_layers=spec.num_layers,
         num_pages=num_pages,
@@ -78,6 +78,7 @@ def pool_layout(spec: KVSpec, *, num_pages: int, page_size: int, dtype: np.dtype
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=dtype,
+        platform=platform,
     )
 
 
@@ -86,18 +87,24 @@ def max_pages(capacity: Capacity) -> int:
     return -(-capacity.max_model_len // capacity.page_size)
 
 
-def state_specs(spec: KVSpec, capacity: Capacity, *, vocab_size: int, dtype: np.dtype) -> DeviceState:
-    """The state with an `ArraySpec` in the place of each array."""
-    layout = pool_layout(spec, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=dtype)
+def state_specs(
+    spec: KVSpec, capacity: Capacity, *, vocab_size: int, dtype: np.dtype, platform: str = "cpu"
+) -> DeviceState:
+    """The state on a platform, as jax calls it, with an `ArraySpec` in the place of each array."""
+    layout = pool_layout(
+        spec, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=dtype, platform=platform
+    )
     ranks, slots = capacity.num_ranks, capacity.num_slots
     i32, f32 = np.dtype(np.int32), np.dtype(np.float32)
 
     def by_slot(dtype: np.dtype, *width: int) -> Any:
         return ArraySpec((ranks, slots, *width), dtype, ("ranks", None) + (None,) * len(width))
 
-    pool: Any = ArraySpec((ranks, *layout.shape), layout.dtype, ("ranks", *layout.axes))
+    def pool(shape: tuple[int, ...]) -> Any:
+        return ArraySpec((ranks, *shape), layout.dtype, ("ranks", *layout.axes))
+
     return DeviceState(
-        kv=PagedKV(pool, pool, spec.num_layers),
+        kv=PagedKV(pool(layout.shape), pool(layout.values_shape), spec.num_layers, joined=layout.joined),
         last_tokens=by_slot(i32),
         seq_lens=by_slot(i32),
         page_tables=by_slot(i32, max_pages(capacity)),

@@ -136,7 +136,7 @@ def _decode_rows(
 ) -> Float[Array, "rows kv_heads group head_dim"]:
     rows, kv_heads, group, head_dim = q.shape
     queries = q.reshape(rows * kv_heads, group, head_dim).astype(jnp.float32) * options.scale
-    gather = functools.partial(_gather, kv, options.kv_scales, queries.dtype)
+    gather = functools.partial(_gather, kv, options.kv_scales, queries.dtype, head_dim)
     per_block = _decode_pages(kv.page_size, rows=rows)
     block = per_block * kv.page_size
     first = jnp.zeros((), jnp.int32)
@@ -177,7 +177,7 @@ def _prefill(
     The last tile of a row runs over into the next row's tokens; the next tile overwrites what it left there.
     """
     _, kv_heads, group, head_dim = q.shape
-    gather = functools.partial(_gather, kv, options.kv_scales, q.dtype)
+    gather = functools.partial(_gather, kv, options.kv_scales, q.dtype, head_dim)
     per_block = max(1, PREFILL_BLOCK // kv.page_size)
     block = per_block * kv.page_size
     row_ids = jnp.arange(table.shape[0], dtype=jnp.int32)
@@ -227,16 +227,17 @@ def _gather(
     kv: PagedKV,
     scales: Float[Array, "2 kv_heads"] | None,
     dtype: jnp.dtype,
+    head_dim: int,
     which: int,
     entries: Int[Array, "rows pages"],
 ) -> Float[Array, "rows_heads tokens head_dim"]:
     """The keys (0) or values (1) of some pages, a row's heads side by side."""
-    pages = (kv.keys, kv.values)[which].at[:, entries].get(mode="promise_in_bounds")
+    pool, lanes = kv.pool_and_lanes(which, head_dim)
+    pages = pool.at[:, entries].get(mode="promise_in_bounds")[..., lanes]
     if scales is not None:
         pages = pages.astype(jnp.float32) * scales[which][:, None, None, None, None]
     pages = pages.astype(dtype).swapaxes(0, 1)
-    rows, kv_heads, _, _, head_dim = pages.shape
-    return pages.reshape(rows * kv_heads, -1, head_dim)
+    return pages.reshape(pages.shape[0] * pages.shape[1], -1, head_dim)
 
 
 def _cap(logits: Float[Array, "..."], options: _Options) -> Float[Array, "..."]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.backends import is_float8
-from pallas_kernels.paged_attention.layout import PagedKV
+from pallas_kernels.paged_attention.layout import PagedKV, in_lanes
 
 FLOAT8_MAX = 448.0
 
@@ -32,8 +33,9 @@ def write_kv(
     head = jnp.arange(k.shape[1], dtype=jnp.int32)[:, None]
     at = (head * kv.keys.shape[1] + entry) * kv.page_size + position % kv.page_size
     at = jnp.where(token < query_starts[num_seqs], at, math.prod(kv.keys.shape[:3]))
-    k, v = (stored(x, kv, layer, i) for i, x in enumerate((k, v)))
-    return PagedKV(_scatter(kv.keys, at, k), _scatter(kv.values, at, v), kv.num_layers, kv.scales)
+    rows = in_lanes(stored(k, kv, layer, 0), stored(v, kv, layer, 1), kv)
+    pools = [_scatter(pool, at, new) for pool, new in zip((kv.keys, kv.values), rows, strict=False)]
+    return dataclasses.replace(kv, **dict(zip(("keys", "values"), pools, strict=False)))
 
 
 def stored(
@@ -47,7 +49,7 @@ def stored(
     return x.astype(kv.keys.dtype)
 
 
-def _scatter(pool: Array, at: Int[Array, "kv_heads tokens"], new: Float[Array, "tokens kv_heads head_dim"]) -> Array:
+def _scatter(pool: Array, at: Int[Array, "kv_heads tokens"], new: Float[Array, "tokens kv_heads lanes"]) -> Array:
     """One row a head and token: for windows that span heads a TPU would lay out the whole pool anew, and back."""
     rows = pool.reshape(-1, pool.shape[3])
     return rows.at[at].set(new.swapaxes(0, 1), mode="drop").reshape(pool.shape)
