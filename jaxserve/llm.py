@@ -17,10 +17,11 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tqdm import tqdm
 
 from jaxserve import model_source
-from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenLogprobs, Usage
+from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenEvent, TokenLogprobs, Usage
 from jaxserve.config.load import from_arguments
 from jaxserve.config.schema import DEFAULT_MODEL, ServerConfig
 from jaxserve.engine.client import InProcessEngine
@@ -135,6 +136,10 @@ class LLM:
         """The longest prompt plus output, in tokens."""
         return self._engine.info.max_model_len
 
+    def flush_cache(self) -> int:
+        """Forget every cached prefix, as after a change of what the cache was computed from; the pages given back."""
+        return self._engine.flush_cache()
+
     def close(self) -> None:
         """Stop the engine and give its memory back."""
         self._engine.close()
@@ -194,6 +199,7 @@ class LLM:
     def _deltas(self, requests: list[EngineRequest]) -> Generator[tuple[str, OutputDelta]]:
         """Run requests to their ends, yielding what comes of each; those still open when it is closed are aborted."""
         processors = {request.request_id: OutputProcessor(self._tokenizer, request) for request in requests}
+        ended: dict[str, OutputDelta] = {}
         try:
             for request in requests:
                 self._engine.submit(request)
@@ -203,13 +209,19 @@ class LLM:
                 for event in events:
                     if event.request_id not in processors:
                         continue
-                    delta = processors[event.request_id].push(event)
+                    if event.request_id in ended:
+                        delta = _with_cached_tokens(ended[event.request_id], event)
+                    else:
+                        delta = processors[event.request_id].push(event)
+                        if delta.abort:
+                            # What only the engine knows of it comes with its own last event.
+                            ended[event.request_id] = delta
+                            self._engine.abort([event.request_id])
+                            continue
                     if delta.finish_reason is FinishReason.ERROR:
                         raise RequestFailedError(delta.error or "the engine gave the request up")
                     if delta.finish_reason is not None:
                         del processors[event.request_id]
-                    if delta.abort:
-                        self._engine.abort([event.request_id])
                     yield event.request_id, delta
         finally:
             if processors:
@@ -243,7 +255,7 @@ def _output(job: _Job, samples: list[_Sample]) -> RequestOutput:
         usage=Usage(
             prompt_tokens=len(job.ids),
             completion_tokens=sum(usage.completion_tokens for usage in usages),
-            cached_tokens=sum(usage.cached_tokens for usage in usages),
+            cached_tokens=usages[0].cached_tokens,
         ),
         prompt_logprobs=next((d.prompt_logprobs for d in samples[0].deltas if d.prompt_logprobs is not None), None),
     )
@@ -260,6 +272,14 @@ def _completion(index: int, deltas: list[OutputDelta], params: SamplingParams) -
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
     )
+
+
+def _with_cached_tokens(delta: OutputDelta, last: TokenEvent) -> OutputDelta:
+    """The last delta of a sequence that a stop string ended, with what the engine's own last event adds to it."""
+    if delta.usage is None or last.usage is None:
+        return delta
+    usage = msgspec.structs.replace(delta.usage, cached_tokens=last.usage.cached_tokens)
+    return dataclasses.replace(delta, usage=usage)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -20,7 +20,18 @@ from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, FinishRea
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.child import EngineProcess
 from jaxserve.engine.loop import EngineLoop
-from jaxserve.engine.transport import Abort, Add, ClientTransport, ReadStats, Shutdown, StatsReading, StepEvents
+from jaxserve.engine.transport import (
+    Abort,
+    Add,
+    CacheFlushed,
+    ClientTransport,
+    Command,
+    FlushCache,
+    ReadStats,
+    Shutdown,
+    StatsReading,
+    StepEvents,
+)
 from jaxserve.errors import EngineDeadError, InvalidRequestError
 
 WORKER = "jaxserve.worker"
@@ -82,8 +93,8 @@ class EngineClient:
         self._watchdog_timeout = config.watchdog_timeout
         self._loop = asyncio.get_running_loop()
         self._streams: dict[str, RequestStream] = {}
-        self._readings: dict[int, asyncio.Future[EngineStats]] = {}
-        self._reading_numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[EngineStats | int]] = {}
+        self._numbers = itertools.count()
         self._last_progress = clock()
         self._is_closed = False
         self._dead: str | None = None
@@ -156,15 +167,15 @@ class EngineClient:
 
     async def refresh_stats(self, timeout: float = 5.0) -> EngineStats:
         """Ask for a reading, for which the engine audits its books. Raises `TimeoutError`, `EngineDeadError`."""
-        if self._dead is not None:
-            raise EngineDeadError(self._dead)
-        number = next(self._reading_numbers)
-        reading = self._readings[number] = self._loop.create_future()
-        try:
-            self._transport.send(ReadStats(0, number))
-            return await asyncio.wait_for(reading, timeout)
-        finally:
-            del self._readings[number]
+        stats = await self._ask(lambda number: ReadStats(0, number), timeout)
+        assert isinstance(stats, EngineStats)
+        return stats
+
+    async def flush_cache(self, timeout: float = 5.0) -> int:
+        """Forget every cached prefix; how many pages that gave back. Raises `TimeoutError`, `EngineDeadError`."""
+        num_pages = await self._ask(lambda number: FlushCache(0, number), timeout)
+        assert isinstance(num_pages, int)
+        return num_pages
 
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End the engine, by force after `timeout` seconds, and whatever is still open with an error."""
@@ -195,9 +206,26 @@ class EngineClient:
                         stream.push(event)
                 case StatsReading(number, stats):
                     self.stats = stats
-                    reading = self._readings.get(number)
-                    if reading is not None and not reading.done():
-                        reading.set_result(stats)
+                    self._answer(number, stats)
+                case CacheFlushed(number, num_pages):
+                    self._answer(number, num_pages)
+
+    async def _ask(self, command: Callable[[int], Command], timeout: float) -> EngineStats | int:
+        """Send a command that is answered under the number given to it."""
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        number = next(self._numbers)
+        answer = self._answers[number] = self._loop.create_future()
+        try:
+            self._transport.send(command(number))
+            return await asyncio.wait_for(answer, timeout)
+        finally:
+            del self._answers[number]
+
+    def _answer(self, number: int, answer: EngineStats | int) -> None:
+        waiting = self._answers.get(number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
 
     def _on_end(self, reason: str) -> None:
         if self._is_closed:
@@ -212,9 +240,9 @@ class EngineClient:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(reason)
-        for reading in self._readings.values():
-            if not reading.done():
-                reading.set_exception(EngineDeadError(reason))
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(EngineDeadError(reason))
 
 
 class InProcessEngine:
@@ -263,6 +291,10 @@ class InProcessEngine:
     def stats(self) -> EngineStats:
         """A reading of the engine, with its books audited."""
         return self._engine.stats(check=True)
+
+    def flush_cache(self) -> int:
+        """Forget every cached prefix; how many pages that gave back."""
+        return self._engine.flush_cache()
 
     def close(self) -> None:
         """Let go of the engine and of what it holds on the device. May be repeated."""

@@ -5,6 +5,7 @@ It owns the order of these four and nothing else; the caller's thread drives it,
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -15,6 +16,8 @@ from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.step_log import StepLog
 from jaxserve.errors import EngineDeadError
 from jaxserve.step_plan import Executor, StepPlan
+
+logger = logging.getLogger("jaxserve.engine")
 
 
 class EngineLoop:
@@ -65,6 +68,12 @@ class EngineLoop:
         while self._in_flight:
             events += self._collect()
         return events
+
+    def flush_cache(self) -> int:
+        """Forget every cached prefix, also while requests run, and return how many pages that gave back."""
+        num_pages = self._scheduler.flush_cache()
+        logger.info("Cache flushed: %d pages given back", num_pages)
+        return num_pages
 
     def stats(self, *, check: bool = False) -> EngineStats:
         """A reading of the engine; with `check` the books are audited too."""

@@ -19,7 +19,17 @@ from jaxserve.api_types import EngineInfo, TokenEvent
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.launch import Started, ended_by, read_order, write_frame
 from jaxserve.engine.loop import EngineLoop
-from jaxserve.engine.transport import Abort, Add, Command, EngineTransport, ReadStats, StatsReading, StepEvents
+from jaxserve.engine.transport import (
+    Abort,
+    Add,
+    CacheFlushed,
+    Command,
+    EngineTransport,
+    FlushCache,
+    ReadStats,
+    StatsReading,
+    StepEvents,
+)
 from jaxserve.errors import JaxserveError
 from jaxserve.observability import log
 
@@ -94,6 +104,8 @@ class _Server:
                 self._route(self._loop.abort(request_ids))
             case ReadStats(client, number):
                 self._transport.send(client, StatsReading(number, self._loop.stats(check=True)))
+            case FlushCache(client, number):
+                self._transport.send(client, CacheFlushed(number, self._loop.flush_cache()))
             case _:
                 return False
         return True

@@ -36,6 +36,13 @@ class ReadStats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     number: int
 
 
+class FlushCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Empty the prefix cache and answer client `client` with a `CacheFlushed` of the same `number`."""
+
+    client: int
+    number: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """End the engine process, whatever is open."""
 
@@ -54,8 +61,15 @@ class StatsReading(msgspec.Struct, frozen=True, array_like=True, tag=True):
     stats: EngineStats
 
 
-Command = Add | Abort | ReadStats | Shutdown
-Message = StepEvents | StatsReading
+class CacheFlushed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to `FlushCache`: how many pages were given back."""
+
+    number: int
+    num_pages: int
+
+
+Command = Add | Abort | ReadStats | FlushCache | Shutdown
+Message = StepEvents | StatsReading | CacheFlushed
 
 
 class _Endpoint:

@@ -10,11 +10,14 @@ import jaxserve
 from jaxserve.api_types import EngineStats
 from jaxserve.errors import JaxserveError
 from jaxserve.observability.metrics import CONTENT_TYPE
+from jaxserve.server.errors import UnavailableError
 from jaxserve.server.http import Exchange
 from jaxserve.server.serving import Loaded, Serving
 
 # A scrape or a look must not hang with a hung engine.
 _STATS_TIMEOUT = 2.0
+# A flush waits for the step that runs, which may be a long one.
+_FLUSH_TIMEOUT = 30.0
 
 
 async def health(serving: Serving, exchange: Exchange) -> None:
@@ -44,9 +47,7 @@ async def metrics(serving: Serving, exchange: Exchange) -> None:
     if serving.loaded is not None:
         await _fresh_stats(serving.loaded)
     body = serving.metrics.render()
-    headers = [(b"content-type", CONTENT_TYPE.encode()), (b"content-length", str(len(body)).encode())]
-    await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
-    await exchange.send({"type": "http.response.body", "body": body})
+    await exchange.respond_text(body.decode(), CONTENT_TYPE)
 
 
 async def server_info(serving: Serving, exchange: Exchange) -> None:
@@ -77,6 +78,15 @@ async def server_info(serving: Serving, exchange: Exchange) -> None:
         info["stats"] = fresh or engine.stats
         info["stats_are_fresh"] = fresh is not None
     await exchange.respond(info)
+
+
+async def flush_cache(serving: Serving, exchange: Exchange) -> None:
+    """Empties the prefix cache; requests that run keep what they use, and nobody after them finds it."""
+    try:
+        num_pages = await serving.require().engine.flush_cache(_FLUSH_TIMEOUT)
+    except TimeoutError as error:
+        raise UnavailableError(f"The engine has not answered within {_FLUSH_TIMEOUT:g} s") from error
+    await exchange.respond_text(f"Cache flushed: {num_pages} pages given back.\n")
 
 
 async def _fresh_stats(loaded: Loaded) -> EngineStats | None:

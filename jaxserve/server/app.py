@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from jaxserve.server import admin, native
 from jaxserve.server.auth import BearerAuth
-from jaxserve.server.endpoint import Get, Post
+from jaxserve.server.endpoint import Bodiless, Post
 from jaxserve.server.errors import to_http
 from jaxserve.server.http import Exchange
 from jaxserve.server.openai import models, protocol, responses
@@ -25,21 +25,23 @@ from jaxserve.server.openapi import Operation, document
 from jaxserve.server.request_id import RequestId
 from jaxserve.server.serving import Serving
 
-type GetHandler = Callable[[Serving, Exchange], Awaitable[None]]
+type BodilessHandler = Callable[[Serving, Exchange], Awaitable[None]]
 type PostHandler = Callable[[Serving, Exchange, Any], Coroutine[Any, Any, None]]
 
 
 def make_app(serving: Serving) -> Starlette:
     """The ASGI application that serves `serving`, in whatever phase that is."""
-    operations = [operation for operation, _ in (*_GETS, *_POSTS)]
+    operations = [operation for operation, _ in (*_BODILESS, *_POSTS)]
     operations.append(Operation("GET", "/openapi.json", "This document"))
     specification = msgspec.Raw(document(operations, with_key=serving.config.api_key is not None))
 
     async def openapi(serving: Serving, exchange: Exchange) -> None:
         await exchange.respond(specification)
 
-    routes = [Route("/openapi.json", Get(serving, openapi), methods=["GET"])]
-    routes += [Route(item.path, Get(serving, handle), methods=["GET"]) for item, handle in _GETS]
+    routes = [Route("/openapi.json", Bodiless(serving, openapi), methods=["GET"])]
+    for path, handle_bodiless in {item.path: handle for item, handle in _BODILESS}.items():
+        methods = [item.method for item, _ in _BODILESS if item.path == path]
+        routes.append(Route(path, Bodiless(serving, handle_bodiless), methods=methods))
     for item, handle in _POSTS:
         assert item.body is not None
         routes.append(Route(item.path, Post(serving, item.body, handle), methods=["POST"]))
@@ -58,7 +60,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     return response
 
 
-_GETS: tuple[tuple[Operation, GetHandler], ...] = (
+_FLUSH = "Empty the prefix cache"
+_BODILESS: tuple[tuple[Operation, BodilessHandler], ...] = (
     (Operation("GET", "/health", "Whether the engine makes progress"), admin.health),
     (Operation("GET", "/ready", "Whether new requests are taken"), admin.ready),
     (Operation("GET", "/version", "The version of jaxserve"), admin.version),
@@ -66,6 +69,8 @@ _GETS: tuple[tuple[Operation, GetHandler], ...] = (
     (Operation("GET", "/metrics", "Prometheus metrics", content_type="text/plain"), admin.metrics),
     (Operation("GET", "/v1/models", "Models served", response=responses.ModelList), models.list_models),
     (Operation("GET", "/v1/models/{model:path}", "One model", response=responses.ModelCard), models.get_model),
+    (Operation("GET", "/flush_cache", _FLUSH, content_type="text/plain"), admin.flush_cache),
+    (Operation("POST", "/flush_cache", _FLUSH, content_type="text/plain"), admin.flush_cache),
 )
 _POSTS: tuple[tuple[Operation, PostHandler], ...] = (
     (

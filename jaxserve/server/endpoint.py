@@ -45,7 +45,7 @@ class Post[T: msgspec.Struct]:
                 await exchange.fail(to_http(error))
 
 
-class Get:
+class Bodiless:
     """A route without a body. It answers in every phase of the server."""
 
     def __init__(self, serving: Serving, handle: Callable[[Serving, Exchange], Awaitable[None]]) -> None:

@@ -62,6 +62,13 @@ class Exchange:
         """Sends `value` as JSON."""
         await send_json(self.send, status, msgspec.json.encode(value))
 
+    async def respond_text(self, text: str, content_type: str = "text/plain; charset=utf-8") -> None:
+        """Sends `text` as it is."""
+        body = text.encode()
+        headers = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode())]
+        await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})
+
     async def fail(self, error: HttpError) -> None:
         """Sends `error`; a 413 goes out whole before the rest of its body is read and dropped."""
         discard = error.status == 413

@@ -65,7 +65,7 @@ async def test_streams_bring_the_tokens_of_each_request(overlap: bool) -> None:
             assert events[-1].finish_reason is expected.finish_reason
         stats = await client.refresh_stats()
         assert stats.integrity_errors == ()
-        assert stats.num_free_pages == stats.num_pages
+        assert stats.num_free_pages + stats.num_evictable_pages == stats.num_pages
         assert client.stats == stats
         assert client.health is None
         assert not client.on_death.done()
@@ -95,7 +95,7 @@ async def test_abort_ends_the_stream_with_one_last_event_and_frees_all() -> None
         stats = await client.refresh_stats()
         assert stats.integrity_errors == ()
         assert (stats.num_running, stats.num_waiting) == (0, 0)
-        assert stats.num_free_pages == stats.num_pages
+        assert stats.num_free_pages + stats.num_evictable_pages == stats.num_pages
 
 
 async def test_an_id_is_taken_until_its_last_event() -> None:
@@ -123,6 +123,30 @@ async def test_a_refusal_is_the_only_event() -> None:
         assert (refused.error or "").startswith("queue full")
 
 
+async def test_a_flush_is_safe_while_requests_run() -> None:
+    prompt = list(range(40))
+    async with running(context_length=600) as client:
+
+        async def cached_tokens(name: str) -> int:
+            usage = (await all_of(client.submit(make_request(name, prompt, max_tokens=2))))[-1].usage
+            assert usage is not None
+            return usage.cached_tokens
+
+        assert await cached_tokens("first") == 0
+        assert await cached_tokens("second") == 32, "two whole pages"
+        long = make_request("long", prompt, max_tokens=500)
+        stream = client.submit(long)
+        begun = await anext(stream)
+        await client.flush_cache()
+        assert await cached_tokens("third") == 0, "what runs keeps its pages, but nobody finds them"
+        assert tokens_of([begun, *await all_of(stream)]) == run_alone(long, 600).token_ids
+        assert await cached_tokens("fourth") == 32
+        assert await client.flush_cache() > 0
+        stats = await client.refresh_stats()
+        assert stats.integrity_errors == ()
+        assert (stats.num_free_pages, stats.num_evictable_pages) == (stats.num_pages, 0)
+
+
 async def test_kill_ends_every_stream_once_and_says_why() -> None:
     async with running(context_length=20_000, max_running_requests=1) as client:
         streams = [client.submit(make_request(f"r{i}", max_tokens=10_000)) for i in range(3)]
@@ -138,8 +162,9 @@ async def test_kill_ends_every_stream_once_and_says_why() -> None:
             assert sum(event.finish_reason is not None for event in events) == 1
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             client.submit(make_request("late"))
-        with pytest.raises(EngineDeadError, match="SIGKILL"):
-            await client.refresh_stats()
+        for ask in (client.refresh_stats, client.flush_cache):
+            with pytest.raises(EngineDeadError, match="SIGKILL"):
+                await ask()
 
 
 async def test_a_failing_step_ends_the_engine_with_its_reason() -> None:
@@ -281,7 +306,9 @@ def test_in_process_engine() -> None:
     assert [event.finish_reason for event in events if event.request_id == "long"] == [FinishReason.ERROR]
     stats = engine.stats()
     assert stats.integrity_errors == ()
-    assert stats.num_free_pages == stats.num_pages
+    assert stats.num_free_pages + stats.num_evictable_pages == stats.num_pages
+    assert engine.flush_cache() == stats.num_evictable_pages > 0
+    assert engine.stats().num_free_pages == stats.num_pages
     engine.submit(requests["r1"])
     engine.step()
     engine.close()

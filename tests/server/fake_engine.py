@@ -83,6 +83,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.changed = asyncio.Condition()
         self.shut_down = False
+        self.num_flushes = 0
         self._rule = rule
         self._refuse = refuse
         self._cached_tokens = cached_tokens
@@ -140,6 +141,12 @@ class FakeEngine:
             raise EngineDeadError(self.on_death.result())
         self.stats = msgspec.structs.replace(self.stats, num_running=len(self._running))
         return self.stats
+
+    async def flush_cache(self, timeout: float = 5.0) -> int:
+        if self.on_death.done():
+            raise EngineDeadError(self.on_death.result())
+        self.num_flushes += 1
+        return 12
 
     async def shutdown(self) -> None:
         self.shut_down = True

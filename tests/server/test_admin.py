@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.server.serving import Serving
 from tests.server.conftest import Served, over_asgi
@@ -29,6 +31,7 @@ async def test_starting():
         assert response.status_code == 503
         assert "starting" in response.json()["error"]["message"]
         assert response.headers["retry-after"]
+        assert (await http.post("/flush_cache")).status_code == 503
         for path in ("/metrics", "/server_info", "/version", "/v1/models", "/openapi.json"):
             assert (await http.get(path)).status_code == 200, path
 
@@ -96,6 +99,29 @@ async def test_a_hung_engine_does_not_hang_the_look_at_it(served: Served):
     assert info["stats_are_fresh"] is False
     assert info["stats"]["num_pages"] == 64
     assert (await served.http.get("/metrics")).status_code == 200
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_flush_cache(served: Served, method: str):
+    answer = await served.http.request(method, "/flush_cache")
+    assert (answer.status_code, answer.text) == (200, "Cache flushed: 12 pages given back.\n")
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert served.engine.num_flushes == 1
+
+
+async def test_flush_cache_says_why_it_could_not(served: Served):
+    async def never(timeout: float) -> int:
+        raise TimeoutError
+
+    flush, served.engine.flush_cache = served.engine.flush_cache, never
+    answer = await served.http.post("/flush_cache")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    served.engine.flush_cache = flush
+    served.engine.die("engine process ended with code -9")
+    answer = await served.http.post("/flush_cache")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+    allowed = (await served.http.put("/flush_cache")).headers["allow"]
+    assert set(allowed.split(", ")) == {"GET", "HEAD", "POST"}
 
 
 async def test_version(served: Served):

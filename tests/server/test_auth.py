@@ -17,7 +17,16 @@ async def test_probes_and_scrapers_need_no_key(path: str):
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/models", "/v1/models/tiny", "/v1/completions", "/server_info", "/openapi.json", "/version", "/nothing"],
+    [
+        "/v1/models",
+        "/v1/models/tiny",
+        "/v1/completions",
+        "/server_info",
+        "/flush_cache",
+        "/openapi.json",
+        "/version",
+        "/nothing",
+    ],
 )
 @pytest.mark.parametrize("header", [None, b"Bearer wrong", b"Bearer", b"Basic " + KEY.encode(), KEY.encode(), b"\xff"])
 async def test_everything_else_does(path: str, header: bytes | None):
