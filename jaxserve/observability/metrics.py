@@ -1,7 +1,7 @@
 """The Prometheus metrics. Owns the registry of the API process and how a request's times are counted.
 
-Gauges and token counters are read from the engine's own statistics when somebody scrapes; latencies are measured here,
-where a client's wait is. Nothing global: two servers in one process have two registries.
+The engine's own numbers are read when somebody scrapes (`engine_metrics`); latencies are measured here, where a
+client's wait is. Nothing global: two servers in one process have two registries.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import Metric
 
-from jaxserve.api_types import EngineStats, FinishReason
+from jaxserve.api_types import FinishReason
+from jaxserve.observability.engine_metrics import PREFIX, EngineCollector, Reading
+from jaxserve.observability.throughput import Throughput
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -29,113 +31,142 @@ E2E_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+TOKEN_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
-_GAUGES = (
-    ("num_requests_running", "Requests that hold a slot of the engine", "num_running"),
-    ("num_requests_waiting", "Requests that wait for a slot", "num_waiting"),
-    ("token_usage", "Share of the KV cache that is in use, 0 to 1", "token_usage"),
-)
-_COUNTERS = (
-    ("prompt_tokens", "Prompt tokens computed", "prompt_tokens"),
-    ("generation_tokens", "Tokens generated", "generation_tokens"),
-    ("num_preemptions", "Running requests sent back to the queue for want of KV cache", "num_preemptions"),
-    (
-        "compiles_after_ready",
-        "Programs compiled since the server was ready; anything but 0 is a bug",
-        "compiles_after_ready",
-    ),
-)
+# Names that the same histogram also has in other engines' dashboards.
+_ALSO = {
+    "inter_token_latency_seconds": "time_per_output_token_seconds",
+    "request_queue_time_seconds": "queue_time_seconds",
+}
 
 
 class Metrics:
-    """The metrics of one server. `stats` gives the engine's latest reading, or None while there is no engine."""
+    """The metrics of one server. `reading` gives the engine's latest, or None while there is no engine."""
 
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats | None]) -> None:
+    def __init__(self, model_name: str, reading: Callable[[], Reading | None]) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(model_name, stats))
+        self._reading = reading
+        self._throughput = Throughput()
+        self.registry.register(EngineCollector(model_name, reading, self._throughput))
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            family = Histogram(f"jaxserve:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+            family = Histogram(PREFIX + name, text, ["model_name"], buckets=buckets, registry=self.registry)
+            if name in _ALSO:
+                self.registry.register(_Renamed(family, PREFIX + name, PREFIX + _ALSO[name]))
             return family.labels(model_name)
 
-        self._ttft = histogram("time_to_first_token_seconds", "From request to first token", TTFT_BUCKETS)
-        self._itl = histogram("inter_token_latency_seconds", "Between two tokens of a request", ITL_BUCKETS)
-        self._e2e = histogram("e2e_request_latency_seconds", "From request to last token", E2E_BUCKETS)
+        self.ttft = histogram("time_to_first_token_seconds", "From request to first token", TTFT_BUCKETS)
+        self.itl = histogram("inter_token_latency_seconds", "Between two tokens of a request", ITL_BUCKETS)
+        self.tpot = histogram(
+            "request_time_per_output_token_seconds", "A request's mean time between two tokens", ITL_BUCKETS
+        )
+        self.e2e = histogram("e2e_request_latency_seconds", "From request to last token", E2E_BUCKETS)
+        self.queue = histogram("request_queue_time_seconds", "In the engine, before the first run", TTFT_BUCKETS)
+        self.prefill = histogram("request_prefill_time_seconds", "From the first run to the first token", TTFT_BUCKETS)
+        self.decode = histogram("request_decode_time_seconds", "From the first token to the last", E2E_BUCKETS)
+        self.inference = histogram(
+            "request_inference_time_seconds", "From the first run to the last token", E2E_BUCKETS
+        )
+        self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS)
+        self.generation_tokens = histogram("request_generation_tokens", "Tokens generated for a request", TOKEN_BUCKETS)
         finished = Counter(
-            "jaxserve:request_success",
+            f"{PREFIX}request_success",
             "Sequences that ended, by the reason why",
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
-        self._finished = {reason: finished.labels(model_name, reason.value) for reason in FinishReason}
+        self.finished = {reason: finished.labels(model_name, reason.value) for reason in FinishReason}
 
-    def clock(self, arrival: float) -> SequenceClock:
-        """The times of one sequence whose request came at `arrival` (`time.perf_counter()`)."""
-        return SequenceClock(self, arrival)
+    def clock(self, arrival: float, prompt_tokens: int) -> SequenceClock:
+        """The times of one sequence that is submitted now and whose request came at `arrival` (`perf_counter()`)."""
+        return SequenceClock(self, arrival, prompt_tokens)
+
+    def tick(self) -> None:
+        """To be called about once a second: throughputs are differences of readings."""
+        reading = self._reading()
+        if reading is not None:
+            self._throughput.record(time.perf_counter(), reading[1])
 
     def render(self) -> bytes:
         """Prometheus' text format."""
+        self.tick()
         text: bytes = generate_latest(self.registry)
         return text
-
-    def _observe_first(self, seconds: float) -> None:
-        self._ttft.observe(seconds)
-
-    def _observe_next(self, seconds: float) -> None:
-        self._itl.observe(seconds)
-
-    def _observe_end(self, seconds: float, reason: FinishReason) -> None:
-        self._e2e.observe(seconds)
-        self._finished[reason].inc()
 
 
 class SequenceClock:
     """Measures one sequence. Every sequence ends in exactly one `end`; later ones change nothing."""
 
-    __slots__ = ("_arrival", "_ended", "_last", "_metrics")
+    __slots__ = (
+        *("_arrival", "_ended", "_first", "_last", "_metrics", "_num_tokens"),
+        *("_prompt_tokens", "_started", "_submitted"),
+    )
 
-    def __init__(self, metrics: Metrics, arrival: float) -> None:
+    def __init__(self, metrics: Metrics, arrival: float, prompt_tokens: int) -> None:
         self._metrics = metrics
         self._arrival = arrival
-        self._last: float | None = None
+        self._submitted = time.perf_counter()
+        self._prompt_tokens = prompt_tokens
+        self._num_tokens = 0
+        self._started: float | None = None
+        self._first: float | None = None
+        self._last = 0.0
         self._ended = False
 
-    def tokens(self, count: int) -> None:
-        """`count` tokens have come at once."""
+    def tokens(self, count: int, queue_seconds: float | None = None) -> None:
+        """`count` tokens have come at once; the first time with the seconds that the request waited in the engine."""
+        if queue_seconds is not None:
+            self._metrics.queue.observe(queue_seconds)
+            self._started = self._submitted + queue_seconds
         if count < 1:
             return
         now = time.perf_counter()
-        if self._last is None:
-            self._metrics._observe_first(now - self._arrival)
-            self._last = now
+        self._num_tokens += count
+        if self._first is None:
+            self._first = self._last = now
+            self._metrics.ttft.observe(now - self._arrival)
+            if self._started is not None:
+                self._metrics.prefill.observe(max(now - self._started, 0.0))
             count -= 1
         if count:
             gap = (now - self._last) / count
             for _ in range(count):
-                self._metrics._observe_next(gap)
+                self._metrics.itl.observe(gap)
             self._last = now
 
     def end(self, reason: FinishReason) -> None:
         """The sequence has ended."""
-        if not self._ended:
-            self._ended = True
-            self._metrics._observe_end(time.perf_counter() - self._arrival, reason)
+        if self._ended:
+            return
+        self._ended = True
+        metrics = self._metrics
+        metrics.finished[reason].inc()
+        metrics.e2e.observe(time.perf_counter() - self._arrival)
+        metrics.prompt_tokens.observe(self._prompt_tokens)
+        metrics.generation_tokens.observe(self._num_tokens)
+        if self._first is None:
+            return
+        decoding = self._last - self._first
+        metrics.decode.observe(decoding)
+        if self._num_tokens > 1:
+            metrics.tpot.observe(decoding / (self._num_tokens - 1))
+        if self._started is not None:
+            metrics.inference.observe(max(self._last - self._started, 0.0))
 
 
-class _EngineCollector:
-    """Reads the engine's statistics at the moment of a scrape."""
+class _Renamed:
+    """The samples of a histogram under a second name."""
 
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats | None]) -> None:
-        self._model_name = model_name
-        self._stats = stats
+    def __init__(self, histogram: Histogram, name: str, second_name: str) -> None:
+        self._histogram = histogram
+        self._name = name
+        self._second_name = second_name
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        stats = self._stats() or EngineStats()
-        for name, text, field in _GAUGES:
-            gauge = GaugeMetricFamily(f"jaxserve:{name}", text, labels=["model_name"])
-            gauge.add_metric([self._model_name], float(getattr(stats, field)))
-            yield gauge
-        for name, text, field in _COUNTERS:
-            counter = CounterMetricFamily(f"jaxserve:{name}", text, labels=["model_name"])
-            counter.add_metric([self._model_name], float(getattr(stats, field)))
-            yield counter
+    def collect(self) -> Iterator[Metric]:
+        for family in self._histogram.collect():
+            renamed = Metric(self._second_name, family.documentation, family.type)
+            renamed.samples = [
+                sample._replace(name=self._second_name + sample.name.removeprefix(self._name))
+                for sample in family.samples
+            ]
+            yield renamed

@@ -58,11 +58,11 @@ class Generation:
         request = self._requests[index]
         name = request.request_id
         processor = OutputProcessor(self._tokenizer, request)
-        clock = self._serving.metrics.clock(self._arrival)
+        clock = self._serving.metrics.clock(self._arrival, len(request.prompt_ids))
         try:
             stream = self._engine.submit(request)
             async for event in stream:
-                clock.tokens(len(event.token_ids))
+                clock.tokens(len(event.token_ids), event.queue_seconds)
                 delta = processor.push(event)
                 reason = delta.finish_reason
                 if reason is not None:

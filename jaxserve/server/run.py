@@ -134,14 +134,23 @@ class _Life:
         self._say_ready(loaded, time.perf_counter() - started)
         # What start-up made lives as long as the process: the collector need not look at it again.
         gc.freeze()
-        death = loaded.engine.on_death
-        await asyncio.wait((death, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if not death.done():
-            await self._drain(death)
-        if death.done():
-            await self._die(death.result())
-            return 1
-        return 0
+        ticking = asyncio.create_task(self._tick())
+        try:
+            death = loaded.engine.on_death
+            await asyncio.wait((death, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not death.done():
+                await self._drain(death)
+            if death.done():
+                await self._die(death.result())
+                return 1
+            return 0
+        finally:
+            ticking.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            self._serving.metrics.tick()
+            await asyncio.sleep(1.0)
 
     def _say_ready(self, loaded: Loaded, seconds: float) -> None:
         phases = ", ".join(f"{name} {value:.1f} s" for name, value in loaded.engine.info.startup_seconds.items())

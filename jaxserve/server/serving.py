@@ -20,8 +20,8 @@ from jaxserve.observability.metrics import Metrics
 from jaxserve.server.errors import UnavailableError
 
 if TYPE_CHECKING:
-    from jaxserve.api_types import EngineStats
     from jaxserve.engine.client import EngineClient
+    from jaxserve.observability.engine_metrics import Reading
     from jaxserve.text.chat_template import ChatTemplate
     from jaxserve.text.tokenizer import Tokenizer
 
@@ -54,7 +54,7 @@ class Serving:
         self.engine_config = engine_config
         self.model_name = config.served_model_name or engine_config.model
         self.created = int(time.time())
-        self.metrics = Metrics(self.model_name, self._stats)
+        self.metrics = Metrics(self.model_name, self._reading)
         self.num_open = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -141,5 +141,5 @@ class Serving:
         for request in set().union(*self._open.values()):
             request.abort()
 
-    def _stats(self) -> EngineStats | None:
-        return None if self._loaded is None else self._loaded.engine.stats
+    def _reading(self) -> Reading | None:
+        return None if self._loaded is None else (self._loaded.engine.info, self._loaded.engine.stats)

@@ -214,6 +214,7 @@ class FakeEngine:
                 if sampling.logprobs is None
                 else [logprobs_of(token, sampling.logprobs) for token in tokens],
                 prompt_logprobs=self._prompt_logprobs(request) if first else None,
+                queue_seconds=0.25 if first else None,
             )
         )
 

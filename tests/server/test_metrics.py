@@ -8,7 +8,7 @@ import re
 import msgspec
 import pytest
 
-from jaxserve.api_types import EngineStats, FinishReason
+from jaxserve.api_types import EngineInfo, EngineStats, FinishReason
 from jaxserve.observability import metrics as module
 from jaxserve.observability.metrics import Metrics
 from tests.server.conftest import Served, over_asgi
@@ -49,10 +49,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_latencies(clock: Clock):
+def test_the_times_of_a_sequence(clock: Clock):
     metrics = Metrics("tiny", lambda: None)
-    sequence = metrics.clock(arrival=99.5)
-    sequence.tokens(0)
+    clock.now = 99.75
+    sequence = metrics.clock(arrival=99.5, prompt_tokens=7)
+    clock.now = 100.0
+    sequence.tokens(0, queue_seconds=0.125)
     sequence.tokens(1)
     clock.now += 0.1875
     sequence.tokens(1)
@@ -62,53 +64,164 @@ def test_latencies(clock: Clock):
     sequence.end(FinishReason.STOP)
     sequence.end(FinishReason.ABORT)
     found = samples(metrics.render().decode())
-    prefix = "jaxserve:"
-    assert found[prefix + "time_to_first_token_seconds_count"] == 1
-    assert found[prefix + "time_to_first_token_seconds_sum"] == pytest.approx(0.5)
-    assert found[prefix + "inter_token_latency_seconds_count"] == 4
-    assert found[prefix + "inter_token_latency_seconds_sum"] == pytest.approx(0.9375)
-    assert found[prefix + 'inter_token_latency_seconds_bucket{le="0.2"}'] == 1
-    assert found[prefix + 'inter_token_latency_seconds_bucket{le="0.3"}'] == 4
-    assert found[prefix + "e2e_request_latency_seconds_count"] == 1
-    assert found[prefix + "e2e_request_latency_seconds_sum"] == pytest.approx(1.8375)
-    assert found[prefix + 'request_success_total{finished_reason="stop"}'] == 1
-    assert found[prefix + 'request_success_total{finished_reason="abort"}'] == 0
+    truth = {
+        "time_to_first_token_seconds": (1, 0.5),
+        "inter_token_latency_seconds": (4, 0.9375),
+        "time_per_output_token_seconds": (4, 0.9375),
+        "request_time_per_output_token_seconds": (1, 0.9375 / 4),
+        "e2e_request_latency_seconds": (1, 1.8375),
+        "request_queue_time_seconds": (1, 0.125),
+        "queue_time_seconds": (1, 0.125),
+        "request_prefill_time_seconds": (1, 0.125),
+        "request_decode_time_seconds": (1, 0.9375),
+        "request_inference_time_seconds": (1, 1.0625),
+        "request_prompt_tokens": (1, 7),
+        "request_generation_tokens": (1, 5),
+    }
+    for name, (count, total) in truth.items():
+        assert found[f"jaxserve:{name}_count"] == count, name
+        assert found[f"jaxserve:{name}_sum"] == pytest.approx(total), name
+    assert found['jaxserve:inter_token_latency_seconds_bucket{le="0.2"}'] == 1
+    assert found['jaxserve:inter_token_latency_seconds_bucket{le="0.3"}'] == 4
+    assert found['jaxserve:request_success_total{finished_reason="stop"}'] == 1
+    assert found['jaxserve:request_success_total{finished_reason="abort"}'] == 0
 
 
 def test_a_first_event_of_several_tokens(clock: Clock):
     metrics = Metrics("tiny", lambda: None)
-    metrics.clock(arrival=99.0).tokens(3)
+    metrics.clock(arrival=99.0, prompt_tokens=1).tokens(3)
     found = samples(metrics.render().decode())
     assert found["jaxserve:time_to_first_token_seconds_sum"] == pytest.approx(1.0)
     assert found["jaxserve:inter_token_latency_seconds_count"] == 2
 
 
+def test_what_ends_before_its_first_token_has_no_times_of_tokens(clock: Clock):
+    metrics = Metrics("tiny", lambda: None)
+    metrics.clock(arrival=99.0, prompt_tokens=4).end(FinishReason.ABORT)
+    one = metrics.clock(arrival=99.0, prompt_tokens=4)
+    one.tokens(1, queue_seconds=0.0)
+    one.end(FinishReason.LENGTH)
+    found = samples(metrics.render().decode())
+    counts = {
+        "e2e_request_latency_seconds": 2,
+        "request_prompt_tokens": 2,
+        "request_generation_tokens": 2,
+        "request_decode_time_seconds": 1,
+        "request_queue_time_seconds": 1,
+        "request_time_per_output_token_seconds": 0,
+    }
+    assert {name: found[f"jaxserve:{name}_count"] for name in counts} == counts
+
+
+INFO = EngineInfo(
+    max_model_len=512,
+    vocab_size=1000,
+    page_size=16,
+    num_pages=40,
+    max_running_requests=32,
+    chunked_prefill_size=256,
+    device="fake",
+    dtype="float32",
+    attention_backend="reference",
+    num_programs=1,
+    startup_seconds={},
+    schedule_policy="lpm",
+)
+STATS = EngineStats(
+    num_running=3,
+    num_waiting=9,
+    num_deferred=2,
+    num_free_pages=10,
+    num_evictable_pages=18,
+    num_pages=40,
+    token_usage=0.3,
+    new_token_ratio=0.65,
+    num_steps=70,
+    num_preemptions=5,
+    prompt_tokens=1000,
+    generation_tokens=200,
+    cache_query_tokens=800,
+    cache_hit_tokens=600,
+    decode_steps=50,
+    coarse_decode_steps=4,
+    decode_rows=120,
+    decode_bucket_rows=160,
+    mixed_tokens=900,
+    mixed_bucket_tokens=1200,
+    compiles_after_ready=1,
+)
+
+
 def test_the_engines_reading():
-    stats = EngineStats(
-        num_running=3,
-        num_waiting=4,
-        token_usage=0.25,
-        prompt_tokens=1000,
-        generation_tokens=200,
-        num_preemptions=5,
-        compiles_after_ready=1,
-    )
-    found = samples(Metrics("tiny", lambda: stats).render().decode())
+    found = samples(Metrics("tiny", lambda: (INFO, STATS)).render().decode())
     truth = {
         "num_requests_running": 3,
-        "num_requests_waiting": 4,
-        "token_usage": 0.25,
+        "num_running_reqs": 3,
+        "num_requests_waiting": 9,
+        "num_queue_reqs": 9,
+        'num_requests_waiting_by_reason{reason="capacity"}': 7,
+        'num_requests_waiting_by_reason{reason="deferred"}': 2,
+        "token_usage": 0.3,
+        "kv_cache_usage_perc": 0.3,
+        "num_used_tokens": (40 - 10 - 18) * 16,
+        "num_evictable_tokens": 18 * 16,
+        "max_total_num_tokens": 640,
+        "max_running_requests": 32,
+        "new_token_ratio": 0.65,
+        "cache_hit_rate": 0.75,
+        "spec_accept_length": 1,
         "prompt_tokens_total": 1000,
         "generation_tokens_total": 200,
+        "prefix_cache_queries_total": 800,
+        "prefix_cache_hits_total": 600,
+        "cached_tokens_total": 600,
         "num_preemptions_total": 5,
+        "num_retracted_reqs_total": 5,
+        "engine_steps_total": 70,
         "compiles_after_ready_total": 1,
+        'decode_steps_total{cuda_graph="True"}': 46,
+        'decode_steps_total{cuda_graph="False"}': 4,
+        'bucket_used_total{kind="decode"}': 120,
+        'bucket_used_total{kind="mixed"}': 900,
+        'bucket_padding_total{kind="decode"}': 40,
+        'bucket_padding_total{kind="mixed"}': 300,
+        'bucket_occupancy{kind="decode"}': 0.75,
+        'bucket_occupancy{kind="mixed"}': 0.75,
     }
     assert {name: found[f"jaxserve:{name}"] for name in truth} == truth
+    [info] = [name for name in found if name.startswith("jaxserve:engine_info")]
+    assert 'schedule_policy="lpm"' in info
+    assert 'page_size="16"' in info
+    covered = {name.partition("{")[0] for name in truth}
+    served = {name.removeprefix("jaxserve:").partition("{")[0] for name in found}
+    others = {name for name in served if not name.endswith(("_bucket", "_sum", "_count", "_created"))} - covered
+    assert others == {
+        *("engine_info", "gen_throughput", "avg_generation_throughput_toks_per_s"),
+        *("avg_prompt_throughput_toks_per_s", "request_success_total"),
+    }, "each has a test here"
+
+
+def test_before_there_is_an_engine():
+    found = samples(Metrics("tiny", lambda: None).render().decode())
+    assert found["jaxserve:num_requests_running"] == 0
+    assert found["jaxserve:cache_hit_rate"] == 0
+
+
+def test_throughputs(clock: Clock):
+    stats = STATS
+    metrics = Metrics("tiny", lambda: (INFO, stats))
+    metrics.tick()
+    clock.now += 4.0
+    stats = msgspec.structs.replace(STATS, generation_tokens=300, prompt_tokens=1200)
+    found = samples(metrics.render().decode())
+    assert found["jaxserve:gen_throughput"] == 25.0
+    assert found["jaxserve:avg_generation_throughput_toks_per_s"] == 25.0
+    assert found["jaxserve:avg_prompt_throughput_toks_per_s"] == 50.0
 
 
 def test_two_servers_in_a_process_do_not_meet():
     one, other = Metrics("tiny", lambda: None), Metrics("tiny", lambda: None)
-    one.clock(0.0).end(FinishReason.STOP)
+    one.clock(0.0, 1).end(FinishReason.STOP)
     name = 'jaxserve:request_success_total{finished_reason="stop"}'
     assert samples(one.render().decode())[name] == 1
     assert samples(other.render().decode())[name] == 0
@@ -142,6 +255,11 @@ async def test_a_scripted_run():
     assert found["jaxserve:time_to_first_token_seconds_count"] == 4 + 1 + 3
     assert found["jaxserve:inter_token_latency_seconds_count"] == 4 * 4 + until_stop - 1
     assert found["jaxserve:e2e_request_latency_seconds_count"] == 4 + 1 + 1 + 3
+    assert found["jaxserve:request_queue_time_seconds_count"] == 4 + 1 + 3
+    assert found["jaxserve:request_queue_time_seconds_sum"] == 0.25 * 8
+    assert found["jaxserve:request_prompt_tokens_count"] == 9
+    assert found["jaxserve:request_prompt_tokens_sum"] == 2 * 3 + 2 * 2 + 4 + 4 + 3 * 2
+    assert found["jaxserve:request_generation_tokens_sum"] == 20 + until_stop + 3
     reasons = {"length": 4, "stop": 1, "error": 1, "abort": 3}
     assert {r: found[f'jaxserve:request_success_total{{finished_reason="{r}"}}'] for r in reasons} == reasons
 

@@ -1,0 +1,181 @@
+"""The engine's own statistics as Prometheus families, read at the moment of a scrape.
+
+Owns their names: vLLM's and SGLang's where they have one, both where they differ, under our prefix. Owns no numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from jaxserve.api_types import EngineInfo, EngineStats
+from jaxserve.observability.throughput import Throughput
+
+PREFIX = "jaxserve:"
+
+type Reading = tuple[EngineInfo, EngineStats]
+type Family = GaugeMetricFamily | CounterMetricFamily
+
+_NOTHING = EngineInfo(
+    max_model_len=0,
+    vocab_size=0,
+    page_size=0,
+    num_pages=0,
+    max_running_requests=0,
+    chunked_prefill_size=0,
+    device="",
+    dtype="",
+    attention_backend="",
+    num_programs=0,
+    startup_seconds={},
+    schedule_policy="",
+)
+
+_GAUGES: tuple[tuple[tuple[str, ...], str, Callable[[EngineInfo, EngineStats], float]], ...] = (
+    (
+        ("num_requests_running", "num_running_reqs"),
+        "Requests that hold a slot of the engine",
+        lambda i, s: s.num_running,
+    ),
+    (("num_requests_waiting", "num_queue_reqs"), "Requests that wait for a slot", lambda i, s: s.num_waiting),
+    (
+        ("token_usage", "kv_cache_usage_perc"),
+        "Share of the KV cache in use, 0 to 1; cached pages that nobody uses count as free",
+        lambda i, s: s.token_usage,
+    ),
+    (
+        ("num_used_tokens",),
+        "Tokens of KV cache in use, by whole pages",
+        lambda i, s: (s.num_pages - s.num_free_pages - s.num_evictable_pages) * i.page_size,
+    ),
+    (
+        ("num_evictable_tokens",),
+        "Tokens of KV cache that are cached, unused, and given up when room is needed",
+        lambda i, s: s.num_evictable_pages * i.page_size,
+    ),
+    (("max_total_num_tokens",), "Tokens that the KV cache holds", lambda i, s: i.max_total_num_tokens),
+    (("max_running_requests",), "Requests that may run at once", lambda i, s: i.max_running_requests),
+    (
+        ("new_token_ratio",),
+        "Share of the running requests' remaining output that admission keeps room for",
+        lambda i, s: s.new_token_ratio,
+    ),
+    (
+        ("cache_hit_rate",),
+        "Share of all prompt tokens so far that the prefix cache had, 0 to 1",
+        lambda i, s: _share(s.cache_hit_tokens, s.cache_query_tokens),
+    ),
+    (
+        ("spec_accept_length",),
+        "Tokens that a decode step brings a request, on average; 1 where nothing is drafted",
+        lambda i, s: 1.0,
+    ),
+)
+_COUNTERS: tuple[tuple[tuple[str, ...], str, Callable[[EngineStats], int]], ...] = (
+    (("prompt_tokens",), "Prompt tokens processed, cached ones included", lambda s: s.prompt_tokens),
+    (("generation_tokens",), "Tokens generated", lambda s: s.generation_tokens),
+    (
+        ("prefix_cache_queries",),
+        "Prompt tokens looked up in the prefix cache, once a request",
+        lambda s: s.cache_query_tokens,
+    ),
+    (
+        ("prefix_cache_hits", "cached_tokens"),
+        "Prompt tokens found in the prefix cache; what is computed again after a retraction never counts",
+        lambda s: s.cache_hit_tokens,
+    ),
+    (
+        ("num_preemptions", "num_retracted_reqs"),
+        "Running requests sent back to the queue, for want of KV cache or for a higher priority",
+        lambda s: s.num_preemptions,
+    ),
+    (("engine_steps",), "Steps that the engine has finished", lambda s: s.num_steps),
+    (
+        ("compiles_after_ready",),
+        "Programs compiled since the server was ready; anything but 0 is a bug",
+        lambda s: s.compiles_after_ready,
+    ),
+)
+
+
+class EngineCollector:
+    """`reading` gives what the engine is and how it stands, None while there is none."""
+
+    def __init__(self, model_name: str, reading: Callable[[], Reading | None], throughput: Throughput) -> None:
+        self._model_name = model_name
+        self._reading = reading
+        self._throughput = throughput
+
+    def collect(self) -> Iterator[Family]:
+        """The families as Prometheus wants them."""
+        info, stats = self._reading() or (_NOTHING, EngineStats())
+        for names, text, value in _GAUGES:
+            for name in names:
+                yield self._gauge(name, text, value(info, stats))
+        for names, text, count in _COUNTERS:
+            for name in names:
+                yield self._counter(name, text, count(stats))
+        for name in ("gen_throughput", "avg_generation_throughput_toks_per_s"):
+            yield self._gauge(name, "Tokens generated a second, over the last 10 s", self._throughput.generation())
+        text = "Prompt tokens processed a second, over the last 10 s"
+        yield self._gauge("avg_prompt_throughput_toks_per_s", text, self._throughput.prompt())
+        yield from self._labelled(stats)
+        yield self._info(info)
+
+    def _labelled(self, s: EngineStats) -> Iterator[Family]:
+        waiting = {"capacity": s.num_waiting - s.num_deferred, "deferred": s.num_deferred}
+        text = "Requests that wait: for room, or for a prefix that another one is computing"
+        yield self._gauges("num_requests_waiting_by_reason", text, "reason", waiting)
+        steps = {"True": s.decode_steps - s.coarse_decode_steps, "False": s.coarse_decode_steps}
+        text = "Decode steps within the finely spaced programs of --cuda-graph-max-bs (True) and beyond (False)"
+        yield self._counters("decode_steps", text, "cuda_graph", steps)
+        used = {"decode": s.decode_rows, "mixed": s.mixed_tokens}
+        sizes = {"decode": s.decode_bucket_rows, "mixed": s.mixed_bucket_tokens}
+        text = "Rows of decode programs, and tokens of mixed ones, that were put to use"
+        yield self._counters("bucket_used", text, "kind", used)
+        padding = {kind: sizes[kind] - used[kind] for kind in used}
+        yield self._counters("bucket_padding", "Rows, and tokens, of those programs that were padding", "kind", padding)
+        shares = {kind: _share(used[kind], sizes[kind]) for kind in used}
+        text = "Share of those rows, and tokens, that were put to use so far, 0 to 1"
+        yield self._gauges("bucket_occupancy", text, "kind", shares)
+
+    def _info(self, info: EngineInfo) -> Family:
+        labels = {
+            "schedule_policy": info.schedule_policy,
+            "page_size": str(info.page_size),
+            "chunked_prefill_size": str(info.chunked_prefill_size),
+            "max_model_len": str(info.max_model_len),
+            "device": info.device,
+            "dtype": info.dtype,
+            "attention_backend": info.attention_backend,
+        }
+        family = GaugeMetricFamily(f"{PREFIX}engine_info", "What is served, always 1", labels=["model_name", *labels])
+        family.add_metric([self._model_name, *labels.values()], 1.0)
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> Family:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Family:
+        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _gauges(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Family:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name", label])
+        for key, value in values.items():
+            family.add_metric([self._model_name, key], value)
+        return family
+
+    def _counters(self, name: str, text: str, label: str, values: Mapping[str, int]) -> Family:
+        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", label])
+        for key, value in values.items():
+            family.add_metric([self._model_name, key], value)
+        return family
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
