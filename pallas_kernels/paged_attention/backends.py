@@ -9,12 +9,12 @@ from typing import Any, Literal, Protocol, cast, get_args
 import jax
 import numpy as np
 
-BackendName = Literal["reference"]
+BackendName = Literal["reference", "triton"]
 
 # What `auto` tries, best first; the last one does everything everywhere.
 _PREFERRED: dict[str, tuple[BackendName, ...]] = {
-    "cuda": ("reference",),
-    "gpu": ("reference",),
+    "cuda": ("triton", "reference"),
+    "gpu": ("triton", "reference"),
     "tpu": ("reference",),
 }
 _CPU: tuple[BackendName, ...] = ("reference",)
@@ -22,11 +22,15 @@ _CPU: tuple[BackendName, ...] = ("reference",)
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """The device that kernels are compiled for, attached or not. `capability` is CUDA's, as (9, 0)."""
+    """The device that kernels are compiled for, attached or not. `capability` is CUDA's, as (9, 0).
+
+    `blocks` are block sizes that the caller wants instead of tuned ones: (`decode` or `prefill`, name, size) each.
+    """
 
     platform: str
     kind: str = ""
     capability: tuple[int, int] | None = None
+    blocks: frozenset[tuple[str, str, int]] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
