@@ -34,7 +34,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "cpu", "cuda", "tpu"], Meta(description="platform to run on; auto is the best jax finds")
     ] = "auto"
     attention_backend: Annotated[
-        Literal["auto", "reference"],
+        Literal["auto", "reference", "triton"],
         Meta(description="paged attention kernel; auto picks by platform"),
     ] = "auto"
     tp_size: Annotated[int, Meta(description="tensor-parallel size; only 1 is built so far")] = 1
