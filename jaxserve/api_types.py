@@ -150,7 +150,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     """What a client sees of a request: new tokens, and exactly once, last, a `finish_reason`.
 
     A token that ended the output by being a stop id is in `token_ids` and named by `stop_id`. `prompt_logprobs` comes
-    once, with the first event; its first entry is None, as nothing precedes the first token.
+    once, with the first event; its first entry is None, as nothing precedes the first token. `queue_seconds` comes with
+    the first event too: how long the request waited in the engine before it first ran.
     """
 
     request_id: str
@@ -161,6 +162,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     usage: Usage | None = None
     error: str | None = None
+    queue_seconds: float | None = None
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,6 +179,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: str
     num_programs: int
     startup_seconds: dict[str, float]
+    schedule_policy: str = "fcfs"
 
     @property
     def max_total_num_tokens(self) -> int:
@@ -185,16 +188,35 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A reading of the engine, sent with the events of a step and when asked for. Counters only ever grow."""
+    """A reading of the engine, sent with the events of a step and when asked for. Counters only ever grow.
+
+    `num_deferred` of the waiting ones wait for a prefix that another request computes. Pages are free, cached and
+    evictable, or in use; `token_usage` is the share in use. `cache_query_tokens` counts the prompt tokens of requests
+    that started, `cache_hit_tokens` those of them that were found in the prefix cache; what is computed again after a
+    retraction counts in neither. `decode_rows` of `decode_bucket_rows` rows of the decode programs that ran were live,
+    and `mixed_tokens` of `mixed_bucket_tokens` tokens of the mixed ones: the rest was padding. `coarse_decode_steps` of
+    `decode_steps` ran beyond the finely spaced programs (`cuda graph: False` in the log).
+    """
 
     num_running: int = 0
     num_waiting: int = 0
+    num_deferred: int = 0
     num_free_pages: int = 0
+    num_evictable_pages: int = 0
     num_pages: int = 0
     token_usage: float = 0.0
+    new_token_ratio: float = 0.0
     num_steps: int = 0
     num_preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    cache_query_tokens: int = 0
+    cache_hit_tokens: int = 0
+    decode_steps: int = 0
+    coarse_decode_steps: int = 0
+    decode_rows: int = 0
+    decode_bucket_rows: int = 0
+    mixed_tokens: int = 0
+    mixed_bucket_tokens: int = 0
     compiles_after_ready: int = 0
     integrity_errors: tuple[str, ...] = ()

@@ -18,24 +18,22 @@ import jax
 
 from jaxserve import model_source
 from jaxserve.api_types import EngineInfo
-from jaxserve.config.schema import EngineConfig
+from jaxserve.config.schema import EngineConfig, check_served
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.process import run
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.errors import ConfigError
-from jaxserve.models.config import ModelConfig, parse_model_config
+from jaxserve.models.config import parse_model_config
 from jaxserve.models.registry import family
+from jaxserve.runtime.deployment import Deployment, deploy
+from jaxserve.runtime.device import attach, facts_of_device
 from jaxserve.runtime.executor import DeviceExecutor
-from jaxserve.runtime.memory import tree_bytes
 from jaxserve.runtime.mesh import make_mesh, shardings
-from jaxserve.runtime.programs import ProgramBuilder, build_programs, dtype_of, program_keys
-from jaxserve.runtime.sizes import Sizes, attention_problem, resolve_sizes
-from jaxserve.runtime.state import DeviceState, make_state, pool_layout, state_specs
-from jaxserve.runtime.step import StepContext
+from jaxserve.runtime.programs import build_programs
+from jaxserve.runtime.sizes import Sizes
+from jaxserve.runtime.state import DeviceState, make_state
 from jaxserve.weights.dummy import dummy_params
 from jaxserve.weights.load import load_params
 from jaxserve.weights.open import open_source
-from pallas_kernels.paged_attention import Backend, Problem, choose_backend, target_of
 
 logger = logging.getLogger("jaxserve.worker")
 
@@ -55,29 +53,29 @@ class _Phases:
 
 def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
     """Load, compile and allocate; everything that can be refused is refused here."""
+    check_served(config)
     phases = _Phases()
     with phases("device"):
-        device = _device(config)
+        device = attach(config)
     with phases("model"):
         source = model_source.resolve(config.model)
         model = parse_model_config(model_source.read_config(source))
-    dtype = dtype_of(config.dtype)
-    backend = _backend(config, device, attention_problem(config, model, dtype=dtype))
+    deployment = deploy(config, model, facts_of_device(device))
+    backend, sizes = deployment.backend, deployment.sizes
     logger.info("device: %s; attention: %s (%s)", device.device_kind, backend.name, backend.reason)
-    abstract = family(model).abstract(model, dtype)
-    [kv_spec] = family(model).kv_specs(model)
-    bytes_per_token = pool_layout(kv_spec, num_pages=1, page_size=1, dtype=dtype).bytes_per_token
-    sizes = resolve_sizes(config, model, device, weight_bytes=tree_bytes(abstract), bytes_per_token=bytes_per_token)
+    if sizes.capacity.max_model_len < sizes.wanted_context:
+        logger.info(
+            "context length fitted to the KV cache: %d tokens instead of %d; more memory for the cache "
+            "(--mem-fraction-static, --max-total-tokens) allows more",
+            sizes.capacity.max_model_len,
+            sizes.wanted_context,
+        )
     mesh = make_mesh([device])
-    specs = state_specs(kv_spec, sizes.capacity, vocab_size=model.vocab_size, dtype=dtype)
-    context = StepContext(model, backend, sample_rows=16 if device.platform == "cpu" else None)
-    builder = ProgramBuilder(context, sizes.capacity, mesh, abstract, specs)
-    keys = program_keys(sizes.capacity)
     with ThreadPoolExecutor(2) as pool:
-        params = pool.submit(_load, config, source, model, abstract, shardings(mesh, abstract), phases)
-        state = pool.submit(_allocate, specs, shardings(mesh, specs), phases)
+        params = pool.submit(_load, deployment, source, shardings(mesh, deployment.params), phases)
+        state = pool.submit(_allocate, deployment.state, shardings(mesh, deployment.state), phases)
         with phases("programs"):
-            programs, compiled = build_programs(builder, keys, _cache_dir(config))
+            programs, compiled = build_programs(deployment.builder(mesh), deployment.keys, _cache_dir(config))
     executor = DeviceExecutor(params.result(), state.result(), programs, sizes.capacity)
     logger.info("programs: %d, of them %d compiled now, the others loaded", len(programs), compiled)
     logger.info(
@@ -97,7 +95,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         max_running_requests=sizes.capacity.num_slots,
         chunked_prefill_size=sizes.chunked_prefill_size,
         device=device.device_kind,
-        dtype=dtype.name,
+        dtype=deployment.dtype.name,
         attention_backend=backend.name,
         num_programs=len(programs),
         startup_seconds=phases.seconds,
@@ -105,38 +103,14 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
     return _loop(config, sizes, executor), info
 
 
-def _device(config: EngineConfig) -> Any:
-    if config.device != "auto":
-        jax.config.update("jax_platforms", config.device)
-    try:
-        return jax.devices()[0]
-    except RuntimeError as error:
-        raise ConfigError(
-            f"device={config.device}: jax finds none ({error}); install jaxserve's extra for it"
-        ) from error
-
-
-def _backend(config: EngineConfig, device: Any, problem: Problem) -> Backend:
-    try:
-        return choose_backend(target_of(device), problem, config.attention_backend)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _load(
-    config: EngineConfig,
-    source: model_source.ModelSource,
-    model: ModelConfig,
-    abstract: Any,
-    where: Any,
-    phases: _Phases,
-) -> Any:
+def _load(deployment: Deployment, source: model_source.ModelSource, where: Any, phases: _Phases) -> Any:
+    config, model = deployment.config, deployment.model
     with phases("weights"):
         if config.load_format == "dummy":
-            return dummy_params(abstract, where, seed=config.random_seed)
+            return dummy_params(deployment.params, where, seed=config.random_seed)
         module = family(model)
         tensors = open_source(source, config.load_format)
-        return load_params(abstract, tensors, module.placements(model), where, ignored=module.ignored)
+        return load_params(deployment.params, tensors, module.placements(model), where, ignored=module.ignored)
 
 
 def _allocate(specs: DeviceState, where: DeviceState, phases: _Phases) -> DeviceState:
@@ -158,6 +132,9 @@ def _loop(config: EngineConfig, sizes: Sizes, executor: DeviceExecutor) -> Engin
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         max_queued_requests=config.max_queued_requests,
         random_seed=config.random_seed,
+        policy=config.schedule_policy,
+        conservativeness=config.schedule_conservativeness,
+        prefix_cache=not config.disable_radix_cache,
     )
     return EngineLoop(
         scheduler,

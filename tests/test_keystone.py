@@ -142,7 +142,8 @@ def _run(
             break
     else:
         raise AssertionError("no progress")
-    assert (stats.num_running, stats.num_waiting, stats.num_free_pages) == (0, 0, stats.num_pages)
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert stats.num_free_pages + stats.num_evictable_pages == stats.num_pages
     return {request_id: _together(seen) for request_id, seen in events.items()}
 
 

@@ -64,7 +64,6 @@ class Choice:
 
 Alias = Rename | Switch | Choice
 
-_NO_PREFIX_CACHE = "the prefix cache is not built yet: every prompt is computed in full"
 _NO_SPECULATION = Choice(Refused("speculative decoding is not built yet"))
 _ONE = types.MappingProxyType({"1": InForce("1 is all there is so far")})
 
@@ -73,8 +72,8 @@ def _not_built(what: str) -> Switch:
     return Switch(on=Refused(f"{what} not built yet"), off=InForce(f"{what} not built yet"))
 
 
-_POLICY = Choice(
-    Refused("the only schedule policy so far is fcfs"), {"fcfs": InForce("requests are taken first come, first served")}
+_PRIORITIES = Switch(
+    on=Sets("schedule_policy", "priority"), off=InForce("--schedule-policy priority alone makes priorities count")
 )
 
 ALIASES: Mapping[str, Alias] = types.MappingProxyType(
@@ -104,9 +103,11 @@ ALIASES: Mapping[str, Alias] = types.MappingProxyType(
         "async_scheduling": Switch(
             on=Sets("disable_overlap_schedule", False), off=Sets("disable_overlap_schedule", True)
         ),
-        "enable_prefix_caching": Switch(on=Refused(_NO_PREFIX_CACHE), off=InForce(_NO_PREFIX_CACHE)),
-        "disable_radix_cache": Switch(on=InForce(_NO_PREFIX_CACHE), off=Refused(_NO_PREFIX_CACHE)),
-        "enable_cache_report": Switch(on=Refused(_NO_PREFIX_CACHE), off=InForce(_NO_PREFIX_CACHE)),
+        "enable_prefix_caching": Switch(on=Sets("disable_radix_cache", False), off=Sets("disable_radix_cache", True)),
+        "enable_cache_report": Switch(
+            on=InForce("usage.prompt_tokens_details.cached_tokens is always reported"),
+            off=InForce("usage.prompt_tokens_details.cached_tokens is always reported, as OpenAI does"),
+        ),
         "enable_torch_compile": Switch(
             on=InForce("every step is one program, compiled before the server is ready"),
             off=Refused("every step is one program, compiled before the server is ready"),
@@ -136,13 +137,9 @@ ALIASES: Mapping[str, Alias] = types.MappingProxyType(
         "swap_space": Choice(
             InForce("a preempted request is kept and recomputed; no swap space is needed, and none set aside")
         ),
-        "schedule_policy": _POLICY,
-        "scheduling_policy": _POLICY,
-        "schedule_conservativeness": Choice(
-            Refused("admission goes by free pages so far; a request that finds none later is retracted and recomputed")
-        ),
-        "priority_scheduling": _not_built("priorities are"),
-        "enable_priority_scheduling": _not_built("priorities are"),
+        "scheduling_policy": Rename("schedule_policy"),
+        "priority_scheduling": _PRIORITIES,
+        "enable_priority_scheduling": _PRIORITIES,
         "kv_cache_dtype": Choice(
             Refused("the KV cache has the type of --dtype; quantized ones are not built yet"),
             {"auto": InForce("the KV cache has the type of --dtype")},

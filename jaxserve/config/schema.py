@@ -37,7 +37,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "reference", "triton"],
         Meta(description="paged attention kernel; auto picks by platform"),
     ] = "auto"
-    tp_size: Annotated[int, Meta(description="tensor-parallel size; only 1 is built so far")] = 1
+    tp_size: Annotated[
+        int, Meta(description="tensor-parallel size; `plan` and `compile` take any, more than 1 is not served yet")
+    ] = 1
     dp_size: Annotated[int, Meta(description="data-parallel size; only 1 is built so far")] = 1
     context_length: Annotated[
         int | None,
@@ -72,6 +74,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cuda_graph_bs: Annotated[
         tuple[int, ...] | None, Meta(description="sizes of the decode programs, instead of the default spacing")
     ] = None
+    schedule_policy: Annotated[
+        Literal["lpm", "fcfs", "priority", "shortest-prefill-first", "random"],
+        Meta(
+            description="which waiting request starts next; lpm: the longest cached prefix, first come first served "
+            "while more than 128 wait; priority: higher `priority` first, preempting lower"
+        ),
+    ] = "lpm"
+    schedule_conservativeness: Annotated[
+        float,
+        Meta(description="how much room is kept for the output of what runs: lower admits more, higher retracts less"),
+    ] = 1.0
+    disable_radix_cache: Annotated[bool, Meta(description="compute every prompt in full, cache nothing")] = False
     disable_overlap_schedule: Annotated[
         bool, Meta(description="plan a step only after the one before it has ended; for comparison")
     ] = False
@@ -98,14 +112,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"mem_fraction_static must be in (0, 1], got {self.mem_fraction_static}")
         if self.chunked_prefill_size == 0:
             raise ConfigError("chunked_prefill_size must be positive, or -1 to disable chunking; got 0")
-        for name in ("tp_size", "dp_size"):
-            if getattr(self, name) != 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is not supported yet: only 1 is")
+        if self.dp_size != 1:
+            raise ConfigError(f"dp_size={self.dp_size} is not supported yet: only 1 is")
         if self.cuda_graph_bs is not None and (not self.cuda_graph_bs or min(self.cuda_graph_bs) < 1):
             raise ConfigError(f"cuda_graph_bs must be positive sizes, got {list(self.cuda_graph_bs)}")
 
 
+def check_served(config: EngineConfig) -> None:
+    """Raises `ConfigError` for what can be planned and compiled but not run yet."""
+    if config.tp_size != 1:
+        raise ConfigError(
+            f"tp_size={config.tp_size} is not served yet: only 1 is (`jaxserve plan` and `jaxserve compile` take it)"
+        )
+
+
 _AT_LEAST = {
+    "tp_size": 1,
     "context_length": 1,
     "page_size": 1,
     "max_total_tokens": 1,
@@ -115,6 +137,7 @@ _AT_LEAST = {
     "max_prefill_tokens": 1,
     "max_num_batched_tokens": 1,
     "cuda_graph_max_bs": 1,
+    "schedule_conservativeness": 0.0,
     "watchdog_timeout": 0.1,
     "decode_log_interval": 1,
 }

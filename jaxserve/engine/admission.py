@@ -1,12 +1,21 @@
 """Whether a request may come in at all, and whether a waiting one may start now.
 
-Pure functions of sizes: they change nothing and know neither the queue nor the pool.
+It knows sizes, neither the queue nor the pool; all it keeps is the ratio of SGLang's `--schedule-conservativeness`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from jaxserve.api_types import EngineRequest
+from jaxserve.engine.request import Request
 from jaxserve.step_plan import Capacity
+
+_FIRST_RATIO = 0.7
+_FLOOR_SHARE = 0.14
+_DECAY_STEPS = 600
+_STEPS_TO_GO_ON = 20
+_MOST_RESERVED = 4096
 
 
 def refusal(request: EngineRequest, capacity: Capacity) -> str | None:
@@ -41,10 +50,45 @@ def max_new_tokens(request: EngineRequest, capacity: Capacity) -> int:
     return min(request.sampling.max_tokens, capacity.max_model_len - len(request.prompt_ids))
 
 
-def may_start(pages_to_fill: int, spare_pages: int, *, alone: bool) -> bool:
-    """Whether all tokens to fill, and one page of output, fit into the pages that are free.
+class NewTokenRatio:
+    """Which share of the tokens that running requests may still produce is kept free for them.
+
+    It starts at min(0.7 c, 1) for a conservativeness c, falls linearly to 0.14 of that over 600 decode
+    steps, since most requests end early, and is set by what was seen whenever a retraction shows it too low.
+    """
+
+    def __init__(self, conservativeness: float) -> None:
+        self._first = min(_FIRST_RATIO * conservativeness, 1.0)
+        self._floor = min(_FLOOR_SHARE * self._first, 1.0)
+        self._decay = (self._first - self._floor) / _DECAY_STEPS
+        self.value = self._first
+
+    def decode_step(self) -> None:
+        """A decode step has been planned."""
+        self.value = max(self.value - self._decay, self._floor)
+
+    def retracted(self, survivors: Sequence[Request]) -> None:
+        """Requests were retracted; these go on."""
+        decoded = sum(request.num_planned_outputs for request in survivors)
+        most = sum(request.max_new_tokens for request in survivors)
+        self.value = min(1.0, (decoded + _STEPS_TO_GO_ON * len(survivors)) / (most + 1))
+
+    def reset(self) -> None:
+        """Nothing runs or waits any more."""
+        self.value = self._first
+
+
+def reserved_tokens(running: Iterable[Request], ratio: float) -> float:
+    """What running requests are expected to produce yet: a share of what they may."""
+    return ratio * sum(min(r.max_new_tokens - r.num_planned_outputs, _MOST_RESERVED) for r in running)
+
+
+def may_start(pages_to_fill: int, available_pages: int, reserved_pages: int, *, alone: bool) -> bool:
+    """Whether all tokens to fill, and one page of output, fit beside what is reserved for those that run.
 
     Asking for less would let in what is retracted a moment later. With nothing else running there is nothing to wait
     for, so then the tokens alone are enough.
     """
-    return pages_to_fill + (0 if alone else 1) <= spare_pages
+    if alone:
+        return pages_to_fill <= available_pages
+    return pages_to_fill + 1 + reserved_pages <= available_pages

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 
 from jaxserve.api_types import EngineRequest, SamplingParams, TokenLogprobs, Usage
+from jaxserve.engine.radix_cache import Node
 
 
 class Phase(enum.Enum):
@@ -22,36 +23,50 @@ class Phase(enum.Enum):
 
 
 class Request:
-    """One sequence. `pages` are by KV group; `arrival` orders requests; `sampling` always has a seed."""
+    """One sequence. `pages` are by KV group; `arrival` orders requests; `sampling` always has a seed.
+
+    The first `num_shared_pages` of its pages are the prefix cache's and end at `node`, which it has locked; the others
+    are its own. `queue_seconds` is None until it has started once, and again when that was told.
+    """
 
     __slots__ = (
         "arrival",
+        "arrived_at",
         "client",
         "greedy",
         "group_id",
         "max_new_tokens",
         "min_tokens",
+        "namespace",
+        "node",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_fill_tokens",
         "num_planned_outputs",
         "num_planned_tokens",
         "num_prompt_tokens",
+        "num_shared_pages",
+        "num_starts",
         "output_ids",
         "pages",
         "phase",
+        "priority",
         "prompt_ids",
         "prompt_logprobs",
+        "queue_seconds",
         "rank",
         "request_id",
         "sample",
         "sampling",
         "slot",
         "stop_ids",
+        "turn",
         "wants_logprobs",
     )
 
-    def __init__(self, source: EngineRequest, *, sampling: SamplingParams, arrival: int, max_new_tokens: int) -> None:
+    def __init__(
+        self, source: EngineRequest, *, sampling: SamplingParams, arrival: int, arrived_at: float, max_new_tokens: int
+    ) -> None:
         self.request_id = source.request_id
         self.prompt_ids = source.prompt_ids
         self.stop_ids = source.stop_ids
@@ -60,6 +75,9 @@ class Request:
         self.client = source.client
         self.sampling = sampling
         self.arrival = arrival
+        self.arrived_at = arrived_at
+        self.priority = source.priority
+        self.namespace = source.namespace
         self.max_new_tokens = max_new_tokens
         self.min_tokens = sampling.min_tokens
         self.greedy = sampling.greedy
@@ -70,7 +88,12 @@ class Request:
         self.phase = Phase.WAITING
         self.output_ids: list[int] = []
         self.num_prompt_tokens = len(source.prompt_ids)
-        self.num_cached_tokens = 0
+        self.num_cached_tokens: int | None = None
+        self.num_shared_pages = 0
+        self.num_starts = 0
+        self.node: Node | None = None
+        self.queue_seconds: float | None = None
+        self.turn = 0
         self.num_fill_tokens = self.num_prompt_tokens
         self.num_planned_tokens = 0
         self.num_computed_tokens = 0
@@ -92,7 +115,18 @@ class Request:
     @property
     def usage(self) -> Usage:
         """Token counts so far."""
-        return Usage(self.num_prompt_tokens, len(self.output_ids), self.num_cached_tokens)
+        return Usage(self.num_prompt_tokens, len(self.output_ids), self.num_cached_tokens or 0)
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """How many fill tokens may come from the prefix cache: not the last, from which the next token is drawn, and
+        none where log probabilities of all are wanted."""
+        return 0 if self.needs_prompt_logprobs else self.num_fill_tokens - 1
+
+    @property
+    def fill_tokens(self) -> list[int]:
+        """The tokens that are computed in chunks."""
+        return self.prompt_ids if not self.output_ids else self.tokens(0, self.num_fill_tokens)
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Known tokens of positions `start` to `end`, over prompt and output."""

@@ -1,11 +1,13 @@
 """The books: every open request, where it stands, and which slot and pages it holds.
 
 It moves requests between waiting, running and gone, and hands slots and pages out and takes them back, so that each is
-free or owned exactly once; `check` says so at any moment between two steps. It decides nothing: who moves, and when, is
-the scheduler's.
+free, cached or owned exactly once; `check` says so at any moment between two steps. It decides nothing: who moves, and
+when, is the scheduler's.
 
-Who holds what: a running request owns a slot and pages. It gives them back when it ends, when it is retracted, or once
-its last token is planned and a next step is made: steps run in order, so whoever gets them then comes after it.
+Who holds what: a running request owns a slot and pages, and has locked the cached prefix it reads. Whole pages of its
+prompt go to the cache as soon as the step that writes them is planned, those of its output when it stops running. It
+gives all back when it ends, when it is retracted, or once its last token is planned and a next step is made: steps run
+in order, so whoever gets them then comes after it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections import Counter
 
 from jaxserve.engine.pages import PagePool
 from jaxserve.engine.policy import WaitingQueue
+from jaxserve.engine.radix_cache import Node, RadixCache
 from jaxserve.engine.request import Phase, Request
 from jaxserve.step_plan import Capacity, SlotOpen
 
@@ -22,10 +25,11 @@ class Roster:
     """Open requests by id. A running one is in exactly one of `prefilling` (some fill tokens are unplanned),
     `decoding`, and `finishing` (its last token is planned); each keeps the order in which they came in."""
 
-    def __init__(self, capacity: Capacity) -> None:
-        self.pool = PagePool(capacity.num_pages, capacity.page_size)
+    def __init__(self, capacity: Capacity, cache: RadixCache, pool: PagePool, waiting: WaitingQueue) -> None:
+        self.pool = pool
+        self.cache = cache
+        self.waiting = waiting
         self.requests: dict[str, Request] = {}
-        self.waiting = WaitingQueue()
         self.prefilling: dict[str, Request] = {}
         self.decoding: dict[str, Request] = {}
         self.finishing: dict[str, Request] = {}
@@ -43,18 +47,30 @@ class Roster:
         """Requests that could start if there were pages."""
         return len(self._free_slots)
 
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that are free, or cached and used by nobody."""
+        return self.pool.num_free + self.cache.num_evictable
+
     def enter(self, request: Request) -> None:
         """A request arrives and waits."""
         self.requests[request.request_id] = request
         self.waiting.add(request)
 
-    def start(self, request: Request) -> SlotOpen:
-        """The first waiting request takes a slot."""
-        popped = self.waiting.pop()
-        assert popped is request, "requests start in the order of the queue"
+    def start(self, request: Request, node: Node, pages: list[int]) -> SlotOpen:
+        """A waiting request takes a slot, and the cached `pages` up to `node`, which the caller has locked for it."""
+        self.waiting.remove(request)
         slot = self._free_slots.pop()
+        cached = len(pages) * self.pool.page_size
         request.slot = slot
+        request.num_starts += 1
         request.phase = Phase.RUNNING
+        request.node = node
+        request.pages[0] = pages
+        request.num_shared_pages = len(pages)
+        request.num_planned_tokens = request.num_computed_tokens = cached
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = cached
         self.prefilling[request.request_id] = request
         return SlotOpen(
             slot=slot,
@@ -64,14 +80,33 @@ class Roster:
             sample=request.sample,
             prompt_ids=request.prompt_ids,
             output_ids=list(request.output_ids),
+            cached_pages=(tuple(pages),),
+            num_cached_tokens=cached,
         )
 
     def extend(self, request: Request, num_tokens: int) -> tuple[tuple[int, ...], ...]:
         """Give a request the pages that its first `num_tokens` tokens still lack, and return them by KV group."""
         pages = request.pages[0]
-        new = self.pool.allocate(self.pool.pages_for(num_tokens) - len(pages))
+        count = self.pool.pages_for(num_tokens) - len(pages)
+        if count <= 0:
+            return ((),)
+        if count > self.pool.num_free:
+            self.cache.evict(count - self.pool.num_free)
+        new = self.pool.allocate(count)
         pages.extend(new)
         return (tuple(new),)
+
+    def cache_prompt(self, request: Request) -> None:
+        """The whole pages of fill tokens that are planned go to the cache: later steps may read them."""
+        shared, size = request.num_shared_pages, self.pool.page_size
+        whole = request.num_planned_tokens // size
+        if whole <= shared:
+            return
+        assert request.node is not None
+        request.node, taken = self.cache.extend(
+            request.node, request.tokens(shared * size, whole * size), request.pages[0][shared:whole]
+        )
+        request.num_shared_pages += taken
 
     def promote(self, request: Request, *, last: bool) -> None:
         """All fill tokens of a prefilling request, or with `last` the last token of a decoding one, are planned."""
@@ -79,7 +114,7 @@ class Roster:
         (self.finishing if last else self.decoding)[request.request_id] = request
 
     def retract(self, request: Request) -> None:
-        """A running request goes back to the front of the queue and loses what the device has computed for it."""
+        """A running request goes back to the queue; the cache keeps what was computed for as long as it can."""
         self._stop_running(request)
         request.start_over()
         self.waiting.put_back(request)
@@ -109,20 +144,31 @@ class Roster:
 
     def check(self) -> list[str]:
         """What is wrong with the books, as sentences; empty when every page, slot and request is counted once."""
-        problems = []
         running = [*self.prefilling.values(), *self.decoding.values(), *self.finishing.values()]
+        problems = self._check_requests(running)
+        slots = Counter(self._free_slots)
+        slots.update(request.slot for request in running if request.slot is not None)
+        problems += [
+            f"slot {slot} is free or owned {slots[slot]} times" for slot in range(self._num_slots) if slots[slot] != 1
+        ]
+        own = (page for r in self.requests.values() for page in r.pages[0][r.num_shared_pages :])
+        problems += self.cache.check([request.node for request in running if request.node is not None])
+        return problems + self.pool.check([*own, *self.cache.pages()])
+
+    def _check_requests(self, running: list[Request]) -> list[str]:
+        problems = []
         listed = Counter(request.request_id for request in [*running, *self.waiting])
         for request_id in listed.keys() | self.requests.keys():
             if listed[request_id] != 1 or request_id not in self.requests:
                 known = "open" if request_id in self.requests else "not open"
                 problems.append(f"request {request_id} is {known} and listed {listed[request_id]} times")
         for request in self.waiting:
-            if request.phase is not Phase.WAITING or request.slot is not None or any(request.pages):
+            if request.phase is not Phase.WAITING or request.slot is not None or request.pages[0] or request.node:
                 problems.append(f"waiting request {request.request_id} is {request.phase} or holds a slot or pages")
         for request in running:
             if request.phase is not Phase.RUNNING:
                 problems.append(f"running request {request.request_id} is {request.phase}")
-            if request.slot is None and (request.request_id not in self.finishing or any(request.pages)):
+            if request.slot is None and (request.request_id not in self.finishing or request.pages[0] or request.node):
                 problems.append(f"running request {request.request_id} has no slot")
             if request.slot is not None and len(request.pages[0]) != self.pool.pages_for(request.num_planned_tokens):
                 problems.append(
@@ -131,13 +177,7 @@ class Roster:
                 )
         if len(self.prefilling) > 1:
             problems.append(f"{len(self.prefilling)} prompts are halfway at once: {', '.join(self.prefilling)}")
-        slots = Counter(self._free_slots)
-        slots.update(request.slot for request in running if request.slot is not None)
-        for slot in range(self._num_slots):
-            if slots[slot] != 1:
-                problems.append(f"slot {slot} is free or owned {slots[slot]} times")
-        owned = [page for request in self.requests.values() for group in request.pages for page in group]
-        return problems + self.pool.check(owned)
+        return problems
 
     def _stop_running(self, request: Request) -> None:
         self._give_back(request)
@@ -150,6 +190,14 @@ class Roster:
         self._free_slots.append(request.slot)
         self._closed_slots.append(request.slot)
         request.slot = None
-        for pages in request.pages:
-            self.pool.release(pages)
-            pages.clear()
+        pages, shared = request.pages[0], request.num_shared_pages
+        # What is planned is written before anybody else's step; the tokens must be known, too, to be found again.
+        whole = max(min(request.num_planned_tokens, request.num_known_tokens) // self.pool.page_size, shared)
+        self.pool.release(pages[whole:])
+        tokens = request.tokens(0, whole * self.pool.page_size)
+        self.cache.adopt(request.namespace, tokens, pages[shared:whole], shared)
+        assert request.node is not None
+        self.cache.unlock(request.node)
+        request.node = None
+        request.num_shared_pages = 0
+        request.pages[0] = []

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
 from jaxserve.api_types import EngineRequest, EngineStats, FinishReason, TokenEvent, TokenLogprobs, Usage
 from jaxserve.engine import admission
+from jaxserve.engine.padding import PaddingCount
+from jaxserve.engine.pages import PagePool
 from jaxserve.engine.planner import Planner
-from jaxserve.engine.policy import choose_victim
+from jaxserve.engine.policy import Policy, WaitingQueue, choose_victim
+from jaxserve.engine.radix_cache import RadixCache
 from jaxserve.engine.request import Phase, Request
 from jaxserve.engine.roster import Roster
 from jaxserve.step_plan import Capacity, StepPlan, StepResult
@@ -25,11 +30,12 @@ logger = logging.getLogger("jaxserve.engine")
 
 
 class Scheduler:
-    """First come, first served, within what `capacity` can hold.
+    """Decides within what `capacity` can hold, by `policy` and `conservativeness` (see `policy`, `admission`).
 
     A step has at most `max_num_batched_tokens` tokens, of them at most `chunked_prefill_size` and `max_prefill_tokens`
     of prompts. At most `max_queued_requests` may wait beyond those that free slots could take (None: no limit).
-    `random_seed` decides the seeds of requests that bring none. Raises `ConfigError` where nothing could ever run.
+    `random_seed` decides the seeds of requests that bring none. `clock` gives seconds, for the time spent waiting.
+    Raises `ConfigError` where nothing could ever run.
     """
 
     def __init__(
@@ -41,15 +47,30 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_queued_requests: int | None = None,
         random_seed: int = 0,
+        policy: Policy = "fcfs",
+        conservativeness: float = 1.0,
+        prefix_cache: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._capacity = capacity
-        self._roster = Roster(capacity)
+        self._clock = clock
+        pool = PagePool(capacity.num_pages, capacity.page_size)
+        self._cache = cache = RadixCache(pool, disabled=not prefix_cache)
+
+        def cached(request: Request) -> int:
+            return cache.match_length(request.namespace, request.fill_tokens, request.num_reusable_tokens)
+
+        self._by_priority = policy == "priority"
+        self._roster = Roster(capacity, cache, pool, WaitingQueue(policy, cached, random_seed))
+        self._ratio = admission.NewTokenRatio(conservativeness)
         self._planner = Planner(
             self._roster,
             capacity,
             chunked_prefill_size=chunked_prefill_size,
             max_prefill_tokens=max_prefill_tokens,
             max_num_batched_tokens=max_num_batched_tokens,
+            ratio=self._ratio,
+            shares_prefixes=prefix_cache,
         )
         self._max_queued_requests = max_queued_requests
         self._random = random.Random(random_seed)
@@ -60,6 +81,9 @@ class Scheduler:
         self._num_preemptions = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
+        self._cache_query_tokens = 0
+        self._cache_hit_tokens = 0
+        self._padding = PaddingCount(capacity)
 
     def add(self, request: EngineRequest) -> TokenEvent | None:
         """Let a request in, or return the one event that refuses it."""
@@ -77,11 +101,14 @@ class Scheduler:
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._random.getrandbits(63))
         self._num_arrived += 1
+        if not self._roster.requests:
+            self._ratio.reset()
         self._roster.enter(
             Request(
                 request,
                 sampling=sampling,
                 arrival=self._num_arrived,
+                arrived_at=self._clock(),
                 max_new_tokens=admission.max_new_tokens(request, self._capacity),
             )
         )
@@ -97,6 +124,8 @@ class Scheduler:
         roster = self._roster
         roster.release_finishing()
         num_retracted = self._make_room()
+        if num_retracted == 0:
+            num_retracted = self._preempt_for_priority()
         if num_retracted is None:
             return None
         # Whoever was just retracted must not start again at once: it would take the pages it was to give.
@@ -105,7 +134,13 @@ class Scheduler:
             assert not roster.waiting or self._in_flight, "requests wait, nothing runs, and none may start"
             return None
         self._in_flight.append(planned)
-        return planned[0]
+        plan, requests = planned
+        if plan.num_decodes:
+            self._ratio.decode_step()
+        if plan.opens:
+            self._count_starts(requests[-len(plan.opens) :])
+        self._padding.count(plan)
+        return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Credit what the oldest plan in flight produced; tokens of requests that have ended meanwhile are dropped."""
@@ -142,11 +177,16 @@ class Scheduler:
             num_tokens += len(tokens)
             if reason is not None:
                 events.append(self._finish(request, reason, tokens, stop_id, logprobs.get(index)))
-            elif request.wants_logprobs or request.prompt_logprobs is not None:
+            elif request.wants_logprobs or request.queue_seconds is not None:
                 prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+                queue_seconds, request.queue_seconds = request.queue_seconds, None
                 events.append(
                     TokenEvent(
-                        request.request_id, tokens, logprobs=logprobs.get(index), prompt_logprobs=prompt_logprobs
+                        request.request_id,
+                        tokens,
+                        logprobs=logprobs.get(index),
+                        prompt_logprobs=prompt_logprobs,
+                        queue_seconds=queue_seconds,
                     )
                 )
             else:
@@ -170,6 +210,11 @@ class Scheduler:
         return self._capacity.page_size
 
     @property
+    def last_decode_bucket(self) -> int:
+        """Rows of the decode program that ran last."""
+        return self._padding.last_bucket
+
+    @property
     def num_running(self) -> int:
         """Requests that have started and not ended."""
         return self._roster.num_running
@@ -181,18 +226,37 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """A reading of the sizes and counters that the scheduler knows."""
-        pool = self._roster.pool
+        roster, padding = self._roster, self._padding
+        num_pages = roster.pool.num_pages
         return EngineStats(
             num_running=self.num_running,
             num_waiting=self.num_waiting,
-            num_free_pages=pool.num_free,
-            num_pages=pool.num_pages,
-            token_usage=pool.usage,
+            num_deferred=min(self._planner.num_deferred, self.num_waiting),
+            num_free_pages=roster.pool.num_free,
+            num_evictable_pages=self._cache.num_evictable,
+            num_pages=num_pages,
+            token_usage=1.0 - roster.num_available_pages / num_pages,
+            new_token_ratio=self._ratio.value,
             num_steps=self._num_steps,
             num_preemptions=self._num_preemptions,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
+            cache_query_tokens=self._cache_query_tokens,
+            cache_hit_tokens=self._cache_hit_tokens,
+            decode_steps=padding.decode_steps,
+            coarse_decode_steps=padding.coarse_decode_steps,
+            decode_rows=padding.decode_rows,
+            decode_bucket_rows=padding.decode_bucket_rows,
+            mixed_tokens=padding.mixed_tokens,
+            mixed_bucket_tokens=padding.mixed_bucket_tokens,
         )
+
+    def flush_cache(self) -> int:
+        """Forget all cached prefixes, and return how many pages became free by it.
+
+        Pages that running requests read stay theirs until they end; nobody finds them any more.
+        """
+        return self._cache.flush()
 
     def check_integrity(self) -> list[str]:
         """What is wrong with pages, slots and queues, as sentences; empty when nothing is."""
@@ -213,17 +277,69 @@ class Scheduler:
                 error = admission.pool_exhausted(running[0].num_known_tokens, self._capacity)
                 self._events.append(self._finish(running[0], FinishReason.ERROR, error=error))
             else:
-                roster.retract(choose_victim(running))
+                roster.retract(choose_victim(running, by_priority=self._by_priority))
                 num_retracted += 1
         if num_retracted:
             self._num_preemptions += num_retracted
+            before = self._ratio.value
+            self._ratio.retracted([*roster.prefilling.values(), *roster.decoding.values()])
             logger.warning(
-                "decode out of memory happened, #retracted_reqs: %d, #running-req: %d, #queue-req: %d",
+                "decode out of memory happened, #retracted_reqs: %d, #new_token_ratio: %.4f -> %.4f, "
+                "#running-req: %d, #queue-req: %d, total_cumulative_preemption_cnt: %d",
                 num_retracted,
+                before,
+                self._ratio.value,
                 self.num_running,
                 self.num_waiting,
+                self._num_preemptions,
             )
         return num_retracted
+
+    def _preempt_for_priority(self) -> int | None:
+        """Retract requests of lower priority where the first that waits can't start without; None: wait first.
+
+        Returns 0: those that made room are behind it in the queue, so that it may start in the same plan.
+        """
+        roster = self._roster
+        first = next(roster.waiting.in_order(), None) if self._by_priority else None
+        if first is None or self._planner.could_start(first):
+            return 0
+        lower = [
+            request
+            for request in (*roster.prefilling.values(), *roster.decoding.values())
+            if request.priority < first.priority
+        ]
+        held = sum(len(request.pages[0]) for request in lower)
+        if not lower or not self._planner.could_start(first, more_pages=held):
+            return 0
+        if self._in_flight:
+            return None
+        num_retracted = 0
+        while lower and not self._planner.could_start(first):
+            victim = choose_victim(lower, by_priority=True)
+            lower.remove(victim)
+            roster.retract(victim)
+            num_retracted += 1
+        self._num_preemptions += num_retracted
+        logger.info(
+            "preempted %d running requests for one of priority %d, #running-req: %d, #queue-req: %d, "
+            "total_cumulative_preemption_cnt: %d",
+            num_retracted,
+            first.priority,
+            self.num_running,
+            self.num_waiting,
+            self._num_preemptions,
+        )
+        return 0
+
+    def _count_starts(self, requests: list[Request]) -> None:
+        """Those that start for the first time: how long they waited, and what the cache had of their prompts."""
+        now = self._clock()
+        for request in requests:
+            if request.num_starts == 1:
+                request.queue_seconds = now - request.arrived_at
+                self._cache_query_tokens += request.num_prompt_tokens
+                self._cache_hit_tokens += request.num_cached_tokens or 0
 
     def _finish(
         self,
@@ -246,6 +362,7 @@ class Scheduler:
             prompt_logprobs=None if request.needs_prompt_logprobs else request.prompt_logprobs,
             usage=request.usage,
             error=error,
+            queue_seconds=request.queue_seconds,
         )
 
 

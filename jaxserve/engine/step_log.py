@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from jaxserve.api_types import EngineStats
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.observability.log import decode_line, prefill_line
 from jaxserve.step_plan import StepPlan
@@ -25,7 +26,8 @@ class StepLog:
         self._clock = clock
         self._num_decode_steps = 0
         self._since: float | None = None
-        self._tokens_before = 0
+        self._before = EngineStats()
+        self._hits_before = 0
 
     def planned(self, plan: StepPlan) -> None:
         """A step has been dispatched."""
@@ -36,41 +38,49 @@ class StepLog:
                 prefill_line(
                     new_seq=len(plan.opens),
                     new_token=sum(chunk.length for chunk in chunks[plan.num_decodes :]),
-                    cached_token=sum(opened.num_cached_tokens for opened in plan.opens),
+                    # Not what the plan's requests found: what is computed again after a retraction is no hit.
+                    cached_token=stats.cache_hit_tokens - self._hits_before,
                     token_usage=stats.token_usage,
                     running=stats.num_running,
                     queued=stats.num_waiting,
+                    hit_rate=stats.cache_hit_tokens / max(stats.cache_query_tokens, 1),
                 )
             )
+            self._hits_before = stats.cache_hit_tokens
 
     def committed(self, plan: StepPlan) -> None:
         """A step has ended and its tokens are counted."""
         if self._since is None:
-            self._restart()
+            self._restart(self._scheduler.stats())
         if not plan.num_decodes:
             return
         self._num_decode_steps += 1
         if self._num_decode_steps >= self._interval:
-            stats = self._scheduler.stats()
+            stats, before = self._scheduler.stats(), self._before
             seconds = self._clock() - (self._since or 0.0)
-            tokens = stats.generation_tokens - self._tokens_before
+            tokens = stats.generation_tokens - before.generation_tokens
+            used = stats.num_pages - stats.num_free_pages - stats.num_evictable_pages
+            rows = stats.decode_bucket_rows - before.decode_bucket_rows
             logger.info(
                 decode_line(
                     running=stats.num_running,
-                    tokens=(stats.num_pages - stats.num_free_pages) * self._scheduler.page_size,
+                    tokens=used * self._scheduler.page_size,
                     token_usage=stats.token_usage,
                     throughput=tokens / seconds if seconds > 0 else 0.0,
                     queued=stats.num_waiting,
+                    fine=stats.coarse_decode_steps == before.coarse_decode_steps,
+                    bucket=self._scheduler.last_decode_bucket,
+                    padding=1.0 - (stats.decode_rows - before.decode_rows) / rows if rows else 0.0,
                 )
             )
-            self._restart()
+            self._restart(stats)
 
     def idle(self) -> None:
         """Nothing is left to do: the pause that follows is nobody's throughput."""
         self._since = None
         self._num_decode_steps = 0
 
-    def _restart(self) -> None:
+    def _restart(self, stats: EngineStats) -> None:
         self._since = self._clock()
-        self._tokens_before = self._scheduler.stats().generation_tokens
+        self._before = stats
         self._num_decode_steps = 0

@@ -24,18 +24,33 @@ def setup(level: str) -> None:
 
 
 def prefill_line(
-    *, new_seq: int, new_token: int, cached_token: int, token_usage: float, running: int, queued: int
+    *, new_seq: int, new_token: int, cached_token: int, token_usage: float, running: int, queued: int, hit_rate: float
 ) -> str:
-    """The line of a step that computes prompts."""
+    """The line of a step that computes prompts; `hit_rate` is that of all prompts since the start, 0 to 1."""
     return (
         f"Prefill batch. #new-seq: {new_seq}, #new-token: {new_token}, #cached-token: {cached_token}, "
-        f"token usage: {token_usage:.2f}, #running-req: {running}, #queue-req: {queued}"
+        f"token usage: {token_usage:.2f}, #running-req: {running}, #queue-req: {queued}, cache hit rate: {hit_rate:.2%}"
     )
 
 
-def decode_line(*, running: int, tokens: int, token_usage: float, throughput: float, queued: int) -> str:
-    """The line that sums up the decode steps since the one before; `throughput` is in tokens a second."""
+def decode_line(
+    *,
+    running: int,
+    tokens: int,
+    token_usage: float,
+    throughput: float,
+    queued: int,
+    fine: bool,
+    bucket: int,
+    padding: float,
+) -> str:
+    """The line that sums up the decode steps since the one before; `throughput` is in tokens a second.
+
+    `bucket` is the size of the program that ran last, `fine` whether it is one of the finely spaced ones, `padding` the
+    share of empty rows since the last line.
+    """
     return (
         f"Decode batch. #running-req: {running}, #token: {tokens}, token usage: {token_usage:.2f}, "
-        f"gen throughput (token/s): {throughput:.2f}, #queue-req: {queued}"
+        f"gen throughput (token/s): {throughput:.2f}, #queue-req: {queued}, "
+        f"cuda graph: {fine}, bucket: {bucket}, padding: {padding:.2%}"
     )

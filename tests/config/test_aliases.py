@@ -75,10 +75,9 @@ def test_a_rename_sets_ours_and_remembers_its_name(written: str, value: object, 
         ("enable_torch_compile", True),
         ("enable_mixed_chunk", True),
         ("swap_space", "4"),
-        ("disable_radix_cache", True),
-        ("enable_prefix_caching", False),
+        ("enable_cache_report", True),
+        ("priority_scheduling", False),
         ("disable_log_stats", False),
-        ("schedule_policy", "fcfs"),
         ("pipeline_parallel_size", "1"),
         ("kv_cache_dtype", "auto"),
     ],
@@ -93,10 +92,6 @@ def test_a_flag_whose_promise_holds_changes_nothing_and_says_so(key: str, value:
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("enable_prefix_caching", True, "prefix cache is not built yet"),
-        ("disable_radix_cache", False, "prefix cache is not built yet"),
-        ("schedule_policy", "lpm", "fcfs"),
-        ("schedule_conservativeness", "0.3", "free pages"),
         ("kv_cache_dtype", "fp8_e4m3", "--dtype"),
         ("quantization", "fp8", "not built yet"),
         ("pipeline_parallel_size", "2", "only 1"),
@@ -116,6 +111,8 @@ def test_a_flag_whose_promise_does_not_hold_is_refused_with_the_reason(key: str,
 def test_a_switch_of_another_engine_may_set_something_of_ours() -> None:
     assert resolve([flag("enable_chunked_prefill", False)]).engine.chunked_prefill_size == -1
     assert resolve([flag("async_scheduling", False)]).engine.disable_overlap_schedule is True
+    assert resolve([flag("enable_prefix_caching", False)]).engine.disable_radix_cache is True
+    assert resolve([flag("enable_priority_scheduling", True)]).engine.schedule_policy == "priority"
     quiet = resolve([flag("disable_log_stats", True)])
     assert quiet.engine.log_level == "warning"
     assert quiet.notes == ("--disable-log-stats: sets log_level=warning",)

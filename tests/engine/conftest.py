@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,13 +16,22 @@ def make_request(
     *,
     stop_ids: tuple[int, ...] = (),
     client: int = 0,
+    priority: int = 0,
+    namespace: str = "",
     **sampling: Any,
 ) -> EngineRequest:
-    """A greedy request with a prompt of that many tokens, or of those."""
-    prompt_ids = [i % 50 for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
+    """A greedy request with a prompt of those tokens, or of that many that no other request has."""
+    if isinstance(prompt, int):
+        prompt = [zlib.crc32(f"{request_id} {i}".encode()) % 50 for i in range(prompt)]
     params = SamplingParams(**{"temperature": 0.0, **sampling})
     return EngineRequest(
-        request_id=request_id, prompt_ids=prompt_ids, stop_ids=stop_ids, client=client, sampling=params
+        request_id=request_id,
+        prompt_ids=list(prompt),
+        stop_ids=stop_ids,
+        client=client,
+        sampling=params,
+        priority=priority,
+        namespace=namespace,
     )
 
 

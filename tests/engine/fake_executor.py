@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 
 from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenLogprobs
-from jaxserve.step_plan import Capacity, SlotOpen, StepPlan, StepResult
+from jaxserve.step_plan import Capacity, Chunk, SlotOpen, StepPlan, StepResult
 
 VOCAB = 64
 
@@ -91,12 +92,14 @@ class FakeExecutor:
         for slot in plan.closes:
             del self._slots[slot]
         for opened in plan.opens:
-            assert not any(opened.cached_pages)
-            self._slots[opened.slot] = _Slot(opened, [], 0, len(opened.output_ids))
+            pages = list(opened.cached_pages[0])
+            assert opened.num_cached_tokens == len(pages) * self.capacity.page_size
+            self._slots[opened.slot] = _Slot(opened, pages, opened.num_cached_tokens, len(opened.output_ids))
         for chunk in plan.chunks:
             self._slots[chunk.slot].pages.extend(chunk.new_pages[0])
-        in_use = [page for chunk in plan.chunks for page in self._slots[chunk.slot].pages]
-        assert len(in_use) == len(set(in_use)), "two sequences of a step share a page"
+        readers = Counter(page for chunk in plan.chunks for page in self._slots[chunk.slot].pages)
+        written = [page for chunk in plan.chunks for page in self._written(chunk)]
+        assert all(readers[page] == 1 for page in written), "a page is written that another sequence of the step has"
         result = StepResult(tokens=[], logprobs={}, prompt_logprobs={})
         for index in range(len(plan.chunks)):
             self._run(plan, index, result)
@@ -105,6 +108,11 @@ class FakeExecutor:
     def collect(self, handle: object) -> StepResult:
         assert isinstance(handle, StepResult)
         return handle
+
+    def _written(self, chunk: Chunk) -> list[int]:
+        size = self.capacity.page_size
+        pages = self._slots[chunk.slot].pages
+        return pages[chunk.start // size : -(-(chunk.start + chunk.length) // size)]
 
     def _run(self, plan: StepPlan, index: int, result: StepResult) -> None:
         chunk = plan.chunks[index]

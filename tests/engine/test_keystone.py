@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import random
+from typing import get_args
 
 import pytest
 
 from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenEvent
 from jaxserve.engine.loop import EngineLoop
+from jaxserve.engine.policy import Policy
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.step_plan import Capacity
 from tests.engine.fake_executor import VOCAB, FakeExecutor, run_alone
 
 
-def _random_request(rng: random.Random, number: int, max_model_len: int) -> EngineRequest:
+def _prompt(rng: random.Random, length: int, earlier: list[EngineRequest], max_model_len: int) -> list[int]:
+    """A prompt of its own, one that begins as another's does, or another's with its answer: the next turn of a chat."""
+    own = [rng.randrange(VOCAB) for _ in range(length)]
+    if not earlier or rng.random() < 0.4:
+        return own
+    other = rng.choice(earlier)
+    tokens = list(other.prompt_ids)
+    if rng.random() < 0.5:
+        tokens += run_alone(other, max_model_len).token_ids
+    return [*tokens[: rng.randint(0, len(tokens))], *own[: rng.randint(1, length)]][: max_model_len - 1]
+
+
+def _random_request(rng: random.Random, number: int, max_model_len: int, earlier: list[EngineRequest]) -> EngineRequest:
     prompt_length = min(rng.choice([1, 2, rng.randint(1, 12), rng.randint(1, max_model_len)]), max_model_len - 1)
     max_tokens = rng.choice([0, 1, rng.randint(1, 8), rng.randint(8, 60), 60])
     stop_ids = tuple(rng.sample(range(VOCAB), rng.choice([0, 0, 0, 1, 6])))
     return EngineRequest(
         request_id=f"r{number}",
-        prompt_ids=[rng.randrange(VOCAB) for _ in range(prompt_length)],
+        prompt_ids=_prompt(rng, prompt_length, earlier, max_model_len),
+        priority=rng.choice([0, 0, 1, 5]),
+        namespace=rng.choice(["", "", "tenant"]),
         stop_ids=stop_ids,
         sampling=SamplingParams(
             max_tokens=max_tokens,
@@ -52,6 +68,10 @@ def _random_engine(rng: random.Random) -> tuple[EngineLoop, Scheduler, FakeExecu
         max_prefill_tokens=rng.choice([4, 64]),
         max_num_batched_tokens=rng.choice([num_slots + 1, 64]),
         max_queued_requests=None,
+        policy=rng.choice(get_args(Policy)),
+        conservativeness=rng.choice([0.0, 0.0, 0.3, 1.0, 1.3]),
+        prefix_cache=rng.random() < 0.9,
+        random_seed=rng.randrange(100),
     )
     executor = FakeExecutor(capacity)
     return EngineLoop(scheduler, executor, overlap=rng.random() < 0.7), scheduler, executor
@@ -59,12 +79,14 @@ def _random_engine(rng: random.Random) -> tuple[EngineLoop, Scheduler, FakeExecu
 
 @pytest.mark.parametrize("block", range(16))
 def test_tokens_are_those_of_the_request_alone(block: int) -> None:
-    preempted = aborted_running = 0
+    preempted = aborted_running = hits = 0
     for seed in range(block * 50, block * 50 + 50):
         rng = random.Random(seed)
         loop, scheduler, executor = _random_engine(rng)
         max_model_len = executor.capacity.max_model_len
-        requests = {f"r{i}": _random_request(rng, i, max_model_len) for i in range(rng.randint(1, 20))}
+        requests: dict[str, EngineRequest] = {}
+        for i in range(rng.randint(1, 20)):
+            requests[f"r{i}"] = _random_request(rng, i, max_model_len, list(requests.values()))
         arrivals = list(requests.values())
         aborted: set[str] = set()
         events: dict[str, list[TokenEvent]] = {request_id: [] for request_id in requests}
@@ -85,14 +107,20 @@ def test_tokens_are_those_of_the_request_alone(block: int) -> None:
                 aborted.update(event.request_id for event in last)
                 aborted_running += bool(last and events[target])
                 receive(last)
+            if rng.random() < 0.02:
+                scheduler.flush_cache()
             receive(loop.step())
             assert scheduler.check_integrity() == []
             num_steps += 1
             assert num_steps < 10_000, "no progress"
         stats = loop.stats(check=True)
-        assert stats.num_free_pages == stats.num_pages
+        assert stats.num_free_pages + stats.num_evictable_pages == stats.num_pages
         assert stats.num_running == stats.num_waiting == 0
         preempted += stats.num_preemptions
+        hits += stats.cache_hit_tokens
+        assert stats.cache_hit_tokens <= stats.cache_query_tokens
+        scheduler.flush_cache()
+        assert loop.stats(check=True).num_free_pages == stats.num_pages
 
         for request_id, request in requests.items():
             seen = events[request_id]
@@ -113,5 +141,6 @@ def test_tokens_are_those_of_the_request_alone(block: int) -> None:
                 assert [entry for event in seen for entry in event.logprobs or []] == expected.logprobs
             assert seen[0].prompt_logprobs == expected.prompt_logprobs
             assert all(event.prompt_logprobs is None for event in seen[1:])
-    assert preempted > 10, "this block of seeds tries no retraction"
+    assert preempted > 5, "this block of seeds tries no retraction"
+    assert hits > 100, "this block of seeds finds nothing in the cache"
     assert aborted_running > 0, "this block of seeds tries no abort on the way"

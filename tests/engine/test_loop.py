@@ -87,8 +87,9 @@ def test_log_lines(caplog: pytest.LogCaptureFixture) -> None:
             loop.step()
     assert caplog.messages == [
         "Prefill batch. #new-seq: 2, #new-token: 11, #cached-token: 0, token usage: 0.06, #running-req: 2, "
-        "#queue-req: 0",
-        "Decode batch. #running-req: 2, #token: 24, token usage: 0.09, gen throughput (token/s): 8.00, #queue-req: 0",
+        "#queue-req: 0, cache hit rate: 0.00%",
+        "Decode batch. #running-req: 2, #token: 24, token usage: 0.09, gen throughput (token/s): 8.00, #queue-req: 0, "
+        "cuda graph: True, bucket: 2, padding: 0.00%",
     ]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.api_types import EngineRequest, FinishReason, TokenEvent
+from jaxserve.api_types import EngineRequest, FinishReason, TokenEvent, Usage
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError
@@ -15,7 +15,12 @@ from tests.engine.fake_executor import FakeExecutor, run_alone
 
 
 def make_scheduler(*, capacity: Any = None, **limits: Any) -> Scheduler:
-    defaults = {"chunked_prefill_size": 32, "max_prefill_tokens": 64, "max_num_batched_tokens": 64}
+    defaults = {
+        "chunked_prefill_size": 32,
+        "max_prefill_tokens": 64,
+        "max_num_batched_tokens": 64,
+        "conservativeness": 0.0,
+    }
     return Scheduler(capacity or make_capacity(), **{**defaults, **limits})
 
 
@@ -65,7 +70,7 @@ def test_decodes_come_first_then_prompts_under_way_then_new_ones() -> None:
     assert shape(plan) == [("a", 4, 1), ("b", 0, 8)]
     assert plan.num_decodes == 1
     assert plan.chunks[0].tokens is None
-    assert plan.chunks[1].tokens == list(range(8))
+    assert plan.chunks[1].tokens == make_request("b", 12).prompt_ids[:8]
     assert [(chunk.logits, chunk.sample) for chunk in plan.chunks] == [(1, True), (0, False)]
     scheduler.commit(plan, answer(plan))
     plan = planned(scheduler)
@@ -226,7 +231,7 @@ def test_prompt_logprobs_bound_the_step_and_name_the_next_token() -> None:
     scheduler.add(make_request("c", 12))
     plan = planned(scheduler)
     assert shape(plan) == [("a", 3, 1), ("b", 0, 7)]
-    assert (plan.chunks[1].logits, plan.chunks[1].target) == (7, 7)
+    assert (plan.chunks[1].logits, plan.chunks[1].target) == (7, make_request("b", 12).prompt_ids[7])
     plan = planned(scheduler)
     assert shape(plan) == [("a", 4, 1), ("b", 7, 5), ("c", 0, 2)]
     assert (plan.chunks[1].logits, plan.chunks[1].target) == (5, None)
@@ -412,7 +417,7 @@ def test_abort_frees_everything_with_one_event(moment: str) -> None:
     scheduler.abort("a")
     scheduler.abort("b")
     stats = scheduler.stats()
-    assert stats.num_free_pages == stats.num_pages
+    assert stats.num_free_pages + stats.num_evictable_pages == stats.num_pages
     assert scheduler.check_integrity() == []
 
 
@@ -433,12 +438,209 @@ def test_integrity_names_what_is_wrong() -> None:
     planned(scheduler)
     roster = scheduler._roster
     a, b = roster.decoding.values()
-    b.pages[0][0] = a.pages[0][0]
-    assert any("page 0 counts 1 owners but has 2" in problem for problem in scheduler.check_integrity())
-    b.pages[0][0] = 2
+    b.pages[0][1] = a.pages[0][1]
+    assert any("page 1 has 2 owners" in problem for problem in scheduler.check_integrity())
+    b.pages[0][1] = 3
+    assert scheduler.check_integrity() == []
+    assert a.node is not None
+    a.node.locks += 1
+    assert any("counts 2 locks, not 1" in problem for problem in scheduler.check_integrity())
+    a.node.locks -= 1
     assert scheduler.check_integrity() == []
     b.slot = a.slot
     assert "slot 0 is free or owned 2 times" in scheduler.check_integrity()
     b.slot = 1
     roster.waiting.add(a)
     assert any("listed 2 times" in problem for problem in scheduler.check_integrity())
+
+
+SYSTEM = [7, 3, 9, 1] * 10  # 40 tokens: 10 pages
+
+
+def test_a_prompt_reuses_whole_pages_of_earlier_prompts_and_outputs() -> None:
+    scheduler = make_scheduler()
+    first = make_request("a", [1, 2, 3, 4, 5, 6], max_tokens=8)
+    run(scheduler, first)
+    answered = run_alone(first, 64).token_ids
+    events, executor = run(scheduler, make_request("b", [*first.prompt_ids, *answered, 9], max_tokens=1))
+    [opened] = executor.plans[0].opens
+    # 14 tokens are known, of which the last drawn one was never computed: 3 whole pages.
+    assert opened.num_cached_tokens == 12
+    assert len(opened.cached_pages[0]) == 3
+    assert events[-1].usage == Usage(15, 1, cached_tokens=12)
+
+
+@pytest.mark.parametrize(("length", "cached"), [(8, 4), (9, 8), (7, 4)])
+def test_the_last_token_of_a_prompt_is_always_computed(length: int, cached: int) -> None:
+    scheduler = make_scheduler()
+    prompt = list(range(1, length + 1))
+    for _ in range(2):
+        events, executor = run(scheduler, make_request("a", prompt, max_tokens=1))
+    assert executor.plans[0].opens[0].num_cached_tokens == cached
+    assert events[-1].usage is not None
+    assert events[-1].usage.cached_tokens == cached
+
+
+def test_namespaces_share_nothing() -> None:
+    scheduler = make_scheduler()
+    for namespace in ("", "one", "two"):
+        _, executor = run(scheduler, make_request("a", SYSTEM, max_tokens=1, namespace=namespace))
+        assert executor.plans[0].opens[0].num_cached_tokens == 0
+    _, executor = run(scheduler, make_request("a", SYSTEM, max_tokens=1, namespace="one"))
+    assert executor.plans[0].opens[0].num_cached_tokens == 36
+
+
+def test_prompt_logprobs_are_computed_not_looked_up() -> None:
+    scheduler = make_scheduler()
+    run(scheduler, make_request("a", SYSTEM, max_tokens=1))
+    request = make_request("b", SYSTEM, max_tokens=1, prompt_logprobs=0)
+    events, executor = run(scheduler, request)
+    assert executor.plans[0].opens[0].num_cached_tokens == 0
+    assert events[0].prompt_logprobs == run_alone(request, 64).prompt_logprobs
+
+
+def test_those_who_arrive_together_compute_a_shared_prefix_once() -> None:
+    capacity = make_capacity(num_slots=8, decode_buckets=(8,), prompt_logprob_tokens=9)
+    scheduler = make_scheduler(capacity=capacity, chunked_prefill_size=64)
+    requests = [make_request(f"r{i}", [*SYSTEM, i, i + 1], max_tokens=2) for i in range(6)]
+    events, executor = run(scheduler, *requests, overlap=True)
+    prefilled = sum(c.length for plan in executor.plans for c in plan.chunks[plan.num_decodes :])
+    assert prefilled == 40 + 2 + 5 * 2
+    cached = [last.usage.cached_tokens for last in last_events(events).values() if last.usage is not None]
+    assert sorted(cached) == [0] + [40] * 5
+    assert scheduler.stats().cache_hit_tokens == 5 * 40
+    for request in requests:
+        tokens = [token for event in events if event.request_id == request.request_id for token in event.token_ids]
+        assert tokens == run_alone(request, 64).token_ids
+
+
+def test_whoever_waits_for_a_prefix_is_overtaken_and_counted() -> None:
+    scheduler = make_scheduler(chunked_prefill_size=64)
+    scheduler.add(make_request("a", [*SYSTEM, 1]))
+    scheduler.add(make_request("b", [*SYSTEM, 2]))
+    scheduler.add(make_request("c", 8))
+    assert shape(planned(scheduler)) == [("a", 0, 41), ("c", 0, 8)]
+    assert scheduler.stats().num_deferred == 1
+    assert shape(planned(scheduler))[-1] == ("b", 40, 1)
+    assert scheduler.stats().num_deferred == 0
+
+
+def test_without_the_cache_nothing_is_kept_or_shared() -> None:
+    scheduler = make_scheduler(prefix_cache=False)
+    requests = [make_request(f"r{i}", SYSTEM, max_tokens=3) for i in range(3)]
+    _, executor = run(scheduler, *requests)
+    assert all(opened.num_cached_tokens == 0 for plan in executor.plans for opened in plan.opens)
+    stats = scheduler.stats()
+    assert (stats.num_free_pages, stats.num_evictable_pages, stats.cache_hit_tokens) == (stats.num_pages, 0, 0)
+
+
+def test_what_is_computed_again_after_a_retraction_is_no_hit() -> None:
+    scheduler = make_scheduler(capacity=make_capacity(num_pages=10))
+    requests = [make_request(f"r{i}", 6, max_tokens=25) for i in range(4)]
+    events, executor = run(scheduler, *requests)
+    stats = scheduler.stats()
+    assert stats.num_preemptions > 0
+    assert any(opened.num_cached_tokens for plan in executor.plans for opened in plan.opens), "none was found again"
+    assert (stats.cache_hit_tokens, stats.cache_query_tokens) == (0, 4 * 6)
+    assert all(last.usage is not None and last.usage.cached_tokens == 0 for last in last_events(events).values())
+
+
+def test_a_flush_under_way_takes_nothing_from_those_who_run() -> None:
+    scheduler = make_scheduler()
+    run(scheduler, make_request("a", SYSTEM, max_tokens=1))
+    scheduler.add(make_request("b", [*SYSTEM, 1], max_tokens=4))
+    flights = [planned(scheduler)]
+    assert flights[0].opens[0].num_cached_tokens == 40
+    assert scheduler.flush_cache() == 0, "b reads all of it"
+    assert scheduler.check_integrity() == []
+    scheduler.add(make_request("c", [*SYSTEM, 2], max_tokens=4))
+    flights.append(planned(scheduler))
+    assert [opened.num_cached_tokens for opened in flights[1].opens] == [0]
+    for plan in flights:
+        scheduler.commit(plan, answer(plan))
+    while scheduler.has_work:
+        plan = planned(scheduler)
+        scheduler.commit(plan, answer(plan))
+    stats = scheduler.stats()
+    assert stats.num_free_pages + stats.num_evictable_pages == stats.num_pages
+    assert scheduler.flush_cache() == stats.num_evictable_pages > 0
+    assert scheduler.stats().num_free_pages == stats.num_pages
+
+
+def test_conservativeness_keeps_room_for_what_runs() -> None:
+    """With c = 1, 0.7 of 38 tokens are kept for `a`: 7 pages; with 0.3 it is 2."""
+    for conservativeness, pages, starts in ((1.0, 12, False), (1.0, 13, True), (0.3, 7, False), (0.3, 8, True)):
+        capacity = make_capacity(num_pages=pages, max_model_len=48)
+        scheduler = make_scheduler(capacity=capacity, conservativeness=conservativeness)
+        scheduler.add(make_request("a", 8, max_tokens=41))
+        planned(scheduler)  # which plans one of its 40
+        scheduler.add(make_request("b", 8, max_tokens=1))
+        plan = planned(scheduler)
+        assert [opened.prompt_ids for opened in plan.opens] == [make_request("b", 8).prompt_ids] * starts, pages
+
+
+def test_the_ratio_of_new_tokens_falls_with_decode_steps_and_starts_anew_when_idle() -> None:
+    scheduler = make_scheduler(capacity=make_capacity(num_pages=300, max_model_len=1000), conservativeness=1.0)
+    assert scheduler.stats().new_token_ratio == pytest.approx(0.7)
+    scheduler.add(make_request("a", 4, max_tokens=900))
+    for step in range(800):
+        plan = planned(scheduler)
+        scheduler.commit(plan, answer(plan))
+        expected = 0.7 - (0.7 - 0.098) * min(step, 600) / 600
+        assert scheduler.stats().new_token_ratio == pytest.approx(expected)
+    scheduler.abort("a")
+    scheduler.add(make_request("b", 4))
+    assert scheduler.stats().new_token_ratio == pytest.approx(0.7)
+
+
+def test_a_retraction_sets_the_ratio_from_the_survivors(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = make_scheduler(capacity=make_capacity(num_pages=8))
+    for name in "ab":
+        scheduler.add(make_request(name, 8, max_tokens=40))
+    with caplog.at_level(logging.WARNING, "jaxserve.engine"):
+        while not scheduler.stats().num_preemptions:
+            plan = planned(scheduler)
+            scheduler.commit(plan, answer(plan))
+    # One survivor with 9 tokens of 40, and then 20 more are expected: 29 / 41; its next step is planned already.
+    assert "#retracted_reqs: 1, #new_token_ratio: 0.0000 -> 0.7073, " in caplog.text
+    assert "total_cumulative_preemption_cnt: 1" in caplog.text
+
+
+def test_a_higher_priority_preempts_a_lower_one_and_both_end_right() -> None:
+    capacity = make_capacity(num_slots=2, decode_buckets=(2,))
+    low = [make_request(f"low{i}", 8, max_tokens=12, priority=1) for i in range(2)]
+    high = make_request("high", 8, max_tokens=4, priority=2)
+    scheduler = make_scheduler(capacity=capacity, policy="priority")
+    run(scheduler, *low, high)
+    assert scheduler.stats().num_preemptions == 0, "they arrived together, so the higher one went first"
+    scheduler = make_scheduler(capacity=capacity, policy="priority")
+    executor = FakeExecutor(capacity)
+    loop = EngineLoop(scheduler, executor)
+    for request in low:
+        loop.add(request)
+    events = [event for _ in range(4) for event in loop.step()]
+    loop.add(high)
+    loop.add(make_request("equal", 8, max_tokens=2, priority=1))
+    while loop.has_work:
+        events += loop.step()
+        assert scheduler.check_integrity() == []
+    assert scheduler.stats().num_preemptions == 1
+    ends = [event.request_id for event in events if event.finish_reason is not None]
+    assert ends[0] == "high"
+    opened = [opened.prompt_ids for plan in executor.plans for opened in plan.opens]
+    names = ["low0", "low1", "high", "low1", "equal"]
+    assert opened == [make_request(name, 8).prompt_ids for name in names], "an equal one preempts nobody"
+    for request in [*low, high]:
+        tokens = [token for event in events if event.request_id == request.request_id for token in event.token_ids]
+        assert tokens == run_alone(request, 64).token_ids
+
+
+def test_padding_is_counted_by_program() -> None:
+    capacity = make_capacity(fine_decode_rows=2)
+    scheduler = make_scheduler(capacity=capacity)
+    run(scheduler, *(make_request(f"r{i}", 5, max_tokens=2 if i < 2 else 4) for i in range(3)), overlap=False)
+    stats = scheduler.stats()
+    assert (stats.mixed_tokens, stats.mixed_bucket_tokens) == (15, 16)
+    # Three rows once in the program of four, then one row twice.
+    assert (stats.decode_steps, stats.decode_rows, stats.decode_bucket_rows) == (3, 5, 6)
+    assert stats.coarse_decode_steps == 1

@@ -1,0 +1,46 @@
+"""Which programs the steps ran in, and how much of them was padding.
+
+Counts for the log and the metrics, from plans alone: the smallest program that holds a step runs it.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+from jaxserve.step_plan import Capacity, StepPlan
+
+
+class PaddingCount:
+    """Totals since the start; `last_bucket` is the number of rows of the decode program that ran last."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        self._capacity = capacity
+        self.last_bucket = 0
+        self.decode_steps = 0
+        self.coarse_decode_steps = 0
+        self.decode_rows = 0
+        self.decode_bucket_rows = 0
+        self.mixed_tokens = 0
+        self.mixed_bucket_tokens = 0
+
+    def count(self, plan: StepPlan) -> None:
+        """A step has been planned."""
+        rows = plan.num_decodes
+        if rows == len(plan.chunks):
+            self.last_bucket = _smallest(self._capacity.decode_buckets, rows)
+            self.decode_steps += 1
+            self.coarse_decode_steps += not self.is_fine(rows)
+            self.decode_rows += rows
+            self.decode_bucket_rows += self.last_bucket
+        elif all(chunk.logits <= 1 for chunk in plan.chunks):
+            tokens = sum(chunk.length for chunk in plan.chunks)
+            self.mixed_tokens += tokens
+            self.mixed_bucket_tokens += _smallest(self._capacity.token_buckets, tokens)
+
+    def is_fine(self, rows: int) -> bool:
+        """Whether a decode batch of so many rows lies within the finely spaced programs."""
+        return rows <= self._capacity.fine_decode_rows
+
+
+def _smallest(buckets: tuple[int, ...], size: int) -> int:
+    return buckets[min(bisect.bisect_left(buckets, size), len(buckets) - 1)]
