@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": "continue one prompt, streamed to the terminal",
     "chat": "talk with a model in the terminal",
     "pull": "fetch a model into the cache ahead of time",
+    "doctor": "watch a running server and say which settings to turn",
     "config": "explain every setting: its value and where it comes from",
 }
 

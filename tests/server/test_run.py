@@ -71,7 +71,9 @@ def test_ready_line_and_nothing_else(start):
     url = process.url()
     assert httpx.get(f"{url}/health").status_code == 200
     assert httpx.post(f"{url}/v1/completions", json={"prompt": "a"}).status_code == 200
-    assert httpx.get(f"{url}/metrics").status_code == 200
+    metrics = httpx.get(f"{url}/metrics").text
+    throughput = re.search(r"^jaxserve:gen_throughput\{.*\} (.*)$", metrics, flags=re.M)
+    assert float(throughput[1]) > 0, "the first scrape knows what came before it"
     process.kill(signal.SIGTERM)
     assert process.exit_code() == 0
     texts = [line.split(" INFO ")[1].strip() for line in process.lines]

@@ -1,0 +1,148 @@
+"""`jaxserve doctor`: watches a running server for a while and gives the tuning guides' advice for what it saw.
+
+It reads /metrics, /health and, for the settings, /server_info (--api-key if the server has one); it changes nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.cli.parser import HelpFormatter, Parser
+from jaxserve.errors import ConfigError, JaxserveError
+
+if TYPE_CHECKING:
+    import httpx
+
+    from jaxserve.observability.sample import Sample, Settings
+
+_TIMEOUT = 10.0
+_INDENT = "  "
+
+
+def parser() -> Parser:
+    """The flags of `jaxserve doctor`."""
+    parser = Parser(prog="jaxserve doctor", description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("url", metavar="URL", help="where the server listens, such as http://127.0.0.1:8000")
+    parser.add_argument("--seconds", type=float, default=30.0, metavar="X", help="how long to watch (default 30)")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="X", help="seconds between looks (default 1)")
+    parser.add_argument("--api-key", metavar="TEXT", help="the server's --api-key, to read its settings")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run it; returns 0 when the server served all the while, 1 when it has ended."""
+    arguments = parser().parse(argv)
+    if arguments.interval <= 0 or arguments.seconds < arguments.interval:
+        raise ConfigError(
+            f"--seconds is {arguments.seconds:g} and --interval {arguments.interval:g}: the interval must be above 0 "
+            "and fit into the time"
+        )
+    import httpx
+
+    headers = {} if arguments.api_key is None else {"authorization": f"Bearer {arguments.api_key}"}
+    with httpx.Client(base_url=_base(arguments.url), headers=headers, timeout=_TIMEOUT) as client:
+        print(f"watching {client.base_url} for {arguments.seconds:g} s", file=sys.stderr)
+        samples, settings, notes = watch(client, arguments.seconds, arguments.interval)
+    print(report(samples, settings, notes))
+    return 0 if samples[-1].problem is None else 1
+
+
+def watch(
+    client: httpx.Client,
+    seconds: float,
+    interval: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> tuple[list[Sample], Settings, list[str]]:
+    """Look at the server until the time is over, it ends, or Ctrl-C. Raises `JaxserveError` if it never answers."""
+    from jaxserve.observability.sample import read_sample, read_settings
+
+    metrics, problem = _look(client)
+    if metrics is None:
+        raise JaxserveError(f"{client.base_url} does not serve: {problem}")
+    info, note = _server_info(client)
+    settings, notes = read_settings(metrics, info), [] if note is None else [note]
+    start = clock()
+    samples = [read_sample(metrics, 0.0, problem)]
+    try:
+        while problem is None and (passed := clock() - start) < seconds:
+            sleep(min(interval, seconds - passed))
+            newer, problem = _look(client)
+            metrics = newer or metrics
+            samples.append(read_sample(metrics, clock() - start, problem))
+    except KeyboardInterrupt:
+        notes.append("Stopped before the time was over.")
+    return samples, settings, notes
+
+
+def report(samples: Sequence[Sample], settings: Settings, notes: Sequence[str]) -> str:
+    """What was seen and what to do about it, as text."""
+    from jaxserve.observability.advice import MIN_BUSY, advise, busy
+
+    lines = [*notes, _summary(samples), ""]
+    found = advise(samples, settings)
+    for advice in found:
+        lines += [f"{advice.rule.upper()}: {advice.figure}", f"{_INDENT}{advice.what_to_do}", ""]
+    working = len(busy(samples))
+    if working < MIN_BUSY:
+        lines.append(f"There was work in {working} of {len(samples)} samples: too little to judge by; ask under load.")
+    elif not found:
+        lines.append(f"HEALTHY: {working} of {len(samples)} samples had work, and no rule of the guides applies.")
+    return "\n".join(textwrap.fill(line, 110, subsequent_indent=_INDENT) for line in lines).rstrip()
+
+
+def _summary(samples: Sequence[Sample]) -> str:
+    def spread(values: Sequence[float], form: str) -> str:
+        low, middle, high = min(values), statistics.median(values), max(values)
+        return f"{low:{form}} / {middle:{form}} / {high:{form}}"
+
+    seconds = samples[-1].seconds - samples[0].seconds
+    tokens = samples[-1].generation_tokens - samples[0].generation_tokens
+    return (
+        f"{len(samples)} samples in {seconds:.0f} s; least / median / most: "
+        f"#running-req {spread([s.running for s in samples], '.0f')} (of {samples[-1].max_running}), "
+        f"#queue-req {spread([s.waiting for s in samples], '.0f')}, "
+        f"token usage {spread([s.token_usage for s in samples], '.2f')}; "
+        f"gen throughput (token/s): {tokens / seconds if seconds else 0.0:.2f}; "
+        f"{samples[-1].preemptions - samples[0].preemptions} retractions"
+    )
+
+
+def _look(client: httpx.Client) -> tuple[str | None, str | None]:
+    """The text of /metrics if the server has work to measure, and why it does not serve if it doesn't."""
+    import httpx
+
+    try:
+        health = client.get("/health")
+        if health.status_code == 503 and health.json().get("status") == "starting":
+            return None, "it is still starting"
+        metrics = client.get("/metrics").raise_for_status().text
+        return metrics, health.json().get("reason")
+    except (httpx.HTTPError, ValueError) as error:
+        return None, f"no answer: {error or type(error).__name__}"
+
+
+def _server_info(client: httpx.Client) -> tuple[dict[str, Any] | None, str | None]:
+    """The settings, or a note that says why they are unknown."""
+    import httpx
+
+    try:
+        answer = client.get("/server_info")
+        if answer.status_code == 401:
+            return None, "The server's settings are unknown: /server_info wants its key, give it with --api-key."
+        info: dict[str, Any] = answer.raise_for_status().json()
+        return info, None
+    except (httpx.HTTPError, ValueError) as error:
+        return None, f"The server's settings are unknown: /server_info: {error or type(error).__name__}"
+
+
+def _base(url: str) -> str:
+    """The server's own address, from what a person may have copied."""
+    url = url if "://" in url else f"http://{url}"
+    return url.rstrip("/").removesuffix("/metrics").removesuffix("/v1")

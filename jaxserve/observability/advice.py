@@ -1,0 +1,233 @@
+"""The tuning guides' advice as rules over what was seen of a server. Pure functions: no network, no clock.
+
+Each rule looks at the samples and gives its advice with the figure that led to it, or None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+
+from jaxserve.observability.sample import Sample, Settings
+
+GOOD_USAGE = 0.9
+LONG_QUEUE = 2000
+LPM_QUEUE = 128
+"""With more waiting, lpm takes them first come, first served."""
+MOSTLY = 0.5
+"""The share of busy samples from which something counts as frequent."""
+MIN_BUSY = 3
+COARSE_SHARE = 0.1
+PADDING_SHARE = 0.35
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """`rule` is a short name, `figure` what was seen, `what_to_do` the advice."""
+
+    rule: str
+    figure: str
+    what_to_do: str
+
+
+type Rule = Callable[[Sequence[Sample], Settings], Advice | None]
+
+
+def advise(samples: Sequence[Sample], settings: Settings) -> list[Advice]:
+    """The advice of every rule that applies, the gravest first."""
+    return [advice for rule in RULES if (advice := rule(samples, settings)) is not None]
+
+
+def busy(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples in which there was something to do."""
+    return [sample for sample in samples if sample.running or sample.waiting]
+
+
+def engine_ended(samples: Sequence[Sample], settings: Settings) -> Advice | None:
+    """It serves no more; out of memory has advice of its own."""
+    problem = samples[-1].problem
+    if problem is None:
+        return None
+    if "RESOURCE_EXHAUSTED" in problem or "out of memory" in problem.lower():
+        return Advice(
+            "out of memory",
+            problem,
+            "Lower --mem-fraction-static (to 0.8 or 0.7): less KV cache leaves more for everything else. Out of memory "
+            "while prompts are computed: lower --chunked-prefill-size to 4096 or 2048. While decoding: lower "
+            "--max-running-requests.",
+        )
+    return Advice("not serving", problem, "Look into the server's log: its last lines say why.")
+
+
+def compiled_late(samples: Sequence[Sample], settings: Settings) -> Advice | None:
+    """Every program is compiled before the server is ready."""
+    count = samples[-1].compiles_after_ready
+    if not count:
+        return None
+    return Advice(
+        "compiles while serving",
+        f"{count} programs were compiled after the server was ready",
+        "That should be impossible, and each one is a pause for every request: please report it as a bug.",
+    )
+
+
+def frequent_retractions(samples: Sequence[Sample], settings: Settings) -> Advice | None:
+    """One a minute or so is fine."""
+    count = samples[-1].preemptions - samples[0].preemptions
+    seconds = _seconds(samples)
+    if count <= max(1.0, seconds / 60):
+        return None
+    more_room = "raise --mem-fraction-static, or lower --max-running-requests"
+    conservativeness = settings.schedule_conservativeness
+    if settings.schedule_policy == "priority":
+        what_to_do = (
+            f"Some of them are higher priorities taking the place of lower ones. If the log has 'decode out of memory "
+            f"happened' as often, raise --schedule-conservativeness to a value like 1.3, or {more_room}."
+        )
+    elif conservativeness is not None and conservativeness >= 1.3:
+        what_to_do = f"--schedule-conservativeness is {conservativeness:g} already: {more_room}."
+    else:
+        what_to_do = f"Raise --schedule-conservativeness to a value like 1.3{_it_is(conservativeness)}, or {more_room}."
+    figure = (
+        f"{count} requests were retracted in {seconds:.0f} s ({count / seconds * 60:.1f} a minute); median token usage "
+        f"{_median(samples, lambda s: s.token_usage):.2f}"
+    )
+    return Advice("frequent retractions", figure, what_to_do)
+
+
+def too_conservative(samples: Sequence[Sample], settings: Settings) -> Advice | None:
+    """Room is left, requests wait for it, and slots are free."""
+    seen = [s for s in busy(samples) if s.waiting > s.deferred and s.token_usage < GOOD_USAGE]
+    seen = [s for s in seen if s.running < s.max_running]
+    if not _frequent(seen, samples):
+        return None
+    conservativeness = settings.schedule_conservativeness
+    if conservativeness is not None and conservativeness <= 0.3:
+        what_to_do = (
+            f"--schedule-conservativeness is {conservativeness:g} already. Prompts may wait to be computed: try a "
+            "larger --chunked-prefill-size."
+        )
+    else:
+        what_to_do = (
+            f"Lower --schedule-conservativeness to a value like 0.3{_it_is(conservativeness)}. This happens when "
+            "requests ask for many max_tokens and stop early."
+        )
+    figure = (
+        f"token usage was below {GOOD_USAGE:g} while requests waited for room {_of(seen, samples)}: median token usage "
+        f"{_median(seen, lambda s: s.token_usage):.2f}, median queue {_median(seen, lambda s: s.waiting):.0f}, "
+        f"new_token_ratio {_median(seen, lambda s: s.new_token_ratio):.2f}"
+    )
+    return Advice("too conservative", figure, what_to_do)
+
+
+def slots_full(samples: Sequence[Sample], settings: Settings) -> Advice | None:
+    """The number of slots is the limit, not memory."""
+    seen = [s for s in busy(samples) if s.waiting and s.running >= s.max_running and s.token_usage < GOOD_USAGE]
+    if not _frequent(seen, samples):
+        return None
+    limit = seen[-1].max_running
+    return Advice(
+        "all slots taken",
+        f"all {limit} slots were taken with memory left {_of(seen, samples)}: median token usage "
+        f"{_median(seen, lambda s: s.token_usage):.2f}, median queue {_median(seen, lambda s: s.waiting):.0f}",
+        f"Raise --max-running-requests (it is {limit}) for throughput; each request then takes a little longer.",
+    )
+
+
+def long_queue(samples: Sequence[Sample], settings: Settings) -> Advice | None:
+    """So many that the scheduler feels it, and everybody waits long."""
+    seen = [s for s in busy(samples) if s.waiting > LONG_QUEUE]
+    if not _frequent(seen, samples):
+        return None
+    return Advice(
+        "queue too long",
+        f"more than {LONG_QUEUE} requests waited {_of(seen, samples)}: median queue "
+        f"{_median(seen, lambda s: s.waiting):.0f}",
+        "Submit more slowly (100 to 2000 waiting is a healthy range), add replicas, or set --max-queued-requests.",
+    )
+
+
+def queue_beyond_lpm(samples: Sequence[Sample], settings: Settings) -> Advice | None:
+    """Past that length, lpm orders nothing any more."""
+    seen = [s for s in busy(samples) if s.waiting > LPM_QUEUE]
+    if settings.schedule_policy != "lpm" or not _frequent(seen, samples):
+        return None
+    return Advice(
+        "queue beyond lpm's reach",
+        f"more than {LPM_QUEUE} requests waited {_of(seen, samples)}: median queue "
+        f"{_median(seen, lambda s: s.waiting):.0f}; past {LPM_QUEUE} the lpm policy is first come, first served",
+        "If requests share prefixes, submit more slowly so that lpm can order them, or send those that share one "
+        "together; if they share none, --schedule-policy fcfs says what happens anyway.",
+    )
+
+
+def beyond_fine_programs(samples: Sequence[Sample], settings: Settings) -> Advice | None:
+    """Decode batches larger than the finely spaced programs."""
+    coarse = samples[-1].coarse_decode_steps - samples[0].coarse_decode_steps
+    steps = samples[-1].decode_steps - samples[0].decode_steps
+    if not coarse or coarse < COARSE_SHARE * steps:
+        return None
+    most = max(sample.running for sample in samples)
+    return Advice(
+        "decode batches beyond --cuda-graph-max-bs",
+        f"{coarse} of {steps} decode steps ran with 'cuda graph: False', up to {most} requests at once",
+        f"Raise --cuda-graph-max-bs to {most} or more; more programs take a little memory, so lower "
+        "--mem-fraction-static with it if memory is tight.",
+    )
+
+
+def padded_decodes(samples: Sequence[Sample], settings: Settings) -> Advice | None:
+    """Decode programs that were mostly too large."""
+    used = samples[-1].decode_used - samples[0].decode_used
+    padding = samples[-1].decode_padding - samples[0].decode_padding
+    if padding <= PADDING_SHARE * (used + padding):
+        return None
+    running = _median(busy(samples) or samples, lambda s: s.running)
+    return Advice(
+        "padded decode batches",
+        f"{padding / (used + padding):.0%} of the rows of the decode programs that ran were padding; the median number "
+        f"of running requests was {running:.0f}",
+        f"Add a size near {running:.0f} to --cuda-graph-bs, or raise --cuda-graph-max-bs if it is below that.",
+    )
+
+
+def client_too_slow(samples: Sequence[Sample], settings: Settings) -> Advice | None:
+    """Nothing waits: the server serves as fast as it is asked."""
+    seen = [s for s in busy(samples) if not s.waiting]
+    if not _frequent(seen, samples):
+        return None
+    return Advice(
+        "the client is the bottleneck",
+        f"the queue was empty {_of(seen, samples)}: median running requests {_median(seen, lambda s: s.running):.0f} "
+        f"of {seen[-1].max_running}",
+        "For more throughput submit requests faster: 100 to 2000 waiting is a healthy range. For low latency an empty "
+        "queue is what you want.",
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    *(engine_ended, compiled_late, frequent_retractions, too_conservative, slots_full, long_queue, queue_beyond_lpm),
+    *(beyond_fine_programs, padded_decodes, client_too_slow),
+)
+
+
+def _frequent(seen: Sequence[Sample], samples: Sequence[Sample]) -> bool:
+    total = len(busy(samples))
+    return total >= MIN_BUSY and len(seen) >= MOSTLY * total
+
+
+def _of(seen: Sequence[Sample], samples: Sequence[Sample]) -> str:
+    return f"in {len(seen)} of {len(busy(samples))} samples with work"
+
+
+def _it_is(conservativeness: float | None) -> str:
+    return "" if conservativeness is None else f" (it is {conservativeness:g})"
+
+
+def _median(samples: Sequence[Sample], value: Callable[[Sample], float]) -> float:
+    return statistics.median(value(sample) for sample in samples)
+
+
+def _seconds(samples: Sequence[Sample]) -> float:
+    return max(samples[-1].seconds - samples[0].seconds, 1e-9)

@@ -1,0 +1,93 @@
+"""One look at a running server's metrics, as `jaxserve doctor` takes it. Owns which ones it reads; fetches nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxserve.errors import JaxserveError
+from jaxserve.observability.engine_metrics import PREFIX
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """The server at `seconds` after the first look. `problem` is why it serves no more; its numbers are then the last
+    ones there were. Decode rows are those of the programs that ran: `decode_used` by sequences, the rest padding."""
+
+    seconds: float
+    running: int
+    waiting: int
+    deferred: int
+    max_running: int
+    token_usage: float
+    new_token_ratio: float
+    generation_tokens: int
+    preemptions: int
+    decode_steps: int
+    coarse_decode_steps: int
+    decode_used: int
+    decode_padding: int
+    compiles_after_ready: int
+    problem: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How the server was started, None where it does not say."""
+
+    schedule_policy: str | None = None
+    schedule_conservativeness: float | None = None
+
+
+def read_sample(metrics: str, seconds: float, problem: str | None = None) -> Sample:
+    """A sample out of the text of /metrics. Raises `JaxserveError` when it is not that of a jaxserve."""
+    values = {
+        (sample.name.removeprefix(PREFIX), frozenset(sample.labels.items()) - _model(sample.labels)): sample.value
+        for family in text_string_to_metric_families(metrics)
+        for sample in family.samples
+        if sample.name.startswith(PREFIX)
+    }
+
+    def value(name: str, **labels: str) -> float:
+        try:
+            return float(values[name, frozenset(labels.items())])
+        except KeyError as error:
+            raise JaxserveError(f"/metrics has no {PREFIX}{name}: this is not a jaxserve of this version") from error
+
+    coarse = int(value("decode_steps_total", cuda_graph="False"))
+    return Sample(
+        seconds=seconds,
+        running=int(value("num_requests_running")),
+        waiting=int(value("num_requests_waiting")),
+        deferred=int(value("num_requests_waiting_by_reason", reason="deferred")),
+        max_running=int(value("max_running_requests")),
+        token_usage=value("token_usage"),
+        new_token_ratio=value("new_token_ratio"),
+        generation_tokens=int(value("generation_tokens_total")),
+        preemptions=int(value("num_preemptions_total")),
+        decode_steps=coarse + int(value("decode_steps_total", cuda_graph="True")),
+        coarse_decode_steps=coarse,
+        decode_used=int(value("bucket_used_total", kind="decode")),
+        decode_padding=int(value("bucket_padding_total", kind="decode")),
+        compiles_after_ready=int(value("compiles_after_ready_total")),
+        problem=problem,
+    )
+
+
+def read_settings(metrics: str, server_info: Mapping[str, Any] | None) -> Settings:
+    """What /metrics says of the settings, and /server_info where it could be read."""
+    policies = [
+        sample.labels["schedule_policy"]
+        for family in text_string_to_metric_families(metrics)
+        for sample in family.samples
+        if sample.name == f"{PREFIX}engine_info"
+    ]
+    config = (server_info or {}).get("engine_config") or {}
+    return Settings(policies[0] if policies else None, config.get("schedule_conservativeness"))
+
+
+def _model(labels: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+    return frozenset(item for item in labels.items() if item[0] == "model_name")

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.api_types import EngineStats
+from jaxserve.errors import JaxserveError
+from jaxserve.observability.metrics import Metrics
+from jaxserve.observability.sample import Sample, Settings, read_sample, read_settings
+from tests.server.test_metrics import INFO, STATS
+
+
+def rendered(stats: EngineStats = STATS) -> str:
+    return Metrics('a "model"\\', lambda: (INFO, stats)).render().decode()
+
+
+def test_what_is_served_is_what_is_read() -> None:
+    assert read_sample(rendered(), 2.5, "gone") == Sample(
+        seconds=2.5,
+        running=3,
+        waiting=9,
+        deferred=2,
+        max_running=32,
+        token_usage=0.3,
+        new_token_ratio=0.65,
+        generation_tokens=200,
+        preemptions=5,
+        decode_steps=50,
+        coarse_decode_steps=4,
+        decode_used=120,
+        decode_padding=40,
+        compiles_after_ready=1,
+        problem="gone",
+    )
+
+
+def test_settings_come_from_both_places() -> None:
+    info = {"engine_config": {"schedule_conservativeness": 0.3}}
+    assert read_settings(rendered(), info) == Settings("lpm", 0.3)
+    assert read_settings(rendered(), None) == Settings("lpm", None)
+    assert read_settings("", {"engine_config": {}}) == Settings(None, None)
+
+
+@pytest.mark.parametrize("text", ["", "vllm:num_requests_running 3.0\n"])
+def test_metrics_of_something_else(text: str) -> None:
+    with pytest.raises(JaxserveError, match="this is not a jaxserve"):
+        read_sample(text, 0.0)
