@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.errors import ConfigError
 
 DATA_AXIS = "data"
 TENSOR_AXIS = "tensor"
@@ -41,6 +43,23 @@ def shardings(mesh: Mesh, specs: Any) -> Any:
 def partitions(specs: Any) -> Any:
     """The same as partition specs, for `shard_map`."""
     return jax.tree.map(lambda s: partition(s.axes), specs)
+
+
+def device_bytes(specs: Any, sizes: Mapping[str, int]) -> int:
+    """Bytes of a tree of specs on one device of a mesh whose axes have these sizes (`mesh.shape`).
+
+    Raises `ConfigError` where an axis can't be split so.
+    """
+    total = 0
+    for spec in jax.tree.leaves(specs):
+        parts = 1
+        for length, name in zip(spec.shape, spec.axes):
+            split = sizes.get(LOGICAL_AXES[name] or "", 1)
+            if length % split:
+                raise ConfigError(f"tp_size={split} can't split this model: it doesn't divide {length} ({name})")
+            parts *= split
+        total += spec.nbytes // parts
+    return total
 
 
 def shape_structs(mesh: Mesh, specs: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -11,18 +10,25 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.models.config import ModelConfig
 from jaxserve.runtime import memory
 from jaxserve.runtime.buckets import decode_buckets, token_buckets
+from jaxserve.runtime.device import DeviceFacts
+from jaxserve.runtime.memory import Footprint
 from jaxserve.step_plan import Capacity
 from pallas_kernels.paged_attention import Problem
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What the programs hold, and the budgets the scheduler keeps within it, in tokens a step."""
+    """What the programs hold, the budgets the scheduler keeps within it, in tokens a step, and the memory it is for.
+
+    `wanted_context` is what was asked for, before it was fitted to the pool.
+    """
 
     capacity: Capacity
     chunked_prefill_size: int
     max_prefill_tokens: int
     max_num_batched_tokens: int
+    footprint: Footprint
+    wanted_context: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,20 +48,35 @@ _PROMPT_LOGPROB_TOKENS = 128
 
 
 def resolve_sizes(
-    config: EngineConfig, model: ModelConfig, device: Any, *, weight_bytes: int, bytes_per_token: int
+    config: EngineConfig,
+    model: ModelConfig,
+    device: DeviceFacts,
+    *,
+    weight_bytes: int,
+    slot_bytes: int,
+    bytes_per_token: int,
+    tensor: int = 1,
 ) -> Sizes:
-    """Fill in every size that was left open. Raises `ConfigError` where nothing fits."""
+    """Fill in every size that was left open; bytes are those of one of `tensor` devices.
+
+    Raises `ConfigError`: `NoRoomError` where nothing fits.
+    """
     defaults = _CPU if device.platform == "cpu" else _ACCELERATOR
     running = config.max_running_requests or defaults.running
     chunk = config.chunked_prefill_size or defaults.chunk
     longest = config.context_length or model.max_position_embeddings
     widest = config.max_num_batched_tokens or (longest if chunk < 0 else min(chunk, longest))
+    footprint = Footprint(
+        weights=weight_bytes,
+        state=running * slot_bytes,
+        activations=_activation_bytes(model, device.platform, widest, running, tensor),
+        kv_per_token=bytes_per_token,
+    )
     pool = memory.plan_pool(
         config,
-        device=device,
-        weight_bytes=weight_bytes,
-        activation_bytes=_activation_bytes(model, widest, running),
-        bytes_per_token=bytes_per_token,
+        footprint,
+        platform=device.platform,
+        memory_bytes=device.memory_bytes,
         model_context=model.max_position_embeddings,
         max_running=running,
     )
@@ -76,7 +97,8 @@ def resolve_sizes(
         token_buckets=token_buckets(largest, smallest=defaults.smallest_bucket),
         prompt_logprob_tokens=max(_PROMPT_LOGPROB_TOKENS, 2 * running),
     )
-    return Sizes(capacity, min(chunk, largest), min(config.max_prefill_tokens or chunk, largest), largest)
+    prefill = min(config.max_prefill_tokens or chunk, largest)
+    return Sizes(capacity, min(chunk, largest), prefill, largest, footprint, longest)
 
 
 def attention_problem(config: EngineConfig, model: ModelConfig, *, dtype: np.dtype, tensor: int = 1) -> Problem:
@@ -91,7 +113,18 @@ def attention_problem(config: EngineConfig, model: ModelConfig, *, dtype: np.dty
     )
 
 
-def _activation_bytes(model: ModelConfig, tokens: int, rows: int) -> int:
-    """A generous guess of a step's working memory: a few activations a token, float32 logits a row."""
-    widest = max(2 * model.intermediate_size, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
-    return tokens * (widest * 4 + model.hidden_size * 16) + 3 * rows * model.vocab_size * 4
+# Copies of the logits that the sampler holds at once, over all shards and of its own: seen in compiled programs.
+_LOGIT_COPIES = {"tpu": (6, 1)}
+_LOGIT_COPIES_ELSEWHERE = (3, 1)
+
+
+def _activation_bytes(model: ModelConfig, platform: str, tokens: int, rows: int, tensor: int) -> int:
+    """A generous guess of a step's working memory: the layers' activations, or the sampler's float32 logits after them.
+
+    `tests/aot` holds it against the compiler's own figure.
+    """
+    widest = max(2 * model.intermediate_size, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim) // tensor
+    layers = tokens * (widest * 4 + model.hidden_size * 16)
+    logits = rows * model.vocab_size * 4
+    whole, split = _LOGIT_COPIES.get(platform, _LOGIT_COPIES_ELSEWHERE)
+    return max(layers, whole * logits + split * logits // tensor + tokens * model.hidden_size * 4)

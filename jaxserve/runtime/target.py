@@ -25,20 +25,23 @@ TARGETS = Path(__file__).parent / "targets"
 class Target:
     """A kind of device, as one file of `targets/` has it.
 
-    `extra` is the extra of jaxserve that brings its compiler, `environment` what that needs to start without a device,
-    `topologies` the arguments of `get_topology_desc` by number of devices, `target_config` XLA's description of a GPU.
+    `device_kind` and `compute_capability` are what jax calls it. `extra` is the extra of jaxserve that brings its
+    compiler, `environment` what that needs to start without a device, `topologies` the arguments of
+    `get_topology_desc` by number of devices, `target_config` XLA's description of a GPU.
     Of one device: `memory_bytes` that programs can have, `memory_bandwidth` in bytes a second, and `peak_flops`, dense,
     by the type that is multiplied; a type that is missing has no units of its own in the hardware.
     """
 
     name: str
     platform: str
+    device_kind: str
     extra: str
     memory_bytes: int
     memory_bandwidth: int
     peak_flops: Mapping[str, float]
     environment: Mapping[str, str]
     topologies: Mapping[int, Mapping[str, Any]]
+    compute_capability: str | None = None
     target_config: str | None = None
 
     def topology(self, count: int) -> Mapping[str, Any]:
@@ -63,6 +66,7 @@ def load_target(name: str) -> Target:
     if name not in target_names():
         hint = nearest(name, target_names()) or f"; there are: {', '.join(target_names())}"
         raise ConfigError(f"target {name!r} is not known{hint}")
-    facts = yaml.safe_load((TARGETS / f"{name}.yaml").read_text(encoding="utf-8"))
-    frozen = {key: types.MappingProxyType(value) if isinstance(value, dict) else value for key, value in facts.items()}
-    return Target(name=name, **frozen)
+    facts: dict[str, Any] = yaml.safe_load((TARGETS / f"{name}.yaml").read_text(encoding="utf-8"))
+    for key in ("peak_flops", "environment", "topologies"):
+        facts[key] = types.MappingProxyType(facts[key])
+    return Target(name=name, **facts)

@@ -39,7 +39,7 @@ def test_every_command_has_its_own_help(name: str, capsys: pytest.CaptureFixture
     ("argv", "line"),
     [
         (["serv"], "'serv' is not a command; did you mean serve?"),
-        (["frobnicate"], "'frobnicate' is not a command; the commands are serve, generate, chat, pull, config"),
+        (["frobnicate"], f"'frobnicate' is not a command; the commands are {', '.join(COMMANDS)}"),
         (["serve", "--max-num-seq", "8"], "--max-num-seq is not a known flag; did you mean --max-num-seqs?"),
         (["serve", "--page-sise=8"], "--page-sise is not a known flag; did you mean --page-size?"),
         (["serve", "a", "b"], "unexpected argument 'b' (see `jaxserve serve --help`)"),
@@ -48,7 +48,9 @@ def test_every_command_has_its_own_help(name: str, capsys: pytest.CaptureFixture
          "(see `jaxserve serve --help`)"),
         (["serve", "--page-size", "x"], "--page-size must be a whole number, got 'x'"),
         (["serve", "--page-size", "3"], "page_size must be a power of two, got 3"),
-        (["serve", "--tp-size", "2"], "tp_size=2 is not supported yet: only 1 is"),
+        (["serve", "--tp-size", "2"], "tp_size=2 is not served yet: only 1 is (`jaxserve plan` and `jaxserve compile` "
+         "take it)"),
+        (["serve", "--dp-size", "2"], "dp_size=2 is not supported yet: only 1 is"),
         (["generate", "--max-token", "8"], "--max-token is not a known flag; did you mean --max-tokens?"),
         (["generate", "hi", "--temperature", "-1"], "temperature must be in [0.0, 100.0], got -1.0"),
         (["config"], "write `jaxserve config explain [flags of jaxserve serve] [--json]`"),

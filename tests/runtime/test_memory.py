@@ -1,9 +1,8 @@
-"""Where memory goes: the pool from a flag or from what is free, the context fitted to it, errors that name a flag."""
+"""Where memory goes: the pool from a flag or from what is free, the context fitted to it; errors say what takes it."""
 
 from __future__ import annotations
 
-import logging
-from types import SimpleNamespace
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,25 +10,17 @@ import pytest
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.runtime import memory
-from jaxserve.runtime.memory import PoolPlan, plan_pool
+from jaxserve.runtime.memory import Footprint, NoRoomError, PoolPlan, plan_pool
 
 MIB = 2**20
 
 
-def _gpu(limit: int = 1000 * MIB) -> Any:
-    return SimpleNamespace(platform="cuda", memory_stats=lambda: {"bytes_limit": limit})
+FOOTPRINT = Footprint(weights=250 * MIB, state=50 * MIB, activations=80 * MIB, kv_per_token=MIB // 100)
 
 
-def _plan(config: EngineConfig, **options: Any) -> PoolPlan:
-    facts = {
-        "device": _gpu(),
-        "weight_bytes": 300 * MIB,
-        "activation_bytes": 80 * MIB,
-        "bytes_per_token": MIB // 100,
-        "model_context": 8192,
-        "max_running": 256,
-    }
-    return plan_pool(config, **(facts | options))
+def _plan(config: EngineConfig, footprint: Footprint = FOOTPRINT, **options: Any) -> PoolPlan:
+    facts = {"platform": "cuda", "memory_bytes": 1000 * MIB, "model_context": 8192, "max_running": 256}
+    return plan_pool(config, footprint, **(facts | options))
 
 
 def test_the_pool_takes_the_share_that_weights_and_activations_leave() -> None:
@@ -47,22 +38,16 @@ def test_a_context_that_is_no_multiple_of_a_page_is_whole() -> None:
     assert _plan(EngineConfig(context_length=8), max_running=1) == PoolPlan(1, 8)
 
 
-def test_max_total_tokens_decides_and_the_context_is_fitted(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "jaxserve.runtime"):
-        assert _plan(EngineConfig(max_total_tokens=10000)) == PoolPlan(625, 8192)
-    assert caplog.text == ""
-    with caplog.at_level(logging.INFO, "jaxserve.runtime"):
-        assert _plan(EngineConfig(max_total_tokens=1000)) == PoolPlan(62, 992)
-    assert "992 tokens instead of 8192" in caplog.text
+def test_max_total_tokens_decides_and_the_context_is_fitted() -> None:
+    assert _plan(EngineConfig(max_total_tokens=10000)) == PoolPlan(625, 8192)
+    assert _plan(EngineConfig(max_total_tokens=1000)) == PoolPlan(62, 992)
 
 
-def test_a_cpu_takes_a_capped_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = SimpleNamespace(platform="cpu")
-
+def test_a_cpu_takes_a_capped_share() -> None:
     def pages(available: int) -> int:
-        monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
-        options = {"device": cpu, "activation_bytes": 0, "bytes_per_token": 1024, "max_running": 10**6}
-        return _plan(EngineConfig(), **options).num_pages
+        footprint = dataclasses.replace(FOOTPRINT, activations=0, kv_per_token=1024)
+        options = {"platform": "cpu", "memory_bytes": available, "max_running": 10**6}
+        return _plan(EngineConfig(), footprint, **options).num_pages
 
     assert pages(2**40) == memory.CPU_POOL_BYTES // 1024 // 16
     assert pages(500 * MIB) == (int(500 * MIB * memory.DEFAULT_FRACTION) - 300 * MIB) // 1024 // 16
@@ -73,11 +58,23 @@ def test_a_cpu_takes_a_capped_share(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"context_length": 8193}, {}, "context_length=8193 is longer than the model's 8192.*--context-length"),
         ({"max_total_tokens": 15}, {}, "max_total_tokens=15 is less than one page of 16"),
-        ({}, {"weight_bytes": 900 * MIB}, "no memory is left for the KV cache: 0.88 GiB.*--mem-fraction-static"),
-        ({}, {"activation_bytes": 600 * MIB}, "no memory is left.*0.59 GiB of activations.*--chunked-prefill-size"),
-        ({}, {"device": SimpleNamespace(platform="cuda", memory_stats=lambda: None)}, "no memory is left"),
     ],
 )
 def test_what_can_not_be_served_is_refused(config: dict[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _plan(EngineConfig(**config), **options)
+
+
+@pytest.mark.parametrize(
+    ("footprint", "memory_bytes"),
+    [
+        (dataclasses.replace(FOOTPRINT, weights=900 * MIB), 1000 * MIB),
+        (dataclasses.replace(FOOTPRINT, activations=600 * MIB), 1000 * MIB),
+        (dataclasses.replace(FOOTPRINT, state=600 * MIB), 1000 * MIB),
+        (FOOTPRINT, 0),
+    ],
+)
+def test_no_room_is_an_error_of_its_own_that_says_what_takes_it(footprint: Footprint, memory_bytes: int) -> None:
+    shown = f"{footprint.weights / 2**30:.2f} GiB of weights, .* {footprint.activations / 2**30:.2f} GiB of activations"
+    with pytest.raises(NoRoomError, match=f"no memory is left for the KV cache: {shown}"):
+        _plan(EngineConfig(), footprint, memory_bytes=memory_bytes)

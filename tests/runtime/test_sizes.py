@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,15 +10,18 @@ import pytest
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError
+from jaxserve.runtime.device import DeviceFacts
 from jaxserve.runtime.sizes import Sizes, resolve_sizes
+from pallas_kernels.paged_attention import Target
 from tests.runtime.tiny import model
 
-CPU = SimpleNamespace(platform="cpu")
-GPU = SimpleNamespace(platform="cuda", memory_stats=lambda: {"bytes_limit": 2**30})
+CPU = DeviceFacts(Target("cpu"), 2**34)
+GPU = DeviceFacts(Target("cuda"), 2**30)
 
 
-def _resolve(device: Any = CPU, **options: Any) -> Sizes:
-    return resolve_sizes(EngineConfig(**options), model(), device, weight_bytes=2**20, bytes_per_token=256)
+def _resolve(device: DeviceFacts = CPU, **options: Any) -> Sizes:
+    bytes_of_one = {"weight_bytes": 2**20, "slot_bytes": 2**10, "bytes_per_token": 256}
+    return resolve_sizes(EngineConfig(**options), model(), device, **bytes_of_one)
 
 
 def test_defaults_of_a_cpu() -> None:

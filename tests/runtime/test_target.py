@@ -31,6 +31,10 @@ def test_a_target_has_its_facts_and_holds_one_to_eight_devices(name: str) -> Non
     assert all(target.topology(count) for count in range(1, 9))
     assert (target.target_config is not None) == (target.platform == "cuda")
     if target.target_config is not None:
+        assert target.compute_capability is not None
+        major, minor = target.compute_capability.split(".")
+        assert f'device_description_str: "{target.device_kind}"' in target.target_config
+        assert f"major: {major} minor: {minor}" in target.target_config
         assert f"device_memory_size: {target.memory_bytes}" in target.target_config
         assert f"memory_bandwidth: {target.memory_bandwidth}" in target.target_config
 

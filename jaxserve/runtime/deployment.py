@@ -1,0 +1,103 @@
+"""From a configuration and a model to the deployment they make on a device: the one place where sizes, specs and
+programs are decided, for the worker that runs it, and for `compile` and `plan`, which only look ahead.
+
+It needs shapes alone: no weights, no arrays, and no device before `builder`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve import model_source
+from jaxserve.config.schema import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.models.config import ModelConfig, parse_model_config
+from jaxserve.models.registry import family
+from jaxserve.runtime.batch import ProgramKey
+from jaxserve.runtime.device import DeviceFacts
+from jaxserve.runtime.mesh import DATA_AXIS, TENSOR_AXIS, device_bytes
+from jaxserve.runtime.programs import ProgramBuilder, dtype_of, program_keys
+from jaxserve.runtime.sizes import Sizes, attention_problem, resolve_sizes
+from jaxserve.runtime.state import DeviceState, state_specs
+from jaxserve.runtime.step import StepContext
+from jaxserve.step_plan import Capacity
+from pallas_kernels.paged_attention import Backend, choose_backend
+
+# Rows whose logits exist at once; a GPU and a TPU take them all.
+_CPU_SAMPLE_ROWS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Deployment:
+    """A model in a configuration on `tensor` devices of one kind. `params` and `state` are trees of specs."""
+
+    config: EngineConfig
+    model: ModelConfig
+    device: DeviceFacts
+    dtype: np.dtype
+    backend: Backend
+    sizes: Sizes
+    params: Any
+    state: DeviceState
+    tensor: int
+
+    @property
+    def capacity(self) -> Capacity:
+        """What the programs hold."""
+        return self.sizes.capacity
+
+    @property
+    def keys(self) -> list[ProgramKey]:
+        """Its step programs."""
+        return program_keys(self.capacity)
+
+    def builder(self, mesh: Mesh) -> ProgramBuilder:
+        """What compiles its programs for a mesh of its devices, attached or not."""
+        sample_rows = _CPU_SAMPLE_ROWS if self.device.platform == "cpu" else None
+        context = StepContext(self.model, self.backend, sample_rows)
+        return ProgramBuilder(context, self.capacity, mesh, self.params, self.state)
+
+
+def read_model(model: str) -> ModelConfig:
+    """The model's config from whatever `--model` names; a config.json is enough. Raises `ConfigError`."""
+    return parse_model_config(model_source.read_config(model_source.resolve(model)))
+
+
+def deploy(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> Deployment:
+    """Decide everything. Raises `ConfigError` for what can't be: `NoRoomError` where memory is too small."""
+    dtype, tensor = dtype_of(config.dtype), config.tp_size
+    axes = {DATA_AXIS: 1, TENSOR_AXIS: tensor}
+    params = family(model).abstract(model, dtype)
+    weight_bytes = device_bytes(params, axes)
+    try:
+        problem = attention_problem(config, model, dtype=dtype, tensor=tensor)
+        backend = choose_backend(device.kernels, problem, config.attention_backend)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    [spec] = family(model).kv_specs(model)
+    one = Capacity(
+        num_slots=1,
+        num_pages=1,
+        page_size=config.page_size,
+        max_model_len=config.context_length or model.max_position_embeddings,
+        decode_buckets=(1,),
+        token_buckets=(1,),
+        prompt_logprob_tokens=1,
+    )
+    slot = state_specs(spec, one, vocab_size=model.vocab_size, dtype=dtype, platform=device.platform)
+    page_bytes = device_bytes(slot.kv, axes)
+    sizes = resolve_sizes(
+        config,
+        model,
+        device,
+        weight_bytes=weight_bytes,
+        slot_bytes=device_bytes(slot, axes) - page_bytes,
+        bytes_per_token=page_bytes // config.page_size,
+        tensor=tensor,
+    )
+    state = state_specs(spec, sizes.capacity, vocab_size=model.vocab_size, dtype=dtype, platform=device.platform)
+    return Deployment(config, model, device, dtype, backend, sizes, params, state, tensor)

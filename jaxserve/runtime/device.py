@@ -1,0 +1,73 @@
+"""What a deployment must know of its device, whether it is attached or only described by a target file."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import jax
+import psutil
+
+from jaxserve.config.schema import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.runtime.memory import DEFAULT_FRACTION
+from jaxserve.runtime.target import Target, load_target
+from pallas_kernels.paged_attention import Target as KernelTarget
+from pallas_kernels.paged_attention import target_of
+
+_ARENA = "XLA_CLIENT_MEM_FRACTION"
+_ARENA_BEFORE_0_11 = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_ARENA_MARGIN = 0.04
+_XLA_DEFAULT_ARENA = 0.75
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceFacts:
+    """One device of a deployment: `memory_bytes` in all, of which `--mem-fraction-static` says how much is used.
+
+    `max_devices` is how many there are to spread a model over.
+    """
+
+    kernels: KernelTarget
+    memory_bytes: int
+    max_devices: int = 1
+
+    @property
+    def platform(self) -> str:
+        """`cpu`, `gpu` or `cuda`, `tpu`."""
+        return self.kernels.platform
+
+
+def attach(config: EngineConfig) -> Any:
+    """The jax device to run on. Raises `ConfigError` where there is none.
+
+    On a GPU, XLA takes an arena of fixed size when it starts: it is made to hold what the deployment plans with.
+    """
+    fraction = config.mem_fraction_static or DEFAULT_FRACTION
+    if _ARENA_BEFORE_0_11 not in os.environ:
+        os.environ.setdefault(_ARENA, f"{min(fraction + _ARENA_MARGIN, 1.0):.2f}")
+    if config.device != "auto":
+        jax.config.update("jax_platforms", config.device)
+    try:
+        return jax.devices()[0]
+    except RuntimeError as error:
+        raise ConfigError(
+            f"device={config.device}: jax finds none ({error}); install jaxserve's extra for it"
+        ) from error
+
+
+def facts_of_device(device: Any) -> DeviceFacts:
+    """The facts of an attached device. A CPU's memory is what is free now, as others use it too."""
+    if device.platform == "cpu":
+        return DeviceFacts(target_of(device), psutil.virtual_memory().available)
+    limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+    if device.platform != "tpu":
+        limit = int(limit / float(os.environ.get(_ARENA) or os.environ.get(_ARENA_BEFORE_0_11) or _XLA_DEFAULT_ARENA))
+    return DeviceFacts(target_of(device), limit)
+
+
+def facts_of_target(name: str) -> DeviceFacts:
+    """The facts of a device that isn't attached. Raises `ConfigError` for a target that isn't known."""
+    target: Target = load_target(name)
+    return DeviceFacts(target_of(target), target.memory_bytes, max(target.topologies))
