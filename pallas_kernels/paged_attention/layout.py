@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,15 @@ class PagedKV:
         """Tokens a page holds."""
         return int(self.keys.shape[2])
 
+    @property
+    def pools(self) -> tuple[jax.Array, ...]:
+        """The arrays that hold something."""
+        return (self.keys,) if self.joined else (self.keys, self.values)
+
+    def with_pools(self, pools: Sequence[jax.Array]) -> PagedKV:
+        """The same with other arrays in the place of `pools`."""
+        return dataclasses.replace(self, keys=pools[0], values=self.values if self.joined else pools[1])
+
     def pool_and_lanes(self, which: int, head_dim: int) -> tuple[jax.Array, slice]:
         """Where keys (0) or values (1) lie: in which array, and in which of its lanes."""
         if not self.joined:
@@ -76,8 +86,8 @@ class KVLayout:
     @property
     def values_shape(self) -> tuple[int, int, int, int]:
         """Shape of `values`, likewise."""
-        heads, entries, *page = self.shape
-        return (heads, 0 if self.joined else entries, *page)
+        heads, entries, tokens, lanes = self.shape
+        return (heads, 0 if self.joined else entries, tokens, lanes)
 
     @property
     def nbytes(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -34,8 +33,7 @@ def write_kv(
     at = (head * kv.keys.shape[1] + entry) * kv.page_size + position % kv.page_size
     at = jnp.where(token < query_starts[num_seqs], at, math.prod(kv.keys.shape[:3]))
     rows = in_lanes(stored(k, kv, layer, 0), stored(v, kv, layer, 1), kv)
-    pools = [_scatter(pool, at, new) for pool, new in zip((kv.keys, kv.values), rows, strict=False)]
-    return dataclasses.replace(kv, **dict(zip(("keys", "values"), pools, strict=False)))
+    return kv.with_pools([_scatter(pool, at, new) for pool, new in zip(kv.pools, rows, strict=True)])
 
 
 def stored(
