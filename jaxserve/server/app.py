@@ -17,6 +17,8 @@ from jaxserve.server import admin, native
 from jaxserve.server.auth import BearerAuth
 from jaxserve.server.endpoint import Bodiless, Post
 from jaxserve.server.errors import to_http
+from jaxserve.server.generate import generate
+from jaxserve.server.generate_protocol import GenerateOutput, GenerateRequest
 from jaxserve.server.http import Exchange
 from jaxserve.server.openai import models, protocol, responses
 from jaxserve.server.openai.chat import chat_completions
@@ -90,6 +92,15 @@ _POSTS: tuple[tuple[Operation, PostHandler], ...] = (
             streams=True,
         ),
         chat_completions,
+    ),
+    (
+        Operation(
+            *("POST", "/generate", "Continue prompts, SGLang's own route"),
+            body=GenerateRequest,
+            response=GenerateOutput,
+            streams=True,
+        ),
+        generate,
     ),
     (
         Operation("POST", "/tokenize", "Text to ids", body=native.TokenizeRequest, response=native.TokenizeResponse),

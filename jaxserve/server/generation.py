@@ -70,21 +70,20 @@ class Generation:
                     self._running.discard(name)
                     if delta.abort:
                         self._engine.abort([name])
+                        await _add_cached_tokens(delta, stream)
                     if reason is FinishReason.ERROR:
                         dead = self._engine.on_death.done()
                         raise failure_of(delta.error or "the engine gave no reason", engine_dead=dead)
                 await emit(index, delta)
                 if reason is not None:
-                    usage = delta.usage or Usage(len(request.prompt_ids), 0)
-                    return await _with_cached_tokens(usage, stream) if delta.abort else usage
+                    return delta.usage or Usage(len(request.prompt_ids), 0)
             raise RequestFailedError("the engine's events ended before the last one")
         finally:
             clock.end(FinishReason.ABORT)
 
 
-async def _with_cached_tokens(usage: Usage, stream: AsyncIterator[TokenEvent]) -> Usage:
+async def _add_cached_tokens(delta: OutputDelta, stream: AsyncIterator[TokenEvent]) -> None:
     """What only the engine knows of a sequence that a stop string ended here comes with its own last event."""
     async for event in stream:
-        if event.usage is not None:
-            usage = msgspec.structs.replace(usage, cached_tokens=event.usage.cached_tokens)
-    return usage
+        if event.usage is not None and delta.usage is not None:
+            delta.usage = msgspec.structs.replace(delta.usage, cached_tokens=event.usage.cached_tokens)
