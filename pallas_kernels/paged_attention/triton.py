@@ -15,8 +15,9 @@ from pallas_kernels.paged_attention.layout import PagedKV
 from pallas_kernels.paged_attention.triton_decode import DecodeBlocks, decode
 from pallas_kernels.paged_attention.triton_prefill import PrefillBlocks, prefill
 from pallas_kernels.paged_attention.triton_tiles import Attention, PoolRefs, flat
+from pallas_kernels.paged_attention.triton_write import write
 from pallas_kernels.paged_attention.tuning import tuned_blocks
-from pallas_kernels.paged_attention.write import write_kv
+from pallas_kernels.paged_attention.write import token_slots
 
 MAX_GROUP = 16
 DTYPES = ("float32", "bfloat16", "float16")
@@ -84,9 +85,10 @@ def paged_attention(
         kv_heads, heads // kv_heads, head_dim, kv.page_size, kv.num_pages, entries, scale, window, soft_cap
     )
     _check_addressable(kv)
-    kv = write_kv(k, v, kv, layer, page_table, query_starts, kv_lens, num_seqs)
-    layer_ref = jnp.full((1,), layer, jnp.int32)
-    pool = PoolRefs(flat(kv.keys), flat(kv.values), kv.scales, layer_ref, page_table)
+    layers = jnp.full((1,), layer, jnp.int32)
+    slots = token_slots(tokens, kv.page_size, page_table, query_starts, kv_lens, num_seqs)
+    kv = write(k, v, kv, layers, slots, attention, interpret=interpret)
+    pool = PoolRefs(flat(kv.keys), flat(kv.values), kv.scales, layers, page_table)
     rows = min(tokens, page_table.shape[0])
     decode_blocks = decode_blocks_for(problem, target, rows=rows)
     out = decode(q, pool, kv_lens, num_decodes, sinks, attention, decode_blocks, interpret=interpret)
@@ -133,28 +135,27 @@ def candidates(kind: str, problem: Problem, target: Target) -> list[dict[str, in
 
 
 def _decode_sizes(problem: Problem, target: Target) -> dict[str, int]:
-    """Tiles of 16 KiB of keys; as many in flight as shared memory holds for two programs."""
-    row_bytes = pl.next_power_of_2(problem.head_dim) * problem.dtype.itemsize
-    block_kv = min(128, max(16, 16 * 1024 // row_bytes))
-    return {"block_kv": block_kv, "num_warps": 4, "num_stages": 2 if _small_shared_memory(target) else 3}
+    """Tiles of 16 KiB of keys and as many of values, two of each in flight; half of that in a small shared memory."""
+    tile_bytes = 8 * 1024 if _small_shared_memory(target) else 16 * 1024
+    block_kv = tile_bytes // (pl.next_power_of_2(problem.head_dim) * problem.dtype.itemsize)
+    return {"block_kv": min(128, max(16, block_kv)), "num_warps": 4, "num_stages": 3}
 
 
 def _prefill_sizes(problem: Problem, target: Target) -> dict[str, int]:
-    """Tiles whose sums stay in registers."""
+    """The largest tiles that compile without a register spilled. Before Hopper the queries too are in registers."""
     lanes = pl.next_power_of_2(problem.head_dim)
-    stages = 2 if _small_shared_memory(target) else 3
     if problem.dtype.itemsize == 4:
-        return {"block_q": 32 if lanes <= 128 else 16, "block_kv": 32, "num_warps": 4, "num_stages": 2}
-    if lanes <= 64:
-        return {"block_q": 128, "block_kv": 64, "num_warps": 4, "num_stages": stages}
-    if lanes == 128:
-        return {"block_q": 128, "block_kv": 64, "num_warps": 8, "num_stages": stages}
-    return {"block_q": 64, "block_kv": 32, "num_warps": 8, "num_stages": 2}
+        sizes = (32, 32, 8, 2) if lanes <= 64 else (16, 16, 4, 2)
+    elif target.capability is not None and (target.capability < (9, 0) or _small_shared_memory(target)):
+        sizes = (128, 64, 8, 3) if lanes <= 64 else (128, 32, 8, 3) if lanes == 128 else (32, 32, 8, 2)
+    else:
+        sizes = (128, 128, 8, 3) if lanes <= 64 else (128, 64, 8, 3) if lanes == 128 else (128, 32, 8, 3)
+    return dict(zip(PrefillBlocks._fields, sizes))
 
 
 def _small_shared_memory(target: Target) -> bool:
-    """Whether it is the 99 KiB a program of GPUs that aren't a data centre's largest: 8.6, 8.9, 12.x."""
-    return target.capability is not None and target.capability[0] in (8, 12) and target.capability[1] != 0
+    """Whether a program has the 99 KiB of GPUs that aren't a data centre's largest: 8.6, 8.9, 12.x."""
+    return target.capability is not None and target.capability[0] in (8, 12) and target.capability != (8, 0)
 
 
 def _check_addressable(kv: PagedKV) -> None:

@@ -155,17 +155,22 @@ def _attend(
     length = rows.kv_lens[row]
     key_scale = kv_scale(pool, 0, kv_head)
 
-    def body(tile: Array, state: Running) -> Running:
+    def tile_at(tile: Array) -> tuple[Array, Array]:
         position = tile * blocks.block_kv + lax.iota(jnp.int32, blocks.block_kv)
         held = position < length
         if attention.window is not None:
             held &= position >= length - attention.window
-        at = places(pool, row, kv_head, position, held, attention)
+        return places(pool, row, kv_head, position, held, attention), held
+
+    # Places are looked up a tile ahead, so that loads of keys and values wait for no other load.
+    def body(tile: Array, carry: tuple[Running, tuple[Array, Array]]) -> tuple[Running, tuple[Array, Array]]:
+        state, (at, held) = carry
         keys = load_rows(pool.keys, (at,), held, attention)
         values = load_rows(pool.values, (at,), held, attention)
-        return advance(state, q, keys, values, held[None, :], key_scale, attention)
+        return advance(state, q, keys, values, held[None, :], key_scale, attention), tile_at(tile + 1)
 
-    return lax.fori_loop(first, end, body, start(size, attention.lanes)), head, live
+    state, _ = lax.fori_loop(first, end, body, (start(size, attention.lanes), tile_at(first)))
+    return state, head, live
 
 
 def _combine(_: Ref, rows: _Rows, partial: _Partial, out: Ref, *, attention: Attention, blocks: DecodeBlocks) -> None:

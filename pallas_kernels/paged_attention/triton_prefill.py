@@ -48,6 +48,9 @@ class WorkList(NamedTuple):
     offsets: Int[Array, " tiles"]
 
 
+_Carry = tuple[Running, tuple[Array, Array]]
+
+
 class _Rows(NamedTuple):
     query_starts: Ref
     kv_lens: Ref
@@ -124,32 +127,38 @@ def _prefill(
         end = jnp.minimum(asked_first + queries, length)
         key_scale = kv_scale(pool, 0, kv_head)
 
-        def unmasked(i: Array, state: Running) -> Running:
-            position = i * block + lax.iota(jnp.int32, block)
-            at = places(pool, row, kv_head, position, None, attention)
-            keys = load_rows(pool.keys, (at,), None, attention)
-            values = load_rows(pool.values, (at,), None, attention)
-            return advance(state, q, keys, values, None, key_scale, attention)
-
-        def masked(i: Array, state: Running) -> Running:
+        # Places are looked up a tile ahead, so that loads of keys and values wait for no other load.
+        def tile_at(i: Array) -> tuple[Array, Array]:
             position = i * block + lax.iota(jnp.int32, block)
             held = position < end
-            seen = position[None, :] <= asked[:, None]
             if attention.window is not None:
                 held &= position > asked_first - attention.window
+            return places(pool, row, kv_head, position, held, attention), held
+
+        def unmasked(i: Array, carry: _Carry) -> _Carry:
+            state, (at, _) = carry
+            keys = load_rows(pool.keys, (at,), None, attention)
+            values = load_rows(pool.values, (at,), None, attention)
+            return advance(state, q, keys, values, None, key_scale, attention), tile_at(i + 1)
+
+        def masked(i: Array, carry: _Carry) -> _Carry:
+            state, (at, held) = carry
+            position = i * block + lax.iota(jnp.int32, block)
+            seen = held[None, :] & (position[None, :] <= asked[:, None])
+            if attention.window is not None:
                 seen &= position[None, :] > asked[:, None] - attention.window
-            at = places(pool, row, kv_head, position, held, attention)
             keys = load_rows(pool.keys, (at,), held, attention)
             values = load_rows(pool.values, (at,), held, attention)
-            return advance(state, q, keys, values, seen & held[None, :], key_scale, attention)
+            return advance(state, q, keys, values, seen, key_scale, attention), tile_at(i + 1)
 
-        state, first = start(blocks.block_q, attention.lanes), jnp.int32(0)
+        # Tiles that all queries see whole need no masks; under a window there are few such.
+        first, seen_by_all = jnp.int32(0), lax.div(asked_first + 1, block)
         if attention.window is not None:
-            first = lax.div(jnp.maximum(asked_first - attention.window + 1, 0), block)
-        else:
-            seen_by_all = lax.div(asked_first + 1, block)
-            state, first = lax.fori_loop(0, seen_by_all, unmasked, state), seen_by_all
-        state = lax.fori_loop(first, pl.cdiv(end, block), masked, state)
+            first = seen_by_all = lax.div(jnp.maximum(asked_first - attention.window + 1, 0), block)
+        carry = start(blocks.block_q, attention.lanes), tile_at(first)
+        if attention.window is None:
+            carry = lax.fori_loop(0, seen_by_all, unmasked, carry)
+        state, _ = lax.fori_loop(seen_by_all, pl.cdiv(end, block), masked, carry)
         total = state.total
         if sinks is not None:
             sink = plgpu.load(sinks.at[head], mask=live, other=0.0) * LOG2E

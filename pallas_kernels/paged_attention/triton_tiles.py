@@ -112,13 +112,12 @@ def places(
     row: Array,
     kv_head: Array,
     position: Int[Array, " tokens"],
-    held: Bool[Array, " tokens"] | None,
+    held: Bool[Array, " tokens"],
     attention: Attention,
 ) -> Int[Array, " tokens"]:
     """Where in the flat pool the tokens of a row lie; for those not held, a place that is in the pool."""
     size = attention.page_size
-    index = pool.page_table.at[row, lax.div(position, size)]
-    page = plgpu.load(index) if held is None else plgpu.load(index, mask=held, other=0)
+    page = plgpu.load(pool.page_table.at[row, lax.div(position, size)], mask=held, other=0)
     entry = kv_head * attention.entries + pool.layer[0] * attention.num_pages + page
     return entry * size + lax.rem(position, size)
 

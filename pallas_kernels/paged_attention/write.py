@@ -24,16 +24,29 @@ def write_kv(
     num_seqs: Int[Array, ""],
 ) -> PagedKV:
     """The pool with the new tokens in their pages; padding tokens get a place past the pool and are dropped."""
-    token = jnp.arange(k.shape[0], dtype=jnp.int32)
+    slots = token_slots(k.shape[0], kv.page_size, page_table, query_starts, kv_lens, num_seqs)
+    head = jnp.arange(k.shape[1], dtype=jnp.int32)[:, None]
+    at = (head * kv.keys.shape[1] + layer * kv.num_pages) * kv.page_size + slots
+    at = jnp.where(slots >= 0, at, math.prod(kv.keys.shape[:3]))
+    rows = in_lanes(stored(k, kv, layer, 0), stored(v, kv, layer, 1), kv)
+    return kv.with_pools([_scatter(pool, at, new) for pool, new in zip(kv.pools, rows, strict=True)])
+
+
+def token_slots(
+    tokens: int,
+    page_size: int,
+    page_table: Int[Array, "rows max_pages"],
+    query_starts: Int[Array, " rows_plus_1"],
+    kv_lens: Int[Array, " rows"],
+    num_seqs: Int[Array, ""],
+) -> Int[Array, " tokens"]:
+    """Where each token goes among the tokens of a layer's pages of one head; -1 for padding."""
+    token = jnp.arange(tokens, dtype=jnp.int32)
     row = jnp.searchsorted(query_starts[1:], token, side="right", method="compare_all").astype(jnp.int32)
     row = jnp.minimum(row, page_table.shape[0] - 1)
     position = kv_lens[row] - query_starts[row + 1] + token
-    entry = layer * kv.num_pages + page_table[row, position // kv.page_size]
-    head = jnp.arange(k.shape[1], dtype=jnp.int32)[:, None]
-    at = (head * kv.keys.shape[1] + entry) * kv.page_size + position % kv.page_size
-    at = jnp.where(token < query_starts[num_seqs], at, math.prod(kv.keys.shape[:3]))
-    rows = in_lanes(stored(k, kv, layer, 0), stored(v, kv, layer, 1), kv)
-    return kv.with_pools([_scatter(pool, at, new) for pool, new in zip(kv.pools, rows, strict=True)])
+    slots = page_table[row, position // page_size] * page_size + position % page_size
+    return jnp.where(token < query_starts[num_seqs], slots, -1)
 
 
 def stored(
