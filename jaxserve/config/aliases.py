@@ -173,7 +173,7 @@ COUNTERPARTS: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
     {
         "attention_backend": dict.fromkeys(
             (
-                "fa2", "fa3", "fa4", "flash_attn", "flashattention", "flashinfer", "flashmla", "cutlass_mla", "triton",
+                "fa2", "fa3", "fa4", "flash_attn", "flashattention", "flashinfer", "flashmla", "cutlass_mla",
                 "triton_attn", "trtllm_mha", "trtllm_mla", "torch_native", "torch_sdpa", "xformers", "aiter", "pallas",
             ),
             _OTHER_KERNEL,

@@ -60,8 +60,7 @@ class NewTokenRatio:
     def __init__(self, conservativeness: float) -> None:
         self._first = min(_FIRST_RATIO * conservativeness, 1.0)
         self._floor = min(_FLOOR_SHARE * self._first, 1.0)
-        self._decay = (self._first - self._floor) / _DECAY_STEPS
-        self.value = self._first
+        self.reset()
 
     def decode_step(self) -> None:
         """A decode step has been planned."""
@@ -71,11 +70,17 @@ class NewTokenRatio:
         """Requests were retracted; these go on."""
         decoded = sum(request.num_planned_outputs for request in survivors)
         most = sum(request.max_new_tokens for request in survivors)
-        self.value = min(1.0, (decoded + _STEPS_TO_GO_ON * len(survivors)) / (most + 1))
+        self._start_at(min(1.0, (decoded + _STEPS_TO_GO_ON * len(survivors)) / (most + 1)))
 
     def reset(self) -> None:
         """Nothing runs or waits any more."""
-        self.value = self._first
+        self._start_at(self._first)
+
+    def _start_at(self, value: float) -> None:
+        # From wherever it starts it takes 600 steps: at SGLang's fixed pace a low conservativeness would keep it high
+        # for thousands of steps after a retraction, and so retract less than a high one.
+        self.value = value
+        self._decay = (value - self._floor) / _DECAY_STEPS
 
 
 def reserved_tokens(running: Iterable[Request], ratio: float) -> float:

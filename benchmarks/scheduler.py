@@ -1,0 +1,297 @@
+"""The real scheduler on synthetic traces, with a device that is a formula: what a step costs the host, and what the
+knobs of the tuning guides do.
+
+Three tables: milliseconds of plan, build and commit by batch size and queue; for each trace and policy, how full the
+cache was, what it hit, who was retracted and how long requests waited; the same for values of
+`--schedule-conservativeness`. Seconds of the traces are simulated: a step takes 8 ms, 20 us a decode, 60 us a prefill
+token.
+
+    python benchmarks/scheduler.py --json benchmarks/results/cpu/scheduler.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import logging
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+from jaxserve.api_types import EngineRequest, SamplingParams
+from jaxserve.engine.policy import Policy
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.runtime.batch import build, choose_program, step_shape
+from jaxserve.runtime.buckets import decode_buckets, token_buckets
+from jaxserve.step_plan import Capacity, StepPlan, StepResult
+
+PAGE, STOP, TOKEN = 16, 2, 17
+POOL = 48_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """A request of a trace, when it comes, and how many tokens it gives before it stops by itself."""
+
+    at: float
+    prompt: list[int]
+    max_tokens: int
+    outputs: int
+
+
+def uniform(rng: random.Random, count: int) -> Iterator[Arrival]:
+    """Prompts of 32 to 512 tokens that share nothing."""
+    for i in range(count):
+        outputs = rng.randint(16, 128)
+        yield Arrival(i * 0.013, _ids(rng, rng.randint(32, 512)), outputs, outputs)
+
+
+def shared_prefix(rng: random.Random, count: int) -> Iterator[Arrival]:
+    """One of 200 system prompts of 512 tokens, and 64 of one's own."""
+    systems = [_ids(rng, 512) for _ in range(200)]
+    for i in range(count):
+        yield Arrival(i * 0.006, rng.choice(systems) + _ids(rng, 64), 48, 48)
+
+
+def multi_turn(rng: random.Random, count: int) -> Iterator[Arrival]:
+    """Chats of five turns of 64 tokens in and out, in any order between chats."""
+    chats: list[list[int]] = []
+    for i in range(count):
+        if not chats or len(chats) < 300:
+            chats.append([])
+        chat = rng.choice(chats)
+        chat += _ids(rng, 64)
+        yield Arrival(i * 0.008, list(chat), 64, 64)
+        chat += [TOKEN] * 64
+        if len(chat) > 600:
+            chats.remove(chat)
+
+
+def long_context(rng: random.Random, count: int) -> Iterator[Arrival]:
+    """Every eighth prompt has 6,000 tokens, the others 64."""
+    for i in range(count):
+        yield Arrival(i * 0.08, _ids(rng, 6000 if i % 8 == 0 else 64), 64, 64)
+
+
+def early_stop(rng: random.Random, count: int) -> Iterator[Arrival]:
+    """Everybody asks for 1,024 tokens and stops after 20 to 120."""
+    for i in range(count):
+        yield Arrival(i * 0.011, _ids(rng, 128), 1024, rng.randint(20, 120))
+
+
+def full_length(rng: random.Random, count: int) -> Iterator[Arrival]:
+    """Short prompts, and all of the 128 to 900 tokens that were asked for."""
+    for i in range(count):
+        outputs = rng.randint(128, 900)
+        yield Arrival(i * 0.04, _ids(rng, rng.randint(16, 128)), outputs, outputs)
+
+
+TRACES: dict[str, Callable[[random.Random, int], Iterator[Arrival]]] = {
+    "uniform": uniform,
+    "shared-prefix": shared_prefix,
+    "multi-turn": multi_turn,
+    "long-context": long_context,
+    "early-stop": early_stop,
+    "full-length": full_length,
+}
+
+
+def _ids(rng: random.Random, count: int) -> list[int]:
+    return rng.choices(range(100, 30_000), k=count)
+
+
+def capacity_of(slots: int, tokens: int) -> Capacity:
+    """An accelerator's programs, with a pool of so many tokens."""
+    return Capacity(
+        num_slots=slots,
+        num_pages=tokens // PAGE,
+        page_size=PAGE,
+        max_model_len=8192,
+        decode_buckets=decode_buckets(slots, max_fine=160, asked=None),
+        token_buckets=token_buckets(2048, smallest=256),
+        prompt_logprob_tokens=2 * slots,
+        fine_decode_rows=160,
+    )
+
+
+def scheduler_of(capacity: Capacity, **settings: Any) -> Scheduler:
+    """As the worker makes it."""
+    limits = dict.fromkeys(("chunked_prefill_size", "max_prefill_tokens", "max_num_batched_tokens"), 2048)
+    return Scheduler(capacity, **limits, **settings)
+
+
+def request_of(number: int, prompt: list[int], max_tokens: int) -> EngineRequest:
+    """A greedy request."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return EngineRequest(request_id=f"r{number}", prompt_ids=prompt, sampling=sampling, stop_ids=(STOP,))
+
+
+def simulate(trace: str, count: int, **settings: Any) -> dict[str, Any]:
+    """Run a trace to its end; figures are over the whole of it, times simulated."""
+    capacity = capacity_of(256, POOL)
+    now = 0.0
+    scheduler = scheduler_of(capacity, clock=lambda: now, **settings)
+    left: dict[str, int] = {}
+    waits: list[float] = []
+    usages: list[float] = []
+    running: list[int] = []
+    arrivals = enumerate(TRACES[trace](random.Random(0), count))
+    upcoming = next(arrivals, None)
+    in_flight: list[tuple[StepPlan, StepResult]] = []
+    started = time.perf_counter()
+    steps = 0
+    while upcoming is not None or scheduler.has_work:
+        while upcoming is not None and upcoming[1].at <= now:
+            number, arrival = upcoming
+            request = request_of(number, arrival.prompt, arrival.max_tokens)
+            left[request.request_id] = arrival.outputs
+            assert scheduler.add(request) is None
+            upcoming = next(arrivals, None)
+        plan = scheduler.plan()
+        if plan is not None:
+            in_flight.append((plan, _answer(plan, left)))
+            prefilled = sum(chunk.length for chunk in plan.chunks[plan.num_decodes :])
+            now += 8e-3 + 2e-5 * plan.num_decodes + 6e-5 * prefilled
+            steps += 1
+        elif not in_flight:
+            assert upcoming is not None, "the scheduler is stuck"
+            now = max(now, upcoming[1].at)
+            continue
+        if plan is None or len(in_flight) > 1:
+            for event in scheduler.commit(*in_flight.pop(0)):
+                if event.queue_seconds is not None:
+                    waits.append(event.queue_seconds)
+        if scheduler.num_waiting:
+            stats = scheduler.stats()
+            usages.append(stats.token_usage)
+            running.append(stats.num_running)
+    assert scheduler.check_integrity() == []
+    assert len(waits) == count, (len(waits), count)
+    stats = scheduler.stats()
+    return {
+        "trace": trace,
+        **settings,
+        "simulated_s": now,
+        "output_tok_s": stats.generation_tokens / now,
+        "usage_while_queued": statistics.fmean(usages) if usages else None,
+        "running_while_queued": statistics.fmean(running) if running else None,
+        "hit_rate": stats.cache_hit_tokens / stats.cache_query_tokens,
+        "retractions": stats.num_preemptions,
+        "queue_s_median": statistics.median(waits),
+        "queue_s_p99": statistics.quantiles(waits, n=100)[98],
+        "host_us_per_step": 1e6 * (time.perf_counter() - started) / steps,
+    }
+
+
+def _answer(plan: StepPlan, left: dict[str, int]) -> StepResult:
+    """Each request draws tokens until it has given what the trace says, then its stop token."""
+    tokens: list[list[int]] = []
+    for chunk in plan.chunks:
+        if not chunk.sample:
+            tokens.append([])
+            continue
+        left[chunk.request_id] -= 1
+        tokens.append([STOP if left[chunk.request_id] < 0 else TOKEN])
+    return StepResult(tokens=tokens, logprobs={}, prompt_logprobs={})
+
+
+def step_costs(num_running: int, num_waiting: int, steps: int = 1000) -> dict[str, float]:
+    """Median milliseconds of a decode step's parts, one step ahead, with `num_waiting` in the queue."""
+    capacity = capacity_of(num_running, num_running * (32 + steps + 64))
+    scheduler = scheduler_of(capacity, policy="lpm", conservativeness=0.0)
+    for i in range(num_running + num_waiting):
+        scheduler.add(request_of(i, list(range(i, i + 32)), 4096))
+    times: dict[str, list[float]] = {"plan": [], "build": [], "commit": []}
+    in_flight: StepPlan | None = None
+    while len(times["plan"]) < steps:
+        start = time.perf_counter()
+        plan = scheduler.plan()
+        planned = time.perf_counter()
+        assert plan is not None
+        build(plan, step_shape(choose_program(plan, capacity), capacity), capacity)
+        built = time.perf_counter()
+        result = _answer(in_flight, _Forever()) if in_flight is not None else None
+        before = time.perf_counter()
+        if in_flight is not None and result is not None:
+            scheduler.commit(in_flight, result)
+        committed = time.perf_counter()
+        if plan.num_decodes == num_running:
+            times["plan"].append(planned - start)
+            times["build"].append(built - planned)
+            times["commit"].append(committed - before)
+        in_flight = plan
+    total = [sum(parts) for parts in zip(*times.values())]
+    medians = {name: 1e3 * statistics.median(values) for name, values in times.items()}
+    return {"running": num_running, "waiting": num_waiting, **medians, "together": 1e3 * statistics.median(total)}
+
+
+class _Forever(dict[str, int]):
+    def __missing__(self, key: str) -> int:
+        return 1 << 40
+
+
+def match_cost(tokens: int = 8192, repeats: int = 200) -> float:
+    """Median milliseconds to find a cached prompt of so many tokens in a tree of other prompts."""
+    scheduler = scheduler_of(capacity_of(8, 64 * tokens))
+    cache, pool = scheduler._cache, scheduler._roster.pool
+    rng = random.Random(0)
+    prompts = [_ids(rng, tokens) for _ in range(16)]
+    for prompt in prompts:
+        for cut in (tokens // 2, tokens):  # each is found in two runs
+            cache.adopt("", prompt[:cut], pool.allocate(cut // PAGE), 0)
+    times = []
+    for i in range(repeats):
+        prompt = list(prompts[i % 16])
+        start = time.perf_counter()
+        _, pages = cache.match("", prompt, tokens)
+        times.append(time.perf_counter() - start)
+        assert len(pages) * PAGE == tokens
+    return 1e3 * statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--requests", type=int, default=4000, help="of each of the 38 runs over a trace")
+    parser.add_argument("--traces", nargs="*", default=list(TRACES), choices=list(TRACES))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    logging.getLogger("jaxserve").setLevel(logging.ERROR)  # retractions are counted, not listed
+    report: dict[str, Any] = {"requests": args.requests, "pool_tokens": POOL}
+    report["step_ms"] = [step_costs(n, waiting) for n in (16, 64, 256, 1024) for waiting in (0, 10_000)]
+    report["match_8k_ms"] = match_cost()
+    _table(report["step_ms"])
+    print(f"radix match of an 8,192-token prompt: {report['match_8k_ms']:.3f} ms\n")
+    report["policies"] = [
+        simulate(trace, args.requests, policy=policy) for trace in args.traces for policy in get_args(Policy)
+    ]
+    _table(report["policies"])
+    values = (0.1, 0.3, 1.0, 1.3)
+    report["conservativeness"] = [
+        simulate(trace, args.requests, policy="fcfs", conservativeness=value)
+        for trace, value in itertools.product(("early-stop", "full-length"), values)
+    ]
+    _table(report["conservativeness"])
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _table(rows: list[dict[str, Any]]) -> None:
+    names = list(rows[0])
+    cells = [names, *[[_cell(row[name]) for name in names] for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
+    for row in cells:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths)))
+    print()
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else "-" if value is None else str(value)
+
+
+if __name__ == "__main__":
+    main()
