@@ -9,13 +9,13 @@ from typing import Any, Literal, Protocol, cast, get_args
 import jax
 import numpy as np
 
-BackendName = Literal["reference", "triton"]
+BackendName = Literal["reference", "triton", "mosaic_tpu"]
 
 # What `auto` tries, best first; the last one does everything everywhere.
 _PREFERRED: dict[str, tuple[BackendName, ...]] = {
     "cuda": ("triton", "reference"),
     "gpu": ("triton", "reference"),
-    "tpu": ("reference",),
+    "tpu": ("mosaic_tpu", "reference"),
 }
 _CPU: tuple[BackendName, ...] = ("reference",)
 

@@ -182,19 +182,19 @@ class Copies:
         form, given = self.form, self.given
         row = self._row(i)
         first_token, length = given.query_starts[row], given.kv_lens[row]
-        start = length - (given.query_starts[row + 1] - first_token)
-        base = start - lax.rem(start, form.unit)
-        position = start
+        begin = length - (given.query_starts[row + 1] - first_token)
+        base = begin - lax.rem(begin, form.unit)
+        position = begin
         end = length
         if self.chained:
             base = base + given.tile_numbers[i] * self.blocks.queries
-            position = jnp.maximum(start, base)
+            position = jnp.maximum(begin, base)
             end = jnp.minimum(length, base + self.blocks.queries)
         first = jnp.int32(0) if form.window is None else jnp.maximum(position - form.window + 1, 0)
         size = self.blocks.pages * form.page_size
         first_block = lax.div(first, size)
         blocks = jnp.where(first < base, lax.div(base + size - 1, size) - first_block, 0)
-        token = first_token + position - start
+        token = first_token + position - begin
         return Tile(jnp.int32(i), row, token, position, base, end, first, first_block, blocks)
 
     def table(self, i: Array | int, act: Act) -> None:

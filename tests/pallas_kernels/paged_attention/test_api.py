@@ -18,7 +18,7 @@ def test_the_choice_says_why() -> None:
 
 
 def test_a_backend_that_is_not_built_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'fa3' is not built; available: reference, triton"):
+    with pytest.raises(ValueError, match=r"'fa3' is not built; available: reference, triton, mosaic_tpu"):
         choose_backend(Target("cuda", "NVIDIA H200", (9, 0)), PROBLEM, "fa3")
 
 

@@ -13,11 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_attention import Backend, BackendName, PagedKV, paged_attention, target_of
+from pallas_kernels.paged_attention import Backend, BackendName, PagedKV, kv_layout, paged_attention, target_of
+from pallas_kernels.paged_attention.layout import in_lanes
 from tests.pallas_kernels.paged_attention import naive
 from tests.pallas_kernels.paged_attention.cases import CASES, Batch, Case, make_batch
 
 BACKENDS = get_args(BackendName)
+
+# Whose layout a backend meets, where it isn't the plain one.
+PLATFORMS = {"mosaic_tpu": "tpu"}
 
 
 @functools.cache
@@ -34,13 +38,32 @@ def _compiled(backend: BackendName, scale: float, window: int | None, soft_cap: 
     return jax.jit(functools.partial(paged_attention, **options), compiler_options=fast)
 
 
-def _run(case: Case, batch: Batch, backend: BackendName) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _pool(case: Case, batch: Batch, platform: str) -> PagedKV:
+    """The batch's pool as it lies in the memory of a platform."""
+    kv_heads, entries, page_size, head_dim = batch.keys.shape
+    layout = kv_layout(
+        num_layers=case.num_layers,
+        num_pages=entries // case.num_layers,
+        page_size=page_size,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=batch.keys.dtype,
+        platform=platform,
+    )
+    arrays = (jnp.zeros(shape, layout.dtype) for shape in (layout.shape, layout.values_shape))
+    kv = PagedKV(*arrays, case.num_layers, joined=layout.joined)
+    return kv.with_pools(in_lanes(jnp.asarray(batch.keys), jnp.asarray(batch.values), kv))
+
+
+def _run(
+    case: Case, batch: Batch, backend: BackendName, platform: str = ""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     out, kv = _compiled(backend, scale, case.window, case.soft_cap, case.decode_only)(
         batch.q,
         batch.k,
         batch.v,
-        PagedKV(jnp.asarray(batch.keys), jnp.asarray(batch.values), case.num_layers),
+        _pool(case, batch, platform or PLATFORMS.get(backend, "")),
         np.int32(case.layer),
         batch.page_table,
         batch.query_starts,
@@ -49,16 +72,17 @@ def _run(case: Case, batch: Batch, backend: BackendName) -> tuple[np.ndarray, np
         np.int32(batch.num_seqs),
         sinks=batch.sinks,
     )
-    return np.asarray(out), np.asarray(kv.keys), np.asarray(kv.values)
+    keys, values = (np.array(pool)[..., lanes] for pool, lanes in (kv.pool_and_lanes(i, case.head_dim) for i in (0, 1)))
+    return np.asarray(out), keys, values
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
     """NaN equals NaN, and -0 is not 0."""
-    return array.view(np.uint16 if array.dtype.itemsize == 2 else np.uint32)
+    return np.ascontiguousarray(array).view(np.uint16 if array.dtype.itemsize == 2 else np.uint32)
 
 
-def _check(case: Case, batch: Batch, backend: BackendName) -> None:
-    out, keys, values = _run(case, batch, backend)
+def _check(case: Case, batch: Batch, backend: BackendName, platform: str = "") -> None:
+    out, keys, values = _run(case, batch, backend, platform)
     expected = naive.attention(case, batch)
     assert out.dtype == batch.q.dtype
     tolerance = 1e-2 if case.dtype == "bfloat16" else 1e-5
@@ -72,6 +96,12 @@ def _check(case: Case, batch: Batch, backend: BackendName) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_dense_attention(case: Case, backend: BackendName) -> None:
     _check(case, make_batch(case), backend)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80])
+def test_the_reference_reads_and_writes_a_tpus_pool(head_dim: int) -> None:
+    case = Case("tpu-pool", ((40, 1), (17, 1), (30, 12)), 2, head_dim=head_dim)
+    _check(case, make_batch(case), "reference", "tpu")
 
 
 _ROWS, _TOKENS, _LONGEST, _PAGE = 6, 96, 200, 16
