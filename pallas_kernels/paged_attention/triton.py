@@ -135,8 +135,10 @@ def candidates(kind: str, problem: Problem, target: Target) -> list[dict[str, in
 
 
 def _decode_sizes(problem: Problem, target: Target) -> dict[str, int]:
-    """Tiles of 16 KiB of keys and as many of values, two of each in flight; half of that in a small shared memory."""
-    tile_bytes = 8 * 1024 if _small_shared_memory(target) else 16 * 1024
+    """Tiles of 16 KiB of keys and as many of values, two of each in flight. Half of that in a small shared memory, and
+    in float32, which is multiplied without tensor cores and takes more registers."""
+    halved = _small_shared_memory(target) or problem.dtype.itemsize == 4
+    tile_bytes = 8 * 1024 if halved else 16 * 1024
     block_kv = tile_bytes // (pl.next_power_of_2(problem.head_dim) * problem.dtype.itemsize)
     return {"block_kv": min(128, max(16, block_kv)), "num_warps": 4, "num_stages": 3}
 

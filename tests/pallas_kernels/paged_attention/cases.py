@@ -18,7 +18,7 @@ class Case:
     """`rows` are (length with the new tokens, new tokens), the first `num_decodes` of them decodes.
 
     `pad_rows` and `pad_tokens` say how much larger than the batch the program is. The first `shared_pages` pages of all
-    rows are the same ones, as the prefix cache makes them.
+    rows are the same ones, as the prefix cache makes them. `kv_dtype` is the pool's where it isn't that of the queries.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Case:
     head_dim: int = 64
     page_size: int = 16
     dtype: str = "float32"
+    kv_dtype: str | None = None
     num_layers: int = 2
     layer: int = 1
     pad_rows: int = 2
@@ -47,7 +48,10 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The arguments of `paged_attention`, and each row's whole keys and values `[length, kv_heads, head_dim]`."""
+    """The arguments of `paged_attention`, and each row's whole keys and values `[length, kv_heads, head_dim]`.
+
+    Of a pool of fp8, `rows` are what its numbers stand for.
+    """
 
     q: np.ndarray
     k: np.ndarray
@@ -60,7 +64,17 @@ class Batch:
     num_decodes: int
     num_seqs: int
     sinks: np.ndarray | None
+    scales: np.ndarray | None
     rows: list[tuple[np.ndarray, np.ndarray]]
+
+
+def stored(case: Case, x: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
+    """Keys and values `[2, tokens, kv_heads, head_dim]` as the pool of the case's layer holds them."""
+    dtype = jnp.dtype(case.kv_dtype or case.dtype)
+    if scales is None:
+        return x.astype(dtype)
+    limit = float(jnp.finfo(dtype).max)
+    return np.clip(x.astype(np.float32) / scales[:, case.layer, None, :, None], -limit, limit).astype(dtype)
 
 
 def make_batch(case: Case, *, max_pages: int | None = None, num_pages: int | None = None) -> Batch:
@@ -83,7 +97,12 @@ def make_batch(case: Case, *, max_pages: int | None = None, num_pages: int | Non
 
     # What stands beyond a row's pages is a page of somebody else or of nobody.
     page_table = rng.integers(0, num_pages, (len(case.rows) + case.pad_rows, max_pages), dtype=np.int32)
-    pools = np.full((2, case.kv_heads, case.num_layers * num_pages, size, case.head_dim), np.nan, dtype)
+    kv_dtype = jnp.dtype(case.kv_dtype or case.dtype)
+    scales = None
+    if case.kv_dtype is not None:
+        # Small enough that some numbers are clipped: normal ones go up to 4, those of fp8 to 448.
+        scales = rng.uniform(0.005, 0.02, (2, case.num_layers, case.kv_heads)).astype(np.float32)
+    pools = np.full((2, case.kv_heads, case.num_layers * num_pages, size, case.head_dim), np.nan, kv_dtype)
     tokens = sum(new for _, new in case.rows)
     total = len(case.rows) + case.pad_rows if case.decode_only else tokens + case.pad_tokens
     new_kv = np.full((2, total, case.kv_heads, case.head_dim), np.nan, dtype)
@@ -94,14 +113,16 @@ def make_batch(case: Case, *, max_pages: int | None = None, num_pages: int | Non
         pages = common + [free.pop() for _ in range(used[row] - shared)]
         page_table[row, : len(pages)] = pages
         both = np.concatenate([prefix, normal(2, length - shared * size, case.kv_heads, case.head_dim)], axis=1)
+        held = stored(case, both, scales)
         old = length - new
         first = 0 if case.window is None or shared else max(0, old - case.window + 1)
         for position in range(first, old):
             entry = case.layer * num_pages + pages[position // size]
-            pools[:, :, entry, position % size] = both[:, position]
+            pools[:, :, entry, position % size] = held[:, position]
         new_kv[:, starts[-1] : starts[-1] + new] = both[:, old:]
         starts.append(starts[-1] + new)
-        rows.append((both[0], both[1]))
+        meant = held if scales is None else held.astype(np.float32) * scales[:, case.layer, None, :, None]
+        rows.append((meant[0], meant[1]))
     return Batch(
         q=q,
         k=new_kv[0],
@@ -114,6 +135,7 @@ def make_batch(case: Case, *, max_pages: int | None = None, num_pages: int | Non
         num_decodes=case.num_decodes,
         num_seqs=len(case.rows),
         sinks=rng.standard_normal(case.heads, dtype=np.float32) if case.sinks else None,
+        scales=scales,
         rows=rows,
     )
 
@@ -167,4 +189,8 @@ CASES = [
     _mixed("bf16", dtype="bfloat16"),
     _decode("decode-bf16", dtype="bfloat16", head_dim=128, page_size=64),
     _prefill("prefill-bf16-window", dtype="bfloat16", window=50),
+    _mixed("fp8", kv_dtype="float8_e4m3fn"),
+    _mixed("fp8-bf16-everything", dtype="bfloat16", kv_dtype="float8_e4m3fn", soft_cap=5.0, sinks=True, window=40),
+    _decode("decode-fp8", kv_dtype="float8_e4m3fn", heads=8, head_dim=128, page_size=64),
+    _prefill("prefill-fp8-dim-80", kv_dtype="float8_e4m3fn", heads=6, kv_heads=3, head_dim=80, page_size=32),
 ]

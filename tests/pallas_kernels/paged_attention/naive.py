@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.pallas_kernels.paged_attention.cases import Batch, Case
+from tests.pallas_kernels.paged_attention.cases import Batch, Case, stored
 
 
 def attention(case: Case, batch: Batch) -> np.ndarray:
@@ -34,10 +34,11 @@ def pool_after(case: Case, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """The pool with the live new tokens in place, and nothing else changed."""
     keys, values = batch.keys.copy(), batch.values.copy()
     num_pages = keys.shape[1] // case.num_layers
+    new_keys, new_values = stored(case, np.stack([batch.k, batch.v]), batch.scales)
     for row, (length, new) in enumerate(case.rows):
         for i in range(new):
             position, token = length - new + i, batch.query_starts[row] + i
             entry = case.layer * num_pages + batch.page_table[row, position // case.page_size]
-            keys[:, entry, position % case.page_size] = batch.k[token]
-            values[:, entry, position % case.page_size] = batch.v[token]
+            keys[:, entry, position % case.page_size] = new_keys[token]
+            values[:, entry, position % case.page_size] = new_values[token]
     return keys, values

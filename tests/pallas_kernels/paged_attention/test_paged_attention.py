@@ -51,7 +51,8 @@ def _pool(case: Case, batch: Batch, platform: str) -> PagedKV:
         platform=platform,
     )
     arrays = (jnp.zeros(shape, layout.dtype) for shape in (layout.shape, layout.values_shape))
-    kv = PagedKV(*arrays, case.num_layers, joined=layout.joined)
+    scales = None if batch.scales is None else jnp.asarray(batch.scales)
+    kv = PagedKV(*arrays, case.num_layers, scales, joined=layout.joined)
     return kv.with_pools(in_lanes(jnp.asarray(batch.keys), jnp.asarray(batch.values), kv))
 
 
@@ -78,7 +79,7 @@ def _run(
 
 def _bits(array: np.ndarray) -> np.ndarray:
     """NaN equals NaN, and -0 is not 0."""
-    return np.ascontiguousarray(array).view(np.uint16 if array.dtype.itemsize == 2 else np.uint32)
+    return np.ascontiguousarray(array).view({1: np.uint8, 2: np.uint16, 4: np.uint32}[array.dtype.itemsize])
 
 
 def _check(case: Case, batch: Batch, backend: BackendName, platform: str = "") -> None:
