@@ -24,9 +24,10 @@ from jaxserve.engine.process import run
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.models.config import parse_model_config
 from jaxserve.models.registry import family
-from jaxserve.runtime.deployment import Deployment, deploy
+from jaxserve.runtime.deployment import Deployment
 from jaxserve.runtime.device import attach, facts_of_device
 from jaxserve.runtime.executor import DeviceExecutor
+from jaxserve.runtime.fit import deploy_or_advise
 from jaxserve.runtime.mesh import make_mesh, shardings
 from jaxserve.runtime.programs import build_programs
 from jaxserve.runtime.sizes import Sizes
@@ -60,7 +61,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
     with phases("model"):
         source = model_source.resolve(config.model)
         model = parse_model_config(model_source.read_config(source))
-    deployment = deploy(config, model, facts_of_device(device))
+    deployment = deploy_or_advise(config, model, facts_of_device(device))
     backend, sizes = deployment.backend, deployment.sizes
     logger.info("device: %s; attention: %s (%s)", device.device_kind, backend.name, backend.reason)
     if sizes.capacity.max_model_len < sizes.wanted_context:

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 GROUND = {"errors", "api_types", "step_plan", "params", "model_source"}
 BASE = GROUND | {"config", "observability"}
 
-# What each room may import of jaxserve besides itself. `engine.client` alone stands for that one module.
+# What each room may import of jaxserve besides itself. `engine.client` alone stands for that one module. What `cli` has
+# of the runtime it imports when a command runs: it starts without jax.
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     "config": GROUND,
@@ -30,7 +31,7 @@ MAY_IMPORT = {
     "server": BASE | {"text", "engine.client"},
     "llm": BASE | {"text", "engine.client"},
     "bench": BASE | {"text"},
-    "cli": BASE | {"text", "server", "llm", "bench"},
+    "cli": BASE | {"text", "server", "llm", "bench", "runtime"},
     "__main__": {"cli"},
     "__init__": {"llm", "api_types", "config"},
 }

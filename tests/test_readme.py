@@ -7,12 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.cli import chat, config, doctor, generate, pull, serve
+from jaxserve.cli import chat, compile, config, doctor, generate, plan, pull, serve
 from jaxserve.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-PARSERS = {"chat": chat, "config explain": config, "doctor": doctor, "generate": generate, "pull": pull, "serve": serve}
+PARSERS = {
+    "chat": chat,
+    "compile": compile,
+    "config explain": config,
+    "doctor": doctor,
+    "generate": generate,
+    "plan": plan,
+    "pull": pull,
+    "serve": serve,
+}
 
 
 def test_the_tables_are_up_to_date() -> None:

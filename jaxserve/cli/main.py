@@ -20,6 +20,8 @@ COMMANDS = {
     "serve": "serve a model over HTTP, with OpenAI's routes",
     "generate": "continue one prompt, streamed to the terminal",
     "chat": "talk with a model in the terminal",
+    "plan": "say what fits a device that isn't here, and how fast it can be at best",
+    "compile": "compile every program for a device that isn't here, or into a bundle for this one",
     "pull": "fetch a model into the cache ahead of time",
     "doctor": "watch a running server and say which settings to turn",
     "config": "explain every setting: its value and where it comes from",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from jaxserve.model_source.gguf_config import config_from_gguf
 from jaxserve.model_source.gguf_metadata import MAGIC, GGUFMetadata
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,22 @@ def read_config(source: ModelSource) -> dict[str, Any]:
     """The model's config as in config.json; made from the metadata for a GGUF file. Raises `ConfigError`."""
     if source.kind == "gguf":
         return config_from_gguf(GGUFMetadata(source.path))
-    path = source.path / "config.json"
+    return _read_json(source.path / "config.json")
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """The config of whatever `--model` names, for those who need no weights: none are fetched from the hub for it, and
+    a config.json will do by itself. Raises `ModelNotFoundError`, `ConfigError`.
+    """
+    path = Path(model).expanduser()
+    if path.suffix == ".json" and path.is_file():
+        return _read_json(path)
+    if model not in BUILTIN_MODELS and not path.exists() and _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
+        return _read_json(_hub_folder(model, offline=False, files=["config.json"]) / "config.json")
+    return read_config(resolve(model))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -85,7 +101,7 @@ def _gguf(path: Path) -> ModelSource:
     return ModelSource(path, "gguf", path.stem)
 
 
-def _hub_folder(repo: str, offline: bool) -> Path:
+def _hub_folder(repo: str, offline: bool, files: Sequence[str] = _HUB_FILES) -> Path:
     # Imported here because it costs start-up time that no local model should pay
     import httpx
     from huggingface_hub import constants, errors, snapshot_download
@@ -96,7 +112,7 @@ def _hub_folder(repo: str, offline: bool) -> Path:
     offline = offline or bool(constants.HF_HUB_OFFLINE)
     try:
         folder = snapshot_download(
-            repo, allow_patterns=_HUB_FILES, ignore_patterns=["*/*", "consolidated*"], local_files_only=offline
+            repo, allow_patterns=list(files), ignore_patterns=["*/*", "consolidated*"], local_files_only=offline
         )
     except errors.GatedRepoError as error:
         raise ModelNotFoundError(

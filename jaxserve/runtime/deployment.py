@@ -64,7 +64,7 @@ class Deployment:
 
 def read_model(model: str) -> ModelConfig:
     """The model's config from whatever `--model` names; a config.json is enough. Raises `ConfigError`."""
-    return parse_model_config(model_source.read_config(model_source.resolve(model)))
+    return parse_model_config(model_source.config_of(model))
 
 
 def deploy(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> Deployment:

@@ -11,7 +11,7 @@ import logging
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,11 @@ class ProgramBuilder:
 
     def lower(self, key: Key) -> jax.stages.Lowered:
         """Trace one program; the state is donated."""
+        # Kernels ask the mesh in force for the device they are lowered for, which need not be attached.
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            return self._lower(key)
+
+    def _lower(self, key: Key) -> jax.stages.Lowered:
         state = shape_structs(self.mesh, self.state_specs)
         if isinstance(key, str):
             packed = self._packed(UPDATE.size)
@@ -139,14 +144,18 @@ def build_programs(
             builder.store(compiled, paths[key])
         return key, compiled, True
 
-    order = sorted(wanted, key=_cost, reverse=True)
+    order = by_cost(wanted)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         made = list(_progress(pool.map(make, order), len(order), bool(missing)))
     return {key: program for key, program, _ in made}, sum(compiled for _, _, compiled in made)
 
 
+def by_cost(keys: Sequence[Key]) -> list[Key]:
+    """Those that take longest to compile first: no long one should be left for the end."""
+    return sorted(keys, key=_cost, reverse=True)
+
+
 def _cost(key: Key) -> tuple[bool, int]:
-    """Orders programs by how long they take to compile: no long one should be left for the end."""
     return (False, 0) if isinstance(key, str) else (key.kind != "decode", key.size)
 
 

@@ -32,7 +32,7 @@ class Sizes:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Defaults:
+class Defaults:
     """By platform: requests that run at once, tokens of a prefill chunk and of the smallest mixed program, and the size
     up to which decode programs are finely spaced."""
 
@@ -42,9 +42,14 @@ class _Defaults:
     max_fine: int | None
 
 
-_CPU = _Defaults(running=32, chunk=512, smallest_bucket=64, max_fine=None)
-_ACCELERATOR = _Defaults(running=256, chunk=2048, smallest_bucket=256, max_fine=160)
+_CPU = Defaults(running=32, chunk=512, smallest_bucket=64, max_fine=None)
+_ACCELERATOR = Defaults(running=256, chunk=2048, smallest_bucket=256, max_fine=160)
 _PROMPT_LOGPROB_TOKENS = 128
+
+
+def defaults_of(device: DeviceFacts) -> Defaults:
+    """What holds where nothing was asked for."""
+    return _CPU if device.platform == "cpu" else _ACCELERATOR
 
 
 def resolve_sizes(
@@ -61,7 +66,7 @@ def resolve_sizes(
 
     Raises `ConfigError`: `NoRoomError` where nothing fits.
     """
-    defaults = _CPU if device.platform == "cpu" else _ACCELERATOR
+    defaults = defaults_of(device)
     running = config.max_running_requests or defaults.running
     chunk = config.chunked_prefill_size or defaults.chunk
     longest = config.context_length or model.max_position_embeddings

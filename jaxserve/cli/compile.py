@@ -1,0 +1,121 @@
+"""`jaxserve compile`: compiles the programs of a deployment ahead of time.
+
+With --target for a device that isn't here, on any machine: it says how long each takes, the memory it needs, what it
+exchanges between devices and which kernels are in it. It fails where a program doesn't build or would copy the KV pool.
+--model may be a folder without weights, or a config.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from jaxserve.cli import flags
+from jaxserve.cli.parser import HelpFormatter, Parser
+from jaxserve.cli.table import table
+from jaxserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxserve.config.load import Loaded
+    from jaxserve.runtime.compiled import ProgramReport
+
+_HEADER = ("program", "seconds", "temp MiB", "aliased MiB", "collectives", "kernels")
+
+
+def parser() -> Parser:
+    """The flags of `jaxserve compile`."""
+    parser = Parser(prog="jaxserve compile", description=__doc__, formatter_class=HelpFormatter)
+    add_target(parser)
+    parser.add_argument("--only", metavar="PATTERN", default="*", help="programs by name, such as 'decode-64-*'")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    flags.add_model(parser)
+    flags.add_settings(parser)
+    return parser
+
+
+def add_target(parser: Parser) -> None:
+    """The device that isn't here."""
+    parser.add_argument("--target", metavar="NAME", help="a device that isn't here, such as nvidia-h200 or tpu-v6e")
+
+
+def main(argv: list[str]) -> int:
+    """Run it; returns 1 where a program didn't build or copies the KV pool."""
+    arguments = parser().parse(argv)
+    loaded = flags.loaded(arguments)
+    flags.arguments(loaded)
+    return _for_target(loaded, required_target(arguments.target), arguments.only, arguments.json)
+
+
+def required_target(name: str | None) -> str:
+    """Raises `ConfigError` naming those there are where none was given."""
+    if name is None:
+        from jaxserve.runtime.target import target_names
+
+        raise ConfigError(f"say for which device: --target {{{','.join(target_names())}}}")
+    return name
+
+
+def _for_target(loaded: Loaded, name: str, only: str, as_json: bool) -> int:
+    # XLA's notes on its own estimates would bury the table.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    from jaxserve.runtime import offline
+
+    deployment = offline.deploy_on_target(loaded.engine, name)
+    keys = offline.chosen_keys(deployment, only)
+    builder = offline.builder_for_target(deployment, name)
+    print(f"{loaded.engine.model} on {deployment.tensor} x {name}: {len(keys)} programs, "
+          f"attention: {deployment.backend.name} ({deployment.backend.reason})", file=sys.stderr)  # fmt: skip
+    reports = watched(offline.compile_programs(builder, keys), len(keys))
+    order = {str(key): i for i, key in enumerate(keys)}
+    reports.sort(key=lambda report: order[report.name])
+    show(reports, as_json, {"target": name, "devices": deployment.tensor, "model": loaded.engine.model})
+    return 1 if any(report.fault for report in reports) else 0
+
+
+def watched(reports: Iterable[ProgramReport], count: int) -> list[ProgramReport]:
+    """All of them, under a progress bar; a fault is told as it is found."""
+    done: list[ProgramReport] = []
+    with tqdm(total=count, desc="Compiling programs", unit="program", file=sys.stderr, dynamic_ncols=True) as bar:
+        for report in reports:
+            done.append(report)
+            bar.update()
+            bar.set_postfix_str(report.name)
+            if report.fault:
+                bar.write(f"{report.name}: {report.fault}", file=sys.stderr)
+    return done
+
+
+def show(reports: Sequence[ProgramReport], as_json: bool, about: Mapping[str, object]) -> None:
+    """The table, or the same as JSON; faults last."""
+    if as_json:
+        print(json.dumps({**about, "programs": [dataclasses.asdict(report) for report in reports]}, indent=2))
+        return
+    print(table(_HEADER, [_row(report) for report in reports], left=(0, 4, 5)))
+    faults = [report for report in reports if report.fault]
+    for report in faults:
+        print(f"\n{report.name} can't be used: {report.fault}")
+    total = sum(report.seconds for report in reports)
+    print(f"\n{len(reports) - len(faults)} of {len(reports)} programs are good, {total:.0f} s of compiling in all")
+
+
+def _row(report: ProgramReport) -> tuple[str, ...]:
+    if report.fault and not report.alias_bytes:
+        return (report.name, f"{report.seconds:.1f}", "-", "-", "-", "not built")
+    return (
+        report.name,
+        f"{report.seconds:.1f}",
+        f"{report.temp_bytes / 2**20:.1f}",
+        f"{report.alias_bytes / 2**20:.1f}",
+        _counted(report.collectives),
+        _counted(report.kernels),
+    )
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "-"

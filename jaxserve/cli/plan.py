@@ -1,0 +1,124 @@
+"""`jaxserve plan`: whether a model fits a device that isn't here, what is left for KV, and how fast it can be.
+
+It compiles nothing (with --compile, the largest programs): --model may be a folder without weights, or a config.json.
+What doesn't fit is told with the flags that would make it fit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.cli import flags
+from jaxserve.cli.compile import add_target, required_target
+from jaxserve.cli.parser import HelpFormatter, Parser
+from jaxserve.cli.table import table
+
+if TYPE_CHECKING:
+    from jaxserve.runtime.plan import Plan
+
+_GIB = 2**30
+
+
+def parser() -> Parser:
+    """The flags of `jaxserve plan`."""
+    parser = Parser(prog="jaxserve plan", description=__doc__, formatter_class=HelpFormatter)
+    add_target(parser)
+    parser.add_argument("--compile", action="store_true", help="ask the compiler for the largest working memory")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    flags.add_model(parser)
+    flags.add_settings(parser)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run it; what can't be served at all is an error, what is cut to fit is told."""
+    arguments = parser().parse(argv)
+    loaded = flags.loaded(arguments)
+    flags.arguments(loaded)
+    name = required_target(arguments.target)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    from jaxserve.runtime.plan import make_plan
+
+    plan = make_plan(loaded.engine, name, ask_compiler=arguments.compile)
+    print(json.dumps(as_json(plan), indent=2) if arguments.json else as_text(plan))
+    return 0
+
+
+def as_text(plan: Plan) -> str:
+    """The plan for a person."""
+    made, capacity, footprint = plan.deployment, plan.deployment.capacity, plan.deployment.sizes.footprint
+    pool = plan.pool_tokens * footprint.kv_per_token
+    used = footprint.weights + footprint.state + plan.temp_bytes + pool
+    memory = [
+        ("weights", footprint.weights, ""),
+        ("state by slot", footprint.state, f"{capacity.num_slots} slots"),
+        ("largest working memory", plan.temp_bytes, plan.temp_source),
+        ("KV pool", pool, f"{plan.pool_tokens:,} tokens in {capacity.num_pages:,} pages of {capacity.page_size}"),
+        ("left", plan.usable_bytes - used, f"of {plan.usable_bytes / _GIB:.2f} GiB that may be used"),
+        ("not to be used", plan.target.memory_bytes - plan.usable_bytes, "--mem-fraction-static"),
+    ]
+    rows = [(name, f"{size / _GIB:.2f}", note) for name, size, note in memory]
+    peak = plan.limits.peak_flops
+    parts = [
+        f"{made.config.model} in {made.dtype.name} on {made.tensor} x {plan.target.name} "
+        f"({plan.target.memory_bytes / _GIB:.1f} GiB, {plan.target.memory_bandwidth / 1e12:.2f} TB/s, "
+        f"{'no figure for' if peak is None else f'{peak / 1e12:.0f} TFLOP/s in'} {made.dtype.name}, each)",
+        table(("memory of a device", "GiB", ""), rows, left=(0, 2)),
+        f"KV cache: {footprint.kv_per_token / 1024:.1f} KiB a token on each device\n"
+        f"largest context: {capacity.max_model_len:,} tokens\n"
+        f"largest batch: {capacity.num_slots} requests; "
+        + ", ".join(f"{plan.requests_of(context)} of {context:,} tokens" for context in plan.contexts),
+        "decode, tokens a second at best (down: batch, across: context)\n" + _decode_table(plan),
+        "prefill, tokens a second at best: " + _prefill_line(plan),
+    ]
+    parts += [f"doesn't fit: {misfit.what}\n  would fit with: {' or '.join(misfit.fixes)}" for misfit in plan.misfits]
+    return "\n\n".join(parts)
+
+
+def _decode_table(plan: Plan) -> str:
+    rows = []
+    for batch in plan.batches:
+        limits = (plan.decode_limit(batch, context) for context in plan.contexts)
+        rows.append((f"{batch}", *("-" if limit is None else f"{limit:,.0f}" for limit in limits)))
+    return table(("", *(f"{context:,}" for context in plan.contexts)), rows, left=())
+
+
+def _prefill_line(plan: Plan) -> str:
+    found = [(context, plan.limits.prefill_tokens_per_second(context)) for context in plan.contexts]
+    known = [f"{limit:,.0f} for prompts of {context:,}" for context, limit in found if limit is not None]
+    return ", ".join(known) or f"there is no peak rate of {plan.deployment.dtype.name} for this device"
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan for a program; bytes are of one device."""
+    made, footprint = plan.deployment, plan.deployment.sizes.footprint
+    return {
+        "model": made.config.model,
+        "target": plan.target.name,
+        "devices": made.tensor,
+        "dtype": made.dtype.name,
+        "attention_backend": made.backend.name,
+        "memory_bytes": plan.target.memory_bytes,
+        "usable_bytes": plan.usable_bytes,
+        "weight_bytes": footprint.weights,
+        "state_bytes": footprint.state,
+        "temp_bytes": plan.temp_bytes,
+        "temp_source": plan.temp_source,
+        "kv_bytes_per_token": footprint.kv_per_token,
+        "max_total_num_tokens": plan.pool_tokens,
+        "num_pages": made.capacity.num_pages,
+        "context_length": made.capacity.max_model_len,
+        "max_running_requests": made.capacity.num_slots,
+        "decode_tokens_per_second": [
+            {"batch": batch, "context": context, "limit": limit}
+            for batch in plan.batches
+            for context in plan.contexts
+            if (limit := plan.decode_limit(batch, context)) is not None
+        ],
+        "prefill_tokens_per_second": [
+            {"length": context, "limit": plan.limits.prefill_tokens_per_second(context)} for context in plan.contexts
+        ],
+        "misfits": [{"what": misfit.what, "fixes": misfit.fixes} for misfit in plan.misfits],
+    }

@@ -1,0 +1,149 @@
+"""Reads a compiled program: its memory, its collectives and kernels, and whether the KV pool stays in its place."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from jaxserve.runtime.mesh import device_bytes
+from jaxserve.runtime.programs import Key, ProgramBuilder
+
+# What may give an array of the pool's size: names for one that is there, and writing into it. A kernel may where it
+# says that its output is its operand.
+_IN_PLACE = {
+    "parameter", "tuple", "get-tuple-element", "bitcast", "while", "call", "fusion", "scatter", "dynamic-update-slice",
+    "conditional", "optimization-barrier", "async-start", "async-update", "async-done",
+}  # fmt: skip
+# A smaller pool may happen to be as large as some activation.
+_SMALL_POOL = 2**24
+_COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+    "all-reduce",
+    "all-gather",
+    "all-to-all",
+    "collective-permute",
+    "reduce-scatter",
+    "collective-broadcast",
+}
+# Targets of custom calls that are our kernels, by what they were written in; a name goes with each.
+_KERNELS = {"__gpu$xla.gpu.triton": "triton", "mosaic_gpu": "mosaic gpu", "tpu_custom_call": "mosaic tpu"}
+_LIBRARIES = re.compile(r"__(cublas|cudnn)[\w$.]*")
+
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = (?P<types>.*?) (?P<opcode>[a-z][a-z0-9-]*)\(")
+_ARRAY = re.compile(r"\b(?:pred|[a-z]+\d+\w*)\[(?P<dims>[\d,]*)\]")
+_TARGET = re.compile(r'custom_call_target="(?P<target>[^"]+)"')
+_OP_NAME = re.compile(r'op_name="(?P<name>[^"]+)"')
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a program, also of those inside fusions: `elements` are those of the largest array it gives.
+
+    `kernel` names what a custom call calls, where that is a kernel of ours or of a library.
+    """
+
+    opcode: str
+    elements: int
+    aliased: bool = False
+    kernel: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramReport:
+    """What became of one program, on each device of its mesh; `fault` says why it can't be used.
+
+    `temp_bytes` is working memory, `alias_bytes` what is changed in place. Counts are by name.
+    """
+
+    name: str
+    seconds: float
+    temp_bytes: int = 0
+    alias_bytes: int = 0
+    collectives: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    kernels: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    fault: str | None = None
+
+
+def compile_and_read(builder: ProgramBuilder, key: Key) -> tuple[ProgramReport, jax.stages.Compiled | None]:
+    """Compile one program and say what it is; a program that doesn't build is a report with a fault."""
+    start = time.monotonic()
+    try:
+        compiled = builder.compile(key)
+    except Exception as error:  # what a compiler may raise has no common base
+        return ProgramReport(str(key), time.monotonic() - start, fault=_first_line(error)), None
+    return read(builder, key, compiled, time.monotonic() - start), compiled
+
+
+def read(builder: ProgramBuilder, key: Key, compiled: Any, seconds: float) -> ProgramReport:
+    """The report of a program that was built."""
+    memory = compiled.memory_analysis()
+    found = list(instructions(compiled.as_text()))
+    opcodes = collections.Counter(one.opcode.removesuffix("-start") for one in found)
+    return ProgramReport(
+        name=str(key),
+        seconds=seconds,
+        temp_bytes=memory.temp_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        collectives={name: opcodes[name] for name in _COLLECTIVES if name in opcodes and builder.mesh.size > 1},
+        kernels=dict(collections.Counter(one.kernel for one in found if one.kernel is not None)),
+        fault=_copied(builder, memory, found),
+    )
+
+
+def instructions(text: str) -> Iterator[Instruction]:
+    """The instructions of a compiled program's text."""
+    for line in text.split("\n"):
+        if found := _INSTRUCTION.match(line):
+            opcode = found["opcode"]
+            elements = max(map(_elements, _ARRAY.finditer(found["types"])), default=0)
+            if opcode == "custom-call":
+                yield Instruction(opcode, elements, "output_to_operand_aliasing" in line, _kernel(line))
+            else:
+                yield Instruction(opcode, elements)
+
+
+def _copied(builder: ProgramBuilder, memory: Any, found: list[Instruction]) -> str | None:
+    """Where the state isn't changed in place, how that shows."""
+    sizes = builder.mesh.shape
+    state = device_bytes(builder.state_specs, sizes)
+    if memory.alias_size_in_bytes < state:
+        return f"the state is copied: {memory.alias_size_in_bytes} of its {state} bytes are aliased"
+    pools = jax.tree.leaves(builder.state_specs.kv)
+    # As many elements as the pool has, in whatever type and order, are a copy of it, if there is memory for one.
+    smallest = min(device_bytes(pool, sizes) for pool in pools)
+    if smallest < _SMALL_POOL or memory.temp_size_in_bytes < smallest:
+        return None
+    elements = {device_bytes(pool, sizes) // pool.dtype.itemsize for pool in pools}
+    copies = collections.Counter(
+        one.opcode for one in found if one.elements in elements and one.opcode not in _IN_PLACE and not one.aliased
+    )
+    if copies:
+        return "the KV pool is copied: " + ", ".join(f"{count} {opcode}" for opcode, count in copies.items())
+    return None
+
+
+def _kernel(line: str) -> str | None:
+    found = _TARGET.search(line)
+    if found is None:
+        return None
+    target = found["target"]
+    for prefix, language in _KERNELS.items():
+        if target.startswith(prefix):
+            parts = name["name"].split("/") if (name := _OP_NAME.search(line)) else []
+            own = parts[-2] if len(parts) > 1 and parts[-1].startswith("pallas_call") else language
+            return own if own == language else f"{own} ({language})"
+    return target.strip("_").replace("$", " ") if _LIBRARIES.fullmatch(target) else None
+
+
+def _elements(array: re.Match[str]) -> int:
+    return math.prod(int(size) for size in array["dims"].split(",") if size)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error).strip() else repr(error)

@@ -1,0 +1,56 @@
+"""What `jaxserve compile` does: every program of a deployment, for a device that isn't attached or the one that is."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+import jax
+
+from jaxserve.config.schema import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.runtime.compiled import ProgramReport, compile_and_read
+from jaxserve.runtime.deployment import Deployment, read_model
+from jaxserve.runtime.device import facts_of_target
+from jaxserve.runtime.fit import deploy_or_advise
+from jaxserve.runtime.programs import UPDATE_KEY, Key, ProgramBuilder, by_cost
+from jaxserve.runtime.target import load_target
+from jaxserve.runtime.topology import target_mesh
+
+
+def deploy_on_target(config: EngineConfig, name: str) -> Deployment:
+    """The deployment that a configuration makes on a device that isn't attached. Raises `ConfigError`."""
+    target = load_target(name)
+    if config.device not in ("auto", target.platform):
+        raise ConfigError(f"device={config.device} and target {name!r}, which is {target.platform}: leave one out")
+    target.topology(config.tp_size)
+    return deploy_or_advise(config, read_model(config.model), facts_of_target(name))
+
+
+def builder_for_target(deployment: Deployment, name: str) -> ProgramBuilder:
+    """What compiles it there. Only the CPU is used, whatever else is attached. Raises `ConfigError`."""
+    jax.config.update("jax_platforms", "cpu")
+    return deployment.builder(target_mesh(name, tensor=deployment.tensor))
+
+
+def chosen_keys(deployment: Deployment, pattern: str = "*") -> list[Key]:
+    """The programs whose names match, those that take longest first. Raises `ConfigError` where none does."""
+    keys: list[Key] = [UPDATE_KEY, *deployment.keys]
+    chosen = [key for key in keys if fnmatch.fnmatchcase(str(key), pattern)]
+    if not chosen:
+        raise ConfigError(f"no program is called {pattern!r}; there are {', '.join(map(str, keys))}")
+    return by_cost(chosen)
+
+
+def compile_programs(builder: ProgramBuilder, keys: Sequence[Key]) -> Iterator[ProgramReport]:
+    """Compile in parallel; reports come as programs are done."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        waiting = [pool.submit(compile_and_read, builder, key) for key in keys]
+        try:
+            for done in as_completed(waiting):
+                yield done.result()[0]
+        finally:
+            for future in waiting:
+                future.cancel()

@@ -1,0 +1,115 @@
+"""What `jaxserve plan` finds out: whether a model fits a device that isn't here, and how fast it can be there."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxserve.config.schema import EngineConfig
+from jaxserve.runtime.compiled import compile_and_read
+from jaxserve.runtime.deployment import Deployment
+from jaxserve.runtime.fit import fixes
+from jaxserve.runtime.memory import DEFAULT_FRACTION, usable_bytes
+from jaxserve.runtime.offline import builder_for_target, deploy_on_target
+from jaxserve.runtime.roofline import Roofline, roofline
+from jaxserve.runtime.target import Target, load_target
+
+_BATCHES = (1, 8, 32, 64, 128, 256, 512, 1024)
+_CONTEXTS = (1024, 4096, 16384, 65536, 131072)
+
+
+@dataclasses.dataclass(frozen=True)
+class Misfit:
+    """What doesn't fit, and flags each of which mends it."""
+
+    what: str
+    fixes: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A deployment on a target. `temp_bytes` is the largest working memory, from where `temp_source` says."""
+
+    deployment: Deployment
+    target: Target
+    limits: Roofline
+    temp_bytes: int
+    temp_source: str
+    misfits: list[Misfit]
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the KV pool holds."""
+        return self.deployment.capacity.num_pages * self.deployment.capacity.page_size
+
+    @property
+    def usable_bytes(self) -> int:
+        """What a deployment may use of a device."""
+        return usable_bytes(self.deployment.config, self.target.memory_bytes)
+
+    def requests_of(self, context: int) -> int:
+        """How many requests of this length run at once."""
+        page_size = self.deployment.capacity.page_size
+        return min(self.deployment.capacity.num_slots, self.pool_tokens // (-(-context // page_size) * page_size))
+
+    @property
+    def contexts(self) -> list[int]:
+        """Context lengths to show limits for."""
+        longest = self.deployment.capacity.max_model_len
+        return sorted({context for context in _CONTEXTS if context < longest} | {longest})
+
+    @property
+    def batches(self) -> list[int]:
+        """Batches to show limits for."""
+        most = self.deployment.capacity.num_slots
+        return sorted({batch for batch in _BATCHES if batch < most} | {most})
+
+    def decode_limit(self, batch: int, context: int) -> float | None:
+        """Tokens a second at best; None where the pool doesn't hold so much."""
+        return self.limits.decode_tokens_per_second(batch, context) if batch <= self.requests_of(context) else None
+
+
+def make_plan(config: EngineConfig, name: str, *, ask_compiler: bool = False) -> Plan:
+    """Plan it. Raises `ConfigError`, naming the flags that would make it fit, where no KV cache is left at all."""
+    deployment = deploy_on_target(config, name)
+    target = load_target(name)
+    estimate = deployment.sizes.footprint.activations
+    temp, source = _compiled_temp(deployment, name) if ask_compiler else (estimate, "estimated")
+    return Plan(deployment, target, roofline(deployment, target), temp, source, _misfits(deployment, temp, source))
+
+
+def _compiled_temp(deployment: Deployment, name: str) -> tuple[int, str]:
+    """The largest program of each kind needs the most."""
+    builder = builder_for_target(deployment, name)
+    largest = {(key.kind, key.greedy): key for key in sorted(deployment.keys, key=lambda key: key.size)}
+    reports = [compile_and_read(builder, key)[0] for key in largest.values()]
+    report = max(reports, key=lambda report: report.temp_bytes)
+    failed = [f"{one.name} doesn't build: {one.fault}" for one in reports if not one.alias_bytes]
+    return report.temp_bytes, "; ".join([f"the compiler's, {report.name}", *failed])
+
+
+def _misfits(deployment: Deployment, temp: int, source: str) -> list[Misfit]:
+    config, sizes = deployment.config, deployment.sizes
+    found = []
+    if sizes.capacity.max_model_len < sizes.wanted_context:
+        mends = fixes(
+            config,
+            deployment.model,
+            deployment.device,
+            lambda made: made.capacity.max_model_len >= sizes.wanted_context,
+        )
+        what = (
+            f"a request of {sizes.wanted_context:,} tokens: the context is cut to the {sizes.capacity.max_model_len:,} "
+            "that the KV pool holds"
+        )
+        found.append(Misfit(what, [*mends, f"--context-length {sizes.capacity.max_model_len} (to accept it)"]))
+    over = temp - sizes.footprint.activations
+    if over > 0:
+        share = over / deployment.device.memory_bytes
+        fraction = (config.mem_fraction_static or DEFAULT_FRACTION) - share
+        found.append(
+            Misfit(
+                f"{over / 2**20:.0f} MiB of working memory more than was estimated ({source})",
+                [f"--mem-fraction-static {fraction - 0.005:.2f} keeps it free"],
+            )
+        )
+    return found

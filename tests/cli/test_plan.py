@@ -1,0 +1,106 @@
+"""`jaxserve plan` from the command line, for devices that aren't here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.cli.main import main
+from tests.cli.model_folder import write_config
+
+GIB = 2**30
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    return write_config(tmp_path / "config.json")
+
+
+def _plan(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert main(["plan", *argv, "--json"]) == 0
+    plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return plan
+
+
+def test_an_8b_on_an_h200(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = _plan(capsys, llama, "--target", "nvidia-h200")
+    assert plan["weight_bytes"] / GIB == pytest.approx(14.96, abs=0.01)
+    assert plan["kv_bytes_per_token"] == 2 * 32 * 8 * 128 * 2
+    assert plan["context_length"] == 131072
+    assert plan["misfits"] == []
+    used = plan["weight_bytes"] + plan["state_bytes"] + plan["temp_bytes"]
+    room = (plan["usable_bytes"] - used) // plan["kv_bytes_per_token"]
+    assert 0 <= room - plan["max_total_num_tokens"] < 16
+
+
+def test_the_limits_are_those_of_bandwidth_and_peak(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = _plan(capsys, llama, "--target", "nvidia-h200")
+    limits = {(row["batch"], row["context"]): row["limit"] for row in plan["decode_tokens_per_second"]}
+    # All weights but the embedding, and the KV of one request, once a token.
+    weights = plan["weight_bytes"] - 128256 * 4096 * 2
+    assert limits[1, 1024] == pytest.approx(4.8e12 / (weights + 1024 * plan["kv_bytes_per_token"]))
+    assert limits[256, 1024] > limits[128, 1024] > 128 * limits[1, 1024] / 10
+    assert (256, 131072) not in limits
+    [first, *_] = plan["prefill_tokens_per_second"]
+    assert first["limit"] == pytest.approx(989e12 / (2 * 6.98e9 + 512 * 4 * 32 * 128 * 32), rel=0.01)
+
+
+def test_shards_leave_more(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    one, four = (_plan(capsys, llama, "--target", "tpu-v6e", "--tp-size", str(size)) for size in (1, 4))
+    assert four["devices"] == 4
+    assert four["kv_bytes_per_token"] * 4 == one["kv_bytes_per_token"]
+    assert four["max_total_num_tokens"] > 4 * one["max_total_num_tokens"]
+
+
+def test_what_does_not_fit_is_refused_with_the_flag_that_makes_it_fit(
+    llama: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["plan", llama, "--target", "tpu-v5e"]
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert "no memory is left for the KV cache: 14.96 GiB of weights" in error
+    assert "--tp-size 2 makes room" in error
+    assert _plan(capsys, *argv[1:], "--tp-size", "2")["max_total_num_tokens"] > 0
+
+
+def test_a_context_that_is_cut_is_told_with_what_would_hold_it(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [llama, "--target", "nvidia-l4"]
+    plan = _plan(capsys, *argv)
+    [misfit] = plan["misfits"]
+    assert f"cut to the {plan['context_length']:,}" in misfit["what"]
+    assert misfit["fixes"][0] == "--tp-size 2"
+    for fix in misfit["fixes"]:
+        assert not _plan(capsys, *argv, *fix.split()[:2])["misfits"]
+
+
+def test_the_text_says_it_all(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", llama, "--target", "nvidia-l40s", "--max-running-requests", "32"]) == 0
+    text = capsys.readouterr().out
+    for part in ("weights", "14.96", "estimated", "KV pool", "128.0 KiB a token", "32 requests", "362 TFLOP/s"):
+        assert part in text
+    assert main(["plan", llama, "--target", "nvidia-l4"]) == 0
+    assert "doesn't fit: a request of 131,072 tokens" in capsys.readouterr().out
+
+
+def test_float32_has_no_peak_rate_and_says_so(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", llama, "--target", "nvidia-h200", "--dtype", "float32"]) == 0
+    assert "there is no peak rate of float32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        ([], "say for which device: --target {nvidia-a100-80,"),
+        (["--target", "nvidia-h20"], "target 'nvidia-h20' is not known; did you mean nvidia-h200?"),
+        (["--target", "nvidia-h200", "--tp-size", "9"], "has no topology of 9 devices: 8 are the most"),
+        (["--target", "nvidia-h200", "--tp-size", "3"], "tp_size=3 can't split this model"),
+        (["--target", "tpu-v6e", "--device", "cuda"], "device=cuda and target 'tpu-v6e', which is tpu: leave one out"),
+        (["--target", "nvidia-h200", "--context-length", "200000"], "context_length=200000 is longer than the model's"),
+    ],
+)
+def test_what_a_person_got_wrong(argv: list[str], line: str, llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", llama, *argv]) == 2
+    assert line in capsys.readouterr().err

@@ -1,0 +1,97 @@
+"""Reading a compiled program: what is in it, and a pool that is copied is found out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import pytest
+
+from jaxserve.runtime.batch import ProgramKey
+from jaxserve.runtime.compiled import Instruction, compile_and_read, instructions
+from jaxserve.runtime.programs import UPDATE_KEY, ProgramBuilder
+from jaxserve.step_plan import Capacity
+from tests.runtime.tiny import builder
+
+CAPACITY = Capacity(
+    num_slots=4,
+    num_pages=4096,
+    page_size=16,
+    max_model_len=64,
+    decode_buckets=(4,),
+    token_buckets=(16,),
+    prompt_logprob_tokens=8,
+)
+DECODE = ProgramKey("decode", 4, True)
+TEXT = """\
+ENTRY %main (x: f32[128,128]) -> f32[128,128] {
+  %x.1 = f32[128,128]{1,0} parameter(0)
+  %step.1 = f32[2,8]{1,0} custom-call(%x.1), custom_call_target="__gpu$xla.gpu.triton", \
+output_to_operand_aliasing={{}: (1, {})}, metadata={op_name="jit(step)/paged_attention/decode/pallas_call"}
+  %tpu.1 = bf16[4]{0} custom-call(%x.1), custom_call_target="tpu_custom_call", metadata={op_name="k/pallas_call"}
+  %gemm = (f32[4]{0}, s8[64]{0}) custom-call(%x.1), custom_call_target="__cublas$lt$matmul$f8"
+  %other = f32[4]{0} custom-call(%x.1), custom_call_target="AllocateBuffer"
+  %sum-start = f32[4]{0} all-reduce-start(%tpu.1)
+  ROOT %copy = f32[128,128]{1,0} copy(%x.1)
+}
+"""
+
+
+def test_instructions_of_a_text() -> None:
+    assert list(instructions(TEXT)) == [
+        Instruction("parameter", 16384),
+        Instruction("custom-call", 16, aliased=True, kernel="decode (triton)"),
+        Instruction("custom-call", 4, kernel="k (mosaic tpu)"),
+        Instruction("custom-call", 64, kernel="cublas lt matmul f8"),
+        Instruction("custom-call", 4),
+        Instruction("all-reduce-start", 4),
+        Instruction("copy", 16384),
+    ]
+
+
+@pytest.mark.parametrize("key", [UPDATE_KEY, DECODE], ids=str)
+def test_a_good_program(key: Any) -> None:
+    report, compiled = compile_and_read(builder(CAPACITY), key)
+    assert compiled is not None
+    assert report.fault is None
+    assert (report.name, report.collectives) == (str(key), {})
+    assert report.alias_bytes > 2**20
+
+
+def test_a_program_that_does_not_build_is_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any, key: Any) -> None:
+        raise RuntimeError("no such instruction\nand more")
+
+    monkeypatch.setattr(ProgramBuilder, "compile", fail)
+    report, compiled = compile_and_read(builder(CAPACITY), DECODE)
+    assert compiled is None
+    assert report.fault == "RuntimeError: no such instruction"
+
+
+class _Undonated(ProgramBuilder):
+    def compile(self, key: Any) -> jax.stages.Compiled:
+        state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), self.state_specs)
+        return jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s)).lower(state).compile()
+
+
+class _Turned(ProgramBuilder):
+    def compile(self, key: Any) -> jax.stages.Compiled:
+        """All is donated, but the pool is turned around and back on the way."""
+        state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), self.state_specs)
+
+        def turned(s: Any) -> Any:
+            keys = jax.lax.optimization_barrier(s.kv.keys.swapaxes(1, 2).copy())
+            keys = jax.lax.optimization_barrier(jax.numpy.cumsum(keys, axis=1)).swapaxes(1, 2)
+            return dataclasses.replace(s, kv=dataclasses.replace(s.kv, keys=keys))
+
+        return jax.jit(turned, donate_argnums=0).lower(state).compile()
+
+
+@pytest.mark.parametrize(("kind", "fault"), [(_Undonated, "the state is copied"), (_Turned, "the KV pool is copied")])
+def test_a_pool_that_is_copied_is_a_fault(kind: type[ProgramBuilder], fault: str) -> None:
+    good = builder(CAPACITY)
+    bad = kind(good.context, CAPACITY, good.mesh, good.param_specs, good.state_specs)
+    report, _ = compile_and_read(bad, DECODE)
+    assert report.fault is not None
+    assert report.fault.startswith(fault)
