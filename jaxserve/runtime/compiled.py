@@ -24,13 +24,6 @@ _IN_PLACE = {
 # A smaller pool may happen to be as large as some activation.
 _SMALL_POOL = 2**24
 _COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
-    "all-reduce",
-    "all-gather",
-    "all-to-all",
-    "collective-permute",
-    "reduce-scatter",
-    "collective-broadcast",
-}
 # Targets of custom calls that are our kernels, by what they were written in; a name goes with each.
 _KERNELS = {"__gpu$xla.gpu.triton": "triton", "mosaic_gpu": "mosaic gpu", "tpu_custom_call": "mosaic tpu"}
 _LIBRARIES = re.compile(r"__(cublas|cudnn)[\w$.]*")
