@@ -149,7 +149,9 @@ def _prefill_sizes(problem: Problem, target: Target) -> dict[str, int]:
     if problem.dtype.itemsize == 4:
         sizes = (32, 32, 8, 2) if lanes <= 64 else (16, 16, 4, 2)
     elif target.capability is not None and (target.capability < (9, 0) or _small_shared_memory(target)):
-        sizes = (128, 64, 8, 3) if lanes <= 64 else (128, 32, 8, 3) if lanes == 128 else (32, 32, 8, 2)
+        # There fp8 is converted in registers that it has to share with the queries.
+        block_kv = (64 if lanes <= 64 else 32) // (2 if is_float8(problem.kv_dtype) else 1)
+        sizes = (128, block_kv, 8, 3) if lanes <= 128 else (32, block_kv, 8, 2)
     else:
         sizes = (128, 128, 8, 3) if lanes <= 64 else (128, 64, 8, 3) if lanes == 128 else (128, 32, 8, 3)
     return dict(zip(PrefillBlocks._fields, sizes))
