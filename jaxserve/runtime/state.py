@@ -104,7 +104,7 @@ def state_specs(
         return ArraySpec((ranks, *shape), layout.dtype, ("ranks", *layout.axes))
 
     return DeviceState(
-        kv=PagedKV(pool(layout.shape), pool(layout.values_shape), spec.num_layers, joined=layout.joined),
+        kv=layout.paged_kv(pool(layout.shape), pool(layout.values_shape)),
         last_tokens=by_slot(i32),
         seq_lens=by_slot(i32),
         page_tables=by_slot(i32, max_pages(capacity)),

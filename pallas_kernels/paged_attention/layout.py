@@ -1,11 +1,12 @@
 """How keys and values lie in memory: one flat pool for all layers of a group, a layer being an offset of pages.
 
-Callers treat `PagedKV` as opaque; only backends look inside. Head-major, so that the tokens of one head in one page
-are one contiguous run and a kernel reads them without a transposition.
+Callers treat `PagedKV` as opaque; only backends look inside. The tokens of one head in one page are one contiguous run,
+so that a kernel reads them without a transposition.
 
-On a TPU rows of memory are 128 lanes wide, and narrower arrays are padded or turned around at every use. There a pool
-is as wide as whole rows: a head of up to 64 has its key in one half of a row and its value in the other (a joined
-pool, of which nothing is wasted at 64), a wider one is padded with zeros.
+On a TPU a page's heads follow each other, as one copy then brings all of them, and copies with a stride of 2 GiB or
+more don't exist. Rows of memory are 128 lanes wide there, and narrower arrays are padded or turned around at every
+use, so that a pool is as wide as whole rows: a head of up to 64 has its key in one half of a row and its value in the
+other (a joined pool, of which nothing is wasted at 64), a wider one is padded with zeros.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Int, Shaped
 
 _TPU_LANES = 128
 
@@ -27,8 +29,9 @@ _TPU_LANES = 128
 class PagedKV:
     """Keys and values of a group of layers, each `[kv_heads, layers * pages, page_size, lanes]`.
 
-    A head's numbers are the first of its lanes. A joined pool has keys in the first half of the lanes of `keys` and
-    values in the second half; its `values` are empty, `[kv_heads, 0, page_size, lanes]`.
+    In a `page_major` pool the first two dimensions are exchanged. A head's numbers are the first of its lanes; a
+    `joined` pool has keys in the first half of the lanes of `keys` and values in the second half, its `values` have
+    no pages.
     `scales`, where the pool holds fp8, is float32 `[2, layers, kv_heads]`: the factors of stored keys and values.
     """
 
@@ -37,11 +40,22 @@ class PagedKV:
     num_layers: int = dataclasses.field(metadata={"static": True})
     scales: jax.Array | None = None
     joined: bool = dataclasses.field(default=False, metadata={"static": True})
+    page_major: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def num_entries(self) -> int:
+        """Pages of all layers."""
+        return int(self.keys.shape[0 if self.page_major else 1])
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of one shard, inside a `shard_map`."""
+        return int(self.keys.shape[1 if self.page_major else 0])
 
     @property
     def num_pages(self) -> int:
         """Pages of one layer."""
-        return int(self.keys.shape[1]) // self.num_layers
+        return self.num_entries // self.num_layers
 
     @property
     def page_size(self) -> int:
@@ -57,12 +71,15 @@ class PagedKV:
         """The same with other arrays in the place of `pools`."""
         return dataclasses.replace(self, keys=pools[0], values=self.values if self.joined else pools[1])
 
-    def pool_and_lanes(self, which: int, head_dim: int) -> tuple[jax.Array, slice]:
-        """Where keys (0) or values (1) lie: in which array, and in which of its lanes."""
-        if not self.joined:
-            return (self.keys, self.values)[which], slice(0, head_dim)
-        start = which * (self.keys.shape[3] // 2)
-        return self.keys, slice(start, start + head_dim)
+    def gather(
+        self, which: int, entries: Int[Array, "*some"], head_dim: int
+    ) -> Shaped[Array, "kv_heads *some page_size head_dim"]:
+        """The keys (0) or values (1) of some pages of the pool, which must exist."""
+        pool = self.pools[0 if self.joined else which]
+        start = which * (pool.shape[3] // 2) if self.joined else 0
+        at = (entries,) if self.page_major else (slice(None), entries)
+        pages = pool.at[at].get(mode="promise_in_bounds")[..., start : start + head_dim]
+        return jnp.moveaxis(pages, entries.ndim, 0) if self.page_major else pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,18 +93,22 @@ class KVLayout:
     lanes: int
     dtype: np.dtype
     joined: bool = False
-    axes: tuple[str | None, ...] = ("kv_heads", None, None, None)
+    page_major: bool = False
+
+    @property
+    def axes(self) -> tuple[str | None, ...]:
+        """Logical axes of both arrays."""
+        return (None, "kv_heads", None, None) if self.page_major else ("kv_heads", None, None, None)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Shape of `keys`, over all shards of one rank."""
-        return (self.num_kv_heads, self.num_layers * self.num_pages, self.page_size, self.lanes)
+        return self._shape(self.num_layers * self.num_pages)
 
     @property
     def values_shape(self) -> tuple[int, int, int, int]:
         """Shape of `values`, likewise."""
-        heads, entries, tokens, lanes = self.shape
-        return (heads, 0 if self.joined else entries, tokens, lanes)
+        return self._shape(0 if self.joined else self.num_layers * self.num_pages)
 
     @property
     def nbytes(self) -> int:
@@ -99,6 +120,14 @@ class KVLayout:
         """Bytes one token takes over all layers of the group."""
         arrays = 1 if self.joined else 2
         return arrays * self.num_layers * self.num_kv_heads * self.lanes * self.dtype.itemsize
+
+    def paged_kv(self, keys: Any, values: Any, scales: Any = None) -> PagedKV:
+        """The pool whose arrays these are, or what stands for them."""
+        return PagedKV(keys, values, self.num_layers, scales, self.joined, self.page_major)
+
+    def _shape(self, entries: int) -> tuple[int, int, int, int]:
+        heads, page = self.num_kv_heads, (self.page_size, self.lanes)
+        return (entries, heads, *page) if self.page_major else (heads, entries, *page)
 
 
 def kv_layout(
@@ -112,11 +141,10 @@ def kv_layout(
     platform: str = "",
 ) -> KVLayout:
     """The layout of a group's pool on a platform, as jax calls it. `num_pages` is per layer and per rank."""
-    lanes, joined = head_dim, False
-    if platform == "tpu":
-        joined = 2 * head_dim <= _TPU_LANES
-        lanes += -head_dim % _TPU_LANES
-    return KVLayout(num_layers, num_pages, page_size, num_kv_heads, lanes, jnp.dtype(dtype), joined)
+    on_tpu = platform == "tpu"
+    lanes = head_dim + (-head_dim % _TPU_LANES if on_tpu else 0)
+    joined = on_tpu and 2 * head_dim <= _TPU_LANES
+    return KVLayout(num_layers, num_pages, page_size, num_kv_heads, lanes, jnp.dtype(dtype), joined, on_tpu)
 
 
 def in_lanes(

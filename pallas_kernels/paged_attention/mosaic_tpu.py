@@ -84,9 +84,9 @@ def paged_attention(
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """See `api.paged_attention`. Raises ValueError for a pool or a page table that a TPU's memory doesn't take."""
     tokens, heads, head_dim = q.shape
-    kv_heads, lanes = kv.keys.shape[0], kv.keys.shape[3]
+    kv_heads, lanes = kv.num_kv_heads, kv.keys.shape[3]
     group = heads // kv_heads
-    _check_memory(lanes, page_table.shape[1], interpret=interpret)
+    _check_memory(kv, page_table.shape[1])
     problem = Problem(heads, kv_heads, head_dim, kv.page_size, q.dtype, kv.keys.dtype)
     unit = min(kv.page_size, 32 // kv.keys.dtype.itemsize)
     form = Form(kv_heads, group, lanes, kv.page_size, unit, q.dtype, kv.keys.dtype, kv.joined, scale, window, soft_cap)
@@ -221,9 +221,9 @@ def _padded(x: Float[Array, "tokens heads width"], tokens: int, lanes: int) -> F
     return jnp.pad(x, ((0, tokens), (0, 0), (0, lanes - x.shape[2])))
 
 
-def _check_memory(lanes: int, pages: int, *, interpret: bool) -> None:
-    if lanes % LANES and not interpret:
-        raise ValueError(f"the pool has rows of {lanes}; a TPU's have {LANES} lanes: kv_layout(platform='tpu')")
+def _check_memory(kv: PagedKV, pages: int) -> None:
+    if not kv.page_major or kv.keys.shape[3] % LANES:
+        raise ValueError(f"a pool of {kv.keys.shape} is not laid out for a TPU: see kv_layout(platform='tpu')")
     if pages > _TABLE_PAGES:
         raise ValueError(
             f"a row of {pages} pages doesn't fit a TPU's scalar memory, which takes {_TABLE_PAGES}: use larger pages"

@@ -228,7 +228,7 @@ class Copies:
             entry = self._entry(tile, lax.div(position, page_size))
             within = pl.ds(pl.multiple_of(lax.rem(position, page_size), unit), unit)
             for pool, own in zip(self.written.pools, self.scratch.own, strict=True):
-                copy(pool.at[:, entry, within], own.at[tile.number % 2, :, u])
+                copy(pool.at[entry, :, within], own.at[tile.number % 2, :, u])
 
         lax.fori_loop(0, lax.div(tile.end - tile.base + unit - 1, unit), one, None)
 
@@ -245,7 +245,7 @@ class Copies:
         def whole(page: Array, carry: None) -> None:
             entry = self._entry(tile, page)
             for pool, past in zip(self.written.pools, self.scratch.past, strict=True):
-                act(self._copy(pool.at[:, entry], past.at[slot, :, page - offset], done))
+                act(self._copy(pool.at[entry], past.at[slot, :, page - offset], done))
 
         begin = jnp.maximum(offset, lax.div(tile.first, page_size))
         lax.fori_loop(begin, jnp.minimum(offset + self.blocks.pages, last), whole, None)
@@ -256,7 +256,7 @@ class Copies:
             entry = self._entry(tile, last)
             within = pl.ds(pl.multiple_of(u * unit, unit), unit)
             for pool, past in zip(self.written.pools, self.scratch.past, strict=True):
-                act(self._copy(pool.at[:, entry, within], past.at[slot, :, last - offset, within], done))
+                act(self._copy(pool.at[entry, :, within], past.at[slot, :, last - offset, within], done))
 
         units = lax.div(lax.rem(tile.base, page_size), unit)
         lax.fori_loop(0, jnp.where(last < offset + self.blocks.pages, units, 0), part, None)

@@ -232,8 +232,7 @@ def _gather(
     entries: Int[Array, "rows pages"],
 ) -> Float[Array, "rows_heads tokens head_dim"]:
     """The keys (0) or values (1) of some pages, a row's heads side by side."""
-    pool, lanes = kv.pool_and_lanes(which, head_dim)
-    pages = pool.at[:, entries].get(mode="promise_in_bounds")[..., lanes]
+    pages = kv.gather(which, entries, head_dim)
     if scales is not None:
         pages = pages.astype(jnp.float32) * scales[which][:, None, None, None, None]
     pages = pages.astype(dtype).swapaxes(0, 1)

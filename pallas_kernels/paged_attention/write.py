@@ -26,7 +26,11 @@ def write_kv(
     """The pool with the new tokens in their pages; padding tokens get a place past the pool and are dropped."""
     slots = token_slots(k.shape[0], kv.page_size, page_table, query_starts, kv_lens, num_seqs)
     head = jnp.arange(k.shape[1], dtype=jnp.int32)[:, None]
-    at = (head * kv.keys.shape[1] + layer * kv.num_pages) * kv.page_size + slots
+    if kv.page_major:
+        entry = layer * kv.num_pages + slots // kv.page_size
+        at = (entry * kv.num_kv_heads + head) * kv.page_size + slots % kv.page_size
+    else:
+        at = (head * kv.num_entries + layer * kv.num_pages) * kv.page_size + slots
     at = jnp.where(slots >= 0, at, math.prod(kv.keys.shape[:3]))
     rows = in_lanes(stored(k, kv, layer, 0), stored(v, kv, layer, 1), kv)
     return kv.with_pools([_scatter(pool, at, new) for pool, new in zip(kv.pools, rows, strict=True)])

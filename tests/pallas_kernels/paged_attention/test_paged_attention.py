@@ -52,8 +52,9 @@ def _pool(case: Case, batch: Batch, platform: str) -> PagedKV:
     )
     arrays = (jnp.zeros(shape, layout.dtype) for shape in (layout.shape, layout.values_shape))
     scales = None if batch.scales is None else jnp.asarray(batch.scales)
-    kv = PagedKV(*arrays, case.num_layers, scales, joined=layout.joined)
-    return kv.with_pools(in_lanes(jnp.asarray(batch.keys), jnp.asarray(batch.values), kv))
+    kv = layout.paged_kv(*arrays, scales)
+    pools = in_lanes(jnp.asarray(batch.keys), jnp.asarray(batch.values), kv)
+    return kv.with_pools([pool.swapaxes(0, 1) for pool in pools] if kv.page_major else pools)
 
 
 def _run(
@@ -73,7 +74,8 @@ def _run(
         np.int32(batch.num_seqs),
         sinks=batch.sinks,
     )
-    keys, values = (np.array(pool)[..., lanes] for pool, lanes in (kv.pool_and_lanes(i, case.head_dim) for i in (0, 1)))
+    entries = np.arange(kv.num_entries)
+    keys, values = (np.asarray(kv.gather(which, entries, case.head_dim)) for which in (0, 1))
     return np.asarray(out), keys, values
 
 
