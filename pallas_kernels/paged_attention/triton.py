@@ -123,7 +123,7 @@ def candidates(kind: str, problem: Problem, target: Target) -> list[dict[str, in
             {"block_kv": block_kv, "num_warps": num_warps, "num_stages": num_stages}
             for block_kv in (32, 64, 128)
             for num_warps in (2, 4, 8)
-            for num_stages in (2, 3, 4)
+            for num_stages in (3, 4)
         ]
     return [
         {"block_q": block_q, "block_kv": block_kv, "num_warps": num_warps, "num_stages": num_stages}

@@ -23,7 +23,7 @@ def tuned_blocks(target: Target, backend: str, kind: Kind, problem: Problem) -> 
     """Block sizes by name, or None where nobody asked for any and none were measured."""
     if asked := {name: size for of, name, size in target.blocks if of == kind}:
         return asked
-    return _table(device_name(target)).get((backend, kind, *facts(problem).values()))
+    return _table(TABLES / f"{device_name(target)}.json").get(_key(backend, kind, facts(problem)))
 
 
 def facts(problem: Problem) -> dict[str, Any]:
@@ -54,6 +54,9 @@ def write_entries(path: Path, entries: list[dict[str, Any]]) -> None:
 
 
 @functools.cache
-def _table(device: str) -> dict[tuple[Any, ...], dict[str, int]]:
-    entries = read_entries(TABLES / f"{device}.json")
-    return {(e["backend"], e["kind"], *e["problem"].values()): e["blocks"] for e in entries}
+def _table(path: Path) -> dict[tuple[Any, ...], dict[str, int]]:
+    return {_key(e["backend"], e["kind"], e["problem"]): e["blocks"] for e in read_entries(path)}
+
+
+def _key(backend: str, kind: str, problem: dict[str, Any]) -> tuple[Any, ...]:
+    return (backend, kind, *sorted(problem.items()))

@@ -1,0 +1,61 @@
+"""Tuning: a dry run writes a table that block sizes are then read from, and the caller's come before it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import tune
+from pallas_kernels.paged_attention import Problem, Target, tuning
+from pallas_kernels.paged_attention.tuning import read_entries, tuned_blocks
+
+BF16 = np.dtype(jnp.bfloat16)
+LLAMA = Problem(32, 8, 128, 16, BF16, BF16)
+H200 = Target("cuda", "NVIDIA H200", (9, 0))
+
+
+def test_a_dry_run_writes_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "table.json"
+    assert tune.main(["--interpret-tiny", "--output", str(path)]) == 0
+    entries = read_entries(path)
+    assert [(entry["backend"], entry["kind"]) for entry in entries] == [("triton", "decode"), ("triton", "prefill")]
+    assert all(entry["problem"] == tuning.facts(tune.tiny_problems()[0]) for entry in entries)
+    assert set(entries[1]["blocks"]) == {"block_q", "block_kv", "num_warps", "num_stages"}
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="an accelerator is attached")
+def test_without_an_accelerator_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune.main([]) == 1
+    assert "no accelerator is attached" in capsys.readouterr().err
+
+
+def test_a_dry_run_has_to_say_where_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tune.main(["--interpret-tiny"])
+    assert "--interpret-tiny needs --output" in capsys.readouterr().err
+
+
+def test_the_caller_comes_before_the_table_and_the_table_before_the_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "TABLES", tmp_path)
+    entries = tune.merged([], "triton", LLAMA, "decode", {"block_kv": 64})
+    entries = tune.merged(entries, "mosaic_gpu", LLAMA, "decode", {"block_kv": 99})
+    entries = tune.merged(entries, "triton", LLAMA, "decode", {"block_kv": 128})
+    assert len(entries) == 2
+    tuning.write_entries(tmp_path / "nvidia-h200.json", entries)
+
+    assert tuned_blocks(H200, "triton", "decode", LLAMA) == {"block_kv": 128}
+    assert tuned_blocks(H200, "triton", "decode", dataclasses.replace(LLAMA, heads=64, kv_heads=16)) is not None
+    assert tuned_blocks(H200, "triton", "decode", dataclasses.replace(LLAMA, heads=64)) is None
+    assert tuned_blocks(H200, "triton", "prefill", LLAMA) is None
+    assert tuned_blocks(dataclasses.replace(H200, kind="NVIDIA H100 80GB HBM3"), "triton", "decode", LLAMA) is None
+
+    asked = dataclasses.replace(H200, blocks=frozenset({("decode", "block_kv", 32)}))
+    assert tuned_blocks(asked, "triton", "decode", LLAMA) == {"block_kv": 32}
+    assert tuned_blocks(asked, "triton", "prefill", LLAMA) is None
