@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,12 +24,13 @@ from jaxserve.engine.process import run
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.models.config import parse_model_config
 from jaxserve.models.registry import family
+from jaxserve.runtime.bundle import Manifest, load_bundle, read_manifest, sized_like_bundle
 from jaxserve.runtime.deployment import Deployment
 from jaxserve.runtime.device import attach, facts_of_device
 from jaxserve.runtime.executor import DeviceExecutor
 from jaxserve.runtime.fit import deploy_or_advise
 from jaxserve.runtime.mesh import make_mesh, shardings
-from jaxserve.runtime.programs import build_programs
+from jaxserve.runtime.programs import UPDATE_KEY, Key, ProgramBuilder, build_programs
 from jaxserve.runtime.sizes import Sizes
 from jaxserve.runtime.state import DeviceState, make_state
 from jaxserve.weights.dummy import dummy_params
@@ -61,6 +62,9 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
     with phases("model"):
         source = model_source.resolve(config.model)
         model = parse_model_config(model_source.read_config(source))
+    bundle = read_manifest(Path(config.programs)) if config.programs is not None else None
+    if bundle is not None:
+        config = sized_like_bundle(config, bundle)
     deployment = deploy_or_advise(config, model, facts_of_device(device))
     backend, sizes = deployment.backend, deployment.sizes
     logger.info("device: %s; attention: %s (%s)", device.device_kind, backend.name, backend.reason)
@@ -76,7 +80,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         params = pool.submit(_load, deployment, source, shardings(mesh, deployment.params), phases)
         state = pool.submit(_allocate, deployment.state, shardings(mesh, deployment.state), phases)
         with phases("programs"):
-            programs, compiled = build_programs(deployment.builder(mesh), deployment.keys, _cache_dir(config))
+            programs, compiled = _programs(deployment, deployment.builder(mesh), bundle)
     executor = DeviceExecutor(params.result(), state.result(), programs, sizes.capacity)
     logger.info("programs: %d, of them %d compiled now, the others loaded", len(programs), compiled)
     logger.info(
@@ -117,6 +121,16 @@ def _load(deployment: Deployment, source: model_source.ModelSource, where: Any, 
 def _allocate(specs: DeviceState, where: DeviceState, phases: _Phases) -> DeviceState:
     with phases("state"):
         return jax.block_until_ready(make_state(specs, where))
+
+
+def _programs(
+    deployment: Deployment, builder: ProgramBuilder, bundle: Manifest | None
+) -> tuple[dict[Key, Callable[..., Any]], int]:
+    """All programs, and how many had to be compiled."""
+    config = deployment.config
+    if bundle is None or config.programs is None:
+        return build_programs(builder, deployment.keys, _cache_dir(config))
+    return load_bundle(Path(config.programs), bundle, builder, [UPDATE_KEY, *deployment.keys]), 0
 
 
 def _cache_dir(config: EngineConfig) -> Path | None:

@@ -2,7 +2,8 @@
 
 With --target for a device that isn't here, on any machine: it says how long each takes, the memory it needs, what it
 exchanges between devices and which kernels are in it. It fails where a program doesn't build or would copy the KV pool.
---model may be a folder without weights, or a config.json.
+--model may be a folder without weights, or a config.json. With --output for the device that is here: the programs are
+kept in a folder, and `jaxserve serve --programs DIR` starts with them and compiles nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
@@ -32,6 +34,9 @@ def parser() -> Parser:
     """The flags of `jaxserve compile`."""
     parser = Parser(prog="jaxserve compile", description=__doc__, formatter_class=HelpFormatter)
     add_target(parser)
+    parser.add_argument(
+        "--output", metavar="DIR", type=Path, help="keep programs for the device that is here in a folder"
+    )
     parser.add_argument("--only", metavar="PATTERN", default="*", help="programs by name, such as 'decode-64-*'")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     flags.add_model(parser)
@@ -49,7 +54,13 @@ def main(argv: list[str]) -> int:
     arguments = parser().parse(argv)
     loaded = flags.loaded(arguments)
     flags.arguments(loaded)
-    return _for_target(loaded, required_target(arguments.target), arguments.only, arguments.json)
+    if arguments.output is None:
+        return _for_target(loaded, required_target(arguments.target), arguments.only, arguments.json)
+    if arguments.target is not None:
+        raise ConfigError("--target and --output: programs for a device that isn't here can't be kept, only compiled")
+    if arguments.only != "*":
+        raise ConfigError("--only and --output: a folder of programs is whole or of no use")
+    return _into_folder(loaded, arguments.output, arguments.json)
 
 
 def required_target(name: str | None) -> str:
@@ -76,6 +87,21 @@ def _for_target(loaded: Loaded, name: str, only: str, as_json: bool) -> int:
     reports.sort(key=lambda report: order[report.name])
     show(reports, as_json, {"target": name, "devices": deployment.tensor, "model": loaded.engine.model})
     return 1 if any(report.fault for report in reports) else 0
+
+
+def _into_folder(loaded: Loaded, folder: Path, as_json: bool) -> int:
+    from jaxserve.runtime import bundle, offline
+
+    deployment, builder = offline.deploy_on_device(loaded.engine)
+    keys = offline.chosen_keys(deployment)
+    (folder / bundle.MANIFEST).unlink(missing_ok=True)
+    reports = watched(offline.compile_programs(builder, keys, folder), len(keys))
+    show(reports, as_json, {"output": str(folder), "device": builder.facts()["device"], "model": loaded.engine.model})
+    if any(report.fault for report in reports):
+        return 1
+    bundle.write_manifest(folder, loaded.engine, builder, keys)
+    print(f"jaxserve serve --programs {folder} starts with them", file=sys.stderr)
+    return 0
 
 
 def watched(reports: Iterable[ProgramReport], count: int) -> list[ProgramReport]:

@@ -89,6 +89,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     disable_overlap_schedule: Annotated[
         bool, Meta(description="plan a step only after the one before it has ended; for comparison")
     ] = False
+    programs: Annotated[
+        str | None,
+        Meta(description="a folder of programs that `jaxserve compile --output` made; then nothing is compiled"),
+    ] = None
     program_cache_dir: Annotated[
         str | None, Meta(description="where compiled programs are kept; default $JAXSERVE_HOME/programs")
     ] = None

@@ -6,16 +6,18 @@ import fnmatch
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 
 import jax
 
-from jaxserve.config.schema import EngineConfig
+from jaxserve.config.schema import EngineConfig, check_served
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.compiled import ProgramReport, compile_and_read
 from jaxserve.runtime.deployment import Deployment, read_model
-from jaxserve.runtime.device import facts_of_target
+from jaxserve.runtime.device import attach, facts_of_device, facts_of_target
 from jaxserve.runtime.fit import deploy_or_advise
-from jaxserve.runtime.programs import UPDATE_KEY, Key, ProgramBuilder, by_cost
+from jaxserve.runtime.mesh import make_mesh
+from jaxserve.runtime.programs import UPDATE_KEY, Key, ProgramBuilder, by_cost, program_path
 from jaxserve.runtime.target import load_target
 from jaxserve.runtime.topology import target_mesh
 
@@ -35,6 +37,14 @@ def builder_for_target(deployment: Deployment, name: str) -> ProgramBuilder:
     return deployment.builder(target_mesh(name, tensor=deployment.tensor))
 
 
+def deploy_on_device(config: EngineConfig) -> tuple[Deployment, ProgramBuilder]:
+    """The deployment on the device that is attached, and what compiles it. Raises `ConfigError`."""
+    check_served(config)
+    device = attach(config)
+    deployment = deploy_or_advise(config, read_model(config.model), facts_of_device(device))
+    return deployment, deployment.builder(make_mesh([device]))
+
+
 def chosen_keys(deployment: Deployment, pattern: str = "*") -> list[Key]:
     """The programs whose names match, those that take longest first. Raises `ConfigError` where none does."""
     keys: list[Key] = [UPDATE_KEY, *deployment.keys]
@@ -44,13 +54,22 @@ def chosen_keys(deployment: Deployment, pattern: str = "*") -> list[Key]:
     return by_cost(chosen)
 
 
-def compile_programs(builder: ProgramBuilder, keys: Sequence[Key]) -> Iterator[ProgramReport]:
-    """Compile in parallel; reports come as programs are done."""
+def compile_programs(
+    builder: ProgramBuilder, keys: Sequence[Key], folder: Path | None = None
+) -> Iterator[ProgramReport]:
+    """Compile in parallel; reports come as programs are done. Good ones are kept in the folder, where there is one."""
+
+    def make(key: Key) -> ProgramReport:
+        report, compiled = compile_and_read(builder, key)
+        if folder is not None and compiled is not None and report.fault is None:
+            builder.store(compiled, program_path(folder, key))
+        return report
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        waiting = [pool.submit(compile_and_read, builder, key) for key in keys]
+        waiting = [pool.submit(make, key) for key in keys]
         try:
             for done in as_completed(waiting):
-                yield done.result()[0]
+                yield done.result()
         finally:
             for future in waiting:
                 future.cancel()

@@ -5,8 +5,10 @@ A compiled program is kept under a hash of all it depends on, so that the next s
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
+import json
 import logging
 import os
 import platform
@@ -18,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
@@ -92,23 +95,29 @@ class ProgramBuilder:
         in_tree, out_tree = self._trees(key)
         return serialize_executable.deserialize_and_load(path.read_bytes(), in_tree, out_tree)
 
-    def fingerprint(self) -> str:
-        """A hash of all that a compiled program depends on."""
+    def facts(self) -> dict[str, Any]:
+        """All that a compiled program depends on, by name, as JSON has it."""
         device = self.mesh.devices.flat[0]
-        facts = [
-            repr(self.context),
-            repr(self.capacity),
-            repr(self.mesh.shape),
-            repr(jax.tree.leaves(self.param_specs)[0].dtype),
-            jax.__version__,
-            importlib.metadata.version("jaxlib"),
-            f"{device.platform} {device.device_kind} {getattr(device.client, 'platform_version', '')}",
-            _cpu_features() if device.platform == "cpu" else "",
-            os.environ.get("XLA_FLAGS", ""),
-            platform.python_version(),
-            _source_hash(),
-        ]
-        return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:24]
+        return {
+            "model": _plain(self.context.model),
+            "attention": _plain(self.context.backend),
+            "sample_rows": self.context.sample_rows,
+            "sizes": _plain(self.capacity),
+            "mesh": dict(self.mesh.shape),
+            "dtype": jax.tree.leaves(self.param_specs)[0].dtype.name,
+            "jax": jax.__version__,
+            "jaxlib": importlib.metadata.version("jaxlib"),
+            "device": f"{device.platform} {device.device_kind}",
+            "compiler": getattr(device.client, "platform_version", ""),
+            "cpu": _cpu() if device.platform == "cpu" else "",
+            "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+            "python": platform.python_version(),
+            "sources": _source_hash(),
+        }
+
+    def fingerprint(self) -> str:
+        """A hash of the facts."""
+        return hashlib.sha256(json.dumps(self.facts(), sort_keys=True).encode()).hexdigest()[:24]
 
     def _packed(self, size: int) -> Any:
         spec = ArraySpec((self.capacity.num_ranks, size), np.dtype(np.int32), ("ranks", None))
@@ -124,13 +133,18 @@ class ProgramBuilder:
         return jax.tree.structure(arguments), jax.tree.structure((self.state_specs, output))
 
 
+def program_path(folder: Path, key: Key) -> Path:
+    """Where a program is kept in a folder."""
+    return folder / f"{key}.xla"
+
+
 def build_programs(
     builder: ProgramBuilder, keys: list[ProgramKey], cache_dir: Path | None
 ) -> tuple[dict[Key, Callable[..., Any]], int]:
     """All programs by key, and how many had to be compiled. Compiled in parallel under a progress bar on stderr."""
     wanted: list[Key] = [UPDATE_KEY, *keys]
     folder = None if cache_dir is None else cache_dir / builder.fingerprint()
-    paths = {key: folder / f"{key}.xla" for key in wanted} if folder is not None else {}
+    paths = {key: program_path(folder, key) for key in wanted} if folder is not None else {}
     missing = [key for key in wanted if key not in paths or not paths[key].exists()]
 
     def make(key: Key) -> tuple[Key, jax.stages.Compiled, bool]:
@@ -181,6 +195,26 @@ def _cpu_features() -> str:
         return platform.processor()
     lines = [line for line in text.splitlines() if line.startswith(("flags", "Features", "model name"))]
     return "\n".join(sorted(set(lines)))
+
+
+def _cpu() -> str:
+    """The CPU's name, and a hash of its features."""
+    features = _cpu_features()
+    name = next((line.partition(":")[2].strip() for line in features.splitlines() if line.startswith("model name")), "")
+    return f"{name} {hashlib.sha256(features.encode()).hexdigest()[:12]}".strip()
+
+
+def _plain(value: Any) -> Any:
+    """A frozen struct or dataclass as JSON has it; what JSON has nothing for, as it is printed."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.compare}
+    if isinstance(value, msgspec.Struct):
+        return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, frozenset):
+        return sorted(map(str, value))
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | None) else repr(value)
 
 
 def _source_hash() -> str:

@@ -1,24 +1,39 @@
-"""`jaxserve compile --target` from the command line: the programs, the table, the exit code. Compiles for a CPU that
-stands in for the target; `tests/aot` compiles for the real ones.
+"""`jaxserve compile` from the command line: the programs, the table, the exit code, and a bundle that is served.
+
+A CPU stands in for the target; `tests/aot` compiles for real ones.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
+from jaxserve import LLM, SamplingParams
 from jaxserve.cli.main import main
+from jaxserve.config.settings import as_flag
+from jaxserve.errors import ConfigError
+from jaxserve.observability import log
 from jaxserve.runtime import offline
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.programs import ProgramBuilder
 from tests.cli.model_folder import write_config
+from tests.tiny_model import tiny_settings
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
          "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64}  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _logging_stays() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log, "setup", lambda level: None)
+        yield
 
 
 @pytest.fixture
@@ -66,6 +81,68 @@ def test_a_program_that_does_not_build_fails_the_command(
     assert "not built" in out
     assert "decode-4-full can't be used: RuntimeError: registers ran out" in out
     assert "1 of 2 programs are good" in out
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made by the command, for the tiny model on the CPU that is here."""
+    folder = tmp_path_factory.mktemp("bundle")
+    assert main(["compile", "--output", str(folder), *_flags(tiny_settings(tmp_path_factory))]) == 0
+    return folder
+
+
+def _flags(settings: dict[str, Any]) -> list[str]:
+    flags: list[str] = []
+    for name, value in settings.items():
+        flags += [as_flag(name), *map(str, value if isinstance(value, list) else [value])]
+    return flags
+
+
+def test_a_bundle_is_served_without_compiling(
+    bundle: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(**settings) as llm:
+        expected = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, temperature=0.0), use_tqdm=False)
+
+    def refuse(self: ProgramBuilder, key: object) -> None:
+        raise AssertionError(f"{key} is compiled")
+
+    monkeypatch.setattr(ProgramBuilder, "compile", refuse)
+    del settings["max_total_tokens"]  # the bundle's pool holds
+    with LLM(**settings, programs=str(bundle)) as llm:
+        found = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, temperature=0.0), use_tqdm=False)
+    assert found[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"max_running_requests": 3}, "sizes.num_slots is 4 in the bundle and 3 here"),
+        ({"dtype": "bfloat16"}, "dtype is 'float32' in the bundle and 'bfloat16' here"),
+        ({"max_total_tokens": 256}, "sizes.num_pages is 32 in the bundle and 16 here"),
+    ],
+)
+def test_a_bundle_of_something_else_is_refused_with_what_differs(
+    changed: dict[str, Any], why: str, bundle: Path, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        LLM(**settings | changed, programs=str(bundle))
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (
+            ["--target", "tpu-v6e", "--output", "x"],
+            "programs for a device that isn't here can't be kept, only compiled",
+        ),
+        (["--output", "x", "--only", "decode-*"], "--only and --output: a folder of programs is whole or of no use"),
+        (["--output", "x", "--tp-size", "2"], "tp_size=2 is not served yet"),
+    ],
+)
+def test_what_a_bundle_can_not_be(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", *argv]) == 2
+    assert line in capsys.readouterr().err
 
 
 def test_a_target_is_needed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from jaxserve.cli.main import main
+from jaxserve.observability import log
 from tests.cli.model_folder import write_config
 
 GIB = 2**30
 
 
 @pytest.fixture
-def llama(tmp_path: Path) -> str:
+def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(log, "setup", lambda level: None)
     return write_config(tmp_path / "config.json")
 
 
