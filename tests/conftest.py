@@ -3,3 +3,6 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# Threads of XLA's that wait in Mosaic GPU's interpreter would leave none on a small machine to those they wait for.
+os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, cast, get_args
 import jax
 import numpy as np
 
-BackendName = Literal["reference", "triton", "mosaic_tpu"]
+BackendName = Literal["reference", "triton", "mosaic_tpu", "mosaic_gpu"]
 
 # What `auto` tries, best first; the last one does everything everywhere.
 _PREFERRED: dict[str, tuple[BackendName, ...]] = {
