@@ -41,8 +41,8 @@ def test_settings_are_checked_before_anything_is_loaded() -> None:
         LLM(max_num_seq=8)
     with pytest.raises(ConfigError, match="port is a setting of `jaxserve serve`"):
         LLM(port=8000)
-    with pytest.raises(ConfigError, match="prefix cache is not built yet"):
-        LLM(enable_prefix_caching=True)
+    with pytest.raises(ConfigError, match="LoRA is not built yet"):
+        LLM(enable_lora=True)
 
 
 def test_outputs_come_in_the_prompts_order_and_as_if_each_ran_alone(llm: LLM) -> None:
@@ -130,11 +130,31 @@ def test_log_probabilities_of_output_and_prompt(llm: LLM) -> None:
     assert [entry.token_id for entry in output.prompt_logprobs[1:] if entry] == list(b"bc")
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_cached_tokens_are_those_of_the_prompt_until_the_cache_is_flushed(llm: LLM, n: int) -> None:
+    llm.flush_cache()
+    prompt = "a prompt of more than two whole pages"
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, n=n)
+
+    def cached(params: SamplingParams) -> int:
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        return output.usage.cached_tokens
+
+    assert cached(params) == 0
+    whole = cached(params)
+    assert len(prompt) - 16 <= whole < len(prompt)
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    stop = next(char for char in output.outputs[0].text if char.isascii())
+    assert cached(SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, n=n, stop=(stop,))) == whole
+    assert llm.flush_cache() > 0
+    assert cached(params) == 0
+
+
 def test_chat_goes_through_the_template(llm: LLM) -> None:
     (output,) = llm.chat(CHAT, GREEDY, use_tqdm=False)
     assert output.prompt == "user: hi\nassistant: "
     assert output.outputs == llm.generate(output.prompt, GREEDY, use_tqdm=False)[0].outputs
-    assert llm.chat([CHAT, CHAT], GREEDY, use_tqdm=False) == [output, output]
+    assert [both.outputs for both in llm.chat([CHAT, CHAT], GREEDY, use_tqdm=False)] == [output.outputs] * 2
     (open_end,) = llm.chat(CHAT, GREEDY, use_tqdm=False, add_generation_prompt=False)
     assert open_end.prompt == "user: hi\n"
     assert llm.encode_chat(CHAT) == output.prompt_token_ids
