@@ -91,7 +91,8 @@ def make_batch(case: Case, *, max_pages: int | None = None, num_pages: int | Non
     shared = case.shared_pages
     own = sum(used) - shared * max(len(case.rows) - 1, 0)
     num_pages = num_pages or own + 2
-    free = rng.permutation(num_pages).tolist()
+    # Page 0, which a kernel may take for a page that it doesn't read, is nobody's as long as there are others.
+    free = [0, *(rng.permutation(num_pages - 1) + 1).tolist()]
     common = [free.pop() for _ in range(shared)]
     prefix = normal(2, shared * size, case.kv_heads, case.head_dim)
 
@@ -105,7 +106,8 @@ def make_batch(case: Case, *, max_pages: int | None = None, num_pages: int | Non
     pools = np.full((2, case.kv_heads, case.num_layers * num_pages, size, case.head_dim), np.nan, kv_dtype)
     tokens = sum(new for _, new in case.rows)
     total = len(case.rows) + case.pad_rows if case.decode_only else tokens + case.pad_tokens
-    new_kv = np.full((2, total, case.kv_heads, case.head_dim), np.nan, dtype)
+    # Not the NaN of the pool: it would be seen there.
+    new_kv = np.full((2, total, case.kv_heads, case.head_dim), -np.nan, dtype)
     q = np.full((total, case.heads, case.head_dim), np.nan, dtype)
     q[:tokens] = normal(tokens, case.heads, case.head_dim)
     starts, rows = [0], []

@@ -1,0 +1,111 @@
+"""The suite notices the bugs that kernels are prone to: each is seeded in a copy of a kernel's source, and found.
+
+A backend's seeds name the file, the text and what takes its place; the files that stand on it are imported anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels.paged_attention import BackendName
+from pallas_kernels.paged_attention import __name__ as PACKAGE
+from tests.pallas_kernels.paged_attention import test_paged_attention as suite
+from tests.pallas_kernels.paged_attention.cases import Case, make_batch
+
+BATCH = Case("batch", ((150, 1), (40, 1), (70, 33), (20, 20)), 2)
+WINDOW = dataclasses.replace(BATCH, window=20)
+FP8 = dataclasses.replace(BATCH, kv_dtype="float8_e4m3fn")
+
+
+@dataclasses.dataclass(frozen=True)
+class Seed:
+    """In `module`, `old` becomes `new`; `case` is one that must fail then."""
+
+    bug: str
+    backend: BackendName
+    module: str
+    old: str
+    new: str
+    case: Case = BATCH
+
+    def __str__(self) -> str:
+        return f"{self.backend}-{self.bug}"
+
+
+SEEDS = [
+    Seed("off-by-one-page", "triton", "triton_tiles", "lax.div(position, size)", "lax.div(position + 1, size)"),
+    Seed("place-of-another-layer", "triton", "triton_tiles", " + pool.layer[0] * attention.num_pages", ""),
+    Seed("stale-places", "triton", "triton_decode", "tile_at(tile + 1)", "tile_at(tile)"),
+    Seed("one-token-too-many", "triton", "triton_decode", "position < length", "position <= length"),
+    Seed(
+        "values-not-masked",
+        "triton",
+        "triton_decode",
+        "values = load_rows(pool.values, (at,), held, attention)",
+        "values = load_rows(pool.values, (at,), None, attention)",
+    ),
+    Seed("a-split-left-out", "triton", "triton_decode", "lax.fori_loop(0, used,", "lax.fori_loop(1, used,"),
+    Seed("not-causal", "triton", "triton_prefill", " & (position[None, :] <= asked[:, None])", ""),
+    Seed(
+        "masks-begin-a-tile-late",
+        "triton",
+        "triton_prefill",
+        "lax.div(asked_first + 1, block)",
+        "pl.cdiv(asked_first + 1, block)",
+    ),
+    Seed(
+        "window-one-too-wide",
+        "triton",
+        "triton_prefill",
+        "seen &= position[None, :] > asked",
+        "seen &= position[None, :] >= asked",
+        WINDOW,
+    ),
+    Seed("padding-written", "triton", "triton_write", "live = slot >= 0", "live = there"),
+    Seed("scale-of-values-left-out", "triton", "triton_prefill", "kv_scale(pool, 1, kv_head)", "1.0", FP8),
+]
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew() -> Iterator[None]:
+    """What other tests have compiled isn't met here, nor the other way around."""
+    suite._compiled.cache_clear()
+    yield
+    suite._compiled.cache_clear()
+
+
+def _plant(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend's files are imported anew, one of them with the seed in it."""
+    for name in list(sys.modules):
+        if name.startswith(f"{PACKAGE}.{seed.backend}"):
+            monkeypatch.delitem(sys.modules, name)
+    name = f"{PACKAGE}.{seed.module}"
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).read_text()
+    assert source.count(seed.old) == 1, f"{seed.module} has the seed's text {source.count(seed.old)} times"
+    module = types.ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, module)
+    exec(compile(source.replace(seed.old, seed.new), spec.origin, "exec"), module.__dict__)
+
+
+@pytest.mark.parametrize("seed", SEEDS, ids=str)
+def test_a_seeded_bug_is_found(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
+    _plant(seed, monkeypatch)
+    with pytest.raises(AssertionError, match=r"Not equal to tolerance|Arrays are not equal"):
+        suite._check(seed.case, make_batch(seed.case), seed.backend)
+
+
+@pytest.mark.parametrize("case", [BATCH, WINDOW, FP8], ids=["batch", "window", "fp8"])
+@pytest.mark.parametrize("backend", sorted({seed.backend for seed in SEEDS}))
+def test_without_a_seed_the_cases_pass(backend: BackendName, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    _plant(Seed("none", backend, backend, "def refusal(", "def refusal("), monkeypatch)
+    suite._check(case, make_batch(case), backend)
