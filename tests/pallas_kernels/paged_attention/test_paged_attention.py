@@ -143,6 +143,7 @@ def _ragged(draw: st.DrawFn) -> Case:
             new = draw(st.integers(1, left))
             rows.append((new + draw(st.integers(0, _LONGEST - new)), new))
             left -= new
+    forms: list[dict[str, Any]] = [{}, {"window": 20}, {"window": 20, "soft_cap": 5.0, "sinks": True}]
     return Case(
         "drawn",
         tuple(rows),
@@ -151,8 +152,9 @@ def _ragged(draw: st.DrawFn) -> Case:
         page_size=_PAGE,
         pad_rows=_ROWS - len(rows),
         pad_tokens=left,
-        window=draw(st.sampled_from([None, 20])),
+        decode_only=len(rows) == num_decodes and draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
+        **draw(st.sampled_from(forms)),
     )
 
 
