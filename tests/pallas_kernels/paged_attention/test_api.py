@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,6 +23,36 @@ def test_the_choice_says_why() -> None:
 def test_a_backend_that_is_not_built_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'fa3' is not built; available: reference, triton, mosaic_tpu"):
         choose_backend(Target("cuda", "NVIDIA H200", (9, 0)), PROBLEM, "fa3")
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability"), [("NVIDIA A100-SXM4-80GB", (8, 0)), ("NVIDIA L4", (8, 9)), ("NVIDIA H200", (9, 0))]
+)
+def test_an_nvidia_gpu_from_ampere_on_has_a_kernel(kind: str, capability: tuple[int, int]) -> None:
+    assert choose_backend(Target("cuda", kind, capability), PROBLEM).name != "reference"
+    assert choose_backend(Target("cuda", kind, capability), PROBLEM, "triton").name == "triton"
+
+
+FP8 = np.dtype(jnp.float8_e4m3fn)
+A100 = Target("cuda", "NVIDIA A100-SXM4-80GB", (8, 0))
+
+
+@pytest.mark.parametrize(
+    ("target", "change", "reason"),
+    [
+        (Target("cuda", "Tesla T4", (7, 5)), {}, r"capability 8\.0 .* which 'Tesla T4' is not"),
+        (Target("tpu", "TPU v6 lite"), {}, r"not for tpu"),
+        (A100, {"kv_dtype": FP8}, r"fp8 KV cache needs compute capability 8\.9 .* not NVIDIA A100"),
+        (A100, {"head_dim": 512}, r"heads of 16 to 256 in steps of 8, not of 512"),
+        (A100, {"heads": 71, "kv_heads": 1}, r"up to 16 query heads a KV head, not 71 for 1"),
+        (A100, {"page_size": 48}, r"pages whose size is a power of two, not of 48"),
+        (A100, {"dtype": np.dtype(np.float64)}, r"not in float64"),
+        (A100, {"kv_dtype": np.dtype(np.int8)}, r"not of int8"),
+    ],
+)
+def test_triton_says_what_it_cannot_do(target: Target, change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        choose_backend(target, dataclasses.replace(PROBLEM, **change), "triton")
 
 
 def test_a_pool_is_as_large_as_its_layout_says() -> None:
