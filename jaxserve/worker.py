@@ -104,6 +104,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         attention_backend=backend.name,
         num_programs=len(programs),
         startup_seconds=phases.seconds,
+        schedule_policy=config.schedule_policy,
     )
     return _loop(config, sizes, executor), info
 

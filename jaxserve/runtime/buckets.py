@@ -27,6 +27,13 @@ def decode_buckets(max_running: int, *, max_fine: int | None, asked: Sequence[in
     return tuple(sorted({size for size in sizes if size < max_running} | {max_running}))
 
 
+def fine_decode_rows(max_running: int, *, max_fine: int | None, asked: Sequence[int] | None) -> int:
+    """Up to which batch size the programs are finely spaced, or were asked for: `cuda graph: True` in the log."""
+    if asked is not None:
+        return max(asked)
+    return max_running if max_fine is None else max_fine
+
+
 def _fine(max_fine: int) -> set[int]:
     sizes, low = {1, 2, 4}, 0
     for high, step in (*_SPACING, (max_fine, _WIDEST_STEP)):

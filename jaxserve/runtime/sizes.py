@@ -9,7 +9,7 @@ import numpy as np
 from jaxserve.config.schema import EngineConfig
 from jaxserve.models.config import ModelConfig
 from jaxserve.runtime import memory
-from jaxserve.runtime.buckets import decode_buckets, token_buckets
+from jaxserve.runtime.buckets import decode_buckets, fine_decode_rows, token_buckets
 from jaxserve.runtime.device import DeviceFacts
 from jaxserve.runtime.memory import Footprint
 from jaxserve.step_plan import Capacity
@@ -89,18 +89,16 @@ def resolve_sizes(
     chunk = pool.context_length if chunk < 0 else min(chunk, pool.context_length)
     batched = config.max_num_batched_tokens or chunk
     largest = min(batched, max(pool.context_length, running))
+    max_fine = config.cuda_graph_max_bs or defaults.max_fine
     capacity = Capacity(
         num_slots=running,
         num_pages=pool.num_pages,
         page_size=config.page_size,
         max_model_len=pool.context_length,
-        decode_buckets=decode_buckets(
-            running,
-            max_fine=config.cuda_graph_max_bs or defaults.max_fine,
-            asked=config.cuda_graph_bs,
-        ),
+        decode_buckets=decode_buckets(running, max_fine=max_fine, asked=config.cuda_graph_bs),
         token_buckets=token_buckets(largest, smallest=defaults.smallest_bucket),
         prompt_logprob_tokens=max(_PROMPT_LOGPROB_TOKENS, 2 * running),
+        fine_decode_rows=fine_decode_rows(running, max_fine=max_fine, asked=config.cuda_graph_bs),
     )
     prefill = min(config.max_prefill_tokens or chunk, largest)
     return Sizes(capacity, min(chunk, largest), prefill, largest, footprint, longest)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.runtime.buckets import decode_buckets, smallest_fitting, token_buckets
+from jaxserve.runtime.buckets import decode_buckets, fine_decode_rows, smallest_fitting, token_buckets
 
 
 def _fine(max_running: int, max_fine: int) -> tuple[int, ...]:
@@ -58,3 +58,10 @@ def test_nothing_larger_than_the_largest() -> None:
     assert smallest_fitting((2, 8), 3) == 8
     with pytest.raises(AssertionError, match="9 is larger than every bucket"):
         smallest_fitting((2, 8), 9)
+
+
+@pytest.mark.parametrize(
+    ("max_fine", "asked", "rows"), [(160, None, 160), (None, None, 32), (160, (1, 8), 8), (None, (4, 16), 16)]
+)
+def test_how_far_the_fine_spacing_reaches(max_fine: int | None, asked: tuple[int, ...] | None, rows: int) -> None:
+    assert fine_decode_rows(32, max_fine=max_fine, asked=asked) == rows
