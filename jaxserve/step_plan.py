@@ -80,7 +80,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """What the programs of a deployment can hold; the scheduler plans within it.
 
     `decode_buckets` are row counts, `token_buckets` token counts of mixed steps, each ascending; a step fits into the
-    largest. Up to `fine_decode_rows` decode buckets are finely spaced. `prompt_logprob_tokens` bounds a step that computes log probabilities of prompts. `num_pages` is per rank.
+    largest. Up to `fine_decode_rows` decode buckets are finely spaced. `prompt_logprob_tokens` bounds a step that
+    computes log probabilities of prompts. `num_pages` is per rank.
     """
 
     num_slots: int

@@ -60,7 +60,8 @@ class NewTokenRatio:
     def __init__(self, conservativeness: float) -> None:
         self._first = min(_FIRST_RATIO * conservativeness, 1.0)
         self._floor = min(_FLOOR_SHARE * self._first, 1.0)
-        self.reset()
+        self.value = self._first
+        self._decay = (self._first - self._floor) / _DECAY_STEPS
 
     def decode_step(self) -> None:
         """A decode step has been planned."""
