@@ -1,0 +1,130 @@
+"""The engine with made-up weights: how it starts, what it puts out, and how long a step of decodes takes."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from device_sections.machine import COPY, MATMUL
+from device_sections.models import write_model
+from device_sections.run import Run
+from jaxserve.api_types import EngineRequest, SamplingParams
+from jaxserve.config.schema import EngineConfig
+from jaxserve.engine.client import InProcessEngine
+from jaxserve.runtime.deployment import deploy, read_model
+from jaxserve.runtime.device import facts_of_device
+from jaxserve.runtime.roofline import Roofline, roofline
+
+# (prompt tokens, output tokens, requests)
+_WORKLOADS = ((128, 128, 1024), (1000, 1000, 512), (2048, 128, 512))
+_STEPS = ((128, 1024), (1, 1024), (32, 1024), (64, 1024), (256, 1024), (64, 4096), (128, 4096))
+
+
+def qwen3_0_6b(run: Run) -> None:
+    """Qwen3-0.6B's shape."""
+    _model(run, "Qwen3-0.6B")
+
+
+def llama_3_2_1b(run: Run) -> None:
+    """Llama-3.2-1B's shape."""
+    _model(run, "Llama-3.2-1B")
+
+
+def llama_3_1_8b(run: Run) -> None:
+    """Llama-3.1-8B's shape."""
+    _model(run, "Llama-3.1-8B")
+
+
+def _model(run: Run, name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        settings: dict[str, Any] = {"model": write_model(name, run.tiny, Path(folder)), "load_format": "dummy"}
+        settings |= {"disable_radix_cache": True, "log_level": "warning", "program_cache_dir": f"{folder}/programs"}
+        if run.tiny:
+            settings |= {"max_running_requests": 4, "cuda_graph_bs": (4,), "max_total_tokens": 1024,
+                         "chunked_prefill_size": 32}  # fmt: skip
+        else:
+            settings |= {"max_running_requests": 256, "cuda_graph_bs": (1, 32, 64, 128, 256),
+                         "chunked_prefill_size": 8192}  # fmt: skip
+        config = EngineConfig(**settings)
+        engine = InProcessEngine.start(config)
+        try:
+            for phase, seconds in engine.info.startup_seconds.items():
+                run.row(f"{name} start: {phase}", seconds, "s", note=f"attention: {engine.info.attention_backend}")
+            limits = _limits(run, config)
+            for batch, context in ((2, 32),) if run.tiny else _STEPS:
+                if run.left > 15 and batch * (context + 64) <= engine.info.num_pages * engine.info.page_size:
+                    _decode_step(run, engine, name, batch, context, limits)
+            for prompt, output, count in ((16, 8, 4),) if run.tiny else _WORKLOADS:
+                if run.left > 15:
+                    _throughput(run, engine, name, prompt, output, count)
+        finally:
+            engine.close()
+
+
+def _limits(run: Run, config: EngineConfig) -> Roofline | None:
+    """What the rates allow that were measured on this device."""
+    copy, matmul = run.found(COPY), run.found(MATMUL)
+    if copy is None or matmul is None:
+        return None
+    made = deploy(config, read_model(config.model), facts_of_device(run.device))
+    measured: Any = SimpleNamespace(memory_bandwidth=copy * 1e9, peak_flops={made.dtype.name: matmul * 1e12})
+    return roofline(made, measured)
+
+
+def _requests(engine: InProcessEngine, count: int, prompt: int, output: int) -> list[str]:
+    rng = np.random.default_rng(0)
+    names = []
+    for _ in range(count):
+        names.append(f"bench-{time.monotonic_ns()}")
+        engine.submit(
+            EngineRequest(
+                request_id=names[-1],
+                prompt_ids=rng.integers(0, engine.info.vocab_size, prompt).tolist(),
+                sampling=SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True),
+            )
+        )
+    return names
+
+
+def _decode_step(
+    run: Run, engine: InProcessEngine, name: str, batch: int, context: int, limits: Roofline | None
+) -> None:
+    """Steps between the last prompt's end and the first request's: all rows decode."""
+    steps = 4 if run.tiny else 48
+    names = _requests(engine, batch, context, steps + 16)
+    started: set[str] = set()
+    while len(started) < batch and run.left > 0:
+        started |= {event.request_id for event in engine.step() if event.token_ids}
+    # Those that were prefilled first have decoded for a while.
+    tokens, rounds, start = 0, 0, time.perf_counter()
+    while rounds < steps and tokens < steps * batch and engine.has_work:
+        tokens += sum(len(event.token_ids) for event in engine.step())
+        rounds += 1
+    seconds = (time.perf_counter() - start) * batch / max(tokens, 1)
+    engine.abort(names)
+    while engine.has_work:
+        engine.step()
+    limit = None if limits is None else limits.decode_seconds(batch, context)
+    # The ratio is of speeds: the roofline's time over the measured one.
+    run.row(f"{name} decode {batch} x {context}: steps/s", 1 / seconds, "1/s",
+            reference=None if limit is None else 1 / limit, goal=0.75 if (batch, context) == (128, 1024) else None,
+            note=f"{seconds * 1e3:.2f} ms a step, {batch / seconds:,.0f} tok/s")  # fmt: skip
+
+
+def _throughput(run: Run, engine: InProcessEngine, name: str, prompt: int, output: int, count: int) -> None:
+    """All requests at once; where time runs out, what was put out until then."""
+    names = _requests(engine, count, prompt, output)
+    tokens, start = 0, time.perf_counter()
+    while engine.has_work and run.left > 5:
+        tokens += sum(len(event.token_ids) for event in engine.step())
+    seconds = time.perf_counter() - start
+    note = "" if not engine.has_work else f"stopped after {seconds:.0f} s"
+    engine.abort(names)
+    while engine.has_work:
+        engine.step()
+    run.row(f"{name} offline {prompt}/{output}: output", tokens / seconds, "tok/s", note=note)
