@@ -24,7 +24,7 @@ HOPPER = (9, 0)
 
 _CORES = 132
 # The interpreter takes programs one after the other: just enough of them that some rows are split.
-_INTERPRETED_CORES = 8
+_INTERPRETED_CORES = 4
 
 # A warpgroup that waits in the interpreter keeps a thread from the one it waits for.
 _INTERPRETER_THREADS = 8

@@ -1,0 +1,151 @@
+"""Mosaic GPU in the interpreter, with race detection on: corners of the case table in bfloat16, and bugs put in.
+
+The whole table would take too long. The interpreter knows neither swizzles nor registers, and doesn't see that a
+product reads: a block that is released before its product passes here. A GPU runs the same cases natively.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from pallas_kernels.paged_attention import (
+    Problem,
+    Target,
+    choose_backend,
+    mosaic_gpu,
+    mosaic_gpu_decode,
+    mosaic_gpu_prefill,
+)
+from tests.pallas_kernels.paged_attention import test_paged_attention as suite
+from tests.pallas_kernels.paged_attention.cases import CASES, Case, make_batch
+
+pytestmark = suite.pytestmark
+
+CORNERS = (
+    "decode",
+    "whole-pages-no-padding",
+    "nothing-live",
+    "shared-pages",
+    "heads-2-of-2-dim-80-first-layer",
+    "heads-9-of-3-dim-96-page-32",
+    "heads-14-of-2-dim-128-page-64",
+    "heads-8-of-1-dim-256-page-128",
+    "decode-heads-32-of-2-dim-128-page-128",
+    "decode-heads-16-of-1-dim-256-page-256",
+    "prefill-window-16",
+    "decode-everything",
+    "everything",
+)
+TABLE = {case.name: dataclasses.replace(case, dtype="bfloat16") for case in CASES}
+SHORT: dict[str, Any] = {"dtype": "bfloat16", "heads": 2, "kv_heads": 1, "pad_rows": 0, "pad_tokens": 0}
+
+BF16 = np.dtype(jnp.bfloat16)
+H200 = Target("cuda", "NVIDIA H200", (9, 0))
+PROBLEM = Problem(32, 8, 128, 16, BF16, BF16)
+
+
+@pytest.fixture(autouse=True)
+def _small_ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """So small that rows of the table go round in it."""
+    monkeypatch.setattr(mosaic_gpu, "_MAX_STAGES", 2)
+    suite._compiled.cache_clear()
+    yield
+    suite._compiled.cache_clear()
+
+
+@pytest.mark.parametrize("name", CORNERS)
+def test_equals_dense_attention(name: str) -> None:
+    suite._check(TABLE[name], make_batch(TABLE[name]), "mosaic_gpu")
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(case=suite._ragged())
+def test_drawn_batches_equal_dense_attention(case: Case) -> None:
+    case = dataclasses.replace(case, dtype="bfloat16", window=None)
+    pages = -(-suite._LONGEST // suite._PAGE)
+    suite._check(case, make_batch(case, max_pages=pages, num_pages=suite._ROWS * pages), "mosaic_gpu")
+
+
+def test_a_row_does_not_depend_on_its_company() -> None:
+    """Bit for bit, though the row is split."""
+    batch = make_batch(Case("company", ((600, 1), (700, 1)), 2, decode_only=True, **SHORT))
+    case = Case("company", (), 2, decode_only=True, **SHORT)
+    shorter = dataclasses.replace(batch, kv_lens=np.array([600, 40], np.int32))
+    together, other = (suite._run(case, b, "mosaic_gpu")[0][0] for b in (batch, shorter))
+    np.testing.assert_array_equal(suite._bits(other), suite._bits(together))
+
+
+DECODE = Case("decode", ((300, 1),), 1, decode_only=True, **SHORT)
+PREFILL = Case("prefill", ((140, 40), (290, 70)), 0, **SHORT)
+BUGS = {
+    "a-block-overwritten-before-it-is-free": (DECODE, "plgpu.barrier_wait(free.at[slot])", "pass"),
+    "read-before-it-arrived": (DECODE, "plgpu.barrier_wait(k_arrived.at[slot])", "pass"),
+    "the-page-after": (DECODE, "jnp.minimum(page, last_page)", "jnp.minimum(page + 1, last_page)"),
+    "a-token-past-the-end": (DECODE, "seen = position < length", "seen = position <= length"),
+    "values-not-cleared": (DECODE, "clear_outside(v_smem.at[slot], start, window_start, length)", "pass"),
+    "the-future": (PREFILL, "seen = position <= query", "seen = position <= query + 1"),
+    "the-next-sequence-overwritten": (PREFILL, "whole = rows - first_row >= TILE_ROWS", "whole = rows >= 0"),
+    "values-read-while-they-are-cleared": (PREFILL, "plgpu.barrier_wait(v_clear)\n", "\n"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_suite_finds_a_bug(bug: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each put into a copy of a kernel's source."""
+    case, right, wrong = BUGS[bug]
+    module = mosaic_gpu_decode if case is DECODE else mosaic_gpu_prefill
+    source = inspect.getsource(module)
+    assert source.count(right) == 1
+    copy = types.ModuleType("copy")
+    exec(compile(source.replace(right, wrong), f"{bug}.py", "exec"), copy.__dict__)
+    monkeypatch.setattr(mosaic_gpu, case.name, getattr(copy, case.name))
+    found = False
+    try:
+        suite._check(case, make_batch(case), "mosaic_gpu")
+    except (AssertionError, jax.errors.JaxRuntimeError):
+        found = True
+    assert "RACE DETECTED" in capsys.readouterr().out or found
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": np.dtype(np.float32)}, "queries of bfloat16, not of float32"),
+        ({"kv_dtype": np.dtype(jnp.float8_e4m3fn)}, "a KV cache of bfloat16, not of float8_e4m3fn"),
+        ({"head_dim": 72}, "heads of 16 to 256 in steps of 16, not of 72"),
+        ({"heads": 136}, "up to 16 query heads a KV head, not 136 for 8"),
+        ({"page_size": 8}, "pages of a power of two from 16 on, not of 8 tokens"),
+    ],
+)
+def test_what_it_can_not_do_is_refused_by_name(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=f"'mosaic_gpu' can't be used here: mosaic_gpu takes {reason}"):
+        choose_backend(H200, dataclasses.replace(PROBLEM, **change), "mosaic_gpu")
+
+
+def test_it_is_for_hopper_and_asked_for() -> None:
+    assert choose_backend(H200, PROBLEM, "mosaic_gpu").reason == "asked for"
+    assert choose_backend(H200, PROBLEM).name == "triton"
+    for target in (Target("cuda", "NVIDIA B200", (10, 0)), Target("cuda", "NVIDIA L4", (8, 9)), Target("tpu")):
+        assert mosaic_gpu.refusal(PROBLEM, target) is not None
+
+
+def test_its_interpreter_is_refused_too_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPROC", "2")
+    assert "set NPROC=8" in str(mosaic_gpu.refusal(PROBLEM, Target("cpu")))
+
+
+def test_what_is_timed_holds_the_rule() -> None:
+    assert mosaic_gpu._decode_sizes(PROBLEM) in mosaic_gpu.candidates("decode", PROBLEM, H200)
+    for masked in (False, True):
+        sizes = mosaic_gpu._prefill_sizes(PROBLEM, masked=masked)
+        assert sizes in mosaic_gpu.candidates("prefill", PROBLEM, H200)
