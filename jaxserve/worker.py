@@ -26,7 +26,7 @@ from jaxserve.models.config import parse_model_config
 from jaxserve.models.registry import family
 from jaxserve.runtime.bundle import Manifest, load_bundle, read_manifest, sized_like_bundle
 from jaxserve.runtime.deployment import Deployment
-from jaxserve.runtime.device import attach, facts_of_device
+from jaxserve.runtime.device import attach, facts_of_device, free_bytes
 from jaxserve.runtime.executor import DeviceExecutor
 from jaxserve.runtime.fit import deploy_or_advise
 from jaxserve.runtime.mesh import make_mesh, shardings
@@ -85,12 +85,13 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
     logger.info("programs: %d, of them %d compiled now, the others loaded", len(programs), compiled)
     logger.info(
         "max_total_num_tokens=%d, chunked_prefill_size=%d, max_prefill_tokens=%d, max_running_requests=%d, "
-        "context_len=%d",
+        "context_len=%d, available_gpu_mem=%.2f GB",
         sizes.capacity.num_pages * sizes.capacity.page_size,
         sizes.chunked_prefill_size,
         sizes.max_prefill_tokens,
         sizes.capacity.num_slots,
         sizes.capacity.max_model_len,
+        free_bytes(device) / 2**30,
     )
     info = EngineInfo(
         max_model_len=sizes.capacity.max_model_len,

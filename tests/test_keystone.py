@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import random
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -394,3 +395,16 @@ def test_a_compile_after_ready_is_noticed(build: Build) -> None:
     loop, _ = build("roomy")
     jax.jit(lambda x: x * 7 - 3)(np.float32(1))
     assert loop.stats().compiles_after_ready > 0
+
+
+def test_the_start_says_what_was_decided(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "jaxserve"):
+        build("wide")
+    [line] = [message for message in caplog.messages if message.startswith("max_total_num_tokens=")]
+    expected = (
+        r"max_total_num_tokens=600, chunked_prefill_size=100, max_prefill_tokens=100, max_running_requests=20, "
+        r"context_len=100, available_gpu_mem=(\d+\.\d\d) GB"
+    )
+    found = re.fullmatch(expected, line)
+    assert found, line
+    assert float(found[1]) > 0
