@@ -150,15 +150,25 @@ def block_sizes(form: Form, problem: Problem, target: Target, *, queries: int) -
     token_bytes = arrays * form.kv_heads * form.lanes * form.kv_dtype.itemsize
     keys = min(_DECODE_KEYS if queries == 1 else _PREFILL_KEYS, _BLOCK_BYTES // token_bytes)
     pages = max(1, tuned.get("block_kv", keys) // form.page_size)
-    queries = min(queries, tuned.get("block_q", queries))
-    blocks = Blocks(queries, pages, _heads_at_once(form, queries, pages))
-    while vmem_bytes(form, blocks) > _VMEM_BYTES and (blocks.pages > 1 or blocks.queries > form.unit):
-        if blocks.queries > form.unit and blocks.queries * form.group > blocks.pages * form.page_size:
-            queries = blocks.queries // 2
-        else:
-            pages = blocks.pages // 2
+    if queries > 1:
+        queries = _whole_units(min(queries, tuned.get("block_q", queries)), form)
+    while True:
         blocks = Blocks(queries, pages, _heads_at_once(form, queries, pages))
-    return blocks
+        can_halve_queries = queries > form.unit
+        if vmem_bytes(form, blocks) <= _VMEM_BYTES or (pages == 1 and not can_halve_queries):
+            return blocks
+        if can_halve_queries and (pages == 1 or queries * form.group > pages * form.page_size):
+            queries = _whole_units(queries // 2, form)
+        else:
+            pages //= 2
+
+
+def candidates(kind: str, problem: Problem, target: Target) -> list[dict[str, int]]:
+    """What to time on a device for the tuned table."""
+    keys = [{"block_kv": size} for size in (128, 256, 512, 1024) if size >= problem.page_size]
+    if kind == "decode":
+        return keys
+    return [{"block_q": queries, **one} for queries in (32, 64, 128, 256) for one in keys]
 
 
 def vmem_bytes(form: Form, blocks: Blocks) -> int:
@@ -185,6 +195,10 @@ def _heads_at_once(form: Form, queries: int, pages: int) -> int:
         return 1
     most = max(1, _SCORES_BYTES // (4 * 8 * pages * form.page_size))
     return max(n for n in range(1, form.kv_heads + 1) if form.kv_heads % n == 0 and n <= most)
+
+
+def _whole_units(queries: int, form: Form) -> int:
+    return max(form.unit, queries - queries % form.unit)
 
 
 def _tile_queries(tokens: int, form: Form) -> int:

@@ -1,0 +1,151 @@
+"""The TPU kernel in small blocks, so that every copy is made ahead of its use; what it refuses; and seeded bugs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.paged_attention import Backend, PagedKV, Problem, Target, choose_backend, paged_attention
+from tests.pallas_kernels.paged_attention import test_paged_attention as suite
+from tests.pallas_kernels.paged_attention.cases import Case, make_batch
+
+PACKAGE = "pallas_kernels.paged_attention"
+SMALL = Target(
+    "cpu", blocks=frozenset({("decode", "block_kv", 32), ("prefill", "block_kv", 32), ("prefill", "block_q", 16)})
+)
+BF16 = np.dtype(jnp.bfloat16)
+PROBLEM = Problem(32, 8, 128, 16, BF16, BF16)
+V6E = Target("tpu", "TPU v6 lite")
+
+ROWS = ((150, 1), (40, 1), (33, 1), (1, 1), (90, 50), (20, 20), (70, 7))
+BATCH = Case("batch", ROWS, 4)
+PAGES_OF_64 = Case("pages-of-64", ROWS, 4, page_size=64)
+WINDOW = Case("window", ROWS, 4, window=20)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The suite runs the kernel in small blocks here, and what it compiled so isn't met elsewhere."""
+    suite._compiled.cache_clear()
+    monkeypatch.setattr(suite, "target_of", lambda device: SMALL)
+    yield
+    suite._compiled.cache_clear()
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        BATCH,
+        PAGES_OF_64,
+        WINDOW,
+        Case("decodes", ROWS[:4], 4, decode_only=True, kv_heads=4),
+        Case("fp8-joined", ROWS, 4, kv_dtype="float8_e4m3fn", sinks=True),
+        Case("fp8-page-64-dim-80", ROWS, 4, kv_dtype="float8_e4m3fn", head_dim=80, page_size=64, soft_cap=3.0),
+        Case("bf16-page-32-window", ROWS, 4, dtype="bfloat16", page_size=32, window=70),
+    ],
+    ids=str,
+)
+def test_blocks_and_tiles_join(case: Case) -> None:
+    suite._check(case, make_batch(case), "mosaic_tpu")
+
+
+def test_a_tpu_takes_it_by_itself() -> None:
+    assert choose_backend(V6E, PROBLEM).name == "mosaic_tpu"
+
+
+@pytest.mark.parametrize(
+    ("target", "change", "reason"),
+    [
+        (Target("cuda", "NVIDIA H200", (9, 0)), {}, "compiles for TPUs, not for cuda"),
+        (V6E, {"dtype": np.dtype(np.float16)}, "computes in float32 and bfloat16, not in float16"),
+        (V6E, {"kv_dtype": np.dtype(np.int8)}, "not of int8"),
+        (V6E, {"head_dim": 512}, "heads of up to 256, not of 512"),
+        (V6E, {"heads": 34, "kv_heads": 2}, "up to 16 query heads a KV head, not 34 for 2"),
+        (V6E, {"page_size": 8}, "pages of 16 tokens or a larger power of two, not of 8"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_name(target: Target, change: dict[str, Any], reason: str) -> None:
+    problem = Problem(**(vars(PROBLEM) | change))
+    with pytest.raises(ValueError, match=reason):
+        choose_backend(target, problem, "mosaic_tpu")
+
+
+@pytest.mark.parametrize(
+    ("lanes", "max_pages", "message"), [(64, 8, "not laid out for a TPU"), (128, 2**16, "larger pages")]
+)
+def test_memory_that_a_tpu_does_not_take_is_an_error(lanes: int, max_pages: int, message: str) -> None:
+    pool = jnp.zeros((8, 2, 16, lanes))
+    kv = PagedKV(pool, pool, 1, page_major=True)
+    i32 = functools.partial(jax.ShapeDtypeStruct, dtype=np.int32)
+    q, new = (jax.ShapeDtypeStruct((4, heads, 64), np.float32) for heads in (4, 2))
+    backend = Backend("mosaic_tpu", target=SMALL)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(
+            functools.partial(paged_attention, scale=1.0, backend=backend),
+            q, new, new, kv, 0, i32((4, max_pages)), i32((5,)), i32((4,)), i32(()), i32(()),
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Seed:
+    """In one of the kernel's files `old` becomes `new`, and `case` must fail then."""
+
+    file: str
+    old: str
+    new: str
+    case: Case = BATCH
+
+
+ATTEND = "            self._attend_past(tile, at, slot)\n"
+SEEDS = {
+    "pages-not-waited-for": Seed("kernel", "            copies.past(tile, at, slot, wait)\n", ""),
+    "pages-used-before-they-are-there": Seed(
+        "kernel",
+        "            copies.past(tile, at, slot, wait)\n" + ATTEND,
+        ATTEND + "            copies.past(tile, at, slot, wait)\n",
+    ),
+    "buffer-released-early": Seed("kernel", "pl.when(i > 0)(lambda: copies.writes(copies.tile(i - 1), wait))", "pass"),
+    "read-before-written": Seed("kernel", "                copies.writes(tile, wait)\n", "                pass\n"),
+    "inputs-not-waited-for": Seed("kernel", "        copies.inputs(tile, wait)\n", ""),
+    "outputs-out-of-order": Seed("kernel", "pl.when(i > 0)(lambda: copies.out(copies.tile(i - 1), wait))", "pass"),
+    "not-causal": Seed("kernel", "form.group <= query", "form.group <= query + form.group"),
+    "not-read-not-masked": Seed("kernel", "jnp.where(held[None], self._tokens(values), 0.0)", "self._tokens(values)"),
+    "window-one-too-wide": Seed("kernel", "ahead + self.form.window", "ahead + self.form.window + 1", WINDOW),
+    "tokens-of-the-pool-lost": Seed("kernel", "(at >= tile.position) & (at < tile.end)", "at < tile.end"),
+    "off-by-one-page": Seed("memory", "self._entry(tile, page)", "self._entry(tile, page + 1)"),
+    "another-layer": Seed("memory", "self.given.counts[2] + ", ""),
+    "part-of-a-page-left-out": Seed("memory", "fori_loop(0, jnp.where(", "fori_loop(1, jnp.where(", PAGES_OF_64),
+}
+
+
+@pytest.mark.parametrize("bug", SEEDS)
+def test_a_seeded_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    seed = SEEDS[bug]
+    module = importlib.import_module(f"{PACKAGE}.mosaic_tpu_{seed.file}")
+    source = Path(str(module.__file__)).read_text()
+    assert source.count(seed.old) == 1
+    for name in ("mosaic_tpu", "mosaic_tpu_kernel", "mosaic_tpu_memory"):
+        monkeypatch.delitem(sys.modules, f"{PACKAGE}.{name}", raising=False)
+    seeded = types.ModuleType(module.__name__)
+    monkeypatch.setitem(sys.modules, module.__name__, seeded)
+    exec(compile(source.replace(seed.old, seed.new), str(module.__file__), "exec"), seeded.__dict__)
+    found: Exception | None = None
+    try:
+        suite._check(seed.case, make_batch(seed.case), "mosaic_tpu")
+    except (AssertionError, jax.errors.JaxRuntimeError) as error:
+        found = error
+    raced = "RACE DETECTED" in capsys.readouterr().out
+    assert raced or isinstance(found, AssertionError) or "race" in str(found).lower()
