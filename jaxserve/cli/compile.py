@@ -82,9 +82,7 @@ def _for_target(loaded: Loaded, name: str, only: str, as_json: bool) -> int:
     builder = offline.builder_for_target(deployment, name)
     print(f"{loaded.engine.model} on {deployment.tensor} x {name}: {len(keys)} programs, "
           f"attention: {deployment.backend.name} ({deployment.backend.reason})", file=sys.stderr)  # fmt: skip
-    reports = watched(offline.compile_programs(builder, keys), len(keys))
-    order = {str(key): i for i, key in enumerate(keys)}
-    reports.sort(key=lambda report: order[report.name])
+    reports = watched(offline.compile_programs(builder, keys), [str(key) for key in keys])
     show(reports, as_json, {"target": name, "devices": deployment.tensor, "model": loaded.engine.model})
     return 1 if any(report.fault for report in reports) else 0
 
@@ -95,7 +93,7 @@ def _into_folder(loaded: Loaded, folder: Path, as_json: bool) -> int:
     deployment, builder = offline.deploy_on_device(loaded.engine)
     keys = offline.chosen_keys(deployment)
     (folder / bundle.MANIFEST).unlink(missing_ok=True)
-    reports = watched(offline.compile_programs(builder, keys, folder), len(keys))
+    reports = watched(offline.compile_programs(builder, keys, folder), [str(key) for key in keys])
     show(reports, as_json, {"output": str(folder), "device": builder.facts()["device"], "model": loaded.engine.model})
     if any(report.fault for report in reports):
         return 1
@@ -104,17 +102,17 @@ def _into_folder(loaded: Loaded, folder: Path, as_json: bool) -> int:
     return 0
 
 
-def watched(reports: Iterable[ProgramReport], count: int) -> list[ProgramReport]:
-    """All of them, under a progress bar; a fault is told as it is found."""
+def watched(reports: Iterable[ProgramReport], names: Sequence[str]) -> list[ProgramReport]:
+    """All of them in the order of their names, under a progress bar; a fault is told as it is found."""
     done: list[ProgramReport] = []
-    with tqdm(total=count, desc="Compiling programs", unit="program", file=sys.stderr, dynamic_ncols=True) as bar:
+    with tqdm(total=len(names), desc="Compiling programs", unit="program", file=sys.stderr, dynamic_ncols=True) as bar:
         for report in reports:
             done.append(report)
             bar.update()
             bar.set_postfix_str(report.name)
             if report.fault:
                 bar.write(f"{report.name}: {report.fault}", file=sys.stderr)
-    return done
+    return sorted(done, key=lambda report: names.index(report.name))
 
 
 def show(reports: Sequence[ProgramReport], as_json: bool, about: Mapping[str, object]) -> None:

@@ -57,7 +57,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise ConfigError(
             f"programs={folder} is no bundle: {path.name} can't be read ({error}); "
             f"make one with `jaxserve compile --output {folder}`"
-        ) from error
+        ) from None
     if manifest.format != _FORMAT:
         raise ConfigError(
             f"programs={folder} has format {manifest.format}, this jaxserve reads {_FORMAT}: make it again"
@@ -91,7 +91,7 @@ def load_bundle(
             raise ConfigError(
                 f"programs={folder}: {program_path(folder, key).name} can't be loaded ({error!r}); make it again with "
                 f"`jaxserve compile --output {folder}`"
-            ) from error
+            ) from None
 
     with ThreadPoolExecutor() as pool:
         return dict(pool.map(load, keys))

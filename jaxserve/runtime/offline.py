@@ -46,12 +46,12 @@ def deploy_on_device(config: EngineConfig) -> tuple[Deployment, ProgramBuilder]:
 
 
 def chosen_keys(deployment: Deployment, pattern: str = "*") -> list[Key]:
-    """The programs whose names match, those that take longest first. Raises `ConfigError` where none does."""
+    """The programs whose names match. Raises `ConfigError` where none does."""
     keys: list[Key] = [UPDATE_KEY, *deployment.keys]
     chosen = [key for key in keys if fnmatch.fnmatchcase(str(key), pattern)]
     if not chosen:
         raise ConfigError(f"no program is called {pattern!r}; there are {', '.join(map(str, keys))}")
-    return by_cost(chosen)
+    return chosen
 
 
 def compile_programs(
@@ -66,7 +66,7 @@ def compile_programs(
         return report
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        waiting = [pool.submit(make, key) for key in keys]
+        waiting = [pool.submit(make, key) for key in by_cost(keys)]
         try:
             for done in as_completed(waiting):
                 yield done.result()
