@@ -162,12 +162,12 @@ def make_step(backend: Backend, problem: Problem, work: Work) -> tuple[Callable[
         num_kv_heads=problem.kv_heads,
         head_dim=problem.head_dim,
         dtype=problem.kv_dtype,
-        platform=backend.target.platform,
+        platform=backend.kv_platform,
     )
     fp8 = problem.kv_dtype == jnp.float8_e4m3fn
     scales = jnp.full((2, 1, problem.kv_heads), 0.02, jnp.float32) if fp8 else None
     keys, values = (jnp.ones(shape, layout.dtype) for shape in (layout.shape, layout.values_shape))
-    kv = PagedKV(keys, values, 1, scales, layout.joined)
+    kv = layout.paged_kv(keys, values, scales)
     arrays = (
         normal(problem.heads),
         normal(problem.kv_heads),

@@ -88,7 +88,7 @@ def deploy(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> Dep
         token_buckets=(1,),
         prompt_logprob_tokens=1,
     )
-    slot = state_specs(spec, one, vocab_size=model.vocab_size, dtype=dtype, platform=device.platform)
+    slot = state_specs(spec, one, vocab_size=model.vocab_size, dtype=dtype, platform=backend.kv_platform)
     page_bytes = device_bytes(slot.kv, axes)
     sizes = resolve_sizes(
         config,
@@ -99,5 +99,5 @@ def deploy(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> Dep
         bytes_per_token=page_bytes // config.page_size,
         tensor=tensor,
     )
-    state = state_specs(spec, sizes.capacity, vocab_size=model.vocab_size, dtype=dtype, platform=device.platform)
+    state = state_specs(spec, sizes.capacity, vocab_size=model.vocab_size, dtype=dtype, platform=backend.kv_platform)
     return Deployment(config, model, device, dtype, backend, sizes, params, state, tensor)

@@ -58,6 +58,11 @@ class Backend:
         """Whether its kernels are interpreted: on a CPU they can't be compiled."""
         return self.target.platform == "cpu" and self.name != "reference"
 
+    @property
+    def kv_platform(self) -> str:
+        """For `kv_layout`: a TPU's kernel reads a TPU's pool, also where it is interpreted."""
+        return "tpu" if self.name == "mosaic_tpu" else self.target.platform
+
 
 class BackendModule(Protocol):
     """What a backend's file has."""

@@ -29,9 +29,6 @@ from tests.pallas_kernels.paged_attention.cases import CASES, Batch, Case, make_
 
 BACKENDS = get_args(BackendName)
 
-# Whose layout a backend meets, where it isn't the plain one.
-PLATFORMS = {"mosaic_tpu": "tpu"}
-
 
 # Numpy says so in Mosaic GPU's interpreter, of rows of a tile that nobody asked for.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
@@ -78,7 +75,7 @@ def _run(
         batch.q,
         batch.k,
         batch.v,
-        _pool(case, batch, platform or PLATFORMS.get(backend, "")),
+        _pool(case, batch, platform or Backend(backend).kv_platform),
         np.int32(case.layer),
         batch.page_table,
         batch.query_starts,
