@@ -159,5 +159,5 @@ def _decode_sizes(problem: Problem) -> dict[str, int]:
 def _prefill_sizes(problem: Problem, *, masked: bool) -> dict[str, int]:
     """As large as the registers hold: those of the sums, and of a block's logits beside what masks them."""
     if problem.head_dim > _WIDE:
-        return {"block": 64, "stages": 2, "warpgroups": 1, "p_smem": 1}
+        return {"block": 64, "stages": 2, "warpgroups": 1, "p_smem": 0}
     return {"block": 64 if masked else 128, "stages": 2, "warpgroups": 2, "p_smem": 0}

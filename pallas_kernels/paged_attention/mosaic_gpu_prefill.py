@@ -159,6 +159,8 @@ def _attend_tiles(
     tile_rows = warpgroups * TILE_ROWS
     per_tile = _tokens_a_tile(group, tile_rows)
     num_tiles = tiles.row.shape[0]
+    # One loop instead of two keeps the sums of large heads in registers.
+    mask_all = window is not None or warpgroups == 1
 
     def body(
         row_ref: Any,
@@ -242,9 +244,9 @@ def _attend_tiles(
                 return out, peak, total
 
             # Blocks that all queries of the tile see in full need no mask; with a window few are of that kind.
-            full = low if window is not None else jnp.minimum(lax.div(asked + 1, jnp.int32(block)), high)
+            full = low if mask_all else jnp.minimum(lax.div(asked + 1, jnp.int32(block)), high)
             state = start_softmax(head_dim)
-            if window is None:
+            if not mask_all:
                 state = lax.fori_loop(low, full, lambda i, state: step(i, state, masked=False), state)
             state = lax.fori_loop(full, high, lambda i, state: step(i, state, masked=True), state)
             out, lse = normalize(*state)

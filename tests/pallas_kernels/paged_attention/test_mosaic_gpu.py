@@ -95,7 +95,7 @@ BUGS = {
     "values-not-cleared": (DECODE, "clear_outside(v_smem.at[slot], start, window_start, length)", "pass"),
     "the-future": (PREFILL, "seen = position <= query", "seen = position <= query + 1"),
     "the-next-sequence-overwritten": (PREFILL, "whole = rows - first_row >= TILE_ROWS", "whole = rows >= 0"),
-    "values-read-while-they-are-cleared": (PREFILL, "plgpu.barrier_wait(v_clear)\n", "\n"),
+    "values-of-a-chunk-not-cleared": (PREFILL, "clear_outside(v_smem.at[slot], start, first_seen, length)", "pass"),
 }
 
 
