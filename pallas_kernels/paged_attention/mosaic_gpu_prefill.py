@@ -7,6 +7,7 @@ laid out anew before: a tile is one copy then, which has to begin at a multiple 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -70,8 +71,12 @@ def prefill(
     """The output of the tokens of rows `[num_decodes, num_seqs)`; of the others it is unspecified."""
     tokens, _, head_dim = q.shape
     kv_heads, group = attention.kv_heads, attention.group
-    tiles = _tiles(tokens, group, attention.warpgroups * TILE_ROWS, query_starts, kv_lens, num_decodes, num_seqs)
-    by_head = q.reshape(tokens, kv_heads, group, head_dim).swapaxes(0, 1).reshape(kv_heads, -1, head_dim)
+    tile_rows = attention.warpgroups * TILE_ROWS
+    padding = 0 if _tokens_a_tile(group, tile_rows) else -group % PIECE
+    attention = dataclasses.replace(attention, group=group + padding)
+    tiles = _tiles(tokens, group + padding, tile_rows, query_starts, kv_lens, num_decodes, num_seqs)
+    by_head = q.reshape(tokens, kv_heads, group, head_dim).swapaxes(0, 1)
+    by_head = jnp.pad(by_head, ((0, 0), (0, 0), (0, padding), (0, 0))).reshape(kv_heads, -1, head_dim)
     queries = by_head.at[:, tiles.source].get(mode="promise_in_bounds")
     out, lse = _attend_tiles(queries, tiles, kv, layer, page_table, kv_lens, attention, with_lse=sinks is not None)
     lanes = jnp.arange(group, dtype=jnp.int32)
@@ -84,7 +89,7 @@ def prefill(
 
 
 def _tokens_a_tile(group: int, tile_rows: int) -> int:
-    """As many as fit, so that tiles begin at multiples of eight rows."""
+    """As many as fit, so that tiles begin at multiples of eight rows; none where those are too many."""
     step = PIECE // math.gcd(group, PIECE)
     return tile_rows // group // step * step
 

@@ -68,6 +68,12 @@ def test_equals_dense_attention(name: str) -> None:
     suite._check(TABLE[name], make_batch(TABLE[name]), "mosaic_gpu")
 
 
+def test_an_odd_ratio_of_wide_heads_is_padded_in_a_tile() -> None:
+    options = {**SHORT, "heads": 13, "head_dim": 144, "sinks": True}
+    case = Case("odd", ((700, 1), (90, 25), (17, 17)), 1, page_size=32, **options)
+    suite._check(case, make_batch(case), "mosaic_gpu")
+
+
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(case=suite._ragged())
 def test_drawn_batches_equal_dense_attention(case: Case) -> None:
