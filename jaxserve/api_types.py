@@ -193,9 +193,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     `num_deferred` of the waiting ones wait for a prefix that another request computes. Pages are free, cached and
     evictable, or in use; `token_usage` is the share in use. `cache_query_tokens` counts the prompt tokens of requests
     that started, `cache_hit_tokens` those of them that were found in the prefix cache; what is computed again after a
-    retraction counts in neither. `decode_rows` of `decode_bucket_rows` rows of the decode programs that ran were live,
-    and `mixed_tokens` of `mixed_bucket_tokens` tokens of the mixed ones: the rest was padding. `coarse_decode_steps` of
-    `decode_steps` ran beyond the finely spaced programs (`cuda graph: False` in the log).
+    retraction counts in neither. `num_host_pages_used` of `num_host_pages` pages of host memory hold what the cache
+    keeps there; so far `host_save_pages` were copied to it and `host_load_pages` from it. `decode_rows` of
+    `decode_bucket_rows` rows of the decode programs that ran were live, and `mixed_tokens` of `mixed_bucket_tokens`
+    tokens of the mixed ones: the rest was padding. `coarse_decode_steps` of `decode_steps` ran beyond the finely spaced
+    programs (`cuda graph: False` in the log).
     """
 
     num_running: int = 0
@@ -212,6 +214,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     generation_tokens: int = 0
     cache_query_tokens: int = 0
     cache_hit_tokens: int = 0
+    num_host_pages: int = 0
+    num_host_pages_used: int = 0
+    host_save_pages: int = 0
+    host_load_pages: int = 0
     decode_steps: int = 0
     coarse_decode_steps: int = 0
     decode_rows: int = 0

@@ -55,13 +55,19 @@ class Chunk(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 class StepPlan(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One step: slots that open, chunks to run (decodes first), slots that close before it. `greedy` allows the
-    program that has no sampler."""
+    program that has no sampler.
+
+    Before all of it, pages are copied to slots of host memory, in the order of `saves`, and after that from there, in
+    that of `loads`: (page, slot) and (slot, page).
+    """
 
     opens: list[SlotOpen]
     chunks: list[Chunk]
     closes: list[int]
     num_decodes: int
     greedy: bool
+    saves: list[tuple[int, int]] = []
+    loads: list[tuple[int, int]] = []
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False, kw_only=True):

@@ -61,6 +61,7 @@ class Planner:
         With `admit`, waiting requests may start. Pages for all decodes are there: see `is_short_of_pages`.
         """
         roster = self._roster
+        roster.cache.tier.save_entered()
         chunks: list[Chunk] = []
         requests: list[Request] = []
         opens: list[SlotOpen] = []
@@ -74,7 +75,10 @@ class Planner:
                 greedy = greedy and (request.greedy or not chunk.sample)
         if not chunks:
             return None
+        saves, loads = roster.cache.tier.take_copies()
         plan = StepPlan(
+            saves=saves,
+            loads=loads,
             opens=opens,
             chunks=chunks,
             closes=roster.take_closed_slots(opens),
@@ -193,12 +197,12 @@ class Planner:
                 return
             fill, reusable = waiting.fill_tokens, waiting.num_reusable_tokens
             node, pages = cache.match(waiting.namespace, fill, reusable)
-            cached = len(pages) * self._page_size
+            cached = (len(pages) + cache.num_absent(node)) * self._page_size
             if self._is_computed_by_another(waiting, fill, cached, chosen):
                 self.num_deferred += 1
                 continue
             cache.lock(node)
-            needed = pool.pages_for(waiting.num_fill_tokens) - len(pages)
+            needed = pool.pages_for(waiting.num_fill_tokens) - len(pages)  # also for what is loaded
             available = roster.num_available_pages - promised
             reserved = math.ceil(expected / self._page_size)
             alone = not (roster.prefilling or roster.decoding)
@@ -209,7 +213,7 @@ class Planner:
             opens.append(roster.start(waiting, node, pages))
             budget.take(length, prompt_logprobs=wants)
             chosen.append((waiting, length))
-            promised += needed
+            promised += pool.pages_for(waiting.num_fill_tokens) - len(waiting.pages[0])
             expected += reserved_tokens([waiting], ratio)
 
     def _is_computed_by_another(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 
 from jaxserve.api_types import EngineRequest, SamplingParams, TokenLogprobs, Usage
-from jaxserve.engine.radix_cache import Node
+from jaxserve.engine.radix_node import Node
 
 
 class Phase(enum.Enum):

@@ -16,7 +16,8 @@ from collections import Counter
 
 from jaxserve.engine.pages import PagePool
 from jaxserve.engine.policy import WaitingQueue
-from jaxserve.engine.radix_cache import Node, RadixCache
+from jaxserve.engine.radix_cache import RadixCache
+from jaxserve.engine.radix_node import Node
 from jaxserve.engine.request import Phase, Request
 from jaxserve.step_plan import Capacity, SlotOpen
 
@@ -58,9 +59,14 @@ class Roster:
         self.waiting.add(request)
 
     def start(self, request: Request, node: Node, pages: list[int]) -> SlotOpen:
-        """A waiting request takes a slot, and the cached `pages` up to `node`, which the caller has locked for it."""
+        """A waiting request takes a slot, and the cached prefix that ends at `node`, which the caller has locked for
+        it: `pages`, and those into which the rest of it is loaded."""
         self.waiting.remove(request)
         slot = self._free_slots.pop()
+        if absent := self.cache.num_absent(node):
+            loaded = self._allocate(absent)
+            self.cache.load(node, loaded)
+            pages = pages + loaded
         cached = len(pages) * self.pool.page_size
         request.slot = slot
         request.num_starts += 1
@@ -90,9 +96,7 @@ class Roster:
         count = self.pool.pages_for(num_tokens) - len(pages)
         if count <= 0:
             return ((),)
-        if count > self.pool.num_free:
-            self.cache.evict(count - self.pool.num_free)
-        new = self.pool.allocate(count)
+        new = self._allocate(count)
         pages.extend(new)
         return (tuple(new),)
 
@@ -178,6 +182,12 @@ class Roster:
         if len(self.prefilling) > 1:
             problems.append(f"{len(self.prefilling)} prompts are halfway at once: {', '.join(self.prefilling)}")
         return problems
+
+    def _allocate(self, count: int) -> list[int]:
+        """Free pages, or cached ones that nobody uses; the caller has made sure that there are as many."""
+        if count > self.pool.num_free:
+            self.cache.evict(count - self.pool.num_free)
+        return self.pool.allocate(count)
 
     def _stop_running(self, request: Request) -> None:
         self._give_back(request)

@@ -17,6 +17,7 @@ import msgspec
 
 from jaxserve.api_types import EngineRequest, EngineStats, FinishReason, TokenEvent, TokenLogprobs, Usage
 from jaxserve.engine import admission
+from jaxserve.engine.host_tier import HostTier, WritePolicy
 from jaxserve.engine.padding import PaddingCount
 from jaxserve.engine.pages import PagePool
 from jaxserve.engine.planner import Planner
@@ -34,7 +35,8 @@ class Scheduler:
 
     A step has at most `max_num_batched_tokens` tokens, of them at most `chunked_prefill_size` and `max_prefill_tokens`
     of prompts. At most `max_queued_requests` may wait beyond those that free slots could take (None: no limit).
-    `random_seed` decides the seeds of requests that bring none. `clock` gives seconds, for the time spent waiting.
+    `random_seed` decides the seeds of requests that bring none. What is evicted from the prefix cache is kept in
+    `num_host_pages` pages of host memory. `clock` gives seconds, for the time spent waiting.
     Raises `ConfigError` where nothing could ever run.
     """
 
@@ -50,12 +52,15 @@ class Scheduler:
         policy: Policy = "fcfs",
         conservativeness: float = 1.0,
         prefix_cache: bool = True,
+        num_host_pages: int = 0,
+        host_write_policy: WritePolicy = "write_through",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._capacity = capacity
         self._clock = clock
         pool = PagePool(capacity.num_pages, capacity.page_size)
-        self._cache = cache = RadixCache(pool, disabled=not prefix_cache)
+        self._tier = HostTier(num_host_pages, capacity.page_size, host_write_policy)
+        self._cache = cache = RadixCache(pool, self._tier, disabled=not prefix_cache)
 
         def cached(request: Request) -> int:
             return cache.match_length(request.namespace, request.fill_tokens, request.num_reusable_tokens)
@@ -243,6 +248,10 @@ class Scheduler:
             generation_tokens=self._generation_tokens,
             cache_query_tokens=self._cache_query_tokens,
             cache_hit_tokens=self._cache_hit_tokens,
+            num_host_pages=self._tier.num_pages,
+            num_host_pages_used=self._tier.num_used,
+            host_save_pages=self._tier.num_saved,
+            host_load_pages=self._tier.num_loaded,
             decode_steps=padding.decode_steps,
             coarse_decode_steps=padding.coarse_decode_steps,
             decode_rows=padding.decode_rows,

@@ -85,10 +85,15 @@ class FakeExecutor:
         self.plans: list[StepPlan] = []
         self._slots: dict[int, _Slot] = {}
         self._kv = [[-1] * capacity.page_size for _ in range(capacity.num_pages)]
+        self._host: dict[int, list[int]] = {}
 
     def dispatch(self, plan: StepPlan) -> object:
         self._check_sizes(plan)
         self.plans.append(plan)
+        for page, host_slot in plan.saves:
+            self._host[host_slot] = list(self._kv[page])
+        for host_slot, page in plan.loads:
+            self._kv[page] = list(self._host[host_slot])
         for slot in plan.closes:
             del self._slots[slot]
         for opened in plan.opens:
@@ -97,9 +102,12 @@ class FakeExecutor:
             self._slots[opened.slot] = _Slot(opened, pages, opened.num_cached_tokens, len(opened.output_ids))
         for chunk in plan.chunks:
             self._slots[chunk.slot].pages.extend(chunk.new_pages[0])
+        loaded = {page for _, page in plan.loads}
+        assert len(loaded) == len(plan.loads), "a page is loaded twice"
         readers = Counter(page for chunk in plan.chunks for page in self._slots[chunk.slot].pages)
         written = [page for chunk in plan.chunks for page in self._written(chunk)]
         assert all(readers[page] == 1 for page in written), "a page is written that another sequence of the step has"
+        assert loaded.isdisjoint(written), "a page is loaded and computed"
         result = StepResult(tokens=[], logprobs={}, prompt_logprobs={})
         for index in range(len(plan.chunks)):
             self._run(plan, index, result)

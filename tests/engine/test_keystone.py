@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 
 from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenEvent
+from jaxserve.engine.host_tier import WritePolicy
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.policy import Policy
 from jaxserve.engine.scheduler import Scheduler
@@ -48,14 +49,15 @@ def _random_request(rng: random.Random, number: int, max_model_len: int, earlier
     )
 
 
-def _random_engine(rng: random.Random) -> tuple[EngineLoop, Scheduler, FakeExecutor]:
-    num_slots = rng.choice([1, 3, 8, 8])
-    page_size = rng.choice([1, 2, 4, 8])
-    max_model_len = rng.randint(8, 48)
+def _random_engine(rng: random.Random, *, tiered: bool) -> tuple[EngineLoop, Scheduler, FakeExecutor]:
+    """Of any kind, or `tiered`, with host memory and so few pages that most of what is cached must go there."""
+    num_slots = rng.choice([1, 3] if tiered else [1, 3, 8, 8])
+    page_size = rng.choice([1, 2, 4] if tiered else [1, 2, 4, 8])
+    max_model_len = rng.randint(24, 48) if tiered else rng.randint(8, 48)
     fits = -(-max_model_len // page_size)
     capacity = Capacity(
         num_slots=num_slots,
-        num_pages=rng.choice([fits, fits + rng.randint(0, 4), fits * 2, fits * num_slots]),
+        num_pages=rng.choice([fits, fits + rng.randint(0, 4), *([] if tiered else [fits * 2, fits * num_slots])]),
         page_size=page_size,
         max_model_len=max_model_len,
         decode_buckets=(num_slots,),
@@ -70,23 +72,29 @@ def _random_engine(rng: random.Random) -> tuple[EngineLoop, Scheduler, FakeExecu
         max_queued_requests=None,
         policy=rng.choice(get_args(Policy)),
         conservativeness=rng.choice([0.0, 0.0, 0.3, 1.0, 1.3]),
-        prefix_cache=rng.random() < 0.9,
+        prefix_cache=tiered or rng.random() < 0.9,
+        num_host_pages=rng.choice([fits, 2 * capacity.num_pages, 99 * fits] if tiered else [0, 2, 2 * fits]),
+        host_write_policy=rng.choice(get_args(WritePolicy)),
         random_seed=rng.randrange(100),
     )
     executor = FakeExecutor(capacity)
     return EngineLoop(scheduler, executor, overlap=rng.random() < 0.7), scheduler, executor
 
 
-@pytest.mark.parametrize("block", range(16))
-def test_tokens_are_those_of_the_request_alone(block: int) -> None:
-    preempted = aborted_running = hits = 0
+@pytest.mark.parametrize(
+    ("block", "tiered"), [*((block, False) for block in range(16)), *((block, True) for block in range(8))]
+)
+def test_tokens_are_those_of_the_request_alone(block: int, tiered: bool) -> None:
+    preempted = aborted_running = hits = loaded = 0
     for seed in range(block * 50, block * 50 + 50):
         rng = random.Random(seed)
-        loop, scheduler, executor = _random_engine(rng)
+        loop, scheduler, executor = _random_engine(rng, tiered=tiered)
         max_model_len = executor.capacity.max_model_len
         requests: dict[str, EngineRequest] = {}
-        for i in range(rng.randint(1, 20)):
-            requests[f"r{i}"] = _random_request(rng, i, max_model_len, list(requests.values()))
+        for i in range(rng.randint(10, 20) if tiered else rng.randint(1, 20)):
+            # Few conversations, and long ones, are found again after they have been evicted.
+            earlier = list(requests.values())[: 4 if tiered else None]
+            requests[f"r{i}"] = _random_request(rng, i, max_model_len, earlier)
         arrivals = list(requests.values())
         aborted: set[str] = set()
         events: dict[str, list[TokenEvent]] = {request_id: [] for request_id in requests}
@@ -99,7 +107,7 @@ def test_tokens_are_those_of_the_request_alone(block: int) -> None:
 
         num_steps = 0
         while arrivals or loop.has_work:
-            while arrivals and rng.random() < 0.5:
+            while arrivals and rng.random() < (0.1 if tiered else 0.5):
                 assert loop.add(arrivals.pop(0)) is None
             if rng.random() < 0.05:
                 target = rng.choice(list(requests))
@@ -118,9 +126,11 @@ def test_tokens_are_those_of_the_request_alone(block: int) -> None:
         assert stats.num_running == stats.num_waiting == 0
         preempted += stats.num_preemptions
         hits += stats.cache_hit_tokens
+        loaded += stats.host_load_pages
         assert stats.cache_hit_tokens <= stats.cache_query_tokens
         scheduler.flush_cache()
         assert loop.stats(check=True).num_free_pages == stats.num_pages
+        assert loop.stats().num_host_pages_used == 0
 
         for request_id, request in requests.items():
             seen = events[request_id]
@@ -143,4 +153,5 @@ def test_tokens_are_those_of_the_request_alone(block: int) -> None:
             assert all(event.prompt_logprobs is None for event in seen[1:])
     assert preempted > 5, "this block of seeds tries no retraction"
     assert hits > 100, "this block of seeds finds nothing in the cache"
+    assert loaded > 40 or not tiered, "this block of seeds loads nothing from host memory"
     assert aborted_running > 0, "this block of seeds tries no abort on the way"

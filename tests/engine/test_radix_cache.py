@@ -4,15 +4,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from jaxserve.engine.host_tier import HostTier, WritePolicy
 from jaxserve.engine.pages import PagePool
-from jaxserve.engine.radix_cache import Node, RadixCache
+from jaxserve.engine.radix_cache import RadixCache
+from jaxserve.engine.radix_node import Node
 
 SIZE = 2
 
 
-def _cache(num_pages: int = 16) -> tuple[PagePool, RadixCache]:
+def _cache(num_pages: int = 16, tier: HostTier | None = None) -> tuple[PagePool, RadixCache]:
     pool = PagePool(num_pages, SIZE)
-    return pool, RadixCache(pool)
+    return pool, RadixCache(pool, tier)
 
 
 def _keep(pool: PagePool, cache: RadixCache, tokens: list[int], namespace: str = "") -> list[int]:
@@ -36,6 +38,14 @@ def test_a_match_ends_at_a_whole_page_and_at_the_limit() -> None:
     assert cache.match("other", [1, 2, 3, 4], 4)[1] == []
     assert cache.match_length("", [1, 2, 3, 4, 9], 5) == 4
     _consistent(pool, cache, [], [])
+
+
+def test_a_match_ends_where_tokens_differ_also_if_they_go_on_as_a_later_run_does() -> None:
+    pool, cache = _cache()
+    pages = _keep(pool, cache, [1, 1, 2, 2])
+    _keep(pool, cache, [1, 1, 2, 2, 3, 3])
+    assert cache.match("", [1, 1, 3, 3], 4)[1] == pages[:1]
+    assert cache.match("", [1, 1, 3, 3], 4)[1] == pages[:1]
 
 
 def test_what_is_there_already_is_not_kept_twice() -> None:
@@ -135,27 +145,35 @@ def test_the_list_of_leaves_does_not_grow_without_end() -> None:
     pool, cache = _cache()
     for i in range(10_000):
         _keep(pool, cache, [i % 5, 1])
-    assert len(cache._leaves) < 3000
+    assert len(cache._ends) < 3000
     assert cache.evict(99) == 5
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Sequences that read, write and leave in any order, beside a model that is a dictionary of pages to tokens.
+    """Sequences that read, write and leave in any order, beside a model that is a dictionary of pages to tokens, and
+    one of host memory.
 
-    Whatever the cache says a page holds is what was last written to it.
+    Whatever the cache says a page holds is what was last written to it, or loaded into it.
     """
+
+    num_host_pages = 0
+    policy: WritePolicy = "write_through"
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool, self.cache = _cache(12)
+        self.pool, self.cache = _cache(12, HostTier(self.num_host_pages, SIZE, self.policy))
         self.held: dict[int, tuple[int, ...]] = {}
+        self.host: dict[int, tuple[int, ...]] = {}
         self.running: list[tuple[list[int], Node, int, list[int]]] = []
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14))
     def start(self, tokens: list[int]) -> None:
+        """One plan: what is evicted for it is saved first, then it loads, then it writes."""
+        self.cache.tier.save_entered()
+        found = self.cache.match_length("", tokens, len(tokens) - 1)
         node, pages = self.cache.match("", tokens, len(tokens) - 1)
-        for i, page in enumerate(pages):
-            assert self.held[page] == tuple(tokens[: (i + 1) * SIZE])
+        absent = self.cache.num_absent(node)
+        assert found == SIZE * (len(pages) + absent)
         self.cache.lock(node)
         needed = -(-len(tokens) // SIZE) - len(pages)
         if needed > self.pool.num_free + self.cache.num_evictable:
@@ -165,11 +183,23 @@ class CacheMachine(RuleBasedStateMachine):
             short = needed - self.pool.num_free
             assert self.cache.evict(short) == short
         own = self.pool.allocate(needed)
+        self.cache.load(node, own[:absent])
+        pages, own = pages + own[:absent], own[absent:]
+        self._run_copies()
+        for i, page in enumerate(pages):
+            assert self.held[page] == tuple(tokens[: (i + 1) * SIZE])
         for i, page in enumerate(own, len(pages)):
             self.held[page] = tuple(tokens[: (i + 1) * SIZE])
         shared, whole = len(pages), len(tokens) // SIZE
         node, taken = self.cache.extend(node, tokens[shared * SIZE : whole * SIZE], own[: whole - shared])
         self.running.append((tokens, node, shared + taken, own[taken:]))
+
+    def _run_copies(self) -> None:
+        saves, loads = self.cache.tier.take_copies()
+        for page, slot in saves:
+            self.host[slot] = self.held[page]
+        for slot, page in loads:
+            self.held[page] = self.host[slot]
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -189,6 +219,7 @@ class CacheMachine(RuleBasedStateMachine):
     def flush(self) -> None:
         before = self.pool.num_free
         assert self.cache.flush() == self.pool.num_free - before
+        assert self.cache.tier.num_used == 0
 
     @invariant()
     def every_page_is_counted_once(self) -> None:
@@ -196,5 +227,23 @@ class CacheMachine(RuleBasedStateMachine):
         _consistent(self.pool, self.cache, [node for _, node, _, _ in self.running if not node.detached], own)
 
 
+class WriteThroughMachine(CacheMachine):
+    num_host_pages = 9
+
+
+class WriteBackMachine(CacheMachine):
+    num_host_pages = 30
+    policy = "write_back"
+
+
+class TinyTierMachine(CacheMachine):
+    num_host_pages = 2
+    policy = "write_back"
+
+
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(max_examples=120, stateful_step_count=30, deadline=None, derandomize=True)
+TestWriteThrough = WriteThroughMachine.TestCase
+TestWriteBack = WriteBackMachine.TestCase
+TestTinyTier = TinyTierMachine.TestCase
+for case in (TestCache, TestWriteThrough, TestWriteBack, TestTinyTier):
+    case.settings = settings(max_examples=100, stateful_step_count=30, deadline=None, derandomize=True)
