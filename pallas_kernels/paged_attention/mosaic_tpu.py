@@ -40,8 +40,9 @@ _PREFILL_QUERIES = 128
 # Of one slot of a block's pages: enough in flight for HBM's latency.
 _BLOCK_BYTES = 2 * 2**20
 _SCORES_BYTES = 2**18
-_VMEM_BYTES = 24 * 2**20
-_VMEM_LIMIT_BYTES = 48 * 2**20
+# Vector memory of a core, by device; v5e and v6e have the default. XLA keeps a part of it for what runs beside.
+_VMEM_BYTES = {"TPU7x": 64 * 2**20}
+_DEFAULT_VMEM_BYTES = 128 * 2**20
 _TABLE_PAGES = 2**15
 
 
@@ -111,13 +112,22 @@ def paged_attention(
         queries,
         new,
     )
-    out, *pools = _call(given, kv.pools, form, decode, prefill, interpret=interpret)
+    out, *pools = _call(
+        given, kv.pools, form, decode, prefill, vmem_limit=_vmem_capacity(target) * 3 // 4, interpret=interpret
+    )
     start = lanes // 2 if kv.joined else 0
     return out[:tokens, :, :, start : start + head_dim].reshape(q.shape), kv.with_pools(pools)
 
 
 def _call(
-    given: Given, pools: tuple[Array, ...], form: Form, decode: Blocks, prefill: Blocks | None, *, interpret: bool
+    given: Given,
+    pools: tuple[Array, ...],
+    form: Form,
+    decode: Blocks,
+    prefill: Blocks | None,
+    *,
+    vmem_limit: int,
+    interpret: bool,
 ) -> list[Array]:
     """Runs the kernel; the pools are updated in place."""
     scalar, vector, hbm = (pl.BlockSpec(memory_space=space) for space in (pltpu.SMEM, pltpu.VMEM, pl.ANY))
@@ -138,7 +148,7 @@ def _call(
         out_specs=[hbm] * (1 + count),
         input_output_aliases={first + i: 1 + i for i in range(count)},
         interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_VMEM_LIMIT_BYTES),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_limit),
         name="paged_attention_tpu",
     )(*inputs, *pools)
 
@@ -152,10 +162,11 @@ def block_sizes(form: Form, problem: Problem, target: Target, *, queries: int) -
     pages = max(1, tuned.get("block_kv", keys) // form.page_size)
     if queries > 1:
         queries = _whole_units(min(queries, tuned.get("block_q", queries)), form)
+    budget = _vmem_capacity(target) // 3
     while True:
         blocks = Blocks(queries, pages, _heads_at_once(form, queries, pages))
         can_halve_queries = queries > form.unit
-        if vmem_bytes(form, blocks) <= _VMEM_BYTES or (pages == 1 and not can_halve_queries):
+        if vmem_bytes(form, blocks) <= budget or (pages == 1 and not can_halve_queries):
             return blocks
         if can_halve_queries and (pages == 1 or queries * form.group > pages * form.page_size):
             queries = _whole_units(queries // 2, form)
@@ -180,6 +191,10 @@ def vmem_bytes(form: Form, blocks: Blocks) -> int:
     ]
     scores = blocks.heads * blocks.queries * form.group * blocks.pages * form.page_size
     return sum(_padded_bytes(t.shape, t.dtype) for t in types) + 6 * scores
+
+
+def _vmem_capacity(target: Target) -> int:
+    return _VMEM_BYTES.get(target.kind, _DEFAULT_VMEM_BYTES)
 
 
 def _padded_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
