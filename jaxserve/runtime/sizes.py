@@ -130,4 +130,5 @@ def _activation_bytes(model: ModelConfig, platform: str, tokens: int, rows: int,
     layers = tokens * (widest * 4 + model.hidden_size * 16)
     logits = rows * model.vocab_size * 4
     whole, split = _LOGIT_COPIES.get(platform, _LOGIT_COPIES_ELSEWHERE)
-    return max(layers, whole * logits + split * logits // tensor + tokens * model.hidden_size * 8)
+    most = max(layers, whole * logits + split * logits // tensor + tokens * model.hidden_size * 8)
+    return most + most // 16

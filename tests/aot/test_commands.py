@@ -1,0 +1,55 @@
+"""`jaxserve compile` and `jaxserve plan --compile` for devices that aren't here, from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.cli.main import main
+from jaxserve.runtime.target import target_names
+from tests.aot.deployments import LLAMA_8B_TWO_LAYERS
+
+pytestmark = pytest.mark.aot
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_8B_TWO_LAYERS))
+    return str(path)
+
+
+def _programs(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    return {program["name"]: program for program in json.loads(capsys.readouterr().out)["programs"]}
+
+
+@pytest.mark.parametrize("target", target_names())
+def test_every_target_compiles(target: str, llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", llama, "--target", target, "--only", "decode-1-greedy", "--json"]) == 0
+    [program] = _programs(capsys).values()
+    assert program["fault"] is None
+    assert program["alias_bytes"] > 2**30
+
+
+def test_four_shards_exchange_what_they_must(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["compile", llama, "--target", "nvidia-h100", "--tp-size", "4", "--json"]
+    assert main([*argv, "--only", "decode-8-greedy"]) == 0
+    [program] = _programs(capsys).values()
+    assert program["collectives"] == {"all-reduce": 2 * 2 + 3}
+
+
+@pytest.mark.parametrize("target", ["nvidia-h200", "tpu-v6e"])
+def test_the_estimate_is_no_less_than_the_compiler_needs(
+    target: str, llama: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["plan", llama, "--target", target, "--cuda-graph-bs", "256", "--json"]
+    assert main(argv) == 0
+    estimated = json.loads(capsys.readouterr().out)
+    assert main([*argv, "--compile"]) == 0
+    compiled = json.loads(capsys.readouterr().out)
+    assert compiled["temp_source"].startswith("the compiler's")
+    assert compiled["misfits"] == []
+    assert estimated["temp_bytes"] / 4 < compiled["temp_bytes"] <= estimated["temp_bytes"]
