@@ -54,6 +54,16 @@ _GAUGES: tuple[tuple[tuple[str, ...], str, Callable[[EngineInfo, EngineStats], f
         "Tokens of KV cache that are cached, unused, and given up when room is needed",
         lambda i, s: s.num_evictable_pages * i.page_size,
     ),
+    (
+        ("hicache_host_used_tokens",),
+        "Tokens of cached KV that host memory holds",
+        lambda i, s: s.num_host_pages_used * i.page_size,
+    ),
+    (
+        ("hicache_host_total_tokens",),
+        "Tokens of cached KV that host memory has room for",
+        lambda i, s: s.num_host_pages * i.page_size,
+    ),
     (("max_total_num_tokens",), "Tokens that the KV cache holds", lambda i, s: i.max_total_num_tokens),
     (("max_running_requests",), "Requests that may run at once", lambda i, s: i.max_running_requests),
     (
@@ -72,29 +82,39 @@ _GAUGES: tuple[tuple[tuple[str, ...], str, Callable[[EngineInfo, EngineStats], f
         lambda i, s: 1.0,
     ),
 )
-_COUNTERS: tuple[tuple[tuple[str, ...], str, Callable[[EngineStats], int]], ...] = (
-    (("prompt_tokens",), "Prompt tokens processed, cached ones included", lambda s: s.prompt_tokens),
-    (("generation_tokens",), "Tokens generated", lambda s: s.generation_tokens),
+_COUNTERS: tuple[tuple[tuple[str, ...], str, Callable[[EngineInfo, EngineStats], int]], ...] = (
+    (("prompt_tokens",), "Prompt tokens processed, cached ones included", lambda i, s: s.prompt_tokens),
+    (("generation_tokens",), "Tokens generated", lambda i, s: s.generation_tokens),
     (
         ("prefix_cache_queries",),
         "Prompt tokens looked up in the prefix cache, once a request",
-        lambda s: s.cache_query_tokens,
+        lambda i, s: s.cache_query_tokens,
     ),
     (
         ("prefix_cache_hits", "cached_tokens"),
         "Prompt tokens found in the prefix cache; what is computed again after a retraction never counts",
-        lambda s: s.cache_hit_tokens,
+        lambda i, s: s.cache_hit_tokens,
     ),
     (
         ("num_preemptions", "num_retracted_reqs"),
         "Running requests sent back to the queue, for want of KV cache or for a higher priority",
-        lambda s: s.num_preemptions,
+        lambda i, s: s.num_preemptions,
     ),
-    (("engine_steps",), "Steps that the engine has finished", lambda s: s.num_steps),
+    (
+        ("hicache_saved_tokens",),
+        "Tokens of cached KV copied to host memory",
+        lambda i, s: s.host_save_pages * i.page_size,
+    ),
+    (
+        ("hicache_loaded_tokens",),
+        "Tokens of cached KV copied back from host memory",
+        lambda i, s: s.host_load_pages * i.page_size,
+    ),
+    (("engine_steps",), "Steps that the engine has finished", lambda i, s: s.num_steps),
     (
         ("compiles_after_ready",),
         "Programs compiled since the server was ready; anything but 0 is a bug",
-        lambda s: s.compiles_after_ready,
+        lambda i, s: s.compiles_after_ready,
     ),
 )
 
@@ -115,7 +135,7 @@ class EngineCollector:
                 yield self._gauge(name, text, value(info, stats))
         for names, text, count in _COUNTERS:
             for name in names:
-                yield self._counter(name, text, count(stats))
+                yield self._counter(name, text, count(info, stats))
         for name in ("gen_throughput", "avg_generation_throughput_toks_per_s"):
             yield self._gauge(name, "Tokens generated a second, over the last 10 s", self._throughput.generation())
         text = "Prompt tokens processed a second, over the last 10 s"

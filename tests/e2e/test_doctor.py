@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import random
-import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -20,33 +16,12 @@ import httpx
 import pytest
 
 from jaxserve.cli import doctor
+from tests.e2e.fake_server import serving, until
 from tests.engine.fake_executor import VOCAB
 
 pytestmark = pytest.mark.slow
 
 STOPS_EARLY = {"stop_token_ids": list(range(3))}
-
-
-@contextlib.contextmanager
-def serving(*flags: str, model: str = "fake") -> Iterator[str]:
-    """A server's address; its log goes nowhere."""
-    command = [sys.executable, "-m", "tests.e2e.fake_device", "serve", "--model", model, "--port", "0", *flags]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if found := re.search(r"Ready: (http://\S+)", line):
-                break
-        else:
-            raise AssertionError("".join(lines))
-        reader = threading.Thread(target=process.stderr.read)  # a full pipe would stop it
-        reader.start()
-        try:
-            yield found[1]
-        finally:
-            process.kill()
-            reader.join()
 
 
 @contextlib.contextmanager
@@ -81,15 +56,6 @@ def load(url: str, at_once: int, *, prompt: int = 32, sequences: int = 1, **body
     finally:
         over.set()
         thread.join()
-
-
-def until(url: str, metric: str, value: float) -> None:
-    """Returns once a metric has reached `value`."""
-    for _ in itertools.count():
-        text = httpx.get(f"{url}/metrics").text
-        [reached] = re.findall(rf"^{re.escape(metric)}\{{[^}}]*\}} (\S+)$", text, flags=re.M)
-        if float(reached) >= value:
-            return
 
 
 def said(url: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
