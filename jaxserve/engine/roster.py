@@ -40,8 +40,9 @@ class Roster:
 
     @property
     def num_running(self) -> int:
-        """Requests that have started and not ended."""
-        return len(self.prefilling) + len(self.decoding) + len(self.finishing)
+        """Requests that hold a slot; one whose last token is on its way may have given it back."""
+        ending = sum(request.slot is not None for request in self.finishing.values())
+        return len(self.prefilling) + len(self.decoding) + ending
 
     @property
     def num_free_slots(self) -> int:
