@@ -29,8 +29,10 @@ from jaxserve.runtime.deployment import Deployment
 from jaxserve.runtime.device import attach, facts_of_device, free_bytes
 from jaxserve.runtime.executor import DeviceExecutor
 from jaxserve.runtime.fit import deploy_or_advise
+from jaxserve.runtime.host_pool import HostPool, host_pages
 from jaxserve.runtime.mesh import make_mesh, shardings
-from jaxserve.runtime.programs import UPDATE_KEY, Key, ProgramBuilder, build_programs
+from jaxserve.runtime.page_copies import row_specs
+from jaxserve.runtime.programs import Key, ProgramBuilder, build_programs
 from jaxserve.runtime.sizes import Sizes
 from jaxserve.runtime.state import DeviceState, make_state
 from jaxserve.weights.dummy import dummy_params
@@ -75,13 +77,16 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
             sizes.capacity.max_model_len,
             sizes.wanted_context,
         )
+    rows = row_specs(deployment.state)
+    num_host_pages = host_pages(config, sizes.capacity.num_pages, rows)
     mesh = make_mesh([device])
     with ThreadPoolExecutor(2) as pool:
         params = pool.submit(_load, deployment, source, shardings(mesh, deployment.params), phases)
         state = pool.submit(_allocate, deployment.state, shardings(mesh, deployment.state), phases)
         with phases("programs"):
             programs, compiled = _programs(deployment, deployment.builder(mesh), bundle)
-    executor = DeviceExecutor(params.result(), state.result(), programs, sizes.capacity)
+    host = HostPool(rows, num_host_pages) if num_host_pages else None
+    executor = DeviceExecutor(params.result(), state.result(), programs, sizes.capacity, host)
     logger.info("programs: %d, of them %d compiled now, the others loaded", len(programs), compiled)
     logger.info(
         "max_total_num_tokens=%d, chunked_prefill_size=%d, max_prefill_tokens=%d, max_running_requests=%d, "
@@ -93,6 +98,13 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         sizes.capacity.max_model_len,
         free_bytes(device) / 2**30,
     )
+    if host is not None:
+        logger.info(
+            "hierarchical cache: %d tokens in host memory (%.2f GiB), %s",
+            host.num_pages * sizes.capacity.page_size,
+            host.nbytes / 2**30,
+            config.hicache_write_policy,
+        )
     info = EngineInfo(
         max_model_len=sizes.capacity.max_model_len,
         vocab_size=model.vocab_size,
@@ -107,7 +119,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         startup_seconds=phases.seconds,
         schedule_policy=config.schedule_policy,
     )
-    return _loop(config, sizes, executor), info
+    return _loop(config, sizes, executor, num_host_pages), info
 
 
 def _load(deployment: Deployment, source: model_source.ModelSource, where: Any, phases: _Phases) -> Any:
@@ -131,8 +143,8 @@ def _programs(
     """All programs, and how many had to be compiled."""
     config = deployment.config
     if bundle is None or config.programs is None:
-        return build_programs(builder, deployment.keys, _cache_dir(config))
-    return load_bundle(Path(config.programs), bundle, builder, [UPDATE_KEY, *deployment.keys]), 0
+        return build_programs(builder, deployment.all_keys, _cache_dir(config))
+    return load_bundle(Path(config.programs), bundle, builder, deployment.all_keys), 0
 
 
 def _cache_dir(config: EngineConfig) -> Path | None:
@@ -141,7 +153,7 @@ def _cache_dir(config: EngineConfig) -> Path | None:
     return Path(config.program_cache_dir) if config.program_cache_dir else model_source.home() / "programs"
 
 
-def _loop(config: EngineConfig, sizes: Sizes, executor: DeviceExecutor) -> EngineLoop:
+def _loop(config: EngineConfig, sizes: Sizes, executor: DeviceExecutor, num_host_pages: int) -> EngineLoop:
     scheduler = Scheduler(
         sizes.capacity,
         chunked_prefill_size=sizes.chunked_prefill_size,
@@ -152,6 +164,8 @@ def _loop(config: EngineConfig, sizes: Sizes, executor: DeviceExecutor) -> Engin
         policy=config.schedule_policy,
         conservativeness=config.schedule_conservativeness,
         prefix_cache=not config.disable_radix_cache,
+        num_host_pages=num_host_pages,
+        host_write_policy=config.hicache_write_policy,
     )
     return EngineLoop(
         scheduler,

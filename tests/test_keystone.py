@@ -67,6 +67,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "page_size": 4,
         "cuda_graph_bs": (1, 8),
     },
+    # Most of what is cached goes to host memory, and comes back.
+    "write-through": {
+        "context_length": 64,
+        "max_running_requests": 8,
+        "chunked_prefill_size": 16,
+        "max_total_tokens": 72,
+        "page_size": 4,
+        "cuda_graph_bs": (1, 8),
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 4.0,
+    },
     # More rows than are sampled at once, prompts in one piece, and several mixed programs.
     "wide": {
         "max_running_requests": 20,
@@ -78,6 +89,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "windowed": {"context_length": 64, "max_running_requests": 8, "chunked_prefill_size": 16, "cuda_graph_bs": (8,)},
 }
+
+
+SETTINGS["write-back"] = SETTINGS["write-through"] | {"hicache_write_policy": "write_back"}
+TIERED = ("write-through", "write-back")
 
 
 @pytest.fixture(scope="session")
@@ -268,7 +283,9 @@ def test_greedy_tokens_are_those_of_the_request_alone(build: Build, name: str, o
         rng = random.Random(f"{name} {seed}")
         requests = []
         for i in range(24):
-            requests.append(_random_request(rng, i, info.max_model_len, sequences))
+            # Few that come again and again, where they are to be found in host memory.
+            earlier = sequences[:5] if name in TIERED else sequences
+            requests.append(_random_request(rng, i, info.max_model_len, earlier))
             sequences.append(requests[-1].prompt_ids)
         answers = _run(loop, requests, rng, abort_chance=0.15)
         for request in requests:
@@ -278,6 +295,7 @@ def test_greedy_tokens_are_those_of_the_request_alone(build: Build, name: str, o
     assert aborted > 0, "these seeds try no abort"
     assert loop.stats().num_preemptions > 0 or name != "tiny-pool"
     assert loop.stats().cache_hit_tokens > 0, "these seeds find nothing in the cache"
+    assert loop.stats().host_load_pages > 8 or name not in TIERED, "these seeds load nothing from host memory"
 
 
 SAMPLED: list[dict[str, Any]] = [
@@ -381,7 +399,7 @@ def test_nothing_compiles_once_the_engine_is_ready(build: Build, monkeypatch: py
         for count in (1, 4, 5, 20):
             sampling = SamplingParams(max_tokens=4, **options)
             _run(loop, [EngineRequest(request_id=f"r{i}", prompt_ids=[i], sampling=sampling) for i in range(count)])
-    for length in (40, 90):
+    for length in (90, 40):  # the longer one while nothing of it is cached
         prompt = list(range(length))
         for echo in (None, 5):
             sampling = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=echo)
@@ -389,6 +407,30 @@ def test_nothing_compiles_once_the_engine_is_ready(build: Build, monkeypatch: py
     assert used == closed
     assert len(used) == info.num_programs - 1
     assert loop.stats(check=True).compiles_after_ready == 0
+
+
+@pytest.mark.parametrize("name", TIERED)
+def test_pages_that_went_to_the_host_give_the_same_tokens_and_log_probabilities(build: Build, name: str) -> None:
+    loop, _ = build(name)
+    sampling = SamplingParams(max_tokens=20, temperature=0.0, logprobs=3)
+    prompts = [[(7 * i + 31 * j) % VOCAB for i in range(30)] for j in range(3)]
+
+    def turn(number: int) -> list[Answer]:
+        """One after the other: a pool of 18 pages holds hardly two of them."""
+        answers: dict[str, Answer] = {}
+        for j, prompt in enumerate(prompts):
+            answers |= _run(loop, [EngineRequest(request_id=f"{number}-{j}", prompt_ids=prompt, sampling=sampling)])
+        return list(answers.values())
+
+    first, again = turn(0), turn(1)
+    for one, other in zip(first, again):
+        assert one.tokens == other.tokens
+        assert [x.logprob for x in one.logprobs] == pytest.approx([x.logprob for x in other.logprobs], abs=1e-5)
+        assert other.last.usage is not None
+        assert other.last.usage.cached_tokens == 28
+    stats = loop.stats()
+    assert stats.host_load_pages >= 14
+    assert stats.compiles_after_ready == 0
 
 
 def test_a_compile_after_ready_is_noticed(build: Build) -> None:

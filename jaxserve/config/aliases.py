@@ -153,7 +153,6 @@ ALIASES: Mapping[str, Alias] = types.MappingProxyType(
         "enable_expert_parallel": _not_built("expert parallelism is"),
         "enable_dp_attention": _not_built("data-parallel attention is"),
         "api_server_count": Choice(Refused("one API process is all there is so far"), _ONE),
-        "enable_hierarchical_cache": _not_built("the cache in host memory is"),
         "enable_lora": _not_built("LoRA is"),
         "speculative_algorithm": _NO_SPECULATION,
         "speculative_config": _NO_SPECULATION,

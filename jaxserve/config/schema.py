@@ -86,6 +86,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(description="how much room is kept for the output of what runs: lower admits more, higher retracts less"),
     ] = 1.0
     disable_radix_cache: Annotated[bool, Meta(description="compute every prompt in full, cache nothing")] = False
+    enable_hierarchical_cache: Annotated[
+        bool, Meta(description="keep cached pages in host memory when the device needs their room, and bring them back")
+    ] = False
+    hicache_ratio: Annotated[float, Meta(description="pages in host memory, as a multiple of those on the device")] = (
+        2.0
+    )
+    hicache_size: Annotated[
+        float | None, Meta(description="GB of host memory for cached pages, instead of the ratio")
+    ] = None
+    hicache_write_policy: Annotated[
+        Literal["write_through", "write_back"],
+        Meta(
+            description="when pages are copied to host memory: as soon as they are computed, so that eviction costs "
+            "nothing, or when they are evicted, so that host memory holds other pages than the device"
+        ),
+    ] = "write_through"
     disable_overlap_schedule: Annotated[
         bool, Meta(description="plan a step only after the one before it has ended; for comparison")
     ] = False
@@ -118,8 +134,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError("chunked_prefill_size must be positive, or -1 to disable chunking; got 0")
         if self.dp_size != 1:
             raise ConfigError(f"dp_size={self.dp_size} is not supported yet: only 1 is")
+        self._check_hierarchical_cache()
         if self.cuda_graph_bs is not None and (not self.cuda_graph_bs or min(self.cuda_graph_bs) < 1):
             raise ConfigError(f"cuda_graph_bs must be positive sizes, got {list(self.cuda_graph_bs)}")
+
+    def _check_hierarchical_cache(self) -> None:
+        if self.enable_hierarchical_cache and self.disable_radix_cache:
+            raise ConfigError("enable_hierarchical_cache and disable_radix_cache: nothing is cached then; keep one")
+        for name in ("hicache_ratio", "hicache_size"):
+            value = getattr(self, name)
+            if value is not None and value <= 0.0:
+                raise ConfigError(f"{name} must be more than 0, got {value}")
+        if not self.enable_hierarchical_cache and (
+            (self.hicache_ratio, self.hicache_size, self.hicache_write_policy) != (2.0, None, "write_through")
+        ):
+            raise ConfigError("hicache_ratio, hicache_size and hicache_write_policy need enable_hierarchical_cache")
 
 
 def check_served(config: EngineConfig) -> None:

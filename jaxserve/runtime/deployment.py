@@ -20,7 +20,15 @@ from jaxserve.models.registry import family
 from jaxserve.runtime.batch import ProgramKey
 from jaxserve.runtime.device import DeviceFacts
 from jaxserve.runtime.mesh import DATA_AXIS, TENSOR_AXIS, device_bytes
-from jaxserve.runtime.programs import ProgramBuilder, dtype_of, program_keys
+from jaxserve.runtime.programs import (
+    READ_KEY,
+    UPDATE_KEY,
+    WRITE_KEY,
+    Key,
+    ProgramBuilder,
+    dtype_of,
+    program_keys,
+)
 from jaxserve.runtime.sizes import Sizes, attention_problem, resolve_sizes
 from jaxserve.runtime.state import DeviceState, state_specs
 from jaxserve.runtime.step import StepContext
@@ -54,6 +62,12 @@ class Deployment:
     def keys(self) -> list[ProgramKey]:
         """Its step programs."""
         return program_keys(self.capacity)
+
+    @property
+    def all_keys(self) -> list[Key]:
+        """All of its programs."""
+        copies = [READ_KEY, WRITE_KEY] if self.config.enable_hierarchical_cache else []
+        return [UPDATE_KEY, *copies, *self.keys]
 
     def builder(self, mesh: Mesh) -> ProgramBuilder:
         """What compiles its programs for a mesh of its devices, attached or not."""

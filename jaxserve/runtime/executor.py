@@ -11,7 +11,9 @@ import numpy as np
 
 from jaxserve.api_types import SamplingParams, TokenLogprobs
 from jaxserve.runtime import batch as batches
-from jaxserve.runtime.programs import UPDATE_KEY, CompileCounter, Key
+from jaxserve.runtime.host_pool import HostPool
+from jaxserve.runtime.page_copies import PAGES_A_COPY
+from jaxserve.runtime.programs import READ_KEY, UPDATE_KEY, WRITE_KEY, CompileCounter, Key
 from jaxserve.runtime.sampling import Logprobs
 from jaxserve.runtime.state import DeviceState
 from jaxserve.runtime.step import StepOutput
@@ -29,15 +31,24 @@ class _InFlight:
 
 
 class DeviceExecutor:
-    """Owns the device state. Plans run in the order of `dispatch`; if a program raises, the state is gone for good."""
+    """Owns the device state. Plans run in the order of `dispatch`; if a program raises, the state is gone for good.
+
+    `host` is the memory that plans save pages to and load them from.
+    """
 
     def __init__(
-        self, params: Any, state: DeviceState, programs: dict[Key, Callable[..., Any]], capacity: Capacity
+        self,
+        params: Any,
+        state: DeviceState,
+        programs: dict[Key, Callable[..., Any]],
+        capacity: Capacity,
+        host: HostPool | None = None,
     ) -> None:
         self._params = params
         self._state = state
         self._programs = programs
         self._capacity = capacity
+        self._host = host
         self._sampling: dict[tuple[int, int], SamplingParams] = {}
         self._compiles = CompileCounter()
 
@@ -52,7 +63,11 @@ class DeviceExecutor:
         return self._compiles.count
 
     def dispatch(self, plan: StepPlan) -> _InFlight:
-        """Open slots, then start the step; returns without waiting."""
+        """Copy pages, open slots, then start the step; waits for nothing but pages to load that are on their way to
+        the host."""
+        if plan.saves or plan.loads:
+            assert self._host is not None, "a plan that copies, and no memory to copy to"
+            self._copy_pages(self._host, plan)
         for opened in plan.opens:
             self._open(opened)
         key = batches.choose_program(plan, self._capacity)
@@ -65,6 +80,8 @@ class DeviceExecutor:
     def collect(self, handle: object) -> StepResult:
         """Wait for a step and hand out what each chunk got."""
         assert isinstance(handle, _InFlight)
+        if self._host is not None:
+            self._host.take_arrived()
         tokens = np.asarray(handle.output.tokens)
         result = StepResult(tokens=[], logprobs={}, prompt_logprobs={})
         logprobs = _fetch(handle.output.logprobs)
@@ -82,6 +99,20 @@ class DeviceExecutor:
             rows[rank] += 1
             starts[rank] += chunk.length
         return result
+
+    def _copy_pages(self, host: HostPool, plan: StepPlan) -> None:
+        for at in range(0, len(plan.saves), PAGES_A_COPY):
+            pages, slots = map(list, zip(*plan.saves[at : at + PAGES_A_COPY]))
+            self._state, rows = self._programs[READ_KEY](self._state, self._packed_pages(pages))
+            host.take(slots, rows)
+        for at in range(0, len(plan.loads), PAGES_A_COPY):
+            slots, pages = map(list, zip(*plan.loads[at : at + PAGES_A_COPY]))
+            self._state = self._programs[WRITE_KEY](self._state, self._packed_pages(pages), host.give(slots))
+
+    def _packed_pages(self, pages: list[int]) -> np.ndarray:
+        packed = np.full((self._capacity.num_ranks, PAGES_A_COPY), -1, np.int32)
+        packed[0, : len(pages)] = pages
+        return packed
 
     def _open(self, opened: SlotOpen) -> None:
         self._sampling[opened.rank, opened.slot] = opened.sampling

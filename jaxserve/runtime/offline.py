@@ -17,7 +17,7 @@ from jaxserve.runtime.deployment import Deployment, read_model
 from jaxserve.runtime.device import attach, facts_of_device, facts_of_target
 from jaxserve.runtime.fit import deploy_or_advise
 from jaxserve.runtime.mesh import make_mesh
-from jaxserve.runtime.programs import UPDATE_KEY, Key, ProgramBuilder, by_cost, program_path
+from jaxserve.runtime.programs import Key, ProgramBuilder, by_cost, program_path
 from jaxserve.runtime.target import load_target
 from jaxserve.runtime.topology import target_mesh
 
@@ -47,7 +47,7 @@ def deploy_on_device(config: EngineConfig) -> tuple[Deployment, ProgramBuilder]:
 
 def chosen_keys(deployment: Deployment, pattern: str = "*") -> list[Key]:
     """The programs whose names match. Raises `ConfigError` where none does."""
-    keys: list[Key] = [UPDATE_KEY, *deployment.keys]
+    keys = deployment.all_keys
     chosen = [key for key in keys if fnmatch.fnmatchcase(str(key), pattern)]
     if not chosen:
         raise ConfigError(f"no program is called {pattern!r}; there are {', '.join(map(str, keys))}")

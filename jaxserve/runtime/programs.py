@@ -30,6 +30,7 @@ import jaxserve
 import pallas_kernels
 from jaxserve.runtime.batch import ProgramKey, packing, step_shape
 from jaxserve.runtime.mesh import shape_structs
+from jaxserve.runtime.page_copies import make_read_pages, make_write_pages, row_specs
 from jaxserve.runtime.sampling import Logprobs
 from jaxserve.runtime.state import ArraySpec, DeviceState
 from jaxserve.runtime.step import StepContext, StepOutput, make_step, make_update
@@ -39,6 +40,7 @@ from jaxserve.step_plan import Capacity
 logger = logging.getLogger("jaxserve.runtime")
 
 UPDATE_KEY = "update"
+READ_KEY, WRITE_KEY = "read_pages", "write_pages"
 Key = ProgramKey | str
 
 
@@ -71,12 +73,23 @@ class ProgramBuilder:
     def _lower(self, key: Key) -> jax.stages.Lowered:
         state = shape_structs(self.mesh, self.state_specs)
         if isinstance(key, str):
-            packed = self._packed(UPDATE.size)
-            return jax.jit(make_update(self.mesh, self.state_specs), donate_argnums=0).lower(state, packed)
+            function, *arguments = self._without_weights(key)
+            return jax.jit(function, donate_argnums=0).lower(state, *arguments)
         shape = step_shape(key, self.capacity)
         function = make_step(self.context, shape, self.mesh, self.param_specs, self.state_specs)
         params = shape_structs(self.mesh, self.param_specs)
         return jax.jit(function, donate_argnums=1).lower(params, state, self._packed(packing(shape).size))
+
+    def _without_weights(self, key: str) -> tuple[Any, ...]:
+        """The function of such a program, and what it takes after the state."""
+        if key == UPDATE_KEY:
+            return make_update(self.mesh, self.state_specs), self._packed(UPDATE.size)
+        rows = row_specs(self.state_specs)
+        pages = self._packed(rows[0].shape[1])
+        if key == READ_KEY:
+            return make_read_pages(self.mesh, self.state_specs), pages
+        assert key == WRITE_KEY, key
+        return make_write_pages(self.mesh, self.state_specs), pages, shape_structs(self.mesh, rows)
 
     def compile(self, key: Key) -> jax.stages.Compiled:
         """Lower and compile one program."""
@@ -125,7 +138,10 @@ class ProgramBuilder:
 
     def _trees(self, key: Key) -> tuple[Any, Any]:
         if isinstance(key, str):
-            return jax.tree.structure(((self.state_specs, 0), {})), jax.tree.structure(self.state_specs)
+            _, *others = self._without_weights(key)
+            given = self.state_specs
+            out = (given, row_specs(given)) if key == READ_KEY else given
+            return jax.tree.structure(((given, *others), {})), jax.tree.structure(out)
         logprobs = None if key.greedy else Logprobs(0, 0, 0)  # type: ignore[arg-type]
         prompt = Logprobs(0, 0, 0) if key.kind == "prompt_logprobs" else None  # type: ignore[arg-type]
         output = StepOutput(0, 0, logprobs, prompt)  # type: ignore[arg-type]
@@ -139,13 +155,12 @@ def program_path(folder: Path, key: Key) -> Path:
 
 
 def build_programs(
-    builder: ProgramBuilder, keys: list[ProgramKey], cache_dir: Path | None
+    builder: ProgramBuilder, keys: Sequence[Key], cache_dir: Path | None
 ) -> tuple[dict[Key, Callable[..., Any]], int]:
-    """All programs by key, and how many had to be compiled. Compiled in parallel under a progress bar on stderr."""
-    wanted: list[Key] = [UPDATE_KEY, *keys]
+    """Programs by key, and how many had to be compiled. Compiled in parallel under a progress bar on stderr."""
     folder = None if cache_dir is None else cache_dir / builder.fingerprint()
-    paths = {key: program_path(folder, key) for key in wanted} if folder is not None else {}
-    missing = [key for key in wanted if key not in paths or not paths[key].exists()]
+    paths = {key: program_path(folder, key) for key in keys} if folder is not None else {}
+    missing = [key for key in keys if key not in paths or not paths[key].exists()]
 
     def make(key: Key) -> tuple[Key, jax.stages.Compiled, bool]:
         if key not in missing:
@@ -158,7 +173,7 @@ def build_programs(
             builder.store(compiled, paths[key])
         return key, compiled, True
 
-    order = by_cost(wanted)
+    order = by_cost(keys)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         made = list(_progress(pool.map(make, order), len(order), bool(missing)))
     return {key: program for key, program, _ in made}, sum(compiled for _, _, compiled in made)

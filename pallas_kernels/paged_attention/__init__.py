@@ -11,6 +11,7 @@ from pallas_kernels.paged_attention.backends import (
     target_of,
 )
 from pallas_kernels.paged_attention.layout import KVLayout, PagedKV, kv_layout
+from pallas_kernels.paged_attention.pages import read_pages, write_pages
 
 __all__ = [
     "REFERENCE",
@@ -23,5 +24,7 @@ __all__ = [
     "choose_backend",
     "kv_layout",
     "paged_attention",
+    "read_pages",
     "target_of",
+    "write_pages",
 ]

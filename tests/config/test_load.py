@@ -93,6 +93,21 @@ def test_a_value_out_of_range_is_refused_by_the_schema(yaml_file) -> None:
     assert refused(yaml_file("page_size: 3\n")) == "page_size must be a power of two, got 3"
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"disable_radix_cache": True}, "nothing is cached then; keep one"),
+        ({"hicache_ratio": 0.0}, "hicache_ratio must be more than 0, got 0.0"),
+        ({"hicache_size": -1.0}, "hicache_size must be more than 0, got -1.0"),
+        ({"enable_hierarchical_cache": False, "hicache_size": 4.0}, "need enable_hierarchical_cache"),
+        ({"enable_hierarchical_cache": False, "hicache_write_policy": "write_back"}, "need enable_hierarchical_cache"),
+    ],
+)
+def test_a_tier_in_host_memory_needs_a_cache_and_a_size(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**{"enable_hierarchical_cache": True} | given)
+
+
 def test_a_repeated_flag_counts_as_last_written() -> None:
     assert load([flag("--page-size", "16"), flag("--page-size", "32")])[0].page_size == 32
 

@@ -154,6 +154,16 @@ def test_pages_computed_again_take_the_place_of_what_only_the_host_had() -> None
     _consistent(pool, cache, [], [])
 
 
+def test_what_was_only_looked_at_can_be_evicted_still() -> None:
+    pool, cache = _tiered(3, 8)
+    _keep(pool, cache, LONG)
+    cache.evict(2)
+    for _ in range(2):
+        cache.match("", LONG, 6)
+    assert cache.evict(3) == 1
+    _consistent(pool, cache, [], [])
+
+
 def test_a_flush_empties_the_tier_too() -> None:
     pool, cache = _tiered(3, 8, "write_through")
     _keep(pool, cache, LONG)

@@ -69,3 +69,9 @@ def test_an_attention_backend_that_can_not_is_refused() -> None:
     odd = parse_model_config({**CONFIG, "head_dim": 12})
     with pytest.raises(ConfigError, match="attention backend"):
         deploy(EngineConfig(attention_backend="triton"), odd, facts_of_target("tpu-v5e"))
+
+
+def test_a_tier_in_host_memory_adds_the_programs_that_copy_pages() -> None:
+    plain, tiered = _deploy(), _deploy(enable_hierarchical_cache=True)
+    assert [key for key in tiered.all_keys if key not in plain.all_keys] == ["read_pages", "write_pages"]
+    assert tiered.keys == plain.keys

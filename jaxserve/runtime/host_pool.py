@@ -1,0 +1,113 @@
+"""The host tier's memory: one row for each of its pages, and the copies from the device that are still on their way.
+
+It owns the memory and its size; which page lies in which slot is the scheduler's. Rows that come from the device are
+taken in when they are there, or when one of them is asked for; in the order in which they were sent, so that the last
+one of a slot stays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+import psutil
+
+from jaxserve.config.schema import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.runtime.state import ArraySpec
+
+# Calls whose rows wait on the device at most: they take memory there.
+_MOST_ON_THEIR_WAY = 8
+_GIGABYTE = 10**9
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sent:
+    slots: list[int]
+    rows: Sequence[jax.Array]
+
+
+class HostPool:
+    """`num_pages` rows like those of `specs` (see `page_copies.row_specs`). Memory is taken as slots are first used."""
+
+    def __init__(self, specs: Sequence[ArraySpec], num_pages: int) -> None:
+        assert all(spec.shape[0] == 1 for spec in specs), "one rank is all there is so far"
+        self.num_pages = num_pages
+        self._specs = tuple(specs)
+        self._arrays = [np.empty((num_pages, *spec.shape[2:]), _bits(spec.dtype)) for spec in specs]
+        self._sent: deque[_Sent] = deque()
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes when every slot was used."""
+        return sum(array.nbytes for array in self._arrays)
+
+    def take(self, slots: list[int], rows: Sequence[jax.Array]) -> None:
+        """Take in the first rows of a call, each into its slot, as soon as they are here."""
+        for row in rows:
+            row.copy_to_host_async()
+        self._sent.append(_Sent(slots, rows))
+        while len(self._sent) > _MOST_ON_THEIR_WAY:
+            self._settle()
+
+    def take_arrived(self) -> None:
+        """Take in what can be without waiting."""
+        while self._sent and all(row.is_ready() for row in self._sent[0].rows):  # type: ignore[attr-defined]
+            self._settle()
+
+    def give(self, slots: list[int]) -> tuple[np.ndarray, ...]:
+        """Rows for a call, in memory that is never written again; those beyond `slots` hold anything."""
+        wanted = set(slots)
+        while any(not wanted.isdisjoint(sent.slots) for sent in self._sent):
+            self._settle()
+        rows = []
+        for spec, array in zip(self._specs, self._arrays):
+            row = np.empty(spec.shape, array.dtype)
+            for i, slot in enumerate(slots):
+                row[0, i] = array[slot]
+            rows.append(row.view(spec.dtype))
+        return tuple(rows)
+
+    def _settle(self) -> None:
+        sent = self._sent.popleft()
+        for array, rows in zip(self._arrays, sent.rows):
+            arrived = np.asarray(rows).view(array.dtype)
+            for i, slot in enumerate(sent.slots):
+                array[slot] = arrived[0, i]
+
+
+def host_pages(config: EngineConfig, num_pages: int, specs: Sequence[ArraySpec]) -> int:
+    """How many pages host memory gets beside `num_pages` on the device, by `--hicache-size` or `--hicache-ratio`.
+
+    Raises `ConfigError` where that is none, or more than there is memory for.
+    """
+    if not config.enable_hierarchical_cache:
+        return 0
+    page_bytes = sum(spec.nbytes // spec.shape[1] for spec in specs)
+    if config.hicache_size is None:
+        count, asked = int(num_pages * config.hicache_ratio), f"hicache_ratio={config.hicache_ratio:g}"
+    else:
+        count, asked = int(config.hicache_size * _GIGABYTE // page_bytes), f"hicache_size={config.hicache_size:g}"
+    if count < 1:
+        raise ConfigError(f"{asked} is less than one page of {page_bytes / 2**20:.2f} MiB; raise it")
+    free = psutil.virtual_memory().available
+    if count * page_bytes > free:
+        raise ConfigError(
+            f"{asked} comes to {count * page_bytes / 2**30:.2f} GiB of host memory, of which {free / 2**30:.2f} GiB "
+            f"are free; lower it to {_lower(config, num_pages, page_bytes, free)}"
+        )
+    return count
+
+
+def _lower(config: EngineConfig, num_pages: int, page_bytes: int, free: int) -> str:
+    if config.hicache_size is None:
+        return f"--hicache-ratio {0.9 * free / (num_pages * page_bytes):.2f}"
+    return f"--hicache-size {0.9 * free / _GIGABYTE:.1f}"
+
+
+def _bits(dtype: np.dtype) -> np.dtype:
+    """Numpy copies bfloat16 a number at a time, a hundred times slower than whole numbers of that size."""
+    return np.dtype(f"u{dtype.itemsize}")
