@@ -8,8 +8,10 @@ import numpy as np
 
 from jaxserve.models.registry import family
 from jaxserve.runtime.batch import ProgramKey, build, step_shape
+from jaxserve.runtime.host_pool import HostPool
 from jaxserve.runtime.mesh import make_mesh, shardings
-from jaxserve.runtime.programs import UPDATE_KEY, ProgramBuilder
+from jaxserve.runtime.page_copies import PAGES_A_COPY, row_specs
+from jaxserve.runtime.programs import READ_KEY, UPDATE_KEY, WRITE_KEY, ProgramBuilder
 from jaxserve.runtime.state import make_state
 from jaxserve.runtime.step import StepContext
 from jaxserve.runtime.update import pack_open
@@ -27,7 +29,8 @@ SAMPLING = [
 
 
 def run(tensor: int) -> list[np.ndarray]:
-    """One mixed step of four prompts with prompt log probabilities; everything it leaves behind."""
+    """One mixed step of four prompts with prompt log probabilities; everything it leaves behind, and the pages of two
+    of them once more, through host memory."""
     capacity = msgspec.structs.replace(CAPACITY, prompt_logprob_tokens=16)
     mesh = make_mesh(jax.devices(), tensor=tensor)
     abstract, state_specs = family(model()).abstract(model(), F32), specs(capacity)
@@ -44,6 +47,14 @@ def run(tensor: int) -> list[np.ndarray]:
     key = ProgramKey("prompt_logprobs", 16, False)
     packed = build(plan, step_shape(key, capacity), capacity)
     state, output = builder.compile(key)(params, state, packed)
+    pages = np.full((2, 1, PAGES_A_COPY), -1, np.int32)
+    pages[:, 0, :2] = [0, 2], [9, 7]
+    host = HostPool(row_specs(state_specs), 2)
+    state, rows = builder.compile(READ_KEY)(state, pages[0])
+    host.take([1, 0], rows)
+    state = builder.compile(WRITE_KEY)(state, pages[1], host.give([1, 0]))
+    keys = np.asarray(state.kv.keys)
+    np.testing.assert_array_equal(keys[:, :, [9, 7]], keys[:, :, [0, 2]])
     tokens = sum(map(len, prompts))
     prompt_logprobs = jax.tree.map(lambda x: x[:, :tokens], output.prompt_logprobs)
     return [np.asarray(x) for x in jax.tree.leaves((state, output.tokens, output.logprobs, prompt_logprobs))]
