@@ -19,8 +19,9 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.state import ArraySpec
 
-# Calls whose rows wait on the device at most: they take memory there.
-_MOST_ON_THEIR_WAY = 8
+# Rows that wait on the device take memory there, which no plan counts.
+_MOST_BYTES_ON_THEIR_WAY = 2**28
+_MOST_CALLS_ON_THEIR_WAY = 64
 _GIGABYTE = 10**9
 
 
@@ -39,6 +40,8 @@ class HostPool:
         self._specs = tuple(specs)
         self._arrays = [np.empty((num_pages, *spec.shape[2:]), _bits(spec.dtype)) for spec in specs]
         self._sent: deque[_Sent] = deque()
+        call_bytes = sum(spec.nbytes for spec in specs)
+        self._most_sent = max(1, min(_MOST_CALLS_ON_THEIR_WAY, _MOST_BYTES_ON_THEIR_WAY // call_bytes))
 
     @property
     def nbytes(self) -> int:
@@ -50,7 +53,7 @@ class HostPool:
         for row in rows:
             row.copy_to_host_async()
         self._sent.append(_Sent(slots, rows))
-        while len(self._sent) > _MOST_ON_THEIR_WAY:
+        while len(self._sent) > self._most_sent:
             self._settle()
 
     def take_arrived(self) -> None:

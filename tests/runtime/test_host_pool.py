@@ -31,9 +31,9 @@ def _held(pool: HostPool, slot: int) -> list[float]:
 
 def test_the_last_row_that_was_sent_to_a_slot_stays() -> None:
     pool = HostPool(SPECS, 5)
-    for value in range(20):
+    for value in range(100):
         pool.take([value % 3, 4], _rows(value, 50 + value))
-    assert [_held(pool, slot) for slot in (0, 1, 2, 4)] == [[18.0] * 4, [19.0] * 4, [17.0] * 4, [69.0] * 4]
+    assert [_held(pool, slot) for slot in (0, 1, 2, 4)] == [[99.0] * 4, [97.0] * 4, [98.0] * 4, [149.0] * 4]
 
 
 def test_rows_that_were_given_stay_as_they_are() -> None:
