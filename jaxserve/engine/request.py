@@ -135,6 +135,11 @@ class Request:
             return self.prompt_ids[start:end]
         return self.prompt_ids[start:prompt] + self.output_ids[max(start - prompt, 0) : end - prompt]
 
+    def take_prompt_logprobs(self, found: list[TokenLogprobs]) -> None:
+        """Add those of a chunk, which say nothing of the token after the prompt."""
+        assert self.prompt_logprobs is not None
+        self.prompt_logprobs.extend(found[: self.num_prompt_tokens - len(self.prompt_logprobs)])
+
     def start_over(self) -> None:
         """Forget what the device has computed: the next time it runs, all known tokens are filled in again."""
         self.phase = Phase.WAITING

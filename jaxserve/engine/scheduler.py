@@ -18,13 +18,13 @@ import msgspec
 from jaxserve.api_types import EngineRequest, EngineStats, FinishReason, TokenEvent, TokenLogprobs, Usage
 from jaxserve.engine import admission
 from jaxserve.engine.host_tier import HostTier, WritePolicy
-from jaxserve.engine.padding import PaddingCount
 from jaxserve.engine.pages import PagePool
 from jaxserve.engine.planner import Planner
 from jaxserve.engine.policy import Policy, WaitingQueue, choose_victim
 from jaxserve.engine.radix_cache import RadixCache
 from jaxserve.engine.request import Phase, Request
 from jaxserve.engine.roster import Roster
+from jaxserve.engine.tally import Tally
 from jaxserve.step_plan import Capacity, StepPlan, StepResult
 
 logger = logging.getLogger("jaxserve.engine")
@@ -59,8 +59,8 @@ class Scheduler:
         self._capacity = capacity
         self._clock = clock
         pool = PagePool(capacity.num_pages, capacity.page_size)
-        self._tier = HostTier(num_host_pages, capacity.page_size, host_write_policy)
-        self._cache = cache = RadixCache(pool, self._tier, disabled=not prefix_cache)
+        tier = HostTier(num_host_pages, capacity.page_size, host_write_policy)
+        self._cache = cache = RadixCache(pool, tier, disabled=not prefix_cache)
 
         def cached(request: Request) -> int:
             return cache.match_length(request.namespace, request.fill_tokens, request.num_reusable_tokens)
@@ -82,13 +82,7 @@ class Scheduler:
         self._in_flight: deque[tuple[StepPlan, list[Request]]] = deque()
         self._events: list[TokenEvent] = []
         self._num_arrived = 0
-        self._num_steps = 0
-        self._num_preemptions = 0
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
-        self._cache_query_tokens = 0
-        self._cache_hit_tokens = 0
-        self._padding = PaddingCount(capacity)
+        self._tally = Tally(capacity)
 
     def add(self, request: EngineRequest) -> TokenEvent | None:
         """Let a request in, or return the one event that refuses it."""
@@ -143,15 +137,15 @@ class Scheduler:
         if plan.num_decodes:
             self._ratio.decode_step()
         if plan.opens:
-            self._count_starts(requests[-len(plan.opens) :])
-        self._padding.count(plan)
+            self._tally.started(requests[-len(plan.opens) :], self._clock())
+        self._tally.padding.count(plan)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Credit what the oldest plan in flight produced; tokens of requests that have ended meanwhile are dropped."""
         planned, requests = self._in_flight.popleft()
         assert planned is plan, "plans are committed in the order they were made"
-        self._num_steps += 1
+        self._tally.num_steps += 1
         events = self.take_events()
         logprobs = result.logprobs
         running = Phase.RUNNING
@@ -161,10 +155,10 @@ class Scheduler:
                 continue
             request.num_computed_tokens += chunk.length
             if request.prompt_logprobs is not None:
-                _take_prompt_logprobs(request, result.prompt_logprobs.get(index, []))
+                request.take_prompt_logprobs(result.prompt_logprobs.get(index, []))
             outputs = request.output_ids
             if not outputs and request.num_computed_tokens == request.num_prompt_tokens:
-                self._prompt_tokens += request.num_prompt_tokens
+                self._tally.prompt_tokens += request.num_prompt_tokens
                 if request.max_new_tokens == 0:
                     events.append(self._finish(request, FinishReason.LENGTH))
             if not tokens:
@@ -196,7 +190,7 @@ class Scheduler:
                 )
             else:
                 events.append(TokenEvent(request.request_id, tokens))
-        self._generation_tokens += num_tokens
+        self._tally.generation_tokens += num_tokens
         return events
 
     def take_events(self) -> list[TokenEvent]:
@@ -217,7 +211,7 @@ class Scheduler:
     @property
     def last_decode_bucket(self) -> int:
         """Rows of the decode program that ran last."""
-        return self._padding.last_bucket
+        return self._tally.padding.last_bucket
 
     @property
     def num_running(self) -> int:
@@ -231,33 +225,8 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """A reading of the sizes and counters that the scheduler knows."""
-        roster, padding = self._roster, self._padding
-        num_pages = roster.pool.num_pages
-        return EngineStats(
-            num_running=self.num_running,
-            num_waiting=self.num_waiting,
-            num_deferred=min(self._planner.num_deferred, self.num_waiting),
-            num_free_pages=roster.pool.num_free,
-            num_evictable_pages=self._cache.num_evictable,
-            num_pages=num_pages,
-            token_usage=1.0 - roster.num_available_pages / num_pages,
-            new_token_ratio=self._ratio.value,
-            num_steps=self._num_steps,
-            num_preemptions=self._num_preemptions,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            cache_query_tokens=self._cache_query_tokens,
-            cache_hit_tokens=self._cache_hit_tokens,
-            num_host_pages=self._tier.num_pages,
-            num_host_pages_used=self._tier.num_used,
-            host_save_pages=self._tier.num_saved,
-            host_load_pages=self._tier.num_loaded,
-            decode_steps=padding.decode_steps,
-            coarse_decode_steps=padding.coarse_decode_steps,
-            decode_rows=padding.decode_rows,
-            decode_bucket_rows=padding.decode_bucket_rows,
-            mixed_tokens=padding.mixed_tokens,
-            mixed_bucket_tokens=padding.mixed_bucket_tokens,
+        return self._tally.reading(
+            self._roster, new_token_ratio=self._ratio.value, num_deferred=self._planner.num_deferred
         )
 
     def flush_cache(self) -> int:
@@ -289,7 +258,7 @@ class Scheduler:
                 roster.retract(choose_victim(running, by_priority=self._by_priority))
                 num_retracted += 1
         if num_retracted:
-            self._num_preemptions += num_retracted
+            self._tally.num_preemptions += num_retracted
             before = self._ratio.value
             self._ratio.retracted([*roster.prefilling.values(), *roster.decoding.values()])
             logger.warning(
@@ -300,7 +269,7 @@ class Scheduler:
                 self._ratio.value,
                 self.num_running,
                 self.num_waiting,
-                self._num_preemptions,
+                self._tally.num_preemptions,
             )
         return num_retracted
 
@@ -329,7 +298,7 @@ class Scheduler:
             lower.remove(victim)
             roster.retract(victim)
             num_retracted += 1
-        self._num_preemptions += num_retracted
+        self._tally.num_preemptions += num_retracted
         logger.info(
             "preempted %d running requests for one of priority %d, #running-req: %d, #queue-req: %d, "
             "total_cumulative_preemption_cnt: %d",
@@ -337,18 +306,9 @@ class Scheduler:
             first.priority,
             self.num_running,
             self.num_waiting,
-            self._num_preemptions,
+            self._tally.num_preemptions,
         )
         return 0
-
-    def _count_starts(self, requests: list[Request]) -> None:
-        """Those that start for the first time: how long they waited, and what the cache had of their prompts."""
-        now = self._clock()
-        for request in requests:
-            if request.num_starts == 1:
-                request.queue_seconds = now - request.arrived_at
-                self._cache_query_tokens += request.num_prompt_tokens
-                self._cache_hit_tokens += request.num_cached_tokens or 0
 
     def _finish(
         self,
@@ -373,13 +333,6 @@ class Scheduler:
             error=error,
             queue_seconds=request.queue_seconds,
         )
-
-
-def _take_prompt_logprobs(request: Request, found: list[TokenLogprobs]) -> None:
-    """Add those of a chunk, which say nothing of the token after the prompt."""
-    collected = request.prompt_logprobs
-    assert collected is not None
-    collected.extend(found[: request.num_prompt_tokens - len(collected)])
 
 
 def _refused(request: EngineRequest, error: str) -> TokenEvent:

@@ -1,0 +1,66 @@
+"""What is counted while requests are served, and the reading of the engine that it makes.
+
+It owns the totals since the start; the sizes of the moment it asks of those that have them. It decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jaxserve.api_types import EngineStats
+from jaxserve.engine.padding import PaddingCount
+from jaxserve.engine.request import Request
+from jaxserve.engine.roster import Roster
+from jaxserve.step_plan import Capacity
+
+
+class Tally:
+    """Totals that only ever grow; see `EngineStats` for what each means."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        self.padding = PaddingCount(capacity)
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.cache_query_tokens = 0
+        self.cache_hit_tokens = 0
+
+    def started(self, requests: Iterable[Request], now: float) -> None:
+        """Of those that start for the first time: how long they waited, and what the cache had of their prompts."""
+        for request in requests:
+            if request.num_starts == 1:
+                request.queue_seconds = now - request.arrived_at
+                self.cache_query_tokens += request.num_prompt_tokens
+                self.cache_hit_tokens += request.num_cached_tokens or 0
+
+    def reading(self, roster: Roster, *, new_token_ratio: float, num_deferred: int) -> EngineStats:
+        """All of it now. `num_deferred` requests were left waiting when the last plan was made."""
+        padding, pool, tier = self.padding, roster.pool, roster.cache.tier
+        num_waiting = len(roster.waiting)
+        return EngineStats(
+            num_running=roster.num_running,
+            num_waiting=num_waiting,
+            num_deferred=min(num_deferred, num_waiting),
+            num_free_pages=pool.num_free,
+            num_evictable_pages=roster.cache.num_evictable,
+            num_pages=pool.num_pages,
+            token_usage=1.0 - roster.num_available_pages / pool.num_pages,
+            new_token_ratio=new_token_ratio,
+            num_steps=self.num_steps,
+            num_preemptions=self.num_preemptions,
+            prompt_tokens=self.prompt_tokens,
+            generation_tokens=self.generation_tokens,
+            cache_query_tokens=self.cache_query_tokens,
+            cache_hit_tokens=self.cache_hit_tokens,
+            num_host_pages=tier.num_pages,
+            num_host_pages_used=tier.num_used,
+            host_save_pages=tier.num_saved,
+            host_load_pages=tier.num_loaded,
+            decode_steps=padding.decode_steps,
+            coarse_decode_steps=padding.coarse_decode_steps,
+            decode_rows=padding.decode_rows,
+            decode_bucket_rows=padding.decode_bucket_rows,
+            mixed_tokens=padding.mixed_tokens,
+            mixed_bucket_tokens=padding.mixed_bucket_tokens,
+        )
