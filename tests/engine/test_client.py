@@ -66,7 +66,8 @@ async def test_streams_bring_the_tokens_of_each_request(overlap: bool) -> None:
         stats = await client.refresh_stats()
         assert stats.integrity_errors == ()
         assert stats.num_free_pages + stats.num_evictable_pages == stats.num_pages
-        assert client.stats == stats
+        # A step that was under way when the last stream ended may be counted since.
+        assert client.stats.num_steps >= stats.num_steps > 0
         assert client.health is None
         assert not client.on_death.done()
 
