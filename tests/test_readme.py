@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.cli import chat, compile, config, doctor, generate, plan, pull, serve
+from jaxserve.cli import bench, chat, compile, config, doctor, generate, plan, pull, serve
 from jaxserve.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 PARSERS = {
+    "bench": bench,
     "chat": chat,
     "compile": compile,
     "config explain": config,

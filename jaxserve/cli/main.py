@@ -1,19 +1,15 @@
-"""Entry point: finds the subcommand, imports its module only then, turns our errors into one line and an exit code.
+"""Entry point: runs the command, turns our errors into one line and an exit code.
 
-A module of a subcommand has `main(argv) -> exit code`. Nothing here imports more than argparse, so that
-`jaxserve --help` answers at once.
+Nothing here imports more than argparse, so that `jaxserve --help` answers at once.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import os
 import sys
 
 import jaxserve
-from jaxserve.cli.parser import HelpFormatter, Parser
-from jaxserve.config.nearest import nearest
+from jaxserve.cli.dispatch import USER_ERROR, command_parser, dispatch
 from jaxserve.errors import ConfigError, InvalidRequestError, JaxserveError, ModelNotFoundError
 
 COMMANDS = {
@@ -24,12 +20,12 @@ COMMANDS = {
     "compile": "compile every program for a device that isn't here, or into a bundle for this one",
     "pull": "fetch a model into the cache ahead of time",
     "doctor": "watch a running server and say which settings to turn",
+    "bench": "measure servers and engines: what clients see, and where the time goes",
     "config": "explain every setting: its value and where it comes from",
 }
 
 _WHAT = "A serving engine for large language models on JAX: NVIDIA GPUs, TPUs, and a plain CPU."
 
-USER_ERROR = 2
 INTERRUPTED = 130
 
 
@@ -49,24 +45,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    parser = Parser(prog="jaxserve", description=_WHAT, formatter_class=HelpFormatter, epilog=_commands())
+    parser = command_parser("jaxserve", _WHAT, COMMANDS)
     parser.add_argument("--version", action="version", version=f"jaxserve {jaxserve.__version__}")
-    parser.add_argument("command", nargs="?", help="one of the commands below")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own; see `jaxserve COMMAND --help`")
-    arguments = parser.parse(argv)
-    if arguments.command is None:
-        parser.print_help(sys.stderr)
-        return USER_ERROR
-    if arguments.command not in COMMANDS:
-        hint = nearest(arguments.command, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
-        raise ConfigError(f"{arguments.command!r} is not a command{hint}")
-    module = importlib.import_module(f"jaxserve.cli.{arguments.command}")
-    code: int = module.main(arguments.arguments)
-    return code
-
-
-def _commands() -> str:
-    return "commands:\n" + "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
+    return dispatch(parser, COMMANDS, "jaxserve.cli.", argv)
 
 
 def _fail(error: JaxserveError, code: int) -> int:

@@ -1,0 +1,18 @@
+"""`jaxserve bench`: measures servers and engines. Each of its commands is a module `bench_<name>` beside this one."""
+
+from __future__ import annotations
+
+from jaxserve.cli.dispatch import command_parser, dispatch
+from jaxserve.cli.parser import Parser
+
+SUBCOMMANDS: dict[str, str] = {}
+
+
+def parser() -> Parser:
+    """The commands of `jaxserve bench`."""
+    return command_parser("jaxserve bench", "Measures what serving costs and how fast it is.", SUBCOMMANDS)
+
+
+def main(argv: list[str]) -> int:
+    """Run it; returns the exit code."""
+    return dispatch(parser(), SUBCOMMANDS, "jaxserve.cli.bench_", argv)
