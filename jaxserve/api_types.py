@@ -197,7 +197,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     keeps there; so far `host_save_pages` were copied to it and `host_load_pages` from it. `decode_rows` of
     `decode_bucket_rows` rows of the decode programs that ran were live, and `mixed_tokens` of `mixed_bucket_tokens`
     tokens of the mixed ones: the rest was padding. `coarse_decode_steps` of `decode_steps` ran beyond the finely spaced
-    programs (`cuda graph: False` in the log).
+    programs (`cuda graph: False` in the log). Only in a reading that was asked for: how many decode steps had so many
+    rows, and what the audit of the books found.
     """
 
     num_running: int = 0
@@ -226,3 +227,4 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     mixed_bucket_tokens: int = 0
     compiles_after_ready: int = 0
     integrity_errors: tuple[str, ...] = ()
+    decode_steps_by_rows: dict[int, int] = {}

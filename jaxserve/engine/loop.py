@@ -76,12 +76,17 @@ class EngineLoop:
         return num_pages
 
     def stats(self, *, check: bool = False) -> EngineStats:
-        """A reading of the engine; with `check` the books are audited too."""
+        """A reading of the engine; with `check` the books are audited too, and decode steps come by their rows."""
         stats = self._scheduler.stats()
         compiles = self._executor.compiles_after_ready
         problems = tuple(self._scheduler.check_integrity()) if check else ()
-        if compiles or problems:
-            stats = msgspec.structs.replace(stats, compiles_after_ready=compiles, integrity_errors=problems)
+        if compiles or check:
+            stats = msgspec.structs.replace(
+                stats,
+                compiles_after_ready=compiles,
+                integrity_errors=problems,
+                decode_steps_by_rows=self._scheduler.decode_steps_by_rows if check else {},
+            )
         return stats
 
     def _collect(self) -> list[TokenEvent]:

@@ -6,6 +6,7 @@ Counts for the log and the metrics, from plans alone: the smallest program that 
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 
 from jaxserve.step_plan import Capacity, StepPlan
 
@@ -19,6 +20,7 @@ class PaddingCount:
         self.decode_steps = 0
         self.coarse_decode_steps = 0
         self.decode_rows = 0
+        self.decode_steps_by_rows: Counter[int] = Counter()
         self.decode_bucket_rows = 0
         self.mixed_tokens = 0
         self.mixed_bucket_tokens = 0
@@ -31,6 +33,7 @@ class PaddingCount:
             self.decode_steps += 1
             self.coarse_decode_steps += not self.is_fine(rows)
             self.decode_rows += rows
+            self.decode_steps_by_rows[rows] += 1
             self.decode_bucket_rows += self.last_bucket
         elif all(chunk.logits <= 1 for chunk in plan.chunks):
             tokens = sum(chunk.length for chunk in plan.chunks)

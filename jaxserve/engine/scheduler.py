@@ -214,6 +214,11 @@ class Scheduler:
         return self._tally.padding.last_bucket
 
     @property
+    def decode_steps_by_rows(self) -> dict[int, int]:
+        """How many decode steps had so many rows, since the start; a copy."""
+        return dict(self._tally.padding.decode_steps_by_rows)
+
+    @property
     def num_running(self) -> int:
         """Requests that have started and not ended."""
         return self._roster.num_running

@@ -66,6 +66,7 @@ async def test_streams_bring_the_tokens_of_each_request(overlap: bool) -> None:
         await client.refresh_stats()  # a step may be under way still when the last stream ends; then none is
         stats = await client.refresh_stats()
         assert stats.integrity_errors == ()
+        assert sum(stats.decode_steps_by_rows.values()) == stats.decode_steps > 0
         assert stats.num_free_pages + stats.num_evictable_pages == stats.num_pages
         assert client.stats == stats
         assert client.health is None

@@ -644,3 +644,4 @@ def test_padding_is_counted_by_program() -> None:
     # Three rows once in the program of four, then one row twice.
     assert (stats.decode_steps, stats.decode_rows, stats.decode_bucket_rows) == (3, 5, 6)
     assert stats.coarse_decode_steps == 1
+    assert scheduler.decode_steps_by_rows == {3: 1, 1: 2}
