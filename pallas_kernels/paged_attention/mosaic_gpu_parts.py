@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -102,6 +102,43 @@ def load_block(
         else:
             source = pool.at[head, entry(block * attention.copies + i)]
         plgpu.copy_gmem_to_smem(source, to.at[pl.ds(i * size, size)], arrived)
+
+
+def fill_rings(
+    attention: Attention,
+    rings: Sequence[tuple[Any, Any, Any, Any]],
+    head: jax.Array,
+    entry: Callable[[jax.Array], jax.Array],
+    low: jax.Array,
+    high: jax.Array,
+) -> None:
+    """What the warpgroup that loads does: blocks `low` to `high` of each pool into its ring, as slots become free.
+
+    A ring is (pool, `[stages, block, head_dim]` in shared memory, barriers of blocks that arrived, of slots that are
+    free again). Ends when the last blocks were read.
+    """
+    plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+    stages = rings[0][1].shape[0]
+
+    def load(i: jax.Array, carry: tuple[()]) -> tuple[()]:
+        slot = lax.rem(i - low, jnp.int32(stages))
+        for pool, to, arrived, free in rings:
+
+            @pl.when(i - low >= stages)
+            def _(free: Any = free) -> None:
+                plgpu.barrier_wait(free.at[slot])
+
+            load_block(attention, pool, head, entry, i, to.at[slot], arrived.at[slot])
+        return carry
+
+    def drain(i: jax.Array, carry: tuple[()]) -> tuple[()]:
+        slot = lax.rem(i - low, jnp.int32(stages))
+        for *_, free in rings:
+            plgpu.barrier_wait(free.at[slot])
+        return carry
+
+    lax.fori_loop(low, high, load, ())
+    lax.fori_loop(jnp.maximum(low, high - stages), high, drain, ())
 
 
 def clear_outside(values: Any, start: jax.Array, low: jax.Array | int, high: jax.Array) -> None:

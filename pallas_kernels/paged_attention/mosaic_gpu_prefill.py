@@ -23,14 +23,13 @@ from pallas_kernels.paged_attention.mosaic_gpu_parts import (
     LOG2E,
     MASKED,
     PIECE,
-    PRODUCER_REGISTERS,
     TILE,
     TILE_ROWS,
     Attention,
     add_values,
     ceil_div,
     clear_outside,
-    load_block,
+    fill_rings,
     logits_base_2,
     normalize,
     products,
@@ -281,36 +280,14 @@ def _attend_tiles(
 
         @pl.when(live & (warpgroup == warpgroups))
         def _load() -> None:
-            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
             first_entry = layer_ref[0] * kv.num_pages
             last_page = lax.div(length - 1, jnp.int32(attention.page_size))
 
             def entry(page: jax.Array) -> jax.Array:
                 return first_entry + table_ref[row, jnp.minimum(page, last_page)]
 
-            def load(i: jax.Array, carry: tuple[()]) -> tuple[()]:
-                slot = lax.rem(i - low, jnp.int32(stages))
-                for pool, to, arrived, free in (
-                    (keys_ref, k_smem, k_arrived, k_free),
-                    (values_ref, v_smem, v_arrived, v_free),
-                ):
-
-                    @pl.when(i - low >= stages)
-                    def _(free: Any = free) -> None:
-                        plgpu.barrier_wait(free.at[slot])
-
-                    load_block(attention, pool, head, entry, i, to.at[slot], arrived.at[slot])
-                return carry
-
-            lax.fori_loop(low, high, load, ())
-
-            def drain(i: jax.Array, carry: tuple[()]) -> tuple[()]:
-                slot = lax.rem(i - low, jnp.int32(stages))
-                plgpu.barrier_wait(k_free.at[slot])
-                plgpu.barrier_wait(v_free.at[slot])
-                return carry
-
-            lax.fori_loop(jnp.maximum(low, high - stages), high, drain, ())
+            rings = ((keys_ref, k_smem, k_arrived, k_free), (values_ref, v_smem, v_arrived, v_free))
+            fill_rings(attention, rings, head, entry, low, high)
 
     ring = attention.smem(stages, block, head_dim)
     arrived = plgpu.Barrier(num_arrivals=attention.copies, num_barriers=stages)
