@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -36,6 +37,7 @@ class AttentionSettings:
     backend: Backend
 
 
+@jax.named_scope("attention")
 def self_attention(
     x: Float[Array, "tokens dim"],
     params: AttentionParams,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -15,12 +16,14 @@ def shard_index(tokens: Int[Array, "..."], shard_size: int) -> Int[Array, "..."]
     return jnp.where((local >= 0) & (local < shard_size), local, shard_size)
 
 
+@jax.named_scope("embed")
 def embed(tokens: Int[Array, " tokens"], table: Float[Array, "vocab_shard dim"]) -> Float[Array, "tokens dim"]:
     """Rows of the table; a shard gives zeros for tokens of other shards, and the sum over shards is the row."""
     local = shard_index(tokens, table.shape[0])
     return lax.psum(table.at[local].get(mode="fill", fill_value=0), TENSOR_AXIS)
 
 
+@jax.named_scope("head")
 def logits(x: Float[Array, "rows dim"], table: Float[Array, "vocab_shard dim"]) -> Float[Array, "rows vocab_shard"]:
     """This shard's part of the logits, in float32."""
     return linear(x, table, out_dtype=jnp.float32)

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 from jaxserve.layers.linear import linear, row_parallel
 
 
+@jax.named_scope("mlp")
 def gated_mlp(
     x: Float[Array, "tokens dim"],
     gate_up: Float[Array, "2 ffn_shard dim"],

@@ -152,8 +152,10 @@ def forward(
     turn = rotation(batch.positions, config.rope, config.head_dim)
     for i, layer in enumerate(params.layers):
         settings = AttentionSettings(config.windows[i], config.norm_eps, backend)
-        x, kv = _layer(x, layer, batch, kv, jnp.int32(i), turn, settings)
-    return rms_norm(x, params.norm, config.norm_eps), kv
+        with jax.named_scope(f"layer_{i}"):
+            x, kv = _layer(x, layer, batch, kv, jnp.int32(i), turn, settings)
+    with jax.named_scope("final_norm"):
+        return rms_norm(x, params.norm, config.norm_eps), kv
 
 
 @functools.partial(jax.jit, static_argnames="settings")

@@ -141,6 +141,7 @@ def _fields(chunks: list[Chunk], shape: StepShape, capacity: Capacity) -> dict[s
     return fields
 
 
+@jax.named_scope("read_input")
 def read(packed: jax.Array, state: DeviceState, shape: StepShape) -> tuple[StepInput, DeviceState]:
     """Inside the program: unpack, append new pages to the page tables, take each row's state by its slot.
 

@@ -33,6 +33,7 @@ class Logprobs:
     top: Float[Array, "rows top"]
 
 
+@jax.named_scope("sample")
 def greedy(logits: Float[Array, "rows vocab_shard"]) -> Int[Array, " rows"]:
     """The likeliest token over all shards; the lowest id of equals."""
     size = logits.shape[1]
@@ -45,6 +46,7 @@ def greedy(logits: Float[Array, "rows vocab_shard"]) -> Int[Array, " rows"]:
     return lax.pmin(jnp.where(peak == best, local + tensor_rank() * size, vocab - 1), TENSOR_AXIS)
 
 
+@jax.named_scope("sample")
 def sample(
     logits: Float[Array, "rows vocab_shard"],
     rows: SamplingRows,
@@ -73,6 +75,7 @@ def _no_logprobs(logits: Float[Array, "rows vocab_shard"], token: Int[Array, " r
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(logprobs, logits, token))
 
 
+@jax.named_scope("logprobs")
 def logprobs(logits: Float[Array, "rows vocab_shard"], token: Int[Array, " rows"]) -> Logprobs:
     """Log probabilities of `token` and of the `MAX_LOGPROBS` likeliest, under plain `logits`."""
     whole = lax.all_gather(logits, TENSOR_AXIS, axis=1, tiled=True)

@@ -64,6 +64,8 @@ def make_step(
         new_state, output = step(params, one_rank(state), one_rank(packed), context, shape)
         return all_ranks(new_state), all_ranks(output)
 
+    # What profiles and compiled programs are called by.
+    body.__name__ = str(shape.key).replace("-", "_")
     state_parts = partitions(state_specs)
     ranks = PartitionSpec(DATA_AXIS)
     return jax.shard_map(
@@ -97,17 +99,18 @@ def step(
     last = jnp.maximum(inputs.batch.query_starts[1:] - 1, 0)
     wanted = hidden.at[last].get(mode="promise_in_bounds") if not shape.decode_only else hidden
     tokens, logprobs = _sample_rows(model, params, wanted, inputs, state, context, shape)
-    drawn = jnp.where(inputs.samples, inputs.slots, state.seq_lens.shape[0])
-    counts = state.counts
-    if not shape.key.greedy:
-        counts = counts.at[drawn, shard_index(tokens, counts.shape[1])].add(1, mode="drop")
-    state = dataclasses.replace(
-        state,
-        kv=kv,
-        last_tokens=state.last_tokens.at[drawn].set(tokens, mode="drop"),
-        seq_lens=state.seq_lens.at[inputs.slots].set(inputs.batch.kv_lens, mode="drop"),
-        counts=counts,
-    )
+    with jax.named_scope("write_state"):
+        drawn = jnp.where(inputs.samples, inputs.slots, state.seq_lens.shape[0])
+        counts = state.counts
+        if not shape.key.greedy:
+            counts = counts.at[drawn, shard_index(tokens, counts.shape[1])].add(1, mode="drop")
+        state = dataclasses.replace(
+            state,
+            kv=kv,
+            last_tokens=state.last_tokens.at[drawn].set(tokens, mode="drop"),
+            seq_lens=state.seq_lens.at[inputs.slots].set(inputs.batch.kv_lens, mode="drop"),
+            counts=counts,
+        )
     return state, StepOutput(tokens[:, None], inputs.samples.astype(jnp.int32), logprobs, prompt_logprobs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import jaxserve
 import pallas_kernels
 from jaxserve.models.registry import family
-from jaxserve.runtime.batch import build, step_shape
+from jaxserve.runtime.batch import ProgramKey, build, step_shape
 from jaxserve.runtime.programs import (
     READ_KEY,
     UPDATE_KEY,
@@ -90,6 +91,17 @@ def test_the_state_is_aliased_not_copied(programs: dict[Key, Any], key: Key) -> 
     total = sum(spec.nbytes for spec in jax.tree.leaves(state))
     assert memory.alias_size_in_bytes >= total
     assert memory.temp_size_in_bytes < state.kv.keys.nbytes / 4
+
+
+@pytest.mark.parametrize("key", STEPS, ids=str)
+def test_profiles_can_tell_the_parts_of_a_step_apart(programs: dict[Key, Any], key: ProgramKey) -> None:
+    text = programs[key].as_text()
+    name = str(key).replace("-", "_")
+    assert text.startswith(f"HloModule jit_{name},")
+    scopes = set(re.findall(rf'op_name="jit\({name}\)/(?:.*/)?(layer_\d+)/jit\(_layer\)/(\w+)/', text))
+    assert {("layer_0", "attention"), ("layer_0", "mlp"), ("layer_1", "attention"), ("layer_1", "mlp")} <= scopes
+    for phase in ("read_input", "embed", "final_norm", "head", "sample", "write_state"):
+        assert re.search(rf'op_name="jit\({name}\)/(?:.*/)?{phase}/', text), phase
 
 
 def test_the_pool_stays_where_it_is(programs: dict[Key, Any]) -> None:
