@@ -5,7 +5,9 @@ from __future__ import annotations
 from jaxserve.cli.dispatch import command_parser, dispatch
 from jaxserve.cli.parser import Parser
 
-SUBCOMMANDS: dict[str, str] = {}
+SUBCOMMANDS: dict[str, str] = {
+    "compare": "say whether one result is faster than another, beyond noise",
+}
 
 
 def parser() -> Parser:
