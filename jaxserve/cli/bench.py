@@ -6,6 +6,7 @@ from jaxserve.cli.dispatch import command_parser, dispatch
 from jaxserve.cli.parser import Parser
 
 SUBCOMMANDS: dict[str, str] = {
+    "serve": "load an OpenAI-compatible server, ours or another's, and measure what its clients see",
     "compare": "say whether one result is faster than another, beyond noise",
 }
 

@@ -5,6 +5,6 @@ built-in model. Never opens weights or tokenizers, never imports jax.
 """
 
 from jaxserve.model_source.builtin import BUILTIN_MODELS, home, pull
-from jaxserve.model_source.source import ModelSource, config_of, read_config, resolve
+from jaxserve.model_source.source import ModelSource, config_of, read_config, resolve, tokenizer_source
 
-__all__ = ["BUILTIN_MODELS", "ModelSource", "config_of", "home", "pull", "read_config", "resolve"]
+__all__ = ["BUILTIN_MODELS", "ModelSource", "config_of", "home", "pull", "read_config", "resolve", "tokenizer_source"]

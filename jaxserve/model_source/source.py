@@ -15,7 +15,8 @@ from jaxserve.model_source.gguf_config import config_from_gguf
 from jaxserve.model_source.gguf_metadata import MAGIC, GGUFMetadata
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+_TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+_HUB_FILES = ("*.safetensors", *_TOKENIZER_FILES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,17 @@ def resolve(model: str, *, offline: bool = False) -> ModelSource:
         f"--model {model!r} is no built-in name, no folder or .gguf file here, and no hub id (org/name); "
         f"{nearest_builtin(model)}"
     )
+
+
+def tokenizer_source(model: str) -> ModelSource:
+    """Where the tokenizer of a model lies: like `resolve`, but no weights are fetched from the hub for it, and a folder
+    may hold the tokenizer's files alone. Raises `ModelNotFoundError`."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return ModelSource(path, "folder", path.resolve().name)
+    if model not in BUILTIN_MODELS and not path.exists() and _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
+        return ModelSource(_hub_folder(model, offline=False, files=_TOKENIZER_FILES), "folder", model)
+    return resolve(model)
 
 
 def read_config(source: ModelSource) -> dict[str, Any]:

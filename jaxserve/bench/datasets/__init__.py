@@ -1,0 +1,1 @@
+"""Where requests come from: made up (`synthetic`, `conversations`), read (`files`), or replayed (`trace`)."""

@@ -1,0 +1,96 @@
+"""Draws random tokens, and random texts that a server will count to the same length.
+
+Texts are made of tokens that are whole words after a space: such a text is cut into the same tokens again by any BPE
+that splits at spaces, so its length is what was asked for. Without a tokenizer there are only ids.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxserve.errors import ConfigError
+from jaxserve.text.tokenizer import Tokenizer
+
+_CANDIDATES = 8192
+_FEWEST_WORDS = 64
+_ROUNDS = 8
+_TWICE_A_WORD = re.compile(r" ?([^\W\d_]+) \1")
+
+
+class Vocabulary:
+    """Draws from a tokenizer's ordinary tokens, or from the ids below `size` where there is no tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer | None, size: int | None = None) -> None:
+        if size is not None and size < 1:
+            raise ConfigError(f"--vocab-size must be at least 1, got {size}")
+        self._tokenizer = tokenizer
+        self._size = size or (tokenizer.vocab_size if tokenizer else None)
+        self._words: np.ndarray | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises `ConfigError` where there is none."""
+        if self._tokenizer is None:
+            raise ConfigError("this dataset needs the model's tokenizer: name it with --tokenizer")
+        return self._tokenizer
+
+    @property
+    def added(self) -> int:
+        """How many tokens (BOS, EOS) the tokenizer puts around every text."""
+        return len(self.tokenizer.encode(""))
+
+    def ids(self, rng: np.random.Generator, count: int) -> list[int]:
+        """`count` ids of ordinary tokens."""
+        if self._size is None:
+            raise ConfigError("random ids need the size of the vocabulary: name a --tokenizer, or give --vocab-size")
+        skipped = self._tokenizer.skipped_ids if self._tokenizer else frozenset[int]()
+        drawn: list[int] = rng.integers(self._size, size=count).tolist()
+        return [self._another(rng, token) if token in skipped else token for token in drawn]
+
+    def _another(self, rng: np.random.Generator, token: int) -> int:
+        assert self._size is not None
+        while token in self.tokenizer.skipped_ids:
+            token = int(rng.integers(self._size))
+        return token
+
+    def words(self, rng: np.random.Generator, count: int) -> list[int]:
+        """`count` ids of tokens that keep their borders in a text."""
+        if self._words is None:
+            self._words = self._find_words()
+        drawn: list[int] = rng.choice(self._words, size=count).tolist()
+        return drawn
+
+    def text(self, rng: np.random.Generator, ids: Sequence[int]) -> tuple[str, int]:
+        """The ids as text, and how many tokens that text has (BOS and EOS not counted): as many as ids wherever the
+        tokenizer lets it, by taking tokens away from the end or putting some there."""
+        wanted, current = len(ids), list(ids)
+        text = self.tokenizer.decode(current)
+        for _ in range(_ROUNDS):
+            current = self.tokenizer.encode(text, add_special_tokens=False)
+            if len(current) == wanted:
+                break
+            current = current[:wanted] + self.words(rng, max(wanted - len(current), 0))
+            text = self.tokenizer.decode(current)
+        return text, self.count_answer(text)
+
+    def count(self, text: str) -> int:
+        """Tokens of a text as a server will see it."""
+        return len(self.tokenizer.encode(text))
+
+    def count_answer(self, text: str) -> int:
+        """Tokens of a text as a model wrote it: none are put around it."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _find_words(self) -> np.ndarray:
+        tokenizer = self.tokenizer
+        rng = np.random.default_rng(0)
+        ordinary = np.setdiff1d(np.arange(tokenizer.vocab_size), np.array(sorted(tokenizer.skipped_ids), dtype=int))
+        candidates = rng.choice(ordinary, size=min(_CANDIDATES, len(ordinary)), replace=False).tolist()
+        texts = {token: tokenizer.decode([token, token]) for token in candidates}
+        doubled = [(token, text) for token, text in texts.items() if _TWICE_A_WORD.fullmatch(text)]
+        encoded = tokenizer.encode_batch([text for _, text in doubled], add_special_tokens=False) if doubled else []
+        words = [token for (token, _), ids in zip(doubled, encoded) if ids == [token, token]]
+        return np.array(sorted(words)) if len(words) >= _FEWEST_WORDS else ordinary

@@ -1,0 +1,151 @@
+"""Carries out a plan of `jaxserve bench serve`: finds the server, makes the prompts, warms up, runs the load."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import resource
+import signal
+import time
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import uvloop
+
+from jaxserve.bench.client import Client
+from jaxserve.bench.http import Pool
+from jaxserve.bench.load import Load, Run, count_with
+from jaxserve.bench.progress import show_progress
+from jaxserve.bench.prompts import Conversation
+from jaxserve.bench.records import Record
+from jaxserve.bench.server import Model, call, find_server, served_model, tokenizer_name, tokenizer_named
+from jaxserve.bench.vocabulary import Vocabulary
+from jaxserve.cli.bench_serve_plan import Plan
+from jaxserve.errors import ConfigError, JaxserveError
+
+_BETWEEN_TRIES = 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A run and what was found out on the way."""
+
+    run: Run
+    model: str
+    tokenizer: str
+
+
+def measure(plan: Plan) -> Measured | None:
+    """Run it; None where it was cut before the measured part began."""
+    _allow_many_connections()
+    return _on_a_fast_loop(_measure(plan))
+
+
+async def _measure(plan: Plan) -> Measured | None:
+    """The run; None where it was cut before it began."""
+    arguments, dataset = plan.arguments, plan.dataset
+    pool = plan.server.pool(keep_alive=not arguments.no_keep_alive, insecure=arguments.insecure)
+    patience = arguments.ready_check_timeout_sec
+    with _stop_signal() as stop, contextlib.closing(pool):
+        await find_server(plan.server, pool, patience=patience)
+        given = arguments.model or arguments.served_model_name
+        model = Model(given) if given else await served_model(plan.server, pool, plan.headers)
+        tokenizer = arguments.tokenizer or tokenizer_name(arguments.model or model.id, model.root)
+        vocabulary = Vocabulary(
+            tokenizer_named(tokenizer) if dataset.needs_tokenizer else None, dataset.values.get("vocab-size")
+        )
+        conversations = dataset.make(vocabulary)
+        name = arguments.served_model_name or model.id
+        client = Client(pool, plan.writer(name), timeout=arguments.request_timeout, stall=arguments.stall_timeout)
+        if patience:
+            await _wait_until_ready(client, dataset.make(vocabulary, warmups=1), patience)
+        if arguments.num_warmups and not await _warm_up(plan, client, vocabulary, stop):
+            return None
+        load = Load(
+            client, conversations, plan.times(conversations), max_concurrency=arguments.max_concurrency,
+            id_prefix=arguments.request_id_prefix, seed=arguments.seed if arguments.per_request_seed else None,
+        )  # fmt: skip
+        if arguments.profile:
+            await _profile(plan, pool, "/start_profile")
+        run = await _run(load, stop, quiet=arguments.disable_tqdm)
+        if arguments.profile:
+            await _profile(plan, pool, "/stop_profile")
+    if any(record.counted_by == "chunks" and record.token_times for record in run.records):
+        with contextlib.suppress(ConfigError):
+            count_with(run.records, Vocabulary(tokenizer_named(tokenizer)).count_answer)
+    return Measured(run, name, tokenizer)
+
+
+async def _warm_up(plan: Plan, client: Client, vocabulary: Vocabulary, stop: asyncio.Event) -> bool:
+    """Whether it ran to its end. Raises `JaxserveError` where not one request was answered well."""
+    arguments = plan.arguments
+    made = plan.dataset.make(vocabulary, warmups=arguments.num_warmups)
+    load = Load(client, made, [0.0] * len(made), max_concurrency=arguments.max_concurrency, id_prefix="warmup-")
+    run = await _run(load, stop, quiet=True)
+    if not run.interrupted and all(record.status == "failed" for record in run.records):
+        raise JaxserveError(f"no warm-up request was answered well: {run.records[0].error}")
+    return not run.interrupted
+
+
+async def _run(load: Load, stop: asyncio.Event, *, quiet: bool) -> Run:
+    progress = asyncio.create_task(show_progress(load, disable=quiet))
+    try:
+        return await load.run(stop)
+    finally:
+        progress.cancel()
+        await asyncio.gather(progress, return_exceptions=True)
+
+
+async def _wait_until_ready(client: Client, conversations: list[Conversation], patience: float) -> None:
+    """Asks one small request until it is answered well. Raises `JaxserveError`."""
+    prompt = dataclasses.replace(conversations[0].prompts[0], output_tokens=1)
+    deadline = time.perf_counter() + patience
+    while True:
+        record = Record("ready-check", 1, None)
+        await client.ask(record, prompt, [], None)
+        if record.status == "ok":
+            return
+        if time.perf_counter() >= deadline:
+            raise JaxserveError(f"the server was not ready after {patience:g} s: {record.error}")
+        await asyncio.sleep(_BETWEEN_TRIES)
+
+
+async def _profile(plan: Plan, pool: Pool, route: str) -> None:
+    status, body = await call(plan.server, pool, plan.headers, route, "POST")
+    if status != 200:
+        raise JaxserveError(
+            f"--profile: POST {route} was answered HTTP {status}: {body[:200].decode(errors='replace')}"
+        )
+
+
+@contextlib.contextmanager
+def _stop_signal() -> Iterator[asyncio.Event]:
+    """Set by the first Ctrl-C or SIGTERM; a second one ends the program."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    handled = (signal.SIGINT, signal.SIGTERM)
+
+    def cut() -> None:
+        stop.set()
+        for number in handled:
+            loop.remove_signal_handler(number)
+
+    for number in handled:
+        loop.add_signal_handler(number, cut)
+    try:
+        yield stop
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)
+
+
+def _on_a_fast_loop[T](work: Coroutine[Any, Any, T]) -> T:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
+
+
+def _allow_many_connections() -> None:
+    """As many open files as the system lets a process have: each open request is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
