@@ -166,7 +166,11 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine is, said once when it is ready. Sizes are in tokens; times in seconds by start-up phase."""
+    """What the engine is, said once when it is ready. Sizes are in tokens; times in seconds by start-up phase.
+
+    Of each device's memory, `free_bytes` were left once all was allocated, of which the programs take `working_bytes`
+    while they run; `memory_bound` says that more of it would have made the KV cache larger.
+    """
 
     max_model_len: int
     vocab_size: int
@@ -179,12 +183,26 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: str
     num_programs: int
     startup_seconds: dict[str, float]
+    num_compiled_programs: int = 0
     schedule_policy: str = "fcfs"
+    free_bytes: int = 0
+    working_bytes: int = 0
+    memory_bound: bool = False
 
     @property
     def max_total_num_tokens(self) -> int:
         """Tokens of KV cache the pool holds."""
         return self.num_pages * self.page_size
+
+
+class Profile(msgspec.Struct, frozen=True, array_like=True):
+    """A profile: the folder that its files are in, or will be, and how many steps ended while it was recorded."""
+
+    directory: str
+    num_steps: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.num_steps} steps, in {self.directory}"
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,7 +215,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     keeps there; so far `host_save_pages` were copied to it and `host_load_pages` from it. `decode_rows` of
     `decode_bucket_rows` rows of the decode programs that ran were live, and `mixed_tokens` of `mixed_bucket_tokens`
     tokens of the mixed ones: the rest was padding. `coarse_decode_steps` of `decode_steps` ran beyond the finely spaced
-    programs (`cuda graph: False` in the log). Only in a reading that was asked for: how many decode steps had so many
+    programs (`cuda graph: False` in the log). Of `num_preemptions` requests that were sent back to the queue,
+    `num_retractions` were for want of KV cache, the others for a higher priority. Only in a reading that was asked for: how many decode steps had so many
     rows, and what the audit of the books found.
     """
 
@@ -211,6 +230,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     new_token_ratio: float = 0.0
     num_steps: int = 0
     num_preemptions: int = 0
+    num_retractions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     cache_query_tokens: int = 0

@@ -86,14 +86,23 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts (texts or lists of ids), all in one running batch; the outputs are in the prompts' order.
 
-        Raises `InvalidRequestError` before anything runs, `RequestFailedError` when the engine gives a request up.
+        With `schedule_policy="priority"` a higher `priority` goes first; only prompts of one `cache_salt` share cached
+        prefixes. Raises `InvalidRequestError` before anything runs, `RequestFailedError` when the engine gives a
+        request up.
         """
         many = _as_list(prompts)
-        params = _one_each(sampling_params, len(many))
-        return self._run([self._job(prompt, each) for prompt, each in zip(many, params, strict=True)], use_tqdm)
+        jobs = [
+            dataclasses.replace(self._job(prompt, params), priority=each, cache_salt=cache_salt)
+            for prompt, params, each in zip(
+                many, _one_each(sampling_params, len(many)), _priorities(priority, len(many)), strict=True
+            )
+        ]
+        return self._run(jobs, use_tqdm)
 
     def chat(
         self,
@@ -178,7 +187,15 @@ class LLM:
 
     def _requests(self, job: _Job) -> list[EngineRequest]:
         name = f"llm-{next(self._numbers)}"
-        return engine_requests(name, job.ids, job.params, self._tokenizer, self._engine.info.vocab_size)
+        return engine_requests(
+            name,
+            job.ids,
+            job.params,
+            self._tokenizer,
+            self._engine.info,
+            priority=job.priority,
+            cache_salt=job.cache_salt,
+        )
 
     def _run(self, jobs: list[_Job], use_tqdm: bool) -> list[RequestOutput]:
         samples = [[_Sample(request) for request in self._requests(job)] for job in jobs]
@@ -235,6 +252,8 @@ class _Job:
     prompt: str | None
     ids: list[int]
     params: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,6 +314,14 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if len(params) != count:
         raise InvalidRequestError(f"{len(params)} sampling_params for {count} prompts; give one, or one for each")
     return list(params)
+
+
+def _priorities(priority: int | Sequence[int], count: int) -> list[int]:
+    if isinstance(priority, int):
+        return [priority] * count
+    if len(priority) != count:
+        raise InvalidRequestError(f"{len(priority)} priorities for {count} prompts; give one, or one for each")
+    return list(priority)
 
 
 def _chat_template(tokenizer: Tokenizer, file: str | None) -> ChatTemplate:

@@ -150,6 +150,22 @@ def test_cached_tokens_are_those_of_the_prompt_until_the_cache_is_flushed(llm: L
     assert cached(params) == 0
 
 
+def test_only_prompts_of_one_salt_share_a_cached_prefix(llm: LLM) -> None:
+    prompt = list(range(3, 50))
+    cached = {
+        salt: [llm.generate(prompt, GREEDY, use_tqdm=False, cache_salt=salt)[0].usage.cached_tokens for _ in range(2)]
+        for salt in ("a tenant", "another")
+    }
+    assert all(first == 0 and second > 0 for first, second in cached.values()), cached
+
+
+def test_a_priority_where_none_is_heeded_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="this engine schedules by lpm"):
+        llm.generate(["a", "b"], GREEDY, use_tqdm=False, priority=[0, 1])
+    with pytest.raises(InvalidRequestError, match="1 priorities for 2 prompts"):
+        llm.generate(["a", "b"], GREEDY, use_tqdm=False, priority=[0])
+
+
 def test_chat_goes_through_the_template(llm: LLM) -> None:
     (output,) = llm.chat(CHAT, GREEDY, use_tqdm=False)
     assert output.prompt == "user: hi\nassistant: "

@@ -110,7 +110,7 @@ def _summary(samples: Sequence[Sample]) -> str:
         f"#queue-req {spread([s.waiting for s in samples], '.0f')}, "
         f"token usage {spread([s.token_usage for s in samples], '.2f')}; "
         f"gen throughput (token/s): {tokens / seconds if seconds else 0.0:.2f}; "
-        f"{samples[-1].preemptions - samples[0].preemptions} retractions"
+        f"{samples[-1].retractions - samples[0].retractions} retractions"
     )
 
 

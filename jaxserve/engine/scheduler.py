@@ -263,7 +263,7 @@ class Scheduler:
                 roster.retract(choose_victim(running, by_priority=self._by_priority))
                 num_retracted += 1
         if num_retracted:
-            self._tally.num_preemptions += num_retracted
+            self._tally.num_retractions += num_retracted
             before = self._ratio.value
             self._ratio.retracted([*roster.prefilling.values(), *roster.decoding.values()])
             logger.warning(
@@ -303,7 +303,7 @@ class Scheduler:
             lower.remove(victim)
             roster.retract(victim)
             num_retracted += 1
-        self._tally.num_preemptions += num_retracted
+        self._tally.num_priority_preemptions += num_retracted
         logger.info(
             "preempted %d running requests for one of priority %d, #running-req: %d, #queue-req: %d, "
             "total_cumulative_preemption_cnt: %d",

@@ -20,11 +20,17 @@ class Tally:
     def __init__(self, capacity: Capacity) -> None:
         self.padding = PaddingCount(capacity)
         self.num_steps = 0
-        self.num_preemptions = 0
+        self.num_retractions = 0
+        self.num_priority_preemptions = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.cache_query_tokens = 0
         self.cache_hit_tokens = 0
+
+    @property
+    def num_preemptions(self) -> int:
+        """Running requests sent back to the queue, for whatever reason."""
+        return self.num_retractions + self.num_priority_preemptions
 
     def started(self, requests: Iterable[Request], now: float) -> None:
         """Of those that start for the first time: how long they waited, and what the cache had of their prompts."""
@@ -49,6 +55,7 @@ class Tally:
             new_token_ratio=new_token_ratio,
             num_steps=self.num_steps,
             num_preemptions=self.num_preemptions,
+            num_retractions=self.num_retractions,
             prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,
             cache_query_tokens=self.cache_query_tokens,

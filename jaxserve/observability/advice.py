@@ -18,6 +18,11 @@ LPM_QUEUE = 128
 MOSTLY = 0.5
 """The share of busy samples from which something counts as frequent."""
 MIN_BUSY = 3
+MUCH_LEFT = 10 * 2**30
+"""Bytes of free memory from which the KV cache could well have more."""
+FEW_HITS = 0.01
+MANY_TOKENS = 10_000
+"""Prompt tokens looked up in the prefix cache from which its hit rate says something."""
 COARSE_SHARE = 0.1
 PADDING_SHARE = 0.35
 
@@ -74,18 +79,13 @@ def compiled_late(samples: Sequence[Sample], settings: Settings) -> Advice | Non
 
 def frequent_retractions(samples: Sequence[Sample], settings: Settings) -> Advice | None:
     """One a minute or so is fine."""
-    count = samples[-1].preemptions - samples[0].preemptions
+    count = samples[-1].retractions - samples[0].retractions
     seconds = _seconds(samples)
     if count <= max(1.0, seconds / 60):
         return None
     more_room = "raise --mem-fraction-static, or lower --max-running-requests"
     conservativeness = settings.schedule_conservativeness
-    if settings.schedule_policy == "priority":
-        what_to_do = (
-            f"Some of them are higher priorities taking the place of lower ones. If the log has 'decode out of memory "
-            f"happened' as often, raise --schedule-conservativeness to a value like 1.3, or {more_room}."
-        )
-    elif conservativeness is not None and conservativeness >= 1.3:
+    if conservativeness is not None and conservativeness >= 1.3:
         what_to_do = f"--schedule-conservativeness is {conservativeness:g} already: {more_room}."
     else:
         what_to_do = f"Raise --schedule-conservativeness to a value like 1.3{_it_is(conservativeness)}, or {more_room}."
@@ -162,6 +162,47 @@ def queue_beyond_lpm(samples: Sequence[Sample], settings: Settings) -> Advice | 
     )
 
 
+def nothing_shared(samples: Sequence[Sample], settings: Settings) -> Advice | None:
+    """A queue that lpm orders by prefixes which nobody shares."""
+    queried = samples[-1].queried_tokens - samples[0].queried_tokens
+    hits = samples[-1].hit_tokens - samples[0].hit_tokens
+    seen = [s for s in busy(samples) if s.waiting]
+    if settings.schedule_policy != "lpm" or queried < MANY_TOKENS or hits > FEW_HITS * queried:
+        return None
+    if not _frequent(seen, samples):
+        return None
+    return Advice(
+        "no shared prefixes",
+        f"{hits} of {queried} prompt tokens were found in the prefix cache, with requests waiting {_of(seen, samples)}",
+        "Ordering them by prefix brings nothing: try --schedule-policy fcfs, which has less to do.",
+    )
+
+
+def memory_left_over(samples: Sequence[Sample], settings: Settings) -> Advice | None:
+    """A KV cache that memory limits, beside memory that nothing uses."""
+    left = settings.free_bytes - settings.working_bytes
+    if not settings.memory_bound or left < MUCH_LEFT:
+        return None
+    return Advice(
+        "memory left over",
+        f"{_gib(settings.free_bytes)} of each device were free once all was allocated (available_gpu_mem), of which "
+        f"the programs take {_gib(settings.working_bytes)}; 5 to 8 GB are plenty",
+        "Raise --mem-fraction-static, in steps of 0.01 when it gets close: the KV cache gets what is left.",
+    )
+
+
+def memory_short(samples: Sequence[Sample], settings: Settings) -> Advice | None:
+    """Less free memory than the programs take: something else has it."""
+    if not settings.free_bytes or settings.free_bytes >= settings.working_bytes:
+        return None
+    return Advice(
+        "memory too short",
+        f"{_gib(settings.free_bytes)} of each device were free once all was allocated (available_gpu_mem), and the "
+        f"programs take {_gib(settings.working_bytes)} while they run",
+        "Lower --mem-fraction-static: another process seems to use the device too, and this one may run out of memory.",
+    )
+
+
 def beyond_fine_programs(samples: Sequence[Sample], settings: Settings) -> Advice | None:
     """Decode batches larger than the finely spaced programs."""
     coarse = samples[-1].coarse_decode_steps - samples[0].coarse_decode_steps
@@ -207,8 +248,8 @@ def client_too_slow(samples: Sequence[Sample], settings: Settings) -> Advice | N
 
 
 RULES: tuple[Rule, ...] = (
-    *(engine_ended, compiled_late, frequent_retractions, too_conservative, slots_full, long_queue, queue_beyond_lpm),
-    *(beyond_fine_programs, padded_decodes, client_too_slow),
+    *(engine_ended, compiled_late, memory_short, frequent_retractions, too_conservative, slots_full, long_queue),
+    *(queue_beyond_lpm, nothing_shared, memory_left_over, beyond_fine_programs, padded_decodes, client_too_slow),
 )
 
 
@@ -223,6 +264,10 @@ def _of(seen: Sequence[Sample], samples: Sequence[Sample]) -> str:
 
 def _it_is(conservativeness: float | None) -> str:
     return "" if conservativeness is None else f" (it is {conservativeness:g})"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GB"
 
 
 def _median(samples: Sequence[Sample], value: Callable[[Sample], float]) -> float:

@@ -67,6 +67,21 @@ _GAUGES: tuple[tuple[tuple[str, ...], str, Callable[[EngineInfo, EngineStats], f
     (("max_total_num_tokens",), "Tokens that the KV cache holds", lambda i, s: i.max_total_num_tokens),
     (("max_running_requests",), "Requests that may run at once", lambda i, s: i.max_running_requests),
     (
+        ("available_gpu_mem_bytes",),
+        "Memory of each device that was free once weights and KV cache were allocated",
+        lambda i, s: i.free_bytes,
+    ),
+    (
+        ("working_memory_bytes",),
+        "Memory of each device that the programs take while they run",
+        lambda i, s: i.working_bytes,
+    ),
+    (
+        ("kv_cache_memory_bound",),
+        "1 where more memory would have made the KV cache larger",
+        lambda i, s: float(i.memory_bound),
+    ),
+    (
         ("new_token_ratio",),
         "Share of the running requests' remaining output that admission keeps room for",
         lambda i, s: s.new_token_ratio,
@@ -96,9 +111,14 @@ _COUNTERS: tuple[tuple[tuple[str, ...], str, Callable[[EngineInfo, EngineStats],
         lambda i, s: s.cache_hit_tokens,
     ),
     (
-        ("num_preemptions", "num_retracted_reqs"),
+        ("num_preemptions",),
         "Running requests sent back to the queue, for want of KV cache or for a higher priority",
         lambda i, s: s.num_preemptions,
+    ),
+    (
+        ("num_retracted_reqs",),
+        "Running requests sent back to the queue for want of KV cache",
+        lambda i, s: s.num_retractions,
     ),
     (
         ("hicache_saved_tokens",),

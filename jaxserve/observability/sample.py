@@ -25,7 +25,9 @@ class Sample:
     token_usage: float
     new_token_ratio: float
     generation_tokens: int
-    preemptions: int
+    retractions: int
+    queried_tokens: int
+    hit_tokens: int
     decode_steps: int
     coarse_decode_steps: int
     decode_used: int
@@ -36,10 +38,16 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How the server was started, None where it does not say."""
+    """How the server was started, None where it does not say; memory in bytes of each device."""
 
     schedule_policy: str | None = None
     schedule_conservativeness: float | None = None
+    free_bytes: int = 0
+    working_bytes: int = 0
+    memory_bound: bool = False
+
+
+_MEMORY = ("available_gpu_mem_bytes", "working_memory_bytes", "kv_cache_memory_bound")
 
 
 def read_sample(metrics: str, seconds: float, problem: str | None = None) -> Sample:
@@ -67,7 +75,9 @@ def read_sample(metrics: str, seconds: float, problem: str | None = None) -> Sam
         token_usage=value("token_usage"),
         new_token_ratio=value("new_token_ratio"),
         generation_tokens=int(value("generation_tokens_total")),
-        preemptions=int(value("num_preemptions_total")),
+        retractions=int(value("num_retracted_reqs_total")),
+        queried_tokens=int(value("prefix_cache_queries_total")),
+        hit_tokens=int(value("prefix_cache_hits_total")),
         decode_steps=coarse + int(value("decode_steps_total", cuda_graph="True")),
         coarse_decode_steps=coarse,
         decode_used=int(value("bucket_used_total", kind="decode")),
@@ -79,14 +89,21 @@ def read_sample(metrics: str, seconds: float, problem: str | None = None) -> Sam
 
 def read_settings(metrics: str, server_info: Mapping[str, Any] | None) -> Settings:
     """What /metrics says of the settings, and /server_info where it could be read."""
-    policies = [
-        sample.labels["schedule_policy"]
+    found = {
+        sample.name.removeprefix(PREFIX): sample
         for family in text_string_to_metric_families(metrics)
         for sample in family.samples
-        if sample.name == f"{PREFIX}engine_info"
-    ]
+        if sample.name.removeprefix(PREFIX) in ("engine_info", *_MEMORY)
+    }
+    free, working, bound = (found[name].value if name in found else 0 for name in _MEMORY)
     config = (server_info or {}).get("engine_config") or {}
-    return Settings(policies[0] if policies else None, config.get("schedule_conservativeness"))
+    return Settings(
+        found["engine_info"].labels["schedule_policy"] if "engine_info" in found else None,
+        config.get("schedule_conservativeness"),
+        free_bytes=int(free),
+        working_bytes=int(working),
+        memory_bound=bool(bound),
+    )
 
 
 def _model(labels: Mapping[str, str]) -> frozenset[tuple[str, str]]:

@@ -15,7 +15,6 @@ from jaxserve.server.serving import Loaded, Serving
 from jaxserve.text import requests
 
 MAX_SEQUENCES = 2048
-MAX_PRIORITY = 2**31 - 1
 
 # Texts up to this many characters are tokenized on the event loop: a thread costs more.
 _SHORT_TEXT = 4096
@@ -84,10 +83,6 @@ def engine_requests(
     cache_salt: str | None,
 ) -> list[EngineRequest]:
     """`n` sequences for each prompt, in the order of the choices: prompt index * n + sample."""
-    info = loaded.engine.info
-    checked_priority = _priority(priority or 0, info)
-    if cache_salt == "":
-        raise InvalidRequestError("cache_salt is empty: give a text, or leave it out", param="cache_salt")
     return [
         request
         for number, (ids, sampling) in enumerate(zip(prompts, samplings))
@@ -96,23 +91,8 @@ def engine_requests(
             ids,
             sampling,
             loaded.tokenizer,
-            info.vocab_size,
-            priority=checked_priority,
-            namespace=cache_salt or "",
+            loaded.engine.info,
+            priority=priority,
+            cache_salt=cache_salt,
         )
     ]
-
-
-def _priority(priority: int, info: EngineInfo) -> int:
-    """Raises unless the engine heeds priorities: one that changes nothing would be silently ignored."""
-    if abs(priority) > MAX_PRIORITY:
-        raise InvalidRequestError(
-            f"priority must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}], got {priority}", param="priority"
-        )
-    if priority and info.schedule_policy != "priority":
-        raise InvalidRequestError(
-            f"priority is {priority}, but this server schedules by {info.schedule_policy}: only 0 is accepted unless "
-            "it is started with --schedule-policy priority",
-            param="priority",
-        )
-    return priority

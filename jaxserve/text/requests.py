@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxserve.api_types import MAX_STOP_IDS, EngineRequest, SamplingParams
+from jaxserve.api_types import MAX_STOP_IDS, EngineInfo, EngineRequest, SamplingParams
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.tokenizer import Tokenizer
+
+MAX_PRIORITY = 2**31 - 1
 
 
 def engine_requests(
@@ -17,16 +19,19 @@ def engine_requests(
     prompt_ids: list[int],
     sampling: SamplingParams,
     tokenizer: Tokenizer,
-    vocab_size: int,
+    info: EngineInfo,
     *,
-    priority: int = 0,
-    namespace: str = "",
+    priority: int | None = None,
+    cache_salt: str | None = None,
 ) -> list[EngineRequest]:
     """The `n` sequences of one prompt, under `name` and their sample's number. Raises `InvalidRequestError`.
 
-    Only requests of one `namespace` find each other's prefixes in the cache.
+    A higher `priority` is served first; only requests of one `cache_salt` find each other's prefixes in the cache.
     """
-    stop_ids = _stop_ids(sampling, tokenizer, vocab_size)
+    stop_ids = _stop_ids(sampling, tokenizer, info.vocab_size)
+    _check_priority(priority or 0, info)
+    if cache_salt == "":
+        raise InvalidRequestError("cache_salt is empty: give a text, or leave it out", param="cache_salt")
     return [
         EngineRequest(
             request_id=f"{name}-{sample}",
@@ -35,8 +40,8 @@ def engine_requests(
             stop_ids=stop_ids,
             group_id=name,
             sample=sample,
-            priority=priority,
-            namespace=namespace,
+            priority=priority or 0,
+            namespace=cache_salt or "",
         )
         for sample in range(sampling.n)
     ]
@@ -49,6 +54,20 @@ def check_ids(ids: Sequence[int], vocab_size: int, *, param: str) -> None:
         raise InvalidRequestError(
             f"{param} holds the token id {wrong}, which is not in the vocabulary: ids are in [0, {vocab_size - 1}]",
             param=param,
+        )
+
+
+def _check_priority(priority: int, info: EngineInfo) -> None:
+    """Raises unless the engine heeds priorities: one that changes nothing would be silently ignored."""
+    if abs(priority) > MAX_PRIORITY:
+        raise InvalidRequestError(
+            f"priority must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}], got {priority}", param="priority"
+        )
+    if priority and info.schedule_policy != "priority":
+        raise InvalidRequestError(
+            f"priority is {priority}, but this engine schedules by {info.schedule_policy}: only 0 is accepted unless "
+            "it is started with --schedule-policy priority",
+            param="priority",
         )
 
 

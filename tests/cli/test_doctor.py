@@ -79,7 +79,7 @@ def test_it_looks_at_the_interval_until_the_time_is_over() -> None:
 
 
 def test_advice_stands_beside_its_figure() -> None:
-    server = Scripted(*stages(lambda index: {"num_preemptions": index, "num_waiting": 0}))
+    server = Scripted(*stages(lambda index: {"num_retractions": index, "num_waiting": 0}))
     text = doctor.report(*server.watch(10.0))
     flat = " ".join(text.split())
     assert "FREQUENT RETRACTIONS: 10 requests were retracted in 10 s (60.0 a minute)" in flat

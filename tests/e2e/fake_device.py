@@ -29,6 +29,7 @@ from tests.server.tiny import TEMPLATE, tiny_template, tiny_tokenizer
 # A device as fast as this still lets requests queue up behind it.
 _STEP_SECONDS = {"slow": 0.03}
 _USUAL_STEP_SECONDS = 0.002
+_MEMORY = 80 * 2**30
 
 
 class _Device(FakeExecutor):
@@ -81,6 +82,9 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         num_programs=0,
         startup_seconds={},
         schedule_policy=config.schedule_policy,
+        free_bytes=int(_MEMORY * (1 - (config.mem_fraction_static or 0.9))),
+        working_bytes=2**30,
+        memory_bound=config.max_total_tokens is None,
     )
     return EngineLoop(scheduler, _Device(capacity, config.model), overlap=True), info
 

@@ -69,7 +69,7 @@ Capture = pytest.CaptureFixture[str]
 
 def test_a_healthy_server(capsys: Capture) -> None:
     # Prompts fill the pool, outputs hardly: 416 tokens a request, twenty at once.
-    flags = ["--max-total-tokens", "8400", "--max-running-requests", "32"]
+    flags = ["--max-total-tokens", "8400", "--max-running-requests", "32", "--schedule-policy", "fcfs"]
     with serving(*flags, model="slow") as url, load(url, 60, prompt=400, max_tokens=16):
         until(url, "jaxserve:num_requests_waiting", 20)
         text = said(url, capsys)
@@ -119,6 +119,28 @@ def test_all_slots_taken_and_a_queue_beyond_lpm(capsys: Capture) -> None:
         assert ("QUEUE BEYOND LPM'S REACH" in text) == (policy == "lpm"), text
         assert "TOO CONSERVATIVE" not in text
         assert "QUEUE TOO LONG" not in text
+
+
+def test_an_order_by_prefixes_that_nobody_shares(capsys: Capture) -> None:
+    for policy in ("lpm", "fcfs"):
+        flags = ["--max-running-requests", "4", "--schedule-policy", policy]
+        with serving(*flags) as url, load(url, 60, prompt=400, max_tokens=20):
+            until(url, "jaxserve:num_requests_waiting", 40)
+            text = said(url, capsys)
+        assert ("NO SHARED PREFIXES: 0 of" in text) == (policy == "lpm"), text
+
+
+def test_memory_left_over_and_too_short(capsys: Capture) -> None:
+    for fraction, found in (
+        ("0.5", "MEMORY LEFT OVER: 40.00 GB"),
+        ("0.9", None),
+        ("0.99", "MEMORY TOO SHORT: 0.80 GB"),
+    ):
+        with serving("--mem-fraction-static", fraction) as url, load(url, 3, max_tokens=100):
+            until(url, "jaxserve:num_requests_running", 1)
+            text = said(url, capsys)
+        assert found is None or found in text, text
+        assert ("MEMORY" in text) == (found is not None), text
 
 
 def test_a_queue_too_long(capsys: Capture) -> None:

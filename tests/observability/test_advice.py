@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ HEALTHY: dict[str, Any] = {
     "token_usage": 0.95,
     "new_token_ratio": 0.4,
     "generation_tokens": 0,
-    "preemptions": 0,
+    "retractions": 0,
+    "queried_tokens": 0,
+    "hit_tokens": 0,
     "decode_steps": 0,
     "coarse_decode_steps": 0,
     "decode_used": 0,
@@ -95,15 +98,14 @@ def test_not_too_conservative(samples: list[Sample]) -> None:
 
 
 def test_frequent_retractions() -> None:
-    advice = only(grown(preemptions=2, seconds=30.0))
+    advice = only(grown(retractions=2, seconds=30.0))
     assert advice.rule == "frequent retractions"
     assert "2 requests were retracted in 30 s (4.0 a minute)" in advice.figure
     assert "--schedule-conservativeness to a value like 1.3 (it is 1)" in advice.what_to_do
-    assert "is 1.3 already" in only(grown(preemptions=2), Settings("lpm", 1.3)).what_to_do
-    assert "higher priorities" in only(grown(preemptions=2), Settings("priority", 1.0)).what_to_do
-    assert rules(grown(preemptions=1, seconds=30.0)) == [], "one may happen"
-    assert rules(grown(preemptions=10, seconds=600.0)) == [], "about one a minute is fine"
-    assert rules(grown(preemptions=11, seconds=600.0)) == ["frequent retractions"]
+    assert "is 1.3 already" in only(grown(retractions=2), Settings("lpm", 1.3)).what_to_do
+    assert rules(grown(retractions=1, seconds=30.0)) == [], "one may happen"
+    assert rules(grown(retractions=10, seconds=600.0)) == [], "about one a minute is fine"
+    assert rules(grown(retractions=11, seconds=600.0)) == ["frequent retractions"]
 
 
 @pytest.mark.parametrize(
@@ -157,6 +159,42 @@ def test_a_queue_beyond_lpms_reach() -> None:
     assert rules(all_along(waiting=128)) == []
     assert rules(all_along(waiting=129), Settings("fcfs", 1.0)) == []
     assert rules(all_along(waiting=129), Settings()) == []
+
+
+def test_nothing_shared() -> None:
+    advice = only(grown(queried_tokens=20_000, hit_tokens=100))
+    assert advice.rule == "no shared prefixes"
+    assert "100 of 20000 prompt tokens" in advice.figure
+    assert "--schedule-policy fcfs" in advice.what_to_do
+    assert rules(grown(queried_tokens=20_000, hit_tokens=1000)) == [], "some are shared"
+    assert rules(grown(queried_tokens=5000, hit_tokens=0)) == [], "too little to judge by"
+    assert rules(grown(queried_tokens=20_000, hit_tokens=100), Settings("fcfs", 1.0)) == []
+
+
+def test_an_empty_queue_has_no_order() -> None:
+    samples = seen({"waiting": 0}, *[{"waiting": 0, "queried_tokens": 20_000}] * 5)
+    assert rules(samples) == ["the client is the bottleneck"]
+
+
+def test_memory_left_over() -> None:
+    settings = Settings("lpm", 1.0, free_bytes=12 * 2**30, working_bytes=2**30, memory_bound=True)
+    advice = only(all_along(), settings)
+    assert advice.rule == "memory left over"
+    assert "12.00 GB" in advice.figure
+    assert "--mem-fraction-static" in advice.what_to_do
+    assert rules(all_along(), dataclasses.replace(settings, memory_bound=False)) == [], "the cache wants no more"
+    assert rules(all_along(), dataclasses.replace(settings, working_bytes=4 * 2**30)) == [], "the programs need it"
+    assert rules(all_along(), dataclasses.replace(settings, free_bytes=8 * 2**30)) == []
+
+
+def test_memory_too_short() -> None:
+    settings = Settings("lpm", 1.0, free_bytes=2**30, working_bytes=2 * 2**30)
+    advice = only(all_along(), settings)
+    assert advice.rule == "memory too short"
+    assert "1.00 GB" in advice.figure
+    assert "2.00 GB" in advice.figure
+    assert rules(all_along(), dataclasses.replace(settings, free_bytes=2 * 2**30)) == []
+    assert rules(all_along(), dataclasses.replace(settings, free_bytes=0)) == [], "a server that doesn't say"
 
 
 def test_all_slots_taken() -> None:

@@ -23,7 +23,9 @@ def test_what_is_served_is_what_is_read() -> None:
         token_usage=0.3,
         new_token_ratio=0.65,
         generation_tokens=200,
-        preemptions=5,
+        retractions=3,
+        queried_tokens=800,
+        hit_tokens=600,
         decode_steps=50,
         coarse_decode_steps=4,
         decode_used=120,
@@ -35,8 +37,9 @@ def test_what_is_served_is_what_is_read() -> None:
 
 def test_settings_come_from_both_places() -> None:
     info = {"engine_config": {"schedule_conservativeness": 0.3}}
-    assert read_settings(rendered(), info) == Settings("lpm", 0.3)
-    assert read_settings(rendered(), None) == Settings("lpm", None)
+    memory = {"free_bytes": 3000, "working_bytes": 1000, "memory_bound": True}
+    assert read_settings(rendered(), info) == Settings("lpm", 0.3, **memory)
+    assert read_settings(rendered(), None) == Settings("lpm", None, **memory)
     assert read_settings("", {"engine_config": {}}) == Settings(None, None)
 
 

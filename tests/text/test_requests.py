@@ -1,6 +1,9 @@
+from typing import Any
+
+import msgspec
 import pytest
 
-from jaxserve.api_types import MAX_STOP_IDS, EngineRequest, SamplingParams
+from jaxserve.api_types import MAX_STOP_IDS, EngineInfo, EngineRequest, SamplingParams
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.requests import check_ids, engine_requests
 from tests.text.small_tokenizers import byte_level
@@ -8,10 +11,24 @@ from tests.text.small_tokenizers import byte_level
 TOKENIZER = byte_level()
 VOCAB_SIZE = TOKENIZER.vocab_size
 (EOS,) = TOKENIZER.eos_ids
+INFO = EngineInfo(
+    max_model_len=100,
+    vocab_size=VOCAB_SIZE,
+    page_size=16,
+    num_pages=10,
+    max_running_requests=4,
+    chunked_prefill_size=64,
+    device="none",
+    dtype="float32",
+    attention_backend="reference",
+    num_programs=0,
+    startup_seconds={},
+)
+BY_PRIORITY = msgspec.structs.replace(INFO, schedule_policy="priority")
 
 
 def made(**sampling: object) -> list[EngineRequest]:
-    return engine_requests("r", [5, 6], SamplingParams(**sampling), TOKENIZER, VOCAB_SIZE)  # type: ignore[arg-type]
+    return engine_requests("r", [5, 6], SamplingParams(**sampling), TOKENIZER, INFO)  # type: ignore[arg-type]
 
 
 def test_one_request_a_sample_under_one_group() -> None:
@@ -51,13 +68,19 @@ def test_ids_are_checked_at_both_ends() -> None:
 
 
 def test_every_sample_has_the_priority_and_the_namespace() -> None:
-    requests = engine_requests(
-        "r",
-        [5],
-        SamplingParams(n=2),
-        TOKENIZER,
-        VOCAB_SIZE,
-        priority=3,
-        namespace="tenant",  # type: ignore[arg-type]
-    )
+    requests = engine_requests("r", [5], SamplingParams(n=2), TOKENIZER, BY_PRIORITY, priority=3, cache_salt="tenant")
     assert [(request.priority, request.namespace) for request in requests] == [(3, "tenant")] * 2
+
+
+@pytest.mark.parametrize(
+    ("info", "options", "param", "reason"),
+    [
+        (INFO, {"priority": 1}, "priority", "this engine schedules by fcfs"),
+        (BY_PRIORITY, {"priority": 2**31}, "priority", "must be in"),
+        (INFO, {"cache_salt": ""}, "cache_salt", "is empty"),
+    ],
+)
+def test_what_would_change_nothing_is_refused(info: EngineInfo, options: Any, param: str, reason: str) -> None:
+    with pytest.raises(InvalidRequestError, match=reason) as raised:
+        engine_requests("r", [5], SamplingParams(), TOKENIZER, info, **options)
+    assert raised.value.param == param
