@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import numpy as np
 
 Initializer = Literal["normal", "ones", "zeros"]
+Window = tuple[slice, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,6 +17,10 @@ class ParamSpec:
     """A parameter before it exists. `axes` names each dimension (or None); `runtime/mesh.py` maps names to mesh axes.
 
     `init` is what `--load-format dummy` fills it with; `normal` has standard deviation `scale`.
+
+    It may be larger on a mesh than where it is stored, so that it can be split evenly; `shape` is that on the mesh.
+    Each stored KV head stands there `kv_replicas` times, with an equal part of what the next axis holds of it, but for
+    that axis' last `kv_shared` entries, which every replica has. `padding` rows of zeros follow along the first axis.
     """
 
     shape: tuple[int, ...]
@@ -22,9 +28,61 @@ class ParamSpec:
     axes: tuple[str | None, ...]
     init: Initializer = "normal"
     scale: float = 0.02
+    kv_replicas: int = 1
+    kv_shared: int = 0
+    padding: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Its shape in a checkpoint, whatever the mesh."""
+        shape = list(self.shape)
+        shape[0] -= self.padding
+        if self.kv_replicas > 1:
+            heads = self.axes.index("kv_heads")
+            shape[heads] //= self.kv_replicas
+            shape[heads + 1] = (shape[heads + 1] - self.kv_shared) * self.kv_replicas + self.kv_shared
+        return tuple(shape)
+
+    def windows(self, index: Window) -> Iterator[tuple[Window, Window]]:
+        """What a shard is made of: the part of the parameter at `index`, as windows of what is stored and, beside each,
+        where it stands in the shard. What no window covers is zero."""
+        bounds = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]
+        stored = [slice(*bound) for bound in bounds]
+        inside = [slice(0, stop - start) for start, stop in bounds]
+        if self.padding:
+            start, stop = bounds[0]
+            length = min(stop, self.shape[0] - self.padding) - start
+            if length <= 0:
+                return
+            stored[0], inside[0] = slice(start, start + length), slice(0, length)
+        if self.kv_replicas == 1:
+            yield tuple(stored), tuple(inside)
+            return
+        heads = self.axes.index("kv_heads")
+        split = self.shape[heads + 1] - self.kv_shared
+        shared = slice(split * self.kv_replicas, split * self.kv_replicas + self.kv_shared)
+        first, last = bounds[heads]
+        for at in range(first, last):
+            head, replica = divmod(at, self.kv_replicas)
+            stored[heads], inside[heads] = slice(head, head + 1), slice(at - first, at - first + 1)
+            stored[heads + 1] = slice(replica * split, (replica + 1) * split)
+            inside[heads + 1] = slice(0, split)
+            yield tuple(stored), tuple(inside)
+            if self.kv_shared:
+                stored[heads + 1], inside[heads + 1] = shared, slice(split, split + self.kv_shared)
+                yield tuple(stored), tuple(inside)
+
+    def shard(self, stored: np.ndarray[Any, Any], index: Window) -> np.ndarray[Any, Any]:
+        """The part of the parameter at `index`, from all that is stored of it."""
+        if self.stored_shape == self.shape:
+            return stored[index]
+        part = np.zeros([len(range(*at.indices(size))) for at, size in zip(index, self.shape)], stored.dtype)
+        for source, target in self.windows(index):
+            part[target] = stored[source]
+        return part
 
     @property
     def nbytes(self) -> int:
@@ -37,7 +95,7 @@ class Placement:
     """Where one checkpoint tensor goes: reshaped to `shape` and written at `index` of the parameter at `path`.
 
     `path` is the parameter's place in the tree, attribute names and list indices; `shape` has the rank of the
-    parameter; `index` holds the start of each dimension.
+    parameter; `index` holds the start of each dimension, in `ParamSpec.stored_shape`.
     """
 
     path: tuple[str | int, ...]

@@ -18,20 +18,23 @@ import jax
 
 from jaxserve import model_source
 from jaxserve.api_types import EngineInfo
-from jaxserve.config.schema import EngineConfig, check_served
+from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.process import run
+from jaxserve.engine.profiling import Profiling
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.models.config import parse_model_config
 from jaxserve.models.registry import family
+from jaxserve.observability.timeline import Timeline
 from jaxserve.runtime.bundle import Manifest, load_bundle, read_manifest, sized_like_bundle
 from jaxserve.runtime.deployment import Deployment
-from jaxserve.runtime.device import attach, facts_of_device, free_bytes
+from jaxserve.runtime.device import attach, facts_of_devices, free_bytes
 from jaxserve.runtime.executor import DeviceExecutor
 from jaxserve.runtime.fit import deploy_or_advise
 from jaxserve.runtime.host_pool import HostPool, host_pages
 from jaxserve.runtime.mesh import make_mesh, shardings
 from jaxserve.runtime.page_copies import row_specs
+from jaxserve.runtime.profiler import JaxProfiler
 from jaxserve.runtime.programs import Key, ProgramBuilder, build_programs
 from jaxserve.runtime.sizes import Sizes
 from jaxserve.runtime.state import DeviceState, make_state
@@ -57,19 +60,22 @@ class _Phases:
 
 def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
     """Load, compile and allocate; everything that can be refused is refused here."""
-    check_served(config)
     phases = _Phases()
     with phases("device"):
-        device = attach(config)
+        devices = attach(config)
+        device = devices[0]
     with phases("model"):
         source = model_source.resolve(config.model)
         model = parse_model_config(model_source.read_config(source))
     bundle = read_manifest(Path(config.programs)) if config.programs is not None else None
     if bundle is not None:
         config = sized_like_bundle(config, bundle)
-    deployment = deploy_or_advise(config, model, facts_of_device(device))
+    deployment = deploy_or_advise(config, model, facts_of_devices(devices, config.tp_size * config.dp_size))
     backend, sizes = deployment.backend, deployment.sizes
-    logger.info("device: %s; attention: %s (%s)", device.device_kind, backend.name, backend.reason)
+    mesh = make_mesh(devices, data=deployment.data, tensor=deployment.tensor)
+    logger.info(
+        "device: %s%s; attention: %s (%s)", _of_mesh(deployment), device.device_kind, backend.name, backend.reason
+    )
     if sizes.capacity.max_model_len < sizes.wanted_context:
         logger.info(
             "context length fitted to the KV cache: %d tokens instead of %d; more memory for the cache "
@@ -79,14 +85,15 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         )
     rows = row_specs(deployment.state)
     num_host_pages = host_pages(config, sizes.capacity.num_pages, rows)
-    mesh = make_mesh([device])
     with ThreadPoolExecutor(2) as pool:
         params = pool.submit(_load, deployment, source, shardings(mesh, deployment.params), phases)
         state = pool.submit(_allocate, deployment.state, shardings(mesh, deployment.state), phases)
         with phases("programs"):
             programs, compiled = _programs(deployment, deployment.builder(mesh), bundle)
     host = HostPool(rows, num_host_pages) if num_host_pages else None
-    executor = DeviceExecutor(params.result(), state.result(), programs, sizes.capacity, host)
+    timeline = Timeline()
+    executor = DeviceExecutor(params.result(), state.result(), programs, sizes.capacity, host, timeline)
+    profiling = Profiling(JaxProfiler(timeline, programs), config.profile_dir)
     logger.info("programs: %d, of them %d compiled now, the others loaded", len(programs), compiled)
     logger.info(
         "max_total_num_tokens=%d, chunked_prefill_size=%d, max_prefill_tokens=%d, max_running_requests=%d, "
@@ -117,9 +124,16 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         attention_backend=backend.name,
         num_programs=len(programs),
         startup_seconds=phases.seconds,
+        num_compiled_programs=compiled,
         schedule_policy=config.schedule_policy,
     )
-    return _loop(config, sizes, executor, num_host_pages), info
+    return _loop(config, sizes, executor, num_host_pages, timeline, profiling), info
+
+
+def _of_mesh(deployment: Deployment) -> str:
+    if deployment.num_devices == 1:
+        return ""
+    return f"{deployment.num_devices} (data parallel {deployment.data} x tensor parallel {deployment.tensor}) x "
 
 
 def _load(deployment: Deployment, source: model_source.ModelSource, where: Any, phases: _Phases) -> Any:
@@ -153,7 +167,14 @@ def _cache_dir(config: EngineConfig) -> Path | None:
     return Path(config.program_cache_dir) if config.program_cache_dir else model_source.home() / "programs"
 
 
-def _loop(config: EngineConfig, sizes: Sizes, executor: DeviceExecutor, num_host_pages: int) -> EngineLoop:
+def _loop(
+    config: EngineConfig,
+    sizes: Sizes,
+    executor: DeviceExecutor,
+    num_host_pages: int,
+    timeline: Timeline,
+    profiling: Profiling,
+) -> EngineLoop:
     scheduler = Scheduler(
         sizes.capacity,
         chunked_prefill_size=sizes.chunked_prefill_size,
@@ -172,6 +193,8 @@ def _loop(config: EngineConfig, sizes: Sizes, executor: DeviceExecutor, num_host
         executor,
         overlap=not config.disable_overlap_schedule,
         decode_log_interval=config.decode_log_interval,
+        timeline=timeline,
+        profiling=profiling,
     )
 
 

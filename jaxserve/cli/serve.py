@@ -6,7 +6,6 @@ import logging
 
 from jaxserve.cli import flags
 from jaxserve.cli.parser import HelpFormatter, Parser
-from jaxserve.config.schema import check_served
 from jaxserve.observability import log
 
 logger = logging.getLogger(__name__)
@@ -23,7 +22,6 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Run it; returns the server's exit code."""
     loaded = flags.loaded(parser().parse(argv))
-    check_served(loaded.engine)
     log.setup(loaded.engine.log_level)
     for note in loaded.notes:
         logger.warning(note)

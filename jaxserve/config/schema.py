@@ -38,9 +38,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(description="paged attention kernel; auto picks by platform"),
     ] = "auto"
     tp_size: Annotated[
-        int, Meta(description="tensor-parallel size; `plan` and `compile` take any, more than 1 is not served yet")
+        int, Meta(description="tensor-parallel size: devices that share each layer's heads and MLP, and the vocabulary")
     ] = 1
-    dp_size: Annotated[int, Meta(description="data-parallel size; only 1 is built so far")] = 1
+    dp_size: Annotated[
+        int, Meta(description="data-parallel size: ranks of tp_size devices, with requests and a KV cache of their own")
+    ] = 1
     context_length: Annotated[
         int | None,
         Meta(description="longest prompt plus output in tokens; default: the model's, fitted to the KV cache"),
@@ -116,6 +118,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     watchdog_timeout: Annotated[
         float, Meta(description="seconds without a finished step, while work waits, until /health turns 503")
     ] = 300.0
+    profile_dir: Annotated[
+        str | None, Meta(description="where /start_profile writes profiles; without it none can be taken")
+    ] = None
     decode_log_interval: Annotated[int, Meta(description="decode steps between two 'Decode batch' log lines")] = 40
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least severe log line that is written")
@@ -151,16 +156,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError("hicache_ratio, hicache_size and hicache_write_policy need enable_hierarchical_cache")
 
 
-def check_served(config: EngineConfig) -> None:
-    """Raises `ConfigError` for what can be planned and compiled but not run yet."""
-    if config.tp_size != 1:
-        raise ConfigError(
-            f"tp_size={config.tp_size} is not served yet: only 1 is (`jaxserve plan` and `jaxserve compile` take it)"
-        )
-
-
 _AT_LEAST = {
     "tp_size": 1,
+    "dp_size": 1,
     "context_length": 1,
     "page_size": 1,
     "max_total_tokens": 1,

@@ -23,6 +23,15 @@ def embed(tokens: Int[Array, " tokens"], table: Float[Array, "vocab_shard dim"])
     return lax.psum(table.at[local].get(mode="fill", fill_value=0), TENSOR_AXIS)
 
 
+def without_padding(logits: Float[Array, "rows vocab_shard"], vocab_size: int) -> Float[Array, "rows vocab_shard"]:
+    """Logits under which ids that only pad the vocabulary are never drawn; as they are where nothing pads it."""
+    size = logits.shape[1]
+    if size * lax.axis_size(TENSOR_AXIS) == vocab_size:
+        return logits
+    ids = tensor_rank() * size + jnp.arange(size, dtype=jnp.int32)
+    return jnp.where(ids < vocab_size, logits, -jnp.inf)
+
+
 @jax.named_scope("head")
 def logits(x: Float[Array, "rows dim"], table: Float[Array, "vocab_shard dim"]) -> Float[Array, "rows vocab_shard"]:
     """This shard's part of the logits, in float32."""

@@ -19,7 +19,11 @@ logger = logging.getLogger("jaxserve.models")
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of the Llama family. `windows[i]` is the sliding window of layer i, None where it sees everything."""
+    """A decoder of the Llama family. `windows[i]` is the sliding window of layer i, None where it sees everything.
+
+    `shards` is how many parts it is laid out for, and not the checkpoint's: KV heads are repeated and the vocabulary is
+    padded until they can be split into so many.
+    """
 
     architecture: str
     vocab_size: int
@@ -38,6 +42,23 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     windows: tuple[int | None, ...]
+    shards: int = 1
+
+    @property
+    def kv_replicas(self) -> int:
+        """How many times each KV head stands, for shards that share it."""
+        return max(1, self.shards // self.num_kv_heads)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and the head, over all shards."""
+        return -(-self.vocab_size // self.shards) * self.shards
+
+    def splits_into(self, shards: int) -> bool:
+        """Whether heads and the MLP can be split into so many parts."""
+        kv = self.num_kv_heads
+        even = self.num_heads % shards == self.intermediate_size % shards == 0
+        return even and (kv % shards == 0 or shards % kv == 0)
 
 
 _ARCHITECTURES = {

@@ -48,7 +48,7 @@ class Params:
 def abstract(config: ModelConfig, dtype: np.dtype) -> Params:
     """The tree of parameters with a `ParamSpec` in the place of each array."""
 
-    def spec(*dims: tuple[int, str | None], init: Initializer = "normal") -> Any:
+    def spec(*dims: tuple[int, str | None], init: Initializer = "normal", **layout: Any) -> Any:
         fan_in = dims[-1][0]
         return ParamSpec(
             tuple(size for size, _ in dims),
@@ -56,19 +56,25 @@ def abstract(config: ModelConfig, dtype: np.dtype) -> Params:
             tuple(axis for _, axis in dims),
             init,
             scale=fan_in**-0.5,
+            **layout,
         )
 
     dim, ffn = (config.hidden_size, None), (config.intermediate_size, "mlp")
-    vocab, head = (config.vocab_size, "vocab"), (config.head_dim, None)
-    kv_heads, group = (config.num_kv_heads, "kv_heads"), config.num_heads // config.num_kv_heads
+    vocab, head = (config.padded_vocab_size, "vocab"), (config.head_dim, None)
+    padding = config.padded_vocab_size - config.vocab_size
+    replicas = config.kv_replicas
+    count = config.num_kv_heads * replicas
+    kv_heads, group = (count, "kv_heads"), config.num_heads // count
+    # Keys and values are computed by every replica of their head, queries by one.
+    qkv: dict[str, Any] = {"kv_replicas": replicas, "kv_shared": 2}
 
     def layer() -> LayerParams:
         return LayerParams(
             attention_norm=spec(dim, init="ones"),
             attention=AttentionParams(
-                qkv=spec(kv_heads, (group + 2, None), head, dim),
-                output=spec(dim, kv_heads, (group, None), head),
-                qkv_bias=spec(kv_heads, (group + 2, None), head, init="zeros") if config.qkv_bias else None,
+                qkv=spec(kv_heads, (group + 2, None), head, dim, **qkv),
+                output=spec(dim, kv_heads, (group, None), head, kv_replicas=replicas),
+                qkv_bias=spec(kv_heads, (group + 2, None), head, init="zeros", **qkv) if config.qkv_bias else None,
                 output_bias=spec(dim, init="zeros") if config.output_bias else None,
                 q_norm=spec(head, init="ones") if config.qk_norm else None,
                 k_norm=spec(head, init="ones") if config.qk_norm else None,
@@ -81,16 +87,16 @@ def abstract(config: ModelConfig, dtype: np.dtype) -> Params:
         )
 
     return Params(
-        embedding=spec(vocab, dim),
+        embedding=spec(vocab, dim, padding=padding),
         layers=tuple(layer() for _ in range(config.num_layers)),
         norm=spec(dim, init="ones"),
-        output=None if config.tie_word_embeddings else spec(vocab, dim),
+        output=None if config.tie_word_embeddings else spec(vocab, dim, padding=padding),
     )
 
 
 def kv_specs(config: ModelConfig) -> tuple[KVSpec, ...]:
     """One group: windowed layers keep whole sequences too, and mask."""
-    return (KVSpec(config.num_layers, config.num_kv_heads, config.head_dim),)
+    return (KVSpec(config.num_layers, config.num_kv_heads * config.kv_replicas, config.head_dim),)
 
 
 def placements(config: ModelConfig) -> dict[str, Placement]:

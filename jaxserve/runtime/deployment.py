@@ -20,6 +20,7 @@ from jaxserve.models.registry import family
 from jaxserve.runtime.batch import ProgramKey
 from jaxserve.runtime.device import DeviceFacts
 from jaxserve.runtime.mesh import DATA_AXIS, TENSOR_AXIS, device_bytes
+from jaxserve.runtime.parallel import check_mesh
 from jaxserve.runtime.programs import (
     READ_KEY,
     UPDATE_KEY,
@@ -41,7 +42,8 @@ _CPU_SAMPLE_ROWS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Deployment:
-    """A model in a configuration on `tensor` devices of one kind. `params` and `state` are trees of specs."""
+    """A model in a configuration on `data * tensor` devices of one kind. `params` and `state` are trees of specs over
+    all of them; `model` is laid out for the tensor axis."""
 
     config: EngineConfig
     model: ModelConfig
@@ -52,6 +54,12 @@ class Deployment:
     params: Any
     state: DeviceState
     tensor: int
+    data: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of its mesh."""
+        return self.data * self.tensor
 
     @property
     def capacity(self) -> Capacity:
@@ -83,8 +91,10 @@ def read_model(model: str) -> ModelConfig:
 
 def deploy(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> Deployment:
     """Decide everything. Raises `ConfigError` for what can't be: `NoRoomError` where memory is too small."""
-    dtype, tensor = dtype_of(config.dtype), config.tp_size
-    axes = {DATA_AXIS: 1, TENSOR_AXIS: tensor}
+    check_mesh(config, model, device)
+    dtype, tensor, data = dtype_of(config.dtype), config.tp_size, config.dp_size
+    model = dataclasses.replace(model, shards=tensor)
+    axes = {DATA_AXIS: data, TENSOR_AXIS: tensor}
     params = family(model).abstract(model, dtype)
     weight_bytes = device_bytes(params, axes)
     try:
@@ -101,8 +111,10 @@ def deploy(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> Dep
         decode_buckets=(1,),
         token_buckets=(1,),
         prompt_logprob_tokens=1,
+        num_ranks=data,
     )
-    slot = state_specs(spec, one, vocab_size=model.vocab_size, dtype=dtype, platform=backend.kv_platform)
+    vocab_size = model.padded_vocab_size
+    slot = state_specs(spec, one, vocab_size=vocab_size, dtype=dtype, platform=backend.kv_platform)
     page_bytes = device_bytes(slot.kv, axes)
     sizes = resolve_sizes(
         config,
@@ -112,6 +124,7 @@ def deploy(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> Dep
         slot_bytes=device_bytes(slot, axes) - page_bytes,
         bytes_per_token=page_bytes // config.page_size,
         tensor=tensor,
+        data=data,
     )
-    state = state_specs(spec, sizes.capacity, vocab_size=model.vocab_size, dtype=dtype, platform=backend.kv_platform)
-    return Deployment(config, model, device, dtype, backend, sizes, params, state, tensor)
+    state = state_specs(spec, sizes.capacity, vocab_size=vocab_size, dtype=dtype, platform=backend.kv_platform)
+    return Deployment(config, model, device, dtype, backend, sizes, params, state, tensor, data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -39,8 +40,8 @@ class DeviceFacts:
         return self.kernels.platform
 
 
-def attach(config: EngineConfig) -> Any:
-    """The jax device to run on. Raises `ConfigError` where there is none.
+def attach(config: EngineConfig) -> list[Any]:
+    """The jax devices there are to run on. Raises `ConfigError` where there is none.
 
     On a GPU, XLA takes an arena of fixed size when it starts: it is made to hold what the deployment plans with.
     """
@@ -50,7 +51,7 @@ def attach(config: EngineConfig) -> Any:
     if config.device != "auto":
         jax.config.update("jax_platforms", config.device)
     try:
-        return jax.devices()[0]
+        return jax.devices()
     except RuntimeError as error:
         raise ConfigError(
             f"device={config.device}: jax finds none ({error}); install jaxserve's extra for it"
@@ -65,6 +66,13 @@ def facts_of_device(device: Any) -> DeviceFacts:
     if device.platform != "tpu":
         limit = int(limit / float(os.environ.get(_ARENA) or os.environ.get(_ARENA_BEFORE_0_11) or _XLA_DEFAULT_ARENA))
     return DeviceFacts(target_of(device), limit)
+
+
+def facts_of_devices(devices: Sequence[Any], used: int) -> DeviceFacts:
+    """The facts of each of some attached devices of one kind, `used` of which share a CPU's memory."""
+    facts = facts_of_device(devices[0])
+    parts = used if facts.platform == "cpu" else 1
+    return dataclasses.replace(facts, memory_bytes=facts.memory_bytes // parts, max_devices=len(devices))
 
 
 def free_bytes(device: Any) -> int:

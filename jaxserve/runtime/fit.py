@@ -51,8 +51,9 @@ def _candidates(config: EngineConfig, device: DeviceFacts) -> Iterator[tuple[str
     for fraction in _FRACTIONS:
         if fraction > (config.mem_fraction_static or DEFAULT_FRACTION):
             yield "mem_fraction_static", fraction
-    for count in range(config.tp_size + 1, device.max_devices + 1):
-        yield "tp_size", count
+    if device.platform != "cpu":  # all the devices of a CPU share its memory
+        for count in range(config.tp_size + 1, device.max_devices // config.dp_size + 1):
+            yield "tp_size", count
     if config.dtype == "float32":
         yield "dtype", "bfloat16"
     running = config.max_running_requests or defaults.running

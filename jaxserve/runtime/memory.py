@@ -52,6 +52,7 @@ def plan_pool(
     memory_bytes: int,
     model_context: int,
     max_running: int,
+    num_devices: int = 1,
 ) -> PoolPlan:
     """Size the pool from `--max-total-tokens` or from memory, and fit the context to it.
 
@@ -67,7 +68,7 @@ def plan_pool(
         free = usable_bytes(config, memory_bytes) - footprint.taken
         if platform == "cpu":
             # The machine is shared, and zeroing the pool costs start-up.
-            free = min(CPU_POOL_BYTES, free)
+            free = min(CPU_POOL_BYTES // num_devices, free)
         # More than every running request at full length can't be used.
         usable = max_running * -(-wanted // config.page_size) * config.page_size
         tokens = min(free // footprint.kv_per_token, usable)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import jax
 
-from jaxserve.config.schema import EngineConfig, check_served
+from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.compiled import ProgramReport, compile_and_read
 from jaxserve.runtime.deployment import Deployment, read_model
-from jaxserve.runtime.device import attach, facts_of_device, facts_of_target
+from jaxserve.runtime.device import attach, facts_of_devices, facts_of_target
 from jaxserve.runtime.fit import deploy_or_advise
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.programs import Key, ProgramBuilder, by_cost, program_path
@@ -27,22 +27,21 @@ def deploy_on_target(config: EngineConfig, name: str) -> Deployment:
     target = load_target(name)
     if config.device not in ("auto", target.platform):
         raise ConfigError(f"device={config.device} and target {name!r}, which is {target.platform}: leave one out")
-    target.topology(config.tp_size)
     return deploy_or_advise(config, read_model(config.model), facts_of_target(name))
 
 
 def builder_for_target(deployment: Deployment, name: str) -> ProgramBuilder:
     """What compiles it there. Only the CPU is used, whatever else is attached. Raises `ConfigError`."""
     jax.config.update("jax_platforms", "cpu")
-    return deployment.builder(target_mesh(name, tensor=deployment.tensor))
+    return deployment.builder(target_mesh(name, tensor=deployment.tensor, data=deployment.data))
 
 
 def deploy_on_device(config: EngineConfig) -> tuple[Deployment, ProgramBuilder]:
-    """The deployment on the device that is attached, and what compiles it. Raises `ConfigError`."""
-    check_served(config)
-    device = attach(config)
-    deployment = deploy_or_advise(config, read_model(config.model), facts_of_device(device))
-    return deployment, deployment.builder(make_mesh([device]))
+    """The deployment on the devices that are attached, and what compiles it. Raises `ConfigError`."""
+    devices = attach(config)
+    facts = facts_of_devices(devices, config.tp_size * config.dp_size)
+    deployment = deploy_or_advise(config, read_model(config.model), facts)
+    return deployment, deployment.builder(make_mesh(devices, data=deployment.data, tensor=deployment.tensor))
 
 
 def chosen_keys(deployment: Deployment, pattern: str = "*") -> list[Key]:

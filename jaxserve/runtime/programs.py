@@ -106,7 +106,10 @@ class ProgramBuilder:
     def load(self, key: Key, path: Path) -> jax.stages.Compiled:
         """Read an executable that `store` wrote for the same deployment."""
         in_tree, out_tree = self._trees(key)
-        return serialize_executable.deserialize_and_load(path.read_bytes(), in_tree, out_tree)
+        devices = list(self.mesh.devices.flat)
+        return serialize_executable.deserialize_and_load(
+            path.read_bytes(), in_tree, out_tree, backend=devices[0].client, execution_devices=devices
+        )
 
     def facts(self) -> dict[str, Any]:
         """All that a compiled program depends on, by name, as JSON has it."""

@@ -2,6 +2,9 @@
 
 Order: penalties, logit bias and forbidden stop ids; then greedy, or temperature, top_k, top_p, min_p and one draw.
 Work that no row of the batch asks for is skipped at run time. Log probabilities are the model's own, before all that.
+
+The vocabulary is split over the tensor axis and stays so: shards exchange a few numbers a row, never the logits. What
+all of them then know is the same on each, so they take the same branches; another data-parallel rank may take others.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxserve.api_types import MAX_LOGPROBS
 from jaxserve.layers.embedding import shard_index
@@ -21,6 +24,7 @@ from jaxserve.layers.linear import TENSOR_AXIS, tensor_rank
 from jaxserve.runtime.state import COUNT_MASK, FLOATS, INTS, SamplingRows
 
 _DRAW_BLOCK = 256
+_BITS_AT_ONCE = 4
 _NEVER = -jnp.inf
 
 
@@ -60,10 +64,9 @@ def sample(
     edited = edit(logits, rows, counts, lengths)
     chosen = greedy(edited)
     temperature = rows.floats[:, FLOATS.index("temperature")]
-    everything = lax.all_gather(edited, TENSOR_AXIS, axis=1, tiled=True)
     drawn = lax.cond(
         jnp.any(temperature > 0),
-        lambda: _draw(_truncate(everything, rows), rows, lengths),
+        lambda: _draw(_truncate(edited, rows), rows, lengths),
         lambda: jnp.zeros_like(chosen),
     )
     token = jnp.where(temperature > 0, drawn, chosen)
@@ -78,11 +81,39 @@ def _no_logprobs(logits: Float[Array, "rows vocab_shard"], token: Int[Array, " r
 @jax.named_scope("logprobs")
 def logprobs(logits: Float[Array, "rows vocab_shard"], token: Int[Array, " rows"]) -> Logprobs:
     """Log probabilities of `token` and of the `MAX_LOGPROBS` likeliest, under plain `logits`."""
-    whole = lax.all_gather(logits, TENSOR_AXIS, axis=1, tiled=True)
-    normalizer = jax.nn.logsumexp(whole, axis=1, keepdims=True)
-    chosen = jnp.take_along_axis(whole, token[:, None], axis=1)
-    top, top_ids = lax.top_k(whole, min(MAX_LOGPROBS, whole.shape[1]))
+    normalizer = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+    top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
+    if _num_shards() == 1:
+        chosen = jnp.take_along_axis(logits, token[:, None], axis=1)
+    else:
+        normalizer = jax.nn.logsumexp(_side_by_side(normalizer), axis=1, keepdims=True)
+        chosen = _of_all_shards(logits, token)
+        top, top_ids = _best_of_shards(top, top_ids + tensor_rank() * logits.shape[1])
     return Logprobs((chosen - normalizer)[:, 0], top_ids.astype(jnp.int32), top - normalizer)
+
+
+def _of_all_shards(logits: Float[Array, "rows vocab_shard"], token: Int[Array, " rows"]) -> Float[Array, "rows 1"]:
+    """The logit of a token, from the shard that has it."""
+    size = logits.shape[1]
+    at = shard_index(token, size)[:, None]
+    own = jnp.take_along_axis(logits, jnp.minimum(at, size - 1), axis=1)
+    return lax.psum(jnp.where(at < size, own, 0.0), TENSOR_AXIS)
+
+
+def _best_of_shards(top: Float[Array, "rows top"], ids: Int[Array, "rows top"]) -> tuple[Array, Array]:
+    """The best of what each shard has, best first. Of equals the first comes first, and so the lowest id, as the shards
+    stand in order."""
+    top, ids = _side_by_side(top), _side_by_side(ids)
+    top, at = lax.top_k(top, min(MAX_LOGPROBS, top.shape[1]))
+    return top, jnp.take_along_axis(ids, at, axis=1)
+
+
+def _side_by_side(x: Shaped[Array, "rows some"]) -> Shaped[Array, "rows some_of_all"]:
+    return lax.all_gather(x, TENSOR_AXIS, axis=1, tiled=True)
+
+
+def _num_shards() -> int:
+    return int(lax.axis_size(TENSOR_AXIS))
 
 
 def edit(
@@ -119,51 +150,98 @@ def edit(
     return lax.cond(jnp.any(early), forbid, lambda x: x, logits)
 
 
-def _truncate(logits: Float[Array, "rows vocab"], rows: SamplingRows) -> Float[Array, "rows vocab"]:
+def _truncate(logits: Float[Array, "rows vocab_shard"], rows: SamplingRows) -> Float[Array, "rows vocab_shard"]:
     """Weights of the tokens that may be drawn, the likeliest at 1: temperature, then top_k, top_p, min_p."""
     temperature, top_p, min_p = (rows.floats[:, FLOATS.index(name)] for name in ("temperature", "top_p", "min_p"))
     top_k = rows.ints[:, INTS.index("top_k")]
-    below = logits - logits.max(axis=1, keepdims=True)
+    below = logits - lax.pmax(logits.max(axis=1, keepdims=True), TENSOR_AXIS)
     weights = jnp.exp(below / jnp.where(temperature > 0, temperature, 1.0)[:, None])
     weights = lax.cond(jnp.any(top_k > 0), lambda w: _keep_top_k(w, top_k), lambda w: w, weights)
     weights = lax.cond(jnp.any(top_p < 1.0), lambda w: _keep_top_p(w, top_p), lambda w: w, weights)
     return jnp.where(weights >= min_p[:, None], weights, 0.0)
 
 
-def _keep_top_k(weights: Float[Array, "rows vocab"], top_k: Int[Array, " rows"]) -> Float[Array, "rows vocab"]:
-    wanted = jnp.where(top_k > 0, top_k, weights.shape[1])
-    threshold = _largest_threshold(weights, lambda kept: jnp.sum(kept, axis=1, dtype=jnp.int32) >= wanted)
+def _keep_top_k(
+    weights: Float[Array, "rows vocab_shard"], top_k: Int[Array, " rows"]
+) -> Float[Array, "rows vocab_shard"]:
+    wanted = jnp.where(top_k > 0, top_k, weights.shape[1] * _num_shards())
+    threshold = _largest_threshold(weights, lambda kept, _: jnp.sum(kept, axis=-1, dtype=jnp.int32), wanted)
     return jnp.where(weights >= threshold[:, None], weights, 0.0)
 
 
-def _keep_top_p(weights: Float[Array, "rows vocab"], top_p: Float[Array, " rows"]) -> Float[Array, "rows vocab"]:
+def _keep_top_p(
+    weights: Float[Array, "rows vocab_shard"], top_p: Float[Array, " rows"]
+) -> Float[Array, "rows vocab_shard"]:
     # A top_p too small for a float32 would ask for nothing at all.
-    wanted = jnp.maximum(top_p, np.finfo(np.float32).tiny) * weights.sum(axis=1)
-    enough = _largest_threshold(weights, lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=1) >= wanted)
+    wanted = jnp.maximum(top_p, np.finfo(np.float32).tiny) * lax.psum(weights.sum(axis=1), TENSOR_AXIS)
+    enough = _largest_threshold(weights, lambda kept, w: jnp.sum(jnp.where(kept, w, 0.0), axis=-1), wanted)
     return jnp.where((weights >= enough[:, None]) | (top_p >= 1.0)[:, None], weights, 0.0)
 
 
-def _largest_threshold(weights: Float[Array, "rows vocab"], holds: Callable[[Array], Array]) -> Float[Array, " rows"]:
-    """The largest weight t of each row for which `holds(weights >= t)`, found bit by bit.
+def _largest_threshold(
+    weights: Float[Array, "rows vocab_shard"], measure: Callable[[Array, Array], Array], wanted: Shaped[Array, " rows"]
+) -> Float[Array, " rows"]:
+    """The largest weight t of each row for which `measure(weights >= t, weights)`, summed over the last axis and over
+    shards, is at least `wanted`; found by its bits.
 
-    Floats of one sign order as their bits do, so 31 passes find the threshold exactly; ties are all kept.
+    Floats of one sign order as their bits do, so 31 passes find the threshold exactly; ties are all kept. Where each
+    pass ends with an exchange between shards, there are 8, with 15 candidates each.
     """
+    if _num_shards() > 1:
+        return _largest_threshold_of_shards(weights, measure, wanted)
     bits = lax.bitcast_convert_type(weights, jnp.int32)
 
     def refine(i: Array, found: Array) -> Array:
         candidate = found | (1 << (30 - i))
-        return jnp.where(holds(bits >= candidate[:, None]), candidate, found)
+        return jnp.where(measure(bits >= candidate[:, None], weights) >= wanted, candidate, found)
 
     found = lax.fori_loop(0, 31, refine, jnp.zeros(weights.shape[0], jnp.int32))
     return lax.bitcast_convert_type(found, jnp.float32)
 
 
-def _draw(weights: Float[Array, "rows vocab"], rows: SamplingRows, lengths: Int[Array, " rows"]) -> Int[Array, " rows"]:
-    """One draw a row by inverting the cumulative weights, in two levels so that no long scan is needed."""
+def _largest_threshold_of_shards(
+    weights: Float[Array, "rows vocab_shard"], measure: Callable[[Array, Array], Array], wanted: Shaped[Array, " rows"]
+) -> Float[Array, " rows"]:
+    bits, each = lax.bitcast_convert_type(weights, jnp.uint32)[:, None], weights[:, None]
+    digits = jnp.arange(1, 1 << _BITS_AT_ONCE, dtype=jnp.uint32)
+
+    def refine(i: Array, found: Array) -> Array:
+        shift = jnp.uint32(32 - _BITS_AT_ONCE) - i.astype(jnp.uint32) * _BITS_AT_ONCE
+        candidates = found[:, None] | (digits << shift)
+        measured = lax.psum(measure(bits >= candidates[:, :, None], each), TENSOR_AXIS)
+        # The more a candidate asks for, the less there is: those that hold are the first.
+        return found | (jnp.sum(measured >= wanted[:, None], axis=1, dtype=jnp.uint32) << shift)
+
+    found = lax.fori_loop(0, 32 // _BITS_AT_ONCE, refine, jnp.zeros(weights.shape[0], jnp.uint32))
+    return lax.bitcast_convert_type(found, jnp.float32)
+
+
+def _draw(
+    weights: Float[Array, "rows vocab_shard"], rows: SamplingRows, lengths: Int[Array, " rows"]
+) -> Int[Array, " rows"]:
+    """One draw a row by inverting the cumulative weights: first over shards, then over blocks of one, then in a block,
+    so that no long scan is needed."""
     count, vocab = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -vocab % _DRAW_BLOCK))).reshape(count, -1, _DRAW_BLOCK)
     ends = jnp.cumsum(blocks.sum(axis=2), axis=1)
-    target = _uniform(rows, lengths) * ends[:, -1]
+    if _num_shards() == 1:
+        return _token_at(blocks, ends, _uniform(rows, lengths) * ends[:, -1])
+    shard = tensor_rank()
+    totals = _side_by_side(ends[:, -1:])
+    shard_ends = jnp.cumsum(totals, axis=1)
+    target = _uniform(rows, lengths) * shard_ends[:, -1]
+    # Rounding may leave the target past the last weight: step back to a shard that has any.
+    last_shard = totals.shape[1] - 1 - jnp.argmax((totals > 0)[:, ::-1], axis=1).astype(jnp.int32)
+    chosen = jnp.minimum(jnp.sum(shard_ends <= target[:, None], axis=1, dtype=jnp.int32), last_shard)
+    before = shard_ends[:, shard] - ends[:, -1]
+    token = _token_at(blocks, ends, jnp.maximum(target - before, 0.0)) + shard * vocab
+    return lax.pmax(jnp.where(chosen == shard, token, 0), TENSOR_AXIS)
+
+
+def _token_at(
+    blocks: Float[Array, "rows blocks block"], ends: Float[Array, "rows blocks"], target: Float[Array, " rows"]
+) -> Int[Array, " rows"]:
+    """Where the cumulative weights pass `target`; `ends` are those at the ends of blocks."""
     block = jnp.sum(ends <= target[:, None], axis=1, dtype=jnp.int32)
     # Rounding may leave the target past the last weight: step back to a block that has any.
     last_block = blocks.shape[1] - 1 - jnp.argmax((blocks.max(axis=2) > 0)[:, ::-1], axis=1).astype(jnp.int32)

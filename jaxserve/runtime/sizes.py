@@ -61,8 +61,10 @@ def resolve_sizes(
     slot_bytes: int,
     bytes_per_token: int,
     tensor: int = 1,
+    data: int = 1,
 ) -> Sizes:
-    """Fill in every size that was left open; bytes are those of one of `tensor` devices.
+    """Fill in every size that was left open; bytes are those of one of `data * tensor` devices, requests and pages
+    those of one data-parallel rank.
 
     Raises `ConfigError`: `NoRoomError` where nothing fits.
     """
@@ -84,6 +86,7 @@ def resolve_sizes(
         memory_bytes=device.memory_bytes,
         model_context=model.max_position_embeddings,
         max_running=running,
+        num_devices=data * tensor,
     )
     # -1 disables chunking: a step then holds the longest prompt there can be.
     chunk = pool.context_length if chunk < 0 else min(chunk, pool.context_length)
@@ -98,6 +101,7 @@ def resolve_sizes(
         decode_buckets=decode_buckets(running, max_fine=max_fine, asked=config.cuda_graph_bs),
         token_buckets=token_buckets(largest, smallest=defaults.smallest_bucket),
         prompt_logprob_tokens=max(_PROMPT_LOGPROB_TOKENS, 2 * running),
+        num_ranks=data,
         fine_decode_rows=fine_decode_rows(running, max_fine=max_fine, asked=config.cuda_graph_bs),
     )
     prefill = min(config.max_prefill_tokens or chunk, largest)
@@ -108,7 +112,7 @@ def attention_problem(config: EngineConfig, model: ModelConfig, *, dtype: np.dty
     """What each shard asks of the attention kernel."""
     return Problem(
         heads=model.num_heads // tensor,
-        kv_heads=max(1, model.num_kv_heads // tensor),
+        kv_heads=model.num_kv_heads * model.kv_replicas // tensor,
         head_dim=model.head_dim,
         page_size=config.page_size,
         dtype=dtype,
@@ -116,9 +120,9 @@ def attention_problem(config: EngineConfig, model: ModelConfig, *, dtype: np.dty
     )
 
 
-# Copies of the logits that the sampler holds at once, over all shards and of its own: seen in compiled programs.
-_LOGIT_COPIES = {"tpu": (6, 1)}
-_LOGIT_COPIES_ELSEWHERE = (3, 1)
+# Copies of a shard's logits that the sampler holds at once: seen in compiled programs.
+_LOGIT_COPIES = {"tpu": 7}
+_LOGIT_COPIES_ELSEWHERE = 4
 
 
 def _activation_bytes(model: ModelConfig, platform: str, tokens: int, rows: int, tensor: int) -> int:
@@ -126,9 +130,10 @@ def _activation_bytes(model: ModelConfig, platform: str, tokens: int, rows: int,
 
     `tests/aot` holds it against the compiler's own figure.
     """
-    widest = max(2 * model.intermediate_size, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim) // tensor
+    heads = model.num_heads + 2 * model.num_kv_heads * model.kv_replicas
+    widest = max(2 * model.intermediate_size, heads * model.head_dim) // tensor
     layers = tokens * (widest * 4 + model.hidden_size * 16)
-    logits = rows * model.vocab_size * 4
-    whole, split = _LOGIT_COPIES.get(platform, _LOGIT_COPIES_ELSEWHERE)
-    most = max(layers, whole * logits + split * logits // tensor + tokens * model.hidden_size * 8)
+    logits = rows * model.padded_vocab_size * 4 // tensor
+    copies = _LOGIT_COPIES.get(platform, _LOGIT_COPIES_ELSEWHERE)
+    most = max(layers, copies * logits + tokens * model.hidden_size * 8)
     return most + most // 16

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.embedding import shard_index
+from jaxserve.layers.embedding import shard_index, without_padding
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family
 from jaxserve.runtime import batch as batches
@@ -95,7 +95,7 @@ def step(
     hidden, kv = model.forward(context.model, params, x, inputs.batch, state.kv, context.backend)
     prompt_logprobs = None
     if inputs.targets is not None:
-        prompt_logprobs = _prompt_logprobs(model, params, hidden, inputs)
+        prompt_logprobs = _prompt_logprobs(model, params, hidden, inputs, context)
     last = jnp.maximum(inputs.batch.query_starts[1:] - 1, 0)
     wanted = hidden.at[last].get(mode="promise_in_bounds") if not shape.decode_only else hidden
     tokens, logprobs = _sample_rows(model, params, wanted, inputs, state, context, shape)
@@ -132,7 +132,7 @@ def _sample_rows(
 
     def group(start: Array | int) -> tuple[Array, Logprobs | None]:
         states, at, length = (lax.dynamic_slice_in_dim(x, start, size) for x in (hidden, slots, lengths))
-        logits = model.head(params, states)
+        logits = without_padding(model.head(params, states), context.model.vocab_size)
         if shape.key.greedy:
             return sampling.greedy(logits), None
         rows: SamplingRows = jax.tree.map(lambda x: x[at], state.sampling)
@@ -156,7 +156,9 @@ def _sample_rows(
     return tokens, logprobs
 
 
-def _prompt_logprobs(model: ModuleType, params: Any, hidden: Float[Array, "tokens dim"], inputs: StepInput) -> Logprobs:
+def _prompt_logprobs(
+    model: ModuleType, params: Any, hidden: Float[Array, "tokens dim"], inputs: StepInput, context: StepContext
+) -> Logprobs:
     """Log probabilities of each position's next token, a block of positions at a time: never `[tokens, vocab]`."""
     tokens = hidden.shape[0]
     padding = -tokens % PROMPT_LOGIT_ROWS
@@ -165,5 +167,10 @@ def _prompt_logprobs(model: ModuleType, params: Any, hidden: Float[Array, "token
         jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, PROMPT_LOGIT_ROWS, hidden.shape[1]),
         jnp.pad(inputs.targets, (0, padding)).reshape(-1, PROMPT_LOGIT_ROWS),
     )
-    found = lax.map(lambda block: sampling.logprobs(model.head(params, block[0]), block[1]), blocks)
+
+    def scored(block: tuple[Array, Array]) -> Logprobs:
+        logits = without_padding(model.head(params, block[0]), context.model.vocab_size)
+        return sampling.logprobs(logits, block[1])
+
+    found = lax.map(scored, blocks)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], found)

@@ -41,9 +41,9 @@ def build(abstract: Any, shardings: Any, fill: Fill, order: Sequence[int] | None
 
     def make(i: int) -> jax.Array:
         path, spec = leaves[i]
-        buffer = _aligned_empty(spec.shape, spec.dtype)
+        buffer = _aligned_empty(spec.stored_shape, spec.dtype)
         fill(path, spec, buffer)
-        array = jax.make_array_from_callback(spec.shape, placed[i], lambda index: buffer[index])
+        array = jax.make_array_from_callback(spec.shape, placed[i], lambda index: spec.shard(buffer, index or ()))
         return array.block_until_ready()
 
     order = range(len(leaves)) if order is None else order

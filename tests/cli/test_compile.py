@@ -38,7 +38,7 @@ def _logging_stays() -> Iterator[None]:
 
 @pytest.fixture
 def argv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(offline, "target_mesh", lambda name, tensor: make_mesh(jax.devices("cpu"), tensor=tensor))
+    monkeypatch.setattr(offline, "target_mesh", lambda name, **shape: make_mesh(jax.devices("cpu"), **shape))
     model = write_config(tmp_path / "small.json", **SMALL)
     flags = ["--attention-backend", "reference", "--max-running-requests", "4", "--cuda-graph-bs", "4"]
     return ["compile", model, "--target", "nvidia-h200", "--chunked-prefill-size", "16", "--dtype", "float32", *flags]
@@ -135,12 +135,17 @@ def test_a_bundle_of_something_else_is_refused_with_what_differs(
             "programs for a device that isn't here can't be kept, only compiled",
         ),
         (["--output", "x", "--only", "decode-*"], "--only and --output: a folder of programs is whole or of no use"),
-        (["--output", "x", "--tp-size", "2"], "tp_size=2 is not served yet"),
     ],
 )
 def test_what_a_bundle_can_not_be(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compile", *argv]) == 2
     assert line in capsys.readouterr().err
+
+
+def test_more_shards_than_devices_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_config(tmp_path / "small.json", **SMALL)
+    assert main(["compile", model, "--output", str(tmp_path / "x"), "--device", "cpu", "--tp-size", "4"]) == 2
+    assert "XLA_FLAGS=--xla_force_host_platform_device_count=4" in capsys.readouterr().err
 
 
 def test_a_target_is_needed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,8 +48,7 @@ def test_every_command_has_its_own_help(name: str, capsys: pytest.CaptureFixture
          "(see `jaxserve serve --help`)"),
         (["serve", "--page-size", "x"], "--page-size must be a whole number, got 'x'"),
         (["serve", "--page-size", "3"], "page_size must be a power of two, got 3"),
-        (["serve", "--tp-size", "2"], "tp_size=2 is not served yet: only 1 is (`jaxserve plan` and `jaxserve compile` "
-         "take it)"),
+        (["serve", "--tp-size", "0"], "tp_size must be at least 1, got 0"),
         (["serve", "--dp-size", "2"], "dp_size=2 is not supported yet: only 1 is"),
         (["generate", "--max-token", "8"], "--max-token is not a known flag; did you mean --max-tokens?"),
         (["generate", "hi", "--temperature", "-1"], "temperature must be in [0.0, 100.0], got -1.0"),

@@ -97,8 +97,8 @@ def test_float32_has_no_peak_rate_and_says_so(llama: str, capsys: pytest.Capture
     [
         ([], "say for which device: --target {nvidia-a100-80,"),
         (["--target", "nvidia-h20"], "target 'nvidia-h20' is not known; did you mean nvidia-h200?"),
-        (["--target", "nvidia-h200", "--tp-size", "9"], "has no topology of 9 devices: 8 are the most"),
-        (["--target", "nvidia-h200", "--tp-size", "3"], "tp_size=3 can't split this model"),
+        (["--target", "nvidia-h200", "--tp-size", "16"], "take 16 devices, and there are 8; what fits: --tp-size 8"),
+        (["--target", "nvidia-h200", "--tp-size", "3"], "the nearest that can: --tp-size 2 or --tp-size 4"),
         (["--target", "tpu-v6e", "--device", "cuda"], "device=cuda and target 'tpu-v6e', which is tpu: leave one out"),
         (["--target", "nvidia-h200", "--context-length", "200000"], "context_length=200000 is longer than the model's"),
     ],

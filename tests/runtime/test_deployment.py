@@ -18,7 +18,7 @@ from pallas_kernels.paged_attention import Target
 from tests.runtime.tiny import mesh, model
 from tests.tiny_model import CONFIG
 
-CPU = DeviceFacts(Target("cpu"), 2**34)
+CPU = DeviceFacts(Target("cpu"), 2**34, max_devices=8)
 
 
 def _deploy(device: DeviceFacts = CPU, **options: Any) -> Deployment:
@@ -50,9 +50,14 @@ def test_shards_share_weights_and_pool() -> None:
     assert device_bytes(two.state, {"data": 1, "tensor": 2}) < device_bytes(two.state, {})
 
 
-def test_shards_that_the_model_does_not_have_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tp_size=4 can't split this model: it doesn't divide 258 \(vocab\)"):
-        _deploy(tp_size=4)
+def test_shards_share_a_kv_head_and_pad_the_vocabulary_where_they_must() -> None:
+    """Of two KV heads and 258 tokens."""
+    two, four = _deploy(tp_size=2), _deploy(tp_size=4)
+    assert four.sizes.footprint.kv_per_token == two.sizes.footprint.kv_per_token
+    assert four.params.layers[0].attention.qkv.shape == (4, 1 + 2, 16, 32)
+    assert four.params.embedding.shape == (260, 32)
+    assert four.state.counts.shape[2] == 260
+    assert two.params.embedding.shape == (258, 32)
 
 
 def test_programs_are_those_of_the_sizes() -> None:
