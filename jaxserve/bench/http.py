@@ -7,6 +7,8 @@ a prepared message and hand on the body's bytes as the socket has them; `httptoo
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import ssl
 import time
 from typing import Protocol, cast
@@ -204,6 +206,6 @@ class Pool:
                 Connection, self._address, self._port, ssl=self._tls, server_hostname=name
             )
         except OSError as error:
-            why = error.strerror if isinstance(error, ConnectionRefusedError) else str(error)
+            why = os.strerror(error.errno) if error.errno in errno.errorcode else str(error)
             raise BrokenAnswerError(f"could not connect to {self._address}:{self._port}: {why}") from error
         return connection

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from jaxserve.bench.backends import CHAT, COMPLETIONS, RequestWriter
+from jaxserve.bench.client import Client
+from jaxserve.bench.http import Pool
+from tests.bench.known_server import KnownServer
+
+ROOT = Path(__file__).parents[2]
+
+
+class Harness:
+    """A server in this loop, and clients for it."""
+
+    def __init__(self, server: KnownServer, port: int) -> None:
+        self.server, self.port = server, port
+        self.pools: list[Pool] = []
+
+    def client(
+        self,
+        *,
+        chat: bool = False,
+        timeout: float = 30.0,
+        stall: float = 30.0,
+        keep_alive: bool = True,
+        **known: object,
+    ) -> Client:
+        pool = Pool("127.0.0.1", self.port, keep_alive=keep_alive)
+        self.pools.append(pool)
+        writer = RequestWriter(
+            CHAT if chat else COMPLETIONS, f"127.0.0.1:{self.port}", "known", chat, extra_body={"known": known}
+        )
+        return Client(pool, writer, timeout=timeout, stall=stall)
+
+
+@pytest_asyncio.fixture
+async def harness() -> AsyncIterator[Harness]:
+    """A known server and clients, closed in the end."""
+    server = KnownServer()
+    made = Harness(server, await server.start())
+    yield made
+    for pool in made.pools:
+        pool.close()
+    await server.stop()
+
+
+@pytest.fixture
+def known_port() -> Iterator[int]:
+    """A known server in a process of its own."""
+    command = [sys.executable, "-m", "tests.bench.known_server"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield int(process.stdout.readline())
+        process.terminate()
