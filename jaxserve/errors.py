@@ -31,3 +31,7 @@ class EngineDeadError(JaxserveError):
 
 class RequestFailedError(JaxserveError):
     """The engine ended one request with an error."""
+
+
+class BenchRunError(JaxserveError):
+    """A server or a client that a benchmark started has failed; says the last lines of its log."""

@@ -1,4 +1,4 @@
-"""How far a ratio of two measurements can be trusted: the bootstrap over a run's requests, Welch's interval over runs.
+"""How far a ratio of two measurements can be trusted: the bootstrap over a run's requests, Student's t over runs.
 
 Pure numbers in, intervals out; it knows no metrics and no files.
 """
@@ -42,27 +42,23 @@ def ratio_of_draws(a: np.ndarray, b: np.ndarray, ratio: float, confidence: float
 
 
 def ratio_of_runs(a: Sequence[float], b: Sequence[float], confidence: float) -> Interval | None:
-    """The ratio B/A of geometric means over repeated runs, with Welch's t interval of their logarithms.
+    """The ratio B/A of geometric means over repeated runs, with Student's t interval of their logarithms.
 
-    A side with one run borrows the spread of the other; None where neither has two. Values must be above 0.
+    Both sides are taken to vary alike, as a few runs can't say otherwise; a side with one run borrows the spread of
+    the other. None where neither has two. Values must be above 0.
     """
     logs_a, logs_b = np.log(a), np.log(b)
-    n_a, n_b = len(logs_a), len(logs_b)
-    if max(n_a, n_b) < 2:
+    freedom = len(a) + len(b) - 2
+    if freedom < 1:
         return None
-    if min(n_a, n_b) < 2:
-        variance, freedom = float(np.var(logs_a if n_a > 1 else logs_b, ddof=1)), max(n_a, n_b) - 1.0
-        error = variance * (1 / n_a + 1 / n_b)
-    else:
-        part_a, part_b = float(np.var(logs_a, ddof=1)) / n_a, float(np.var(logs_b, ddof=1)) / n_b
-        error = part_a + part_b
-        freedom = error**2 / (part_a**2 / (n_a - 1) + part_b**2 / (n_b - 1)) if error > 0 else math.inf
+    squares = float(((logs_a - logs_a.mean()) ** 2).sum() + ((logs_b - logs_b.mean()) ** 2).sum())
+    error = math.sqrt(squares / freedom * (1 / len(a) + 1 / len(b)))
     middle = float(logs_b.mean() - logs_a.mean())
-    reach = _t_quantile(freedom, 0.5 + confidence / 2) * math.sqrt(error) if error > 0 else 0.0
+    reach = _t_quantile(freedom, 0.5 + confidence / 2) * error
     return Interval(math.exp(middle), math.exp(middle - reach), math.exp(middle + reach))
 
 
-def _t_quantile(freedom: float, probability: float) -> float:
+def _t_quantile(freedom: int, probability: float) -> float:
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, probability))

@@ -7,6 +7,7 @@ from jaxserve.cli.parser import Parser
 
 SUBCOMMANDS: dict[str, str] = {
     "serve": "load an OpenAI-compatible server, ours or another's, and measure what its clients see",
+    "sweep": "measure a grid of engine flags and loads; can be interrupted and resumed",
     "compare": "say whether one result is faster than another, beyond noise",
 }
 

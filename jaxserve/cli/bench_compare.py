@@ -95,8 +95,13 @@ def report(comparison: Comparison, a: Sequence[RunFile], b: Sequence[RunFile], c
 
 
 def _line(row: Row) -> tuple[str, ...]:
-    bounds = "" if row.interval is None else f"{row.interval.low:.3f} to {row.interval.high:.3f}"
+    bounds = "" if row.interval is None else f"{_bound(row.interval.low)} to {_bound(row.interval.high)}"
     return row.metric, f"{row.a:.4g}", f"{row.b:.4g}", f"{row.b / row.a:.3f}", bounds, row.verdict
+
+
+def _bound(ratio: float) -> str:
+    """Beyond a tenth or tenfold its size says nothing any more."""
+    return "<0.1" if ratio < 0.1 else ">10" if ratio > 10 else f"{ratio:.3f}"
 
 
 def _sides(arguments: argparse.Namespace) -> tuple[list[RunFile], list[RunFile]]:
