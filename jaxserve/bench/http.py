@@ -206,6 +206,8 @@ class Pool:
                 Connection, self._address, self._port, ssl=self._tls, server_hostname=name
             )
         except OSError as error:
-            why = os.strerror(error.errno) if error.errno in errno.errorcode else str(error)
+            # asyncio and uvloop word it differently; a name that isn't known has a number of its own
+            number = error.errno
+            why = os.strerror(number) if number is not None and number in errno.errorcode else str(error)
             raise BrokenAnswerError(f"could not connect to {self._address}:{self._port}: {why}") from error
         return connection

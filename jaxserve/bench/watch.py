@@ -26,6 +26,11 @@ class ClientLoad:
     late_ms_max: float
 
     @property
+    def starved(self) -> bool:
+        """Whether it was late without having much to do: others had the cores."""
+        return self.late_ms_p99 > MOST_LATE_MS and self.cpu_fraction < MOST_CPU / 2
+
+    @property
     def bottleneck(self) -> bool:
         """Whether the figures are in doubt because of the client."""
         return self.late_ms_p99 > MOST_LATE_MS or self.cpu_fraction > MOST_CPU

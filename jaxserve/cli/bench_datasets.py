@@ -27,11 +27,14 @@ class _Flag:
 
 
 def _ratio(text: str) -> dict[str, float]:
-    value = json.loads(text)
-    both = value if isinstance(value, dict) else {"input": value, "output": value}
-    if set(both) != {"input", "output"}:
-        raise ValueError
-    return {key: float(ratio) for key, ratio in both.items()}
+    try:
+        value = json.loads(text)
+        both = value if isinstance(value, dict) else {"input": value, "output": value}
+        return {"input": float(both["input"]), "output": float(both["output"])}
+    except (ValueError, TypeError, KeyError):
+        raise argparse.ArgumentTypeError(
+            f'{text!r} is neither a number nor like {{"input": 0.2, "output": 0.1}}'
+        ) from None
 
 
 _FLAGS = {

@@ -83,10 +83,11 @@ def _doubts(figures: Mapping[str, Any], run: Run) -> list[str]:
     if run.interrupted:
         doubts.append("CUT: the run was ended before all requests were done; these are the figures until then.")
     if run.client.bottleneck:
+        why = "it had to wait for a core, this machine is busy" if run.client.starved else "the load is too much for it"
         doubts.append(
-            f"THE CLIENT IS A BOTTLENECK: its loop was {run.client.late_ms_p99:.1f} ms late at p99 (sound: up to "
-            f"{MOST_LATE_MS:g}) and took {run.client.cpu_fraction:.0%} of a core (sound: up to {MOST_CPU:.0%}). "
-            "Latencies hold its own delay; run it on a machine or core of its own, or with a smaller load."
+            f"THE CLIENT IS A BOTTLENECK: {why}. Its loop was {run.client.late_ms_p99:.1f} ms late at p99 (sound: "
+            f"up to {MOST_LATE_MS:g}) and took {run.client.cpu_fraction:.0%} of a core (sound: up to {MOST_CPU:.0%}); the "
+            "latencies above hold its own delay."
         )
     counted = figures["counted_by"]
     if counted.get("tokenizer"):

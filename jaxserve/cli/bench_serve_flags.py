@@ -178,18 +178,20 @@ def pairs(flag: str, items: list[str]) -> dict[str, str]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("should be a JSON object")
+        raise argparse.ArgumentTypeError(f"{text!r} should be a JSON object")
     return value
 
 
 def _goal(text: str) -> tuple[str, float]:
     metric, _, limit = text.partition(":")
-    if metric not in _GOALS:
-        raise argparse.ArgumentTypeError(f"{text!r} should be {', '.join(f'{goal}:MS' for goal in _GOALS)}")
-    if not (milliseconds := float(limit)) >= 0:
-        raise ValueError
+    milliseconds = _number(limit)
+    if metric not in _GOALS or milliseconds is None or milliseconds < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} should be one of {', '.join(f'{goal}:MS' for goal in _GOALS)}")
     return metric, milliseconds
 
 
@@ -201,7 +203,15 @@ def _metrics(text: str) -> tuple[str, ...]:
 
 
 def _percentiles(text: str) -> tuple[float, ...]:
-    values = tuple(float(number) for number in text.split(","))
-    if not all(0 <= value <= 100 for value in values):
-        raise argparse.ArgumentTypeError("percentiles are from 0 to 100")
-    return values
+    values = [_number(number) for number in text.split(",")]
+    known = tuple(value for value in values if value is not None and 0 <= value <= 100)
+    if len(known) < len(values):
+        raise argparse.ArgumentTypeError(f"{text!r} should be numbers from 0 to 100, with commas between them")
+    return known
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

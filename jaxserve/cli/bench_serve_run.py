@@ -52,9 +52,7 @@ async def _measure(plan: Plan) -> Measured | None:
         given = arguments.model or arguments.served_model_name
         model = Model(given) if given else await served_model(plan.server, pool, plan.headers)
         tokenizer = arguments.tokenizer or tokenizer_name(arguments.model or model.id, model.root)
-        vocabulary = Vocabulary(
-            tokenizer_named(tokenizer) if dataset.needs_tokenizer else None, dataset.values.get("vocab-size")
-        )
+        vocabulary = dataset.vocabulary(tokenizer_named(tokenizer) if dataset.needs_tokenizer else None)
         conversations = dataset.make(vocabulary)
         name = arguments.served_model_name or model.id
         client = Client(pool, plan.writer(name), timeout=arguments.request_timeout, stall=arguments.stall_timeout)

@@ -1,7 +1,8 @@
 """A server that streams at known times and writes down when it sent what; faults on request.
 
 Its own asyncio loop on raw sockets, so that what it says of its times is what it did. Every request says in its body
-how it is to be answered (`Behaviour`); `GET /sent` tells by request id, by `time.perf_counter()`, which processes share.
+how it is to be answered (`Behaviour`); `GET /sent` tells by request id, by the clock
+`time.perf_counter()`, which processes share.
 
     python -m tests.bench.known_server      # prints its port
 """

@@ -13,6 +13,7 @@ from jaxserve.bench.datasets.lengths import Span, span
 from jaxserve.bench.prompts import Conversation
 from jaxserve.bench.vocabulary import Vocabulary
 from jaxserve.errors import ConfigError
+from jaxserve.text.tokenizer import Tokenizer
 
 DATASETS = {
     "random": "texts of random words",
@@ -66,6 +67,10 @@ class Dataset:
             is_fixed = inputs.low == inputs.high and outputs.low == outputs.high
             return f"{self.name}, {prefix}{inputs} tokens in, {outputs} out{'' if is_fixed else spread}"
         return ", ".join([self.name, *(f"{key} {value}" for key, value in values.items())])
+
+    def vocabulary(self, tokenizer: Tokenizer | None) -> Vocabulary:
+        """What it draws from, with this tokenizer."""
+        return Vocabulary(tokenizer, self.values.get("vocab-size"))
 
     def make(self, vocabulary: Vocabulary, *, warmups: int | None = None) -> list[Conversation]:
         """Its conversations; with `warmups`, so many others made the same way. Raises `ConfigError`."""

@@ -1,0 +1,41 @@
+"""A small real tokenizer: byte-level BPE that knows some hundred words after a space, and a BOS that it puts first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from jaxserve.text.parts import TokenizerParts
+from jaxserve.text.tokenizer import Tokenizer
+
+SYLLABLES = ("ba", "ce", "di", "fo", "gu", "ha", "je", "ki", "lo", "mu", "na", "pe")
+
+
+def backend() -> tokenizers.Tokenizer:
+    """Trained on all words of two syllables."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    words = [first + second for first in SYLLABLES for second in SYLLABLES]
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=["<bos>"],
+        show_progress=False,
+    )
+    made.train_from_iterator([" " + " ".join(words)] * 3, trainer)
+    made.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    return made
+
+
+def word_tokenizer() -> Tokenizer:
+    """As `Tokenizer`."""
+    return Tokenizer(TokenizerParts(backend=backend(), eos_ids=(), bos_id=0, special_tokens={}, chat_template=None))
+
+
+def write_folder(folder: Path) -> str:
+    """As a folder that holds the tokenizer alone; returns its path."""
+    backend().save(str(folder / "tokenizer.json"))
+    return str(folder)
