@@ -38,6 +38,7 @@ from jaxserve.runtime.profiler import JaxProfiler
 from jaxserve.runtime.programs import Key, ProgramBuilder, build_programs
 from jaxserve.runtime.sizes import Sizes
 from jaxserve.runtime.state import DeviceState, make_state
+from jaxserve.runtime.working_memory import sized_by_compiler
 from jaxserve.weights.dummy import dummy_params
 from jaxserve.weights.load import load_params
 from jaxserve.weights.open import open_source
@@ -71,8 +72,10 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
     if bundle is not None:
         config = sized_like_bundle(config, bundle)
     deployment = deploy_or_advise(config, model, facts_of_devices(devices, config.tp_size * config.dp_size))
-    backend, sizes = deployment.backend, deployment.sizes
     mesh = make_mesh(devices, data=deployment.data, tensor=deployment.tensor)
+    with phases("memory"):
+        deployment = sized_by_compiler(deployment, mesh, _cache_dir(config))
+    backend, sizes = deployment.backend, deployment.sizes
     logger.info(
         "device: %s%s; attention: %s (%s)", _of_mesh(deployment), device.device_kind, backend.name, backend.reason
     )
@@ -95,6 +98,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
     executor = DeviceExecutor(params.result(), state.result(), programs, sizes.capacity, host, timeline)
     profiling = Profiling(JaxProfiler(timeline, programs), config.profile_dir)
     logger.info("programs: %d, of them %d compiled now, the others loaded", len(programs), compiled)
+    free = free_bytes(device)
     logger.info(
         "max_total_num_tokens=%d, chunked_prefill_size=%d, max_prefill_tokens=%d, max_running_requests=%d, "
         "context_len=%d, available_gpu_mem=%.2f GB",
@@ -103,7 +107,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         sizes.max_prefill_tokens,
         sizes.capacity.num_slots,
         sizes.capacity.max_model_len,
-        free_bytes(device) / 2**30,
+        free / 2**30,
     )
     if host is not None:
         logger.info(
@@ -126,6 +130,9 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         startup_seconds=phases.seconds,
         num_compiled_programs=compiled,
         schedule_policy=config.schedule_policy,
+        free_bytes=free,
+        working_bytes=sizes.footprint.activations,
+        memory_bound=sizes.memory_bound,
     )
     return _loop(config, sizes, executor, num_host_pages, timeline, profiling), info
 

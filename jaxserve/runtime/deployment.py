@@ -89,8 +89,13 @@ def read_model(model: str) -> ModelConfig:
     return parse_model_config(model_source.config_of(model))
 
 
-def deploy(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> Deployment:
-    """Decide everything. Raises `ConfigError` for what can't be: `NoRoomError` where memory is too small."""
+def deploy(
+    config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, activations: int | None = None
+) -> Deployment:
+    """Decide everything. `activations` are the bytes that programs work in, estimated where they aren't known.
+
+    Raises `ConfigError` for what can't be: `NoRoomError` where memory is too small.
+    """
     check_mesh(config, model, device)
     dtype, tensor, data = dtype_of(config.dtype), config.tp_size, config.dp_size
     model = dataclasses.replace(model, shards=tensor)
@@ -123,6 +128,7 @@ def deploy(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> Dep
         weight_bytes=weight_bytes,
         slot_bytes=device_bytes(slot, axes) - page_bytes,
         bytes_per_token=page_bytes // config.page_size,
+        activations=activations,
         tensor=tensor,
         data=data,
     )

@@ -22,7 +22,8 @@ class NoRoomError(ConfigError):
 class Footprint:
     """Bytes of one device besides the pool, and of a token in it.
 
-    `state` is what is kept by slot; `activations` the largest program's working memory, estimated.
+    `state` is what is kept by slot; `activations` the largest program's working memory: the compiler's figure, or an
+    estimate before there is one.
     """
 
     weights: int
@@ -38,10 +39,12 @@ class Footprint:
 
 @dataclasses.dataclass(frozen=True)
 class PoolPlan:
-    """Pages of the KV pool, and the context length that fits it."""
+    """Pages of the KV pool, and the context length that fits it. Memory alone keeps it from being larger where it is
+    `memory_bound`."""
 
     num_pages: int
     context_length: int
+    memory_bound: bool = False
 
 
 def plan_pool(
@@ -63,15 +66,16 @@ def plan_pool(
         raise ConfigError(
             f"context_length={wanted} is longer than the model's {model_context} tokens; lower --context-length"
         )
-    tokens = config.max_total_tokens
+    tokens, memory_bound = config.max_total_tokens, False
     if tokens is None:
         free = usable_bytes(config, memory_bytes) - footprint.taken
-        if platform == "cpu":
-            # The machine is shared, and zeroing the pool costs start-up.
-            free = min(CPU_POOL_BYTES // num_devices, free)
         # More than every running request at full length can't be used.
         usable = max_running * -(-wanted // config.page_size) * config.page_size
+        if platform == "cpu":
+            # The machine is shared, and zeroing the pool costs start-up.
+            usable = min(usable, CPU_POOL_BYTES // num_devices // footprint.kv_per_token)
         tokens = min(free // footprint.kv_per_token, usable)
+        memory_bound = tokens < usable
         if tokens < min(config.page_size * 2, usable):
             raise NoRoomError(
                 f"no memory is left for the KV cache: {footprint.weights / 2**30:.2f} GiB of weights, "
@@ -82,7 +86,7 @@ def plan_pool(
     if num_pages < 1:
         raise ConfigError(f"max_total_tokens={tokens} is less than one page of {config.page_size} tokens")
     fitted = min(wanted, num_pages * config.page_size)
-    return PoolPlan(num_pages, fitted)
+    return PoolPlan(num_pages, fitted, memory_bound)
 
 
 def usable_bytes(config: EngineConfig, memory_bytes: int) -> int:

@@ -20,6 +20,7 @@ from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.programs import Key, ProgramBuilder, by_cost, program_path
 from jaxserve.runtime.target import load_target
 from jaxserve.runtime.topology import target_mesh
+from jaxserve.runtime.working_memory import sized_by_compiler
 
 
 def deploy_on_target(config: EngineConfig, name: str) -> Deployment:
@@ -41,7 +42,9 @@ def deploy_on_device(config: EngineConfig) -> tuple[Deployment, ProgramBuilder]:
     devices = attach(config)
     facts = facts_of_devices(devices, config.tp_size * config.dp_size)
     deployment = deploy_or_advise(config, read_model(config.model), facts)
-    return deployment, deployment.builder(make_mesh(devices, data=deployment.data, tensor=deployment.tensor))
+    mesh = make_mesh(devices, data=deployment.data, tensor=deployment.tensor)
+    deployment = sized_by_compiler(deployment, mesh, None)
+    return deployment, deployment.builder(mesh)
 
 
 def chosen_keys(deployment: Deployment, pattern: str = "*") -> list[Key]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 from jaxserve.config.schema import EngineConfig
-from jaxserve.runtime.compiled import compile_and_read
 from jaxserve.runtime.deployment import Deployment
 from jaxserve.runtime.fit import fixes
-from jaxserve.runtime.memory import DEFAULT_FRACTION, usable_bytes
+from jaxserve.runtime.memory import usable_bytes
 from jaxserve.runtime.offline import builder_for_target, deploy_on_target
 from jaxserve.runtime.roofline import Roofline, roofline
 from jaxserve.runtime.target import Target, load_target
+from jaxserve.runtime.working_memory import compiled_figure, resized
 
 _BATCHES = (1, 8, 32, 64, 128, 256, 512, 1024)
 _CONTEXTS = (1024, 4096, 16384, 65536, 131072)
@@ -27,7 +27,8 @@ class Misfit:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A deployment on a target. `temp_bytes` is the largest working memory, from where `temp_source` says."""
+    """A deployment on a target. `temp_bytes` is the largest working memory, from where `temp_source` says; a margin on
+    top of the compiler's figure is part of what the pool leaves free."""
 
     deployment: Deployment
     target: Target
@@ -72,22 +73,15 @@ def make_plan(config: EngineConfig, name: str, *, ask_compiler: bool = False) ->
     """Plan it. Raises `ConfigError`, naming the flags that would make it fit, where no KV cache is left at all."""
     deployment = deploy_on_target(config, name)
     target = load_target(name)
-    estimate = deployment.sizes.footprint.activations
-    temp, source = _compiled_temp(deployment, name) if ask_compiler else (estimate, "estimated")
-    return Plan(deployment, target, roofline(deployment, target), temp, source, _misfits(deployment, temp, source))
+    temp, source = deployment.sizes.footprint.activations, "estimated"
+    if ask_compiler:
+        figure = compiled_figure(deployment, builder_for_target(deployment, name))
+        deployment = resized(deployment, figure)
+        temp, source = figure.temp_bytes, f"the compiler's, {figure.program}"
+    return Plan(deployment, target, roofline(deployment, target), temp, source, _misfits(deployment))
 
 
-def _compiled_temp(deployment: Deployment, name: str) -> tuple[int, str]:
-    """The largest program of each kind needs the most."""
-    builder = builder_for_target(deployment, name)
-    largest = {(key.kind, key.greedy): key for key in sorted(deployment.keys, key=lambda key: key.size)}
-    reports = [compile_and_read(builder, key)[0] for key in largest.values()]
-    report = max(reports, key=lambda report: report.temp_bytes)
-    failed = [f"{one.name} doesn't build: {one.fault}" for one in reports if not one.alias_bytes]
-    return report.temp_bytes, "; ".join([f"the compiler's, {report.name}", *failed])
-
-
-def _misfits(deployment: Deployment, temp: int, source: str) -> list[Misfit]:
+def _misfits(deployment: Deployment) -> list[Misfit]:
     config, sizes = deployment.config, deployment.sizes
     found = []
     if sizes.capacity.max_model_len < sizes.wanted_context:
@@ -102,14 +96,4 @@ def _misfits(deployment: Deployment, temp: int, source: str) -> list[Misfit]:
             "that the KV pool holds"
         )
         found.append(Misfit(what, [*mends, f"--context-length {sizes.capacity.max_model_len} (to accept it)"]))
-    over = temp - sizes.footprint.activations
-    if over > 0:
-        share = over / deployment.device.memory_bytes
-        fraction = (config.mem_fraction_static or DEFAULT_FRACTION) - share
-        found.append(
-            Misfit(
-                f"{over / 2**20:.0f} MiB of working memory more than was estimated ({source})",
-                [f"--mem-fraction-static {fraction - 0.005:.2f} keeps it free"],
-            )
-        )
     return found

@@ -96,12 +96,9 @@ class ProgramBuilder:
         return self.lower(key).compile(_compiler_options(self.mesh))
 
     def store(self, compiled: jax.stages.Compiled, path: Path) -> None:
-        """Write an executable so that no reader ever sees half of it."""
+        """Write an executable."""
         payload, _, _ = serialize_executable.serialize(compiled)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(payload)
-        os.replace(file.name, path)
+        write_whole(path, payload)
 
     def load(self, key: Key, path: Path) -> jax.stages.Compiled:
         """Read an executable that `store` wrote for the same deployment."""
@@ -150,6 +147,14 @@ class ProgramBuilder:
         output = StepOutput(0, 0, logprobs, prompt)  # type: ignore[arg-type]
         arguments: Any = ((self.param_specs, self.state_specs, 0), {})
         return jax.tree.structure(arguments), jax.tree.structure((self.state_specs, output))
+
+
+def write_whole(path: Path, payload: bytes) -> None:
+    """Write a file so that no reader ever sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(payload)
+    os.replace(file.name, path)
 
 
 def program_path(folder: Path, key: Key) -> Path:

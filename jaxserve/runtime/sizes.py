@@ -20,7 +20,8 @@ from pallas_kernels.paged_attention import Problem
 class Sizes:
     """What the programs hold, the budgets the scheduler keeps within it, in tokens a step, and the memory it is for.
 
-    `wanted_context` is what was asked for, before it was fitted to the pool.
+    `wanted_context` is what was asked for, before it was fitted to the pool; more memory would make a `memory_bound`
+    pool larger.
     """
 
     capacity: Capacity
@@ -29,6 +30,7 @@ class Sizes:
     max_num_batched_tokens: int
     footprint: Footprint
     wanted_context: int
+    memory_bound: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +62,12 @@ def resolve_sizes(
     weight_bytes: int,
     slot_bytes: int,
     bytes_per_token: int,
+    activations: int | None = None,
     tensor: int = 1,
     data: int = 1,
 ) -> Sizes:
     """Fill in every size that was left open; bytes are those of one of `data * tensor` devices, requests and pages
-    those of one data-parallel rank.
+    those of one data-parallel rank. `activations` is the programs' working memory, where it is known already.
 
     Raises `ConfigError`: `NoRoomError` where nothing fits.
     """
@@ -76,7 +79,7 @@ def resolve_sizes(
     footprint = Footprint(
         weights=weight_bytes,
         state=running * slot_bytes,
-        activations=_activation_bytes(model, device.platform, widest, running, tensor),
+        activations=activations or _activation_bytes(model, device.platform, widest, running, tensor),
         kv_per_token=bytes_per_token,
     )
     pool = memory.plan_pool(
@@ -105,7 +108,7 @@ def resolve_sizes(
         fine_decode_rows=fine_decode_rows(running, max_fine=max_fine, asked=config.cuda_graph_bs),
     )
     prefill = min(config.max_prefill_tokens or chunk, largest)
-    return Sizes(capacity, min(chunk, largest), prefill, largest, footprint, longest)
+    return Sizes(capacity, min(chunk, largest), prefill, largest, footprint, longest, pool.memory_bound)
 
 
 def attention_problem(config: EngineConfig, model: ModelConfig, *, dtype: np.dtype, tensor: int = 1) -> Problem:

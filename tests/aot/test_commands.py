@@ -51,5 +51,5 @@ def test_the_estimate_is_no_less_than_the_compiler_needs(
     assert main([*argv, "--compile"]) == 0
     compiled = json.loads(capsys.readouterr().out)
     assert compiled["temp_source"].startswith("the compiler's")
-    assert compiled["misfits"] == []
+    assert compiled["max_total_num_tokens"] >= estimated["max_total_num_tokens"], "sized by the figure"
     assert estimated["temp_bytes"] / 4 < compiled["temp_bytes"] <= estimated["temp_bytes"]

@@ -33,6 +33,14 @@ def test_the_pool_is_no_larger_than_what_running_requests_can_fill() -> None:
     assert _plan(EngineConfig(context_length=1000), max_running=2) == PoolPlan(126, 1000)
 
 
+def test_memory_bounds_the_pool_only_where_more_of_it_would_be_used() -> None:
+    assert _plan(EngineConfig()).memory_bound
+    assert not _plan(EngineConfig(context_length=1000), max_running=2).memory_bound
+    assert not _plan(EngineConfig(max_total_tokens=10000)).memory_bound
+    assert not _plan(EngineConfig(), platform="cpu", memory_bytes=2**40).memory_bound, "a CPU's is capped"
+    assert _plan(EngineConfig(), platform="cpu").memory_bound
+
+
 def test_a_context_that_is_no_multiple_of_a_page_is_whole() -> None:
     assert _plan(EngineConfig(context_length=1000), max_running=1) == PoolPlan(63, 1000)
     assert _plan(EngineConfig(context_length=8), max_running=1) == PoolPlan(1, 8)
