@@ -86,8 +86,8 @@ def _doubts(figures: Mapping[str, Any], run: Run) -> list[str]:
         why = "it had to wait for a core, this machine is busy" if run.client.starved else "the load is too much for it"
         doubts.append(
             f"THE CLIENT IS A BOTTLENECK: {why}. Its loop was {run.client.late_ms_p99:.1f} ms late at p99 (sound: "
-            f"up to {MOST_LATE_MS:g}) and took {run.client.cpu_fraction:.0%} of a core (sound: up to {MOST_CPU:.0%}); the "
-            "latencies above hold its own delay."
+            f"up to {MOST_LATE_MS:g}) and took {run.client.cpu_fraction:.0%} of a core (sound: up to {MOST_CPU:.0%}). "
+            "The latencies above hold its own delay."
         )
     counted = figures["counted_by"]
     if counted.get("tokenizer"):

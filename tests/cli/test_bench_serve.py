@@ -1,0 +1,197 @@
+"""`jaxserve bench serve` from outside: against a known server, what it prints, writes and returns."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.cli.main import main
+from tests.bench.conftest import ROOT, known_port  # noqa: F401 - a fixture
+from tests.bench.word_tokenizer import write_folder
+
+IDS = ["--dataset-name", "random-ids", "--vocab-size", "100", "--random-input-len", "6"]
+
+
+def bench(port: int, *arguments: str, known: dict[str, Any] | None = None) -> int:
+    body = [] if known is None else ["--extra-body", json.dumps({"known": known})]
+    return main(["bench", "serve", "--port", str(port), *body, *arguments])
+
+
+@pytest.fixture
+def result(tmp_path: Path) -> Path:
+    return tmp_path / "folder" / "result.json"
+
+
+def test_the_result_has_vllms_keys_and_every_request(
+    known_port: int,
+    result: Path,
+    capsys: pytest.CaptureFixture[str],  # noqa: F811
+) -> None:
+    assert bench(
+        known_port, *IDS, "--num-prompts", "4", "--random-output-len", "5", "--num-warmups", "1", "--goodput",
+        "ttft:60000", "--metadata", "gpu=none", "--output-json", str(result), known={"itl": 0.01},
+    ) == 0  # fmt: skip
+    got = json.loads(result.read_text())
+    latencies = {f"{name}_{metric}_ms" for metric in ("ttft", "tpot", "itl", "e2el")
+                 for name in ("mean", "median", "std", "p50", "p90", "p95", "p99")}  # fmt: skip
+    assert latencies | {
+        "date", "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate", "burstiness",
+        "max_concurrency", "duration", "completed", "failed", "total_input_tokens", "total_output_tokens",
+        "request_throughput", "request_goodput", "output_throughput", "total_token_throughput",
+        "max_output_tokens_per_s", "max_concurrent_requests", "input_lens", "output_lens", "ttfts", "itls",
+        "start_times", "errors", "records", "client",
+    } <= set(got)  # fmt: skip
+    assert "generated_texts" not in got
+    assert (got["completed"], got["failed"], got["total_output_tokens"], got["model_id"]) == (4, 0, 20, "known")
+    assert (got["request_rate"], got["gpu"], got["random_range_semantics"]) == ("inf", "none", "vllm")
+    assert got["request_goodput"] == got["request_throughput"]
+    assert [len(itls) for itls in got["itls"]] == [4] * 4
+    assert got["ttfts"][0] + sum(got["itls"][0]) == pytest.approx(got["records"][0]["end"] - got["start_times"][0])
+    shown = capsys.readouterr().out
+    assert "4 ok, 0 failed" in shown
+    assert "TTFT" in shown
+
+
+def test_latencies_are_those_the_server_wrote_down(known_port: int, result: Path) -> None:  # noqa: F811
+    """Medians over several streams, against another process's record of when it sent."""
+    known = {"ttft": 0.15, "itl": 0.03}
+    assert bench(known_port, *IDS, "--num-prompts", "6", "--max-concurrency", "3", "--random-output-len", "20",
+                 "--output-json", str(result), known=known) == 0  # fmt: skip
+    with urllib.request.urlopen(f"http://127.0.0.1:{known_port}/sent") as answer:
+        sent = json.load(answer)
+    ttft = statistics.median(seen["tokens"][0] - seen["came"] for seen in sent.values())
+    tpot = statistics.median((seen["tokens"][-1] - seen["tokens"][0]) / 19 for seen in sent.values())
+    got = json.loads(result.read_text())
+    assert got["median_ttft_ms"] / 1e3 == pytest.approx(ttft, rel=0.25)
+    assert got["median_ttft_ms"] / 1e3 > ttft
+    assert got["median_tpot_ms"] / 1e3 == pytest.approx(tpot, rel=0.1)
+    assert got["median_e2el_ms"] == pytest.approx(got["median_ttft_ms"] + 19 * got["median_tpot_ms"], rel=0.1)
+
+
+def test_a_chat_in_turns_with_text_and_a_tokenizer(
+    known_port: int,
+    tmp_path: Path,
+    result: Path,  # noqa: F811
+) -> None:
+    assert bench(
+        known_port, "--backend", "openai-chat", "--dataset-name", "multi-turn", "--num-prompts", "4",
+        "--multi-turn-num-turns", "2", "--output-len", "3", "--tokenizer", write_folder(tmp_path), "--save-detailed",
+        "--save-generated-texts", "--result-dir", str(result.parent), "--result-filename", result.name,
+    ) == 0  # fmt: skip
+    got = json.loads(result.read_text())
+    assert (got["completed"], got["generated_texts"]) == (4, [" one two three"] * 4)
+
+
+def test_failures_are_counted_shown_and_never_averaged(
+    known_port: int,
+    result: Path,
+    capsys: pytest.CaptureFixture[str],  # noqa: F811
+) -> None:
+    assert bench(known_port, *IDS, "--num-prompts", "3", "--output-json", str(result), known={"fault": "close"}) == 1
+    got = json.loads(result.read_text())
+    assert (got["completed"], got["failed"], got["output_lens"]) == (0, 3, [0, 0, 0])
+    assert not [key for key in got if key.endswith("_ttft_ms")]
+    assert {record["status"] for record in got["records"]} == {"failed"}
+    assert "3 x the server closed the connection before the answer's end" in capsys.readouterr().out
+
+
+def test_a_server_without_usage_is_told(
+    known_port: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],  # noqa: F811
+) -> None:
+    line = [*IDS, "--num-prompts", "1", "--random-output-len", "4"]
+    assert bench(known_port, *line, known={"usage": False}) == 0
+    assert "there is no tokenizer: chunks were counted" in capsys.readouterr().out
+    assert bench(known_port, *line, "--tokenizer", write_folder(tmp_path), known={"usage": False}) == 0
+    assert "their tokens were counted by the tokenizer" in capsys.readouterr().out
+
+
+def test_warmups_that_all_fail_end_the_run(
+    known_port: int,
+    capsys: pytest.CaptureFixture[str],  # noqa: F811
+) -> None:
+    assert bench(known_port, *IDS, "--num-warmups", "2", known={"fault": "http"}) == 1
+    assert "no warm-up request was answered well: HTTP 503: too much" in capsys.readouterr().err
+
+
+def test_ctrl_c_prints_what_was_measured(known_port: int, result: Path) -> None:  # noqa: F811
+    command = [
+        sys.executable, "-m", "jaxserve", "bench", "serve", "--port", str(known_port), *IDS, "--num-prompts", "3",
+        "--random-output-len", "5", "--request-rate", "1", "--burstiness", "inf", "--output-json", str(result),
+        "--extra-body", '{"known": {"itl": 0.01}}',
+    ]  # fmt: skip
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while True:
+            with urllib.request.urlopen(f"http://127.0.0.1:{known_port}/sent") as answer:
+                # The second is sent a second after the first, which has long ended then
+                if len(json.load(answer)) == 2:
+                    break
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+    assert process.returncode == 130, err
+    assert "CUT: the run was ended before all requests were done" in out
+    got = json.loads(result.read_text())
+    assert got["interrupted"]
+    assert got["completed"] >= 1
+    assert got["unfinished"] >= 1
+    assert got["completed"] + got["unfinished"] == 3
+
+
+def test_a_refused_connection_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    assert bench(port, *IDS) == 1
+    assert capsys.readouterr().err == (
+        f"jaxserve: error: no server answers at http://127.0.0.1:{port}: could not connect to 127.0.0.1:{port}: "
+        "Connection refused\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("--backend openai-chat --dataset-name random-ids", "random-ids sends token ids, which a chat doesn't take"),
+        ("--request-rate 0", "--request-rate must be above 0 (or inf), got 0"),
+        ("--burstiness -1", "--burstiness must be above 0, got -1"),
+        ("--max-concurrency 0", "--max-concurrency must be at least 1, got 0"),
+        ("--ramp-up-strategy linear", "a ramp-up takes --ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps"),
+        ("--request-rate 3 --ramp-up-strategy linear --ramp-up-start-rps 1 --ramp-up-end-rps 2", "are two rates"),
+        ("--self-timed", "--self-timed: --dataset-name random has no times"),
+        ("--goodput ttft", "'ttft' should be one of ttft:MS, tpot:MS, e2el:MS"),
+        ("--goodput itl:5", "'itl:5' should be one of ttft:MS, tpot:MS, e2el:MS"),
+        ("--metric-percentiles 50,x", "'50,x' should be numbers from 0 to 100"),
+        ("--percentile-metrics ttft,foo", "foo: the metrics are ttft,tpot,itl,e2el"),
+        ("--extra-body [1]", "'[1]' should be a JSON object"),
+        ("--header nonsense", "--header takes KEY=VALUE, got 'nonsense'"),
+        ("--request-timeout 0", "--request-timeout must be above 0 seconds, got 0"),
+        ("--backend nonsense", "invalid choice: 'nonsense'"),
+        ("--port 0", "--port must be from 1 to 65535, got 0"),
+    ],
+)
+def test_what_a_person_got_wrong_is_one_line_and_exit_code_2(
+    line: str, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "serve", *line.split()]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("jaxserve: error: ")
+    assert error in said
+    assert said.count("\n") == 1
+
+
+def test_it_needs_neither_jax_nor_torch() -> None:
+    code = (
+        "import sys; from jaxserve.cli.main import main; main(['bench', 'serve', '--port', '1', '--dataset-name',"
+        " 'random-ids', '--vocab-size', '9']); print({'jax', 'torch', 'transformers', 'httpx'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
