@@ -3,7 +3,7 @@
 Two loads: a few streams, for the error of TTFT and TPOT, by the server's own record of when it sent; and 500 streams of
 20 tokens/s, for the client's share of a core, the lateness of its loop, and how long tokens lay in its socket.
 
-    python benchmarks/bench_client.py
+    python -m benchmarks.bench_client
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).parents[1]
+from tests.bench.known_server import ROOT, in_a_process
+
 ITL = 0.05
 TTFT = 0.2
 
@@ -77,22 +78,16 @@ def error(pairs: list[tuple[float, float]]) -> dict[str, float]:
 
 def run(streams: int, tokens: int) -> dict[str, Any]:
     """One load on a fresh server."""
-    command = [sys.executable, "-m", "tests.bench.known_server"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        port = int(server.stdout.readline())
-        try:
-            measured = bench(port, streams, tokens)
-            return {
-                "streams": streams,
-                "tokens": tokens,
-                "output_tokens_per_s_at_most": measured["max_output_tokens_per_s"],
-                "open_at_most": measured["max_concurrent_requests"],
-                "client": measured["client"],
-                **compare(port, measured),
-            }
-        finally:
-            server.terminate()
+    with in_a_process() as port:
+        measured = bench(port, streams, tokens)
+        return {
+            "streams": streams,
+            "tokens": tokens,
+            "output_tokens_per_s_at_most": measured["max_output_tokens_per_s"],
+            "open_at_most": measured["max_concurrent_requests"],
+            "client": measured["client"],
+            **compare(port, measured),
+        }
 
 
 def main() -> None:

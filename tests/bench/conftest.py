@@ -1,19 +1,13 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 
-import pytest
 import pytest_asyncio
 
 from jaxserve.bench.backends import CHAT, COMPLETIONS, RequestWriter
 from jaxserve.bench.client import Client
 from jaxserve.bench.http import Pool
 from tests.bench.known_server import KnownServer
-
-ROOT = Path(__file__).parents[2]
 
 
 class Harness:
@@ -49,13 +43,3 @@ async def harness() -> AsyncIterator[Harness]:
     for pool in made.pools:
         pool.close()
     await server.stop()
-
-
-@pytest.fixture
-def known_port() -> Iterator[int]:
-    """A known server in a process of its own."""
-    command = [sys.executable, "-m", "tests.bench.known_server"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        yield int(process.stdout.readline())
-        process.terminate()

@@ -12,12 +12,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import uvloop
 
+ROOT = Path(__file__).parents[2]
 TEXTS = (" one", " two", " three", " four", " five")
 
 
@@ -179,6 +184,18 @@ class KnownServer:
         head = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         return True
+
+
+@contextlib.contextmanager
+def in_a_process() -> Iterator[int]:
+    """A server in a process of its own; gives its port."""
+    command = [sys.executable, "-m", "tests.bench.known_server"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.terminate()
 
 
 async def main() -> None:

@@ -51,7 +51,7 @@ async def test_the_model_is_asked_for(harness: Harness) -> None:
 
 async def test_a_name_nobody_knows() -> None:
     server = Server("no-such-host.invalid", 1)
-    with pytest.raises(JaxserveError, match="the name .no-such-host"):
+    with pytest.raises(JaxserveError, match="the name 'no-such-host"):
         await find_server(server, Pool(server.host, server.port), patience=0)
 
 

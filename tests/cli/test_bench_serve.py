@@ -9,13 +9,14 @@ import statistics
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxserve.cli.main import main
-from tests.bench.conftest import ROOT, known_port  # noqa: F401 - a fixture
+from tests.bench.known_server import ROOT, in_a_process
 from tests.bench.word_tokenizer import write_folder
 
 IDS = ["--dataset-name", "random-ids", "--vocab-size", "100", "--random-input-len", "6"]
@@ -27,6 +28,12 @@ def bench(port: int, *arguments: str, known: dict[str, Any] | None = None) -> in
 
 
 @pytest.fixture
+def known_port() -> Iterator[int]:
+    with in_a_process() as port:
+        yield port
+
+
+@pytest.fixture
 def result(tmp_path: Path) -> Path:
     return tmp_path / "folder" / "result.json"
 
@@ -34,7 +41,7 @@ def result(tmp_path: Path) -> Path:
 def test_the_result_has_vllms_keys_and_every_request(
     known_port: int,
     result: Path,
-    capsys: pytest.CaptureFixture[str],  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert bench(
         known_port, *IDS, "--num-prompts", "4", "--random-output-len", "5", "--num-warmups", "1", "--goodput",
@@ -61,7 +68,7 @@ def test_the_result_has_vllms_keys_and_every_request(
     assert "TTFT" in shown
 
 
-def test_latencies_are_those_the_server_wrote_down(known_port: int, result: Path) -> None:  # noqa: F811
+def test_latencies_are_those_the_server_wrote_down(known_port: int, result: Path) -> None:
     """Medians over several streams, against another process's record of when it sent."""
     known = {"ttft": 0.15, "itl": 0.03}
     assert bench(known_port, *IDS, "--num-prompts", "6", "--max-concurrency", "3", "--random-output-len", "20",
@@ -80,7 +87,7 @@ def test_latencies_are_those_the_server_wrote_down(known_port: int, result: Path
 def test_a_chat_in_turns_with_text_and_a_tokenizer(
     known_port: int,
     tmp_path: Path,
-    result: Path,  # noqa: F811
+    result: Path,
 ) -> None:
     assert bench(
         known_port, "--backend", "openai-chat", "--dataset-name", "multi-turn", "--num-prompts", "4",
@@ -94,7 +101,7 @@ def test_a_chat_in_turns_with_text_and_a_tokenizer(
 def test_failures_are_counted_shown_and_never_averaged(
     known_port: int,
     result: Path,
-    capsys: pytest.CaptureFixture[str],  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert bench(known_port, *IDS, "--num-prompts", "3", "--output-json", str(result), known={"fault": "close"}) == 1
     got = json.loads(result.read_text())
@@ -107,7 +114,7 @@ def test_failures_are_counted_shown_and_never_averaged(
 def test_a_server_without_usage_is_told(
     known_port: int,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     line = [*IDS, "--num-prompts", "1", "--random-output-len", "4"]
     assert bench(known_port, *line, known={"usage": False}) == 0
@@ -118,13 +125,13 @@ def test_a_server_without_usage_is_told(
 
 def test_warmups_that_all_fail_end_the_run(
     known_port: int,
-    capsys: pytest.CaptureFixture[str],  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert bench(known_port, *IDS, "--num-warmups", "2", known={"fault": "http"}) == 1
     assert "no warm-up request was answered well: HTTP 503: too much" in capsys.readouterr().err
 
 
-def test_ctrl_c_prints_what_was_measured(known_port: int, result: Path) -> None:  # noqa: F811
+def test_ctrl_c_prints_what_was_measured(known_port: int, result: Path) -> None:
     command = [
         sys.executable, "-m", "jaxserve", "bench", "serve", "--port", str(known_port), *IDS, "--num-prompts", "3",
         "--random-output-len", "5", "--request-rate", "1", "--burstiness", "inf", "--output-json", str(result),
