@@ -69,6 +69,7 @@ LOADS = (
     Load("chat, 5 logprobs", _CHAT, 64, 31.25, {"logprobs": True, "top_logprobs": 5}),
     Load("completions", _COMPLETIONS, 256, 30.0),
     Load("chat", _CHAT, 256, 30.0),
+    Load("chat, a fast engine", _CHAT, 256, 200.0),
 )
 
 
