@@ -21,7 +21,7 @@ import msgspec
 from tqdm import tqdm
 
 from jaxserve import model_source
-from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenEvent, TokenLogprobs, Usage
+from jaxserve.api_types import EngineRequest, FinishReason, Profile, SamplingParams, TokenEvent, TokenLogprobs, Usage
 from jaxserve.config.load import from_arguments
 from jaxserve.config.schema import DEFAULT_MODEL, ServerConfig
 from jaxserve.engine.client import InProcessEngine
@@ -148,6 +148,19 @@ class LLM:
     def flush_cache(self) -> int:
         """Forget every cached prefix, as after a change of what the cache was computed from; the pages given back."""
         return self._engine.flush_cache()
+
+    def start_profile(
+        self, output_dir: str | None = None, *, num_steps: int | None = None, with_stack: bool = False
+    ) -> Profile:
+        """Record a profile into `profile_dir`, as `/start_profile` does, until `stop_profile` or for `num_steps` steps.
+
+        Raises `InvalidRequestError` when `profile_dir` isn't set, or one runs already.
+        """
+        return self._engine.start_profile(output_dir, num_steps=num_steps, with_stack=with_stack)
+
+    def stop_profile(self) -> Profile:
+        """End the profile and wait until it is written. Raises `InvalidRequestError` when none runs."""
+        return self._engine.stop_profile()
 
     def close(self) -> None:
         """Stop the engine and give its memory back."""

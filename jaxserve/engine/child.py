@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 
 from jaxserve.api_types import EngineInfo
@@ -37,6 +38,7 @@ class EngineProcess:
         self.command_address = f"ipc://{self._directory}/commands"
         self.client_address = f"ipc://{self._directory}/client-0"
         self._reports, report_fd = os.pipe()
+        spawned_at = time.monotonic()
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module],
@@ -56,6 +58,7 @@ class EngineProcess:
             client_addresses=[self.client_address],
             report_fd=report_fd,
             parent_pid=os.getpid(),
+            spawned_at=spawned_at,
         )
         with contextlib.suppress(BrokenPipeError):
             write_frame(self._stdin.fileno(), order)

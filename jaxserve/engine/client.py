@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Self
 
-from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, FinishReason, TokenEvent, Usage
+from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, FinishReason, Profile, TokenEvent, Usage
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.child import EngineProcess
 from jaxserve.engine.loop import EngineLoop
@@ -26,13 +26,17 @@ from jaxserve.engine.transport import (
     CacheFlushed,
     ClientTransport,
     Command,
+    CommandFailed,
     FlushCache,
+    ProfileAnswer,
     ReadStats,
     Shutdown,
+    StartProfile,
     StatsReading,
     StepEvents,
+    StopProfile,
 )
-from jaxserve.errors import EngineDeadError, InvalidRequestError
+from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError, RequestFailedError
 
 WORKER = "jaxserve.worker"
 
@@ -124,7 +128,7 @@ class EngineClient:
         self._watchdog_timeout = config.watchdog_timeout
         self._loop = asyncio.get_running_loop()
         self._streams: dict[str, RequestStream] = {}
-        self._answers: dict[int, asyncio.Future[EngineStats | int]] = {}
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._numbers = itertools.count()
         self._last_progress = clock()
         self._is_closed = False
@@ -208,6 +212,29 @@ class EngineClient:
         assert isinstance(num_pages, int)
         return num_pages
 
+    async def start_profile(
+        self,
+        output_dir: str | None = None,
+        *,
+        num_steps: int | None = None,
+        with_stack: bool = False,
+        timeout: float = 60.0,
+    ) -> Profile:
+        """Record a profile from the next step on, until `stop_profile` or for `num_steps` steps.
+
+        `output_dir` is a folder within `profile_dir`. Raises `InvalidRequestError`, `RequestFailedError` as the engine
+        did, `TimeoutError`, `EngineDeadError`.
+        """
+        profile = await self._ask(lambda number: StartProfile(0, number, output_dir, num_steps, with_stack), timeout)
+        assert isinstance(profile, Profile)
+        return profile
+
+    async def stop_profile(self, timeout: float = 600.0) -> Profile:
+        """End the profile and wait until it is written; requests go on. Raises as `start_profile` does."""
+        profile = await self._ask(lambda number: StopProfile(0, number), timeout)
+        assert isinstance(profile, Profile)
+        return profile
+
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End the engine, by force after `timeout` seconds, and whatever is still open with an error."""
         if self._is_closed:
@@ -240,8 +267,12 @@ class EngineClient:
                     self._answer(number, stats)
                 case CacheFlushed(number, num_pages):
                     self._answer(number, num_pages)
+                case ProfileAnswer(number, profile):
+                    self._answer(number, profile)
+                case CommandFailed(number, why, refused, param):
+                    self._answer(number, InvalidRequestError(why, param=param) if refused else RequestFailedError(why))
 
-    async def _ask(self, command: Callable[[int], Command], timeout: float) -> EngineStats | int:
+    async def _ask(self, command: Callable[[int], Command], timeout: float) -> Answer:
         """Send a command that is answered under the number given to it."""
         if self._dead is not None:
             raise EngineDeadError(self._dead)
@@ -253,9 +284,13 @@ class EngineClient:
         finally:
             del self._answers[number]
 
-    def _answer(self, number: int, answer: EngineStats | int) -> None:
+    def _answer(self, number: int, answer: Answer | JaxserveError) -> None:
         waiting = self._answers.get(number)
-        if waiting is not None and not waiting.done():
+        if waiting is None or waiting.done():
+            return
+        if isinstance(answer, JaxserveError):
+            waiting.set_exception(answer)
+        else:
             waiting.set_result(answer)
 
     def _on_end(self, reason: str) -> None:
@@ -327,11 +362,22 @@ class InProcessEngine:
         """Forget every cached prefix; how many pages that gave back."""
         return self._engine.flush_cache()
 
+    def start_profile(
+        self, output_dir: str | None = None, *, num_steps: int | None = None, with_stack: bool = False
+    ) -> Profile:
+        """Record a profile from the next step on. As `EngineClient.start_profile`, as are the errors."""
+        return self._engine.profiling.start(output_dir, num_steps=num_steps, with_stack=with_stack)
+
+    def stop_profile(self) -> Profile:
+        """End the profile and wait until it is written."""
+        return self._engine.profiling.stop().result()
+
     def close(self) -> None:
         """Let go of the engine and of what it holds on the device. May be repeated."""
         if self._loop is not None:
             with contextlib.suppress(EngineDeadError):
                 self._loop.flush()
+            self._loop.profiling.close()
             self._loop = None
 
     @property

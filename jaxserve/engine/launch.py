@@ -19,13 +19,15 @@ _LENGTH = struct.Struct("<I")
 
 
 class LaunchOrder(msgspec.Struct, frozen=True):
-    """All an engine process needs to know. `report_fd` is the pipe to report through."""
+    """All an engine process needs to know. `report_fd` is the pipe to report through, `spawned_at` the time by
+    `time.monotonic` (one clock for all processes of a machine) when its process was started."""
 
     config: EngineConfig
     command_address: str
     client_addresses: list[str]
     report_fd: int
     parent_pid: int
+    spawned_at: float
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from jaxserve.api_types import EngineRequest, EngineStats, TokenEvent
+from jaxserve.engine.profiling import Profiling
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.step_log import StepLog
 from jaxserve.errors import EngineDeadError
+from jaxserve.observability.timeline import Timeline
 from jaxserve.step_plan import Executor, StepPlan
 
 logger = logging.getLogger("jaxserve.engine")
@@ -23,12 +25,22 @@ logger = logging.getLogger("jaxserve.engine")
 class EngineLoop:
     """With `overlap`, step N+1 is dispatched before the tokens of N are fetched; the tokens are the same either way.
 
-    When the executor raises, what it held is lost: `step` raises `EngineDeadError` then and ever after.
+    When the executor raises, what it held is lost: `step` raises `EngineDeadError` then and ever after. `timeline` gets
+    the spans of its phases; `profiling` watches it when asked to.
     """
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, *, overlap: bool = True, decode_log_interval: int = 40
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        overlap: bool = True,
+        decode_log_interval: int = 40,
+        timeline: Timeline | None = None,
+        profiling: Profiling | None = None,
     ) -> None:
+        self.timeline = timeline or Timeline()
+        self.profiling = profiling or Profiling()
         self._scheduler = scheduler
         self._executor = executor
         self._depth = 1 if overlap else 0
@@ -53,7 +65,8 @@ class EngineLoop:
         """Dispatch a step if one can be planned, take in one that has ended if enough are under way."""
         if self._failure is not None:
             raise EngineDeadError(self._failure)
-        plan = self._scheduler.plan()
+        with self.timeline.span("plan"):
+            plan = self._scheduler.plan()
         if plan is not None:
             handle = self._guard(lambda: self._executor.dispatch(plan))
             self._in_flight.append((plan, handle))
@@ -92,8 +105,10 @@ class EngineLoop:
     def _collect(self) -> list[TokenEvent]:
         plan, handle = self._in_flight.popleft()
         result = self._guard(lambda: self._executor.collect(handle))
-        events = self._scheduler.commit(plan, result)
+        with self.timeline.span("commit"):
+            events = self._scheduler.commit(plan, result)
         self._log.committed(plan)
+        self.profiling.stepped()
         if not self.has_work:
             self._log.idle()
         return events

@@ -13,9 +13,13 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
-from jaxserve.api_types import EngineInfo, TokenEvent
+import msgspec
+
+from jaxserve.api_types import EngineInfo, Profile, TokenEvent
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.launch import Started, ended_by, read_order, write_frame
 from jaxserve.engine.loop import EngineLoop
@@ -24,18 +28,24 @@ from jaxserve.engine.transport import (
     Add,
     CacheFlushed,
     Command,
+    CommandFailed,
     EngineTransport,
     FlushCache,
+    ProfileAnswer,
     ReadStats,
+    StartProfile,
     StatsReading,
     StepEvents,
+    StopProfile,
 )
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import InvalidRequestError, JaxserveError
 from jaxserve.observability import log
 
 logger = logging.getLogger("jaxserve.engine")
 
 _PR_SET_PDEATHSIG = 1
+# How long an engine with nothing to do goes without a look whether a profile has been written.
+_PROFILE_POLL = 0.05
 
 
 def run(build: Callable[[EngineConfig], tuple[EngineLoop, EngineInfo]]) -> int:
@@ -54,8 +64,10 @@ def run(build: Callable[[EngineConfig], tuple[EngineLoop, EngineInfo]]) -> int:
     os.set_inheritable(order.report_fd, False)
     _die_with(order.parent_pid)
     log.setup(order.config.log_level)
+    imported = time.monotonic()
     try:
         loop, info = build(order.config)
+        info = _timed(info, imports=imported - order.spawned_at, engine=time.monotonic() - order.spawned_at)
         with EngineTransport(order.command_address, order.client_addresses, lifeline) as transport:
             write_frame(order.report_fd, Started(info))
             # What start-up left will never be garbage; there is no need to look through it again and again.
@@ -79,17 +91,21 @@ class _Server:
         self._owners: dict[str, int] = {}
         self._outbox: list[list[TokenEvent]] = [[] for _ in range(transport.num_clients)]
         self._num_steps = 0
+        self._profiles: list[tuple[StopProfile, Future[Profile]]] = []
 
     def run(self) -> None:
         """Serve until told to end, or the parent is gone."""
         loop, transport = self._loop, self._transport
         while True:
-            commands = transport.receive(wait=not loop.has_work)
+            commands = transport.receive(wait=not loop.has_work, timeout=_PROFILE_POLL if self._profiles else None)
             if commands is None or not all(self._obey(command) for command in commands):
+                loop.profiling.close()
                 return
             if loop.has_work:
                 self._route(loop.step())
             self._publish()
+            if self._profiles:
+                self._hand_out_profiles()
 
     def _obey(self, command: Command) -> bool:
         match command:
@@ -106,9 +122,34 @@ class _Server:
                 self._transport.send(client, StatsReading(number, self._loop.stats(check=True)))
             case FlushCache(client, number):
                 self._transport.send(client, CacheFlushed(number, self._loop.flush_cache()))
+            case StartProfile() | StopProfile():
+                self._profile(command)
             case _:
                 return False
         return True
+
+    def _profile(self, command: StartProfile | StopProfile) -> None:
+        profiling = self._loop.profiling
+        try:
+            if isinstance(command, StopProfile):
+                self._profiles.append((command, profiling.stop()))
+                return
+            profile = profiling.start(command.output_dir, num_steps=command.num_steps, with_stack=command.with_stack)
+        except JaxserveError as error:
+            self._transport.send(command.client, _failed(command.number, error))
+        else:
+            self._transport.send(command.client, ProfileAnswer(command.number, profile))
+
+    def _hand_out_profiles(self) -> None:
+        """Answer for those that have been written meanwhile."""
+        for command, written in self._profiles:
+            if written.done():
+                error = written.exception()
+                answer = (
+                    ProfileAnswer(command.number, written.result()) if error is None else _failed(command.number, error)
+                )
+                self._transport.send(command.client, answer)
+        self._profiles = [(command, written) for command, written in self._profiles if not written.done()]
 
     def _route(self, events: list[TokenEvent]) -> None:
         owners, outbox = self._owners, self._outbox
@@ -124,9 +165,22 @@ class _Server:
         if stats.num_steps == self._num_steps and not any(self._outbox):
             return
         self._num_steps = stats.num_steps
-        for client, events in enumerate(self._outbox):
-            self._transport.send(client, StepEvents(events, stats))
-            self._outbox[client] = []
+        with self._loop.timeline.span("serialize"):
+            for client, events in enumerate(self._outbox):
+                self._transport.send(client, StepEvents(events, stats))
+                self._outbox[client] = []
+
+
+def _failed(number: int, error: BaseException) -> CommandFailed:
+    refused = isinstance(error, InvalidRequestError)
+    return CommandFailed(number, str(error), refused, error.param if isinstance(error, InvalidRequestError) else None)
+
+
+def _timed(info: EngineInfo, *, imports: float, engine: float) -> EngineInfo:
+    """With what only this module sees of the start: until the first line ran here, and until the engine stood, both
+    since the parent started the process."""
+    seconds = {"imports": round(imports, 3), **info.startup_seconds, "engine": round(engine, 3)}
+    return msgspec.structs.replace(info, startup_seconds=seconds)
 
 
 def _die_with(parent_pid: int) -> None:

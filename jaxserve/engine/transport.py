@@ -14,7 +14,7 @@ from typing import Self
 import msgspec
 import zmq
 
-from jaxserve.api_types import EngineRequest, EngineStats, TokenEvent
+from jaxserve.api_types import EngineRequest, EngineStats, Profile, TokenEvent
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -38,6 +38,24 @@ class ReadStats(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class FlushCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Empty the prefix cache and answer client `client` with a `CacheFlushed` of the same `number`."""
+
+    client: int
+    number: int
+
+
+class StartProfile(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Record a profile, see `Profiling.start`; answered to client `client` with a `ProfileAnswer` of the same `number`
+    once it records."""
+
+    client: int
+    number: int
+    output_dir: str | None
+    num_steps: int | None
+    with_stack: bool
+
+
+class StopProfile(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """End the profile; answered like `StartProfile`, once its files are written."""
 
     client: int
     number: int
@@ -68,8 +86,24 @@ class CacheFlushed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_pages: int
 
 
-Command = Add | Abort | ReadStats | FlushCache | Shutdown
-Message = StepEvents | StatsReading | CacheFlushed
+class ProfileAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to `StartProfile` and `StopProfile`."""
+
+    number: int
+    profile: Profile
+
+
+class CommandFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to a command that could not be done; `refused` when it was wrong to ask, with `param` at fault."""
+
+    number: int
+    message: str
+    refused: bool
+    param: str | None = None
+
+
+Command = Add | Abort | ReadStats | FlushCache | StartProfile | StopProfile | Shutdown
+Message = StepEvents | StatsReading | CacheFlushed | ProfileAnswer | CommandFailed
 
 
 class _Endpoint:
@@ -119,9 +153,10 @@ class EngineTransport(_Endpoint):
         """API processes that can be addressed."""
         return len(self._clients)
 
-    def receive(self, *, wait: bool) -> list[Command] | None:
-        """Commands that have come; with `wait`, sleeps until there is one. None when the parent is gone."""
-        if wait and self._lifeline in dict(self._poller.poll()):
+    def receive(self, *, wait: bool, timeout: float | None = None) -> list[Command] | None:
+        """Commands that have come; with `wait`, sleeps until there is one, or for `timeout` seconds. None when the
+        parent is gone."""
+        if wait and self._lifeline in dict(self._poller.poll(None if timeout is None else round(timeout * 1000))):
             return None
         commands: list[Command] = []
         while True:

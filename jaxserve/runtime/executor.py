@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxserve.api_types import SamplingParams, TokenLogprobs
+from jaxserve.observability.timeline import Timeline
 from jaxserve.runtime import batch as batches
 from jaxserve.runtime.host_pool import HostPool
 from jaxserve.runtime.page_copies import PAGES_A_COPY
@@ -33,7 +34,7 @@ class _InFlight:
 class DeviceExecutor:
     """Owns the device state. Plans run in the order of `dispatch`; if a program raises, the state is gone for good.
 
-    `host` is the memory that plans save pages to and load them from.
+    `host` is the memory that plans save pages to and load them from; `timeline` gets the spans of a step's phases.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class DeviceExecutor:
         programs: dict[Key, Callable[..., Any]],
         capacity: Capacity,
         host: HostPool | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self._params = params
         self._state = state
         self._programs = programs
         self._capacity = capacity
         self._host = host
+        self._timeline = timeline or Timeline()
         self._sampling: dict[tuple[int, int], SamplingParams] = {}
         self._compiles = CompileCounter()
 
@@ -65,16 +68,16 @@ class DeviceExecutor:
     def dispatch(self, plan: StepPlan) -> _InFlight:
         """Copy pages, open slots, then start the step; waits for nothing but pages to load that are on their way to
         the host."""
-        if plan.saves or plan.loads:
-            assert self._host is not None, "a plan that copies, and no memory to copy to"
-            self._copy_pages(self._host, plan)
-        for opened in plan.opens:
-            self._open(opened)
-        key = batches.choose_program(plan, self._capacity)
-        packed = batches.build(plan, batches.step_shape(key, self._capacity), self._capacity)
-        self._state, output = self._programs[key](self._params, self._state, packed)
-        for array in jax.tree.leaves(output):
-            array.copy_to_host_async()
+        if plan.opens or plan.saves or plan.loads:
+            with self._timeline.span("dispatch"):
+                self._prepare(plan)
+        with self._timeline.span("build"):
+            key = batches.choose_program(plan, self._capacity)
+            packed = batches.build(plan, batches.step_shape(key, self._capacity), self._capacity)
+        with self._timeline.span("dispatch"):
+            self._state, output = self._programs[key](self._params, self._state, packed)
+            for array in jax.tree.leaves(output):
+                array.copy_to_host_async()
         return _InFlight(plan, [self._sampling[chunk.rank, chunk.slot] for chunk in plan.chunks], output)
 
     def collect(self, handle: object) -> StepResult:
@@ -82,10 +85,17 @@ class DeviceExecutor:
         assert isinstance(handle, _InFlight)
         if self._host is not None:
             self._host.take_arrived()
-        tokens = np.asarray(handle.output.tokens)
+        with self._timeline.span("wait"):
+            tokens = np.asarray(handle.output.tokens)
+            logprobs = _fetch(handle.output.logprobs)
+            prompt_logprobs = _fetch(handle.output.prompt_logprobs)
+        with self._timeline.span("commit"):
+            return self._result(handle, tokens, logprobs, prompt_logprobs)
+
+    def _result(
+        self, handle: _InFlight, tokens: np.ndarray, logprobs: Logprobs | None, prompt_logprobs: Logprobs | None
+    ) -> StepResult:
         result = StepResult(tokens=[], logprobs={}, prompt_logprobs={})
-        logprobs = _fetch(handle.output.logprobs)
-        prompt_logprobs = _fetch(handle.output.prompt_logprobs)
         rows = [0] * self._capacity.num_ranks
         starts = [0] * self._capacity.num_ranks
         for i, (chunk, sampling) in enumerate(zip(handle.plan.chunks, handle.sampling)):
@@ -99,6 +109,14 @@ class DeviceExecutor:
             rows[rank] += 1
             starts[rank] += chunk.length
         return result
+
+    def _prepare(self, plan: StepPlan) -> None:
+        """What comes before the step itself: copies of pages, then slots that open."""
+        if plan.saves or plan.loads:
+            assert self._host is not None, "a plan that copies, and no memory to copy to"
+            self._copy_pages(self._host, plan)
+        for opened in plan.opens:
+            self._open(opened)
 
     def _copy_pages(self, host: HostPool, plan: StepPlan) -> None:
         for at in range(0, len(plan.saves), PAGES_A_COPY):

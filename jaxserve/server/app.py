@@ -24,6 +24,7 @@ from jaxserve.server.openai import models, protocol, responses
 from jaxserve.server.openai.chat import chat_completions
 from jaxserve.server.openai.completions import completions
 from jaxserve.server.openapi import Operation, document
+from jaxserve.server.profile import Profile, StartProfileRequest, StopProfileRequest, start_profile, stop_profile
 from jaxserve.server.request_id import RequestId
 from jaxserve.server.serving import Serving
 
@@ -117,5 +118,15 @@ _POSTS: tuple[tuple[Operation, PostHandler], ...] = (
             "POST", "/abort_request", "End an open request", body=native.AbortRequest, response=native.AbortResponse
         ),
         native.abort_request,
+    ),
+    (
+        Operation(
+            "POST", "/start_profile", "Record a profile of the engine", body=StartProfileRequest, response=Profile
+        ),
+        start_profile,
+    ),
+    (
+        Operation("POST", "/stop_profile", "End the profile and write it", body=StopProfileRequest, response=Profile),
+        stop_profile,
     ),
 )

@@ -17,7 +17,10 @@ from jaxserve.server.serving import Serving
 
 
 class Post[T: msgspec.Struct]:
-    """A route that takes a JSON body of type `body` and answers once the engine is ready."""
+    """A route that takes a JSON body of type `body` and answers once the engine is ready.
+
+    A type whose `may_be_empty` is true takes no body at all for an empty object.
+    """
 
     def __init__(
         self, serving: Serving, body: type[T], handle: Callable[[Serving, Exchange, T], Coroutine[Any, Any, None]]
@@ -26,15 +29,15 @@ class Post[T: msgspec.Struct]:
         self._handle = handle
         self._decoder = msgspec.json.Decoder(body)
         self._fields = body.__struct_fields__
+        self._if_empty = b"{}" if getattr(body, "may_be_empty", False) else b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
         with self._serving.answering():
             try:
                 self._serving.require()
-                body = decode(
-                    self._decoder, await exchange.read_body(self._serving.config.max_body_bytes), self._fields
-                )
+                read = await exchange.read_body(self._serving.config.max_body_bytes)
+                body = decode(self._decoder, read or self._if_empty, self._fields)
                 model: str | None = getattr(body, "model", None)
                 if model is not None and model != self._serving.model_name:
                     raise unknown_model(model, self._serving.model_name)

@@ -121,7 +121,8 @@ class _Scripted:
         self.waits: list[bool] = []
         self.sent: list[Message] = []
 
-    def receive(self, *, wait: bool) -> list[Command] | None:
+    def receive(self, *, wait: bool, timeout: float | None = None) -> list[Command] | None:
+        assert timeout is None, "nothing to wake up for"
         self.waits.append(wait)
         assert len(self.waits) < 20, "turning without end"
         # While there is work nothing comes in.

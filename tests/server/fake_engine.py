@@ -17,10 +17,12 @@ from jaxserve.api_types import (
     EngineRequest,
     EngineStats,
     FinishReason,
+    Profile,
     TokenEvent,
     TokenLogprobs,
     Usage,
 )
+from jaxserve.engine.profiling import Profiling
 from jaxserve.errors import EngineDeadError
 
 MAX_MODEL_LEN = 512
@@ -84,6 +86,7 @@ class FakeEngine:
         self.changed = asyncio.Condition()
         self.shut_down = False
         self.num_flushes = 0
+        self.profiling = Profiling()
         self._rule = rule
         self._refuse = refuse
         self._cached_tokens = cached_tokens
@@ -147,6 +150,16 @@ class FakeEngine:
             raise EngineDeadError(self.on_death.result())
         self.num_flushes += 1
         return 12
+
+    async def start_profile(
+        self, output_dir: str | None = None, *, num_steps: int | None = None, with_stack: bool = False
+    ) -> Profile:
+        if self.on_death.done():
+            raise EngineDeadError(self.on_death.result())
+        return self.profiling.start(output_dir, num_steps=num_steps, with_stack=with_stack)
+
+    async def stop_profile(self) -> Profile:
+        return await asyncio.wrap_future(self.profiling.stop())
 
     async def shutdown(self) -> None:
         self.shut_down = True

@@ -1,0 +1,63 @@
+"""`jax.profiler` as the engine uses it, with the engine's own spans on the timeline and the scopes of each program.
+
+A profile opens in XProf and Perfetto. Beside what jax writes lies `scopes.json.gz`: which layer and phase each
+instruction of each program belongs to, as not every device's trace says so.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxserve.observability.timeline import Timeline
+
+SCOPES = "scopes.json.gz"
+
+_MODULE = re.compile(r"HloModule (?P<name>[\w.-]+)")
+_INSTRUCTION = re.compile(r'^ +(?:ROOT )?%?(?P<name>[\w.-]+) = .*\bop_name="(?P<path>[^"]+)"', flags=re.M)
+# Parts of an instruction's path that jax puts there, not we.
+_NOT_A_SCOPE = re.compile(r".*[(),].*|while|body|cond|shard_map|closed_call|branch_\d+_fun|scan|checkpoint")
+
+
+class JaxProfiler:
+    """Records the device and, through `timeline`, the engine's thread. `programs` are those that the engine runs."""
+
+    def __init__(self, timeline: Timeline, programs: Mapping[Any, Callable[..., Any]]) -> None:
+        self._timeline = timeline
+        self._programs = programs
+        self._folder = Path()
+
+    def start(self, directory: Path, name: str, *, with_stack: bool) -> Path:
+        """Record from now on, into the folder that is returned."""
+        options = jax.profiler.ProfileOptions()
+        options.session_id = name
+        options.python_tracer_level = int(with_stack)
+        jax.profiler.start_trace(directory, profiler_options=options)
+        self._timeline.watch(jax.profiler.TraceAnnotation)
+        self._folder = directory / "plugins" / "profile" / name
+        return self._folder
+
+    def stop(self) -> None:
+        """Record no more and write the files; other threads go on meanwhile."""
+        self._timeline.unwatch()
+        jax.profiler.stop_trace()
+        scopes = dict(map(scopes_of, (program.as_text() for program in self._programs.values())))  # type: ignore[attr-defined]
+        (self._folder / SCOPES).write_bytes(gzip.compress(json.dumps(scopes).encode(), 1))
+
+
+def scopes_of(text: str) -> tuple[str, dict[str, str]]:
+    """From a compiled program's text: its name, and the scope of each instruction that has one (`layer_3/mlp`)."""
+    module = _MODULE.match(text)
+    assert module is not None, text[:80]
+    found = {match["name"]: _scope(match["path"]) for match in _INSTRUCTION.finditer(text)}
+    return module["name"], {name: scope for name, scope in found.items() if scope}
+
+
+def _scope(path: str) -> str:
+    return "/".join(part for part in path.split("/")[:-1] if not _NOT_A_SCOPE.fullmatch(part))

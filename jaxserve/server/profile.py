@@ -1,0 +1,86 @@
+"""Routes that profile the engine, under vLLM's and SGLang's names: `/start_profile` and `/stop_profile`.
+
+Owns what may be asked for; whether it can be done now is the engine's to say.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.server.errors import UnavailableError
+from jaxserve.server.http import Exchange
+from jaxserve.server.serving import Serving
+
+# Of SGLang's fields, those that mean nothing here, and why.
+_REFUSED = {
+    "start_step": "a profile starts with the next step",
+    "record_shapes": "every program has fixed shapes, and the trace names the programs",
+    "profile_by_stage": "every profile tells prefill and decode apart, by their programs",
+    "profile_stages": "every profile tells prefill and decode apart, by their programs",
+    "profile_prefix": "a profile's folder is named by its time; output_dir may choose the folder above it",
+    "merge_profiles": "one process drives all devices, and writes one profile",
+}
+_ACTIVITIES = frozenset({"CPU", "GPU"})
+
+
+class StartProfileRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What to record. `output_dir` is a folder within `--profile-dir`; after `num_steps` steps the profile ends by
+    itself. `with_stack` adds Python's calls. `activities` are always the host's and the device's."""
+
+    may_be_empty: ClassVar[bool] = True
+
+    output_dir: str | None = None
+    num_steps: int | None = None
+    with_stack: bool | None = None
+    activities: list[str] | None = None
+
+    start_step: Any = None
+    record_shapes: Any = None
+    profile_by_stage: Any = None
+    profile_stages: Any = None
+    profile_prefix: Any = None
+    merge_profiles: Any = None
+
+
+class StopProfileRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """There is nothing to say."""
+
+    may_be_empty: ClassVar[bool] = True
+
+
+class Profile(msgspec.Struct):
+    """The folder of the profile's files, and how many steps are in it."""
+
+    output_dir: str
+    num_steps: int
+
+
+async def start_profile(serving: Serving, exchange: Exchange, request: StartProfileRequest) -> None:
+    """Record from the next step on; answers once it does."""
+    for name, why in _REFUSED.items():
+        if getattr(request, name):
+            raise InvalidRequestError(f"{name} is not supported: {why}", param=name)
+    if request.activities is not None and set(request.activities) != _ACTIVITIES:
+        raise InvalidRequestError(
+            f"activities must be {sorted(_ACTIVITIES)}, got {request.activities}: host and device are always recorded",
+            param="activities",
+        )
+    try:
+        profile = await serving.require().engine.start_profile(
+            request.output_dir, num_steps=request.num_steps, with_stack=bool(request.with_stack)
+        )
+    except TimeoutError as error:
+        raise UnavailableError("The engine has not answered in time; a step may take very long") from error
+    await exchange.respond(Profile(profile.directory, profile.num_steps))
+
+
+async def stop_profile(serving: Serving, exchange: Exchange, request: StopProfileRequest) -> None:
+    """End the profile; answers once its files are written. Requests go on meanwhile."""
+    try:
+        profile = await serving.require().engine.stop_profile()
+    except TimeoutError as error:
+        raise UnavailableError("The profile is still being written; the server's log will say when it is") from error
+    await exchange.respond(Profile(profile.directory, profile.num_steps))
