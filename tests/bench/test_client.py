@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import statistics
 from typing import Any
 
 import pytest
@@ -33,14 +32,20 @@ async def test_an_answer_is_read_whole(harness: Harness, chat: bool) -> None:
 
 
 async def test_times_are_those_at_which_the_server_sent(harness: Harness) -> None:
-    """No token is seen before it was sent; the client's share of a latency is a fraction of it."""
-    client = harness.client(ttft=0.2, itl=0.05)
-    record = await ask(client, tokens=20)
-    sent = harness.server.sent["a"]
-    assert all(seen >= there for seen, there in zip(record.token_times, sent["tokens"], strict=True))
-    assert record.ttft == pytest.approx(sent["tokens"][0] - sent["came"], rel=0.25)
-    assert record.tpot == pytest.approx((sent["tokens"][-1] - sent["tokens"][0]) / 19, rel=0.1)
-    assert statistics.median(record.itls) == pytest.approx(0.05, rel=0.25)
+    """No token is seen before it was sent. A busy machine makes some requests late, a wrong clock would make all."""
+    client = harness.client(ttft=0.1, itl=0.02)
+    ttft, tpot = [], []
+    for name in "abcde":
+        record = await ask(client, name, tokens=20)
+        there = harness.server.sent[name]
+        sent = there["tokens"]
+        assert all(seen >= when for seen, when in zip(record.token_times, sent, strict=True))
+        assert record.ttft is not None
+        assert record.tpot is not None
+        ttft.append(record.ttft / (sent[0] - there["came"]) - 1)
+        tpot.append(abs(record.tpot / ((sent[-1] - sent[0]) / 19) - 1))
+    assert 0 < min(ttft) < 0.1
+    assert min(tpot) < 0.05
 
 
 @pytest.mark.parametrize(

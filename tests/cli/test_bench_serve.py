@@ -69,19 +69,22 @@ def test_the_result_has_vllms_keys_and_every_request(
 
 
 def test_latencies_are_those_the_server_wrote_down(known_port: int, result: Path) -> None:
-    """Medians over several streams, against another process's record of when it sent."""
+    """Against another process's record; a busy machine makes some streams late, a wrong clock would make all."""
     known = {"ttft": 0.15, "itl": 0.03}
     assert bench(known_port, *IDS, "--num-prompts", "6", "--max-concurrency", "3", "--random-output-len", "20",
                  "--output-json", str(result), known=known) == 0  # fmt: skip
     with urllib.request.urlopen(f"http://127.0.0.1:{known_port}/sent") as answer:
         sent = json.load(answer)
-    ttft = statistics.median(seen["tokens"][0] - seen["came"] for seen in sent.values())
-    tpot = statistics.median((seen["tokens"][-1] - seen["tokens"][0]) / 19 for seen in sent.values())
     got = json.loads(result.read_text())
-    assert got["median_ttft_ms"] / 1e3 == pytest.approx(ttft, rel=0.25)
-    assert got["median_ttft_ms"] / 1e3 > ttft
-    assert got["median_tpot_ms"] / 1e3 == pytest.approx(tpot, rel=0.1)
-    assert got["median_e2el_ms"] == pytest.approx(got["median_ttft_ms"] + 19 * got["median_tpot_ms"], rel=0.1)
+    ttft, tpot = [], []
+    for record in got["records"]:
+        there = sent[record["id"]]
+        tokens, seen = there["tokens"], record["token_times"]
+        ttft.append((seen[0] - record["start"]) / (tokens[0] - there["came"]) - 1)
+        tpot.append(abs((seen[-1] - seen[0]) / (tokens[-1] - tokens[0]) - 1))
+    assert 0 < min(ttft) < 0.1
+    assert min(tpot) < 0.05
+    assert got["median_ttft_ms"] == pytest.approx(1e3 * statistics.median(got["ttfts"]))
 
 
 def test_a_chat_in_turns_with_text_and_a_tokenizer(
