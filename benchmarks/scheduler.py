@@ -238,7 +238,8 @@ class _Forever(dict[str, int]):
 def match_cost(tokens: int = 8192, repeats: int = 200) -> float:
     """Median milliseconds to find a cached prompt of so many tokens in a tree of other prompts."""
     scheduler = scheduler_of(capacity_of(8, 64 * tokens))
-    cache, pool = scheduler._cache, scheduler._roster.pool
+    [rank] = scheduler._ranks
+    cache, pool = rank.cache, rank.pool
     rng = random.Random(0)
     prompts = [_ids(rng, tokens) for _ in range(16)]
     for prompt in prompts:

@@ -6,6 +6,7 @@ or sent to another process.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Protocol
 
 import msgspec
@@ -53,21 +54,40 @@ class Chunk(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     target: int | None = None
 
 
+Copy = tuple[int, int, int]
+"""A page that is copied, with the rank it belongs to: (rank, from, to)."""
+
+
 class StepPlan(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """One step: slots that open, chunks to run (decodes first), slots that close before it. `greedy` allows the
-    program that has no sampler.
+    """One step of all ranks: slots that open, chunks to run (decodes first), slots that close before it, as (rank,
+    slot). `greedy` allows the program that has no sampler.
 
     Before all of it, pages are copied to slots of host memory, in the order of `saves`, and after that from there, in
-    that of `loads`: (page, slot) and (slot, page).
+    that of `loads`.
     """
 
     opens: list[SlotOpen]
     chunks: list[Chunk]
-    closes: list[int]
+    closes: list[tuple[int, int]]
     num_decodes: int
     greedy: bool
-    saves: list[tuple[int, int]] = []
-    loads: list[tuple[int, int]] = []
+    saves: list[Copy] = []
+    loads: list[Copy] = []
+
+    def most_rows(self, num_ranks: int) -> int:
+        """Chunks of the rank that has most of them: all ranks run the program that holds it."""
+        if num_ranks == 1:
+            return len(self.chunks)
+        return max(Counter(chunk.rank for chunk in self.chunks).values(), default=0)
+
+    def most_tokens(self, num_ranks: int) -> int:
+        """Tokens of the rank that has most of them."""
+        if num_ranks == 1:
+            return sum(chunk.length for chunk in self.chunks)
+        tokens = [0] * num_ranks
+        for chunk in self.chunks:
+            tokens[chunk.rank] += chunk.length
+        return max(tokens)
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -87,7 +107,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
     `decode_buckets` are row counts, `token_buckets` token counts of mixed steps, each ascending; a step fits into the
     largest. Up to `fine_decode_rows` decode buckets are finely spaced. `prompt_logprob_tokens` bounds a step that
-    computes log probabilities of prompts. `num_pages` is per rank.
+    computes log probabilities of prompts. All of it is per rank, of which there are `num_ranks`.
     """
 
     num_slots: int

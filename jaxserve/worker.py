@@ -102,17 +102,17 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
     logger.info(
         "max_total_num_tokens=%d, chunked_prefill_size=%d, max_prefill_tokens=%d, max_running_requests=%d, "
         "context_len=%d, available_gpu_mem=%.2f GB",
-        sizes.capacity.num_pages * sizes.capacity.page_size,
+        deployment.data * sizes.capacity.num_pages * sizes.capacity.page_size,
         sizes.chunked_prefill_size,
         sizes.max_prefill_tokens,
-        sizes.capacity.num_slots,
+        deployment.data * sizes.capacity.num_slots,
         sizes.capacity.max_model_len,
         free / 2**30,
     )
     if host is not None:
         logger.info(
             "hierarchical cache: %d tokens in host memory (%.2f GiB), %s",
-            host.num_pages * sizes.capacity.page_size,
+            deployment.data * host.num_pages * sizes.capacity.page_size,
             host.nbytes / 2**30,
             config.hicache_write_policy,
         )
@@ -120,8 +120,8 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         max_model_len=sizes.capacity.max_model_len,
         vocab_size=model.vocab_size,
         page_size=sizes.capacity.page_size,
-        num_pages=sizes.capacity.num_pages,
-        max_running_requests=sizes.capacity.num_slots,
+        num_pages=deployment.data * sizes.capacity.num_pages,
+        max_running_requests=deployment.data * sizes.capacity.num_slots,
         chunked_prefill_size=sizes.chunked_prefill_size,
         device=device.device_kind,
         dtype=deployment.dtype.name,

@@ -43,6 +43,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dp_size: Annotated[
         int, Meta(description="data-parallel size: ranks of tp_size devices, with requests and a KV cache of their own")
     ] = 1
+    dp_mode: Annotated[
+        Literal["mesh", "replicas"],
+        Meta(description="how ranks run: mesh, all in one program in lock step (replicas is not built yet)"),
+    ] = "mesh"
     context_length: Annotated[
         int | None,
         Meta(description="longest prompt plus output in tokens; default: the model's, fitted to the KV cache"),
@@ -52,16 +56,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float | None, Meta(description="share of device memory for weights and KV cache; default 0.88")
     ] = None
     max_total_tokens: Annotated[
-        int | None, Meta(description="tokens of KV cache; default: what memory allows (on a CPU at most 512 MiB of it)")
+        int | None,
+        Meta(description="tokens of KV cache of a rank; default: what memory allows (on a CPU at most 512 MiB in all)"),
     ] = None
     max_running_requests: Annotated[
-        int | None, Meta(description="requests that run at once; default 32 on a CPU, 256 elsewhere")
+        int | None, Meta(description="requests that run at once on a rank; default 32 on a CPU, 256 elsewhere")
     ] = None
     max_queued_requests: Annotated[
         int | None, Meta(description="requests that may wait; one more is answered 503. Default: no limit")
     ] = None
     chunked_prefill_size: Annotated[
-        int | None, Meta(description="most prompt tokens a step; -1 disables chunking. Default 512 on a CPU, else 2048")
+        int | None,
+        Meta(description="most prompt tokens a step, of a rank; -1 disables chunking. Default 512 on a CPU, else 2048"),
     ] = None
     max_prefill_tokens: Annotated[
         int | None, Meta(description="also bounds the prompt tokens of a step; default: chunked_prefill_size")
@@ -137,8 +143,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"mem_fraction_static must be in (0, 1], got {self.mem_fraction_static}")
         if self.chunked_prefill_size == 0:
             raise ConfigError("chunked_prefill_size must be positive, or -1 to disable chunking; got 0")
-        if self.dp_size != 1:
-            raise ConfigError(f"dp_size={self.dp_size} is not supported yet: only 1 is")
+        if self.dp_mode != "mesh":
+            raise ConfigError(f"dp_mode={self.dp_mode} is not built yet: mesh is, and runs the ranks in one process")
         self._check_hierarchical_cache()
         if self.cuda_graph_bs is not None and (not self.cuda_graph_bs or min(self.cuda_graph_bs) < 1):
             raise ConfigError(f"cuda_graph_bs must be positive sizes, got {list(self.cuda_graph_bs)}")

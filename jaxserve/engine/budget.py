@@ -6,44 +6,55 @@ Pure arithmetic on token counts; it knows no requests and no pages.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 
 
 class PrefillBudget:
-    """What prefill chunks may still take in a step that already holds `num_decodes` tokens.
+    """What prefill chunks may still take in a step that already holds `num_decodes[i]` tokens on rank i.
 
-    `step_tokens` bounds the step, `prefill_tokens` its chunks together, and `prompt_logprob_tokens` the step as soon as
-    one chunk computes log probabilities of its prompt.
+    On each rank, `step_tokens` bounds the step, `prefill_tokens` its chunks together; `prompt_logprob_tokens` bounds
+    all ranks as soon as one chunk anywhere computes log probabilities of its prompt, as they run the same program.
     """
 
-    def __init__(self, num_decodes: int, *, step_tokens: int, prefill_tokens: int, prompt_logprob_tokens: int) -> None:
-        self.total = num_decodes
+    def __init__(
+        self, num_decodes: Sequence[int], *, step_tokens: int, prefill_tokens: int, prompt_logprob_tokens: int
+    ) -> None:
+        self.totals = list(num_decodes)
         self.prompt_logprobs = False
-        self._prefill_left = prefill_tokens
+        self._prefill_left = [prefill_tokens] * len(num_decodes)
         self._step_tokens = step_tokens
         self._prompt_logprob_tokens = min(prompt_logprob_tokens, step_tokens)
 
-    def offer(self, *, prompt_logprobs: bool) -> int:
+    def offer(self, rank: int, *, prompt_logprobs: bool) -> int:
         """The longest chunk that still fits."""
-        limit = self._prompt_logprob_tokens if prompt_logprobs or self.prompt_logprobs else self._step_tokens
-        return max(0, min(self._prefill_left, limit - self.total))
+        limit = self._step_tokens
+        if prompt_logprobs or self.prompt_logprobs:
+            limit = self._prompt_logprob_tokens
+            if max(self.totals) > limit:
+                return 0
+        return max(0, min(self._prefill_left[rank], limit - self.totals[rank]))
 
-    def take(self, length: int, *, prompt_logprobs: bool) -> None:
+    def take(self, rank: int, length: int, *, prompt_logprobs: bool) -> None:
         """Count a chunk in."""
-        self.total += length
-        self._prefill_left -= length
+        self.totals[rank] += length
+        self._prefill_left[rank] -= length
         self.prompt_logprobs = self.prompt_logprobs or prompt_logprobs
 
 
-def trim_to_bucket(total: int, last: int, buckets: tuple[int, ...]) -> int:
-    """How many tokens to cut from the last chunk (`last` of `total`) of a mixed step: 0 unless that saves a program.
+def trim_to_bucket(totals: Sequence[int], lasts: Sequence[int], buckets: tuple[int, ...]) -> list[int]:
+    """How many tokens to cut from the last chunk (`lasts[i]` of `totals[i]`) of each rank of a mixed step: none at all
+    unless that saves a program.
 
-    A step runs in the smallest bucket that holds it and pays for all of it. When it lies above a bucket by less than a
-    quarter of the gap to the next, the excess waits for the next step. At least half of the chunk stays, so a prompt's
-    tail is never dragged over many steps.
+    A step runs in the smallest bucket that holds the fullest rank and pays for all of it. When it lies above a bucket
+    by less than a quarter of the gap to the next, the excess waits for the next step. At least half of a chunk stays,
+    so a prompt's tail is never dragged over many steps.
     """
-    index = bisect.bisect_left(buckets, total)
-    if index == 0 or index == len(buckets) or buckets[index] == total:
-        return 0
+    most = max(totals)
+    index = bisect.bisect_left(buckets, most)
+    nothing = [0] * len(totals)
+    if index == 0 or index == len(buckets) or buckets[index] == most:
+        return nothing
     below, above = buckets[index - 1], buckets[index]
-    excess = total - below
-    return excess if 4 * excess < above - below and 2 * excess <= last else 0
+    cuts = [max(0, total - below) for total in totals]
+    pays = all(4 * cut < above - below and 2 * cut <= last for cut, last in zip(cuts, lasts))
+    return cuts if pays else nothing

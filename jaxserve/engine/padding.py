@@ -1,6 +1,6 @@
 """Which programs the steps ran in, and how much of them was padding.
 
-Counts for the log and the metrics, from plans alone: the smallest program that holds a step runs it.
+Counts for the log and the metrics, from plans alone: all ranks run the smallest program that holds the fullest.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ class PaddingCount:
 
     def count(self, plan: StepPlan) -> None:
         """A step has been planned."""
-        rows = plan.num_decodes
-        if rows == len(plan.chunks):
+        ranks = self._capacity.num_ranks
+        if plan.num_decodes == len(plan.chunks):
+            rows = plan.most_rows(ranks)
             self.last_bucket = _smallest(self._capacity.decode_buckets, rows)
             self.decode_steps += 1
             self.coarse_decode_steps += not self.is_fine(rows)
-            self.decode_rows += rows
+            self.decode_rows += plan.num_decodes
             self.decode_steps_by_rows[rows] += 1
-            self.decode_bucket_rows += self.last_bucket
+            self.decode_bucket_rows += self.last_bucket * ranks
         elif all(chunk.logits <= 1 for chunk in plan.chunks):
-            tokens = sum(chunk.length for chunk in plan.chunks)
-            self.mixed_tokens += tokens
-            self.mixed_bucket_tokens += _smallest(self._capacity.token_buckets, tokens)
+            most = plan.most_tokens(ranks)
+            self.mixed_tokens += most if ranks == 1 else sum(chunk.length for chunk in plan.chunks)
+            self.mixed_bucket_tokens += _smallest(self._capacity.token_buckets, most) * ranks
 
     def is_fine(self, rows: int) -> bool:
         """Whether a decode batch of so many rows lies within the finely spaced programs."""

@@ -1,126 +1,58 @@
-"""The books: every open request, where it stands, and which slot and pages it holds.
+"""The books: every open request and where it stands, waiting, running on one of the ranks, or gone.
 
-It moves requests between waiting, running and gone, and hands slots and pages out and takes them back, so that each is
-free, cached or owned exactly once; `check` says so at any moment between two steps. It decides nothing: who moves, and
-when, is the scheduler's.
-
-Who holds what: a running request owns a slot and pages, and has locked the cached prefix it reads. Whole pages of its
-prompt go to the cache as soon as the step that writes them is planned, those of its output when it stops running. It
-gives all back when it ends, when it is retracted, or once its last token is planned and a next step is made: steps run
-in order, so whoever gets them then comes after it.
+It owns the list of open requests, the queue, which all ranks share, and the ranks. It decides nothing: who moves, when,
+and to which rank, is the scheduler's.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 
-from jaxserve.engine.pages import PagePool
 from jaxserve.engine.policy import WaitingQueue
-from jaxserve.engine.radix_cache import RadixCache
 from jaxserve.engine.radix_node import Node
+from jaxserve.engine.rank import Rank
 from jaxserve.engine.request import Phase, Request
-from jaxserve.step_plan import Capacity, SlotOpen
+from jaxserve.step_plan import SlotOpen
 
 
 class Roster:
-    """Open requests by id. A running one is in exactly one of `prefilling` (some fill tokens are unplanned),
-    `decoding`, and `finishing` (its last token is planned); each keeps the order in which they came in."""
+    """Open requests by id; those that don't wait run on the rank that they name."""
 
-    def __init__(self, capacity: Capacity, cache: RadixCache, pool: PagePool, waiting: WaitingQueue) -> None:
-        self.pool = pool
-        self.cache = cache
+    def __init__(self, ranks: Sequence[Rank], waiting: WaitingQueue) -> None:
+        self.ranks = tuple(ranks)
         self.waiting = waiting
         self.requests: dict[str, Request] = {}
-        self.prefilling: dict[str, Request] = {}
-        self.decoding: dict[str, Request] = {}
-        self.finishing: dict[str, Request] = {}
-        self._num_slots = capacity.num_slots
-        self._free_slots = list(range(capacity.num_slots - 1, -1, -1))
-        self._closed_slots: list[int] = []
+
+    @property
+    def running(self) -> Iterator[Request]:
+        """Those that have tokens to plan yet, on all ranks."""
+        for rank in self.ranks:
+            yield from rank.running
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a slot; one whose last token is on its way may have given it back."""
-        ending = sum(request.slot is not None for request in self.finishing.values())
-        return len(self.prefilling) + len(self.decoding) + ending
+        """Requests that hold a slot."""
+        return sum(rank.num_running for rank in self.ranks)
 
     @property
     def num_free_slots(self) -> int:
         """Requests that could start if there were pages."""
-        return len(self._free_slots)
-
-    @property
-    def num_available_pages(self) -> int:
-        """Pages that are free, or cached and used by nobody."""
-        return self.pool.num_free + self.cache.num_evictable
+        return sum(rank.num_free_slots for rank in self.ranks)
 
     def enter(self, request: Request) -> None:
         """A request arrives and waits."""
         self.requests[request.request_id] = request
         self.waiting.add(request)
 
-    def start(self, request: Request, node: Node, pages: list[int]) -> SlotOpen:
-        """A waiting request takes a slot, and the cached prefix that ends at `node`, which the caller has locked for
-        it: `pages`, and those into which the rest of it is loaded."""
+    def start(self, request: Request, rank: Rank, node: Node, pages: list[int]) -> SlotOpen:
+        """A waiting request starts on a rank; see `Rank.start`."""
         self.waiting.remove(request)
-        slot = self._free_slots.pop()
-        if absent := self.cache.num_absent(node):
-            loaded = self._allocate(absent)
-            self.cache.load(node, loaded)
-            pages = pages + loaded
-        cached = len(pages) * self.pool.page_size
-        request.slot = slot
-        request.num_starts += 1
-        request.phase = Phase.RUNNING
-        request.node = node
-        request.pages[0] = pages
-        request.num_shared_pages = len(pages)
-        request.num_planned_tokens = request.num_computed_tokens = cached
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = cached
-        self.prefilling[request.request_id] = request
-        return SlotOpen(
-            slot=slot,
-            rank=request.rank,
-            sampling=request.sampling,
-            stop_ids=request.stop_ids,
-            sample=request.sample,
-            prompt_ids=request.prompt_ids,
-            output_ids=list(request.output_ids),
-            cached_pages=(tuple(pages),),
-            num_cached_tokens=cached,
-        )
-
-    def extend(self, request: Request, num_tokens: int) -> tuple[tuple[int, ...], ...]:
-        """Give a request the pages that its first `num_tokens` tokens still lack, and return them by KV group."""
-        pages = request.pages[0]
-        count = self.pool.pages_for(num_tokens) - len(pages)
-        if count <= 0:
-            return ((),)
-        new = self._allocate(count)
-        pages.extend(new)
-        return (tuple(new),)
-
-    def cache_prompt(self, request: Request) -> None:
-        """The whole pages of fill tokens that are planned go to the cache: later steps may read them."""
-        shared, size = request.num_shared_pages, self.pool.page_size
-        whole = request.num_planned_tokens // size
-        if whole <= shared:
-            return
-        assert request.node is not None
-        request.node, taken = self.cache.extend(
-            request.node, request.tokens(shared * size, whole * size), request.pages[0][shared:whole]
-        )
-        request.num_shared_pages += taken
-
-    def promote(self, request: Request, *, last: bool) -> None:
-        """All fill tokens of a prefilling request, or with `last` the last token of a decoding one, are planned."""
-        self.prefilling.pop(request.request_id, None) or self.decoding.pop(request.request_id)
-        (self.finishing if last else self.decoding)[request.request_id] = request
+        return rank.start(request, node, pages)
 
     def retract(self, request: Request) -> None:
-        """A running request goes back to the queue; the cache keeps what was computed for as long as it can."""
-        self._stop_running(request)
+        """A running request goes back to the queue; it may start again on any rank."""
+        self.ranks[request.rank].stop(request)
         request.start_over()
         self.waiting.put_back(request)
 
@@ -129,40 +61,26 @@ class Roster:
         if request.phase is Phase.WAITING:
             self.waiting.remove(request)
         else:
-            self._stop_running(request)
+            self.ranks[request.rank].stop(request)
         request.phase = Phase.FINISHED
         del self.requests[request.request_id]
 
-    def release_finishing(self) -> None:
-        """Take slots and pages from requests whose last token was planned in an earlier step."""
-        for request in self.finishing.values():
-            self._give_back(request)
-
-    def take_closed_slots(self, opens: list[SlotOpen]) -> list[int]:
-        """Slots that were freed since the last call and that none of `opens` takes again."""
-        if not self._closed_slots:
-            return []
-        reopened = {opened.slot for opened in opens}
-        closed = [slot for slot in self._closed_slots if slot not in reopened]
-        self._closed_slots.clear()
-        return closed
+    def take_closed_slots(self, opens: list[SlotOpen]) -> list[tuple[int, int]]:
+        """Slots that were freed since the last call and that none of `opens` takes again, as (rank, slot)."""
+        return [closed for rank in self.ranks for closed in rank.take_closed_slots(opens)]
 
     def check(self) -> list[str]:
         """What is wrong with the books, as sentences; empty when every page, slot and request is counted once."""
-        running = [*self.prefilling.values(), *self.decoding.values(), *self.finishing.values()]
-        problems = self._check_requests(running)
-        slots = Counter(self._free_slots)
-        slots.update(request.slot for request in running if request.slot is not None)
-        problems += [
-            f"slot {slot} is free or owned {slots[slot]} times" for slot in range(self._num_slots) if slots[slot] != 1
-        ]
-        own = (page for r in self.requests.values() for page in r.pages[0][r.num_shared_pages :])
-        problems += self.cache.check([request.node for request in running if request.node is not None])
-        return problems + self.pool.check([*own, *self.cache.pages()])
+        problems = self._check_requests()
+        for rank in self.ranks:
+            where = f"on rank {rank.index}, " if len(self.ranks) > 1 else ""
+            problems += [f"{where}{problem}" for problem in rank.check()]
+        return problems
 
-    def _check_requests(self, running: list[Request]) -> list[str]:
+    def _check_requests(self) -> list[str]:
         problems = []
-        listed = Counter(request.request_id for request in [*running, *self.waiting])
+        ending = (request for rank in self.ranks for request in rank.finishing.values())
+        listed = Counter(request.request_id for request in [*self.running, *ending, *self.waiting])
         for request_id in listed.keys() | self.requests.keys():
             if listed[request_id] != 1 or request_id not in self.requests:
                 known = "open" if request_id in self.requests else "not open"
@@ -170,45 +88,4 @@ class Roster:
         for request in self.waiting:
             if request.phase is not Phase.WAITING or request.slot is not None or request.pages[0] or request.node:
                 problems.append(f"waiting request {request.request_id} is {request.phase} or holds a slot or pages")
-        for request in running:
-            if request.phase is not Phase.RUNNING:
-                problems.append(f"running request {request.request_id} is {request.phase}")
-            if request.slot is None and (request.request_id not in self.finishing or request.pages[0] or request.node):
-                problems.append(f"running request {request.request_id} has no slot")
-            if request.slot is not None and len(request.pages[0]) != self.pool.pages_for(request.num_planned_tokens):
-                problems.append(
-                    f"request {request.request_id} holds {len(request.pages[0])} pages for "
-                    f"{request.num_planned_tokens} tokens"
-                )
-        if len(self.prefilling) > 1:
-            problems.append(f"{len(self.prefilling)} prompts are halfway at once: {', '.join(self.prefilling)}")
         return problems
-
-    def _allocate(self, count: int) -> list[int]:
-        """Free pages, or cached ones that nobody uses; the caller has made sure that there are as many."""
-        if count > self.pool.num_free:
-            self.cache.evict(count - self.pool.num_free)
-        return self.pool.allocate(count)
-
-    def _stop_running(self, request: Request) -> None:
-        self._give_back(request)
-        for group in (self.prefilling, self.decoding, self.finishing):
-            group.pop(request.request_id, None)
-
-    def _give_back(self, request: Request) -> None:
-        if request.slot is None:
-            return
-        self._free_slots.append(request.slot)
-        self._closed_slots.append(request.slot)
-        request.slot = None
-        pages, shared = request.pages[0], request.num_shared_pages
-        # What is planned is written before anybody else's step; the tokens must be known, too, to be found again.
-        whole = max(min(request.num_planned_tokens, request.num_known_tokens) // self.pool.page_size, shared)
-        self.pool.release(pages[whole:])
-        tokens = request.tokens(0, whole * self.pool.page_size)
-        self.cache.adopt(request.namespace, tokens, pages[shared:whole], shared)
-        assert request.node is not None
-        self.cache.unlock(request.node)
-        request.node = None
-        request.num_shared_pages = 0
-        request.pages[0] = []

@@ -1,8 +1,8 @@
 """Who runs when. `plan()` says what the next step computes, `commit()` takes in what it produced.
 
-It decides over the roster's requests, and is plain integers throughout: no device, no clock, no thread, so a test or a
-simulator drives it as well as the engine does. A plan may be made while earlier ones are in flight; they are committed
-in the order they were made.
+It decides over the roster's requests, on one data-parallel rank or several that step together, and is plain integers
+throughout: no device, no clock, no thread, so a test or a simulator drives it as well as the engine does. A plan may be
+made while earlier ones are in flight; they are committed in the order they were made.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from jaxserve.engine.pages import PagePool
 from jaxserve.engine.planner import Planner
 from jaxserve.engine.policy import Policy, WaitingQueue, choose_victim
 from jaxserve.engine.radix_cache import RadixCache
+from jaxserve.engine.rank import Rank
 from jaxserve.engine.request import Phase, Request
 from jaxserve.engine.roster import Roster
 from jaxserve.engine.tally import Tally
@@ -34,9 +35,10 @@ class Scheduler:
     """Decides within what `capacity` can hold, by `policy` and `conservativeness` (see `policy`, `admission`).
 
     A step has at most `max_num_batched_tokens` tokens, of them at most `chunked_prefill_size` and `max_prefill_tokens`
-    of prompts. At most `max_queued_requests` may wait beyond those that free slots could take (None: no limit).
+    of prompts, on each rank. At most `max_queued_requests` may wait beyond those that free slots could take (None: no
+    limit).
     `random_seed` decides the seeds of requests that bring none. What is evicted from the prefix cache is kept in
-    `num_host_pages` pages of host memory. `clock` gives seconds, for the time spent waiting.
+    `num_host_pages` pages of host memory, on each rank. `clock` gives seconds, for the time spent waiting.
     Raises `ConfigError` where nothing could ever run.
     """
 
@@ -58,15 +60,17 @@ class Scheduler:
     ) -> None:
         self._capacity = capacity
         self._clock = clock
-        pool = PagePool(capacity.num_pages, capacity.page_size)
-        tier = HostTier(num_host_pages, capacity.page_size, host_write_policy)
-        self._cache = cache = RadixCache(pool, tier, disabled=not prefix_cache)
+        self._ranks = ranks = [
+            _make_rank(index, capacity, HostTier(num_host_pages, capacity.page_size, host_write_policy), prefix_cache)
+            for index in range(capacity.num_ranks)
+        ]
 
         def cached(request: Request) -> int:
-            return cache.match_length(request.namespace, request.fill_tokens, request.num_reusable_tokens)
+            namespace, fill, limit = request.namespace, request.fill_tokens, request.num_reusable_tokens
+            return max(rank.cache.match_length(namespace, fill, limit) for rank in ranks)
 
         self._by_priority = policy == "priority"
-        self._roster = Roster(capacity, cache, pool, WaitingQueue(policy, cached, random_seed))
+        self._roster = Roster(ranks, WaitingQueue(policy, cached, random_seed))
         self._ratio = admission.NewTokenRatio(conservativeness)
         self._planner = Planner(
             self._roster,
@@ -121,7 +125,8 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute before a step in flight has been committed."""
         roster = self._roster
-        roster.release_finishing()
+        for rank in self._ranks:
+            rank.release_finishing()
         num_retracted = self._make_room()
         if num_retracted == 0:
             num_retracted = self._preempt_for_priority()
@@ -239,7 +244,7 @@ class Scheduler:
 
         Pages that running requests read stay theirs until they end; nobody finds them any more.
         """
-        return self._cache.flush()
+        return sum(rank.cache.flush() for rank in self._ranks)
 
     def check_integrity(self) -> list[str]:
         """What is wrong with pages, slots and queues, as sentences; empty when nothing is."""
@@ -252,20 +257,21 @@ class Scheduler:
         """
         roster = self._roster
         num_retracted = 0
-        while self._planner.is_short_of_pages():
-            if self._in_flight:
-                return None
-            running = [*roster.prefilling.values(), *roster.decoding.values()]
-            if len(running) == 1:
-                error = admission.pool_exhausted(running[0].num_known_tokens, self._capacity)
-                self._events.append(self._finish(running[0], FinishReason.ERROR, error=error))
-            else:
-                roster.retract(choose_victim(running, by_priority=self._by_priority))
-                num_retracted += 1
+        for rank in self._ranks:
+            while self._planner.is_short_of_pages(rank):
+                if self._in_flight:
+                    return None
+                running = rank.running
+                if len(running) == 1:
+                    error = admission.pool_exhausted(running[0].num_known_tokens, self._capacity)
+                    self._events.append(self._finish(running[0], FinishReason.ERROR, error=error))
+                else:
+                    roster.retract(choose_victim(running, by_priority=self._by_priority))
+                    num_retracted += 1
         if num_retracted:
             self._tally.num_retractions += num_retracted
             before = self._ratio.value
-            self._ratio.retracted([*roster.prefilling.values(), *roster.decoding.values()])
+            self._ratio.retracted(list(roster.running))
             logger.warning(
                 "decode out of memory happened, #retracted_reqs: %d, #new_token_ratio: %.4f -> %.4f, "
                 "#running-req: %d, #queue-req: %d, total_cumulative_preemption_cnt: %d",
@@ -285,20 +291,19 @@ class Scheduler:
         """
         roster = self._roster
         first = next(roster.waiting.in_order(), None) if self._by_priority else None
-        if first is None or self._planner.could_start(first):
+        if first is None or any(self._planner.could_start(first, rank) for rank in self._ranks):
             return 0
-        lower = [
-            request
-            for request in (*roster.prefilling.values(), *roster.decoding.values())
-            if request.priority < first.priority
-        ]
-        held = sum(len(request.pages[0]) for request in lower)
-        if not lower or not self._planner.could_start(first, more_pages=held):
+        for rank in self._ranks:
+            lower = [request for request in rank.running if request.priority < first.priority]
+            held = sum(len(request.pages[0]) for request in lower)
+            if lower and self._planner.could_start(first, rank, more_pages=held):
+                break
+        else:
             return 0
         if self._in_flight:
             return None
         num_retracted = 0
-        while lower and not self._planner.could_start(first):
+        while lower and not self._planner.could_start(first, rank):
             victim = choose_victim(lower, by_priority=True)
             lower.remove(victim)
             roster.retract(victim)
@@ -338,6 +343,11 @@ class Scheduler:
             error=error,
             queue_seconds=request.queue_seconds,
         )
+
+
+def _make_rank(index: int, capacity: Capacity, tier: HostTier, prefix_cache: bool) -> Rank:
+    pool = PagePool(capacity.num_pages, capacity.page_size)
+    return Rank(index, capacity, RadixCache(pool, tier, disabled=not prefix_cache), pool)
 
 
 def _refused(request: EngineRequest, error: str) -> TokenEvent:

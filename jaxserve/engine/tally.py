@@ -42,16 +42,18 @@ class Tally:
 
     def reading(self, roster: Roster, *, new_token_ratio: float, num_deferred: int) -> EngineStats:
         """All of it now. `num_deferred` requests were left waiting when the last plan was made."""
-        padding, pool, tier = self.padding, roster.pool, roster.cache.tier
+        padding, ranks = self.padding, roster.ranks
+        tiers = [rank.cache.tier for rank in ranks]
+        num_pages = sum(rank.pool.num_pages for rank in ranks)
         num_waiting = len(roster.waiting)
         return EngineStats(
             num_running=roster.num_running,
             num_waiting=num_waiting,
             num_deferred=min(num_deferred, num_waiting),
-            num_free_pages=pool.num_free,
-            num_evictable_pages=roster.cache.num_evictable,
-            num_pages=pool.num_pages,
-            token_usage=1.0 - roster.num_available_pages / pool.num_pages,
+            num_free_pages=sum(rank.pool.num_free for rank in ranks),
+            num_evictable_pages=sum(rank.cache.num_evictable for rank in ranks),
+            num_pages=num_pages,
+            token_usage=1.0 - sum(rank.num_available_pages for rank in ranks) / num_pages,
             new_token_ratio=new_token_ratio,
             num_steps=self.num_steps,
             num_preemptions=self.num_preemptions,
@@ -60,10 +62,10 @@ class Tally:
             generation_tokens=self.generation_tokens,
             cache_query_tokens=self.cache_query_tokens,
             cache_hit_tokens=self.cache_hit_tokens,
-            num_host_pages=tier.num_pages,
-            num_host_pages_used=tier.num_used,
-            host_save_pages=tier.num_saved,
-            host_load_pages=tier.num_loaded,
+            num_host_pages=sum(tier.num_pages for tier in tiers),
+            num_host_pages_used=sum(tier.num_used for tier in tiers),
+            host_save_pages=sum(tier.num_saved for tier in tiers),
+            host_load_pages=sum(tier.num_loaded for tier in tiers),
             decode_steps=padding.decode_steps,
             coarse_decode_steps=padding.coarse_decode_steps,
             decode_rows=padding.decode_rows,

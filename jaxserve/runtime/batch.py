@@ -59,14 +59,13 @@ class StepInput:
 
 
 def choose_program(plan: StepPlan, capacity: Capacity) -> ProgramKey:
-    """The smallest program of the closed set that holds the plan."""
-    chunks = plan.chunks
+    """The smallest program of the closed set that holds the plan, on the rank that has most of it."""
+    chunks, ranks = plan.chunks, capacity.num_ranks
     if len(chunks) == plan.num_decodes:
-        return ProgramKey("decode", smallest_fitting(capacity.decode_buckets, len(chunks)), plan.greedy)
+        return ProgramKey("decode", smallest_fitting(capacity.decode_buckets, plan.most_rows(ranks)), plan.greedy)
     if any(chunk.logits > 1 or chunk.target is not None for chunk in chunks):
         return ProgramKey("prompt_logprobs", capacity.prompt_logprob_tokens, False)
-    tokens = sum(chunk.length for chunk in chunks)
-    return ProgramKey("mixed", smallest_fitting(capacity.token_buckets, tokens), False)
+    return ProgramKey("mixed", smallest_fitting(capacity.token_buckets, plan.most_tokens(ranks)), False)
 
 
 def step_shape(key: ProgramKey, capacity: Capacity) -> StepShape:

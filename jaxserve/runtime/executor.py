@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -19,7 +20,9 @@ from jaxserve.runtime.sampling import Logprobs
 from jaxserve.runtime.state import DeviceState
 from jaxserve.runtime.step import StepOutput
 from jaxserve.runtime.update import UPDATE, pack_open
-from jaxserve.step_plan import Capacity, Chunk, SlotOpen, StepPlan, StepResult
+from jaxserve.step_plan import Capacity, Chunk, Copy, SlotOpen, StepPlan, StepResult
+
+_NOTHING_TO_OPEN = UPDATE.pack({"slot": [-1]})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,29 +118,48 @@ class DeviceExecutor:
         if plan.saves or plan.loads:
             assert self._host is not None, "a plan that copies, and no memory to copy to"
             self._copy_pages(self._host, plan)
-        for opened in plan.opens:
-            self._open(opened)
+        self._open(plan.opens)
 
     def _copy_pages(self, host: HostPool, plan: StepPlan) -> None:
-        for at in range(0, len(plan.saves), PAGES_A_COPY):
-            pages, slots = map(list, zip(*plan.saves[at : at + PAGES_A_COPY]))
-            self._state, rows = self._programs[READ_KEY](self._state, self._packed_pages(pages))
+        for copies in self._by_call(plan.saves):
+            pages, slots = _sources(copies), _targets(copies)
+            self._state, rows = self._programs[READ_KEY](self._state, _packed_pages(pages))
             host.take(slots, rows)
-        for at in range(0, len(plan.loads), PAGES_A_COPY):
-            slots, pages = map(list, zip(*plan.loads[at : at + PAGES_A_COPY]))
-            self._state = self._programs[WRITE_KEY](self._state, self._packed_pages(pages), host.give(slots))
+        for copies in self._by_call(plan.loads):
+            slots, pages = _sources(copies), _targets(copies)
+            self._state = self._programs[WRITE_KEY](self._state, _packed_pages(pages), host.give(slots))
 
-    def _packed_pages(self, pages: list[int]) -> np.ndarray:
-        packed = np.full((self._capacity.num_ranks, PAGES_A_COPY), -1, np.int32)
-        packed[0, : len(pages)] = pages
-        return packed
+    def _by_call(self, copies: list[Copy]) -> Iterator[list[list[Copy]]]:
+        """For each call, as many of each rank's as it copies."""
+        by_rank: list[list[Copy]] = [[] for _ in range(self._capacity.num_ranks)]
+        for copy in copies:
+            by_rank[copy[0]].append(copy)
+        for at in range(0, max(map(len, by_rank)), PAGES_A_COPY):
+            yield [own[at : at + PAGES_A_COPY] for own in by_rank]
 
-    def _open(self, opened: SlotOpen) -> None:
-        self._sampling[opened.rank, opened.slot] = opened.sampling
-        idle = UPDATE.pack({"slot": [-1]})
-        for vector in pack_open(opened):
-            packed = np.stack([vector if rank == opened.rank else idle for rank in range(self._capacity.num_ranks)])
-            self._state = self._programs[UPDATE_KEY](self._state, packed)
+    def _open(self, opens: list[SlotOpen]) -> None:
+        """Open slots, one of each rank in a call."""
+        vectors: list[list[np.ndarray]] = [[] for _ in range(self._capacity.num_ranks)]
+        for opened in opens:
+            self._sampling[opened.rank, opened.slot] = opened.sampling
+            vectors[opened.rank] += pack_open(opened)
+        for packed in itertools.zip_longest(*vectors, fillvalue=_NOTHING_TO_OPEN):
+            self._state = self._programs[UPDATE_KEY](self._state, np.stack(packed))
+
+
+def _sources(copies: list[list[Copy]]) -> list[list[int]]:
+    return [[source for _, source, _ in own] for own in copies]
+
+
+def _targets(copies: list[list[Copy]]) -> list[list[int]]:
+    return [[target for _, _, target in own] for own in copies]
+
+
+def _packed_pages(pages: list[list[int]]) -> np.ndarray:
+    packed = np.full((len(pages), PAGES_A_COPY), -1, np.int32)
+    for row, own in zip(packed, pages):
+        row[: len(own)] = own
+    return packed
 
 
 def _fetch(logprobs: Logprobs | None) -> Logprobs | None:

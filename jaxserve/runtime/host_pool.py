@@ -27,18 +27,20 @@ _GIGABYTE = 10**9
 
 @dataclasses.dataclass(frozen=True)
 class _Sent:
-    slots: list[int]
+    slots: list[list[int]]
     rows: Sequence[jax.Array]
 
 
 class HostPool:
-    """`num_pages` rows like those of `specs` (see `page_copies.row_specs`). Memory is taken as slots are first used."""
+    """`num_pages` rows for each rank, like those of `specs` (see `page_copies.row_specs`). Slots are numbers local to a
+    rank, and given by rank; memory is taken as they are first used."""
 
     def __init__(self, specs: Sequence[ArraySpec], num_pages: int) -> None:
-        assert all(spec.shape[0] == 1 for spec in specs), "one rank is all there is so far"
         self.num_pages = num_pages
         self._specs = tuple(specs)
-        self._arrays = [np.empty((num_pages, *spec.shape[2:]), _bits(spec.dtype)) for spec in specs]
+        self._arrays = [
+            np.empty((spec.shape[0], num_pages, *spec.shape[2:]), _bits(spec.dtype)) for spec in self._specs
+        ]
         self._sent: deque[_Sent] = deque()
         call_bytes = sum(spec.nbytes for spec in specs)
         self._most_sent = max(1, min(_MOST_CALLS_ON_THEIR_WAY, _MOST_BYTES_ON_THEIR_WAY // call_bytes))
@@ -48,8 +50,8 @@ class HostPool:
         """What it takes when every slot was used."""
         return sum(array.nbytes for array in self._arrays)
 
-    def take(self, slots: list[int], rows: Sequence[jax.Array]) -> None:
-        """Take in the first rows of a call, each into its slot, as soon as they are here."""
+    def take(self, slots: list[list[int]], rows: Sequence[jax.Array]) -> None:
+        """Take in the first rows of each rank from a call, each into its slot, as soon as they are here."""
         for row in rows:
             row.copy_to_host_async()
         self._sent.append(_Sent(slots, rows))
@@ -61,16 +63,16 @@ class HostPool:
         while self._sent and all(row.is_ready() for row in self._sent[0].rows):  # type: ignore[attr-defined]
             self._settle()
 
-    def give(self, slots: list[int]) -> tuple[np.ndarray, ...]:
+    def give(self, slots: list[list[int]]) -> tuple[np.ndarray, ...]:
         """Rows for a call, in memory that is never written again; those beyond `slots` hold anything."""
-        wanted = set(slots)
-        while any(not wanted.isdisjoint(sent.slots) for sent in self._sent):
+        while any(not set(own).isdisjoint(sent) for one in self._sent for own, sent in zip(slots, one.slots)):
             self._settle()
         rows = []
         for spec, array in zip(self._specs, self._arrays):
             row = np.empty(spec.shape, array.dtype)
-            for i, slot in enumerate(slots):
-                row[0, i] = array[slot]
+            for rank, own in enumerate(slots):
+                for i, slot in enumerate(own):
+                    row[rank, i] = array[rank, slot]
             rows.append(row.view(spec.dtype))
         return tuple(rows)
 
@@ -78,12 +80,14 @@ class HostPool:
         sent = self._sent.popleft()
         for array, rows in zip(self._arrays, sent.rows):
             arrived = np.asarray(rows).view(array.dtype)
-            for i, slot in enumerate(sent.slots):
-                array[slot] = arrived[0, i]
+            for rank, own in enumerate(sent.slots):
+                for i, slot in enumerate(own):
+                    array[rank, slot] = arrived[rank, i]
 
 
 def host_pages(config: EngineConfig, num_pages: int, specs: Sequence[ArraySpec]) -> int:
-    """How many pages host memory gets beside `num_pages` on the device, by `--hicache-size` or `--hicache-ratio`.
+    """How many pages of each rank host memory gets beside `num_pages` on its devices, by `--hicache-size` or
+    `--hicache-ratio`.
 
     Raises `ConfigError` where that is none, or more than there is memory for.
     """

@@ -19,8 +19,8 @@ EXAMPLES = {bool: None, int: "16", float: "0.5", str: "text"}
 @pytest.mark.parametrize("name", settings())
 def test_every_setting_has_a_flag(name: str) -> None:
     setting = settings()[name]
-    text = setting.choices[-1] if setting.choices else EXAMPLES.get(setting.kind, "16")
-    argv = [setting.flag] if text is None else [setting.flag, "1" if name in ("tp_size", "dp_size") else text]
+    text = setting.choices[0] if setting.choices else EXAMPLES.get(setting.kind, "16")
+    argv = [setting.flag] if text is None else [setting.flag, text]
     needed = ["--enable-hierarchical-cache"] if name.startswith("hicache_") else []
     given = [value.setting for value in loaded(*argv, *needed).values if value.source == "flag"]
     assert setting in given

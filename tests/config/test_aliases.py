@@ -51,10 +51,10 @@ def test_every_reason_is_one_line() -> None:
         ("gpu_memory_utilization", "0.9", "mem_fraction_static", 0.9),
         ("max_model_len", "2048", "context_length", 2048),
         ("context_len", "2048", "context_length", 2048),
-        ("tensor_parallel_size", "1", "tp_size", 1),
-        ("tp", "1", "tp_size", 1),
+        ("tensor_parallel_size", "2", "tp_size", 2),
+        ("tp", "4", "tp_size", 4),
         ("data_parallel_size", "1", "dp_size", 1),
-        ("dp", "1", "dp_size", 1),
+        ("dp", "2", "dp_size", 2),
         ("seed", "7", "random_seed", 7),
         ("model_path", "here", "model", "here"),
         ("cuda_graph_sizes", ["1,2"], "cuda_graph_bs", (1, 2)),
@@ -100,7 +100,7 @@ def test_a_flag_whose_promise_holds_changes_nothing_and_says_so(key: str, value:
         ("attention_backend", "fa3", "--attention-backend auto"),
         ("attention_backend", "FLASHINFER", "--attention-backend auto"),
         ("dtype", "half", "bfloat16"),
-        ("dp", "2", "only 1"),
+        ("dp_mode", "replicas", "not built yet"),
     ],
 )
 def test_a_flag_whose_promise_does_not_hold_is_refused_with_the_reason(key: str, value: object, says: str) -> None:

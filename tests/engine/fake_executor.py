@@ -83,28 +83,34 @@ class FakeExecutor:
         self.capacity = capacity
         self.compiles_after_ready = 0
         self.plans: list[StepPlan] = []
-        self._slots: dict[int, _Slot] = {}
-        self._kv = [[-1] * capacity.page_size for _ in range(capacity.num_pages)]
-        self._host: dict[int, list[int]] = {}
+        self._slots: dict[tuple[int, int], _Slot] = {}
+        self._pools = [
+            [[-1] * capacity.page_size for _ in range(capacity.num_pages)] for _ in range(capacity.num_ranks)
+        ]
+        self._host: dict[tuple[int, int], list[int]] = {}
 
     def dispatch(self, plan: StepPlan) -> object:
         self._check_sizes(plan)
         self.plans.append(plan)
-        for page, host_slot in plan.saves:
-            self._host[host_slot] = list(self._kv[page])
-        for host_slot, page in plan.loads:
-            self._kv[page] = list(self._host[host_slot])
-        for slot in plan.closes:
-            del self._slots[slot]
+        for rank, page, host_slot in plan.saves:
+            self._host[rank, host_slot] = list(self._pools[rank][page])
+        for rank, host_slot, page in plan.loads:
+            self._pools[rank][page] = list(self._host[rank, host_slot])
+        for closed in plan.closes:
+            del self._slots[closed]
         for opened in plan.opens:
             pages = list(opened.cached_pages[0])
             assert opened.num_cached_tokens == len(pages) * self.capacity.page_size
-            self._slots[opened.slot] = _Slot(opened, pages, opened.num_cached_tokens, len(opened.output_ids))
+            self._slots[opened.rank, opened.slot] = _Slot(
+                opened, pages, opened.num_cached_tokens, len(opened.output_ids)
+            )
         for chunk in plan.chunks:
-            self._slots[chunk.slot].pages.extend(chunk.new_pages[0])
-        loaded = {page for _, page in plan.loads}
+            self._slots[chunk.rank, chunk.slot].pages.extend(chunk.new_pages[0])
+        loaded = {(rank, page) for rank, _, page in plan.loads}
         assert len(loaded) == len(plan.loads), "a page is loaded twice"
-        readers = Counter(page for chunk in plan.chunks for page in self._slots[chunk.slot].pages)
+        readers = Counter(
+            (chunk.rank, page) for chunk in plan.chunks for page in self._slots[chunk.rank, chunk.slot].pages
+        )
         written = [page for chunk in plan.chunks for page in self._written(chunk)]
         assert all(readers[page] == 1 for page in written), "a page is written that another sequence of the step has"
         assert loaded.isdisjoint(written), "a page is loaded and computed"
@@ -117,14 +123,14 @@ class FakeExecutor:
         assert isinstance(handle, StepResult)
         return handle
 
-    def _written(self, chunk: Chunk) -> list[int]:
+    def _written(self, chunk: Chunk) -> list[tuple[int, int]]:
         size = self.capacity.page_size
-        pages = self._slots[chunk.slot].pages
-        return pages[chunk.start // size : -(-(chunk.start + chunk.length) // size)]
+        pages = self._slots[chunk.rank, chunk.slot].pages
+        return [(chunk.rank, page) for page in pages[chunk.start // size : -(-(chunk.start + chunk.length) // size)]]
 
     def _run(self, plan: StepPlan, index: int, result: StepResult) -> None:
         chunk = plan.chunks[index]
-        slot = self._slots[chunk.slot]
+        slot, kv = self._slots[chunk.rank, chunk.slot], self._pools[chunk.rank]
         size = self.capacity.page_size
         sampling = slot.opened.sampling
         assert sampling.seed is not None
@@ -137,11 +143,11 @@ class FakeExecutor:
             tokens = chunk.tokens
         assert len(tokens) == chunk.length
         for token in tokens:
-            self._kv[slot.pages[slot.length // size]][slot.length % size] = token
+            kv[slot.pages[slot.length // size]][slot.length % size] = token
             slot.length += 1
         assert slot.length < self.capacity.max_model_len
         assert len(slot.pages) == -(-slot.length // size), "pages beyond what the chunk writes"
-        seen = [self._kv[slot.pages[i // size]][i % size] for i in range(slot.length)]
+        seen = [kv[slot.pages[i // size]][i % size] for i in range(slot.length)]
         result.tokens.append([])
         if chunk.sample:
             assert chunk.logits >= 1
@@ -161,9 +167,10 @@ class FakeExecutor:
 
     def _check_sizes(self, plan: StepPlan) -> None:
         capacity = self.capacity
-        total = sum(chunk.length for chunk in plan.chunks)
-        slots = [chunk.slot for chunk in plan.chunks]
-        assert len(slots) == len(set(slots)) <= capacity.num_slots
+        total = plan.most_tokens(capacity.num_ranks)
+        slots = [(chunk.rank, chunk.slot) for chunk in plan.chunks]
+        assert len(slots) == len(set(slots))
+        assert all(0 <= rank < capacity.num_ranks and 0 <= slot < capacity.num_slots for rank, slot in slots)
         assert all(chunk.tokens is None and chunk.length == 1 for chunk in plan.chunks[: plan.num_decodes])
         assert all(chunk.tokens is not None and chunk.length >= 1 for chunk in plan.chunks[plan.num_decodes :])
         assert plan.chunks

@@ -49,7 +49,7 @@ def _random_request(rng: random.Random, number: int, max_model_len: int, earlier
     )
 
 
-def _random_engine(rng: random.Random, *, tiered: bool) -> tuple[EngineLoop, Scheduler, FakeExecutor]:
+def _random_engine(rng: random.Random, *, tiered: bool, num_ranks: int) -> tuple[EngineLoop, Scheduler, FakeExecutor]:
     """Of any kind, or `tiered`, with host memory and so few pages that most of what is cached must go there."""
     num_slots = rng.choice([1, 3] if tiered else [1, 3, 8, 8])
     page_size = rng.choice([1, 2, 4] if tiered else [1, 2, 4, 8])
@@ -63,6 +63,7 @@ def _random_engine(rng: random.Random, *, tiered: bool) -> tuple[EngineLoop, Sch
         decode_buckets=(num_slots,),
         token_buckets=rng.choice([(16,), (4, 12, 32), (16, 64)]),
         prompt_logprob_tokens=num_slots + rng.randint(1, 8),
+        num_ranks=num_ranks,
     )
     scheduler = Scheduler(
         capacity,
@@ -82,16 +83,22 @@ def _random_engine(rng: random.Random, *, tiered: bool) -> tuple[EngineLoop, Sch
 
 
 @pytest.mark.parametrize(
-    ("block", "tiered"), [*((block, False) for block in range(16)), *((block, True) for block in range(8))]
+    ("block", "tiered", "num_ranks"),
+    [
+        *((block, False, 1) for block in range(16)),
+        *((block, True, 1) for block in range(8)),
+        *((ranks, False, ranks) for ranks in (2, 3, 4)),
+        *((ranks, True, ranks) for ranks in (2, 3)),
+    ],
 )
-def test_tokens_are_those_of_the_request_alone(block: int, tiered: bool) -> None:
+def test_tokens_are_those_of_the_request_alone(block: int, tiered: bool, num_ranks: int) -> None:
     preempted = aborted_running = hits = loaded = 0
     for seed in range(block * 50, block * 50 + 50):
         rng = random.Random(seed)
-        loop, scheduler, executor = _random_engine(rng, tiered=tiered)
+        loop, scheduler, executor = _random_engine(rng, tiered=tiered, num_ranks=num_ranks)
         max_model_len = executor.capacity.max_model_len
         requests: dict[str, EngineRequest] = {}
-        for i in range(rng.randint(10, 20) if tiered else rng.randint(1, 20)):
+        for i in range(num_ranks * (rng.randint(10, 20) if tiered else rng.randint(1, 20))):
             # Few conversations, and long ones, are found again after they have been evicted.
             earlier = list(requests.values())[: 4 if tiered else None]
             requests[f"r{i}"] = _random_request(rng, i, max_model_len, earlier)
@@ -107,7 +114,7 @@ def test_tokens_are_those_of_the_request_alone(block: int, tiered: bool) -> None
 
         num_steps = 0
         while arrivals or loop.has_work:
-            while arrivals and rng.random() < (0.1 if tiered else 0.5):
+            while arrivals and rng.random() < (0.1 * num_ranks if tiered else 0.5):
                 assert loop.add(arrivals.pop(0)) is None
             if rng.random() < 0.05:
                 target = rng.choice(list(requests))

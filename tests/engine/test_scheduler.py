@@ -136,7 +136,7 @@ def test_slots_open_with_a_seed_and_close_once() -> None:
     assert plan.closes == []
     scheduler.commit(plan, answer(plan))
     plan = planned(scheduler)
-    assert plan.closes == [first.slot]
+    assert plan.closes == [(0, first.slot)]
     scheduler.commit(plan, answer(plan))
     assert planned(scheduler).closes == []
     again = make_scheduler(random_seed=5)
@@ -321,7 +321,7 @@ def test_who_was_retracted_does_not_start_in_the_same_plan() -> None:
     assert before == 2
     assert [chunk.request_id for chunk in plan.chunks] == ["a"]
     assert plan.opens == []
-    assert plan.closes == [1]
+    assert plan.closes == [(0, 1)]
     assert scheduler.num_waiting == 1
 
 
@@ -437,7 +437,7 @@ def test_integrity_names_what_is_wrong() -> None:
     scheduler.add(make_request("b", 6))
     planned(scheduler)
     roster = scheduler._roster
-    a, b = roster.decoding.values()
+    a, b = roster.running
     b.pages[0][1] = a.pages[0][1]
     assert any("page 1 has 2 owners" in problem for problem in scheduler.check_integrity())
     b.pages[0][1] = 3

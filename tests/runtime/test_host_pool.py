@@ -16,6 +16,7 @@ SPECS = [
     ArraySpec((1, 2, 3), np.dtype(jnp.bfloat16), (None,) * 3),
     ArraySpec((1, 2), np.dtype("f4"), (None,) * 2),
 ]
+TWO_RANKS = [ArraySpec((2, 3), np.dtype("f4"), ("ranks", None))]
 
 
 def _rows(first: float, second: float) -> tuple[Any, ...]:
@@ -24,7 +25,7 @@ def _rows(first: float, second: float) -> tuple[Any, ...]:
 
 
 def _held(pool: HostPool, slot: int) -> list[float]:
-    wide, flat = pool.give([slot])
+    wide, flat = pool.give([[slot]])
     assert (wide.dtype, flat.dtype) == (SPECS[0].dtype, SPECS[1].dtype)
     return [*wide[0, 0].astype(float).tolist(), float(flat[0, 0])]
 
@@ -32,15 +33,24 @@ def _held(pool: HostPool, slot: int) -> list[float]:
 def test_the_last_row_that_was_sent_to_a_slot_stays() -> None:
     pool = HostPool(SPECS, 5)
     for value in range(100):
-        pool.take([value % 3, 4], _rows(value, 50 + value))
+        pool.take([[value % 3, 4]], _rows(value, 50 + value))
     assert [_held(pool, slot) for slot in (0, 1, 2, 4)] == [[99.0] * 4, [97.0] * 4, [98.0] * 4, [149.0] * 4]
+
+
+def test_slots_are_local_to_a_rank() -> None:
+    pool = HostPool(TWO_RANKS, 4)
+    pool.take([[0, 1], [1]], (jnp.asarray([[1.0, 2.0, 0.0], [3.0, 0.0, 0.0]]),))
+    pool.take([[], [0, 2]], (jnp.asarray([[9.0, 9.0, 9.0], [4.0, 5.0, 0.0]]),))
+    [rows] = pool.give([[1, 0], [2, 1, 0]])
+    assert rows[0, :2].tolist() == [2.0, 1.0]
+    assert rows[1].tolist() == [5.0, 3.0, 4.0]
 
 
 def test_rows_that_were_given_stay_as_they_are() -> None:
     pool = HostPool(SPECS, 2)
-    pool.take([0, 1], _rows(1.0, 2.0))
-    _, given = pool.give([1, 0])
-    pool.take([0, 1], _rows(3.0, 4.0))
+    pool.take([[0, 1]], _rows(1.0, 2.0))
+    _, given = pool.give([[1, 0]])
+    pool.take([[0, 1]], _rows(3.0, 4.0))
     pool.take_arrived()
     assert _held(pool, 0) == [3.0] * 4
     assert given.tolist() == [[2.0, 1.0]]

@@ -51,8 +51,8 @@ def run(tensor: int) -> list[np.ndarray]:
     pages[:, 0, :2] = [0, 2], [9, 7]
     host = HostPool(row_specs(state_specs), 2)
     state, rows = builder.compile(READ_KEY)(state, pages[0])
-    host.take([1, 0], rows)
-    state = builder.compile(WRITE_KEY)(state, pages[1], host.give([1, 0]))
+    host.take([[1, 0]], rows)
+    state = builder.compile(WRITE_KEY)(state, pages[1], host.give([[1, 0]]))
     keys = np.asarray(state.kv.keys)
     np.testing.assert_array_equal(keys[:, :, [9, 7]], keys[:, :, [0, 2]])
     tokens = sum(map(len, prompts))
