@@ -9,6 +9,7 @@ from pathlib import Path
 
 from starlette.testclient import TestClient
 
+from jaxserve.cli.bench import SUBCOMMANDS
 from jaxserve.cli.flags import description
 from jaxserve.cli.main import COMMANDS
 from jaxserve.config import aliases
@@ -32,6 +33,11 @@ def written(readme: str) -> str:
 def commands() -> str:
     """Every subcommand."""
     return _table(("command", "does"), ((f"`jaxserve {name}`", what) for name, what in COMMANDS.items()))
+
+
+def bench_commands() -> str:
+    """Every command of `jaxserve bench`."""
+    return _table(("command", "does"), ((f"`jaxserve bench {name}`", what) for name, what in SUBCOMMANDS.items()))
 
 
 def routes() -> str:
@@ -78,6 +84,7 @@ def refused() -> str:
 
 TABLES = {
     "commands": commands,
+    "bench commands": bench_commands,
     "routes": routes,
     "engine flags": lambda: flags(EngineConfig),
     "server flags": lambda: flags(ServerConfig),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.cli import doctor, serve
+from jaxserve.cli.bench import SUBCOMMANDS
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.engine.policy import LPM_MAX_WAITING, MAX_OVERTAKEN, Policy
 from jaxserve.observability.log import decode_line, prefill_line
@@ -21,6 +23,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TUNING = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
 
+BENCH = {f"bench {name}": importlib.import_module(f"jaxserve.cli.bench_{name}") for name in SUBCOMMANDS}
+
 
 @pytest.fixture(params=PAGES, ids=lambda page: page.name)
 def text(request: pytest.FixtureRequest) -> str:
@@ -28,7 +32,8 @@ def text(request: pytest.FixtureRequest) -> str:
 
 
 def test_every_flag_exists(text: str) -> None:
-    known = {option for module in (serve, doctor) for option in module.parser()._option_string_actions}
+    modules = (serve, doctor, *BENCH.values())
+    known = {option for module in modules for option in module.parser()._option_string_actions}
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
     assert named - known == set()
 
@@ -58,9 +63,9 @@ def test_every_path_exists(text: str) -> None:
 
 def test_every_command_line_can_be_parsed(text: str) -> None:
     for block in re.findall(r"^```sh\n(.*?)^```", text, flags=re.M | re.S):
-        for line in re.findall(r"^jaxserve (\w+) (.+)$", block, flags=re.M):
-            module = {"doctor": doctor, "serve": serve}[line[0]]
-            module.parser().parse(shlex.split(line[1], comments=True))
+        for name, line in re.findall(r"^jaxserve ((?:bench )?\w+) (.+)$", block, flags=re.M):
+            module = {"doctor": doctor, "serve": serve, **BENCH}[name]
+            module.parser().parse(shlex.split(line, comments=True))
 
 
 def test_the_log_lines_shown_are_those_that_are_written() -> None:

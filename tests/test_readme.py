@@ -1,5 +1,6 @@
 """What the README says about the code is what the code says."""
 
+import importlib
 import re
 import runpy
 import shlex
@@ -7,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.cli import bench, chat, compile, config, doctor, generate, plan, pull, serve
+from jaxserve.cli import chat, compile, config, doctor, generate, plan, pull, serve
+from jaxserve.cli.bench import SUBCOMMANDS
 from jaxserve.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 PARSERS = {
-    "bench": bench,
+    **{f"bench {name}": importlib.import_module(f"jaxserve.cli.bench_{name}") for name in SUBCOMMANDS},
     "chat": chat,
     "compile": compile,
     "config explain": config,
