@@ -6,12 +6,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import msgspec
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
 
 from jaxserve.server import admin, native
 from jaxserve.server.auth import BearerAuth
@@ -32,7 +30,23 @@ type BodilessHandler = Callable[[Serving, Exchange], Awaitable[None]]
 type PostHandler = Callable[[Serving, Exchange, Any], Coroutine[Any, Any, None]]
 
 
-def make_app(serving: Serving) -> Starlette:
+class _App(Router):
+    """The routes, and answers of ours where none of them takes a request.
+
+    Not a `Starlette`, whose layers for errors, which every route here turns into answers itself, would each hand on
+    every token that is streamed.
+    """
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request, within the layers around the routes."""
+        scope["app"] = self  # or starlette answers an unknown route itself, in plain text
+        try:
+            await super().app(scope, receive, send)
+        except HTTPException as error:
+            await Exchange(scope, receive, send).fail(to_http(error))
+
+
+def make_app(serving: Serving) -> Router:
     """The ASGI application that serves `serving`, in whatever phase that is."""
     operations = [operation for operation, _ in (*_BODILESS, *_POSTS)]
     operations.append(Operation("GET", "/openapi.json", "This document"))
@@ -51,16 +65,7 @@ def make_app(serving: Serving) -> Starlette:
     middleware = [Middleware(RequestId)]
     if serving.config.api_key is not None:
         middleware.append(Middleware(BearerAuth, api_key=serving.config.api_key))
-    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _on_http_exception})
-    app.router.redirect_slashes = False
-    return app
-
-
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    answer = to_http(error)
-    response = Response(answer.encode(), answer.status, media_type="application/json")
-    response.raw_headers += answer.headers
-    return response
+    return _App(routes, redirect_slashes=False, middleware=middleware)
 
 
 _FLUSH = "Empty the prefix cache"

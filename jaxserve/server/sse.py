@@ -31,14 +31,18 @@ class EventStream:
     async def write(self, events: bytes) -> None:
         """Sends `events` now; waits only while the client's connection is full."""
         if not self.started:
-            self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+            await self._start()
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def finish(self, events: bytes = DONE) -> None:
         """Sends the last events and ends the response."""
-        await self.write(events)
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        if not self.started:
+            await self._start()
+        await self._send({"type": "http.response.body", "body": events, "more_body": False})
+
+    async def _start(self) -> None:
+        self.started = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
 
     async def fail(self, error: HttpError) -> None:
         """Ends a stream that has begun with an error event."""
