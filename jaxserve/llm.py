@@ -311,7 +311,7 @@ def _with_cached_tokens(delta: OutputDelta, last: TokenEvent) -> OutputDelta:
     if delta.usage is None or last.usage is None:
         return delta
     usage = msgspec.structs.replace(delta.usage, cached_tokens=last.usage.cached_tokens)
-    return dataclasses.replace(delta, usage=usage)
+    return msgspec.structs.replace(delta, usage=usage)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -6,7 +6,7 @@ string ends the output, `OutputDelta.abort` asks the caller to stop the request 
 
 from __future__ import annotations
 
-import dataclasses
+import msgspec
 
 from jaxserve.api_types import EngineRequest, FinishReason, TokenEvent, TokenLogprobs, Usage
 from jaxserve.text.detokenizer import IncrementalDetokenizer
@@ -14,8 +14,7 @@ from jaxserve.text.stop_strings import StopMatcher
 from jaxserve.text.tokenizer import Tokenizer
 
 
-@dataclasses.dataclass(slots=True)
-class OutputDelta:
+class OutputDelta(msgspec.Struct):
     """What one event adds. Text may lag behind `token_ids` while it could still become a character or a stop string.
 
     `text_offsets[i]` is where the text of token i begins in the whole output, counted before anything is cut off by a
@@ -25,9 +24,9 @@ class OutputDelta:
     """
 
     text: str = ""
-    token_ids: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
-    text_offsets: list[int] = dataclasses.field(default_factory=list)
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    text_offsets: list[int] = []
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
