@@ -11,10 +11,12 @@ from typing import Any
 
 import httpx
 
-from jaxserve.bench.server_process import BENCH_SERVE, Server, run_client
+from jaxserve.bench.server_process import BENCH_SERVE, Server, last_lines, run_client
 from jaxserve.errors import BenchRunError
 
 _FLUSH_TIMEOUT = 60.0
+# A server whose engine has died says why before it ends; its clients fail first.
+_LAST_WORDS = 2.0
 
 
 def measure(
@@ -29,12 +31,16 @@ def measure(
     part = output.with_suffix(".part")
     part.unlink(missing_ok=True)
     log = output.with_suffix(".log")
-    run_client(
-        [*command, "--base-url", server.url, *flags, "--disable-tqdm", "--output-json", str(part)], log, timeout=timeout
-    )
-    result = _read(part)
+    whole = [*command, "--base-url", server.url, *flags, "--disable-tqdm", "--output-json", str(part)]
+    try:
+        run_client(whole, log, timeout=timeout)
+    except BenchRunError:
+        if server.ends_within(_LAST_WORDS):
+            raise BenchRunError(f"the server ended during the run: {last_lines(server.log)}") from None
+        raise
     if not server.is_alive:
-        raise BenchRunError(f"the server ended during the run (log: {server.log})")
+        raise BenchRunError(f"the server ended during the run: {last_lines(server.log)}")
+    result = _read(part)
     if result.get("interrupted"):
         raise BenchRunError(f"the run was interrupted (log: {log})")
     if not result.get("completed"):

@@ -43,7 +43,13 @@ class Server:
         """Whether the process still runs."""
         return self._process.poll() is None
 
-    def wait_until_ready(self, timeout: float) -> None:
+    def ends_within(self, seconds: float) -> bool:
+        """Whether it has ended, or does so soon."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return not self.is_alive
+
+    def wait_until_ready(self, timeout: float, *, poll: float = _POLL) -> None:
         """Returns when it takes requests. Raises `BenchRunError` when it ends before that, or takes too long."""
         start = time.monotonic()
         with httpx.Client(timeout=5.0) as client:
@@ -55,17 +61,20 @@ class Server:
                     )
                 if time.monotonic() - start > timeout:
                     raise BenchRunError(f"the server was not ready after {timeout:g} s: {last_lines(self.log)}")
-                time.sleep(_POLL)
+                time.sleep(poll)
         self.start_seconds = time.monotonic() - start
 
 
 @contextlib.contextmanager
-def serving(flags: Sequence[str], log: Path, *, timeout: float, command: Sequence[str] = SERVE) -> Iterator[Server]:
-    """`jaxserve serve` with these flags on a free port of this machine. Raises `BenchRunError` if it doesn't start."""
+def serving(
+    flags: Sequence[str], log: Path, *, timeout: float, command: Sequence[str] = SERVE, poll: float = _POLL
+) -> Iterator[Server]:
+    """`jaxserve serve` with these flags on a free port of this machine, looked at every `poll` seconds until it is
+    ready. Raises `BenchRunError` if it doesn't start."""
     port = _free_port()
     with _process([*command, *flags, "--host", "127.0.0.1", "--port", str(port)], log) as process:
         server = Server(process, f"http://127.0.0.1:{port}", log)
-        server.wait_until_ready(timeout)
+        server.wait_until_ready(timeout, poll=poll)
         yield server
 
 

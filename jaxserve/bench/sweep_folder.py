@@ -52,8 +52,8 @@ class SweepFolder:
     def check(self, grid: Grid) -> None:
         """Raises `ConfigError` naming what differs, when the folder holds runs of another sweep."""
         if not self._identity.exists():
-            if self._runs.exists():
-                raise ConfigError(f"{self.path} has a folder 'runs' that no sweep made; take another --output")
+            if any(self._runs.glob("engine-*")):
+                raise ConfigError(f"{self.path} has runs, but no sweep.json says of which sweep; take another --output")
             return
         try:
             before = json.loads(self._identity.read_text(encoding="utf-8"))

@@ -1,0 +1,112 @@
+"""A search over processes that are real but for the model, and its parts alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jaxserve.bench.tune_candidates import KNOBS, Observed, candidates
+from jaxserve.bench.tune_goal import read_goal
+from jaxserve.config.load import load
+from jaxserve.errors import ConfigError
+from tests.bench import stand_in
+from tests.bench.results import serve_result
+
+LOAD = ["--", "--dataset-name", "random", "--num-prompts", "100", "--max-concurrency", "12"]
+
+
+def tune(folder: Path, *flags: str) -> tuple[int, str]:
+    file = folder / "tuned.yaml"
+    code = stand_in.main(["tune", "--goal", "throughput", "--output", str(file), *flags, *LOAD])
+    return code, file.read_text() if file.exists() else ""
+
+
+def test_the_best_settings_are_found_and_said_why(tmp_path: Path) -> None:
+    base = tmp_path / "base.yaml"
+    base.write_text("page_size: 32\nport: 8001\n")
+    code, text = tune(tmp_path, "--config", str(base), "--minutes", "10")
+    assert code == 0
+    settings = yaml.safe_load(text)
+    assert settings == {"page_size": 32, "max_running_requests": 16, "cuda_graph_bs": [3, 16]}
+    engine, _ = load(config_file=tmp_path / "tuned.yaml")
+    assert engine.cuda_graph_bs == (3, 16)
+    assert "# max_running_requests=4: x0.9" in text
+    assert ": kept." in text
+    assert "Result against default, both on fresh servers: x1.2" in text
+    assert "schedule_conservativeness: not tried, all that may run needs about" in text
+
+
+def test_without_time_nothing_is_claimed(tmp_path: Path) -> None:
+    assert tune(tmp_path, "--minutes", "0.02") == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--limit", "ttft:200"], "--limit belongs to --goal latency"),
+        (["--goal", "latency"], "needs limits"),
+        (["--goal", "latency", "--limit", "foo:1"], "--limit foo:1 must be METRIC:MILLISECONDS"),
+        (["--minutes", "0"], "--minutes must be above 0"),
+        (["--max-runing-requests", "3"], "did you mean --max-running-requests"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune(tmp_path, *flags)[0] == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_load_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert stand_in.main(["tune", "--goal", "throughput"]) == 2
+    assert "there is no load" in capsys.readouterr().err
+
+
+def seen(**changes: Any) -> Observed:
+    usual: dict[str, Any] = {
+        "peak_open": 64, "mean_input": 100.0, "mean_output": 50.0, "max_running": 32, "chunk": 512,
+        "kv_tokens": 100_000, "preemptions": 0, "policy": "lpm", "conservativeness": 1.0,
+        "steps_by_rows": {32: 100}, "padding": 0.0,
+    }  # fmt: skip
+    return Observed(**(usual | changes))
+
+
+@pytest.mark.parametrize(
+    ("knob", "observed", "values"),
+    [
+        ("max_running_requests", seen(), (64, 16)),
+        ("max_running_requests", seen(peak_open=20), (16,)),
+        ("max_running_requests", seen(peak_open=8), ()),
+        ("chunked_prefill_size", seen(), (1024, 256)),
+        ("chunked_prefill_size", seen(peak_open=4), (256,)),
+        ("chunked_prefill_size", seen(peak_open=1), ()),
+        ("schedule_policy", seen(), ("fcfs",)),
+        ("schedule_policy", seen(peak_open=8), ()),
+        ("schedule_conservativeness", seen(), ()),
+        ("schedule_conservativeness", seen(kv_tokens=2000), (0.3,)),
+        ("schedule_conservativeness", seen(kv_tokens=2000, preemptions=3), (1.3,)),
+        ("cuda_graph_bs", seen(), ()),
+        ("cuda_graph_bs", seen(steps_by_rows={20: 50, 32: 50}, padding=0.2), ([20, 32],)),
+    ],
+)
+def test_only_what_can_matter_is_tried(knob: str, observed: Observed, values: tuple[Any, ...]) -> None:
+    found = candidates(knob, observed, "throughput")
+    assert found.values == values
+    assert found.why
+
+
+def test_the_order_of_short_prompts_counts_for_latency() -> None:
+    assert "shortest-prefill-first" in candidates("schedule_policy", seen(), "latency").values
+    assert set(KNOBS) == {knob for knob in KNOBS if candidates(knob, seen(), "latency").why}
+
+
+def test_goodput_counts_requests_that_keep_every_limit() -> None:
+    result = serve_result(0, ttft=0.1, itl=0.02, noise=0.0)
+    rate = result["request_throughput"]
+    assert read_goal("latency", ["ttft:101", "tpot:21"]).score(result) == pytest.approx(rate)
+    half = read_goal("latency", ["ttft:101", "tpot:19"]).score(result)
+    assert half == pytest.approx(0.5 / result["duration"]), "none kept it; half a request stands for none"
+    assert read_goal("throughput", []).score(result) == result["output_throughput"]
+    with pytest.raises(ConfigError, match="ttft, tpot, e2el"):
+        read_goal("latency", ["ttft"])
