@@ -109,13 +109,19 @@ async def find_server(server: Server, pool: Pool, *, patience: float) -> None:
 
 
 async def call(
-    server: Server, pool: Pool, headers: Mapping[str, str], endpoint: str, method: str = "GET"
+    server: Server,
+    pool: Pool,
+    headers: Mapping[str, str],
+    endpoint: str,
+    method: str = "GET",
+    *,
+    seconds: float = _ASK_SECONDS,
 ) -> tuple[int, bytes]:
     """Status and body of a small request. Raises `JaxserveError` where no answer comes."""
     answer = _Body()
     text = message(method, server.path(endpoint), server.authority, headers)
     try:
-        await pool.exchange(text, answer, deadline=time.perf_counter() + _ASK_SECONDS, stall=_ASK_SECONDS)
+        await pool.exchange(text, answer, deadline=time.perf_counter() + seconds, stall=seconds)
     except BrokenAnswerError as error:
         raise JaxserveError(f"{method} {server.url}{endpoint}: {error}") from error
     return answer.status, bytes(answer.body)

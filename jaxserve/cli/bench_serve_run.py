@@ -7,8 +7,9 @@ import contextlib
 import dataclasses
 import resource
 import signal
+import sys
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any
 
 import uvloop
@@ -25,6 +26,7 @@ from jaxserve.cli.bench_serve_plan import Plan
 from jaxserve.errors import ConfigError, JaxserveError
 
 _BETWEEN_TRIES = 0.25
+_PROFILE_SECONDS = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +49,7 @@ async def _measure(plan: Plan) -> Measured | None:
     arguments, dataset = plan.arguments, plan.dataset
     pool = plan.server.pool(keep_alive=not arguments.no_keep_alive, insecure=arguments.insecure)
     patience = arguments.ready_check_timeout_sec
-    with _stop_signal() as stop, contextlib.closing(pool):
+    with contextlib.closing(pool):
         await find_server(plan.server, pool, patience=patience)
         given = arguments.model or arguments.served_model_name
         model = Model(given) if given else await served_model(plan.server, pool, plan.headers)
@@ -58,17 +60,15 @@ async def _measure(plan: Plan) -> Measured | None:
         client = Client(pool, plan.writer(name), timeout=arguments.request_timeout, stall=arguments.stall_timeout)
         if patience:
             await _wait_until_ready(client, dataset.make(vocabulary, warmups=1), patience)
-        if arguments.num_warmups and not await _warm_up(plan, client, vocabulary, stop):
-            return None
-        load = Load(
-            client, conversations, plan.times(conversations), max_concurrency=arguments.max_concurrency,
-            id_prefix=arguments.request_id_prefix, seed=arguments.seed if arguments.per_request_seed else None,
-        )  # fmt: skip
-        if arguments.profile:
-            await _profile(plan, pool, "/start_profile")
-        run = await _run(load, stop, quiet=arguments.disable_tqdm)
-        if arguments.profile:
-            await _profile(plan, pool, "/stop_profile")
+        with _stop_signal() as stop:
+            if arguments.num_warmups and not await _warm_up(plan, client, vocabulary, stop):
+                return None
+            load = Load(
+                client, conversations, plan.times(conversations), max_concurrency=arguments.max_concurrency,
+                id_prefix=arguments.request_id_prefix, seed=arguments.seed if arguments.per_request_seed else None,
+            )  # fmt: skip
+            async with _profile(plan, pool) if arguments.profile else contextlib.nullcontext():
+                run = await _run(load, stop, quiet=arguments.disable_tqdm)
     if any(record.counted_by == "chunks" and record.token_times for record in run.records):
         with contextlib.suppress(ConfigError):
             count_with(run.records, Vocabulary(tokenizer_named(tokenizer)).count_answer)
@@ -109,12 +109,23 @@ async def _wait_until_ready(client: Client, conversations: list[Conversation], p
         await asyncio.sleep(_BETWEEN_TRIES)
 
 
-async def _profile(plan: Plan, pool: Pool, route: str) -> None:
-    status, body = await call(plan.server, pool, plan.headers, route, "POST")
+@contextlib.asynccontextmanager
+async def _profile(plan: Plan, pool: Pool) -> AsyncIterator[None]:
+    """The server's profile of the run. Raises `JaxserveError` where it doesn't begin; that it can't be written costs no
+    measurement."""
+    await _post(plan, pool, "/start_profile")
+    yield
+    try:
+        await _post(plan, pool, "/stop_profile")
+    except JaxserveError as error:
+        print(error, file=sys.stderr)
+
+
+async def _post(plan: Plan, pool: Pool, route: str) -> None:
+    status, body = await call(plan.server, pool, plan.headers, route, "POST", seconds=_PROFILE_SECONDS)
     if status != 200:
-        raise JaxserveError(
-            f"--profile: POST {route} was answered HTTP {status}: {body[:200].decode(errors='replace')}"
-        )
+        shown = body[:200].decode(errors="replace")
+        raise JaxserveError(f"--profile: POST {route} was answered HTTP {status}: {shown}")
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """A server that streams at known times and writes down when it sent what; faults on request.
 
 Its own asyncio loop on raw sockets, so that what it says of its times is what it did. Every request says in its body
-how it is to be answered (`Behaviour`); `GET /sent` tells by request id, by the clock
+how it is to be answered (`Behaviour`); `GET /seen` tells what was asked, `GET /sent` tells by request id, by the clock
 `time.perf_counter()`, which processes share.
 
     python -m tests.bench.known_server      # prints its port
@@ -52,6 +52,7 @@ class KnownServer:
         self.sent: dict[str, dict[str, Any]] = {}
         self.bodies: list[dict[str, Any]] = []
         self.heads: list[dict[str, str]] = []
+        self.routes: list[str] = []
         self.open = self.most_open = self.connections = 0
         self._server: asyncio.Server | None = None
 
@@ -84,6 +85,11 @@ class KnownServer:
         body = await reader.readexactly(int(head.get("content-length", 0)))
         came = time.perf_counter()
         route = first.split(" ")[1]
+        self.routes.append(route)
+        if route.endswith("_profile"):
+            return self._json(writer, {})
+        if route == "/seen":
+            return self._json(writer, {"routes": self.routes, "heads": self.heads, "bodies": self.bodies})
         if route == "/v1/models":
             return self._json(writer, {"data": [{"id": "known"}]})
         if route == "/sent":

@@ -87,6 +87,37 @@ def test_latencies_are_those_the_server_wrote_down(known_port: int, result: Path
     assert got["median_ttft_ms"] == pytest.approx(1e3 * statistics.median(got["ttfts"]))
 
 
+def test_what_is_sent(known_port: int) -> None:
+    assert bench(
+        known_port, *IDS, "--num-prompts", "2", "--max-concurrency", "1", "--random-output-len", "3", "--profile",
+        "--api-key", "secret", "--header", "X-Team=a=b", "--request-id-prefix", "run7-", "--temperature", "0",
+        "--logprobs", "2", "--ignore-eos", "--per-request-seed", "--seed", "5", "--ready-check-timeout-sec", "9",
+        known={},
+    ) == 0  # fmt: skip
+    with urllib.request.urlopen(f"http://127.0.0.1:{known_port}/seen") as answer:
+        seen = json.load(answer)
+    completions = "/v1/completions"
+    assert seen["routes"][:-1] == [
+        "/v1/models", completions, "/start_profile", completions, completions, "/stop_profile"
+    ]  # fmt: skip
+    head, body = seen["heads"][1], seen["bodies"][1]
+    assert (head["authorization"], head["x-team"], head["x-request-id"]) == ("Bearer secret", "a=b", "run7-0")
+    assert len(body.pop("prompt")) == 6
+    assert body == {
+        "model": "known", "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}, "temperature": 0,
+        "logprobs": 2, "ignore_eos": True, "seed": 5, "known": {},
+    }  # fmt: skip
+    assert seen["bodies"][2]["seed"] == 6
+
+
+def test_a_field_is_taken_away_by_null(known_port: int) -> None:
+    assert bench(known_port, *IDS, "--num-prompts", "1", "--extra-body", '{"stream_options": null, "user": "me"}') == 0
+    with urllib.request.urlopen(f"http://127.0.0.1:{known_port}/seen") as answer:
+        (body,) = json.load(answer)["bodies"]
+    assert "stream_options" not in body
+    assert body["user"] == "me"
+
+
 def test_a_chat_in_turns_with_text_and_a_tokenizer(
     known_port: int,
     tmp_path: Path,
