@@ -128,21 +128,20 @@ def _print(rows: Sequence[Row], folder: SweepFolder) -> None:
         figures = [_figure(row, name) for name in names]
         mark = ("*" if i in best else "") + (" client-bound" if row.client_bound else "")
         table.add_row(*map(escape, own), *figures, str(row.runs), str(row.failed_requests), mark)
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    console.print(table)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
     for row in rows:
         for reason in row.reasons:
-            console.print(
-                f"FAILED setting {row.engine + 1}, load {row.load + 1}: {reason}", markup=False, highlight=False
-            )
-    console.print(f"Written to {folder.path}", markup=False, highlight=False)
+            print(f"FAILED setting {row.engine + 1}, load {row.load + 1}: {reason}")
+    print(f"Written to {folder.path}")
 
 
 def _figure(row: Row, name: str) -> str:
     if name not in row.figures:
         return ""
-    spread = f" ± {row.spreads[name]:.3g}" if name in row.spreads else ""
-    return f"{row.figures[name]:.4g}{spread}"
+    value = row.figures[name]
+    decimals = 0 if value >= 1000 else 1 if value >= 100 else 2
+    spread = f" ± {row.spreads[name]:.{decimals}f}" if name in row.spreads else ""
+    return f"{value:.{decimals}f}{spread}"
 
 
 def _say(text: str) -> None:
