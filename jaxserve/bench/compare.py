@@ -185,6 +185,7 @@ def _notes(a: Sequence[RunFile], b: Sequence[RunFile], min_difference: float) ->
     models = {run.model for run in [*a, *b] if run.model}
     if len(models) > 1:
         notes.append(f"The models have different names: {', '.join(sorted(models))}.")
+    notes += [f"{run.path} was interrupted: it holds a part of its load." for run in [*a, *b] if run.interrupted]
     for name, side in (("A", a), ("B", b)):
         failed = sum(run.failed for run in side)
         if failed:

@@ -29,10 +29,12 @@ _HIGHER: dict[Kind, tuple[str, ...]] = {
     "latency": (),
 }
 TIMES = ("ttft", "tpot", "itl", "e2el")
+# Written only where they are used.
+_RAMP_UP = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
 # What makes two loads different: these where both files say them.
 _WORKLOAD: dict[Kind, tuple[str, ...]] = {
-    "serve": ("num_prompts", "request_rate", "burstiness", "max_concurrency"),
-    "throughput": ("num_requests",),
+    "serve": ("dataset", "num_prompts", "request_rate", "burstiness", "max_concurrency"),
+    "throughput": ("dataset", "num_requests"),
     "latency": ("batch_size", "input_len", "output_len"),
 }
 
@@ -71,6 +73,7 @@ class RunFile:
     completed: int
     failed: int
     duration: float = 0.0
+    interrupted: bool = False
     requests: Requests | None = None
     latencies: np.ndarray | None = None
 
@@ -134,6 +137,7 @@ def _serve(path: str, content: Mapping[str, Any]) -> RunFile:
         completed=completed,
         failed=_failed(content),
         duration=float(content["duration"]),
+        interrupted=bool(content.get("interrupted")),
         requests=_requests(content),
     )
 
@@ -190,6 +194,8 @@ def _figures(content: Mapping[str, Any], kind: Kind, times: Iterable[str]) -> di
 
 def _workload(content: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
     found = {name: content[name] for name in _WORKLOAD[kind] if name in content}
+    if kind == "serve":
+        found |= {name: content.get(name) for name in _RAMP_UP}
     if found.get("request_rate") in (math.inf, "inf", "Infinity"):
         found["request_rate"] = "inf"
         found.pop("burstiness", None)  # nothing is spaced, so it means nothing

@@ -72,6 +72,7 @@ def test_without_raw_requests_there_is_no_verdict() -> None:
     [
         ({"request_rate": 4.0}, "request_rate is inf"),
         ({"max_concurrency": 4}, "max_concurrency is 8"),
+        ({"ramp_up_strategy": "linear"}, "ramp_up_strategy is None"),
         ({"num_prompts": 100}, "num_prompts is 200"),
         ({"total_input_tokens": 200 * 32}, "mean input tokens of a request: 16.0"),
     ],
@@ -82,6 +83,11 @@ def test_different_loads_are_refused_by_name(change: dict[str, Any], says: str) 
         of([serve_result(0)], [other])
     forced = of([serve_result(0)], [other], force=True)
     assert says in forced.differences[0]
+
+
+def test_a_run_that_was_cut_is_named() -> None:
+    comparison = of([serve_result(0)], [serve_result(1) | {"interrupted": True}])
+    assert any("b0.json was interrupted" in note for note in comparison.notes)
 
 
 def test_burstiness_means_nothing_without_a_rate() -> None:
