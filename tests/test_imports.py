@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "server": BASE | {"text", "engine.client"},
     "llm": BASE | {"text", "engine.client"},
     "bench": BASE | {"text"},
-    "cli": BASE | {"text", "server", "llm", "bench", "runtime"},
+    "cli": BASE | {"text", "server", "llm", "bench", "runtime", "engine.client"},
     "__main__": {"cli"},
     "__init__": {"llm", "api_types", "config"},
 }

@@ -13,7 +13,7 @@ import importlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
 from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, FinishReason, Profile, TokenEvent, Usage
@@ -182,17 +182,24 @@ class EngineClient:
 
         Raises `EngineDeadError` when there is no engine, `InvalidRequestError` when the id is open.
         """
+        [stream] = self.submit_all([request])
+        return stream
+
+    def submit_all(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
+        """Hand several over in one message, so that they can start in one step. Raises as `submit` does."""
         if self._dead is not None:
             raise EngineDeadError(self._dead)
-        if request.request_id in self._streams:
-            raise InvalidRequestError(
-                f"a request with the id {request.request_id!r} is open already", param="request_id"
-            )
         if not self._streams:
             self._last_progress = self._clock()
-        stream = self._streams[request.request_id] = RequestStream(request, self.abort)
-        self._transport.send(Add([request]))
-        return stream
+        streams: dict[str, RequestStream] = {}
+        for request in requests:
+            name = request.request_id
+            if name in self._streams or name in streams:
+                raise InvalidRequestError(f"a request with the id {name!r} is open already", param="request_id")
+            streams[name] = RequestStream(request, self.abort)
+        self._streams |= streams
+        self._transport.send(Add(list(requests)))
+        return list(streams.values())
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ask the engine to end these requests; each still gets its last event. Ids that are not open are ignored."""

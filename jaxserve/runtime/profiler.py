@@ -22,7 +22,7 @@ SCOPES = "scopes.json.gz"
 _MODULE = re.compile(r"HloModule (?P<name>[\w.-]+)")
 _INSTRUCTION = re.compile(r'^ +(?:ROOT )?%?(?P<name>[\w.-]+) = .*\bop_name="(?P<path>[^"]+)"', flags=re.M)
 # Parts of an instruction's path that jax puts there, not we.
-_NOT_A_SCOPE = re.compile(r".*[(),].*|while|body|cond|shard_map|closed_call|branch_\d+_fun|scan|checkpoint")
+_NOT_A_SCOPE = re.compile(r".*[(),].*|while|body|cond|shard_map|closed_call|eval_jaxpr|branch_\d+_fun|scan|checkpoint")
 
 
 class JaxProfiler:
@@ -60,4 +60,6 @@ def scopes_of(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _scope(path: str) -> str:
-    return "/".join(part for part in path.split("/")[:-1] if not _NOT_A_SCOPE.fullmatch(part))
+    """The scopes of an instruction, outermost first; one that opens itself again counts once."""
+    parts = [part for part in path.split("/")[:-1] if not _NOT_A_SCOPE.fullmatch(part)]
+    return "/".join(part for part, before in zip(parts, [None, *parts]) if part != before)

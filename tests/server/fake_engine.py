@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 import msgspec
 
@@ -118,6 +118,9 @@ class FakeEngine:
                 self._task = asyncio.create_task(self._loop())
         self._notify()
         return self._events(running)
+
+    def submit_all(self, requests: Sequence[EngineRequest]) -> list[AsyncIterator[TokenEvent]]:
+        return [self.submit(request) for request in requests]
 
     def abort(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
