@@ -1,0 +1,96 @@
+"""Run by test_mesh.py where jax sees eight CPU devices: the keystone's requests on every mesh shape, a JSON line each.
+
+A pool so small that requests are retracted, with a tier in host memory; arrivals, aborts, chunks as in the keystone.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams
+from jaxserve.config.schema import EngineConfig
+from jaxserve.engine.loop import EngineLoop
+from jaxserve.worker import build_engine
+from tests.test_keystone import FULL, SAMPLED, _check, _random_prompt, _random_request, _run
+from tests.tiny_model import write_tiny_model
+
+SETTINGS: dict[str, Any] = {
+    "context_length": 64,
+    "max_running_requests": 6,
+    "cuda_graph_bs": (6,),
+    "chunked_prefill_size": 16,
+    "max_total_tokens": 72,
+    "page_size": 4,
+    "schedule_conservativeness": 0.1,
+    "enable_hierarchical_cache": True,
+    "hicache_ratio": 4.0,
+}
+
+
+def on_mesh(model: str, data: int, tensor: int) -> dict[str, Any]:
+    """Serve them all; greedy ones are held against a naive recompute, drawn ones are returned."""
+    common: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": "float32",
+        "device": "cpu",
+        "disable_program_cache": True,
+    }
+    loop, info = build_engine(EngineConfig(model=model, dp_size=data, tp_size=tensor, **common, **SETTINGS))
+    aborted = 0
+    sequences: list[list[int]] = []
+    for seed in range(data):  # a rank gets as many as one device does
+        rng = random.Random(f"mesh {seed}")
+        requests = []
+        for i in range(24):
+            requests.append(_random_request(rng, i, info.max_model_len, sequences[:5]))
+            sequences.append(requests[-1].prompt_ids)
+        answers = _run(loop, requests, rng, abort_chance=0.1)
+        for request in requests:
+            _check(request, answers[request.request_id], info.max_model_len)
+            sequences.append(request.prompt_ids + answers[request.request_id].tokens)
+        aborted += sum(answer.last.finish_reason is FinishReason.ABORT for answer in answers.values())
+    stats = loop.stats(check=True)
+    return {
+        "tokens": _drawn(loop),
+        "aborted": aborted,
+        "preempted": stats.num_preemptions,
+        "hits": stats.cache_hit_tokens,
+        "loaded": stats.host_load_pages,
+        "compiles": stats.compiles_after_ready,
+    }
+
+
+def _drawn(loop: EngineLoop) -> dict[str, list[int]]:
+    rng = random.Random(1)
+    requests = [
+        EngineRequest(
+            request_id=f"r{i}",
+            prompt_ids=_random_prompt(rng, 30),
+            stop_ids=(9, 10, 11),
+            sample=i % 3,
+            sampling=SamplingParams(**{"max_tokens": 25, "seed": i // 6} | SAMPLED[i % len(SAMPLED)]),
+        )
+        for i in range(24)
+    ]
+    return {name: answer.tokens for name, answer in _run(loop, requests, rng).items()}
+
+
+def main(shapes: list[str]) -> None:
+    assert len(jax.devices()) == 8, jax.devices()
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_tiny_model(Path(name))
+        (folder / "config.json").write_text(json.dumps(FULL))
+        for shape in shapes:
+            data, tensor = map(int, shape.split("x"))
+            print(json.dumps({"shape": shape, **on_mesh(name, data, tensor)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,152 @@
+"""Run by test_shards.py where jax sees four CPU devices: one check, by name, of what meshes of them compute."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxserve.config.schema import EngineConfig
+from jaxserve.models.registry import family
+from jaxserve.runtime import sampling
+from jaxserve.runtime.batch import ProgramKey, build, step_shape
+from jaxserve.runtime.compiled import instructions
+from jaxserve.runtime.deployment import deploy
+from jaxserve.runtime.device import DeviceFacts
+from jaxserve.runtime.host_pool import HostPool
+from jaxserve.runtime.mesh import TENSOR_AXIS, make_mesh, shardings
+from jaxserve.runtime.page_copies import PAGES_A_COPY, row_specs
+from jaxserve.runtime.programs import READ_KEY, UPDATE_KEY, WRITE_KEY, ProgramBuilder
+from jaxserve.runtime.state import make_state
+from jaxserve.runtime.step import StepContext
+from jaxserve.runtime.update import pack_open
+from jaxserve.step_plan import StepPlan
+from jaxserve.weights.dummy import dummy_params
+from pallas_kernels.paged_attention import REFERENCE, Target
+from tests.runtime.test_sampling import VOCAB, _rows
+from tests.runtime.tiny import CAPACITY, F32, model, opening, prefill, specs
+
+SAMPLING = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "repetition_penalty": 4.0, "logit_bias": {200: 1.0, 3: -2.0}},
+    {"seed": 3, "top_k": 50, "top_p": 0.95, "logprobs": 5},
+    {"seed": 4, "min_p": 0.01, "presence_penalty": 1.0},
+]
+
+
+def run(tensor: int) -> list[np.ndarray]:
+    """One mixed step of four prompts with prompt log probabilities; everything it leaves behind, and the pages of two
+    of them once more, through host memory."""
+    capacity = msgspec.structs.replace(CAPACITY, prompt_logprob_tokens=16)
+    mesh = make_mesh(jax.devices(), tensor=tensor)
+    abstract, state_specs = family(model()).abstract(model(), F32), specs(capacity)
+    builder = ProgramBuilder(StepContext(model(), REFERENCE, 2), capacity, mesh, abstract, state_specs)
+    params = dummy_params(abstract, shardings(mesh, abstract), 0)
+    state = make_state(state_specs, shardings(mesh, state_specs))
+    update = builder.compile(UPDATE_KEY)
+    prompts = [[7, 250, 130], [9, 9], [11, 128, 129, 255], [1, 2, 3]]
+    for slot, (prompt, options) in enumerate(zip(prompts, SAMPLING)):
+        for vector in pack_open(opening(slot, prompt, **options)):
+            state = update(state, vector[None])
+    chunks = [prefill(slot, 0, prompt, (slot,), logits=len(prompt)) for slot, prompt in enumerate(prompts)]
+    plan = StepPlan(opens=[], chunks=chunks, closes=[], num_decodes=0, greedy=False)
+    key = ProgramKey("prompt_logprobs", 16, False)
+    packed = build(plan, step_shape(key, capacity), capacity)
+    state, output = builder.compile(key)(params, state, packed)
+    pages = np.full((2, 1, PAGES_A_COPY), -1, np.int32)
+    pages[:, 0, :2] = [0, 2], [9, 7]
+    host = HostPool(row_specs(state_specs), 2)
+    state, rows = builder.compile(READ_KEY)(state, pages[0])
+    host.take([[1, 0]], rows)
+    state = builder.compile(WRITE_KEY)(state, pages[1], host.give([[1, 0]]))
+    keys = np.asarray(state.kv.keys)
+    np.testing.assert_array_equal(keys[:, :, [9, 7]], keys[:, :, [0, 2]])
+    tokens = sum(map(len, prompts))
+    prompt_logprobs = jax.tree.map(lambda x: x[:, :tokens], output.prompt_logprobs)
+    return [np.asarray(x) for x in jax.tree.leaves((state, output.tokens, output.logprobs, prompt_logprobs))]
+
+
+def step() -> None:
+    """Two shards of a step leave behind what one does."""
+    for one, two in zip(run(1), run(2), strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-5, rtol=1e-5)
+
+
+DRAWN: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logit_bias": {VOCAB - 1: 50.0}},
+    {"temperature": 5.0},
+    {"top_k": 1},
+    {"top_k": 7, "temperature": 2.0},
+    {"top_p": 0.3},
+    {"top_p": 1e-9, "temperature": 3.0},
+    {"top_k": 40, "top_p": 0.8, "min_p": 0.01},
+    {"min_p": 0.2, "temperature": 1.5},
+    {"repetition_penalty": 1.8, "frequency_penalty": 0.5, "presence_penalty": 0.7},
+    {"min_tokens": 10, "stop_ids": (3, 150, 151, 599), "top_k": 3},
+]
+
+
+def sampler() -> None:
+    """Four shards draw the tokens that one does, and see the same probabilities; also among equals."""
+    rng = np.random.default_rng(0)
+    for batch in range(20):
+        logits = rng.normal(0.0, 2.0, (len(DRAWN), VOCAB)).astype(np.float32)
+        if batch % 2:
+            logits = np.round(logits)  # many are equal, over shards too
+        opened = [
+            opening(i, rng.integers(0, VOCAB, 5).tolist(), rng.integers(0, VOCAB, 5).tolist(), seed=batch, **options)
+            for i, options in enumerate(DRAWN)
+        ]
+        for row, one in enumerate(opened):
+            if one.sampling.temperature and batch % 3 == 0:
+                logits[row, rng.integers(VOCAB)] = 40.0  # one shard has all the weight
+        rows, counts, lengths = _rows(opened)
+        rows.ints[:, sampling.INTS.index("logprobs")] = 1
+        alone, together = (_on(count)(logits, rows, counts, lengths) for count in (1, 4))
+        np.testing.assert_array_equal(alone[0], together[0])
+        np.testing.assert_array_equal(alone[1].top_ids, together[1].top_ids)
+        for name in ("chosen", "top"):
+            np.testing.assert_allclose(getattr(alone[1], name), getattr(together[1], name), atol=1e-5, rtol=1e-5)
+
+
+@functools.cache
+def _on(count: int) -> Callable[..., Any]:
+    split, whole = PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
+    mesh = make_mesh(jax.devices(), tensor=count)
+    specs = (split, whole, split, whole)
+    return jax.jit(jax.shard_map(sampling.sample, mesh=mesh, in_specs=specs, out_specs=whole, check_vma=False))
+
+
+def collectives() -> None:
+    """A decode step exchanges what the mathematics needs, within its rank: never the logits."""
+    device = DeviceFacts(Target("cpu"), 2**34, max_devices=4)
+    config = EngineConfig(dtype="float32", dp_size=2, tp_size=2, max_running_requests=4, max_total_tokens=64)
+    made = deploy(config, model(), device)
+    builder = made.builder(make_mesh(jax.devices(), data=2, tensor=2))
+    layers = made.model.num_layers
+    greedy, full = (_collectives(builder, ProgramKey("decode", 4, greedy)) for greedy in (True, False))
+    # After attention and after the MLP of each layer, after the embedding, and two to find the likeliest token.
+    assert [opcode for opcode, _ in greedy] == ["all-reduce"] * (2 * layers + 3), greedy
+    shard = 4 * made.model.vocab_size // 2
+    # Twenty of the likeliest from each shard, and 15 candidates of a threshold, are the most that a row exchanges.
+    assert max(elements for _, elements in full) < shard, full
+    assert max(elements for opcode, elements in full if opcode == "all-gather") <= 4 * 20 * 2, full
+
+
+def _collectives(builder: ProgramBuilder, key: ProgramKey) -> list[tuple[str, int]]:
+    found = instructions(builder.compile(key).as_text())
+    return [(one.opcode, one.elements) for one in found if one.opcode.startswith(("all-", "reduce-scatter", "coll"))]
+
+
+if __name__ == "__main__":
+    assert len(jax.devices()) == 4, jax.devices()
+    {check.__name__: check for check in (step, sampler, collectives)}[sys.argv[1]]()
+    print("as it should be")
