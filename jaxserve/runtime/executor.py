@@ -99,11 +99,12 @@ class DeviceExecutor:
         self, handle: _InFlight, tokens: np.ndarray, logprobs: Logprobs | None, prompt_logprobs: Logprobs | None
     ) -> StepResult:
         result = StepResult(tokens=[], logprobs={}, prompt_logprobs={})
+        ids: list[list[int]] = tokens[:, :, 0].tolist()
         rows = [0] * self._capacity.num_ranks
         starts = [0] * self._capacity.num_ranks
         for i, (chunk, sampling) in enumerate(zip(handle.plan.chunks, handle.sampling)):
             rank, row = chunk.rank, rows[chunk.rank]
-            token = [int(tokens[rank, row, 0])] if chunk.sample else []
+            token = [ids[rank][row]] if chunk.sample else []
             result.tokens.append(token)
             if logprobs is not None and token and sampling.logprobs is not None:
                 result.logprobs[i] = [_read(logprobs, (rank, row), token[0], sampling.logprobs)]
