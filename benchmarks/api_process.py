@@ -72,6 +72,18 @@ LOADS = (
     Load("chat, a fast engine", _CHAT, 256, 200.0),
 )
 
+COLUMNS = {
+    "load": ("load", 18, ""),
+    "streams": ("streams", 7, ""),
+    "tok_s": ("tok/s", 6, ".0f"),
+    "cpu_percent": ("CPU %", 5, ".1f"),
+    "cpu_us_per_token": ("us/token", 8, ".1f"),
+    "added_ms_p50": ("added ms p50", 12, ".2f"),
+    "added_ms_p99": ("p99", 6, ".2f"),
+    "no_core_percent": ("no core %", 9, ".1f"),
+    "client_cpu_percent": ("client %", 8, ".1f"),
+}
+
 
 async def load_tokenizer_only(engine_config: EngineConfig, server_config: ServerConfig) -> Loaded:
     """The model's tokenizer and template, and the paced engine."""
@@ -257,19 +269,12 @@ def main() -> None:
     ids = token_ids(load_tokenizer(resolve(MODEL)))
     chosen = [LOADS[number] for number in args.only] if args.only else LOADS
     rows = []
-    print(
-        f"{'load':>20} {'streams':>7} {'tok/s':>7} {'CPU %':>6} {'us/token':>8} {'added ms: p50':>13} {'p99':>6} "
-        f"{'no core %':>9} {'client %':>8}"
-    )
+    print("  ".join(f"{title:>{width}}" for title, width, _ in COLUMNS.values()))
     for load in chosen:
         row = measure(load, ids, args.port, args.rounds, args.seconds)
         rows.append(row)
-        print(
-            f"{row['load']:>20} {row['streams']:>7} {row['tok_s']:7.0f} {row['cpu_percent']:6.1f} "
-            f"{row['cpu_us_per_token']:8.1f} {row['added_ms_p50']:13.2f} {row['added_ms_p99']:6.2f} "
-            f"{row['no_core_percent']:9.1f} {row['client_cpu_percent']:8.1f}",
-            flush=True,
-        )
+        cells = (f"{row[key]:>{width}{form}}" for key, (_, width, form) in COLUMNS.items())
+        print("  ".join(cells), flush=True)
     if args.json:
         args.json.write_text(json.dumps({"seconds": args.seconds, "loads": rows}, indent=2) + "\n")
 
