@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import platform
 import subprocess
 import sys
@@ -98,6 +99,7 @@ def main() -> None:
     args = parser.parse_args()
     report = {
         "machine": f"{platform.processor() or platform.machine()}, {platform.python_version()}",
+        "load_average_before": os.getloadavg()[0],
         "server": {"ttft_ms": 1e3 * TTFT, "itl_ms": 1e3 * ITL},
         "few": run(8, 64),
         "many": run(args.streams, math.ceil(args.seconds / ITL)),
