@@ -22,7 +22,10 @@ def test_a_profile_while_requests_run(tmp_path: Path) -> None:
         begun = threading.Event()
 
         def ask() -> None:
-            body = {"prompt": "Once", "max_tokens": 150, "ignore_eos": True, "temperature": 0, "stream": True}
+            body = {
+                "prompt": "Once", "max_tokens": 150, "ignore_eos": True, "temperature": 0, "stream": True,
+                "stream_options": {"include_usage": True},
+            }  # fmt: skip
             with client.stream("POST", "/v1/completions", json=body) as stream:
                 lines = []
                 for line in stream.iter_lines():
@@ -39,7 +42,8 @@ def test_a_profile_while_requests_run(tmp_path: Path) -> None:
         stopped = client.post("/stop_profile")
         assert stopped.status_code == 200 or folder in stopped.json()["error"]["message"], "written already"
         assert "data: [DONE]" in answers[0]
-        assert sum(line.startswith("data: {") for line in answers[0]) >= 150
+        usage = next(line for line in reversed(answers[0]) if line.startswith("data: {"))
+        assert '"completion_tokens":150' in usage, usage
         times = read_step_times(Path(folder))
         assert times.num_steps == pytest.approx(8, abs=1)
         assert all(times.host_ms[phase] > 0 for phase in HOST_PHASES)
