@@ -117,12 +117,11 @@ class Tuner:
                 self._say(f"{knob}: nothing to try, {found.why}")
                 continue
             self._say(f"{knob}: {found.why}")
-            try:
-                tried = self._race(changes, found.settings(), best)
-            except TimeUpError:
-                skipped[knob] = "the time was up"
-                self._say(f"{knob}: the time was up")
-                continue
+            tried = self._race(changes, found.settings(), best)
+            left = found.settings()[len(tried) :]
+            if left:
+                skipped[knob] = f"the time was up before {' and '.join(map(described, left))}"
+                self._say(f"{knob}: {skipped[knob]}")
             trials += tried
             for trial in tried:
                 if trial.kept:
@@ -147,14 +146,17 @@ class Tuner:
         return scores, seen
 
     def _race(self, changes: Options, found: Sequence[Options], best: tuple[float, ...]) -> list[Trial]:
-        """Try each on top of `changes` against the scores of what is best so far; at most one is kept."""
+        """Try each on top of `changes` against the scores of what is best so far, as long as there is time; at most one
+        is kept."""
         trials = []
         for change in found:
             try:
                 trials.append(self._try(dict(changes) | dict(change), change, best))
+            except TimeUpError:
+                break
             except BenchRunError as error:
                 if not self._left():
-                    raise TimeUpError from error
+                    break
                 trials.append(Trial(change, (), False, f"failed: {error}"))
             self._say(f"  {described(change)}: {trials[-1].why}")
         good = [trial for trial in trials if trial.kept]

@@ -49,7 +49,7 @@ def _reasons(key: str, tuned: Tuned) -> Iterator[str]:
         if key in trial.change:
             yield _reason(trial, tuned)
     if key in tuned.skipped:
-        yield f"{key}: not tried, {tuned.skipped[key]}."
+        yield f"{key}: {tuned.skipped[key]}."
 
 
 def _reason(trial: Trial, tuned: Tuned) -> str:

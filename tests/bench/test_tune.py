@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from jaxserve.bench.sweep import Commands
+from jaxserve.bench.tune import Tuner
 from jaxserve.bench.tune_candidates import KNOBS, Observed, candidates
 from jaxserve.bench.tune_goal import read_goal
+from jaxserve.bench.tune_profile import profile
 from jaxserve.config.load import load
 from jaxserve.errors import ConfigError
 from tests.bench import stand_in
@@ -36,7 +40,30 @@ def test_the_best_settings_are_found_and_said_why(tmp_path: Path) -> None:
     assert "# max_running_requests=4: x0.9" in text
     assert ": kept." in text
     assert "Result against default, both on fresh servers: x1.2" in text
-    assert "schedule_conservativeness: not tried, all that may run needs about" in text
+    assert "schedule_conservativeness: all that may run needs about" in text
+
+
+def test_what_the_time_did_not_allow_is_said(tmp_path: Path) -> None:
+    """A clock that jumps when the first candidate has been measured: nothing after it is tried, nor claimed."""
+    times = []
+
+    def clock() -> float:
+        file = tmp_path / "server-02.run-3.json"
+        times.append(0.0 if not file.exists() else 1e6)
+        return times[-1]
+
+    commands = Commands(stand_in.SERVE, stand_in.LOAD)
+    goal = read_goal("throughput", [])
+    tuned = Tuner(
+        {}, LOAD[1:], goal, minutes=10, folder=tmp_path, say=lambda _: None, commands=commands, clock=clock
+    ).tune()
+    assert tuned.changes == {"max_running_requests": 16}
+    assert tuned.check is None
+    assert tuned.skipped["max_running_requests"] == "the time was up before max_running_requests=4"
+    assert "cuda_graph_bs=[3, 16]" in tuned.skipped["cuda_graph_bs"]
+    text = profile({}, tuned, goal, LOAD[1:], datetime.date(2026, 11, 21))
+    assert "before default and result could meet once more" in text
+    assert yaml.safe_load(text) == {"max_running_requests": 16}
 
 
 def test_without_time_nothing_is_claimed(tmp_path: Path) -> None:
