@@ -11,10 +11,12 @@ from jaxserve.api_types import EngineInfo
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.process import run
+from jaxserve.engine.profiling import Profiling
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError, ModelNotFoundError
 from jaxserve.step_plan import Capacity, StepPlan, StepResult
 from tests.engine.fake_executor import VOCAB, FakeExecutor
+from tests.engine.fake_profiler import FakeProfiler
 
 
 class _Stuck(FakeExecutor):
@@ -78,7 +80,8 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         num_programs=0,
         startup_seconds={"build": 0.0},
     )
-    return EngineLoop(scheduler, executor, overlap=not config.disable_overlap_schedule), info
+    profiling = Profiling(FakeProfiler(), config.profile_dir)
+    return EngineLoop(scheduler, executor, overlap=not config.disable_overlap_schedule, profiling=profiling), info
 
 
 if __name__ == "__main__":

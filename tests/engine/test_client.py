@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -358,3 +359,39 @@ def test_in_process_engine_fails_loudly_and_for_good() -> None:
         with pytest.raises(EngineDeadError, match="on fire"):
             engine.step()
     engine.close()
+
+
+async def test_a_profile_ends_in_an_idle_engine_and_under_load(sockets: Path) -> None:
+    profiles = sockets / "profiles"
+    async with running(profile_dir=str(profiles)) as client:
+        started = await client.start_profile("idle")
+        assert await client.stop_profile() == started
+        assert Path(started.directory).is_dir()
+        with pytest.raises(InvalidRequestError, match="not within the directory") as refused:
+            await client.start_profile("../elsewhere")
+        assert refused.value.param == "output_dir"
+        await client.start_profile(num_steps=3)
+        events = await all_of(client.submit(make_request("a", max_tokens=9)))
+        assert len(tokens_of(events)) == 9
+        with contextlib.suppress(InvalidRequestError):  # it may have been written by now
+            assert (await client.stop_profile()).num_steps == 3
+        await client.start_profile("last")
+    [last] = (profiles / "last" / "plugins" / "profile").iterdir()
+    assert last.is_dir(), "what runs when the engine is shut down is written"
+    shutil.rmtree(profiles)
+
+
+async def test_an_engine_without_a_directory_refuses_to_profile() -> None:
+    async with running() as client:
+        with pytest.raises(InvalidRequestError, match="--profile-dir"):
+            await client.start_profile()
+
+
+async def test_several_requests_can_start_in_one_step() -> None:
+    async with running() as client:
+        streams = client.submit_all([make_request("a", max_tokens=4), make_request("b", max_tokens=4)])
+        assert [len(tokens_of(await all_of(stream))) for stream in streams] == [4, 4]
+        assert (await client.refresh_stats()).num_steps == 4
+        client.submit_all([make_request("c", max_tokens=1)])
+        with pytest.raises(InvalidRequestError, match="'d' is open already"):
+            client.submit_all([make_request("d"), make_request("d")])
