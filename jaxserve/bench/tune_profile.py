@@ -15,6 +15,10 @@ from jaxserve.bench.tune import CONFIDENCE, MIN_GAIN, Trial, Tuned, ratio_text
 from jaxserve.bench.tune_goal import Goal
 
 
+# Relative standard deviation from which three runs find no usual gain any more.
+MUCH_NOISE = 0.1
+
+
 def profile(base: Options, tuned: Tuned, goal: Goal, flags: Sequence[str], today: datetime.date) -> str:
     """The file's text. `base` are the settings that were there before, `flags` the load's."""
     settings = dict(base) | dict(tuned.changes)
@@ -34,6 +38,8 @@ def _head(tuned: Tuned, goal: Goal, flags: Sequence[str], today: datetime.date) 
         f"Default: {statistics.fmean(tuned.default):.4g} {goal.unit} over {len(tuned.default)} runs that vary by "
         f"{tuned.noise:.1%}. Ratios below are with their bounds at {CONFIDENCE:.0%}."
     )
+    if tuned.noise > MUCH_NOISE:
+        yield "So much noise hides all but large gains: something else was at work on this machine, or the runs are short."
     if tuned.check is not None:
         yield f"Result against default, both on fresh servers: {ratio_text(tuned.check)}."
         if verdict(tuned.check, True, MIN_GAIN) != "faster":

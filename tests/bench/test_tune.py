@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from jaxserve.bench.sweep import Commands
-from jaxserve.bench.tune import Tuner
+from jaxserve.bench.tune import Tuned, Tuner
 from jaxserve.bench.tune_candidates import KNOBS, Observed, candidates
 from jaxserve.bench.tune_goal import read_goal
 from jaxserve.bench.tune_profile import profile
@@ -137,3 +137,11 @@ def test_goodput_counts_requests_that_keep_every_limit() -> None:
     assert read_goal("throughput", []).score(result) == result["output_throughput"]
     with pytest.raises(ConfigError, match="ttft, tpot, e2el"):
         read_goal("latency", ["ttft"])
+
+
+def test_a_noisy_machine_is_named() -> None:
+    for scores, noisy in (((10.0, 10.1, 9.9), False), ((10.0, 14.0, 6.0), True)):
+        tuned = Tuned({}, scores, (), {}, None, 60.0)
+        text = profile({}, tuned, read_goal("throughput", []), LOAD[1:], datetime.date(2026, 11, 21))
+        assert ("So much noise" in text) == noisy
+        assert "nothing is changed" in text
