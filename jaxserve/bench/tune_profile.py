@@ -14,7 +14,6 @@ from jaxserve.bench.sweep import described
 from jaxserve.bench.tune import CONFIDENCE, MIN_GAIN, Trial, Tuned, ratio_text
 from jaxserve.bench.tune_goal import Goal
 
-
 # Relative standard deviation from which three runs find no usual gain any more.
 MUCH_NOISE = 0.1
 
@@ -39,7 +38,7 @@ def _head(tuned: Tuned, goal: Goal, flags: Sequence[str], today: datetime.date) 
         f"{tuned.noise:.1%}. Ratios below are with their bounds at {CONFIDENCE:.0%}."
     )
     if tuned.noise > MUCH_NOISE:
-        yield "So much noise hides all but large gains: something else was at work on this machine, or the runs are short."
+        yield "So much noise hides all but large gains: something else was at work here, or the runs are too short."
     if tuned.check is not None:
         yield f"Result against default, both on fresh servers: {ratio_text(tuned.check)}."
         if verdict(tuned.check, True, MIN_GAIN) != "faster":
