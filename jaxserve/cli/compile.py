@@ -80,10 +80,10 @@ def _for_target(loaded: Loaded, name: str, only: str, as_json: bool) -> int:
     deployment = offline.deploy_on_target(loaded.engine, name)
     keys = offline.chosen_keys(deployment, only)
     builder = offline.builder_for_target(deployment, name)
-    print(f"{loaded.engine.model} on {deployment.tensor} x {name}: {len(keys)} programs, "
+    print(f"{loaded.engine.model} on {deployment.num_devices} x {name}: {len(keys)} programs, "
           f"attention: {deployment.backend.name} ({deployment.backend.reason})", file=sys.stderr)  # fmt: skip
     reports = watched(offline.compile_programs(builder, keys), [str(key) for key in keys])
-    show(reports, as_json, {"target": name, "devices": deployment.tensor, "model": loaded.engine.model})
+    show(reports, as_json, {"target": name, "devices": deployment.num_devices, "model": loaded.engine.model})
     return 1 if any(report.fault for report in reports) else 0
 
 

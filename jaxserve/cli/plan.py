@@ -49,32 +49,37 @@ def main(argv: list[str]) -> int:
 def as_text(plan: Plan) -> str:
     """The plan for a person."""
     made, capacity, footprint = plan.deployment, plan.deployment.capacity, plan.deployment.sizes.footprint
-    pool = plan.pool_tokens * footprint.kv_per_token
+    pool = plan.rank_tokens * footprint.kv_per_token
     used = footprint.weights + footprint.state + plan.temp_bytes + pool
     memory = [
         ("weights", footprint.weights, ""),
         ("state by slot", footprint.state, f"{capacity.num_slots} slots"),
         ("largest working memory", plan.temp_bytes, plan.temp_source),
-        ("KV pool", pool, f"{plan.pool_tokens:,} tokens in {capacity.num_pages:,} pages of {capacity.page_size}"),
+        ("KV pool", pool, f"{plan.rank_tokens:,} tokens in {capacity.num_pages:,} pages of {capacity.page_size}"),
         ("left", plan.usable_bytes - used, f"of {plan.usable_bytes / _GIB:.2f} GiB that may be used"),
         ("not to be used", plan.target.memory_bytes - plan.usable_bytes, "--mem-fraction-static"),
     ]
     rows = [(name, f"{size / _GIB:.2f}", note) for name, size, note in memory]
     peak = plan.limits.peak_flops
     parts = [
-        f"{made.config.model} in {made.dtype.name} on {made.tensor} x {plan.target.name} "
+        f"{made.config.model} in {made.dtype.name} on {made.num_devices} x {plan.target.name}{_mesh(plan)} "
         f"({plan.target.memory_bytes / _GIB:.1f} GiB, {plan.target.memory_bandwidth / 1e12:.2f} TB/s, "
         f"{'no figure for' if peak is None else f'{peak / 1e12:.0f} TFLOP/s in'} {made.dtype.name}, each)",
         table(("memory of a device", "GiB", ""), rows, left=(0, 2)),
         f"KV cache: {footprint.kv_per_token / 1024:.1f} KiB a token on each device\n"
         f"largest context: {capacity.max_model_len:,} tokens\n"
-        f"largest batch: {capacity.num_slots} requests; "
+        f"largest batch: {plan.num_slots} requests; "
         + ", ".join(f"{plan.requests_of(context)} of {context:,} tokens" for context in plan.contexts),
         "decode, tokens a second at best (down: batch, across: context)\n" + _decode_table(plan),
         "prefill, tokens a second at best: " + _prefill_line(plan),
     ]
     parts += [f"doesn't fit: {misfit.what}\n  would fit with: {' or '.join(misfit.fixes)}" for misfit in plan.misfits]
     return "\n\n".join(parts)
+
+
+def _mesh(plan: Plan) -> str:
+    data, tensor = plan.deployment.data, plan.deployment.tensor
+    return f", data parallel {data} x tensor parallel {tensor}" if data > 1 else ""
 
 
 def _decode_table(plan: Plan) -> str:
@@ -86,7 +91,7 @@ def _decode_table(plan: Plan) -> str:
 
 
 def _prefill_line(plan: Plan) -> str:
-    found = [(context, plan.limits.prefill_tokens_per_second(context)) for context in plan.contexts]
+    found = [(context, plan.prefill_limit(context)) for context in plan.contexts]
     known = [f"{limit:,.0f} for prompts of {context:,}" for context, limit in found if limit is not None]
     return ", ".join(known) or f"there is no peak rate of {plan.deployment.dtype.name} for this device"
 
@@ -97,7 +102,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {
         "model": made.config.model,
         "target": plan.target.name,
-        "devices": made.tensor,
+        "devices": made.num_devices,
+        "tp_size": made.tensor,
+        "dp_size": made.data,
         "dtype": made.dtype.name,
         "attention_backend": made.backend.name,
         "memory_bytes": plan.target.memory_bytes,
@@ -108,9 +115,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "temp_source": plan.temp_source,
         "kv_bytes_per_token": footprint.kv_per_token,
         "max_total_num_tokens": plan.pool_tokens,
-        "num_pages": made.capacity.num_pages,
+        "num_pages": made.data * made.capacity.num_pages,
         "context_length": made.capacity.max_model_len,
-        "max_running_requests": made.capacity.num_slots,
+        "max_running_requests": plan.num_slots,
         "decode_tokens_per_second": [
             {"batch": batch, "context": context, "limit": limit}
             for batch in plan.batches
@@ -118,7 +125,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             if (limit := plan.decode_limit(batch, context)) is not None
         ],
         "prefill_tokens_per_second": [
-            {"length": context, "limit": plan.limits.prefill_tokens_per_second(context)} for context in plan.contexts
+            {"length": context, "limit": plan.prefill_limit(context)} for context in plan.contexts
         ],
         "misfits": [{"what": misfit.what, "fixes": misfit.fixes} for misfit in plan.misfits],
     }

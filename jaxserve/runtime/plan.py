@@ -38,9 +38,19 @@ class Plan:
     misfits: list[Misfit]
 
     @property
-    def pool_tokens(self) -> int:
-        """Tokens that the KV pool holds."""
+    def rank_tokens(self) -> int:
+        """Tokens that the KV pool of a data-parallel rank holds."""
         return self.deployment.capacity.num_pages * self.deployment.capacity.page_size
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the KV pools of all ranks hold."""
+        return self.deployment.data * self.rank_tokens
+
+    @property
+    def num_slots(self) -> int:
+        """Requests that run at once, on all ranks."""
+        return self.deployment.data * self.deployment.capacity.num_slots
 
     @property
     def usable_bytes(self) -> int:
@@ -49,8 +59,9 @@ class Plan:
 
     def requests_of(self, context: int) -> int:
         """How many requests of this length run at once."""
-        page_size = self.deployment.capacity.page_size
-        return min(self.deployment.capacity.num_slots, self.pool_tokens // (-(-context // page_size) * page_size))
+        capacity = self.deployment.capacity
+        fit = capacity.num_pages // -(-context // capacity.page_size)
+        return self.deployment.data * min(capacity.num_slots, fit)
 
     @property
     def contexts(self) -> list[int]:
@@ -61,12 +72,19 @@ class Plan:
     @property
     def batches(self) -> list[int]:
         """Batches to show limits for."""
-        most = self.deployment.capacity.num_slots
+        most = self.num_slots
         return sorted({batch for batch in _BATCHES if batch < most} | {most})
 
     def decode_limit(self, batch: int, context: int) -> float | None:
         """Tokens a second at best; None where the pool doesn't hold so much."""
-        return self.limits.decode_tokens_per_second(batch, context) if batch <= self.requests_of(context) else None
+        if batch > self.requests_of(context):
+            return None
+        return batch / self.limits.decode_seconds(-(-batch // self.deployment.data), context)
+
+    def prefill_limit(self, length: int) -> float | None:
+        """Prompt tokens a second at best, for prompts of `length` tokens; None where the peak isn't known."""
+        limit = self.limits.prefill_tokens_per_second(length)
+        return None if limit is None else self.deployment.data * limit
 
 
 def make_plan(config: EngineConfig, name: str, *, ask_compiler: bool = False) -> Plan:

@@ -18,7 +18,7 @@ from jaxserve.runtime.target import Target
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """The limits of a deployment on `tensor` devices of a kind; all quantities are of one device.
+    """The limits of one data-parallel rank, on `tensor` devices of a kind; all quantities are of one device.
 
     `read_bytes` of weights a step; `layer_flops` a token, of the layers' products; `head_flops` a sampled row;
     `attention_flops` a token for each token it sees. `peak_flops` is None where the type has no figure.
@@ -37,10 +37,6 @@ class Roofline:
         read = (self.read_bytes + batch * context * self.kv_per_token) / self.bandwidth
         flops = batch * (self.layer_flops + self.head_flops + context * self.attention_flops)
         return max(read, flops / self.peak_flops) if self.peak_flops is not None else read
-
-    def decode_tokens_per_second(self, batch: int, context: int) -> float:
-        """The most tokens a second that so many requests get together."""
-        return batch / self.decode_seconds(batch, context)
 
     def prefill_tokens_per_second(self, length: int) -> float | None:
         """The most prompt tokens a second, for prompts of `length` tokens; None where the peak isn't known."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.models.config import parse_model_config
-from jaxserve.runtime.deployment import deploy
+from jaxserve.runtime.deployment import Deployment, deploy
 from jaxserve.runtime.device import facts_of_target
 from jaxserve.runtime.programs import ProgramBuilder
 from jaxserve.runtime.topology import target_mesh
@@ -31,6 +31,14 @@ LLAMA_8B_TWO_LAYERS = {
     },
 }
 
+LLAMA_70B = {
+    **LLAMA_8B_TWO_LAYERS,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+
 SMOLLM2_135M = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 49152,
@@ -50,15 +58,23 @@ MIXED_TOKENS = 2048
 PAGE_SIZES = {"nvidia-h200": 16, "tpu-v6e": 32}
 
 
-def deployment(target: str, config: dict[str, Any], *, tensor: int, attention: str = "auto") -> ProgramBuilder:
+def deployment(
+    target: str, config: dict[str, Any], *, tensor: int, data: int = 1, attention: str = "auto"
+) -> ProgramBuilder:
     """What `build_engine` would make on that device, in bfloat16, by the profiles in configs/."""
+    made = deployed(target, config, tensor=tensor, data=data, attention=attention)
+    return made.builder(target_mesh(target, tensor=tensor, data=data))
+
+
+def deployed(target: str, config: dict[str, Any], *, tensor: int, data: int = 1, attention: str = "auto") -> Deployment:
+    """Its sizes."""
     settings: dict[str, Any] = {"attention_backend": attention, "page_size": PAGE_SIZES[target]}
     engine = EngineConfig(
         **settings,
         tp_size=tensor,
+        dp_size=data,
         max_running_requests=256,
         cuda_graph_bs=(DECODE_ROWS, 256),
         chunked_prefill_size=MIXED_TOKENS,
     )
-    made = deploy(engine, parse_model_config(config), facts_of_target(target))
-    return made.builder(target_mesh(target, tensor=tensor))
+    return deploy(engine, parse_model_config(config), facts_of_target(target))

@@ -57,6 +57,25 @@ def test_shards_leave_more(llama: str, capsys: pytest.CaptureFixture[str]) -> No
     assert four["max_total_num_tokens"] > 4 * one["max_total_num_tokens"]
 
 
+def test_ranks_are_as_many_pools_and_batches(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = (llama, "--target", "nvidia-h200", "--tp-size", "2")
+    one, four = (_plan(capsys, *argv, "--dp-size", str(size)) for size in (1, 4))
+    assert (four["devices"], four["dp_size"], four["tp_size"]) == (8, 4, 2)
+    for name in ("weight_bytes", "kv_bytes_per_token", "temp_bytes", "context_length"):
+        assert four[name] == one[name]
+    for name in ("max_total_num_tokens", "num_pages", "max_running_requests"):
+        assert four[name] == 4 * one[name]
+    limits = {(row["batch"], row["context"]): row["limit"] for row in four["decode_tokens_per_second"]}
+    alone = {(row["batch"], row["context"]): row["limit"] for row in one["decode_tokens_per_second"]}
+    assert limits[256, 1024] == pytest.approx(4 * alone[64, 1024])
+    assert limits[1, 1024] == pytest.approx(alone[1, 1024])
+    assert limits[1024, 1024] == pytest.approx(4 * alone[256, 1024])
+    prefill = [plan["prefill_tokens_per_second"][0]["limit"] for plan in (one, four)]
+    assert prefill[1] == pytest.approx(4 * prefill[0])
+    assert main(["plan", *argv, "--dp-size", "4"]) == 0
+    assert "on 8 x nvidia-h200, data parallel 4 x tensor parallel 2" in capsys.readouterr().out
+
+
 def test_what_does_not_fit_is_refused_with_the_flag_that_makes_it_fit(
     llama: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
