@@ -216,8 +216,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     `decode_bucket_rows` rows of the decode programs that ran were live, and `mixed_tokens` of `mixed_bucket_tokens`
     tokens of the mixed ones: the rest was padding. `coarse_decode_steps` of `decode_steps` ran beyond the finely spaced
     programs (`cuda graph: False` in the log). Of `num_preemptions` requests that were sent back to the queue,
-    `num_retractions` were for want of KV cache, the others for a higher priority. Only in a reading that was asked for: how many decode steps had so many
-    rows, and what the audit of the books found.
+    `num_retractions` were for want of KV cache, the others for a higher priority. Only in a reading that was asked for:
+    how many decode steps had so many rows, and what the audit of the books found.
     """
 
     num_running: int = 0
