@@ -105,8 +105,8 @@ def _ids(rng: random.Random, count: int) -> list[int]:
     return rng.choices(range(100, 30_000), k=count)
 
 
-def capacity_of(slots: int, tokens: int) -> Capacity:
-    """An accelerator's programs, with a pool of so many tokens."""
+def capacity_of(slots: int, tokens: int, num_ranks: int = 1) -> Capacity:
+    """An accelerator's programs, with slots and a pool of so many tokens on each rank."""
     return Capacity(
         num_slots=slots,
         num_pages=tokens // PAGE,
@@ -116,6 +116,7 @@ def capacity_of(slots: int, tokens: int) -> Capacity:
         token_buckets=token_buckets(2048, smallest=256),
         prompt_logprob_tokens=2 * slots,
         fine_decode_rows=160,
+        num_ranks=num_ranks,
     )
 
 
@@ -131,9 +132,9 @@ def request_of(number: int, prompt: list[int], max_tokens: int) -> EngineRequest
     return EngineRequest(request_id=f"r{number}", prompt_ids=prompt, sampling=sampling, stop_ids=(STOP,))
 
 
-def simulate(trace: str, count: int, **settings: Any) -> dict[str, Any]:
-    """Run a trace to its end; figures are over the whole of it, times simulated."""
-    capacity = capacity_of(256, POOL)
+def simulate(trace: str, count: int, num_ranks: int = 1, **settings: Any) -> dict[str, Any]:
+    """Run a trace to its end; figures are over the whole of it, times simulated. Ranks share slots and pool evenly."""
+    capacity = capacity_of(256 // num_ranks, POOL // num_ranks, num_ranks)
     now = 0.0
     scheduler = scheduler_of(capacity, clock=lambda: now, **settings)
     left: dict[str, int] = {}
@@ -155,8 +156,7 @@ def simulate(trace: str, count: int, **settings: Any) -> dict[str, Any]:
         plan = scheduler.plan()
         if plan is not None:
             in_flight.append((plan, _answer(plan, left)))
-            prefilled = sum(chunk.length for chunk in plan.chunks[plan.num_decodes :])
-            now += 8e-3 + 2e-5 * plan.num_decodes + 6e-5 * prefilled
+            now += max(step_seconds(plan, rank) for rank in range(num_ranks))
             steps += 1
         elif not in_flight:
             assert upcoming is not None, "the scheduler is stuck"
@@ -182,10 +182,19 @@ def simulate(trace: str, count: int, **settings: Any) -> dict[str, Any]:
         "running_while_queued": statistics.fmean(running) if running else None,
         "hit_rate": stats.cache_hit_tokens / stats.cache_query_tokens,
         "retractions": stats.num_preemptions,
+        "decode_padding": 1.0 - stats.decode_rows / max(stats.decode_bucket_rows, 1),
+        "mixed_padding": 1.0 - stats.mixed_tokens / max(stats.mixed_bucket_tokens, 1),
         "queue_s_median": statistics.median(waits),
         "queue_s_p99": statistics.quantiles(waits, n=100)[98],
         "host_us_per_step": 1e6 * (time.perf_counter() - started) / steps,
     }
+
+
+def step_seconds(plan: StepPlan, rank: int) -> float:
+    """What a step takes on a rank."""
+    decodes = sum(chunk.rank == rank for chunk in plan.chunks[: plan.num_decodes])
+    prefilled = sum(chunk.length for chunk in plan.chunks[plan.num_decodes :] if chunk.rank == rank)
+    return 8e-3 + 2e-5 * decodes + 6e-5 * prefilled
 
 
 def _answer(plan: StepPlan, left: dict[str, int]) -> StepResult:

@@ -129,7 +129,7 @@ class _Life:
             loaded = loading.result()
         except JaxserveError as error:
             logger.error("Can't start: %s", error)
-            return 1
+            return 2 if isinstance(error, ValueError) else 1  # as every command: what a person can mend, or not
         self._serving.load(loaded)
         self._say_ready(loaded, time.perf_counter() - started)
         # What start-up made lives as long as the process: the collector need not look at it again.

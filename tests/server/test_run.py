@@ -94,7 +94,7 @@ def test_the_port_answers_while_the_model_loads(start):
 
 def test_a_model_that_cannot_be_served(start):
     process = start("broken")
-    assert process.exit_code() == 1
+    assert process.exit_code() == 2
     assert any("zebra" in line for line in process.lines)
     assert not any("Traceback" in line for line in process.lines)
 

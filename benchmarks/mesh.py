@@ -1,0 +1,179 @@
+"""What a mesh costs and what placement gives: steps on simulated CPU devices by mesh shape, and traces over four
+data-parallel ranks with a device that is a formula.
+
+The first table compares medians of a decode step of 16 requests: a ratio of 2 means twice as long as on one device. All
+devices share this machine's cores, so that it shows what the mesh adds, never what more devices would save. The second
+replays the traces of `benchmarks/scheduler.py`: our placement with several weights of a sequence, and others that look
+at one thing alone.
+
+    python benchmarks/mesh.py --json benchmarks/results/cpu/mesh.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from benchmarks.scheduler import simulate
+from jaxserve.engine import placement
+from jaxserve.engine.rank import Rank
+from jaxserve.engine.request import Request
+
+SHAPES = ["1x1", "1x2", "1x4", "1x8", "2x1", "2x2", "2x4", "4x1", "4x2", "8x1"]
+ROWS, STEPS = 16, 150
+RANKS = 4
+TRACES = ("shared-prefix", "multi-turn", "uniform", "long-context", "full-length")
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768,
+    "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512, "rope_theta": 10000.0,
+}  # fmt: skip
+
+
+def time_step(shape: str, model: str) -> dict[str, Any]:
+    """Medians of one shape, in this process: the whole step, and what of it the host takes to start it."""
+    from jaxserve.api_types import EngineRequest, SamplingParams
+    from jaxserve.config.schema import EngineConfig
+    from jaxserve.worker import build_engine
+
+    data, tensor = map(int, shape.split("x"))
+    loop, _ = build_engine(
+        EngineConfig(
+            model=model,
+            load_format="dummy",
+            dtype="float32",
+            device="cpu",
+            dp_size=data,
+            tp_size=tensor,
+            max_running_requests=ROWS // data,
+            cuda_graph_bs=(ROWS // data,),
+            max_total_tokens=512 * ROWS // data,
+            chunked_prefill_size=64,
+            disable_overlap_schedule=True,
+            log_level="error",
+        )
+    )
+    executor: Any = loop._executor
+    dispatch, started = executor.dispatch, []
+
+    def timed(plan: Any) -> object:
+        start = time.perf_counter()
+        handle = dispatch(plan)
+        started.append(time.perf_counter() - start)
+        return handle
+
+    executor.dispatch = timed
+    for i in range(ROWS):
+        sampling = SamplingParams(max_tokens=STEPS + 20, temperature=0.0)
+        loop.add(EngineRequest(request_id=f"r{i}", prompt_ids=[i] * 8, sampling=sampling))
+    times = []
+    while loop.has_work:
+        start = time.perf_counter()
+        loop.step()
+        times.append(time.perf_counter() - start)
+    middle = slice(15, STEPS)
+    return {"step_ms": 1e3 * statistics.median(times[middle]), "dispatch_ms": 1e3 * statistics.median(started[middle])}
+
+
+def steps_by_shape(shapes: Sequence[str]) -> list[dict[str, Any]]:
+    """Each shape in a process of its own, with as many simulated devices as it takes."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+        for shape in shapes:
+            count = int(shape[0]) * int(shape[2])
+            env = os.environ | {
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
+            }
+            command = [sys.executable, "-m", "benchmarks.mesh", "--shape", shape, "--model", folder]
+            done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+            found = json.loads(done.stdout.splitlines()[-1])
+            base = rows[0] if rows else found
+            rows.append(
+                {
+                    "data x tensor": shape,
+                    **found,
+                    "step_ratio": found["step_ms"] / base["step_ms"],
+                    "dispatch_ratio": found["dispatch_ms"] / base["dispatch_ms"],
+                }
+            )
+    return rows
+
+
+def in_turn(request: Request, ranks: Sequence[Rank], pending: Sequence[int]) -> list[Rank]:
+    """One rank after the other, by arrival."""
+    return sorted(ranks, key=lambda rank: (rank.index - request.arrival) % RANKS)
+
+
+def by_load(request: Request, ranks: Sequence[Rank], pending: Sequence[int]) -> list[Rank]:
+    """Where the fewest sequences run."""
+    return sorted(ranks, key=lambda rank: len(rank.prefilling) + len(rank.decoding))
+
+
+def by_prefix(request: Request, ranks: Sequence[Rank], pending: Sequence[int]) -> list[Rank]:
+    """Where most of the prompt is cached; the first rank where nowhere any is."""
+    fill, limit = request.fill_tokens, request.num_reusable_tokens
+    return sorted(ranks, key=lambda rank: -rank.cache.match_length(request.namespace, fill, limit))
+
+
+def placements(count: int, traces: Sequence[str]) -> list[dict[str, Any]]:
+    """Every placement on every trace; times are simulated."""
+    rows = []
+    for trace in traces:
+        for name, function in (("in turn", in_turn), ("load", by_load), ("prefix", by_prefix)):
+            with mock.patch("jaxserve.engine.planner.by_cost", function):
+                rows.append({"placement": name, **simulate(trace, count, RANKS, policy="fcfs")})
+        for weight in (0, 16, placement.SEQUENCE_TOKENS, 256):
+            with mock.patch.object(placement, "SEQUENCE_TOKENS", weight):
+                rows.append({"placement": f"cost, {weight} a sequence", **simulate(trace, count, RANKS, policy="fcfs")})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--requests", type=int, default=4000, help="of each of the runs over a trace")
+    parser.add_argument("--traces", nargs="*", default=list(TRACES), choices=list(TRACES))
+    parser.add_argument("--shapes", nargs="*", default=SHAPES, choices=SHAPES)
+    parser.add_argument("--shape", help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    logging.getLogger("jaxserve").setLevel(logging.ERROR)
+    if args.shape:
+        print(json.dumps(time_step(args.shape, args.model)))
+        return
+    report: dict[str, Any] = {"requests": args.requests, "rows": ROWS, "ranks": RANKS}
+    report["steps"] = steps_by_shape(args.shapes)
+    _table(report["steps"], list(report["steps"][0]) if report["steps"] else [])
+    report["placements"] = placements(args.requests, args.traces)
+    _table(
+        report["placements"],
+        ["trace", "placement", "simulated_s", "output_tok_s", "hit_rate", "decode_padding", "mixed_padding",
+         "retractions", "queue_s_median", "queue_s_p99"],
+    )  # fmt: skip
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _table(rows: list[dict[str, Any]], names: list[str]) -> None:
+    cells = [names, *[[f"{row[n]:.3f}" if isinstance(row[n], float) else str(row[n]) for n in names] for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
+    for row in cells:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths)))
+    print()
+
+
+if __name__ == "__main__":
+    main()
