@@ -1,4 +1,10 @@
-"""The device mesh, made once, and the one table that maps logical axes of arrays to its axes."""
+"""The device mesh, made once, and the one table that maps logical axes of arrays to its axes.
+
+Along `data` stand ranks: the state has a leading axis of them, each row of a step's packed input is one rank's, and
+nothing is exchanged between them. Along `tensor` stand the shards of a rank: heads, MLP and vocabulary are split, the
+input is the same on all, and `layers` and `sampling` write what they exchange. The names `expert` and `stage` are kept
+for axes to come. Which shapes a model allows is in `parallel.py`.
+"""
 
 from __future__ import annotations
 
