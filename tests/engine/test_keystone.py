@@ -88,7 +88,7 @@ def _random_engine(rng: random.Random, *, tiered: bool, num_ranks: int) -> tuple
         *((block, False, 1) for block in range(16)),
         *((block, True, 1) for block in range(8)),
         *((ranks, False, ranks) for ranks in (2, 3, 4)),
-        *((ranks, True, ranks) for ranks in (2, 3)),
+        (2, True, 2),
     ],
 )
 def test_tokens_are_those_of_the_request_alone(block: int, tiered: bool, num_ranks: int) -> None:
