@@ -1,4 +1,4 @@
-"""jaxserve beside vLLM on this CPU: SmolLM2-135M, 128 tokens in, 64 out, one client and sixteen, in one run.
+"""jaxserve beside vLLM on this CPU: SmolLM2-135M, under four loads, in one run.
 
 Both servers stay up and are loaded in turn, the other one stopped meanwhile, so that what else the machine does falls
 on both alike; medians of the rounds are compared. Without `--peer DIR` (a folder made by
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -27,10 +28,26 @@ from typing import Any
 
 import httpx
 
-PROMPT_TOKENS = 128
-OUTPUT_TOKENS = 64
-CLIENTS = (1, 16)
 REPOSITORY = Path(__file__).parents[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """`requests` of so many prompt tokens, the first `shared` of them the same in all, `clients` at a time."""
+
+    clients: int
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    shared: int = 0
+
+
+LOADS = {
+    "1": Load(clients=1, requests=2, prompt_tokens=128, output_tokens=64),
+    "16": Load(clients=16, requests=32, prompt_tokens=128, output_tokens=64),
+    "1 long prompt": Load(clients=1, requests=3, prompt_tokens=1000, output_tokens=4),
+    "32 shared prefix": Load(clients=32, requests=64, prompt_tokens=600, output_tokens=64, shared=500),
+}
 
 
 @contextlib.contextmanager
@@ -57,7 +74,7 @@ def server(command: list[str], port: int, name: str) -> Iterator[tuple[int, floa
             os.killpg(process.pid, signal.SIGKILL)
 
 
-async def one_request(port: int, model: str, prompt: list[int]) -> dict[str, float]:
+async def one_request(port: int, model: str, prompt: list[int], output_tokens: int) -> dict[str, float]:
     """Seconds to the first token and to the last, and how many came.
 
     Reads the socket itself: a comfortable client's own work, on the two cores the servers compute on, would be measured
@@ -67,7 +84,7 @@ async def one_request(port: int, model: str, prompt: list[int]) -> dict[str, flo
         {
             "model": model,
             "prompt": prompt,
-            "max_tokens": OUTPUT_TOKENS,
+            "max_tokens": output_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
@@ -91,20 +108,22 @@ async def one_request(port: int, model: str, prompt: list[int]) -> dict[str, flo
     return {"ttft": first, "end": last, "tokens": tokens}
 
 
-async def load(port: int, model: str, clients: int, requests: int, seed: int) -> dict[str, float]:
-    """`clients` at a time until `requests` are done."""
+async def run(port: int, model: str, load: Load, seed: int) -> dict[str, float]:
+    """The load once, with prompts of its own for each seed."""
     rng = random.Random(seed)
-    prompts = [[rng.randrange(100, 49000) for _ in range(PROMPT_TOKENS)] for _ in range(requests)]
+    shared = [rng.randrange(100, 49000) for _ in range(load.shared)]
+    own = load.prompt_tokens - load.shared
+    prompts = [[*shared, *(rng.randrange(100, 49000) for _ in range(own))] for _ in range(load.requests)]
     results: list[dict[str, float]] = []
 
-    async def worker() -> None:
+    async def client() -> None:
         while prompts:
-            results.append(await one_request(port, model, prompts.pop()))
+            results.append(await one_request(port, model, prompts.pop(), load.output_tokens))
 
     start = time.perf_counter()
-    await asyncio.gather(*(worker() for _ in range(clients)))
+    await asyncio.gather(*(client() for _ in range(load.clients)))
     seconds = time.perf_counter() - start
-    assert all(result["tokens"] == OUTPUT_TOKENS for result in results), "a request came back short"
+    assert all(result["tokens"] == load.output_tokens for result in results), "a request came back short"
     return {
         "output_tok_s": sum(result["tokens"] for result in results) / seconds,
         "ttft_ms": 1e3 * statistics.median(result["ttft"] for result in results),
@@ -112,27 +131,27 @@ async def load(port: int, model: str, clients: int, requests: int, seed: int) ->
     }
 
 
-def measure(servers: dict[str, tuple[int, int, str]], rounds: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Medians over rounds by server and number of clients; the servers take turns within a round."""
-    samples: dict[str, dict[int, list[dict[str, float]]]] = {name: {c: [] for c in CLIENTS} for name in servers}
-    for name, (pid, port, model) in servers.items():
-        for clients in CLIENTS:
-            with paused([other for other, _, _ in servers.values() if other != pid]):
-                asyncio.run(load(port, model, clients, clients, seed=0))
-            print(f"warmed up {name} with {clients}", file=sys.stderr)
-    for round_ in range(rounds):
-        for clients in CLIENTS:
+def measure(
+    servers: dict[str, tuple[int, int, str]], loads: dict[str, Load], rounds: int
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Medians over rounds by server and load; the servers take turns within a round."""
+    samples: dict[str, dict[str, list[dict[str, float]]]] = {name: {load: [] for load in loads} for name in servers}
+    for round_ in range(-1, rounds):
+        for load_name, load in loads.items():
             for name, (pid, port, model) in servers.items():
                 with paused([other for other, _, _ in servers.values() if other != pid]):
-                    result = asyncio.run(load(port, model, clients, max(2, 2 * clients), seed=round_ + 1))
-                samples[name][clients].append(result)
-                print(f"round {round_} {name} {clients} clients: {result}", file=sys.stderr)
+                    result = asyncio.run(run(port, model, load, seed=round_ + 1))
+                if round_ < 0:
+                    print(f"warmed up {name} with {load_name}", file=sys.stderr)
+                    continue
+                samples[name][load_name].append(result)
+                print(f"round {round_} {name}, {load_name}: {result}", file=sys.stderr)
     return {
         name: {
-            str(clients): {key: statistics.median(r[key] for r in runs) for key in runs[0]}
-            for clients, runs in by_clients.items()
+            load_name: {key: statistics.median(r[key] for r in runs) for key in runs[0]}
+            for load_name, runs in by_load.items()
         }
-        for name, by_clients in samples.items()
+        for name, by_load in samples.items()
     }
 
 
@@ -170,11 +189,17 @@ def main() -> None:
     parser.add_argument("--peer", help="folder of peer_vllm_cpu.sh, with its environment and model")
     parser.add_argument("--peer-script", default=str(REPOSITORY.parent / "shared/tools/peer_vllm_cpu.sh"))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--load", action="append", choices=list(LOADS), help="only this one; may be given again")
     parser.add_argument("--port", type=int, default=8050)
     parser.add_argument("--output", default=str(REPOSITORY / "benchmarks/results/cpu/serving_cpu.json"))
     args = parser.parse_args()
 
-    report: dict[str, Any] = {"prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS, "rounds": args.rounds}
+    loads = {name: load for name, load in LOADS.items() if not args.load or name in args.load}
+    report: dict[str, Any] = {
+        "loads": {name: dataclasses.asdict(load) for name, load in loads.items()},
+        "rounds": args.rounds,
+        "machine_load_at_start": os.getloadavg()[0],
+    }
     with tempfile.TemporaryDirectory() as programs, contextlib.ExitStack() as stack:
         command = [sys.executable, "-m", "jaxserve", "serve", "--port", str(args.port), "--program-cache-dir", programs]
         with server(command, args.port, "jaxserve") as (_, seconds):
@@ -186,7 +211,7 @@ def main() -> None:
             peer = ["bash", args.peer_script, "serve", args.peer, str(peer_port)]
             peer_pid, report["start_peer_s"] = stack.enter_context(server(peer, peer_port, "vllm"))
             servers["vllm"] = (peer_pid, peer_port, "smollm2")
-        report["results"] = measure(servers, args.rounds)
+        report["results"] = measure(servers, loads, args.rounds)
         report["processes_with_jax"] = processes_with_jax(pid)
         metrics = httpx.get(f"http://127.0.0.1:{args.port}/metrics").text
         report["compiles_after_ready"] = [line for line in metrics.splitlines() if "compiles_after_ready" in line][-1]
@@ -198,15 +223,15 @@ def main() -> None:
 def print_report(report: dict[str, Any]) -> None:
     print(f"start to ready: first {report['start_first_s']:.1f} s, cached {report['start_cached_s']:.1f} s", end="")
     print(f", vLLM {report['start_peer_s']:.1f} s" if "start_peer_s" in report else "")
-    print(f"{'clients':>8} {'server':>10} {'output tok/s':>13} {'TTFT ms':>9} {'TPOT ms':>9}")
-    for clients in map(str, CLIENTS):
+    print(f"{'load':>17} {'server':>10} {'output tok/s':>13} {'TTFT ms':>9} {'TPOT ms':>9}")
+    for load in report["loads"]:
         for name, results in report["results"].items():
-            row = results[clients]
-            print(f"{clients:>8} {name:>10} {row['output_tok_s']:13.1f} {row['ttft_ms']:9.1f} {row['tpot_ms']:9.1f}")
+            row = results[load]
+            print(f"{load:>17} {name:>10} {row['output_tok_s']:13.1f} {row['ttft_ms']:9.1f} {row['tpot_ms']:9.1f}")
         if "vllm" in report["results"]:
-            ours, peer = report["results"]["jaxserve"][clients], report["results"]["vllm"][clients]
+            ours, peer = report["results"]["jaxserve"][load], report["results"]["vllm"][load]
             ratios = [ours[key] / peer[key] for key in ("output_tok_s", "ttft_ms", "tpot_ms")]
-            print(f"{clients:>8} {'ratio':>10} {ratios[0]:13.2f} {ratios[1]:9.2f} {ratios[2]:9.2f}")
+            print(f"{load:>17} {'ratio':>10} {ratios[0]:13.2f} {ratios[1]:9.2f} {ratios[2]:9.2f}")
     print(f"processes with jax: {report['processes_with_jax']}; {report['compiles_after_ready']}")
 
 
