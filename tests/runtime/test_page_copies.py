@@ -35,10 +35,10 @@ def test_pages_go_to_the_host_and_come_back_in_other_places() -> None:
     before = jax.tree.map(np.array, state)
     host = HostPool(row_specs(specs(CAPACITY)), 10)
     state, rows = _program(READ_KEY)(state, _pages(7, 2, 19))
-    host.take([9, 0, 4], rows)
+    host.take([[9, 0, 4]], rows)
     for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(state)):
         np.testing.assert_array_equal(one, other)
-    state = _program(WRITE_KEY)(state, _pages(3, 5), host.give([4, 9]))
+    state = _program(WRITE_KEY)(state, _pages(3, 5), host.give([[4, 9]]))
     for name in ("keys", "values"):
         expected = getattr(before.kv, name)
         for layer in range(LAYERS):
