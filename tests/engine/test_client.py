@@ -79,7 +79,7 @@ async def test_a_stream_is_a_stream() -> None:
     async with running(context_length=20_000) as client:
         stream = client.submit(make_request("r", max_tokens=10_000))
         first = await anext(stream)
-        assert len(first.token_ids) == 1
+        assert 0 < len(first.token_ids) < 5_000, "as soon as there is one, with what else has come by then"
         assert first.finish_reason is None
         assert client.stats.num_running == 1
 
