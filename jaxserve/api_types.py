@@ -169,7 +169,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine is, said once when it is ready. Sizes are in tokens; times in seconds by start-up phase.
 
     Of each device's memory, `free_bytes` were left once all was allocated, of which the programs take `working_bytes`
-    while they run; `memory_bound` says that more of it would have made the KV cache larger.
+    while they run; `memory_bound` says that more of it would have made the KV cache larger. `working_bytes` is the
+    compiler's figure and a margin then, else an estimate.
     """
 
     max_model_len: int

@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 
-from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams
+from jaxserve.api_types import FinishReason
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.worker import build_engine
-from tests.test_keystone import FULL, SAMPLED, _check, _random_prompt, _random_request, _run
+from tests.test_keystone import FULL, _check, _random_request, _run, sampled_requests
 from tests.tiny_model import write_tiny_model
 
 SETTINGS: dict[str, Any] = {
@@ -69,16 +69,7 @@ def on_mesh(model: str, data: int, tensor: int) -> dict[str, Any]:
 
 def _drawn(loop: EngineLoop) -> dict[str, list[int]]:
     rng = random.Random(1)
-    requests = [
-        EngineRequest(
-            request_id=f"r{i}",
-            prompt_ids=_random_prompt(rng, 30),
-            stop_ids=(9, 10, 11),
-            sample=i % 3,
-            sampling=SamplingParams(**{"max_tokens": 25, "seed": i // 6} | SAMPLED[i % len(SAMPLED)]),
-        )
-        for i in range(24)
-    ]
+    requests = sampled_requests(rng)
     return {name: answer.tokens for name, answer in _run(loop, requests, rng).items()}
 
 

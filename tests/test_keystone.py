@@ -310,10 +310,9 @@ SAMPLED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", ["tiny-pool", "wide"])
-def test_sampled_tokens_depend_on_the_request_alone(build: Build, name: str) -> None:
-    rng = random.Random(name)
-    requests = [
+def sampled_requests(rng: random.Random) -> list[EngineRequest]:
+    """Requests of every kind of sampling, seeded."""
+    return [
         EngineRequest(
             request_id=f"r{i}",
             prompt_ids=_random_prompt(rng, 30),
@@ -323,6 +322,12 @@ def test_sampled_tokens_depend_on_the_request_alone(build: Build, name: str) -> 
         )
         for i in range(24)
     ]
+
+
+@pytest.mark.parametrize("name", ["tiny-pool", "wide"])
+def test_sampled_tokens_depend_on_the_request_alone(build: Build, name: str) -> None:
+    rng = random.Random(name)
+    requests = sampled_requests(rng)
     crowd, _ = build(name)
     together = _run(crowd, requests, rng)
     assert crowd.stats().num_preemptions > 0 or name != "tiny-pool"

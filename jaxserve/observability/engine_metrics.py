@@ -73,7 +73,8 @@ _GAUGES: tuple[tuple[tuple[str, ...], str, Callable[[EngineInfo, EngineStats], f
     ),
     (
         ("working_memory_bytes",),
-        "Memory of each device that the programs take while they run",
+        "Memory of each device that the programs take while they run: the compiler's figure and a margin where memory "
+        "bounds the KV cache, else an estimate",
         lambda i, s: i.working_bytes,
     ),
     (
