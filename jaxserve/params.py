@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -74,15 +74,6 @@ class ParamSpec:
             if self.kv_shared:
                 stored[heads + 1], inside[heads + 1] = shared, slice(split, split + self.kv_shared)
                 yield tuple(stored), tuple(inside)
-
-    def shard(self, stored: np.ndarray[Any, Any], index: Window) -> np.ndarray[Any, Any]:
-        """The part of the parameter at `index`, from all that is stored of it."""
-        if self.stored_shape == self.shape:
-            return stored[index]
-        part = np.zeros([len(range(*at.indices(size))) for at, size in zip(index, self.shape)], stored.dtype)
-        for source, target in self.windows(index):
-            part[target] = stored[source]
-        return part
 
     @property
     def nbytes(self) -> int:

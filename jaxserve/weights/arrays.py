@@ -1,25 +1,37 @@
-"""From host buffers to jax arrays: one buffer a parameter, filled by a caller's function, handed to its sharding.
+"""From host buffers to jax arrays: each shard of a parameter is filled by a caller's function and put on its devices.
 
-Owns how much memory loading takes: besides what has become a jax array there are at most two buffers, one a thread.
-On a CPU the array is the buffer itself (jax takes memory aligned to 64 bytes as it is), so nothing is held twice.
+Owns what a process reads and holds while it loads: the shards of its own devices and no others, each once however many
+devices share it, at most two at a time (one a thread) besides those that have become jax arrays. On a CPU the array is
+the buffer itself (jax takes memory aligned to 64 bytes as it is), so nothing is held twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxserve.params import ParamSpec
+from jaxserve.params import ParamSpec, Window
 
 Path = tuple[str | int, ...]
-Fill = Callable[[Path, ParamSpec, np.ndarray[Any, Any]], None]
+Fill = Callable[[Path, ParamSpec, Window, np.ndarray[Any, Any]], None]
 
-_THREADS = 2
+THREADS = 2
 _ALIGNMENT = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightReader:
+    """Reads the parameters of a tree. `fill(path, spec, window, out)` writes a window of what is stored of one
+    (`ParamSpec.windows`) into `out`, from any thread; `order` is that in which its parameters are best read."""
+
+    fill: Fill
+    order: tuple[int, ...]
 
 
 def flatten(abstract: Any) -> tuple[list[tuple[Path, ParamSpec]], Any]:
@@ -33,26 +45,46 @@ def dotted(path: Path) -> str:
     return ".".join(str(part) for part in path)
 
 
-def build(abstract: Any, shardings: Any, fill: Fill, order: Sequence[int] | None = None) -> Any:
-    """A tree of jax arrays like `abstract`: each parameter is filled on the host, in `order`, then put."""
+def build(abstract: Any, shardings: Any, reader: WeightReader) -> Any:
+    """A tree of jax arrays like `abstract`, made of the shards of this process' devices."""
     leaves, structure = flatten(abstract)
     placed = jax.tree_util.tree_leaves(shardings)
     assert len(placed) == len(leaves), (len(placed), len(leaves))
+    assert sorted(reader.order) == list(range(len(leaves)))
 
     def make(i: int) -> jax.Array:
-        path, spec = leaves[i]
-        buffer = _aligned_empty(spec.stored_shape, spec.dtype)
-        fill(path, spec, buffer)
-        array = jax.make_array_from_callback(spec.shape, placed[i], lambda index: spec.shard(buffer, index or ()))
-        return array.block_until_ready()
+        return _make(*leaves[i], placed[i], reader.fill)
 
-    order = range(len(leaves)) if order is None else order
-    assert sorted(order) == list(range(len(leaves)))
     arrays: list[jax.Array | None] = [None] * len(leaves)
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="weights") as pool:
-        for i, array in zip(order, pool.map(make, order)):
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="weights") as pool:
+        for i, array in zip(reader.order, pool.map(make, reader.order)):
             arrays[i] = array
     return jax.tree_util.tree_unflatten(structure, arrays)
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """An array that is not filled yet, in memory that jax takes as it is."""
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def _make(path: Path, spec: ParamSpec, sharding: jax.sharding.Sharding, fill: Fill) -> jax.Array:
+    devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = defaultdict(list)
+    for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), spec.shape, strict=True))
+        devices[bounds].append(device)
+    arrays = []
+    for bounds, sharers in devices.items():
+        index = tuple(slice(*bound) for bound in bounds)
+        buffer = aligned_empty(tuple(stop - start for start, stop in bounds), spec.dtype)
+        if spec.padding:
+            buffer.fill(0)
+        for stored, inside in spec.windows(index):
+            fill(path, spec, stored, buffer[inside])
+        arrays += jax.block_until_ready([jax.device_put(buffer, device) for device in sharers])
+    return jax.make_array_from_single_device_arrays(spec.shape, sharding, arrays, dtype=spec.dtype)
 
 
 def _part(key: Any) -> str | int:
@@ -61,10 +93,3 @@ def _part(key: Any) -> str | int:
             part: str | int = getattr(key, attribute)
             return part
     raise AssertionError(f"a parameter tree is made of dataclasses, tuples and dicts, not {type(key)}")
-
-
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    nbytes = int(np.prod(shape)) * dtype.itemsize
-    raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + nbytes].view(dtype).reshape(shape)

@@ -7,13 +7,15 @@ good for benchmarks and tests of plumbing, and not independent draws.
 
 from __future__ import annotations
 
+import math
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from jaxserve.params import ParamSpec
-from jaxserve.weights.arrays import Path, build, dotted, flatten
+from jaxserve.params import ParamSpec, Window
+from jaxserve.weights.arrays import Path, WeightReader, build, dotted, flatten
 
 _BLOCK = 1 << 20
 _SEED_MASK = (1 << 64) - 1
@@ -21,23 +23,47 @@ _SEED_MASK = (1 << 64) - 1
 
 def dummy_params(abstract: Any, shardings: Any, seed: int) -> Any:
     """The parameters of `abstract` as jax arrays on `shardings`, filled as each spec's `init` says."""
+    return build(abstract, shardings, dummy_reader(abstract, seed))
+
+
+def dummy_reader(abstract: Any, seed: int) -> WeightReader:
+    """What makes them up: any window of a parameter by itself, and the same values however it is split."""
+    leaves, _ = flatten(abstract)
     twice = np.tile(np.random.default_rng(seed & _SEED_MASK).standard_normal(_BLOCK, dtype=np.float32), 2)
     scaled = {
         (spec.scale, spec.dtype): (twice * np.float32(spec.scale)).astype(spec.dtype)
-        for _, spec in flatten(abstract)[0]
+        for _, spec in leaves
         if spec.init == "normal"
     }
 
-    def fill(path: Path, spec: ParamSpec, buffer: np.ndarray[Any, Any]) -> None:
+    def fill(path: Path, spec: ParamSpec, window: Window, out: np.ndarray[Any, Any]) -> None:
         if spec.init != "normal":
-            buffer.fill(1 if spec.init == "ones" else 0)
+            out.fill(1 if spec.init == "ones" else 0)
             return
         block = scaled[spec.scale, spec.dtype]
         rng = np.random.default_rng([seed & _SEED_MASK, zlib.crc32(dotted(path).encode())])
-        flat = buffer.reshape(-1)
-        for start in range(0, flat.size, _BLOCK):
-            part = flat[start : start + _BLOCK]
-            offset = int(rng.integers(_BLOCK))
-            part[:] = block[offset : offset + part.size]
+        offsets = [int(rng.integers(_BLOCK)) for _ in range(0, math.prod(spec.stored_shape), _BLOCK)]
+        for first, run in _runs(spec.stored_shape, window, out):
+            done = 0
+            while done < run.size:
+                number, inside = divmod(first + done, _BLOCK)
+                part = run[done : done + _BLOCK - inside]
+                start = offsets[number] + inside
+                part[:] = block[start : start + part.size]
+                done += part.size
 
-    return build(abstract, shardings, fill)
+    return WeightReader(fill, tuple(range(len(leaves))))
+
+
+def _runs(
+    shape: tuple[int, ...], window: Window, out: np.ndarray[Any, Any]
+) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+    """The parts of `out` that stand side by side in an array of `shape` and in `out` itself, as vectors, each with the
+    place of its first element in that array."""
+    inner = out.ndim
+    while inner > 1 and out.shape[inner - 1] == shape[inner - 1] and out[(0,) * (inner - 2)].flags.c_contiguous:
+        inner -= 1
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(out.ndim)]
+    start = sum(part.start * stride for part, stride in zip(window, strides))
+    for index in np.ndindex(out.shape[: inner - 1]):
+        yield start + sum(i * stride for i, stride in zip(index, strides)), out[index].reshape(-1)

@@ -18,6 +18,7 @@ from gguf.quants import dequantize
 
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
 from jaxserve.model_source.gguf_metadata import TensorInfo as GGUFTensor
+from jaxserve.params import Window
 from jaxserve.weights.source import TensorInfo, row_blocks
 
 _READABLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
@@ -61,7 +62,7 @@ class GGUFFile:
     def infos(self) -> dict[str, TensorInfo]:
         return self._infos
 
-    def read_rows(self, name: str, start: int, out: np.ndarray[Any, Any]) -> None:
+    def read(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
         """See `TensorSource`."""
         tensor = self._tensors[name]
         kind = _TYPES[tensor.ggml_type]
@@ -70,11 +71,13 @@ class GGUFFile:
         row_bytes = row_elements // block_elements * block_bytes
         stored = self._data[tensor.offset : tensor.offset + rows * row_bytes].reshape(rows, row_bytes)
         order = self._row_order(name, rows)
-        for part in row_blocks(out):
-            source_rows = slice(start + part.start, start + part.stop)
-            raw = stored[source_rows if order is None else order[source_rows]]
+        first, last, inside = _columns(tensor.shape, window, block_elements)
+        touched = slice(first // block_elements * block_bytes, last // block_elements * block_bytes)
+        for (rows_read, *_), part in row_blocks(window, out):
+            raw = stored[rows_read if order is None else order[rows_read], touched]
             # As one long row: the package works through groups of 16 rows, which is slow for short ones
-            out[part] = dequantize(raw.reshape(1, -1), kind).reshape(out[part].shape)
+            values = dequantize(raw.reshape(1, -1), kind).reshape(len(part), last - first)
+            part[...] = values[:, inside].reshape(part.shape)
 
     def _row_order(self, name: str, rows: int) -> np.ndarray[Any, Any] | None:
         """For each of Hugging Face's rows the file's row, or None where they are the same."""
@@ -98,9 +101,22 @@ def _info(tensor: GGUFTensor) -> TensorInfo:
     name = f"ggml type {tensor.ggml_type}" if kind is None else kind.name
     if kind is None or name not in _READABLE:
         return TensorInfo(tensor.shape, name, f"type {name} is not supported, only {', '.join(_READABLE)} are")
+    if not 1 <= len(tensor.shape) <= 2:
+        return TensorInfo(
+            tensor.shape, name, f"it has {len(tensor.shape)} dimensions, only vectors and matrices are read"
+        )
     block = GGML_QUANT_SIZES[kind][0]
     broken = math.prod(tensor.shape[1:]) % block != 0
     return TensorInfo(tensor.shape, name, f"its rows are no multiple of {name}'s {block} elements" if broken else "")
+
+
+def _columns(shape: tuple[int, ...], window: Window, block: int) -> tuple[int, int, slice]:
+    """The elements of a row, in whole blocks, that a window reaches, and which of them are the window's."""
+    if len(shape) == 1:
+        return 0, 1, slice(0, 1)
+    start, stop = window[1].start, window[1].stop
+    first, last = start // block * block, -(-stop // block) * block
+    return first, last, slice(start - first, stop - first)
 
 
 def _turned_heads(metadata: GGUFMetadata) -> dict[str, int]:

@@ -14,6 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxserve.errors import ConfigError
+from jaxserve.params import Window
 from jaxserve.weights.source import TensorInfo, row_blocks
 
 _SINGLE = "model.safetensors"
@@ -48,11 +49,11 @@ class SafetensorsFolder:
     def infos(self) -> dict[str, TensorInfo]:
         return self._infos
 
-    def read_rows(self, name: str, start: int, out: np.ndarray[Any, Any]) -> None:
+    def read(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
         """See `TensorSource`."""
         stored = self._files[name].get_slice(name)
-        for rows in row_blocks(out):
-            out[rows] = stored[start + rows.start : start + rows.stop]
+        for block, part in row_blocks(window, out):
+            part[...] = stored[block]
 
 
 def _info(stored: Any) -> TensorInfo:

@@ -1,8 +1,8 @@
 """Checks a checkpoint against a model's parameters, then streams it into them.
 
 Owns the match of names and shapes: nothing is read before every tensor has its place and every parameter its tensors.
-Parameters are made one after the other in the file's order, the pieces of a fused one (qkv, gate and up) written
-straight into its buffer, so no tensor is held besides the parameter it belongs to.
+Parameters are made one after the other in the file's order, and of each only the windows that somebody asks for are
+read, the pieces of a fused one (qkv, gate and up) straight to where they stand in it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 
 from jaxserve.errors import ConfigError
-from jaxserve.params import ParamSpec, Placement
-from jaxserve.weights.arrays import Path, build, dotted, flatten
+from jaxserve.params import ParamSpec, Placement, Window
+from jaxserve.weights.arrays import Path, WeightReader, build, dotted, flatten
 from jaxserve.weights.source import TensorSource
 
 _log = logging.getLogger(__name__)
 _NAMES_SHOWN = 10
+_SMALL = 1 << 14
+"""Elements that are rather copied once more than read in several parts."""
 
 
 def load_params(
@@ -33,6 +35,20 @@ def load_params(
     ignored: Callable[[str], bool] = lambda name: False,
 ) -> Any:
     """The parameters of `abstract`, filled from `source`, as jax arrays in the specs' types on `shardings`.
+
+    Raises as `checkpoint_reader` does.
+    """
+    return build(abstract, shardings, checkpoint_reader(abstract, source, placements, ignored=ignored))
+
+
+def checkpoint_reader(
+    abstract: Any,
+    source: TensorSource,
+    placements: Mapping[str, Placement],
+    *,
+    ignored: Callable[[str], bool] = lambda name: False,
+) -> WeightReader:
+    """What reads the parameters of `abstract` from `source`; nothing has been read of it yet but names and shapes.
 
     `ignored` names what the checkpoint may hold without a use. Raises `ConfigError` naming the tensors that are
     missing, left over, of the wrong shape, or of a type that can't be read.
@@ -49,32 +65,63 @@ def load_params(
             position.setdefault(placement.path, i)
     _check_cover(specs, pieces)
 
-    def fill(path: Path, spec: ParamSpec, buffer: np.ndarray[Any, Any]) -> None:
+    def fill(path: Path, spec: ParamSpec, window: Window, out: np.ndarray[Any, Any]) -> None:
         for name, placement in pieces[path]:
-            window = tuple(slice(i, i + n) for i, n in zip(placement.index, placement.shape))
-            _read(source, name, buffer[window])
+            common = _common(window, placement)
+            if common is not None:
+                inside = tuple(slice(c.start - w.start, c.stop - w.start) for c, w in zip(common, window))
+                placed = tuple(slice(c.start - i, c.stop - i) for c, i in zip(common, placement.index))
+                _read(source, name, placement.shape, placed, out[inside])
 
     paths = [path for path, _ in leaves]
-    return build(abstract, shardings, fill, order=sorted(range(len(paths)), key=lambda i: position[paths[i]]))
+    return WeightReader(fill, tuple(sorted(range(len(paths)), key=lambda i: position[paths[i]])))
 
 
-def _read(source: TensorSource, name: str, window: np.ndarray[Any, Any], start: int = 0) -> int:
-    """Fills `window` of a parameter with the tensor's rows from `start` on, and returns the row after the last."""
-    row_shape = source.infos[name].shape[1:]
-    rows = window.size // math.prod(row_shape)
-    try:
-        view = np.reshape(window, (rows, *row_shape), copy=False)
-    except ValueError:  # the window lies scattered in its parameter, and no strides give it the tensor's shape
-        if rows > 1:
-            for part in window:
-                start = _read(source, name, part, start)
-            return start
-        row = np.empty((1, *row_shape), window.dtype)
-        source.read_rows(name, start, row)
-        window[...] = row.reshape(window.shape)
-    else:
-        source.read_rows(name, start, view)
-    return start + rows
+def _common(window: Window, placement: Placement) -> Window | None:
+    """What a window of a parameter has of a tensor that is placed in it, or None."""
+    bounds = [
+        (max(part.start, start), min(part.stop, start + length))
+        for part, start, length in zip(window, placement.index, placement.shape)
+    ]
+    return None if any(start >= stop for start, stop in bounds) else tuple(slice(*bound) for bound in bounds)
+
+
+def _read(source: TensorSource, name: str, shape: tuple[int, ...], window: Window, out: np.ndarray[Any, Any]) -> None:
+    """Fills `out` with a window of a tensor that is placed with `shape`, in as few reads as strides allow."""
+    stored = _as_stored(source.infos[name].shape, shape, window)
+    if stored is not None:
+        stored_shape = tuple(part.stop - part.start for part in stored)
+        try:
+            source.read(name, stored, np.reshape(out, stored_shape, copy=False))
+            return
+        except ValueError:  # `out` lies scattered in its parameter, and no strides give it the tensor's shape
+            if out.size <= _SMALL:
+                values = np.empty(stored_shape, out.dtype)
+                source.read(name, stored, values)
+                out[...] = values.reshape(out.shape)
+                return
+    axis = next(axis for axis, length in enumerate(out.shape) if length > 1)
+    for i, at in enumerate(range(window[axis].start, window[axis].stop)):
+        one = (*window[:axis], slice(at, at + 1), *window[axis + 1 :])
+        _read(source, name, shape, one, out[(slice(None),) * axis + (slice(i, i + 1),)])
+
+
+def _as_stored(stored: tuple[int, ...], placed: tuple[int, ...], window: Window) -> Window | None:
+    """A window in the tensor's own dimensions, of which each is one or more neighbours of those it is placed with.
+
+    None where it isn't one window there, as part of several rows of a dimension that is placed as two.
+    """
+    parts = []
+    lengths = iter(zip(placed, window))
+    for length in stored:
+        size, start, stop = 1, 0, 1
+        while size < length:
+            inner, part = next(lengths)
+            if stop - start > 1 and part.stop - part.start < inner:
+                return None
+            size, start, stop = size * inner, start * inner + part.start, (stop - 1) * inner + part.stop
+        parts.append(slice(start, stop))
+    return tuple(parts)
 
 
 def _check_names(source: TensorSource, placements: Mapping[str, Placement], ignored: Callable[[str], bool]) -> None:
@@ -120,9 +167,8 @@ def _check_cover(specs: Mapping[Path, ParamSpec], pieces: Mapping[Path, list[tup
 
 
 def _same_layout(stored: tuple[int, ...], placed: tuple[int, ...]) -> bool:
-    """Whether one shape only splits or merges neighbouring dimensions of the other; a transposed tensor doesn't."""
-    a, b = _borders(stored), _borders(placed)
-    return math.prod(stored) == math.prod(placed) and (a <= b or b <= a)
+    """Whether the placed shape only splits dimensions of the stored one; that of a transposed tensor doesn't."""
+    return math.prod(stored) == math.prod(placed) and _borders(stored) <= _borders(placed)
 
 
 def _borders(shape: tuple[int, ...]) -> set[int]:

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxserve.params import Window
+
 BLOCK_ELEMENTS = 1 << 17
 """Elements read at a time: small enough that a block and its temporaries stay in a core's cache."""
 
@@ -38,16 +40,19 @@ class TensorSource(Protocol):
     def infos(self) -> Mapping[str, TensorInfo]:
         """Every tensor by name, in the order of the file."""
 
-    def read_rows(self, name: str, start: int, out: np.ndarray[Any, Any]) -> None:
-        """Writes rows `start`, `start + 1`, … of tensor `name` into `out`: as many as `out` has, whatever its strides.
+    def read(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
+        """Writes a window of tensor `name`, a slice of each of its dimensions, into `out`, whatever its strides.
 
-        A row is an index of the first dimension; `out` is of any float type, values are converted to it. Holds about
-        `BLOCK_ELEMENTS` elements besides `out`, not the tensor.
+        `out` has the window's shape and any float type, values are converted to it. Only what the window covers is read
+        (in a quantized row: the blocks that it touches), and about `BLOCK_ELEMENTS` elements are held besides `out`.
         """
 
 
-def row_blocks(out: np.ndarray[Any, Any]) -> Iterator[slice]:
-    """Slices of the first dimension of `out` that hold about `BLOCK_ELEMENTS` elements each, at least one row."""
-    rows = out.shape[0]
+def row_blocks(window: Window, out: np.ndarray[Any, Any]) -> Iterator[tuple[Window, np.ndarray[Any, Any]]]:
+    """The window in blocks of rows, of about `BLOCK_ELEMENTS` elements and at least one row, with the part of `out`
+    that each fills."""
+    first, last = window[0].start, window[0].stop
     step = max(1, BLOCK_ELEMENTS // max(1, out[:1].size))
-    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+    for start in range(first, last, step):
+        stop = min(start + step, last)
+        yield (slice(start, stop), *window[1:]), out[start - first : stop - first]

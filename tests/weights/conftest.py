@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 from jaxserve.model_source import ModelSource, read_config
 from jaxserve.models import registry
 from jaxserve.models.config import parse_model_config
-from jaxserve.params import ParamSpec
+from jaxserve.params import ParamSpec, Placement, Window
 from jaxserve.weights import TensorInfo, load_params, open_source
 
 GOLDEN = Path(__file__).parent.parent / "fixtures" / "golden"
@@ -24,7 +26,7 @@ class MemorySource:
 
     def __init__(self, tensors: dict[str, np.ndarray[Any, Any]]) -> None:
         self.tensors = tensors
-        self.rows_read = dict.fromkeys(tensors, 0)
+        self.elements_read = dict.fromkeys(tensors, 0)
         self.first_reads: dict[int, list[str]] = {}
 
     @property
@@ -35,11 +37,11 @@ class MemorySource:
     def infos(self) -> dict[str, TensorInfo]:
         return {name: TensorInfo(array.shape, str(array.dtype)) for name, array in self.tensors.items()}
 
-    def read_rows(self, name: str, start: int, out: np.ndarray[Any, Any]) -> None:
-        if not self.rows_read[name]:
+    def read(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
+        if not self.elements_read[name]:
             self.first_reads.setdefault(threading.get_ident(), []).append(name)
-        self.rows_read[name] += len(out)
-        out[...] = self.tensors[name][start : start + len(out)]
+        self.elements_read[name] += out.size
+        out[...] = self.tensors[name][window]
 
 
 def on_one_device(abstract: Any) -> Any:
@@ -50,6 +52,23 @@ def on_one_device(abstract: Any) -> Any:
 def spec(*shape: int, dtype: Any = np.float32, init: Any = "normal", scale: float = 0.02) -> ParamSpec:
     """A parameter whose axes don't matter here."""
     return ParamSpec(shape, np.dtype(dtype), (None,) * len(shape), init, scale)
+
+
+def random_checkpoint(placements: Mapping[str, Placement], seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+    """A float32 tensor for each placement, vectors and matrices as Hugging Face has them."""
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, placement in placements.items():
+        last = name.rsplit(".", 2)[-2:]
+        shape = placement.shape
+        if last == ["o_proj", "weight"]:
+            shape = (shape[0], math.prod(shape[1:]))
+        elif name.endswith(".weight") and len(shape) > 1:
+            shape = (math.prod(shape[:-1]), shape[-1])
+        else:
+            shape = (math.prod(shape),)
+        tensors[name] = rng.standard_normal(shape, dtype=np.float32)
+    return tensors
 
 
 def load_model(source: ModelSource, dtype: Any = np.float32) -> Any:

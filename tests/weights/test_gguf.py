@@ -78,7 +78,7 @@ def write(
 
 def read(source: GGUFFile, name: str) -> np.ndarray[Any, Any]:
     out = np.full(source.infos[name].shape, np.nan, np.float32)
-    source.read_rows(name, 0, out)
+    source.read(name, tuple(slice(0, length) for length in out.shape), out)
     return out
 
 
@@ -152,8 +152,12 @@ def test_every_type_gives_the_values_of_the_gguf_package(tmp_path: Path, rng: np
     np.testing.assert_array_equal(read(source, "lm_head.weight"), dequantize(first, kind))
     np.testing.assert_array_equal(read(source, "model.embed_tokens.weight"), expected)
     part = np.empty((4, 512), np.float32)
-    source.read_rows("model.embed_tokens.weight", 5, part)
+    source.read("model.embed_tokens.weight", (slice(5, 9), slice(0, 512)), part)
     np.testing.assert_array_equal(part, expected[5:9])
+    for columns in (slice(0, 256), slice(31, 290), slice(500, 512)):  # of blocks: one or several, whole or in part
+        part = np.empty((rows - 2, columns.stop - columns.start), np.float32)
+        source.read("model.embed_tokens.weight", (slice(2, rows), columns), part)
+        np.testing.assert_array_equal(part, expected[2:, columns])
 
 
 @pytest.mark.parametrize("kind", [Kind.IQ4_NL, Kind.Q2_K, Kind.TQ1_0], ids=lambda kind: kind.name)

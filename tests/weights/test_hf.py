@@ -21,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 
 def read(source: SafetensorsFolder, name: str, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
     out = np.full(source.infos[name].shape, np.nan, dtype)
-    source.read_rows(name, 0, out)
+    source.read(name, tuple(slice(0, length) for length in out.shape), out)
     return out
 
 
@@ -36,8 +36,11 @@ def test_reads_what_was_stored(tmp_path: Path, rng: np.random.Generator, stored:
     for name, array in tensors.items():
         np.testing.assert_array_equal(read(source, name), array.astype(np.float32))
     part = np.empty((2, 64, 2), np.float32)[..., 0]  # any strides, from any row
-    source.read_rows("w", 7, part)
+    source.read("w", (slice(7, 9), slice(0, 64)), part)
     np.testing.assert_array_equal(part, tensors["w"][7:9].astype(np.float32))
+    part = np.empty((rows - 3, 9), np.float32)  # any columns too
+    source.read("w", (slice(3, rows), slice(40, 49)), part)
+    np.testing.assert_array_equal(part, tensors["w"][3:, 40:49].astype(np.float32))
 
 
 @pytest.mark.parametrize(("stored", "name"), [(np.int8, "I8"), (ml_dtypes.float8_e4m3fn, "F8_E4M3")])

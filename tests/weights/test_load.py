@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import threading
 import tracemalloc
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.params import Placement
+from jaxserve.params import Placement, Window
 from jaxserve.weights import TensorInfo, load_params
 from tests.weights.conftest import MemorySource, on_one_device, spec
 
@@ -107,20 +108,20 @@ class WatchedSource(MemorySource):
         super().__init__({name: np.broadcast_to(np.float32(1), shape) for name, shape in shapes.items()})
         self.left = {p.path: 0 for p in places.values()}
         for name, place in places.items():
-            self.left[place.path] += shapes[name][0]
+            self.left[place.path] += math.prod(shapes[name])
         self.paths = {name: place.path for name, place in places.items()}
         self.begun: set[Any] = set()
         self.most_begun = 0
         self.lock = threading.Lock()
 
-    def read_rows(self, name: str, start: int, out: np.ndarray[Any, Any]) -> None:
+    def read(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
         path = self.paths[name]
         with self.lock:
             self.begun.add(path)
             self.most_begun = max(self.most_begun, len(self.begun))
-        super().read_rows(name, start, out)
+        super().read(name, window, out)
         with self.lock:
-            self.left[path] -= len(out)
+            self.left[path] -= out.size
             if not self.left[path]:
                 self.begun.remove(path)
 
@@ -162,7 +163,7 @@ def refused(source: MemorySource, layers: int = 2, **options: Any) -> str:
     abstract, places = tiny(layers=layers)
     with pytest.raises(ConfigError) as caught:
         load_params(abstract, source, places, on_one_device(abstract), **options)
-    assert not any(source.rows_read.values()), "something was read before the names were checked"
+    assert not any(source.elements_read.values()), "something was read before the names were checked"
     return str(caught.value)
 
 
@@ -190,7 +191,7 @@ def test_what_is_ignored_on_purpose_is_not_left_over(rng: np.random.Generator) -
     source = MemorySource(tiny_tensors(rng) | {"inv_freq": np.zeros(3, np.float32)})
     assert "inv_freq" in refused(source)
     load_params(abstract, source, places, on_one_device(abstract), ignored=lambda name: name == "inv_freq")
-    assert source.rows_read["inv_freq"] == 0
+    assert source.elements_read["inv_freq"] == 0
 
 
 def test_a_placement_that_leaves_a_gap_is_our_own_fault(rng: np.random.Generator) -> None:
@@ -203,7 +204,7 @@ def test_a_placement_that_leaves_a_gap_is_our_own_fault(rng: np.random.Generator
 
 def test_an_error_while_reading_reaches_the_caller(rng: np.random.Generator) -> None:
     class Broken(MemorySource):
-        def read_rows(self, name: str, start: int, out: np.ndarray[Any, Any]) -> None:
+        def read(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
             raise OSError(f"disk error at {name}")
 
     abstract, places = tiny()
@@ -217,9 +218,9 @@ def test_on_a_cpu_the_array_is_the_buffer_that_was_filled(rng: np.random.Generat
             super().__init__(tensors)
             self.pointers: dict[str, int] = {}
 
-        def read_rows(self, name: str, start: int, out: np.ndarray[Any, Any]) -> None:
+        def read(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
             self.pointers[name] = out.ctypes.data
-            super().read_rows(name, start, out)
+            super().read(name, window, out)
 
     abstract, places = tiny()
     source = Pointers(tiny_tensors(rng))

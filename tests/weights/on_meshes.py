@@ -1,0 +1,91 @@
+"""Run by test_meshes.py where jax sees eight CPU devices, one process' or several's: a model read on meshes of them.
+
+Prints one JSON object: for each mesh shape the bytes that left the checkpoint's files, and the bytes of the shards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve.model_source import ModelSource, read_config, resolve
+from jaxserve.models.config import parse_model_config
+from jaxserve.models.registry import family
+from jaxserve.runtime.mesh import make_mesh, shardings
+from jaxserve.weights.arrays import WeightReader, build, flatten
+from jaxserve.weights.load import checkpoint_reader
+from jaxserve.weights.open import open_source
+
+F32 = np.dtype(np.float32)
+
+
+class Counted:
+    """Stands for a safetensors file, or a slice of one: counts the bytes that leave it."""
+
+    def __init__(self, inner: Any, count: Callable[[int], None]) -> None:
+        self.inner, self.count = inner, count
+
+    def get_slice(self, name: str) -> Counted:
+        return Counted(self.inner.get_slice(name), self.count)
+
+    def __getitem__(self, window: Any) -> Any:
+        array = self.inner[window]
+        self.count(array.nbytes)
+        return array
+
+
+def reader_on(source: ModelSource, shards: int, read: list[int]) -> tuple[Any, WeightReader]:
+    """The specs of a model for so many shards, and what reads it and says how many bytes each read was of."""
+    model = dataclasses.replace(parse_model_config(read_config(source)), shards=shards)
+    module = family(model)
+    abstract = module.abstract(model, F32)
+    tensors = open_source(source)
+    tensors._files = {name: Counted(file, read.append) for name, file in tensors._files.items()}
+    return abstract, checkpoint_reader(abstract, tensors, module.placements(model), ignored=module.ignored)
+
+
+def load_on(source: ModelSource, mesh: Mesh) -> dict[str, int]:
+    """Load on a mesh, and hold each shard against the same part of the whole parameter."""
+    whole: list[int] = []
+    read: list[int] = []
+    abstract, reader = reader_on(source, mesh.shape["tensor"], read)
+    _, naive = reader_on(source, mesh.shape["tensor"], whole)
+    params = build(abstract, shardings(mesh, abstract), reader)
+    shard_bytes = 0
+    for (path, spec), array in zip(flatten(abstract)[0], jax.tree.leaves(params), strict=True):
+        assert array.shape == spec.shape
+        stored = np.empty(spec.stored_shape, spec.dtype)
+        naive.fill(path, spec, tuple(slice(0, n) for n in stored.shape), stored)
+        expected = np.zeros(spec.shape, spec.dtype)
+        for source_window, target in spec.windows((slice(None),) * len(spec.shape)):
+            expected[target] = stored[source_window]
+        seen = set()
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index], err_msg=str(path))
+            seen.add((str(shard.index), shard.data.nbytes))
+        shard_bytes += sum(nbytes for _, nbytes in seen)
+    return {"read": sum(read), "shards": shard_bytes, "checkpoint": sum(whole)}
+
+
+def main(model: str, shapes: list[str]) -> None:
+    source = resolve(model)
+    found = {}
+    for shape in shapes:
+        data, tensor = map(int, shape.split("x"))
+        found[shape] = load_on(source, make_mesh(jax.devices(), data=data, tensor=tensor))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    peers, folder, *shapes = sys.argv[1:]
+    if peers != "alone":
+        address, rank = peers.split("/")
+        jax.distributed.initialize(address, num_processes=2, process_id=int(rank))
+    main(folder, shapes)

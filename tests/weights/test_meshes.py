@@ -1,0 +1,78 @@
+"""On meshes a shard has its part of every tensor, and no more is read of the files than the shards hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import save_file
+
+from jaxserve.models.config import parse_model_config
+from jaxserve.models.registry import family
+from tests.weights.conftest import random_checkpoint
+
+ROOT = Path(__file__).parents[2]
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "vocab_size": 99,
+    "tie_word_embeddings": False,
+}
+"""Two KV heads that shards share, biases, and a vocabulary that is padded wherever it is split."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    model = parse_model_config(CONFIG)
+    save_file(random_checkpoint(family(model).placements(model)), tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def start(arguments: list[str], devices: int) -> subprocess.Popen[str]:
+    """A process of on_meshes.py that sees so many CPU devices."""
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+    }
+    command = [sys.executable, "-m", "tests.weights.on_meshes", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def result(process: subprocess.Popen[str]) -> dict[str, dict[str, int]]:
+    out, log = process.communicate()
+    assert process.returncode == 0, log[-5000:]
+    found: dict[str, dict[str, int]] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def test_a_process_reads_each_shard_once(folder: Path) -> None:
+    found = result(start(["alone", str(folder), "1x1", "1x2", "2x2", "2x4", "1x8", "8x1"], 8))
+    for shape in ("1x1", "1x2", "2x2", "8x1"):  # nothing is shared by shards: all of the checkpoint, and all once
+        assert found[shape]["read"] == found[shape]["checkpoint"], shape
+    for shape, one in found.items():  # padding is not read, a KV head that shards share by each of them
+        rows = CONFIG["vocab_size"] % int(shape[-1]) and int(shape[-1]) - CONFIG["vocab_size"] % int(shape[-1])
+        assert one["read"] == one["shards"] - 2 * rows * CONFIG["hidden_size"] * 4, shape
+
+
+@pytest.mark.slow
+def test_a_process_reads_what_its_own_devices_hold(folder: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    processes = [start([f"{address}/{rank}", str(folder), "1x8", "1x2"], 4) for rank in range(2)]
+    found = [result(process) for process in processes]
+    for one in found:
+        assert one["1x8"]["read"] < 0.6 * one["1x8"]["checkpoint"]
+    assert found[1]["1x2"]["read"] == 0, "its first two devices are the other's"
