@@ -24,7 +24,6 @@ from jaxserve.engine.process import run
 from jaxserve.engine.profiling import Profiling
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.models.config import parse_model_config
-from jaxserve.models.registry import family
 from jaxserve.observability.timeline import Timeline
 from jaxserve.runtime.bundle import Manifest, load_bundle, read_manifest, sized_like_bundle
 from jaxserve.runtime.deployment import Deployment
@@ -39,9 +38,7 @@ from jaxserve.runtime.programs import Key, ProgramBuilder, build_programs
 from jaxserve.runtime.sizes import Sizes
 from jaxserve.runtime.state import DeviceState, make_state
 from jaxserve.runtime.working_memory import sized_by_compiler
-from jaxserve.weights.dummy import dummy_params
-from jaxserve.weights.load import load_params
-from jaxserve.weights.open import open_source
+from jaxserve.weights import WeightReader, build, open_weights
 
 logger = logging.getLogger("jaxserve.worker")
 
@@ -56,7 +53,7 @@ class _Phases:
     def __call__(self, name: str) -> Iterator[None]:
         start = time.monotonic()
         yield
-        self.seconds[name] = round(time.monotonic() - start, 3)
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - start, 3)
 
 
 def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
@@ -88,8 +85,12 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         )
     rows = row_specs(deployment.state)
     num_host_pages = host_pages(config, sizes.capacity.num_pages, rows)
+    with phases("weights"):
+        weights = open_weights(
+            source, deployment.model, deployment.params, load_format=config.load_format, seed=config.random_seed
+        )
     with ThreadPoolExecutor(2) as pool:
-        params = pool.submit(_load, deployment, source, shardings(mesh, deployment.params), phases)
+        params = pool.submit(_load, deployment.params, weights, shardings(mesh, deployment.params), phases)
         state = pool.submit(_allocate, deployment.state, shardings(mesh, deployment.state), phases)
         with phases("programs"):
             programs, compiled = _programs(deployment, deployment.builder(mesh), bundle)
@@ -143,14 +144,9 @@ def _of_mesh(deployment: Deployment) -> str:
     return f"{deployment.num_devices} (data parallel {deployment.data} x tensor parallel {deployment.tensor}) x "
 
 
-def _load(deployment: Deployment, source: model_source.ModelSource, where: Any, phases: _Phases) -> Any:
-    config, model = deployment.config, deployment.model
+def _load(specs: Any, weights: WeightReader, where: Any, phases: _Phases) -> Any:
     with phases("weights"):
-        if config.load_format == "dummy":
-            return dummy_params(deployment.params, where, seed=config.random_seed)
-        module = family(model)
-        tensors = open_source(source, config.load_format)
-        return load_params(deployment.params, tensors, module.placements(model), where, ignored=module.ignored)
+        return build(specs, where, weights)
 
 
 def _allocate(specs: DeviceState, where: DeviceState, phases: _Phases) -> DeviceState:

@@ -22,8 +22,8 @@ from jaxserve.observability import log
 logger = logging.getLogger(__name__)
 
 
-def add_settings(parser: Parser, *, hidden: Collection[str] = ()) -> None:
-    """A flag for every setting, under all its names, but for the names in `hidden`."""
+def add_settings(parser: Parser, *, hidden: Collection[str] = (), only: Collection[str] | None = None) -> None:
+    """A flag for every setting, or for those in `only`, under all its names, but for the names in `hidden`."""
     parser.set_defaults(given=())
     parser.add_argument(
         "--config",
@@ -34,10 +34,12 @@ def add_settings(parser: Parser, *, hidden: Collection[str] = ()) -> None:
     engine = parser.add_argument_group("engine")
     server = parser.add_argument_group("server")
     for setting in settings().values():
+        if only is not None and setting.name not in only:
+            continue
         group = engine if setting.owner is EngineConfig else server
         names = [name for name in (setting.name, *aliases.renames(setting.name)) if name not in hidden]
         _add(group, setting, names)
-    for name, alias in aliases.ALIASES.items():
+    for name, alias in aliases.ALIASES.items() if only is None else ():
         if isinstance(alias, aliases.Switch):
             _add_switch(parser, [name], argparse.SUPPRESS)
         elif isinstance(alias, aliases.Choice):

@@ -18,6 +18,7 @@ COMMANDS = {
     "chat": "talk with a model in the terminal",
     "plan": "say what fits a device that isn't here, and how fast it can be at best",
     "compile": "compile every program for a device that isn't here, or into a bundle for this one",
+    "convert": "write a model as an Orbax checkpoint that loads fast, onto any mesh",
     "pull": "fetch a model into the cache ahead of time",
     "doctor": "watch a running server and say which settings to turn",
     "bench": "measure servers and engines: what clients see, and where the time goes",

@@ -19,11 +19,11 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the engine: the model, its memory, its step. Raises `ConfigError` naming the field and the limit."""
 
-    model: Annotated[str, Meta(description="a built-in name, a Hugging Face folder, a .gguf file, or a hub id")] = (
-        DEFAULT_MODEL
-    )
+    model: Annotated[
+        str, Meta(description="a built-in name, a Hugging Face or converted folder, a .gguf file, or a hub id")
+    ] = DEFAULT_MODEL
     load_format: Annotated[
-        Literal["auto", "safetensors", "gguf", "dummy"],
+        Literal["auto", "safetensors", "gguf", "orbax", "dummy"],
         Meta(description="where weights come from; dummy makes them up from config.json and --random-seed"),
     ] = "auto"
     dtype: Annotated[

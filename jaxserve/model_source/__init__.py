@@ -5,6 +5,27 @@ built-in model. Never opens weights or tokenizers, never imports jax.
 """
 
 from jaxserve.model_source.builtin import BUILTIN_MODELS, home, pull
-from jaxserve.model_source.source import ModelSource, config_of, read_config, resolve, tokenizer_source
+from jaxserve.model_source.source import (
+    CHECKPOINT,
+    ModelSource,
+    config_of,
+    orbax_hint,
+    read_config,
+    resolve,
+    tokenizer_files,
+    tokenizer_source,
+)
 
-__all__ = ["BUILTIN_MODELS", "ModelSource", "config_of", "home", "pull", "read_config", "resolve", "tokenizer_source"]
+__all__ = [
+    "BUILTIN_MODELS",
+    "CHECKPOINT",
+    "ModelSource",
+    "config_of",
+    "home",
+    "orbax_hint",
+    "pull",
+    "read_config",
+    "resolve",
+    "tokenizer_files",
+    "tokenizer_source",
+]

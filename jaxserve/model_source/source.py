@@ -19,12 +19,20 @@ _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 _HUB_FILES = ("*.safetensors", *_TOKENIZER_FILES)
 
 
+CHECKPOINT = "jaxserve_checkpoint.json"
+"""What a folder of `jaxserve convert` is known by."""
+_ORBAX_FILES = ("_CHECKPOINT_METADATA", "manifest.ocdbt", "_METADATA")
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelSource:
-    """Where a model lies on this machine: a Hugging Face folder or one GGUF file. `name` is for people."""
+    """Where a model lies on this machine: a Hugging Face folder, one GGUF file, or a folder of `jaxserve convert`.
+
+    `name` is for people.
+    """
 
     path: Path
-    kind: Literal["folder", "gguf"]
+    kind: Literal["folder", "gguf", "orbax"]
     name: str
 
 
@@ -67,6 +75,14 @@ def tokenizer_source(model: str) -> ModelSource:
     return resolve(model)
 
 
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The small files of a model's folder, of which its tokenizer is made; neither its config nor what tells of its
+    weights."""
+    others = ("config.json", CHECKPOINT)
+    found = {file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()}
+    return sorted(file for file in found if file.name not in others and not file.name.endswith(".index.json"))
+
+
 def read_config(source: ModelSource) -> dict[str, Any]:
     """The model's config as in config.json; made from the metadata for a GGUF file. Raises `ConfigError`."""
     if source.kind == "gguf":
@@ -98,10 +114,27 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _folder(path: Path, name: str) -> ModelSource:
     if (path / "config.json").is_file():
-        return ModelSource(path, "folder", name)
+        return ModelSource(path, "orbax" if (path / CHECKPOINT).is_file() else "folder", name)
     files = sorted(path.glob("*.gguf"))
-    hint = f"; it holds {files[0].name}: pass that file itself" if files else ""
+    hint = f"; it holds {files[0].name}: pass that file itself" if files else orbax_hint(path)
     raise ModelNotFoundError(f"--model: folder {path} has no config.json, so it is no Hugging Face model folder{hint}")
+
+
+def orbax_hint(path: Path) -> str:
+    """What to say of an Orbax checkpoint that is no whole folder of `jaxserve convert`; empty where it isn't one."""
+    if (path.parent / CHECKPOINT).is_file():
+        return f"; it is a part of {path.parent}: pass that"
+    inner = next((each for each in [path, *sorted(path.glob("*/"))] if _is_orbax(each)), None)
+    if inner is None and not (path / CHECKPOINT).is_file():
+        return ""
+    return (
+        f"; {inner or path} is an Orbax checkpoint, but only a whole folder of `jaxserve convert` can be served, with "
+        f"its config.json and {CHECKPOINT}: copy it again, or convert the model from what this was made of"
+    )
+
+
+def _is_orbax(path: Path) -> bool:
+    return any((path / name).is_file() for name in _ORBAX_FILES)
 
 
 def _gguf(path: Path) -> ModelSource:

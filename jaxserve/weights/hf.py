@@ -14,6 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxserve.errors import ConfigError
+from jaxserve.model_source import orbax_hint
 from jaxserve.params import Window
 from jaxserve.weights.source import TensorInfo, row_blocks
 
@@ -74,7 +75,7 @@ def _files(folder: Path) -> dict[str, set[str] | None]:
     if found:
         raise ConfigError(f"{folder} has {len(found)} safetensors files but no {_INDEX} that says which to read")
     others = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind))
-    hint = f"; {others[0]} is not safetensors, convert it first" if others else ""
+    hint = f"; {others[0]} is not safetensors, convert it first" if others else orbax_hint(folder)
     raise ConfigError(f"{folder} has no {_SINGLE} and no {_INDEX}{hint} (--load-format dummy needs no weights)")
 
 

@@ -10,18 +10,17 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxserve.errors import ConfigError
 from jaxserve.params import ParamSpec, Placement, Window
 from jaxserve.weights.arrays import Path, WeightReader, build, dotted, flatten
+from jaxserve.weights.faults import listed, refuse_misfit
 from jaxserve.weights.source import TensorSource
 
 _log = logging.getLogger(__name__)
-_NAMES_SHOWN = 10
 _SMALL = 1 << 14
 """Elements that are rather copied once more than read in several parts."""
 
@@ -143,15 +142,11 @@ def _check_names(source: TensorSource, placements: Mapping[str, Placement], igno
         ),
         ("not readable", [f"{name} ({infos[name].unreadable})" for name in used if infos[name].unreadable]),
     ]
-    parts = [f"{_count(names)} {what}: {_listed(names)}" for what, names in faults if names]
-    if parts:
-        raise ConfigError(
-            f"{source.description} doesn't fit the model its config describes: {'; '.join(parts)}. "
-            "Check that config and weights belong together and that the download is complete"
-        )
+    advice = "Check that config and weights belong together and that the download is complete"
+    refuse_misfit(source.description, faults, advice)
     skipped = [name for name in infos if name not in placements]
     if skipped:
-        _log.info("weights: %d tensors of the checkpoint have no use here: %s", len(skipped), _listed(sorted(skipped)))
+        _log.info("weights: %d tensors of the checkpoint have no use here: %s", len(skipped), listed(sorted(skipped)))
 
 
 def _check_cover(specs: Mapping[Path, ParamSpec], pieces: Mapping[Path, list[tuple[str, Placement]]]) -> None:
@@ -173,13 +168,3 @@ def _same_layout(stored: tuple[int, ...], placed: tuple[int, ...]) -> bool:
 
 def _borders(shape: tuple[int, ...]) -> set[int]:
     return {math.prod(shape[:i]) for i in range(len(shape) + 1)} | {1}
-
-
-def _count(names: list[str]) -> str:
-    return "1 tensor is" if len(names) == 1 else f"{len(names)} tensors are"
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more

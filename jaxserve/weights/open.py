@@ -1,19 +1,57 @@
-"""Chooses the reader of a checkpoint."""
+"""Chooses the reader of a model's weights."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.registry import family
+from jaxserve.weights.arrays import WeightReader
+from jaxserve.weights.dummy import dummy_reader
 from jaxserve.weights.gguf import GGUFFile
 from jaxserve.weights.hf import SafetensorsFolder
+from jaxserve.weights.load import checkpoint_reader
 from jaxserve.weights.source import TensorSource
 
+LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
 
-def open_source(source: ModelSource, load_format: Literal["auto", "safetensors", "gguf"] = "auto") -> TensorSource:
-    """The weights of `source`. Raises `ConfigError` if `load_format` asks for what the source isn't."""
-    found = "gguf" if source.kind == "gguf" else "safetensors"
-    if load_format not in ("auto", found):
-        raise ConfigError(f"load_format={load_format} was asked for, but {source.path} holds {found}; leave it at auto")
-    return GGUFFile(source.path) if found == "gguf" else SafetensorsFolder(source.path)
+_FOUND = {"folder": "safetensors", "gguf": "gguf", "orbax": "orbax"}
+
+
+def open_weights(
+    source: ModelSource, model: ModelConfig, abstract: Any, *, load_format: LoadFormat = "auto", seed: int = 0
+) -> WeightReader:
+    """What reads the parameters of `abstract`, a model's; only names, shapes and types have been looked at yet.
+
+    Raises `ConfigError` if `load_format` asks for what the source isn't, or the two don't fit together.
+    """
+    if load_format == "dummy":
+        return dummy_reader(abstract, seed)
+    _check_format(source, load_format)
+    if source.kind == "orbax":
+        # Imported here because TensorStore costs start-up time that no other format should pay
+        from jaxserve.weights.orbax import OrbaxCheckpoint
+
+        return OrbaxCheckpoint(source.path).reader(abstract)
+    module = family(model)
+    return checkpoint_reader(abstract, open_source(source), module.placements(model), ignored=module.ignored)
+
+
+def open_source(source: ModelSource, load_format: LoadFormat = "auto") -> TensorSource:
+    """The tensors of a GGUF file or a Hugging Face folder. Raises `ConfigError` as `open_weights` does."""
+    _check_format(source, load_format)
+    assert source.kind != "orbax", source
+    return GGUFFile(source.path) if source.kind == "gguf" else SafetensorsFolder(source.path)
+
+
+def _check_format(source: ModelSource, load_format: LoadFormat) -> None:
+    found = _FOUND[source.kind]
+    if load_format in ("auto", found):
+        return
+    if load_format == "orbax":
+        raise ConfigError(
+            f"load_format=orbax was asked for, but {source.path} is no folder of `jaxserve convert`; leave it at auto"
+        )
+    raise ConfigError(f"load_format={load_format} was asked for, but {source.path} holds {found}; leave it at auto")
