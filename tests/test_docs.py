@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.cli import doctor, serve
+from jaxserve.cli import convert, doctor, serve
 from jaxserve.cli.bench import SUBCOMMANDS
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.engine.policy import LPM_MAX_WAITING, MAX_OVERTAKEN, Policy
@@ -32,7 +32,7 @@ def text(request: pytest.FixtureRequest) -> str:
 
 
 def test_every_flag_exists(text: str) -> None:
-    modules = (serve, doctor, *BENCH.values())
+    modules = (serve, doctor, convert, *BENCH.values())
     known = {option for module in modules for option in module.parser()._option_string_actions}
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
     assert named - known == set()
@@ -64,7 +64,7 @@ def test_every_path_exists(text: str) -> None:
 def test_every_command_line_can_be_parsed(text: str) -> None:
     for block in re.findall(r"^```sh\n(.*?)^```", text, flags=re.M | re.S):
         for name, line in re.findall(r"^jaxserve ((?:bench )?\w+) (.+)$", block, flags=re.M):
-            module = {"doctor": doctor, "serve": serve, **BENCH}[name]
+            module = {"convert": convert, "doctor": doctor, "serve": serve, **BENCH}[name]
             module.parser().parse(shlex.split(line, comments=True))
 
 

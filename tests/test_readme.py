@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.cli import chat, compile, config, doctor, generate, plan, pull, serve
+from jaxserve.cli import chat, compile, config, convert, doctor, generate, plan, pull, serve
 from jaxserve.cli.bench import SUBCOMMANDS
 from jaxserve.cli.main import COMMANDS
 
@@ -19,6 +19,7 @@ PARSERS = {
     "chat": chat,
     "compile": compile,
     "config explain": config,
+    "convert": convert,
     "doctor": doctor,
     "generate": generate,
     "plan": plan,

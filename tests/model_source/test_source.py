@@ -9,7 +9,7 @@ import huggingface_hub.constants
 import pytest
 
 from jaxserve.errors import ConfigError, ModelNotFoundError
-from jaxserve.model_source import ModelSource, read_config, resolve
+from jaxserve.model_source import CHECKPOINT, ModelSource, config_of, read_config, resolve
 from tests.model_source.gguf_files import VOCAB, write_gguf
 
 
@@ -58,6 +58,30 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
         resolve(str(tmp_path))
     write_gguf(tmp_path / "a.gguf")
     with pytest.raises(ModelNotFoundError, match=r"it holds a\.gguf: pass that file itself"):
+        resolve(str(tmp_path))
+
+
+def test_a_converted_folder(folder: Path) -> None:
+    (folder / CHECKPOINT).write_text("{}")
+
+    source = resolve(str(folder))
+
+    assert source == ModelSource(folder, "orbax", "my-model")
+    assert read_config(source) == config_of(str(folder)) == {"model_type": "llama"}
+
+
+def test_an_orbax_checkpoint_that_is_no_converted_folder(tmp_path: Path) -> None:
+    params = tmp_path / "params"
+    params.mkdir()
+    (params / "_METADATA").write_text("{}")
+
+    for path in (tmp_path, params):
+        with pytest.raises(ModelNotFoundError, match=rf"{params} is an Orbax checkpoint, but only a whole folder of"):
+            resolve(str(path))
+    (tmp_path / CHECKPOINT).write_text("{}")
+    with pytest.raises(ModelNotFoundError, match=rf"it is a part of {tmp_path}: pass that"):
+        resolve(str(params))
+    with pytest.raises(ModelNotFoundError, match=r"has no config\.json.*copy it again"):
         resolve(str(tmp_path))
 
 

@@ -12,11 +12,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.model_source import ModelSource, read_config
+from jaxserve.config.schema import EngineConfig
+from jaxserve.model_source import ModelSource, read_config, resolve
 from jaxserve.models import registry
 from jaxserve.models.config import parse_model_config
 from jaxserve.params import ParamSpec, Placement, Window
-from jaxserve.weights import TensorInfo, load_params, open_source
+from jaxserve.runtime.convert import convert
+from jaxserve.weights import TensorInfo, build, open_weights
 
 GOLDEN = Path(__file__).parent.parent / "fixtures" / "golden"
 
@@ -74,15 +76,16 @@ def random_checkpoint(placements: Mapping[str, Placement], seed: int = 0) -> dic
 def load_model(source: ModelSource, dtype: Any = np.float32) -> Any:
     """Parameters of a real family from files, the way the engine gets them."""
     config = parse_model_config(read_config(source))
-    family = registry.family(config)
-    abstract = family.abstract(config, np.dtype(dtype))
-    return load_params(
-        abstract,
-        open_source(source),
-        family.placements(config),
-        on_one_device(abstract),
-        ignored=family.ignored,
-    )
+    abstract = registry.family(config).abstract(config, np.dtype(dtype))
+    return build(abstract, on_one_device(abstract), open_weights(source, config, abstract))
+
+
+def converted(model: Path, target: Path, dtype: Any) -> ModelSource:
+    """A model as `jaxserve convert` writes it, but for its tokenizer."""
+    target.mkdir()
+    config = EngineConfig(model=str(model), dtype=np.dtype(dtype).name)
+    convert(resolve(str(model)), config, target, lambda nbytes, total: None)
+    return resolve(str(target))
 
 
 def assert_same_params(left: Any, right: Any) -> None:

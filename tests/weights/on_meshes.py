@@ -1,6 +1,6 @@
 """Run by test_meshes.py where jax sees eight CPU devices, one process' or several's: a model read on meshes of them.
 
-Prints one JSON object: for each mesh shape the bytes that left the checkpoint's files, and the bytes of the shards.
+Prints one JSON object: for each mesh shape the bytes that left the safetensors files, and the bytes of the shards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxserve.models.registry import family
 from jaxserve.runtime.mesh import make_mesh, shardings
 from jaxserve.weights.arrays import WeightReader, build, flatten
 from jaxserve.weights.load import checkpoint_reader
-from jaxserve.weights.open import open_source
+from jaxserve.weights.open import open_source, open_weights
 
 F32 = np.dtype(np.float32)
 
@@ -46,6 +46,8 @@ def reader_on(source: ModelSource, shards: int, read: list[int]) -> tuple[Any, W
     model = dataclasses.replace(parse_model_config(read_config(source)), shards=shards)
     module = family(model)
     abstract = module.abstract(model, F32)
+    if source.kind == "orbax":
+        return abstract, open_weights(source, model, abstract)
     tensors = open_source(source)
     tensors._files = {name: Counted(file, read.append) for name, file in tensors._files.items()}
     return abstract, checkpoint_reader(abstract, tensors, module.placements(model), ignored=module.ignored)

@@ -9,12 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from jaxserve.models.config import parse_model_config
 from jaxserve.models.registry import family
-from tests.weights.conftest import random_checkpoint
+from tests.weights.conftest import converted, random_checkpoint
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
@@ -64,6 +65,15 @@ def test_a_process_reads_each_shard_once(folder: Path) -> None:
     for shape, one in found.items():  # padding is not read, a KV head that shards share by each of them
         rows = CONFIG["vocab_size"] % int(shape[-1]) and int(shape[-1]) - CONFIG["vocab_size"] % int(shape[-1])
         assert one["read"] == one["shards"] - 2 * rows * CONFIG["hidden_size"] * 4, shape
+
+
+def test_an_orbax_checkpoint_is_restored_onto_any_mesh(folder: Path, tmp_path: Path) -> None:
+    """Each shard is held against all that is stored, which test_orbax.py holds against the source."""
+    target = tmp_path / "converted"
+    converted(folder, target, np.float32)
+    shapes = ["1x1", "1x2", "2x4", "1x4", "1x8"]
+    found = result(start(["alone", str(target), *shapes], 8))
+    assert list(found) == shapes
 
 
 @pytest.mark.slow

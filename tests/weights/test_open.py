@@ -1,11 +1,20 @@
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.model_source import ModelSource
-from jaxserve.weights import open_source
-from tests.weights.conftest import GOLDEN
+from jaxserve.model_source import ModelSource, read_config
+from jaxserve.models.config import parse_model_config
+from jaxserve.models.registry import family
+from jaxserve.weights import open_source, open_weights
+from tests.weights.conftest import GOLDEN, converted
 
 
 def test_a_folder_is_read_as_safetensors_and_nothing_else() -> None:
@@ -14,3 +23,31 @@ def test_a_folder_is_read_as_safetensors_and_nothing_else() -> None:
         assert "model.norm.weight" in open_source(source, load_format).infos
     with pytest.raises(ConfigError, match=r"load_format=gguf was asked for, but .* holds safetensors"):
         open_source(source, "gguf")
+
+
+def test_a_converted_folder_is_read_as_orbax_and_nothing_else(tmp_path: Path) -> None:
+    config = parse_model_config(read_config(ModelSource(GOLDEN / "llama2", "folder", "llama2")))
+    abstract = family(config).abstract(config, np.dtype(np.float32))
+    target = converted(GOLDEN / "llama2", tmp_path / "converted", np.float32)
+    for load_format in ("auto", "orbax", "dummy"):
+        assert len(open_weights(target, config, abstract, load_format=load_format).order) > 10
+    with pytest.raises(ConfigError, match=r"load_format=safetensors was asked for, but .* holds orbax"):
+        open_weights(target, config, abstract, load_format="safetensors")
+    source = ModelSource(GOLDEN / "llama2", "folder", "llama2")
+    with pytest.raises(
+        ConfigError, match=r"load_format=orbax was asked for, but .* is no folder of `jaxserve convert`"
+    ):
+        open_weights(source, config, abstract, load_format="orbax")
+
+
+def test_an_orbax_checkpoint_of_somebody_else_is_refused_by_name(tmp_path: Path) -> None:
+    ocp.PyTreeCheckpointer().save(tmp_path / "theirs", {"w": np.ones(3, np.float32)})
+    shutil.copy(GOLDEN / "llama2" / "config.json", tmp_path)
+    with pytest.raises(ConfigError, match=r"theirs is an Orbax checkpoint, but only a whole folder of `jaxserve conv"):
+        open_source(ModelSource(tmp_path, "folder", "m"))
+
+
+def test_other_formats_dont_pay_for_orbax() -> None:
+    code = "import sys, jaxserve.worker; print({'orbax.checkpoint', 'tensorstore'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
