@@ -1,9 +1,11 @@
 """The XLA backend: the contract that every kernel is tested against, and the path a plain CPU runs.
 
 Both halves loop over blocks of pages with a running softmax, only as far as the longest live context of the rows at
-hand needs: decodes a group of rows at a time, prefill chunks a tile of queries at a time. Sums are float32; decodes
-multiply in float32 too, as they wait for memory, prefill in the type of the queries. Rows and heads are one dimension,
-the outermost: XLA gives its threads parts of that one, and three heads would make a third of them wait for the rest.
+hand needs: decodes a group of rows at a time, prefill chunks a tile of queries at a time. Pages with which all decodes
+begin are read once for all of them; the running softmax is what each then goes on with (cascade attention, as in Ye et
+al. 2024). Sums are float32; decodes multiply their own pages in float32 too, as they wait for memory, whatever else in
+the type of the queries. Rows and heads are one dimension, the outermost: XLA gives its threads parts of that one, and
+three heads would make a third of them wait for the rest.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -22,6 +25,7 @@ from pallas_kernels.paged_attention.write import write_kv
 DECODE_ROWS = 16
 DECODE_BLOCK = 64
 FEW_ROWS = 8
+SHARED_BLOCK = 256
 QUERY_TILE = 128
 PREFILL_BLOCK = 128
 _MASKED = -1e30
@@ -79,7 +83,11 @@ def paged_attention(
     table = _entries(page_table, kv, layer)
     queries = q.reshape(tokens, kv_heads, group, head_dim)
     rows = min(tokens, page_table.shape[0])
-    decoded = _decode(queries[:rows], kv, table[:rows], kv_lens[:rows], num_decodes, options)
+    lens = jnp.where(jnp.arange(rows) < num_decodes, kv_lens[:rows], 0)
+    shared = jnp.zeros((), jnp.int32)
+    if rows > 1 and window is None:  # of the table of all layers, so that XLA does it once
+        shared = _shared_pages(page_table[:rows], lens, kv.page_size)
+    decoded = _decode(queries[:rows], kv, table[:rows], lens, shared, num_decodes, options)
     if decode_only:
         return decoded.reshape(q.shape).astype(q.dtype), kv
     out = jnp.zeros((tokens + QUERY_TILE, kv_heads, group, head_dim), jnp.float32)
@@ -91,9 +99,9 @@ def paged_attention(
 def _entries(
     page_table: Int[Array, "rows max_pages"], kv: PagedKV, layer: int | Int[Array, ""]
 ) -> Int[Array, "rows padded_pages"]:
-    """Pool entries of a layer, each row padded to whole blocks."""
-    per_block = max(_decode_pages(kv.page_size, rows=1), PREFILL_BLOCK // kv.page_size)
-    return jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % per_block))) + layer * kv.num_pages
+    """Pool entries of a layer, each row padded so that a block may begin at any of its pages."""
+    per_block = max(_decode_pages(kv.page_size, rows=1), max(PREFILL_BLOCK, SHARED_BLOCK) // kv.page_size)
+    return jnp.pad(page_table, ((0, 0), (0, per_block))) + layer * kv.num_pages
 
 
 def _decode_pages(page_size: int, *, rows: int) -> int:
@@ -106,22 +114,29 @@ def _decode(
     q: Float[Array, "rows kv_heads group head_dim"],
     kv: PagedKV,
     table: Int[Array, "rows pages"],
-    kv_lens: Int[Array, " rows"],
+    lens: Int[Array, " rows"],
+    shared: Int[Array, ""],
     num_decodes: Int[Array, ""],
     options: _Options,
 ) -> Float[Array, "rows kv_heads group head_dim"]:
-    """One query a row, `DECODE_ROWS` rows at a time; groups of rows past `num_decodes` cost nothing."""
+    """One query a row: the `shared` pages of all rows at once, the rest `DECODE_ROWS` rows at a time; groups of rows
+    past `num_decodes` cost nothing."""
     rows = q.shape[0]
-    lens = jnp.where(jnp.arange(rows) < num_decodes, kv_lens[:rows], 0)
+    state = _start(q.shape[:3], q.shape[3])
+    if rows > 1 and options.window is None:
+        state = _decode_shared(q, kv, table[0], lens > 0, shared, options)
     if rows <= DECODE_ROWS:
-        return _decode_rows(q, kv, table, lens, options)
+        return _decode_rows(q, kv, table, lens, shared, state, options)
     padding = -rows % DECODE_ROWS
-    q, table, lens = (jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1)) for x in (q, table, lens))
+    q, table, lens, state = jax.tree.map(
+        lambda x: jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1)), (q, table, lens, state)
+    )
 
     def body(i: Array, out: Array) -> Array:
         at = i * DECODE_ROWS
-        part = [lax.dynamic_slice_in_dim(x, at, DECODE_ROWS) for x in (q, table, lens)]
-        return lax.dynamic_update_slice_in_dim(out, _decode_rows(part[0], kv, part[1], part[2], options), at, axis=0)
+        own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, at, DECODE_ROWS), (q, table, lens, state))
+        done = _decode_rows(own[0], kv, own[1], own[2], shared, own[3], options)
+        return lax.dynamic_update_slice_in_dim(out, done, at, axis=0)
 
     groups = (num_decodes + DECODE_ROWS - 1) // DECODE_ROWS
     return lax.fori_loop(0, groups, body, jnp.zeros(q.shape, jnp.float32))[:rows]
@@ -132,20 +147,23 @@ def _decode_rows(
     kv: PagedKV,
     table: Int[Array, "rows pages"],
     lens: Int[Array, " rows"],
+    first: Int[Array, ""],
+    state: _Running,
     options: _Options,
 ) -> Float[Array, "rows kv_heads group head_dim"]:
+    """From page `first` on; `state` is what the pages before it gave."""
     rows, kv_heads, group, head_dim = q.shape
     queries = q.reshape(rows * kv_heads, group, head_dim).astype(jnp.float32) * options.scale
     gather = functools.partial(_gather, kv, options.kv_scales, queries.dtype, head_dim)
     per_block = _decode_pages(kv.page_size, rows=rows)
     block = per_block * kv.page_size
-    first = jnp.zeros((), jnp.int32)
     if options.window is not None:
-        first = jnp.min(jnp.where(lens > 0, jnp.maximum(lens - options.window, 0), 2**31 - 1)) // block
+        first = jnp.min(jnp.where(lens > 0, jnp.maximum(lens - options.window, 0), 2**31 - 1)) // kv.page_size
 
     def body(i: Array, state: _Running) -> _Running:
-        entries = lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1)
-        position = i * block + jnp.arange(block, dtype=jnp.int32)
+        page = first + i * per_block
+        entries = lax.dynamic_slice_in_dim(table, page, per_block, axis=1)
+        position = page * kv.page_size + jnp.arange(block, dtype=jnp.int32)
         seen = position < lens[:, None]
         if options.window is not None:
             seen &= position >= lens[:, None] - options.window
@@ -155,10 +173,50 @@ def _decode_rows(
         logits = jnp.einsum("rgd,rtd->rgt", queries, keys)
         return _advance(state, _cap(logits, options), seen[:, None], values, "rgt,rtd->rgd")
 
-    blocks = (jnp.max(lens) + block - 1) // block
-    state = lax.fori_loop(first, blocks, body, _start((rows * kv_heads, group), head_dim))
+    blocks = (jnp.max(lens) - first * kv.page_size + block - 1) // block
+    start = jax.tree.map(lambda x: x.reshape(rows * kv_heads, *x.shape[2:]), state)
+    state = lax.fori_loop(0, blocks, body, start)
     sinks = None if options.sinks is None else jnp.tile(options.sinks, (rows, 1))
     return _finish(state, sinks).reshape(q.shape)
+
+
+def _shared_pages(table: Int[Array, "rows pages"], lens: Int[Array, " rows"], page_size: int) -> Int[Array, ""]:
+    """With how many whole pages every row begins that has a length; such rows come first. 0 where a row is alone, as
+    its sums are then the same in whatever company it is that shares nothing with it."""
+    live = lens > 0
+    same = ((table == table[0]) | ~live[:, None]).all(axis=0)
+    leading = jnp.cumprod(same.astype(jnp.int32)).sum()
+    shortest = jnp.min(jnp.where(live, lens, 2**31 - 1))
+    return jnp.where(live[1], jnp.minimum(leading, shortest // page_size), 0)
+
+
+def _decode_shared(
+    q: Float[Array, "rows kv_heads group head_dim"],
+    kv: PagedKV,
+    entries: Int[Array, " pages"],
+    live: Bool[Array, " rows"],
+    num_pages: Int[Array, ""],
+    options: _Options,
+) -> _Running:
+    """The softmax of the live rows over the first `num_pages` pages, which are the same for all of them."""
+    rows, kv_heads, group, head_dim = q.shape
+    queries = (q.astype(jnp.float32) * options.scale).astype(q.dtype)
+    queries = queries.swapaxes(0, 1).reshape(kv_heads, rows * group, head_dim)
+    per_block = max(1, SHARED_BLOCK // kv.page_size)
+    block = per_block * kv.page_size
+    asked = jnp.repeat(live, group)[:, None]
+
+    def body(i: Array, state: _Running) -> _Running:
+        some = lax.dynamic_slice_in_dim(entries, i * per_block, per_block)[None]
+        held = i * block + jnp.arange(block, dtype=jnp.int32) < num_pages * kv.page_size
+        keys, values = (_gather(kv, options.kv_scales, q.dtype, head_dim, which, some) for which in (0, 1))
+        values = jnp.where(held[:, None], values, jnp.zeros((), values.dtype))
+        logits = jnp.einsum("hqd,htd->hqt", queries, keys, preferred_element_type=jnp.float32)
+        return _advance(state, _cap(logits, options), (asked & held)[None], values, "hqt,htd->hqd")
+
+    blocks = (num_pages + per_block - 1) // per_block
+    state = lax.fori_loop(0, blocks, body, _start((kv_heads, rows * group), head_dim))
+    return jax.tree.map(lambda x: x.reshape(kv_heads, rows, group, *x.shape[2:]).swapaxes(0, 1), state)
 
 
 def _prefill(

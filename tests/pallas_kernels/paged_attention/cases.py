@@ -159,6 +159,16 @@ def _prefill(name: str, **options: Any) -> Case:
     return Case(name, _PREFILL, 0, **options)
 
 
+def _shared(
+    name: str, num_decodes: int, shared_pages: int, *, prefill: tuple[int, int] | None = None, **o: Any
+) -> Case:
+    """Decodes that begin with the same pages, the last of them with nothing but one token after those."""
+    start = shared_pages * o.get("page_size", 16)
+    rows = tuple((start + 1 + 9 * i, 1) for i in reversed(range(num_decodes)))
+    more = () if prefill is None else (prefill,)
+    return Case(name, rows + more, num_decodes, shared_pages=shared_pages, decode_only=prefill is None, **o)
+
+
 CASES = [
     _mixed("mixed"),
     _decode("decode"),
@@ -172,6 +182,14 @@ CASES = [
     Case("nothing-live", (), 0, pad_rows=3, pad_tokens=8),
     Case("nothing-live-decode", (), 0, pad_rows=3, decode_only=True),
     Case("shared-pages", ((40, 1), (33, 1), (50, 18), (32 + 5, 5)), 2, shared_pages=2),
+    _shared("decodes-that-share", 20, 18),
+    _shared("decodes-that-share-less-than-a-block", 3, 1, pad_rows=15),
+    _shared("decodes-that-share-in-bf16", 5, 33, dtype="bfloat16", heads=9, kv_heads=3),
+    _shared("decodes-that-share-everything", 17, 18, soft_cap=5.0, sinks=True, scale=0.3, heads=2, kv_heads=2),
+    _shared("decodes-that-share-page-128", 6, 3, page_size=128, head_dim=128, heads=8, kv_heads=1),
+    _shared("decodes-that-share-fp8", 4, 17, kv_dtype="float8_e4m3fn"),
+    _shared("decodes-that-share-in-a-window", 4, 17, window=40),
+    _shared("decodes-that-share-and-a-prefill", 4, 17, prefill=(17 * 16 + 40, 30)),
     _mixed("heads-2-of-2-dim-80-first-layer", heads=2, kv_heads=2, head_dim=80, layer=0),
     _mixed("heads-9-of-3-dim-96-page-32", heads=9, kv_heads=3, head_dim=96, page_size=32),
     _mixed("heads-14-of-2-dim-128-page-64", heads=14, kv_heads=2, head_dim=128, page_size=64),
