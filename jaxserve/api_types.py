@@ -249,3 +249,20 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     compiles_after_ready: int = 0
     integrity_errors: tuple[str, ...] = ()
     decode_steps_by_rows: dict[int, int] = {}
+
+
+class ReplicaReading(msgspec.Struct, frozen=True):
+    """One engine process: its process id, and the last reading that came from it."""
+
+    pid: int
+    stats: EngineStats
+
+
+class Devices(msgspec.Struct, frozen=True, kw_only=True):
+    """What jax finds to run on: `platform` is cpu, gpu or tpu; a TPU chip may be several devices. `problem` says why
+    there is none."""
+
+    platform: str = ""
+    num_devices: int = 0
+    num_chips: int = 0
+    problem: str | None = None

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from jaxserve import model_source
 from jaxserve.api_types import EngineRequest, FinishReason, Profile, SamplingParams, TokenEvent, TokenLogprobs, Usage
+from jaxserve.config.data_parallel import in_one_process
 from jaxserve.config.load import from_arguments
 from jaxserve.config.schema import DEFAULT_MODEL, ServerConfig
 from jaxserve.engine.client import InProcessEngine
@@ -75,9 +76,10 @@ class LLM:
                 raise ConfigError(f"{name} is a setting of `jaxserve serve`; LLM has no server")
         for note in loaded.notes:
             logger.warning(note)
-        self._tokenizer = load_tokenizer(model_source.resolve(loaded.engine.model))
+        config = in_one_process(loaded.engine, "LLM")
+        self._tokenizer = load_tokenizer(model_source.resolve(config.model))
         self._template = _chat_template(self._tokenizer, loaded.server.chat_template)
-        self._engine = InProcessEngine.start(loaded.engine)
+        self._engine = InProcessEngine.start(config)
         self._numbers = itertools.count()
 
     def generate(

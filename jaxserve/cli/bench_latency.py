@@ -26,6 +26,7 @@ from jaxserve.cli.bench_breakdown import breakdown
 from jaxserve.cli.bench_report import write_json
 from jaxserve.cli.parser import HelpFormatter, Parser
 from jaxserve.cli.table import table
+from jaxserve.config.data_parallel import in_one_process
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
     loaded = flags.loaded(arguments)
     log_level = flags.arguments(loaded).get("log_level", "warning")
-    config = msgspec.structs.replace(loaded.engine, log_level=log_level)
+    config = in_one_process(msgspec.structs.replace(loaded.engine, log_level=log_level), "bench latency")
     with _profiles(config) if arguments.breakdown else contextlib.nullcontext(config) as config:
         measured = asyncio.run(_measure(arguments, config))
     print(measured.report())

@@ -21,6 +21,8 @@ from tqdm import tqdm
 from jaxserve.cli import flags
 from jaxserve.cli.parser import HelpFormatter, Parser
 from jaxserve.cli.table import table
+from jaxserve.config.data_parallel import when_serving
+from jaxserve.config.threads import threads_of_each
 from jaxserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ def _for_target(loaded: Loaded, name: str, only: str, as_json: bool) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     from jaxserve.runtime import offline
 
-    deployment = offline.deploy_on_target(loaded.engine, name)
+    deployment = offline.deploy_on_target(when_serving(loaded.engine), name)
     keys = offline.chosen_keys(deployment, only)
     builder = offline.builder_for_target(deployment, name)
     print(f"{loaded.engine.model} on {deployment.num_devices} x {name}: {len(keys)} programs, "
@@ -88,9 +90,13 @@ def _for_target(loaded: Loaded, name: str, only: str, as_json: bool) -> int:
 
 
 def _into_folder(loaded: Loaded, folder: Path, as_json: bool) -> int:
+    config = when_serving(loaded.engine)
+    if config.dp_mode == "replicas":
+        # On a CPU a program is made for the threads that it will have.
+        os.environ |= threads_of_each(os.environ, config.dp_size)
     from jaxserve.runtime import bundle, offline
 
-    deployment, builder = offline.deploy_on_device(loaded.engine)
+    deployment, builder = offline.deploy_on_device(config)
     keys = offline.chosen_keys(deployment)
     (folder / bundle.MANIFEST).unlink(missing_ok=True)
     reports = watched(offline.compile_programs(builder, keys, folder), [str(key) for key in keys])

@@ -14,6 +14,7 @@ from jaxserve.cli import flags
 from jaxserve.cli.compile import add_target, required_target
 from jaxserve.cli.parser import HelpFormatter, Parser
 from jaxserve.cli.table import table
+from jaxserve.config.data_parallel import when_serving
 
 if TYPE_CHECKING:
     from jaxserve.runtime.plan import Plan
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     from jaxserve.runtime.plan import make_plan
 
-    plan = make_plan(loaded.engine, name, ask_compiler=arguments.compile)
+    plan = make_plan(when_serving(loaded.engine), name, ask_compiler=arguments.compile)
     print(json.dumps(as_json(plan), indent=2) if arguments.json else as_text(plan))
     return 0
 
@@ -62,7 +63,7 @@ def as_text(plan: Plan) -> str:
     rows = [(name, f"{size / _GIB:.2f}", note) for name, size, note in memory]
     peak = plan.limits.peak_flops
     parts = [
-        f"{made.config.model} in {made.dtype.name} on {made.num_devices} x {plan.target.name}{_mesh(plan)} "
+        f"{made.config.model} in {made.dtype.name} on {plan.num_devices} x {plan.target.name}{_ranks(plan)} "
         f"({plan.target.memory_bytes / _GIB:.1f} GiB, {plan.target.memory_bandwidth / 1e12:.2f} TB/s, "
         f"{'no figure for' if peak is None else f'{peak / 1e12:.0f} TFLOP/s in'} {made.dtype.name}, each)",
         table(("memory of a device", "GiB", ""), rows, left=(0, 2)),
@@ -77,8 +78,10 @@ def as_text(plan: Plan) -> str:
     return "\n\n".join(parts)
 
 
-def _mesh(plan: Plan) -> str:
-    data, tensor = plan.deployment.data, plan.deployment.tensor
+def _ranks(plan: Plan) -> str:
+    data, tensor, replicas = plan.deployment.data, plan.deployment.tensor, plan.deployment.replicas
+    if replicas > 1:
+        return f", {replicas} replicas x tensor parallel {tensor}"
     return f", data parallel {data} x tensor parallel {tensor}" if data > 1 else ""
 
 
@@ -102,9 +105,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {
         "model": made.config.model,
         "target": plan.target.name,
-        "devices": made.num_devices,
+        "devices": plan.num_devices,
         "tp_size": made.tensor,
-        "dp_size": made.data,
+        "dp_size": made.num_ranks,
+        "dp_mode": made.config.dp_mode,
         "dtype": made.dtype.name,
         "attention_backend": made.backend.name,
         "memory_bytes": plan.target.memory_bytes,
@@ -115,7 +119,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "temp_source": plan.temp_source,
         "kv_bytes_per_token": footprint.kv_per_token,
         "max_total_num_tokens": plan.pool_tokens,
-        "num_pages": made.data * made.capacity.num_pages,
+        "num_pages": made.num_ranks * made.capacity.num_pages,
         "context_length": made.capacity.max_model_len,
         "max_running_requests": plan.num_slots,
         "decode_tokens_per_second": [

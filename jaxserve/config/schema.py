@@ -44,9 +44,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int, Meta(description="data-parallel size: ranks of tp_size devices, with requests and a KV cache of their own")
     ] = 1
     dp_mode: Annotated[
-        Literal["mesh", "replicas"],
-        Meta(description="how ranks run: mesh, all in one program in lock step (replicas is not built yet)"),
-    ] = "mesh"
+        Literal["auto", "mesh", "replicas"],
+        Meta(
+            description="how ranks run: mesh, all in one program in lock step; replicas, each in an engine process of "
+            "its own; auto is replicas for `jaxserve serve`, mesh where there is one process"
+        ),
+    ] = "auto"
     context_length: Annotated[
         int | None,
         Meta(description="longest prompt plus output in tokens; default: the model's, fitted to the KV cache"),
@@ -143,8 +146,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"mem_fraction_static must be in (0, 1], got {self.mem_fraction_static}")
         if self.chunked_prefill_size == 0:
             raise ConfigError("chunked_prefill_size must be positive, or -1 to disable chunking; got 0")
-        if self.dp_mode != "mesh":
-            raise ConfigError(f"dp_mode={self.dp_mode} is not built yet: mesh is, and runs the ranks in one process")
         self._check_hierarchical_cache()
         if self.cuda_graph_bs is not None and (not self.cuda_graph_bs or min(self.cuda_graph_bs) < 1):
             raise ConfigError(f"cuda_graph_bs must be positive sizes, got {list(self.cuda_graph_bs)}")

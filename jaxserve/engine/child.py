@@ -20,7 +20,16 @@ from collections.abc import Callable
 
 from jaxserve.api_types import EngineInfo
 from jaxserve.config.schema import EngineConfig
-from jaxserve.engine.launch import Ended, LaunchOrder, Started, read_report, start_error, write_frame
+from jaxserve.engine.launch import (
+    WHOLE_MACHINE,
+    Ended,
+    LaunchOrder,
+    Share,
+    Started,
+    read_report,
+    start_error,
+    write_frame,
+)
 from jaxserve.errors import EngineDeadError
 
 _STDERR = 2
@@ -29,7 +38,7 @@ _STDERR = 2
 class EngineProcess:
     """A child that runs `python -m module`. Belongs to the event loop it was started in."""
 
-    def __init__(self, config: EngineConfig, module: str) -> None:
+    def __init__(self, config: EngineConfig, module: str, share: Share = WHOLE_MACHINE) -> None:
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[str] = self._loop.create_future()
         self._started: asyncio.Future[EngineInfo] = self._loop.create_future()
@@ -45,6 +54,7 @@ class EngineProcess:
                 stdin=subprocess.PIPE,
                 stdout=_STDERR,  # what libraries print there is no answer of ours
                 pass_fds=[report_fd],
+                env=os.environ | share.environment,
                 # Ctrl-C in a terminal reaches the foreground group, and this child must outlive the parent's draining.
                 process_group=0,
             )
@@ -54,6 +64,7 @@ class EngineProcess:
         self._stdin = self._process.stdin
         order = LaunchOrder(
             config=config,
+            share=share,
             command_address=self.command_address,
             client_addresses=[self.client_address],
             report_fd=report_fd,
@@ -69,6 +80,11 @@ class EngineProcess:
     def pid(self) -> int:
         """Process id."""
         return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """How it ended, if it has."""
+        return self._process.returncode
 
     async def started(self) -> EngineInfo:
         """Wait until the engine is ready. Raises what kept it from starting."""

@@ -1,8 +1,7 @@
 """The engine as its users see it: requests in, a stream of events for each out.
 
-`EngineClient` speaks to an engine in a process of its own, from one asyncio loop; `InProcessEngine` runs the same
-engine in the caller's thread. Neither knows text, HTTP or the device. Every stream ends with exactly one event that has
-a `finish_reason`, also when the engine dies.
+`launch_engine` gives a server its `Engine`: one process, or several replicas behind the same interface.
+`InProcessEngine` runs an engine in the caller's thread. None of them knows text, HTTP or the device.
 """
 
 from __future__ import annotations
@@ -10,241 +9,66 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import itertools
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
-from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, Profile, TokenEvent
+from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, Profile, ReplicaReading, TokenEvent
+from jaxserve.config.data_parallel import when_serving
 from jaxserve.config.schema import EngineConfig
-from jaxserve.engine.child import EngineProcess
 from jaxserve.engine.loop import EngineLoop
+from jaxserve.engine.remote import WORKER, EngineClient
+from jaxserve.engine.replicas import Replicas
 from jaxserve.engine.stream import RequestStream
-from jaxserve.engine.transport import (
-    Abort,
-    Add,
-    CacheFlushed,
-    ClientTransport,
-    Command,
-    CommandFailed,
-    FlushCache,
-    ProfileAnswer,
-    ReadStats,
-    Shutdown,
-    StartProfile,
-    StatsReading,
-    StepEvents,
-    StopProfile,
-)
-from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError, RequestFailedError
+from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
 
-WORKER = "jaxserve.worker"
+__all__ = ["Engine", "EngineClient", "InProcessEngine", "launch_engine"]
 
-Answer = EngineStats | int | Profile
+_FOLLOWER_LEAVES_WITHIN = 5.0
 
 
-class EngineClient:
-    """An engine in its own process. `launch` starts it, `shutdown` ends it; between them it belongs to one event loop.
+class Engine(Protocol):
+    """What a server has of its engine, on one asyncio loop. What each method does and raises, `EngineClient` says.
 
-    `stats` is the last reading received. `on_death` resolves with the reason when the process ends unasked.
+    `stats` is the last reading; `on_death` resolves with the reason when the engine, or a part of it, ends unasked.
     """
 
-    def __init__(
-        self, process: EngineProcess, transport: ClientTransport, config: EngineConfig, clock: Callable[[], float]
-    ) -> None:
-        self._process = process
-        self._transport = transport
-        self._clock = clock
-        self._watchdog_timeout = config.watchdog_timeout
-        self._loop = asyncio.get_running_loop()
-        self._streams: dict[str, RequestStream] = {}
-        self._answers: dict[int, asyncio.Future[Answer]] = {}
-        self._numbers = itertools.count()
-        self._last_progress = clock()
-        self._is_closed = False
-        self._dead: str | None = None
-        self.info: EngineInfo
-        self.stats = EngineStats()
-        self.on_death: asyncio.Future[str] = self._loop.create_future()
-
-    @classmethod
-    async def launch(
-        cls, config: EngineConfig, *, module: str = WORKER, clock: Callable[[], float] = time.monotonic
-    ) -> EngineClient:
-        """Start the engine process and wait until it is ready.
-
-        Raises `ConfigError` or `ModelNotFoundError` as the engine did, `EngineDeadError` for any other failure.
-        `clock` is what the watchdog goes by.
-        """
-        process = EngineProcess(config, module)
-        try:
-            transport = ClientTransport(process.command_address, process.client_address)
-        except BaseException:
-            await process.stop(timeout=0.0)
-            raise
-        client = cls(process, transport, config, clock)
-        try:
-            client.info = await process.started()
-        except BaseException:
-            await client.shutdown(timeout=0.0)
-            raise
-        client._loop.add_reader(transport.fileno(), client._receive)
-        client._receive()
-        process.ended.add_done_callback(lambda ended: client._on_end(ended.result()))
-        return client
+    info: EngineInfo
+    on_death: asyncio.Future[str]
 
     @property
-    def pid(self) -> int:
-        """Process id of the engine."""
-        return self._process.pid
+    def stats(self) -> EngineStats: ...
 
     @property
-    def health(self) -> str | None:
-        """None while the engine makes progress or has nothing to do, else what is wrong."""
-        if self._dead is not None:
-            return self._dead
-        if self._streams and self._clock() - self._last_progress > self._watchdog_timeout:
-            return f"no step finished for {self._watchdog_timeout:g} s while {len(self._streams)} requests are open"
-        return None
+    def replicas(self) -> tuple[ReplicaReading, ...]: ...
 
-    def submit(self, request: EngineRequest) -> RequestStream:
-        """Hand a request over; its events come through the stream, a refusal (such as a full queue) too.
+    @property
+    def health(self) -> str | None: ...
 
-        Raises `EngineDeadError` when there is no engine, `InvalidRequestError` when the id is open.
-        """
-        [stream] = self.submit_all([request])
-        return stream
+    def submit(self, request: EngineRequest) -> RequestStream: ...
 
-    def submit_all(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
-        """Hand several over in one message, so that they can start in one step. Raises as `submit` does."""
-        if self._dead is not None:
-            raise EngineDeadError(self._dead)
-        if not self._streams:
-            self._last_progress = self._clock()
-        streams: dict[str, RequestStream] = {}
-        for request in requests:
-            name = request.request_id
-            if name in self._streams or name in streams:
-                raise InvalidRequestError(f"a request with the id {name!r} is open already", param="request_id")
-            streams[name] = RequestStream(request, self.abort)
-        self._streams |= streams
-        self._transport.send(Add(list(requests)))
-        return list(streams.values())
+    def submit_all(self, requests: Sequence[EngineRequest]) -> list[RequestStream]: ...
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Ask the engine to end these requests; each still gets its last event. Ids that are not open are ignored."""
-        open_ids = [request_id for request_id in request_ids if request_id in self._streams]
-        if open_ids:
-            self._transport.send(Abort(open_ids))
+    def abort(self, request_ids: Iterable[str]) -> None: ...
 
-    async def refresh_stats(self, timeout: float = 5.0) -> EngineStats:
-        """Ask for a reading, for which the engine audits its books. Raises `TimeoutError`, `EngineDeadError`."""
-        stats = await self._ask(lambda number: ReadStats(0, number), timeout)
-        assert isinstance(stats, EngineStats)
-        return stats
+    async def refresh_stats(self, timeout: float = ...) -> EngineStats: ...
 
-    async def flush_cache(self, timeout: float = 5.0) -> int:
-        """Forget every cached prefix; how many pages that gave back. Raises `TimeoutError`, `EngineDeadError`."""
-        num_pages = await self._ask(lambda number: FlushCache(0, number), timeout)
-        assert isinstance(num_pages, int)
-        return num_pages
+    async def flush_cache(self, timeout: float = ...) -> int: ...
 
     async def start_profile(
-        self,
-        output_dir: str | None = None,
-        *,
-        num_steps: int | None = None,
-        with_stack: bool = False,
-        timeout: float = 60.0,
-    ) -> Profile:
-        """Record a profile from the next step on, until `stop_profile` or for `num_steps` steps.
+        self, output_dir: str | None = None, *, num_steps: int | None = None, with_stack: bool = False
+    ) -> Profile: ...
 
-        `output_dir` is a folder within `profile_dir`. Raises `InvalidRequestError`, `RequestFailedError` as the engine
-        did, `TimeoutError`, `EngineDeadError`.
-        """
-        profile = await self._ask(lambda number: StartProfile(0, number, output_dir, num_steps, with_stack), timeout)
-        assert isinstance(profile, Profile)
-        return profile
+    async def stop_profile(self) -> Profile: ...
 
-    async def stop_profile(self, timeout: float = 600.0) -> Profile:
-        """End the profile and wait until it is written; requests go on. Raises as `start_profile` does."""
-        profile = await self._ask(lambda number: StopProfile(0, number), timeout)
-        assert isinstance(profile, Profile)
-        return profile
+    async def shutdown(self) -> None: ...
 
-    async def shutdown(self, timeout: float = 10.0) -> None:
-        """End the engine, by force after `timeout` seconds, and whatever is still open with an error."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if not self._process.ended.done():
-            with contextlib.suppress(OSError):
-                self._transport.send(Shutdown())
-        self._bury("the engine has been shut down")
-        await self._process.stop(timeout)
-        self._loop.remove_reader(self._transport.fileno())
-        self._transport.close()
 
-    def _receive(self) -> None:
-        for message in self._transport.receive():
-            match message:
-                case StepEvents(events, stats):
-                    self.stats = stats
-                    self._last_progress = self._clock()
-                    streams = self._streams
-                    for event in events:
-                        stream = streams.get(event.request_id)
-                        if stream is None:
-                            continue
-                        if event.finish_reason is not None:
-                            del streams[event.request_id]
-                        stream.push(event)
-                case StatsReading(number, stats):
-                    self.stats = stats
-                    self._answer(number, stats)
-                case CacheFlushed(number, num_pages):
-                    self._answer(number, num_pages)
-                case ProfileAnswer(number, profile):
-                    self._answer(number, profile)
-                case CommandFailed(number, why, refused, param):
-                    self._answer(number, InvalidRequestError(why, param=param) if refused else RequestFailedError(why))
-
-    async def _ask(self, command: Callable[[int], Command], timeout: float) -> Answer:
-        """Send a command that is answered under the number given to it."""
-        if self._dead is not None:
-            raise EngineDeadError(self._dead)
-        number = next(self._numbers)
-        answer = self._answers[number] = self._loop.create_future()
-        try:
-            self._transport.send(command(number))
-            return await asyncio.wait_for(answer, timeout)
-        finally:
-            del self._answers[number]
-
-    def _answer(self, number: int, answer: Answer | JaxserveError) -> None:
-        waiting = self._answers.get(number)
-        if waiting is None or waiting.done():
-            return
-        if isinstance(answer, JaxserveError):
-            waiting.set_exception(answer)
-        else:
-            waiting.set_result(answer)
-
-    def _on_end(self, reason: str) -> None:
-        if self._is_closed:
-            return
-        self._receive()
-        self._bury(reason)
-        self.on_death.set_result(reason)
-
-    def _bury(self, reason: str) -> None:
-        """Nothing more will come: say so to everybody who waits."""
-        self._dead = reason
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.fail(reason)
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(EngineDeadError(reason))
+async def launch_engine(config: EngineConfig, *, module: str = WORKER) -> Engine:
+    """Start what `--dp-mode` comes to, and wait until it is ready. Raises as `EngineClient.launch` does."""
+    config = when_serving(config)
+    if config.dp_mode == "replicas":
+        return await Replicas.launch(config, module=module)
+    return await EngineClient.launch(config, module=module)
 
 
 class InProcessEngine:

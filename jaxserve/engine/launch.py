@@ -18,11 +18,23 @@ from jaxserve.errors import ConfigError, EngineDeadError, JaxserveError, ModelNo
 _LENGTH = struct.Struct("<I")
 
 
+class Share(msgspec.Struct, frozen=True):
+    """What an engine process has of the machine. `name` stands in its log lines; `environment` goes over its parent's,
+    which is how devices are given to it."""
+
+    name: str = ""
+    environment: dict[str, str] = {}
+
+
+WHOLE_MACHINE = Share()
+
+
 class LaunchOrder(msgspec.Struct, frozen=True):
     """All an engine process needs to know. `report_fd` is the pipe to report through, `spawned_at` the time by
     `time.monotonic` (one clock for all processes of a machine) when its process was started."""
 
     config: EngineConfig
+    share: Share
     command_address: str
     client_addresses: list[str]
     report_fd: int

@@ -63,7 +63,7 @@ def run(build: Callable[[EngineConfig], tuple[EngineLoop, EngineInfo]]) -> int:
         sys.exit("no order to start came on stdin: this module is run by jaxserve itself, see `jaxserve serve`")
     os.set_inheritable(order.report_fd, False)
     _die_with(order.parent_pid)
-    log.setup(order.config.log_level)
+    log.setup(order.config.log_level, order.share.name)
     imported = time.monotonic()
     try:
         loop, info = build(order.config)

@@ -12,18 +12,22 @@ from typing import Self
 
 from jaxserve.api_types import EngineRequest, FinishReason, TokenEvent, Usage
 
+Watch = Callable[[TokenEvent], None]
+
 
 class RequestStream:
     """The events of one request, in order; iteration ends after the one that has a `finish_reason`.
 
     What has come since the reader last looked comes as one event, so that a reader who has fallen behind catches up.
+    `watch` is shown the first event and the last when they come, whenever they are read.
     """
 
-    def __init__(self, request: EngineRequest, abort: Callable[[list[str]], None]) -> None:
+    def __init__(self, request: EngineRequest, abort: Callable[[list[str]], None], watch: Watch | None = None) -> None:
         self.request_id = request.request_id
         self._num_prompt_tokens = len(request.prompt_ids)
         self._num_tokens = 0
         self._abort = abort
+        self._watch = watch
         self._events: deque[TokenEvent] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._is_over = False
@@ -48,6 +52,8 @@ class RequestStream:
         self._events.append(event)
         self._num_tokens += len(event.token_ids)
         self._is_over = event.finish_reason is not None
+        if self._watch is not None and (self._is_over or event.queue_seconds is not None):
+            self._watch(event)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

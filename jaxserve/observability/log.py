@@ -8,15 +8,18 @@ from __future__ import annotations
 import logging
 import sys
 
-_FORMAT = "[%(asctime)s] %(levelname)s %(message)s"
+_FORMAT = "[%(asctime)s{}] %(levelname)s %(message)s"
 _TIME = "%Y-%m-%d %H:%M:%S"
 
 
-def setup(level: str) -> None:
-    """Write lines of `jaxserve` loggers from `level` (debug, info, warning, error) up to stderr; may be repeated."""
+def setup(level: str, process: str = "") -> None:
+    """Write lines of `jaxserve` loggers from `level` (debug, info, warning, error) up to stderr; may be repeated.
+
+    Each says which `process` it is from, where there are several of a kind.
+    """
     logger = logging.getLogger("jaxserve")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(_FORMAT, _TIME))
+    handler.setFormatter(logging.Formatter(_FORMAT.format(f" {process}" if process else ""), _TIME))
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     # A root handler of somebody else would write every line a second time.

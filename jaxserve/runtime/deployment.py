@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve import model_source
+from jaxserve.config.data_parallel import ranks_and_replicas
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig, parse_model_config
@@ -43,7 +44,7 @@ _CPU_SAMPLE_ROWS = 16
 @dataclasses.dataclass(frozen=True)
 class Deployment:
     """A model in a configuration on `data * tensor` devices of one kind. `params` and `state` are trees of specs over
-    all of them; `model` is laid out for the tensor axis."""
+    all of them; `model` is laid out for the tensor axis. There are `replicas` of it, in processes of their own."""
 
     config: EngineConfig
     model: ModelConfig
@@ -55,11 +56,17 @@ class Deployment:
     state: DeviceState
     tensor: int
     data: int = 1
+    replicas: int = 1
 
     @property
     def num_devices(self) -> int:
         """Devices of its mesh."""
         return self.data * self.tensor
+
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks, of all replicas."""
+        return self.data * self.replicas
 
     @property
     def capacity(self) -> Capacity:
@@ -97,7 +104,8 @@ def deploy(
     Raises `ConfigError` for what can't be: `NoRoomError` where memory is too small.
     """
     check_mesh(config, model, device)
-    dtype, tensor, data = dtype_of(config.dtype), config.tp_size, config.dp_size
+    data, replicas = ranks_and_replicas(config)
+    dtype, tensor = dtype_of(config.dtype), config.tp_size
     model = dataclasses.replace(model, shards=tensor)
     axes = {DATA_AXIS: data, TENSOR_AXIS: tensor}
     params = family(model).abstract(model, dtype)
@@ -131,6 +139,7 @@ def deploy(
         activations=activations,
         tensor=tensor,
         data=data,
+        replicas=replicas,
     )
     state = state_specs(spec, sizes.capacity, vocab_size=vocab_size, dtype=dtype, platform=backend.kv_platform)
-    return Deployment(config, model, device, dtype, backend, sizes, params, state, tensor, data)
+    return Deployment(config, model, device, dtype, backend, sizes, params, state, tensor, data, replicas)

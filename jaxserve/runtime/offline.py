@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import jax
+import msgspec
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
@@ -17,6 +18,7 @@ from jaxserve.runtime.deployment import Deployment, read_model
 from jaxserve.runtime.device import attach, facts_of_devices, facts_of_target
 from jaxserve.runtime.fit import deploy_or_advise
 from jaxserve.runtime.mesh import make_mesh
+from jaxserve.runtime.parallel import check_mesh
 from jaxserve.runtime.programs import Key, ProgramBuilder, by_cost, program_path
 from jaxserve.runtime.target import load_target
 from jaxserve.runtime.topology import target_mesh
@@ -28,7 +30,10 @@ def deploy_on_target(config: EngineConfig, name: str) -> Deployment:
     target = load_target(name)
     if config.device not in ("auto", target.platform):
         raise ConfigError(f"device={config.device} and target {name!r}, which is {target.platform}: leave one out")
-    return deploy_or_advise(config, read_model(config.model), facts_of_target(name))
+    model, device = read_model(config.model), facts_of_target(name)
+    # Replicas too stand on one machine, and take as many of its devices as a mesh of all of them.
+    check_mesh(msgspec.structs.replace(config, dp_mode="mesh"), model, device)
+    return deploy_or_advise(config, model, device)
 
 
 def builder_for_target(deployment: Deployment, name: str) -> ProgramBuilder:

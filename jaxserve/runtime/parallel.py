@@ -5,6 +5,7 @@ It knows sizes alone: meshes are made in `mesh.py`, and how a parameter is split
 
 from __future__ import annotations
 
+from jaxserve.config.data_parallel import ranks_and_replicas
 from jaxserve.config.schema import EngineConfig
 from jaxserve.config.settings import as_flag
 from jaxserve.errors import ConfigError
@@ -16,7 +17,7 @@ _SIMULATED = "--xla_force_host_platform_device_count"
 
 def check_mesh(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> None:
     """Raises `ConfigError` where the model can't be split by `--tp-size`, or the mesh is larger than what there is."""
-    tensor, data, most = config.tp_size, config.dp_size, device.max_devices
+    tensor, (data, _), most = config.tp_size, ranks_and_replicas(config), device.max_devices
     if not model.splits_into(tensor):
         works = [_flags(tp_size=size) for size in _nearest(model, tensor, max(most, 1))]
         raise ConfigError(

@@ -38,6 +38,11 @@ class Plan:
     misfits: list[Misfit]
 
     @property
+    def num_devices(self) -> int:
+        """Devices of all data-parallel ranks."""
+        return self.deployment.num_ranks * self.deployment.tensor
+
+    @property
     def rank_tokens(self) -> int:
         """Tokens that the KV pool of a data-parallel rank holds."""
         return self.deployment.capacity.num_pages * self.deployment.capacity.page_size
@@ -45,12 +50,12 @@ class Plan:
     @property
     def pool_tokens(self) -> int:
         """Tokens that the KV pools of all ranks hold."""
-        return self.deployment.data * self.rank_tokens
+        return self.deployment.num_ranks * self.rank_tokens
 
     @property
     def num_slots(self) -> int:
         """Requests that run at once, on all ranks."""
-        return self.deployment.data * self.deployment.capacity.num_slots
+        return self.deployment.num_ranks * self.deployment.capacity.num_slots
 
     @property
     def usable_bytes(self) -> int:
@@ -61,7 +66,7 @@ class Plan:
         """How many requests of this length run at once."""
         capacity = self.deployment.capacity
         fit = capacity.num_pages // -(-context // capacity.page_size)
-        return self.deployment.data * min(capacity.num_slots, fit)
+        return self.deployment.num_ranks * min(capacity.num_slots, fit)
 
     @property
     def contexts(self) -> list[int]:
@@ -79,12 +84,12 @@ class Plan:
         """Tokens a second at best; None where the pool doesn't hold so much."""
         if batch > self.requests_of(context):
             return None
-        return batch / self.limits.decode_seconds(-(-batch // self.deployment.data), context)
+        return batch / self.limits.decode_seconds(-(-batch // self.deployment.num_ranks), context)
 
     def prefill_limit(self, length: int) -> float | None:
         """Prompt tokens a second at best, for prompts of `length` tokens; None where the peak isn't known."""
         limit = self.limits.prefill_tokens_per_second(length)
-        return None if limit is None else self.deployment.data * limit
+        return None if limit is None else self.deployment.num_ranks * limit
 
 
 def make_plan(config: EngineConfig, name: str, *, ask_compiler: bool = False) -> Plan:

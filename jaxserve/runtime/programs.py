@@ -13,7 +13,7 @@ import logging
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,14 @@ from tqdm import tqdm
 
 import jaxserve
 import pallas_kernels
+from jaxserve.config.threads import xla_threads
 from jaxserve.runtime.batch import ProgramKey, packing, step_shape
 from jaxserve.runtime.mesh import shape_structs
 from jaxserve.runtime.page_copies import make_read_pages, make_write_pages, row_specs
 from jaxserve.runtime.sampling import Logprobs
 from jaxserve.runtime.state import ArraySpec, DeviceState
 from jaxserve.runtime.step import StepContext, StepOutput, make_step, make_update
+from jaxserve.runtime.turns import alone
 from jaxserve.runtime.update import UPDATE
 from jaxserve.step_plan import Capacity
 
@@ -122,7 +124,7 @@ class ProgramBuilder:
             "jaxlib": importlib.metadata.version("jaxlib"),
             "device": f"{device.platform} {device.device_kind}",
             "compiler": getattr(device.client, "platform_version", ""),
-            "cpu": _cpu() if device.platform == "cpu" else "",
+            "cpu": f"{_cpu()}, {xla_threads(os.environ)} threads" if device.platform == "cpu" else "",
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
             "python": platform.python_version(),
             "sources": _source_hash(),
@@ -165,10 +167,26 @@ def program_path(folder: Path, key: Key) -> Path:
 def build_programs(
     builder: ProgramBuilder, keys: Sequence[Key], cache_dir: Path | None
 ) -> tuple[dict[Key, Callable[..., Any]], int]:
-    """Programs by key, and how many had to be compiled. Compiled in parallel under a progress bar on stderr."""
+    """Programs by key, and how many had to be compiled. Compiled in parallel under a progress bar on stderr, and where
+    they are kept, by one process of those that need them."""
     folder = None if cache_dir is None else cache_dir / builder.fingerprint()
     paths = {key: program_path(folder, key) for key in keys} if folder is not None else {}
-    missing = [key for key in keys if key not in paths or not paths[key].exists()]
+    if not _missing(keys, paths):
+        return _build(builder, keys, paths)
+    with alone(folder):
+        if _missing(keys, paths):
+            return _build(builder, keys, paths)
+    return _build(builder, keys, paths)
+
+
+def _missing(keys: Sequence[Key], paths: Mapping[Key, Path]) -> list[Key]:
+    return [key for key in keys if key not in paths or not paths[key].exists()]
+
+
+def _build(
+    builder: ProgramBuilder, keys: Sequence[Key], paths: Mapping[Key, Path]
+) -> tuple[dict[Key, Callable[..., Any]], int]:
+    missing = _missing(keys, paths)
 
     def make(key: Key) -> tuple[Key, jax.stages.Compiled, bool]:
         if key not in missing:

@@ -65,9 +65,11 @@ def resolve_sizes(
     activations: int | None = None,
     tensor: int = 1,
     data: int = 1,
+    replicas: int = 1,
 ) -> Sizes:
     """Fill in every size that was left open; bytes are those of one of `data * tensor` devices, requests and pages
-    those of one data-parallel rank. `activations` is the programs' working memory, where it is known already.
+    those of one data-parallel rank. `activations` is the programs' working memory, where it is known already; a machine
+    is shared by so many `replicas`.
 
     Raises `ConfigError`: `NoRoomError` where nothing fits.
     """
@@ -89,7 +91,7 @@ def resolve_sizes(
         memory_bytes=device.memory_bytes,
         model_context=model.max_position_embeddings,
         max_running=running,
-        num_devices=data * tensor,
+        num_devices=data * tensor * replicas,
     )
     # -1 disables chunking: a step then holds the longest prompt there can be.
     chunk = pool.context_length if chunk < 0 else min(chunk, pool.context_length)

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jaxserve.runtime.batch import ProgramKey
 from jaxserve.runtime.deployment import Deployment, deploy
 from jaxserve.runtime.programs import ProgramBuilder, write_whole
+from jaxserve.runtime.turns import alone
 
 _FILE = "working-memory.json"
 
@@ -42,12 +43,15 @@ def sized_by_compiler(deployment: Deployment, mesh: Mesh, cache_dir: Path | None
     if not deployment.sizes.memory_bound:
         return deployment
     builder = deployment.builder(mesh)
-    path = None if cache_dir is None else cache_dir / builder.fingerprint() / _FILE
-    figure = _read(path)
+    folder = None if cache_dir is None else cache_dir / builder.fingerprint()
+    figure = _read(folder)
     if figure is None:
-        figure = compiled_figure(deployment, builder)
-        if path is not None:
-            write_whole(path, msgspec.json.encode(figure))
+        with alone(folder):
+            figure = _read(folder)  # by whoever had the folder before
+            if figure is None:
+                figure = compiled_figure(deployment, builder)
+                if folder is not None:
+                    write_whole(folder / _FILE, msgspec.json.encode(figure))
     return resized(deployment, figure)
 
 
@@ -68,10 +72,10 @@ def compiled_figure(deployment: Deployment, builder: ProgramBuilder) -> WorkingM
         return max(pool.map(figure, largest.values()), key=lambda one: one.temp_bytes)
 
 
-def _read(path: Path | None) -> WorkingMemory | None:
-    if path is None:
+def _read(folder: Path | None) -> WorkingMemory | None:
+    if folder is None:
         return None
     try:
-        return msgspec.json.decode(path.read_bytes(), type=WorkingMemory)
+        return msgspec.json.decode((folder / _FILE).read_bytes(), type=WorkingMemory)
     except (OSError, msgspec.MsgspecError):
         return None

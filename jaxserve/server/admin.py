@@ -64,6 +64,7 @@ async def server_info(serving: Serving, exchange: Exchange) -> None:
         "server_config": config,
         "engine_config": serving.engine_config,
         "engine": None,
+        "replicas": [],
         "stats": None,
         "stats_are_fresh": False,
     }
@@ -71,10 +72,10 @@ async def server_info(serving: Serving, exchange: Exchange) -> None:
     if loaded is not None:
         engine = loaded.engine
         info["engine"] = msgspec.to_builtins(engine.info) | {
-            "pid": engine.pid,
             "max_total_num_tokens": engine.info.max_total_num_tokens,
         }
         fresh = await _fresh_stats(loaded)
+        info["replicas"] = engine.replicas
         info["stats"] = fresh or engine.stats
         info["stats_are_fresh"] = fresh is not None
     await exchange.respond(info)

@@ -38,16 +38,16 @@ type Load = Callable[[EngineConfig, ServerConfig], Awaitable[Loaded]]
 
 
 async def load_model(engine_config: EngineConfig, server_config: ServerConfig) -> Loaded:
-    """Starts the engine process and reads the tokenizer meanwhile. Raises what either raises, leaving no process."""
-    from jaxserve.engine.client import EngineClient
+    """Starts the engine and reads the tokenizer meanwhile. Raises what either raises, leaving no process."""
+    from jaxserve.engine.client import launch_engine
     from jaxserve.model_source import resolve
     from jaxserve.text.chat_template import ChatTemplate
     from jaxserve.text.tokenizer import load_tokenizer
 
-    # Fetched here, once and with a progress bar, before two processes look for it.
+    # Fetched here, once and with a progress bar, before several processes look for it.
     source = await _in_thread(lambda: resolve(engine_config.model))
     tokenizing = _in_thread(lambda: load_tokenizer(source))
-    launching = asyncio.create_task(EngineClient.launch(engine_config))
+    launching = asyncio.ensure_future(launch_engine(engine_config))
     try:
         tokenizer = await tokenizing
         template = tokenizer.chat_template
@@ -182,8 +182,9 @@ class _Life:
             return
         logger.warning("Second signal: exiting at once")
         if self._serving.loaded is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._serving.loaded.engine.pid, signal.SIGKILL)
+            for replica in self._serving.loaded.engine.replicas:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(replica.pid, signal.SIGKILL)
         os._exit(128 + number)
 
 

@@ -20,7 +20,7 @@ from jaxserve.observability.metrics import Metrics
 from jaxserve.server.errors import UnavailableError
 
 if TYPE_CHECKING:
-    from jaxserve.engine.client import EngineClient
+    from jaxserve.engine.client import Engine
     from jaxserve.observability.engine_metrics import Reading
     from jaxserve.text.chat_template import ChatTemplate
     from jaxserve.text.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ class Abortable(Protocol):
 class Loaded:
     """What stands once the server is ready. `template_source` is empty for a model without a chat template."""
 
-    engine: EngineClient
+    engine: Engine
     tokenizer: Tokenizer
     chat_template: ChatTemplate
     template_source: str

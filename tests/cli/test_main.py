@@ -49,8 +49,8 @@ def test_every_command_has_its_own_help(name: str, capsys: pytest.CaptureFixture
         (["serve", "--page-size", "x"], "--page-size must be a whole number, got 'x'"),
         (["serve", "--page-size", "3"], "page_size must be a power of two, got 3"),
         (["serve", "--tp-size", "0"], "tp_size must be at least 1, got 0"),
-        (["serve", "--dp-mode", "replicas"], "dp_mode=replicas is not built yet: mesh is, and runs the ranks in one "
-         "process"),
+        (["generate", "hi", "--dp-size", "2", "--dp-mode", "replicas"], "dp_mode=replicas starts 2 engine processes, "
+         "and LLM has one: leave it out for dp_mode=mesh, or ask a `jaxserve serve`"),
         (["generate", "--max-token", "8"], "--max-token is not a known flag; did you mean --max-tokens?"),
         (["generate", "hi", "--temperature", "-1"], "temperature must be in [0.0, 100.0], got -1.0"),
         (["config"], "write `jaxserve config explain [flags of jaxserve serve] [--json]`"),

@@ -73,7 +73,16 @@ def test_ranks_are_as_many_pools_and_batches(llama: str, capsys: pytest.CaptureF
     prefill = [plan["prefill_tokens_per_second"][0]["limit"] for plan in (one, four)]
     assert prefill[1] == pytest.approx(4 * prefill[0])
     assert main(["plan", *argv, "--dp-size", "4"]) == 0
+    assert "on 8 x nvidia-h200, 4 replicas x tensor parallel 2" in capsys.readouterr().out
+    assert main(["plan", *argv, "--dp-size", "4", "--dp-mode", "mesh"]) == 0
     assert "on 8 x nvidia-h200, data parallel 4 x tensor parallel 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["replicas", "mesh"])
+def test_ranks_in_either_form_share_one_machine(llama: str, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = (llama, "--target", "nvidia-h200", "--tp-size", "2", "--dp-mode", mode)
+    assert main(["plan", *argv, "--dp-size", "8"]) == 2
+    assert "tp_size=2 and dp_size=8 take 16 devices, and there are 8" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_refused_with_the_flag_that_makes_it_fit(

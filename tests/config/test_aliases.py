@@ -100,7 +100,6 @@ def test_a_flag_whose_promise_holds_changes_nothing_and_says_so(key: str, value:
         ("attention_backend", "fa3", "--attention-backend auto"),
         ("attention_backend", "FLASHINFER", "--attention-backend auto"),
         ("dtype", "half", "bfloat16"),
-        ("dp_mode", "replicas", "not built yet"),
     ],
 )
 def test_a_flag_whose_promise_does_not_hold_is_refused_with_the_reason(key: str, value: object, says: str) -> None:

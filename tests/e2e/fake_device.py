@@ -15,7 +15,7 @@ from jaxserve.api_types import EngineInfo
 from jaxserve.cli import flags
 from jaxserve.cli import serve as command
 from jaxserve.config.schema import EngineConfig, ServerConfig
-from jaxserve.engine.client import EngineClient
+from jaxserve.engine.client import launch_engine
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.process import run
 from jaxserve.engine.scheduler import Scheduler
@@ -68,6 +68,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         max_num_batched_tokens=4096,
         policy=config.schedule_policy,
         conservativeness=config.schedule_conservativeness,
+        max_queued_requests=config.max_queued_requests,
     )
     info = EngineInfo(
         max_model_len=max_model_len,
@@ -92,7 +93,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
 async def load(engine_config: EngineConfig, server_config: ServerConfig) -> Loaded:
     """A tokenizer of bytes, and the engine process."""
     tokenizer = tiny_tokenizer()
-    engine = await EngineClient.launch(engine_config, module="tests.e2e.fake_device")
+    engine = await launch_engine(engine_config, module="tests.e2e.fake_device")
     return Loaded(engine, tokenizer, tiny_template(tokenizer), TEMPLATE)
 
 

@@ -49,7 +49,9 @@ async def _answers(url: str) -> list[dict[str, Any]]:
 def test_it_answers_as_one_device_does(model: str) -> None:
     with serving(model, *FLAGS) as server:
         alone = asyncio.run(_answers(server.url))
-    with serving(model, *FLAGS, "--tensor-parallel-size", "2", "--data-parallel-size", "2") as server:
+    with serving(
+        model, *FLAGS, "--tensor-parallel-size", "2", "--data-parallel-size", "2", "--dp-mode", "mesh"
+    ) as server:
         info = server.info()
         together = asyncio.run(_answers(server.url))
         flushed = httpx.post(f"{server.url}/flush_cache").text
@@ -71,7 +73,7 @@ def test_it_answers_as_one_device_does(model: str) -> None:
     [
         (["--tp-size", "3"], "the nearest that can: --tp-size 2 or --tp-size 4"),
         (
-            ["--tp-size", "4", "--dp-size", "4"],
+            ["--tp-size", "4", "--dp-size", "4", "--dp-mode", "mesh"],
             "take 16 devices, and there are 8; what fits: --tp-size 4 --dp-size 2 or --tp-size 2 --dp-size 4; "
             "XLA_FLAGS=--xla_force_host_platform_device_count=16",
         ),

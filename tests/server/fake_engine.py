@@ -18,6 +18,7 @@ from jaxserve.api_types import (
     EngineStats,
     FinishReason,
     Profile,
+    ReplicaReading,
     TokenEvent,
     TokenLogprobs,
     Usage,
@@ -78,7 +79,6 @@ class FakeEngine:
             schedule_policy=schedule_policy,
         )
         self.stats = EngineStats(num_pages=64, num_free_pages=64)
-        self.pid = os.getpid()
         self.health: str | None = None
         self.on_death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.submitted: list[EngineRequest] = []
@@ -96,6 +96,10 @@ class FakeEngine:
         self._go.set()
         self._steps_allowed = 0
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def replicas(self) -> tuple[ReplicaReading, ...]:
+        return (ReplicaReading(os.getpid(), self.stats),)
 
     @property
     def num_running(self) -> int:

@@ -1,0 +1,37 @@
+"""One process at a time for what is kept on disk: replicas that start together compile once, and the others load.
+
+It owns a lock on a folder, which the kernel lets go when its holder ends, however that comes about.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+
+logger = logging.getLogger("jaxserve.runtime")
+
+_LOCK = "lock"
+
+
+@contextmanager
+def alone(folder: Path | None) -> Iterator[None]:
+    """Hold the lock of a folder, which is made if need be, against other engines on this machine.
+
+    Nobody waits where nothing is kept (None), nor among processes of one engine, which compile together.
+    """
+    if folder is None or jax.process_count() > 1:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("waiting for another process that compiles these programs into %s", folder)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
