@@ -32,6 +32,7 @@ from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.transport import Add, ClientTransport, EngineTransport
 from jaxserve.observability.timeline import HOST_PHASES, Timeline
 from jaxserve.runtime.buckets import decode_buckets, token_buckets
+from jaxserve.runtime.calls import DeviceCalls
 from jaxserve.runtime.executor import DeviceExecutor
 from jaxserve.runtime.programs import UPDATE_KEY, program_keys
 from jaxserve.runtime.step import StepOutput
@@ -78,7 +79,7 @@ def executor_of(capacity: Capacity, timeline: Timeline) -> DeviceExecutor:
     output = StepOutput(tokens=tokens, num_tokens=None, logprobs=None, prompt_logprobs=None)  # type: ignore[arg-type]
     programs: dict[Any, Any] = {key: lambda params, state, packed: (state, output) for key in program_keys(capacity)}
     programs[UPDATE_KEY] = lambda state, packed: state
-    return DeviceExecutor(None, None, programs, capacity, timeline=timeline)  # type: ignore[arg-type]
+    return DeviceExecutor(DeviceCalls(None, None, programs), capacity, timeline)  # type: ignore[arg-type]
 
 
 def measure(num_running: int, steps: int) -> dict[str, float]:

@@ -5,29 +5,38 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
+from jax.sharding import Mesh
 
 from jaxserve import model_source
 from jaxserve.api_types import EngineInfo
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.loop import EngineLoop
+from jaxserve.engine.meeting import differences, listed
+from jaxserve.engine.nodes import Nodes
 from jaxserve.engine.process import run
 from jaxserve.engine.profiling import Profiling
 from jaxserve.engine.scheduler import Scheduler
+from jaxserve.errors import ConfigError
 from jaxserve.models.config import parse_model_config
 from jaxserve.observability.timeline import Timeline
 from jaxserve.runtime.bundle import Manifest, load_bundle, read_manifest, sized_like_bundle
-from jaxserve.runtime.deployment import Deployment
+from jaxserve.runtime.calls import Calls, DeviceCalls, Following, LeadingCalls
+from jaxserve.runtime.deployment import Deployment, deploy
 from jaxserve.runtime.device import attach, facts_of_devices, free_bytes
+from jaxserve.runtime.distributed import devices_of_all, join_processes
 from jaxserve.runtime.executor import DeviceExecutor
 from jaxserve.runtime.fit import deploy_or_advise
 from jaxserve.runtime.host_pool import HostPool, host_pages
@@ -41,6 +50,9 @@ from jaxserve.runtime.working_memory import sized_by_compiler
 from jaxserve.weights import WeightReader, build, open_weights
 
 logger = logging.getLogger("jaxserve.worker")
+
+# Facts of programs that may differ between the processes of a mesh: hosts needn't be the same.
+_OF_ONE_PROCESS = {"process", "cpu", "python"}
 
 
 class _Phases:
@@ -56,22 +68,61 @@ class _Phases:
         self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - start, 3)
 
 
-def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
-    """Load, compile and allocate; everything that can be refused is refused here."""
+@dataclasses.dataclass(frozen=True)
+class _Device:
+    """What is ready on the devices of this process."""
+
+    deployment: Deployment
+    programs: Mapping[Key, Callable[..., Any]]
+    calls: DeviceCalls
+    num_host_pages: int
+    info: EngineInfo
+
+
+def build_engine(config: EngineConfig, nodes: Nodes | None = None) -> tuple[EngineLoop, EngineInfo]:
+    """Load, compile and allocate; everything that can be refused is refused here. `nodes` are the processes of a mesh,
+    of which this is number 0."""
+    if nodes is None and config.nnodes > 1:
+        raise ConfigError(f"nnodes={config.nnodes}: several processes serve one mesh by `jaxserve serve` only")
+    made = _prepare(config, nodes)
+    calls: Calls = made.calls if nodes is None else LeadingCalls(made.calls, nodes.broadcast)
+    timeline = Timeline()
+    executor = DeviceExecutor(calls, made.deployment.capacity, timeline)
+    if nodes is not None:
+        with nodes.within(config.dist_timeout, "the first step over all processes"):
+            executor.rehearse()
+    profiling = Profiling(JaxProfiler(timeline, made.programs), config.profile_dir)
+    return _loop(config, made.deployment.sizes, executor, made.num_host_pages, timeline, profiling), made.info
+
+
+def build_follower(config: EngineConfig, nodes: Nodes) -> tuple[Callable[[bytes], None], EngineInfo]:
+    """The same without a scheduler: what does the calls that process 0 broadcasts."""
+    made = _prepare(config, nodes)
+    following = Following(made.calls, made.programs, made.deployment.capacity.num_ranks, nodes.fail_by_itself)
+    return following.obey, made.info
+
+
+def _prepare(config: EngineConfig, nodes: Nodes | None) -> _Device:
     phases = _Phases()
     with phases("device"):
-        devices = attach(config)
-        device = devices[0]
+        devices, local = _devices(config, nodes)
+        device = local[0]
     with phases("model"):
         source = model_source.resolve(config.model)
         model = parse_model_config(model_source.read_config(source))
     bundle = read_manifest(Path(config.programs)) if config.programs is not None else None
     if bundle is not None:
         config = sized_like_bundle(config, bundle)
-    deployment = deploy_or_advise(config, model, facts_of_devices(devices, config.tp_size * config.dp_size))
+    facts = facts_of_devices(local, config.tp_size * config.dp_size // config.nnodes)
+    facts = dataclasses.replace(facts, max_devices=len(devices))
+    if nodes is not None:
+        facts = dataclasses.replace(facts, memory_bytes=nodes.agree(facts.memory_bytes, min))
+    deployment = deploy_or_advise(config, model, facts)
     mesh = make_mesh(devices, data=deployment.data, tensor=deployment.tensor)
     with phases("memory"):
         deployment = sized_by_compiler(deployment, mesh, _cache_dir(config))
+        if nodes is not None:
+            deployment = _agreed(deployment, mesh, nodes)
     backend, sizes = deployment.backend, deployment.sizes
     logger.info(
         "device: %s%s; attention: %s (%s)", _of_mesh(deployment), device.device_kind, backend.name, backend.reason
@@ -94,10 +145,10 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         state = pool.submit(_allocate, deployment.state, shardings(mesh, deployment.state), phases)
         with phases("programs"):
             programs, compiled = _programs(deployment, deployment.builder(mesh), bundle)
-    host = HostPool(rows, num_host_pages) if num_host_pages else None
-    timeline = Timeline()
-    executor = DeviceExecutor(params.result(), state.result(), programs, sizes.capacity, host, timeline)
-    profiling = Profiling(JaxProfiler(timeline, programs), config.profile_dir)
+    host = HostPool(rows, num_host_pages, mesh) if num_host_pages else None
+    calls = DeviceCalls(params.result(), state.result(), programs, host, mesh)
+    if nodes is not None:
+        nodes.agree(None, lambda _: None)  # all are ready
     logger.info("programs: %d, of them %d compiled now, the others loaded", len(programs), compiled)
     free = free_bytes(device)
     logger.info(
@@ -135,7 +186,42 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         working_bytes=sizes.footprint.activations,
         memory_bound=sizes.memory_bound,
     )
-    return _loop(config, sizes, executor, num_host_pages, timeline, profiling), info
+    return _Device(deployment, programs, calls, num_host_pages, info)
+
+
+def _devices(config: EngineConfig, nodes: Nodes | None) -> tuple[list[Any], list[Any]]:
+    """Those of the mesh, or all there are; and this process' own of them."""
+    if nodes is None:
+        devices = attach(config)
+        return devices, devices
+    join = functools.partial(
+        join_processes,
+        rank=nodes.rank,
+        count=nodes.count,
+        coordinator_port=nodes.coordinator_port,
+        host=nodes.host,
+        timeout=config.dist_timeout,
+    )
+    devices = devices_of_all(attach(config, join), config.tp_size * config.dp_size // nodes.count, nodes.count)
+    return devices, [device for device in devices if device.process_index == nodes.rank]
+
+
+def _agreed(deployment: Deployment, mesh: Mesh, nodes: Nodes) -> Deployment:
+    """The deployment with a pool that every process has room for. Raises `ConfigError` where programs would differ."""
+    capacity = deployment.capacity
+    tokens = nodes.agree(capacity.num_pages * capacity.page_size, min)
+    if tokens < capacity.num_pages * capacity.page_size:
+        config = msgspec.structs.replace(deployment.config, max_total_tokens=tokens)
+        deployment = deploy(config, deployment.model, deployment.device)
+    facts = {name: value for name, value in deployment.builder(mesh).facts().items() if name not in _OF_ONE_PROCESS}
+
+    def check(everywhere: list[dict[str, Any]]) -> None:
+        for rank, theirs in enumerate(everywhere):
+            if found := differences(theirs, everywhere[0]):
+                raise ConfigError(f"node rank {rank} would run other programs than node rank 0: {listed(found)}")
+
+    nodes.agree(facts, check)
+    return deployment
 
 
 def _of_mesh(deployment: Deployment) -> str:
@@ -202,4 +288,4 @@ def _loop(
 
 
 if __name__ == "__main__":
-    sys.exit(run(build_engine))
+    sys.exit(run(build_engine, build_follower))

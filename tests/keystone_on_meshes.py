@@ -17,6 +17,7 @@ import jax
 from jaxserve.api_types import FinishReason
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.loop import EngineLoop
+from jaxserve.engine.nodes import Nodes
 from jaxserve.worker import build_engine
 from tests.test_keystone import FULL, _check, _random_request, _run, sampled_requests
 from tests.tiny_model import write_tiny_model
@@ -34,18 +35,23 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def on_mesh(model: str, data: int, tensor: int) -> dict[str, Any]:
-    """Serve them all; greedy ones are held against a naive recompute, drawn ones are returned."""
+def settings(model: str, data: int, tensor: int, **more: Any) -> EngineConfig:
+    """The configuration of a mesh shape."""
     common: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": "float32",
         "device": "cpu",
         "disable_program_cache": True,
     }
-    loop, info = build_engine(EngineConfig(model=model, dp_size=data, tp_size=tensor, **common, **SETTINGS))
+    return EngineConfig(model=model, dp_size=data, tp_size=tensor, **common, **SETTINGS, **more)
+
+
+def on_mesh(config: EngineConfig, nodes: Nodes | None = None) -> dict[str, Any]:
+    """Serve them all; greedy ones are held against a naive recompute, drawn ones are returned."""
+    loop, info = build_engine(config, nodes)
     aborted = 0
     sequences: list[list[int]] = []
-    for seed in range(data):  # a rank gets as many as one device does
+    for seed in range(config.dp_size):  # a rank gets as many as one device does
         rng = random.Random(f"mesh {seed}")
         requests = []
         for i in range(24):
@@ -67,6 +73,10 @@ def on_mesh(model: str, data: int, tensor: int) -> dict[str, Any]:
     }
 
 
+def write_model(folder: Path) -> None:
+    (write_tiny_model(folder) / "config.json").write_text(json.dumps(FULL))
+
+
 def _drawn(loop: EngineLoop) -> dict[str, list[int]]:
     rng = random.Random(1)
     requests = sampled_requests(rng)
@@ -76,11 +86,10 @@ def _drawn(loop: EngineLoop) -> dict[str, list[int]]:
 def main(shapes: list[str]) -> None:
     assert len(jax.devices()) == 8, jax.devices()
     with tempfile.TemporaryDirectory() as name:
-        folder = write_tiny_model(Path(name))
-        (folder / "config.json").write_text(json.dumps(FULL))
+        write_model(Path(name))
         for shape in shapes:
             data, tensor = map(int, shape.split("x"))
-            print(json.dumps({"shape": shape, **on_mesh(name, data, tensor)}), flush=True)
+            print(json.dumps({"shape": shape, **on_mesh(settings(name, data, tensor))}), flush=True)
 
 
 if __name__ == "__main__":

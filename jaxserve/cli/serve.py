@@ -26,6 +26,11 @@ def main(argv: list[str]) -> int:
     for note in loaded.notes:
         logger.warning(note)
 
+    if loaded.engine.node_rank > 0:
+        from jaxserve.server.follow import follow
+
+        return follow(loaded.engine)
+
     from jaxserve.server.run import serve
 
     return serve(loaded.engine, loaded.server)

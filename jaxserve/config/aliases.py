@@ -84,6 +84,13 @@ ALIASES: Mapping[str, Alias] = types.MappingProxyType(
         "tp": Rename("tp_size"),
         "data_parallel_size": Rename("dp_size"),
         "dp": Rename("dp_size"),
+        "nccl_init_addr": Rename("dist_init_addr"),
+        "master_addr": Choice(Refused("write --dist-init-addr HOST:PORT, the same on every node")),
+        "master_port": Choice(Refused("write --dist-init-addr HOST:PORT, the same on every node")),
+        "distributed_executor_backend": Choice(
+            Refused("jaxserve starts one process on each node itself: --nnodes, --node-rank, --dist-init-addr"),
+            {"mp": InForce("each node runs a process of its own"), "uni": InForce("one process drives its devices")},
+        ),
         "max_model_len": Rename("context_length"),
         "context_len": Rename("context_length"),
         "block_size": Rename("page_size"),

@@ -14,13 +14,14 @@ from jaxserve.errors import ConfigError
 def when_serving(config: EngineConfig) -> EngineConfig:
     """The configuration as a server runs it, with `dp_mode` decided.
 
-    A dense model, as all are so far, runs best as replicas: nobody waits for the fullest rank at each step.
+    A dense model, as all are so far, runs best as replicas: nobody waits for the fullest rank at each step. Several
+    processes are there to share one mesh.
     """
     if config.dp_size == 1:
         return msgspec.structs.replace(config, dp_mode="mesh")
-    if config.dp_mode == "auto":
+    if config.dp_mode == "auto" and config.nnodes == 1:
         return msgspec.structs.replace(config, dp_mode="replicas")
-    return config
+    return msgspec.structs.replace(config, dp_mode="mesh") if config.dp_mode == "auto" else config
 
 
 def in_one_process(config: EngineConfig, who: str) -> EngineConfig:

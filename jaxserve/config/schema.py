@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from jaxserve.config.processes import check_processes
 from jaxserve.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -50,6 +51,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "its own; auto is replicas for `jaxserve serve`, mesh where there is one process"
         ),
     ] = "auto"
+    nnodes: Annotated[
+        int, Meta(description="processes (one for each host) that share one mesh of tp_size * dp_size devices")
+    ] = 1
+    node_rank: Annotated[
+        int, Meta(description="which of nnodes this process is; 0 schedules and answers HTTP, the others follow it")
+    ] = 0
+    dist_init_addr: Annotated[
+        str | None,
+        Meta(description="HOST:PORT of node rank 0 where the processes of a mesh meet, the same for all"),
+    ] = None
+    dist_timeout: Annotated[
+        float, Meta(description="seconds a process waits at its start for the others of a mesh, and for the first step")
+    ] = 120.0
     context_length: Annotated[
         int | None,
         Meta(description="longest prompt plus output in tokens; default: the model's, fitted to the KV cache"),
@@ -146,6 +160,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"mem_fraction_static must be in (0, 1], got {self.mem_fraction_static}")
         if self.chunked_prefill_size == 0:
             raise ConfigError("chunked_prefill_size must be positive, or -1 to disable chunking; got 0")
+        check_processes(
+            nnodes=self.nnodes,
+            node_rank=self.node_rank,
+            address=self.dist_init_addr,
+            tensor=self.tp_size,
+            data=self.dp_size,
+            mode=self.dp_mode,
+        )
+        if self.nnodes > 1 and self.programs is not None:
+            raise ConfigError(
+                f"programs={self.programs}: a mesh of nnodes={self.nnodes} compiles its own; leave it out"
+            )
         self._check_hierarchical_cache()
         if self.cuda_graph_bs is not None and (not self.cuda_graph_bs or min(self.cuda_graph_bs) < 1):
             raise ConfigError(f"cuda_graph_bs must be positive sizes, got {list(self.cuda_graph_bs)}")
@@ -166,6 +192,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 _AT_LEAST = {
     "tp_size": 1,
     "dp_size": 1,
+    "nnodes": 1,
+    "dist_timeout": 0.1,
     "context_length": 1,
     "page_size": 1,
     "max_total_tokens": 1,

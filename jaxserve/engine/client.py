@@ -15,13 +15,14 @@ from typing import Protocol
 from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, Profile, ReplicaReading, TokenEvent
 from jaxserve.config.data_parallel import when_serving
 from jaxserve.config.schema import EngineConfig
+from jaxserve.engine.child import EngineProcess
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.remote import WORKER, EngineClient
 from jaxserve.engine.replicas import Replicas
 from jaxserve.engine.stream import RequestStream
 from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
 
-__all__ = ["Engine", "EngineClient", "InProcessEngine", "launch_engine"]
+__all__ = ["Engine", "EngineClient", "InProcessEngine", "launch_engine", "launch_follower"]
 
 _FOLLOWER_LEAVES_WITHIN = 5.0
 
@@ -69,6 +70,21 @@ async def launch_engine(config: EngineConfig, *, module: str = WORKER) -> Engine
     if config.dp_mode == "replicas":
         return await Replicas.launch(config, module=module)
     return await EngineClient.launch(config, module=module)
+
+
+async def launch_follower(config: EngineConfig, *, module: str = WORKER) -> EngineProcess:
+    """Start the engine process of a node that follows another's, and wait until it is ready. Raises as `launch_engine`
+    does, leaving no process."""
+    process = EngineProcess(when_serving(config), module)
+    try:
+        await process.started()
+    except JaxserveError:
+        await process.stop(timeout=_FOLLOWER_LEAVES_WITHIN)  # it tells the others first
+        raise
+    except BaseException:
+        await process.stop(timeout=0.0)
+        raise
+    return process
 
 
 class InProcessEngine:

@@ -21,8 +21,10 @@ import msgspec
 
 from jaxserve.api_types import EngineInfo, Profile, TokenEvent
 from jaxserve.config.schema import EngineConfig
-from jaxserve.engine.launch import Started, ended_by, read_order, write_frame
+from jaxserve.engine.follower import Obey, follow
+from jaxserve.engine.launch import Ended, LaunchOrder, Started, ended_by, read_order, write_frame
 from jaxserve.engine.loop import EngineLoop
+from jaxserve.engine.nodes import Nodes
 from jaxserve.engine.transport import (
     Abort,
     Add,
@@ -38,7 +40,7 @@ from jaxserve.engine.transport import (
     StepEvents,
     StopProfile,
 )
-from jaxserve.errors import InvalidRequestError, JaxserveError
+from jaxserve.errors import ConfigError, InvalidRequestError, JaxserveError
 from jaxserve.observability import log
 
 logger = logging.getLogger("jaxserve.engine")
@@ -47,11 +49,15 @@ _PR_SET_PDEATHSIG = 1
 # How long an engine with nothing to do goes without a look whether a profile has been written.
 _PROFILE_POLL = 0.05
 
+Build = Callable[..., tuple[EngineLoop, EngineInfo]]
+BuildFollower = Callable[[EngineConfig, Nodes], tuple[Obey, EngineInfo]]
 
-def run(build: Callable[[EngineConfig], tuple[EngineLoop, EngineInfo]]) -> int:
+
+def run(build: Build, build_follower: BuildFollower | None = None) -> int:
     """Be the engine process that the order on stdin asks for; returns the exit code when it has ended.
 
-    An error while building or running is reported to the parent and written to the log.
+    `build` takes the configuration, and in a mesh of several processes `Nodes`, where `build_follower` makes what
+    follows. An error while building or running is reported to the parent, written to the log, and ends the others too.
     """
     # Whether Ctrl-C or a SIGTERM to the whole group ends the service, and when, is the parent's to say: it may drain.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -65,9 +71,17 @@ def run(build: Callable[[EngineConfig], tuple[EngineLoop, EngineInfo]]) -> int:
     _die_with(order.parent_pid)
     log.setup(order.config.log_level, order.share.name)
     imported = time.monotonic()
+    nodes: Nodes | None = None
     try:
-        loop, info = build(order.config)
-        info = _timed(info, imports=imported - order.spawned_at, engine=time.monotonic() - order.spawned_at)
+        if order.config.nnodes > 1:
+            nodes = Nodes.meet(order.config, lambda reason: write_frame(order.report_fd, Ended(reason)))
+        if nodes is not None and not nodes.is_leader:
+            assert build_follower is not None, "a worker that can't follow"
+            obey, info = build_follower(order.config, nodes)
+            write_frame(order.report_fd, Started(_timed(info, order, imported)))
+            follow(nodes, obey, lifeline)
+        loop, info = build(order.config) if nodes is None else build(order.config, nodes)
+        info = _timed(info, order, imported)
         with EngineTransport(order.command_address, order.client_addresses, lifeline) as transport:
             write_frame(order.report_fd, Started(info))
             # What start-up left will never be garbage; there is no need to look through it again and again.
@@ -75,10 +89,19 @@ def run(build: Callable[[EngineConfig], tuple[EngineLoop, EngineInfo]]) -> int:
             gc.freeze()
             _Server(loop, transport).run()
     except Exception as error:
+        if nodes is not None and not isinstance(error, ConfigError):
+            nodes.wait_for_cause()
         if not isinstance(error, JaxserveError) or error.__cause__ is not None:
             logger.exception("the engine has failed")
         write_frame(order.report_fd, ended_by(error))
+        if nodes is not None:
+            nodes.leave(str(error), failed=True)
+            os._exit(1)
         return 1
+    if nodes is not None:
+        nodes.leave("it was told to end")
+        # What jax does at the exit waits for processes that have gone already.
+        os._exit(0)
     return 0
 
 
@@ -176,10 +199,11 @@ def _failed(number: int, error: BaseException) -> CommandFailed:
     return CommandFailed(number, str(error), refused, error.param if isinstance(error, InvalidRequestError) else None)
 
 
-def _timed(info: EngineInfo, *, imports: float, engine: float) -> EngineInfo:
+def _timed(info: EngineInfo, order: LaunchOrder, imported: float) -> EngineInfo:
     """With what only this module sees of the start: until the first line ran here, and until the engine stood, both
     since the parent started the process."""
-    seconds = {"imports": round(imports, 3), **info.startup_seconds, "engine": round(engine, 3)}
+    imports, engine = (round(at - order.spawned_at, 3) for at in (imported, time.monotonic()))
+    seconds = {"imports": imports, **info.startup_seconds, "engine": engine}
     return msgspec.structs.replace(info, startup_seconds=seconds)
 
 

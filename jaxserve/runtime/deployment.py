@@ -88,7 +88,7 @@ class Deployment:
         """What compiles its programs for a mesh of its devices, attached or not."""
         sample_rows = _CPU_SAMPLE_ROWS if self.device.platform == "cpu" else None
         context = StepContext(self.model, self.backend, sample_rows)
-        return ProgramBuilder(context, self.capacity, mesh, self.params, self.state)
+        return ProgramBuilder(context, self.capacity, mesh, self.params, self.state, self.config.nnodes)
 
 
 def read_model(model: str) -> ModelConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -40,8 +40,9 @@ class DeviceFacts:
         return self.kernels.platform
 
 
-def attach(config: EngineConfig) -> list[Any]:
-    """The jax devices there are to run on. Raises `ConfigError` where there is none.
+def attach(config: EngineConfig, join: Callable[[], None] | None = None) -> list[Any]:
+    """The jax devices there are to run on, of all processes where `join` makes this one of several. Raises
+    `ConfigError` where there is none.
 
     On a GPU, XLA takes an arena of fixed size when it starts: it is made to hold what the deployment plans with.
     """
@@ -50,6 +51,8 @@ def attach(config: EngineConfig) -> list[Any]:
         os.environ.setdefault(_ARENA, f"{min(fraction + _ARENA_MARGIN, 1.0):.2f}")
     if config.device != "auto":
         jax.config.update("jax_platforms", config.device)
+    if join is not None:
+        join()
     try:
         return jax.devices()
     except RuntimeError as error:

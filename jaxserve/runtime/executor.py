@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -13,11 +12,10 @@ import numpy as np
 from jaxserve.api_types import SamplingParams, TokenLogprobs
 from jaxserve.observability.timeline import Timeline
 from jaxserve.runtime import batch as batches
-from jaxserve.runtime.host_pool import HostPool
+from jaxserve.runtime.calls import Calls
 from jaxserve.runtime.page_copies import PAGES_A_COPY
-from jaxserve.runtime.programs import READ_KEY, UPDATE_KEY, WRITE_KEY, CompileCounter, Key
+from jaxserve.runtime.programs import CompileCounter
 from jaxserve.runtime.sampling import Logprobs
-from jaxserve.runtime.state import DeviceState
 from jaxserve.runtime.step import StepOutput
 from jaxserve.runtime.update import UPDATE, pack_open
 from jaxserve.step_plan import Capacity, Chunk, Copy, SlotOpen, StepPlan, StepResult
@@ -35,25 +33,19 @@ class _InFlight:
 
 
 class DeviceExecutor:
-    """Owns the device state. Plans run in the order of `dispatch`; if a program raises, the state is gone for good.
+    """Turns plans into calls of programs, in the order of `dispatch`; if one raises, the state is gone for good.
 
-    `host` is the memory that plans save pages to and load them from; `timeline` gets the spans of a step's phases.
+    `timeline` gets the spans of a step's phases.
     """
 
     def __init__(
         self,
-        params: Any,
-        state: DeviceState,
-        programs: dict[Key, Callable[..., Any]],
+        calls: Calls,
         capacity: Capacity,
-        host: HostPool | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        self._params = params
-        self._state = state
-        self._programs = programs
+        self._calls = calls
         self._capacity = capacity
-        self._host = host
         self._timeline = timeline or Timeline()
         self._sampling: dict[tuple[int, int], SamplingParams] = {}
         self._compiles = CompileCounter()
@@ -68,6 +60,11 @@ class DeviceExecutor:
         """Compiles since this executor was made; anything but zero is a bug."""
         return self._compiles.count
 
+    def rehearse(self) -> None:
+        """Run a step without requests: the first exchange between processes, before anybody waits for it."""
+        nothing = StepPlan(opens=[], chunks=[], closes=[], num_decodes=0, greedy=True)
+        self.collect(self.dispatch(nothing))
+
     def dispatch(self, plan: StepPlan) -> _InFlight:
         """Copy pages, open slots, then start the step; waits for nothing but pages to load that are on their way to
         the host."""
@@ -78,7 +75,7 @@ class DeviceExecutor:
             key = batches.choose_program(plan, self._capacity)
             packed = batches.build(plan, batches.step_shape(key, self._capacity), self._capacity)
         with self._timeline.span("dispatch"):
-            self._state, output = self._programs[key](self._params, self._state, packed)
+            output = self._calls.step(key, packed)
             for array in jax.tree.leaves(output):
                 array.copy_to_host_async()
         return _InFlight(plan, [self._sampling[chunk.rank, chunk.slot] for chunk in plan.chunks], output)
@@ -86,8 +83,7 @@ class DeviceExecutor:
     def collect(self, handle: object) -> StepResult:
         """Wait for a step and hand out what each chunk got."""
         assert isinstance(handle, _InFlight)
-        if self._host is not None:
-            self._host.take_arrived()
+        self._calls.take_arrived()
         with self._timeline.span("wait"):
             tokens = np.asarray(handle.output.tokens)
             logprobs = _fetch(handle.output.logprobs)
@@ -116,19 +112,11 @@ class DeviceExecutor:
 
     def _prepare(self, plan: StepPlan) -> None:
         """What comes before the step itself: copies of pages, then slots that open."""
-        if plan.saves or plan.loads:
-            assert self._host is not None, "a plan that copies, and no memory to copy to"
-            self._copy_pages(self._host, plan)
-        self._open(plan.opens)
-
-    def _copy_pages(self, host: HostPool, plan: StepPlan) -> None:
         for copies in self._by_call(plan.saves):
-            pages, slots = _sources(copies), _targets(copies)
-            self._state, rows = self._programs[READ_KEY](self._state, _packed_pages(pages))
-            host.take(slots, rows)
+            self._calls.save(_packed_pages(_sources(copies)), _targets(copies))
         for copies in self._by_call(plan.loads):
-            slots, pages = _sources(copies), _targets(copies)
-            self._state = self._programs[WRITE_KEY](self._state, _packed_pages(pages), host.give(slots))
+            self._calls.load(_packed_pages(_targets(copies)), _sources(copies))
+        self._open(plan.opens)
 
     def _by_call(self, copies: list[Copy]) -> Iterator[list[list[Copy]]]:
         """For each call, as many of each rank's as it copies."""
@@ -145,7 +133,7 @@ class DeviceExecutor:
             self._sampling[opened.rank, opened.slot] = opened.sampling
             vectors[opened.rank] += pack_open(opened)
         for packed in itertools.zip_longest(*vectors, fillvalue=_NOTHING_TO_OPEN):
-            self._state = self._programs[UPDATE_KEY](self._state, np.stack(packed))
+            self._calls.update(np.stack(packed))
 
 
 def _sources(copies: list[list[Copy]]) -> list[list[int]]:

@@ -14,9 +14,11 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 import psutil
+from jax.sharding import Mesh
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.runtime.local_part import LocalPart, bits_of, local_part, spans_processes
 from jaxserve.runtime.state import ArraySpec
 
 # Rows that wait on the device take memory there, which no plan counts.
@@ -33,13 +35,23 @@ class _Sent:
 
 class HostPool:
     """`num_pages` rows for each rank, like those of `specs` (see `page_copies.row_specs`). Slots are numbers local to a
-    rank, and given by rank; memory is taken as they are first used."""
+    rank, and given by rank; memory is taken as they are first used.
 
-    def __init__(self, specs: Sequence[ArraySpec], num_pages: int) -> None:
+    Where `mesh` spans several processes, each has such a pool, of the part that its devices hold.
+    """
+
+    def __init__(self, specs: Sequence[ArraySpec], num_pages: int, mesh: Mesh | None = None) -> None:
         self.num_pages = num_pages
+        self._parts: list[LocalPart] = []
+        self._ranks = slice(None)
+        if mesh is not None and spans_processes(mesh):
+            self._parts = [local_part(mesh, spec) for spec in specs]
+            first = self._parts[0].first[0]
+            self._ranks = slice(first, first + self._parts[0].shape[0])
+            specs = [dataclasses.replace(part.spec, shape=part.shape) for part in self._parts]
         self._specs = tuple(specs)
         self._arrays = [
-            np.empty((spec.shape[0], num_pages, *spec.shape[2:]), _bits(spec.dtype)) for spec in self._specs
+            np.empty((spec.shape[0], num_pages, *spec.shape[2:]), bits_of(spec.dtype)) for spec in self._specs
         ]
         self._sent: deque[_Sent] = deque()
         call_bytes = sum(spec.nbytes for spec in specs)
@@ -53,8 +65,11 @@ class HostPool:
     def take(self, slots: list[list[int]], rows: Sequence[jax.Array]) -> None:
         """Take in the first rows of each rank from a call, each into its slot, as soon as they are here."""
         for row in rows:
-            row.copy_to_host_async()
-        self._sent.append(_Sent(slots, rows))
+            for shard in row.addressable_shards if self._parts else ():
+                shard.data.copy_to_host_async()
+            if not self._parts:
+                row.copy_to_host_async()
+        self._sent.append(_Sent(slots[self._ranks], rows))
         while len(self._sent) > self._most_sent:
             self._settle()
 
@@ -63,8 +78,9 @@ class HostPool:
         while self._sent and all(row.is_ready() for row in self._sent[0].rows):  # type: ignore[attr-defined]
             self._settle()
 
-    def give(self, slots: list[list[int]]) -> tuple[np.ndarray, ...]:
+    def give(self, slots: list[list[int]]) -> tuple[np.ndarray | jax.Array, ...]:
         """Rows for a call, in memory that is never written again; those beyond `slots` hold anything."""
+        slots = slots[self._ranks]
         while any(not set(own).isdisjoint(sent) for one in self._sent for own, sent in zip(slots, one.slots)):
             self._settle()
         rows = []
@@ -74,15 +90,17 @@ class HostPool:
                 for i, slot in enumerate(own):
                     row[rank, i] = array[rank, slot]
             rows.append(row.view(spec.dtype))
+        if self._parts:
+            return tuple(part.put(row) for part, row in zip(self._parts, rows))
         return tuple(rows)
 
     def _settle(self) -> None:
         sent = self._sent.popleft()
-        for array, rows in zip(self._arrays, sent.rows):
-            arrived = np.asarray(rows).view(array.dtype)
+        for i, (array, rows) in enumerate(zip(self._arrays, sent.rows)):
+            arrived = self._parts[i].get(rows) if self._parts else np.asarray(rows).view(array.dtype)
             for rank, own in enumerate(sent.slots):
-                for i, slot in enumerate(own):
-                    array[rank, slot] = arrived[rank, i]
+                for at, slot in enumerate(own):
+                    array[rank, slot] = arrived[rank, at]
 
 
 def host_pages(config: EngineConfig, num_pages: int, specs: Sequence[ArraySpec]) -> int:
@@ -113,8 +131,3 @@ def _lower(config: EngineConfig, num_pages: int, page_bytes: int, free: int) -> 
     if config.hicache_size is None:
         return f"--hicache-ratio {0.9 * free / (num_pages * page_bytes):.2f}"
     return f"--hicache-size {0.9 * free / _GIGABYTE:.1f}"
-
-
-def _bits(dtype: np.dtype) -> np.dtype:
-    """Numpy copies bfloat16 a number at a time, a hundred times slower than whole numbers of that size."""
-    return np.dtype(f"u{dtype.itemsize}")

@@ -58,13 +58,20 @@ class ProgramBuilder:
     """Lowers, compiles, stores and loads the programs of one deployment. Needs shapes only, no arrays."""
 
     def __init__(
-        self, context: StepContext, capacity: Capacity, mesh: Mesh, param_specs: Any, state_specs: DeviceState
+        self,
+        context: StepContext,
+        capacity: Capacity,
+        mesh: Mesh,
+        param_specs: Any,
+        state_specs: DeviceState,
+        num_processes: int = 1,
     ) -> None:
         self.context = context
         self.capacity = capacity
         self.mesh = mesh
         self.param_specs = param_specs
         self.state_specs = state_specs
+        self.num_processes = num_processes
 
     def lower(self, key: Key) -> jax.stages.Lowered:
         """Trace one program; the state is donated."""
@@ -78,7 +85,8 @@ class ProgramBuilder:
             function, *arguments = self._without_weights(key)
             return jax.jit(function, donate_argnums=0).lower(state, *arguments)
         shape = step_shape(key, self.capacity)
-        function = make_step(self.context, shape, self.mesh, self.param_specs, self.state_specs)
+        gathered = self.num_processes > 1 and self.capacity.num_ranks > 1
+        function = make_step(self.context, shape, self.mesh, self.param_specs, self.state_specs, gathered=gathered)
         params = shape_structs(self.mesh, self.param_specs)
         return jax.jit(function, donate_argnums=1).lower(params, state, self._packed(packing(shape).size))
 
@@ -95,7 +103,7 @@ class ProgramBuilder:
 
     def compile(self, key: Key) -> jax.stages.Compiled:
         """Lower and compile one program."""
-        return self.lower(key).compile(_compiler_options(self.mesh))
+        return self.lower(key).compile(_compiler_options(self.mesh, self.num_processes))
 
     def store(self, compiled: jax.stages.Compiled, path: Path) -> None:
         """Write an executable."""
@@ -119,6 +127,8 @@ class ProgramBuilder:
             "sample_rows": self.context.sample_rows,
             "sizes": _plain(self.capacity),
             "mesh": dict(self.mesh.shape),
+            "processes": self.num_processes,
+            "process": jax.process_index() if self.num_processes > 1 else 0,
             "dtype": jax.tree.leaves(self.param_specs)[0].dtype.name,
             "jax": jax.__version__,
             "jaxlib": importlib.metadata.version("jaxlib"),
@@ -221,8 +231,11 @@ def _progress(items: Iterator[Any], total: int, compiling: bool) -> Iterator[Any
             yield made
 
 
-def _compiler_options(mesh: Mesh) -> dict[str, int] | None:
-    """XLA prefers 256-bit vectors on a CPU; of 512 bits, where it has them, mixed steps are a tenth faster."""
+def _compiler_options(mesh: Mesh, num_processes: int) -> dict[str, int | bool] | None:
+    """XLA prefers 256-bit vectors on a CPU; of 512 bits, where it has them, mixed steps are a tenth faster. On a GPU,
+    processes would wait for each other's part of the autotuning, though one of them may have the program on disk."""
+    if mesh.devices.flat[0].platform != "cpu" and num_processes > 1:
+        return {"xla_gpu_shard_autotuning": False} if mesh.devices.flat[0].platform == "gpu" else None
     if mesh.devices.flat[0].platform == "cpu" and "avx512f" in _cpu_features():
         return {"xla_cpu_prefer_vector_width": 512}
     return None

@@ -56,12 +56,23 @@ class StepOutput:
 
 
 def make_step(
-    context: StepContext, shape: StepShape, mesh: Mesh, param_specs: Any, state_specs: DeviceState
+    context: StepContext,
+    shape: StepShape,
+    mesh: Mesh,
+    param_specs: Any,
+    state_specs: DeviceState,
+    *,
+    gathered: bool = False,
 ) -> Callable[..., tuple[DeviceState, StepOutput]]:
-    """The function `(params, state, packed) -> (state, output)` of one program, over global arrays."""
+    """The function `(params, state, packed) -> (state, output)` of one program, over global arrays.
+
+    With `gathered`, every device has the output of all ranks: what one process can't read from another's devices.
+    """
 
     def body(params: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, StepOutput]:
         new_state, output = step(params, one_rank(state), one_rank(packed), context, shape)
+        if gathered:
+            return all_ranks(new_state), jax.tree.map(lambda x: lax.all_gather(x, DATA_AXIS), output)
         return all_ranks(new_state), all_ranks(output)
 
     # What profiles and compiled programs are called by.
@@ -72,7 +83,7 @@ def make_step(
         body,
         mesh=mesh,
         in_specs=(partitions(param_specs), state_parts, ranks),
-        out_specs=(state_parts, ranks),
+        out_specs=(state_parts, PartitionSpec() if gathered else ranks),
         check_vma=False,
     )
 

@@ -1,0 +1,31 @@
+"""Run by test_processes.py, once for each process of a mesh: the keystone's requests, a line of JSON by process 0.
+
+python -m tests.keystone_on_processes MODEL 2x2 NNODES NODE_RANK ADDRESS
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from jaxserve.engine.nodes import Nodes
+from jaxserve.worker import build_follower
+from tests.keystone_on_meshes import on_mesh, settings
+
+
+def main(model: str, shape: str, nnodes: int, node_rank: int, address: str) -> None:
+    data, tensor = map(int, shape.split("x"))
+    config = settings(model, data, tensor, nnodes=nnodes, node_rank=node_rank, dist_init_addr=address)
+    nodes = Nodes.meet(config, lambda reason: print(reason, file=sys.stderr))
+    if node_rank > 0:
+        obey, _ = build_follower(config, nodes)
+        while True:
+            obey(nodes.next_command())
+    print(json.dumps({"shape": shape, **on_mesh(config, nodes)}), flush=True)
+    nodes.leave("all requests are answered")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
