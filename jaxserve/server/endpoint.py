@@ -19,7 +19,7 @@ from jaxserve.server.serving import Serving
 class Post[T: msgspec.Struct]:
     """A route that takes a JSON body of type `body` and answers once the engine is ready.
 
-    A type whose `may_be_empty` is true takes no body at all for an empty object.
+    A type that has `meant`, bytes to bytes, has it say which part of a body is meant for it.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Post[T: msgspec.Struct]:
         self._handle = handle
         self._decoder = msgspec.json.Decoder(body)
         self._fields = body.__struct_fields__
-        self._if_empty = b"{}" if getattr(body, "may_be_empty", False) else b""
+        self._meant: Callable[[bytes], bytes] = getattr(body, "meant", bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
@@ -37,7 +37,7 @@ class Post[T: msgspec.Struct]:
             try:
                 self._serving.require()
                 read = await exchange.read_body(self._serving.config.max_body_bytes)
-                body = decode(self._decoder, read or self._if_empty, self._fields)
+                body = decode(self._decoder, self._meant(read), self._fields)
                 model: str | None = getattr(body, "model", None)
                 if model is not None and model != self._serving.model_name:
                     raise unknown_model(model, self._serving.model_name)

@@ -5,7 +5,7 @@ Owns what may be asked for; whether it can be done now is the engine's to say.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -26,11 +26,29 @@ _REFUSED = {
 _ACTIVITIES = frozenset({"CPU", "GPU"})
 
 
-class StartProfileRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class _Generation(msgspec.Struct):
+    """A completion or a chat, by the fields that one of them must have."""
+
+    model: str
+    prompt: Any = msgspec.UNSET
+    messages: Any = msgspec.UNSET
+
+
+class _ProfileRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    @staticmethod
+    def meant(body: bytes) -> bytes:
+        """An empty object for no body; and for a generation's, which `vllm bench serve --profile` sends to both routes
+        for no other reason than that it has no other way to post."""
+        try:
+            sent = msgspec.json.decode(body or b"{}", type=_Generation)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return body or b"{}"
+        return body if sent.prompt is sent.messages is msgspec.UNSET else b"{}"
+
+
+class StartProfileRequest(_ProfileRequest, kw_only=True, forbid_unknown_fields=True):
     """What to record. `output_dir` is a folder within `--profile-dir`; after `num_steps` steps the profile ends by
     itself. `with_stack` adds Python's calls. `activities` are always the host's and the device's."""
-
-    may_be_empty: ClassVar[bool] = True
 
     output_dir: str | None = None
     num_steps: int | None = None
@@ -45,10 +63,8 @@ class StartProfileRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tr
     merge_profiles: Any = None
 
 
-class StopProfileRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class StopProfileRequest(_ProfileRequest, kw_only=True, forbid_unknown_fields=True):
     """There is nothing to say."""
-
-    may_be_empty: ClassVar[bool] = True
 
 
 class Profile(msgspec.Struct):

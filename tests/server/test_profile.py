@@ -39,9 +39,21 @@ async def test_what_sglangs_clients_send(served: Served, profiler: FakeProfiler)
     assert served.engine.profiling._steps_left == 5
 
 
+async def test_what_vllms_bench_sends_with_it_is_no_option_of_a_profile(served: Served, profiler: FakeProfiler):
+    completion = {
+        "model": "tiny", "prompt": "Hello", "temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 8,
+        "logprobs": None, "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True,
+    }  # fmt: skip
+    chat = {"model": "another", "messages": [{"role": "user", "content": "Hello"}], "max_completion_tokens": 8}
+    assert (await served.http.post("/start_profile", json=completion)).status_code == 200
+    assert (await served.http.post("/stop_profile", json=chat)).status_code == 200
+    assert [kind.split()[0] for kind, _ in profiler.calls] == ["start", "stop"]
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
+        ({"model": "tiny"}, "model"),
         ({"record_shapes": True}, "record_shapes"),
         ({"profile_by_stage": True}, "profile_by_stage"),
         ({"start_step": 3}, "start_step"),
