@@ -155,7 +155,7 @@ def simulate(trace: str, count: int, num_ranks: int = 1, **settings: Any) -> dic
             upcoming = next(arrivals, None)
         plan = scheduler.plan()
         if plan is not None:
-            in_flight.append((plan, _answer(plan, left)))
+            in_flight.append((plan, answer(plan, left)))
             now += max(step_seconds(plan, rank) for rank in range(num_ranks))
             steps += 1
         elif not in_flight:
@@ -197,7 +197,7 @@ def step_seconds(plan: StepPlan, rank: int) -> float:
     return 8e-3 + 2e-5 * decodes + 6e-5 * prefilled
 
 
-def _answer(plan: StepPlan, left: dict[str, int]) -> StepResult:
+def answer(plan: StepPlan, left: dict[str, int]) -> StepResult:
     """Each request draws tokens until it has given what the trace says, then its stop token."""
     tokens: list[list[int]] = []
     for chunk in plan.chunks:
@@ -224,7 +224,7 @@ def step_costs(num_running: int, num_waiting: int, steps: int = 1000) -> dict[st
         assert plan is not None
         build(plan, step_shape(choose_program(plan, capacity), capacity), capacity)
         built = time.perf_counter()
-        result = _answer(in_flight, _Forever()) if in_flight is not None else None
+        result = answer(in_flight, _Forever()) if in_flight is not None else None
         before = time.perf_counter()
         if in_flight is not None and result is not None:
             scheduler.commit(in_flight, result)

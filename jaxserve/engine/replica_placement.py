@@ -13,9 +13,13 @@ from jaxserve.api_types import EngineRequest, TokenEvent
 from jaxserve.engine.placement import SEQUENCE_TOKENS
 from jaxserve.engine.prefix_index import PrefixIndex, page_names
 
-CACHED_WEIGHT = 2
-"""What a cached token of a prompt is worth, in tokens to compute before it: it saves the request its time, and those
-that come after the same again. So samples of a prompt go together. `benchmarks/replicas.py` compares it with others."""
+CACHED_WEIGHT = 4
+"""What a cached token of a prompt is worth, in tokens to compute before it: it saves the request its time, others there
+theirs, and the room that a second copy would take. `benchmarks/replicas.py` compares it with others."""
+
+CROWDED_SHARE = 0.25
+"""A replica with more requests than the one with fewest, by this share of its slots, comes after those that have not:
+however long a prefix is that all share, they don't all sit on it."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -69,10 +73,13 @@ class ReplicaPlacement:
         return best
 
     def _best(self, cached: Sequence[int]) -> int:
-        def cost(replica: int) -> tuple[bool, int, int, int]:
+        fewest = min(load.num_open for load in self._loads)
+
+        def cost(replica: int) -> tuple[bool, bool, int, int, int]:
             load = self._loads[replica]
             return (
                 load.num_open >= load.num_slots,
+                load.num_open - fewest > CROWDED_SHARE * load.num_slots,
                 load.pending_tokens - CACHED_WEIGHT * cached[replica] + SEQUENCE_TOKENS * load.num_open,
                 len(load.index),
                 replica,

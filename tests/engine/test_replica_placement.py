@@ -11,7 +11,7 @@ PAGE = 4
 
 
 def placement(num_replicas: int = 2, **sizes: Any) -> ReplicaPlacement:
-    return ReplicaPlacement(num_replicas, **{"num_slots": 8, "num_pages": 1000, "page_size": PAGE, **sizes})
+    return ReplicaPlacement(num_replicas, **{"num_slots": 64, "num_pages": 1000, "page_size": PAGE, **sizes})
 
 
 def first(name: str) -> TokenEvent:
@@ -70,11 +70,20 @@ def test_where_slots_are_free_is_better_than_any_prefix() -> None:
     placed = placement(num_slots=2)
     shared = list(range(400))
     home = placed.place(make_request("a", shared))
-    assert placed.place(make_request("b", shared)) == home
-    away = placed.place(make_request("c", shared))
+    away = placed.place(make_request("b", 4))
     assert away != home
-    assert placed.place(make_request("d", 4)) == away
+    assert placed.place(make_request("c", shared)) == home
+    assert placed.place(make_request("d", shared)) == away
     assert placed.place(make_request("e", shared)) in (home, away), "when all are full they queue where it costs least"
+
+
+def test_a_prefix_that_all_share_does_not_draw_all_to_one() -> None:
+    placed = placement(4)
+    shared = list(range(4000))
+    where = [placed.place(make_request(f"r{i}", [*shared, i])) for i in range(100)]
+    assert len(set(where[:16])) == 1
+    counts = [where.count(replica) for replica in range(4)]
+    assert max(counts) - min(counts) <= 17
 
 
 def test_prompts_that_are_scored_find_nothing() -> None:

@@ -1,0 +1,237 @@
+"""`--dp-mode replicas`: what its placement gives, and the two forms of data parallelism side by side.
+
+The first table replays traces over four replicas whose device is a formula (`benchmarks/scheduler.py`), each with its
+own clock: our placement with several weights of a cached token, others that look at one thing alone, and four ranks of
+a mesh in lock step. `balance` is the tokens computed on the replica that computed most, over the mean. The second loads
+real servers on this machine in turn, with SmolLM2-135M: one engine, two ranks of a mesh, two replicas, and two replicas
+that each take all threads.
+
+    python benchmarks/replicas.py --json benchmarks/results/cpu/replicas.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import logging
+import os
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import httpx
+
+from benchmarks import scheduler, serving_cpu
+from benchmarks.scheduler import POOL, Arrival, answer, capacity_of, request_of, scheduler_of, step_seconds
+from jaxserve.api_types import TokenEvent
+from jaxserve.engine import replica_placement
+from jaxserve.engine.replica_placement import ReplicaPlacement
+from jaxserve.step_plan import StepPlan, StepResult
+
+REPLICAS, SLOTS = 4, 256
+TRACES = ("shared-prefix", "multi-turn", "samples", "one-prefix", "uniform", "long-context", "full-length")
+FORMS = {
+    "one engine": (["--dp-size", "1"], {}),
+    "mesh": (
+        ["--dp-size", "2", "--dp-mode", "mesh"],
+        {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+    ),
+    "replicas": (["--dp-size", "2", "--dp-mode", "replicas"], {}),
+    "replicas, all threads each": (
+        ["--dp-size", "2", "--dp-mode", "replicas"],
+        {"NPROC": str(2 * len(os.sched_getaffinity(0)))},
+    ),
+}
+LOADS = ("1", "16", "32 shared prefix")
+
+
+def samples(rng: random.Random, count: int) -> Iterator[Arrival]:
+    """Eight samples at a time of prompts of 400 tokens that share nothing."""
+    for i in range(count // 8):
+        prompt = rng.choices(range(100, 30_000), k=400)
+        for _ in range(8):
+            yield Arrival(i * 0.08, prompt, 128, rng.randint(32, 128))
+
+
+def one_prefix(rng: random.Random, count: int) -> Iterator[Arrival]:
+    """The same 1,024 tokens before 64 of one's own, and long answers."""
+    prefix = rng.choices(range(100, 30_000), k=1024)
+    for i in range(count):
+        outputs = rng.randint(64, 256)
+        yield Arrival(i * 0.012, prefix + rng.choices(range(100, 30_000), k=64), outputs, outputs)
+
+
+class InTurn(ReplicaPlacement):
+    """One replica after the other."""
+
+    def __init__(self, *args: Any, **sizes: Any) -> None:
+        super().__init__(*args, **sizes)
+        self._turns = itertools.cycle(range(REPLICAS))
+
+    def _best(self, cached: Sequence[int]) -> int:
+        return next(self._turns)
+
+
+class ByLoad(ReplicaPlacement):
+    """Where the fewest requests are open."""
+
+    def _best(self, cached: Sequence[int]) -> int:
+        return min(range(REPLICAS), key=lambda replica: self._loads[replica].num_open)
+
+
+class ByPrefix(ReplicaPlacement):
+    """Where most of the prompt is cached; where the fewest are open if nowhere any is."""
+
+    def _best(self, cached: Sequence[int]) -> int:
+        return min(range(REPLICAS), key=lambda replica: (-cached[replica], self._loads[replica].num_open))
+
+
+class Replica:
+    """A scheduler and its device, as far on in time as its own steps have brought it."""
+
+    def __init__(self, watch: Callable[[TokenEvent], None]) -> None:
+        capacity = capacity_of(SLOTS // REPLICAS, POOL // REPLICAS)
+        self.now = 0.0
+        self.scheduler = scheduler_of(capacity, policy="fcfs", clock=lambda: self.now)
+        self.left: dict[str, int] = {}
+        self.first_at: dict[str, float] = {}
+        self._watch = watch
+        self._in_flight: list[tuple[StepPlan, StepResult]] = []
+
+    def advance(self, until: float) -> None:
+        """Step until that time, or there is nothing left to do."""
+        while self.now < until and (self.scheduler.has_work or self._in_flight):
+            plan = self.scheduler.plan()
+            if plan is not None:
+                self._in_flight.append((plan, answer(plan, self.left)))
+                self.now += step_seconds(plan, 0)
+            if plan is None or len(self._in_flight) > 1:
+                for event in self.scheduler.commit(*self._in_flight.pop(0)):
+                    self._report(event)
+        if not self.scheduler.has_work:
+            self.now = max(self.now, until if until != float("inf") else 0.0)
+
+    def _report(self, event: TokenEvent) -> None:
+        if event.queue_seconds is not None:
+            self.first_at[event.request_id] = self.now
+        if event.queue_seconds is not None or event.finish_reason is not None:
+            self._watch(event)
+
+
+def simulate(trace: str, count: int, kind: type[ReplicaPlacement]) -> dict[str, Any]:
+    """A trace over the replicas to its end; times are simulated."""
+    capacity = capacity_of(SLOTS // REPLICAS, POOL // REPLICAS)
+    placed = kind(REPLICAS, num_slots=capacity.num_slots, num_pages=capacity.num_pages, page_size=capacity.page_size)
+    replicas = [Replica(placed.watch) for _ in range(REPLICAS)]
+    arrived: dict[str, float] = {}
+    for number, arrival in enumerate(scheduler.TRACES[trace](random.Random(0), count)):
+        for replica in replicas:
+            replica.advance(arrival.at)
+        request = request_of(number, arrival.prompt, arrival.max_tokens)
+        chosen = replicas[placed.place(request)]
+        chosen.left[request.request_id] = arrival.outputs
+        arrived[request.request_id] = arrival.at
+        assert chosen.scheduler.add(request) is None
+    for replica in replicas:
+        replica.advance(float("inf"))
+        assert replica.scheduler.check_integrity() == []
+    stats = [replica.scheduler.stats() for replica in replicas]
+    waits = [at - arrived[name] for replica in replicas for name, at in replica.first_at.items()]
+    assert len(waits) == len(arrived)
+    assert placed.num_open == 0
+    computed = [one.cache_query_tokens - one.cache_hit_tokens + one.generation_tokens for one in stats]
+    seconds = max(replica.now for replica in replicas)
+    return {
+        "trace": trace,
+        "simulated_s": seconds,
+        "output_tok_s": sum(one.generation_tokens for one in stats) / seconds,
+        "hit_rate": sum(one.cache_hit_tokens for one in stats) / sum(one.cache_query_tokens for one in stats),
+        "balance": max(computed) / statistics.fmean(computed),
+        "retractions": sum(one.num_preemptions for one in stats),
+        "ttft_s_median": statistics.median(waits),
+        "ttft_s_p99": statistics.quantiles(waits, n=100)[98],
+    }
+
+
+def placements(count: int, traces: Sequence[str]) -> list[dict[str, Any]]:
+    """Every placement on every trace, and the lock step."""
+    rows = []
+    scheduler.TRACES |= {"samples": samples, "one-prefix": one_prefix}
+    for trace in traces:
+        for name, kind in (("in turn", InTurn), ("load", ByLoad), ("prefix", ByPrefix)):
+            rows.append({"placement": name, **simulate(trace, count, kind)})
+        for weight in (0, 1, 2, 4, 8):
+            with mock.patch.object(replica_placement, "CACHED_WEIGHT", weight):
+                rows.append({"placement": f"cost, cached x {weight}", **simulate(trace, count, ReplicaPlacement)})
+        mesh = scheduler.simulate(trace, count // 8 * 8, REPLICAS, policy="fcfs")
+        names = ("trace", "simulated_s", "output_tok_s", "hit_rate", "retractions")
+        rows.append({"placement": "mesh, in lock step", **{name: mesh[name] for name in names}})
+    return rows
+
+
+def forms(rounds: int, port: int) -> dict[str, Any]:
+    """Real servers of each form, loaded in turn; medians over rounds."""
+    loads = {name: serving_cpu.LOADS[name] for name in LOADS}
+    servers, starts = {}, {}
+    with contextlib.ExitStack() as stack:
+        for number, (name, (flags, environment)) in enumerate(FORMS.items()):
+            command = ["env", *(f"{key}={value}" for key, value in environment.items())]
+            command += [sys.executable, "-m", "jaxserve", "serve", "--device", "cpu", "--port", str(port + number)]
+            pid, starts[name] = stack.enter_context(serving_cpu.server([*command, *flags], port + number, "jaxserve"))
+            servers[name] = (pid, port + number, "smollm2-135m-instruct")
+        results = serving_cpu.measure(servers, loads, rounds)
+        for name, (_, own, _) in servers.items():
+            info = httpx.get(f"http://127.0.0.1:{own}/server_info", timeout=30).json()
+            results[name]["in all"] = {
+                "hit_rate": info["stats"]["cache_hit_tokens"] / info["stats"]["cache_query_tokens"],
+                "output_tokens_by_process": [one["stats"]["generation_tokens"] for one in info["replicas"]],
+            }
+    return {"rounds": rounds, "start_s": starts, "results": results}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--requests", type=int, default=4000, help="of each of the runs over a trace")
+    parser.add_argument("--traces", nargs="*", default=list(TRACES), choices=list(TRACES))
+    parser.add_argument("--rounds", type=int, default=5, help="of the loads on real servers; 0 leaves them out")
+    parser.add_argument("--port", type=int, default=8060)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    logging.getLogger("jaxserve").setLevel(logging.ERROR)
+    report: dict[str, Any] = {"requests": args.requests, "replicas": REPLICAS}
+    report["placements"] = placements(args.requests, args.traces)
+    _table(report["placements"])
+    if args.rounds:
+        report["machine"] = f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f} at the start"
+        report["forms"] = forms(args.rounds, args.port)
+        _table(
+            [
+                {"load": load, "form": name, **results[load]}
+                for load in LOADS
+                for name, results in report["forms"]["results"].items()
+            ]
+        )
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> None:
+    if not rows:
+        return
+    names = list(rows[0])
+    shown = [[row.get(name, "") for name in names] for row in rows]
+    cells = [names, *[[f"{x:.3f}" if isinstance(x, float) else str(x) for x in row] for row in shown]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
+    for row in cells:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths)))
+    print()
+
+
+if __name__ == "__main__":
+    main()
