@@ -21,6 +21,7 @@ from collections.abc import Callable
 from jaxserve.api_types import EngineInfo
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.launch import (
+    ASKED_TO_END,
     WHOLE_MACHINE,
     Ended,
     LaunchOrder,
@@ -92,6 +93,8 @@ class EngineProcess:
 
     async def stop(self, timeout: float) -> None:
         """Wait for an end that was asked for, enforce it after `timeout` seconds, and clean up. May be repeated."""
+        with contextlib.suppress(BrokenPipeError, ValueError):  # it may be closed already
+            self._stdin.write(ASKED_TO_END)
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
         try:

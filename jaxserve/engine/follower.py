@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 
+from jaxserve.engine.launch import ASKED_TO_END
 from jaxserve.engine.nodes import Nodes
 
 Obey = Callable[[bytes], None]
@@ -25,7 +26,10 @@ def follow(nodes: Nodes, obey: Obey, lifeline: int) -> None:
 
 
 def _leave_at_end(nodes: Nodes, lifeline: int) -> None:
-    while os.read(lifeline, 4096):
-        pass
-    nodes.leave("it was told to end, and a mesh can't go on without one of its processes")
+    words = b""
+    while part := os.read(lifeline, 4096):
+        words += part
+    asked = words == ASKED_TO_END
+    why = "it was told to end" if asked else "its parent process, `jaxserve serve`, is gone"
+    nodes.leave(f"{why}, and a mesh can't go on without one of its processes", failed=not asked)
     os._exit(0)

@@ -17,6 +17,9 @@ from jaxserve.errors import ConfigError, EngineDeadError, JaxserveError, ModelNo
 
 _LENGTH = struct.Struct("<I")
 
+ASKED_TO_END = b"end"
+"""Comes on stdin before it ends, where an end is asked for; a parent that is killed says nothing."""
+
 
 class Share(msgspec.Struct, frozen=True):
     """What an engine process has of the machine. `name` stands in its log lines; `environment` goes over its parent's,

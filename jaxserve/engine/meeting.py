@@ -102,7 +102,7 @@ class Hall:
         logger.info("Waiting at %s for %d more of %d processes, up to %g s",
                     self._address, nnodes - 1, nnodes, timeout)  # fmt: skip
         with self._changed:
-            while missing := [rank for rank in range(1, nnodes) if rank not in self._joined]:
+            while missing := [rank for rank in range(1, nnodes) if not self._is_here(rank)]:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     self._give_up(missing, timeout)
@@ -112,6 +112,14 @@ class Hall:
             for joined in self._joined.values():
                 _send(joined, Complete(self._secret))
             return [self._joined[rank] for rank in range(1, nnodes)]
+
+    def _is_here(self, rank: int) -> bool:
+        """Whether it has come, and waits still."""
+        joined = self._joined.get(rank)
+        if joined is not None and _has_ended(joined):
+            self._joined.pop(rank).close()
+            joined = None
+        return joined is not None
 
     def _give_up(self, missing: list[int], timeout: float) -> None:
         self._is_open = False
@@ -166,7 +174,7 @@ class Hall:
                 return f"node_rank={rank} is not in [1, {self._config.nnodes - 1}]"
             if not self._is_open:
                 return f"node_rank={rank} comes too late: this service has started, or has given up; start it anew"
-            if rank in self._joined and not _has_ended(self._joined[rank]):
+            if self._is_here(rank):
                 return f"node_rank={rank} is here already, from {_place(self._joined[rank].getpeername())}"
             _send(guest, Noted())
             self._joined[rank] = guest

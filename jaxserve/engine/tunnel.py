@@ -69,9 +69,13 @@ def join(kept: socket.socket, other: socket.socket) -> None:
 
 
 def _copy(source: socket.socket, target: socket.socket, tell: bool) -> None:
+    """Until `source` ends; with `tell`, `target` ends then too. What `target` doesn't take is dropped."""
     with contextlib.suppress(OSError):
         while part := source.recv(_CHUNK):
-            target.sendall(part)
+            with contextlib.suppress(OSError):
+                target.sendall(part)
     if tell:
-        with contextlib.suppress(OSError):
-            target.shutdown(socket.SHUT_RDWR)
+        for one in (target, source):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()

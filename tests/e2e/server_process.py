@@ -22,7 +22,7 @@ SMALL = ["--max-running-requests", "8", "--context-length", "1024", "--chunked-p
 class ServerProcess:
     """A running server: where it listens, what it logged, its processes."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, wait: bool = True) -> None:
         self.log: list[str] = []
         self.process = subprocess.Popen(
             [sys.executable, "-m", "jaxserve", "serve", "--port", "0", *SMALL, *arguments],
@@ -33,6 +33,11 @@ class ServerProcess:
         self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+        if wait:
+            self.wait_until_ready()
+
+    def wait_until_ready(self) -> None:
+        """Until it says so, or has ended."""
         self._ready.wait()
         assert self.url, "".join(self.log)
 
@@ -40,7 +45,7 @@ class ServerProcess:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.log.append(line)
-            if found := re.search(r"Ready: (http://\S+)", line):
+            if found := re.search(r"Ready: (http://\S+|following)", line):
                 self.url = found[1]
                 self._ready.set()
         self._ready.set()
