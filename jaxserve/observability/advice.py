@@ -6,6 +6,7 @@ Each rule looks at the samples and gives its advice with the figure that led to 
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -131,7 +132,8 @@ def slots_full(samples: Sequence[Sample], settings: Settings) -> Advice | None:
         "all slots taken",
         f"all {limit} slots were taken with memory left {_of(seen, samples)}: median token usage "
         f"{_median(seen, lambda s: s.token_usage):.2f}, median queue {_median(seen, lambda s: s.waiting):.0f}",
-        f"Raise --max-running-requests (it is {limit}) for throughput; each request then takes a little longer.",
+        f"Raise --max-running-requests (it is {_of_rank(limit, settings)}) for throughput; each request then takes a "
+        "little longer.",
     )
 
 
@@ -213,8 +215,8 @@ def beyond_fine_programs(samples: Sequence[Sample], settings: Settings) -> Advic
     return Advice(
         "decode batches beyond --cuda-graph-max-bs",
         f"{coarse} of {steps} decode steps ran with 'cuda graph: False', up to {most} requests at once",
-        f"Raise --cuda-graph-max-bs to {most} or more; more programs take a little memory, so lower "
-        "--mem-fraction-static with it if memory is tight.",
+        f"Raise --cuda-graph-max-bs to {_of_rank(most, settings)} or more; more programs take a little memory, so "
+        "lower --mem-fraction-static with it if memory is tight.",
     )
 
 
@@ -229,7 +231,8 @@ def padded_decodes(samples: Sequence[Sample], settings: Settings) -> Advice | No
         "padded decode batches",
         f"{padding / (used + padding):.0%} of the rows of the decode programs that ran were padding; the median number "
         f"of running requests was {running:.0f}",
-        f"Add a size near {running:.0f} to --cuda-graph-bs, or raise --cuda-graph-max-bs if it is below that.",
+        f"Add a size near {_of_rank(running, settings)} to --cuda-graph-bs, or raise --cuda-graph-max-bs if it is "
+        "below that.",
     )
 
 
@@ -260,6 +263,12 @@ def _frequent(seen: Sequence[Sample], samples: Sequence[Sample]) -> bool:
 
 def _of(seen: Sequence[Sample], samples: Sequence[Sample]) -> str:
     return f"in {len(seen)} of {len(busy(samples))} samples with work"
+
+
+def _of_rank(number: float, settings: Settings) -> str:
+    """What is a rank's of a number of all: the flags are about one."""
+    each = math.ceil(number / settings.num_ranks)
+    return f"{each}" if settings.num_ranks == 1 else f"{each} a rank"
 
 
 def _it_is(conservativeness: float | None) -> str:

@@ -38,13 +38,15 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How the server was started, None where it does not say; memory in bytes of each device."""
+    """How the server was started, None where it does not say; memory in bytes of each device. Samples are of all
+    `num_ranks` data-parallel ranks, settings of each."""
 
     schedule_policy: str | None = None
     schedule_conservativeness: float | None = None
     free_bytes: int = 0
     working_bytes: int = 0
     memory_bound: bool = False
+    num_ranks: int = 1
 
 
 _MEMORY = ("available_gpu_mem_bytes", "working_memory_bytes", "kv_cache_memory_bound")
@@ -103,6 +105,7 @@ def read_settings(metrics: str, server_info: Mapping[str, Any] | None) -> Settin
         free_bytes=int(free),
         working_bytes=int(working),
         memory_bound=bool(bound),
+        num_ranks=config.get("dp_size") or 1,
     )
 
 

@@ -205,6 +205,12 @@ def test_all_slots_taken() -> None:
     assert rules(all_along(running=256, token_usage=0.95)) == [], "memory is full as well"
 
 
+def test_a_flag_is_about_one_rank() -> None:
+    [advice] = advise(all_along(running=256, token_usage=0.5), Settings(num_ranks=4))
+    assert "all 256 slots" in advice.figure
+    assert "--max-running-requests (it is 64 a rank)" in advice.what_to_do
+
+
 def test_compiles_while_serving() -> None:
     advice = only(all_along(compiles_after_ready=2))
     assert (advice.rule, advice.figure[:10]) == ("compiles while serving", "2 programs")
