@@ -1,10 +1,11 @@
-"""What a mesh costs and what placement gives: steps on simulated CPU devices by mesh shape, and traces over four
-data-parallel ranks with a device that is a formula.
+"""What a mesh costs and what placement gives: steps on simulated CPU devices by mesh shape, traces over four
+data-parallel ranks with a device that is a formula, and what it takes to tell a follower in another process of a step.
 
 The first table compares medians of a decode step of 16 requests: a ratio of 2 means twice as long as on one device. All
 devices share this machine's cores, so that it shows what the mesh adds, never what more devices would save. The second
 replays the traces of `benchmarks/scheduler.py`: our placement with several weights of a sequence, and others that look
-at one thing alone.
+at one thing alone. The third sends the input of a decode step of so many sequences over a real link: `send` is what the
+scheduling thread spends on it, `round_trip` the time until a follower has decoded it and answered.
 
     python benchmarks/mesh.py --json benchmarks/results/cpu/mesh.json
 """
@@ -15,6 +16,7 @@ import argparse
 import json
 import logging
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -22,17 +24,24 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from benchmarks.scheduler import simulate
+from jaxserve.config.schema import EngineConfig
 from jaxserve.engine import placement
+from jaxserve.engine.nodes import Nodes
 from jaxserve.engine.rank import Rank
 from jaxserve.engine.request import Request
+
+if TYPE_CHECKING:
+    from jaxserve.runtime.batch import ProgramKey
 
 SHAPES = ["1x1", "1x2", "1x4", "1x8", "2x1", "2x2", "2x4", "4x1", "4x2", "8x1"]
 ROWS, STEPS, ROUNDS = 16, 150, 4
 RANKS = 4
+SEQUENCES, BROADCASTS = (1, 32, 256, 1024), 2000
+PARTS = ("broadcasts", "steps", "placements")
 TRACES = ("shared-prefix", "multi-turn", "uniform", "long-context", "full-length")
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768,
@@ -48,7 +57,6 @@ def time_step(shape: str, model: str) -> dict[str, Any]:
     from jax.sharding import NamedSharding, PartitionSpec
 
     from jaxserve.api_types import EngineRequest, SamplingParams
-    from jaxserve.config.schema import EngineConfig
     from jaxserve.runtime.mesh import DATA_AXIS, make_mesh
     from jaxserve.worker import build_engine
 
@@ -143,11 +151,80 @@ def placements(count: int, traces: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
+def _meet(node_rank: int, address: str) -> Nodes:
+    config = EngineConfig(tp_size=2, nnodes=2, node_rank=node_rank, dist_init_addr=address)
+    return Nodes.meet(config, lambda reason: print(reason, file=sys.stderr))
+
+
+def follow(address: str) -> None:
+    """The other end of `broadcasts`: what each command says is answered with how many bytes it was."""
+    from jaxserve.runtime.calls import DeviceCalls, Following
+    from jaxserve.runtime.programs import Key
+
+    nodes = _meet(1, address)
+    key: Key = _decode_key(0)
+    calls = DeviceCalls(None, None, {key: lambda params, state, packed: (packed.size, None)})  # type: ignore[arg-type]
+    following = Following(calls, {key: None}, 1, print)
+    while True:
+        following.obey(nodes.next_command())
+        nodes.agree(calls._state, max)
+
+
+def _decode_key(size: int) -> ProgramKey:
+    from jaxserve.runtime.batch import ProgramKey
+
+    return ProgramKey("decode", size, True)
+
+
+def broadcasts(counts: Sequence[int]) -> list[dict[str, Any]]:
+    """A row for each number of sequences, from a follower in a process of its own."""
+    from jaxserve.runtime import batch
+    from jaxserve.runtime.calls import DeviceCalls, LeadingCalls
+    from jaxserve.step_plan import Capacity, Chunk, StepPlan
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    follower = subprocess.Popen([sys.executable, "-m", "benchmarks.mesh", "--follow", address])
+    nodes = _meet(0, address)
+    rows = []
+    for count in counts:
+        capacity = Capacity(
+            num_slots=count, num_pages=64 * count, page_size=16, max_model_len=1024, decode_buckets=(count,),
+            token_buckets=(count,), prompt_logprob_tokens=count,
+        )  # fmt: skip
+        chunks = [
+            Chunk(request_id=str(i), slot=i, rank=0, start=16, length=1, tokens=None, new_pages=((i,),), logits=1,
+                  sample=True)
+            for i in range(count)
+        ]  # fmt: skip
+        plan = StepPlan(opens=[], chunks=chunks, closes=[], num_decodes=count, greedy=True)
+        packed = batch.build(plan, batch.step_shape(_decode_key(count), capacity), capacity)
+        key = _decode_key(0)
+        nothing = DeviceCalls(None, None, {key: lambda params, state, packed: (None, None)})  # type: ignore[arg-type]
+        leading = LeadingCalls(nothing, nodes.broadcast)
+        send, trip = [], []
+        for _ in range(BROADCASTS):
+            start = time.perf_counter()
+            leading.step(key, packed)
+            send.append(time.perf_counter() - start)
+            assert nodes.agree(0, max) == packed.size
+            trip.append(time.perf_counter() - start)
+        rows.append({
+            "sequences": count, "bytes": packed.nbytes, "send_ms": 1e3 * statistics.median(send),
+            "send_p99_ms": 1e3 * statistics.quantiles(send, n=100)[-1], "round_trip_ms": 1e3 * statistics.median(trip),
+        })  # fmt: skip
+    nodes.leave("the benchmark is over")
+    follower.wait()
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--requests", type=int, default=4000, help="of each of the runs over a trace")
     parser.add_argument("--traces", nargs="*", default=list(TRACES), choices=list(TRACES))
     parser.add_argument("--shapes", nargs="*", default=SHAPES, choices=SHAPES)
+    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS), help="others stay in --json")
+    parser.add_argument("--follow", help=argparse.SUPPRESS)
     parser.add_argument("--shape", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
@@ -156,15 +233,24 @@ def main() -> None:
     if args.shape:
         print(json.dumps(time_step(args.shape, args.model)))
         return
+    if args.follow:
+        follow(args.follow)
     report: dict[str, Any] = {"requests": args.requests, "rows": ROWS, "ranks": RANKS}
-    report["steps"] = steps_by_shape(args.shapes)
-    _table(report["steps"], list(report["steps"][0]) if report["steps"] else [])
-    report["placements"] = placements(args.requests, args.traces)
-    _table(
-        report["placements"],
-        ["trace", "placement", "simulated_s", "output_tok_s", "hit_rate", "decode_padding", "mixed_padding",
-         "retractions", "queue_s_median", "queue_s_p99"],
-    )  # fmt: skip
+    if args.json and args.json.exists() and set(args.parts) < set(PARTS):
+        report = json.loads(args.json.read_text())
+    if "broadcasts" in args.parts:
+        report["broadcasts"] = broadcasts(SEQUENCES)
+        _table(report["broadcasts"], list(report["broadcasts"][0]))
+    if "steps" in args.parts:
+        report["steps"] = steps_by_shape(args.shapes)
+        _table(report["steps"], list(report["steps"][0]) if report["steps"] else [])
+    if "placements" in args.parts:
+        report["placements"] = placements(args.requests, args.traces)
+        _table(
+            report["placements"],
+            ["trace", "placement", "simulated_s", "output_tok_s", "hit_rate", "decode_padding", "mixed_padding",
+             "retractions", "queue_s_median", "queue_s_p99"],
+        )  # fmt: skip
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
 

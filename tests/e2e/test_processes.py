@@ -123,6 +123,7 @@ class Relay:
         if not self._is_cut:
             with contextlib.suppress(OSError):
                 target.shutdown(socket.SHUT_WR)
+        source.close()
 
 
 def _streamed(url: str, started: threading.Event | None = None, **fields: Any) -> list[dict[str, Any]]:
