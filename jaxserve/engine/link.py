@@ -23,6 +23,8 @@ BEAT = 1.0
 """Seconds between two signs of life."""
 SILENCE = 7.0
 """Seconds without any after which the other counts as lost: its machine, its network, or a stopped process."""
+SILENCE_AT_START = 60.0
+"""The same while it loads and compiles."""
 
 _HEAD = struct.Struct("<BI")
 _CHUNK = 1 << 18
@@ -57,6 +59,7 @@ class Link:
         self._unsent = bytearray()
         self._inbox: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._waker, self._wake = os.pipe()
+        self.silence = SILENCE_AT_START
         self.lost = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxserve-link", daemon=True)
 
@@ -123,8 +126,8 @@ class Link:
                 if not self._take(received):
                     return "what it sent is no frame"
             now = time.monotonic()
-            if now - heard > SILENCE:
-                return f"nothing was heard from it for {SILENCE:g} s"
+            if now - heard > self.silence:
+                return f"nothing was heard from it for {self.silence:g} s"
             if now >= beat + BEAT:
                 beat = now
                 if not self._unsent:

@@ -8,73 +8,40 @@ later on the same port takes their connections to the jax coordinator (`tunnel`)
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import logging
 import secrets
 import select
 import socket
-import struct
 import threading
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-import jaxserve
 from jaxserve.config.processes import parse_address
 from jaxserve.config.schema import EngineConfig
+from jaxserve.engine.greeting import (
+    Answer,
+    Carry,
+    Complete,
+    Hello,
+    Join,
+    Noted,
+    Refused,
+    differences,
+    facts_of,
+    listed,
+    receive,
+    send,
+)
 from jaxserve.engine.tunnel import end_tunnel, free_port
 from jaxserve.errors import ConfigError
 
 logger = logging.getLogger("jaxserve.engine")
 
-_MAGIC = b"jaxserve/mesh/1\n"
-_SIZE = struct.Struct("<I")
-_MOST_BYTES = 1 << 20
 _GREETING_TAKES = 10.0
 _RETRY = 0.3
 _REMIND = 30.0
-_DIFFERENCES_SHOWN = 4
-
-# What each process may have its own way.
-_OF_ONE_PROCESS = {
-    "node_rank", "dist_init_addr", "dist_timeout", "log_level", "program_cache_dir", "disable_program_cache",
-    "profile_dir", "watchdog_timeout", "decode_log_interval",
-}  # fmt: skip
-
-
-class Join(msgspec.Struct, frozen=True, tag=True):
-    """A follower says who it is; `facts` are what must be the same everywhere."""
-
-    node_rank: int
-    facts: dict[str, Any]
-
-
-class Carry(msgspec.Struct, frozen=True, tag=True):
-    """A follower wants this connection carried on to the coordinator."""
-
-    secret: str
-
-
-class Noted(msgspec.Struct, frozen=True, tag=True):
-    """It belongs here, and waits for the others."""
-
-
-class Complete(msgspec.Struct, frozen=True, tag=True):
-    """All are there; `secret` opens tunnels."""
-
-    secret: str
-
-
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """It doesn't belong here, or it is over."""
-
-    message: str
-
-
-Hello = Join | Carry
-Answer = Noted | Complete | Refused
 
 
 class Hall:
@@ -110,7 +77,7 @@ class Hall:
                     logger.info("Still waiting at %s for %s", self._address, _ranks(missing))
             self._is_open = False
             for joined in self._joined.values():
-                _send(joined, Complete(self._secret))
+                send(joined, Complete(self._secret))
             return [self._joined[rank] for rank in range(1, nnodes)]
 
     def _is_here(self, rank: int) -> bool:
@@ -130,7 +97,7 @@ class Hall:
         )
         for joined in self._joined.values():
             with contextlib.suppress(OSError):
-                _send(joined, Refused(message))
+                send(joined, Refused(message))
         raise ConfigError(message)
 
     def _accept(self) -> None:
@@ -142,7 +109,7 @@ class Hall:
         who = _place(address)
         try:
             guest.settimeout(_GREETING_TAKES)
-            hello = _receive(guest, Hello)
+            hello = receive(guest, Hello)
             match hello:
                 case Carry(secret) if secrets.compare_digest(secret, self._secret):
                     end_tunnel(guest, self.coordinator_port)
@@ -161,7 +128,7 @@ class Hall:
         self._last_refusal = problem
         logger.warning("A process at %s was sent away: %s", who, problem)
         with contextlib.suppress(OSError):
-            _send(guest, Refused(problem))
+            send(guest, Refused(problem))
         guest.close()
 
     def _seat(self, hello: Join, guest: socket.socket) -> str | None:
@@ -176,7 +143,7 @@ class Hall:
                 return f"node_rank={rank} comes too late: this service has started, or has given up; start it anew"
             if self._is_here(rank):
                 return f"node_rank={rank} is here already, from {_place(self._joined[rank].getpeername())}"
-            _send(guest, Noted())
+            send(guest, Noted())
             self._joined[rank] = guest
             self._changed.notify()
         return None
@@ -197,14 +164,14 @@ def come(config: EngineConfig) -> tuple[socket.socket, str]:
         try:
             with contextlib.ExitStack() as undo:
                 found = undo.enter_context(_connect(config.dist_init_addr, min(left, _GREETING_TAKES)))
-                _send(found, hello)
-                answer = _receive(found, Answer)
+                send(found, hello)
+                answer = receive(found, Answer)
                 if isinstance(answer, Noted):
                     logger.info("Node rank 0 is there; waiting for the others")
                     problem, answered = "it is there, but not all others are", True
                     # It has its own deadline, and says so when it gives up.
                     found.settimeout(max(deadline - time.monotonic(), 0.0) + _GREETING_TAKES)
-                    answer = _receive(found, Answer)
+                    answer = receive(found, Answer)
                 if isinstance(answer, Refused):
                     raise ConfigError(f"node rank 0 at {config.dist_init_addr} says: {answer.message}")
                 assert isinstance(answer, Complete)
@@ -226,31 +193,8 @@ def come(config: EngineConfig) -> tuple[socket.socket, str]:
 def carry(address: str, secret: str) -> socket.socket:
     """A connection that process 0 carries on to its coordinator. Raises `OSError`."""
     tunnel = _connect(address, _GREETING_TAKES)
-    _send(tunnel, Carry(secret))
+    send(tunnel, Carry(secret))
     return tunnel
-
-
-def facts_of(config: EngineConfig) -> dict[str, Any]:
-    """What must be the same in every process: versions, and the settings that shape the service."""
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
-    settings = {name: value for name, value in msgspec.to_builtins(config).items() if name not in _OF_ONE_PROCESS}
-    return {"jaxserve": jaxserve.__version__, **versions, **settings}
-
-
-def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Names with both values, of what differs."""
-    names = [*ours, *(name for name in theirs if name not in ours)]
-    return [
-        f"{name} is {theirs.get(name)!r} there and {ours.get(name)!r} on node rank 0"
-        for name in names
-        if theirs.get(name) != ours.get(name)
-    ]
-
-
-def listed(found: list[str]) -> str:
-    """Some of them, and how many more."""
-    more = f" and {len(found) - _DIFFERENCES_SHOWN} more" if len(found) > _DIFFERENCES_SHOWN else ""
-    return "; ".join(found[:_DIFFERENCES_SHOWN]) + more
 
 
 def _difference(hello: Join, ours: dict[str, Any]) -> str | None:
@@ -276,34 +220,6 @@ def _connect(address: str, timeout: float) -> socket.socket:
         connected.close()  # a port of our own range may be given to us while nobody listens on it
         raise ConnectionRefusedError("nobody listens there")
     return connected
-
-
-def _send(connected: socket.socket, message: Hello | Answer) -> None:
-    body = msgspec.msgpack.encode(message)
-    connected.sendall(_MAGIC + _SIZE.pack(len(body)) + body)
-
-
-def _receive(connected: socket.socket, kind: Any) -> Any:
-    """Raises `OSError` when the other is gone, `ValueError` for what is no message."""
-    if (start := _read(connected, len(_MAGIC))) != _MAGIC:
-        raise ValueError(f"it says {start[:16]!r}")
-    [size] = _SIZE.unpack(_read(connected, _SIZE.size))
-    if size > _MOST_BYTES:
-        raise ValueError("its message is too long")
-    try:
-        return msgspec.msgpack.decode(_read(connected, size), type=kind)
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"its message can't be read: {error}") from None
-
-
-def _read(connected: socket.socket, size: int) -> bytes:
-    parts = b""
-    while len(parts) < size:
-        part = connected.recv(size - len(parts))
-        if not part:
-            raise ConnectionResetError("the connection was closed")
-        parts += part
-    return parts
 
 
 def _has_ended(connected: socket.socket) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, Self
 import msgspec
 
 from jaxserve.config.schema import EngineConfig
-from jaxserve.engine.link import Kind, Link
+from jaxserve.engine.link import SILENCE, Kind, Link
 from jaxserve.engine.meeting import Hall, carry, come
 from jaxserve.engine.tunnel import open_tunnel
 from jaxserve.errors import ConfigError
@@ -120,6 +120,13 @@ class Nodes:
             raise
         self._tell(Kind.VALUE, agreed)
         return agreed.value
+
+    def get_ready(self) -> None:
+        """Wait until all have come this far. From now on a process that is silent for long is lost: before, one may
+        have been busy with what lets no other thread run."""
+        self.agree(None, lambda _: None)
+        for link in self._links:
+            link.silence = SILENCE
 
     @contextmanager
     def within(self, seconds: float, what: str) -> Iterator[None]:

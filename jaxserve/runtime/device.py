@@ -42,10 +42,14 @@ class DeviceFacts:
 
 def attach(config: EngineConfig, join: Callable[[], None] | None = None) -> list[Any]:
     """The jax devices there are to run on, of all processes where `join` makes this one of several. Raises
-    `ConfigError` where there is none.
+    `ConfigError` where there is none, and for one process of several that nobody joins.
 
     On a GPU, XLA takes an arena of fixed size when it starts: it is made to hold what the deployment plans with.
     """
+    if join is None and config.nnodes > 1:
+        raise ConfigError(
+            f"nnodes={config.nnodes}: only `jaxserve serve` runs one mesh in several processes; leave it out"
+        )
     fraction = config.mem_fraction_static or DEFAULT_FRACTION
     if _ARENA_BEFORE_0_11 not in os.environ:
         os.environ.setdefault(_ARENA, f"{min(fraction + _ARENA_MARGIN, 1.0):.2f}")

@@ -81,9 +81,9 @@ def test_a_closed_connection_is_told(ends: tuple[End, End]) -> None:
 
 
 def test_silence_is_told_and_signs_of_life_are_enough(ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "SILENCE", 1.0)
     monkeypatch.setattr(links, "BEAT", 0.05)
     one, other = ends
+    one.link.silence = other.link.silence = 1.0
     one.link.start()
     other.link.start()
     with pytest.raises(queue.Empty):

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from jaxserve.config.schema import EngineConfig
-from jaxserve.engine import meeting
+from jaxserve.engine import greeting, meeting
 from jaxserve.engine.meeting import Hall, carry, come
 from jaxserve.errors import ConfigError
 
@@ -84,7 +84,7 @@ def test_who_was_started_otherwise_is_sent_away_and_both_say_why(theirs: dict[st
 
 def test_another_version_is_sent_away(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     hall = Hall(config(port=port))
-    monkeypatch.setattr(meeting.jaxserve, "__version__", "0.0.0")  # type: ignore[attr-defined]
+    monkeypatch.setattr(greeting.jaxserve, "__version__", "0.0.0")  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"jaxserve is '0\.0\.0' there"):
         come(config(1, port=port))
     assert not hall._joined
@@ -107,8 +107,8 @@ def test_a_rank_that_is_taken_and_one_that_comes_too_late(port: int) -> None:
 def test_a_follower_that_died_while_it_waited_may_come_again(port: int) -> None:
     hall = Hall(config(nnodes=3, port=port))
     with meeting._connect(f"127.0.0.1:{port}", 60) as first:
-        meeting._send(first, meeting.Join(1, meeting.facts_of(config(1, nnodes=3, port=port))))
-        assert meeting._receive(first, meeting.Answer) == meeting.Noted()
+        greeting.send(first, greeting.Join(1, greeting.facts_of(config(1, nnodes=3, port=port))))
+        assert greeting.receive(first, greeting.Answer) == greeting.Noted()
     again = [_in_thread(come, config(rank, nnodes=3, port=port)) for rank in (1, 2)]
     hall.wait()
     _leave(*again)
@@ -129,7 +129,7 @@ def test_a_message_that_can_not_be_read_does_no_harm(port: int) -> None:
     hall = Hall(config(port=port))
     with socket.create_connection(("127.0.0.1", port)) as visitor:
         body = msgspec.msgpack.encode({"type": "Nobody"})
-        visitor.sendall(meeting._MAGIC + meeting._SIZE.pack(len(body)) + body)
+        visitor.sendall(greeting._MAGIC + greeting._SIZE.pack(len(body)) + body)
         assert _has_ended(visitor)
     assert not hall._joined
 
@@ -137,8 +137,8 @@ def test_a_message_that_can_not_be_read_does_no_harm(port: int) -> None:
 def test_nobody_is_carried_to_the_coordinator_without_the_secret(port: int) -> None:
     Hall(config(port=port))
     with carry(f"127.0.0.1:{port}", "guessed") as tunnel:
-        answer = meeting._receive(tunnel, meeting.Answer)
-    assert answer == meeting.Refused("its secret is not that of this service")
+        answer = greeting.receive(tunnel, greeting.Answer)
+    assert answer == greeting.Refused("its secret is not that of this service")
 
 
 def test_a_leader_that_is_missing_is_said_within_the_time(port: int) -> None:

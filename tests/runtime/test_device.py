@@ -62,3 +62,8 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(jax.config, "update", lambda name, value: None)
     with pytest.raises(ConfigError, match=r"device=tpu: jax finds none \(no such backend\); install"):
         attach(EngineConfig(device="tpu"))
+
+
+def test_one_process_of_several_is_refused_where_nobody_joins_them() -> None:
+    with pytest.raises(ConfigError, match="only `jaxserve serve`"):
+        attach(EngineConfig(tp_size=2, nnodes=2, dist_init_addr="127.0.0.1:5000"))
