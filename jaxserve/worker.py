@@ -23,8 +23,8 @@ from jax.sharding import Mesh
 from jaxserve import model_source
 from jaxserve.api_types import EngineInfo
 from jaxserve.config.schema import EngineConfig
+from jaxserve.engine.greeting import differences, listed
 from jaxserve.engine.loop import EngineLoop
-from jaxserve.engine.meeting import differences, listed
 from jaxserve.engine.nodes import Nodes
 from jaxserve.engine.process import run
 from jaxserve.engine.profiling import Profiling
@@ -82,8 +82,6 @@ class _Device:
 def build_engine(config: EngineConfig, nodes: Nodes | None = None) -> tuple[EngineLoop, EngineInfo]:
     """Load, compile and allocate; everything that can be refused is refused here. `nodes` are the processes of a mesh,
     of which this is number 0."""
-    if nodes is None and config.nnodes > 1:
-        raise ConfigError(f"nnodes={config.nnodes}: several processes serve one mesh by `jaxserve serve` only")
     made = _prepare(config, nodes)
     calls: Calls = made.calls if nodes is None else LeadingCalls(made.calls, nodes.broadcast)
     timeline = Timeline()
@@ -148,7 +146,7 @@ def _prepare(config: EngineConfig, nodes: Nodes | None) -> _Device:
     host = HostPool(rows, num_host_pages, mesh) if num_host_pages else None
     calls = DeviceCalls(params.result(), state.result(), programs, host, mesh)
     if nodes is not None:
-        nodes.agree(None, lambda _: None)  # all are ready
+        nodes.get_ready()
     logger.info("programs: %d, of them %d compiled now, the others loaded", len(programs), compiled)
     free = free_bytes(device)
     logger.info(
