@@ -10,7 +10,7 @@ import functools
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,7 +43,8 @@ from jaxserve.runtime.host_pool import HostPool, host_pages
 from jaxserve.runtime.mesh import make_mesh, shardings
 from jaxserve.runtime.page_copies import row_specs
 from jaxserve.runtime.profiler import JaxProfiler
-from jaxserve.runtime.programs import Key, ProgramBuilder, build_programs
+from jaxserve.runtime.program_set import ProgramSet
+from jaxserve.runtime.programs import ProgramBuilder, build_programs
 from jaxserve.runtime.sizes import Sizes
 from jaxserve.runtime.state import DeviceState, make_state
 from jaxserve.runtime.working_memory import sized_by_compiler
@@ -73,7 +74,7 @@ class _Device:
     """What is ready on the devices of this process."""
 
     deployment: Deployment
-    programs: Mapping[Key, Callable[..., Any]]
+    programs: ProgramSet
     calls: DeviceCalls
     num_host_pages: int
     info: EngineInfo
@@ -85,7 +86,7 @@ def build_engine(config: EngineConfig, nodes: Nodes | None = None) -> tuple[Engi
     made = _prepare(config, nodes)
     calls: Calls = made.calls if nodes is None else LeadingCalls(made.calls, nodes.broadcast)
     timeline = Timeline()
-    executor = DeviceExecutor(calls, made.deployment.capacity, timeline)
+    executor = DeviceExecutor(calls, made.deployment.capacity, timeline, made.programs.fitting)
     if nodes is not None:
         with nodes.within(config.dist_timeout, "the first step over all processes"):
             executor.rehearse()
@@ -142,12 +143,14 @@ def _prepare(config: EngineConfig, nodes: Nodes | None) -> _Device:
         params = pool.submit(_load, deployment.params, weights, shardings(mesh, deployment.params), phases)
         state = pool.submit(_allocate, deployment.state, shardings(mesh, deployment.state), phases)
         with phases("programs"):
-            programs, compiled = _programs(deployment, deployment.builder(mesh), bundle)
+            # A GPU would stop for each program that is loaded, and processes must choose the same.
+            behind = nodes is None and device.platform == "cpu"
+            programs, compiled = _programs(deployment, deployment.builder(mesh), bundle, behind)
     host = HostPool(rows, num_host_pages, mesh) if num_host_pages else None
     calls = DeviceCalls(params.result(), state.result(), programs, host, mesh)
     if nodes is not None:
         nodes.get_ready()
-    logger.info("programs: %d, of them %d compiled now, the others loaded", len(programs), compiled)
+    _say_programs(programs, compiled)
     free = free_bytes(device)
     logger.info(
         "max_total_num_tokens=%d, chunked_prefill_size=%d, max_prefill_tokens=%d, max_running_requests=%d, "
@@ -239,13 +242,24 @@ def _allocate(specs: DeviceState, where: DeviceState, phases: _Phases) -> Device
 
 
 def _programs(
-    deployment: Deployment, builder: ProgramBuilder, bundle: Manifest | None
-) -> tuple[dict[Key, Callable[..., Any]], int]:
+    deployment: Deployment, builder: ProgramBuilder, bundle: Manifest | None, behind: bool
+) -> tuple[ProgramSet, int]:
     """All programs, and how many had to be compiled."""
     config = deployment.config
     if bundle is None or config.programs is None:
-        return build_programs(builder, deployment.all_keys, _cache_dir(config))
-    return load_bundle(Path(config.programs), bundle, builder, deployment.all_keys), 0
+        return build_programs(builder, deployment.all_keys, _cache_dir(config), behind=behind)
+    return ProgramSet(load_bundle(Path(config.programs), bundle, builder, deployment.all_keys)), 0
+
+
+def _say_programs(programs: ProgramSet, compiled: int) -> None:
+    if programs.num_coming:
+        logger.info(
+            "programs: %d, of them %d loaded; the others follow while these serve in their place",
+            len(programs),
+            len(programs) - programs.num_coming,
+        )
+    else:
+        logger.info("programs: %d, of them %d compiled now, the others loaded", len(programs), compiled)
 
 
 def _cache_dir(config: EngineConfig) -> Path | None:

@@ -15,7 +15,8 @@ import msgspec
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.runtime.programs import Key, ProgramBuilder, program_path
+from jaxserve.runtime.program_set import Key
+from jaxserve.runtime.programs import ProgramBuilder, program_path
 
 MANIFEST = "manifest.json"
 _FORMAT = 1

@@ -18,7 +18,8 @@ from jax.sharding import Mesh
 
 from jaxserve.runtime.host_pool import HostPool
 from jaxserve.runtime.local_part import LocalPart, local_part, spans_processes
-from jaxserve.runtime.programs import READ_KEY, UPDATE_KEY, WRITE_KEY, Key
+from jaxserve.runtime.program_set import Key
+from jaxserve.runtime.programs import READ_KEY, UPDATE_KEY, WRITE_KEY
 from jaxserve.runtime.state import ArraySpec, DeviceState
 from jaxserve.runtime.step import StepOutput
 

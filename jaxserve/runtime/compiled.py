@@ -13,7 +13,8 @@ from typing import Any
 import jax
 
 from jaxserve.runtime.mesh import device_bytes
-from jaxserve.runtime.programs import Key, ProgramBuilder
+from jaxserve.runtime.program_set import Key
+from jaxserve.runtime.programs import ProgramBuilder
 
 # What may give an array of the pool's size: names for one that is there, and writing into it. A kernel may where it
 # says that its output is its operand.

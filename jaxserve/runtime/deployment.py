@@ -22,11 +22,11 @@ from jaxserve.runtime.batch import ProgramKey
 from jaxserve.runtime.device import DeviceFacts
 from jaxserve.runtime.mesh import DATA_AXIS, TENSOR_AXIS, device_bytes
 from jaxserve.runtime.parallel import check_mesh
+from jaxserve.runtime.program_set import Key
 from jaxserve.runtime.programs import (
     READ_KEY,
     UPDATE_KEY,
     WRITE_KEY,
-    Key,
     ProgramBuilder,
     dtype_of,
     program_keys,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -35,7 +35,8 @@ class _InFlight:
 class DeviceExecutor:
     """Turns plans into calls of programs, in the order of `dispatch`; if one raises, the state is gone for good.
 
-    `timeline` gets the spans of a step's phases.
+    `timeline` gets the spans of a step's phases. `fitting` says which program runs in the place of one that is wanted
+    and may not be there yet.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class DeviceExecutor:
         calls: Calls,
         capacity: Capacity,
         timeline: Timeline | None = None,
+        fitting: Callable[[batches.ProgramKey], batches.ProgramKey] = lambda key: key,
     ) -> None:
         self._calls = calls
         self._capacity = capacity
         self._timeline = timeline or Timeline()
+        self._fitting = fitting
         self._sampling: dict[tuple[int, int], SamplingParams] = {}
         self._compiles = CompileCounter()
 
@@ -72,7 +75,7 @@ class DeviceExecutor:
             with self._timeline.span("dispatch"):
                 self._prepare(plan)
         with self._timeline.span("build"):
-            key = batches.choose_program(plan, self._capacity)
+            key = self._fitting(batches.choose_program(plan, self._capacity))
             packed = batches.build(plan, batches.step_shape(key, self._capacity), self._capacity)
         with self._timeline.span("dispatch"):
             output = self._calls.step(key, packed)

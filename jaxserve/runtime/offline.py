@@ -19,7 +19,8 @@ from jaxserve.runtime.device import attach, facts_of_devices, facts_of_target
 from jaxserve.runtime.fit import deploy_or_advise
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.parallel import check_mesh
-from jaxserve.runtime.programs import Key, ProgramBuilder, by_cost, program_path
+from jaxserve.runtime.program_set import Key
+from jaxserve.runtime.programs import ProgramBuilder, by_cost, program_path
 from jaxserve.runtime.target import load_target
 from jaxserve.runtime.topology import target_mesh
 from jaxserve.runtime.working_memory import sized_by_compiler

@@ -13,7 +13,7 @@ import logging
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from jaxserve.config.threads import xla_threads
 from jaxserve.runtime.batch import ProgramKey, packing, step_shape
 from jaxserve.runtime.mesh import shape_structs
 from jaxserve.runtime.page_copies import make_read_pages, make_write_pages, row_specs
+from jaxserve.runtime.program_set import Key, Program, ProgramSet, needed_first
 from jaxserve.runtime.sampling import Logprobs
 from jaxserve.runtime.state import ArraySpec, DeviceState
 from jaxserve.runtime.step import StepContext, StepOutput, make_step, make_update
@@ -43,7 +44,6 @@ logger = logging.getLogger("jaxserve.runtime")
 
 UPDATE_KEY = "update"
 READ_KEY, WRITE_KEY = "read_pages", "write_pages"
-Key = ProgramKey | str
 
 
 def program_keys(capacity: Capacity) -> list[ProgramKey]:
@@ -175,27 +175,46 @@ def program_path(folder: Path, key: Key) -> Path:
 
 
 def build_programs(
-    builder: ProgramBuilder, keys: Sequence[Key], cache_dir: Path | None
-) -> tuple[dict[Key, Callable[..., Any]], int]:
+    builder: ProgramBuilder, keys: Sequence[Key], cache_dir: Path | None, *, behind: bool = False
+) -> tuple[ProgramSet, int]:
     """Programs by key, and how many had to be compiled. Compiled in parallel under a progress bar on stderr, and where
-    they are kept, by one process of those that need them."""
+    they are kept, by one process of those that need them. Where all are kept and `behind` is true, those that others
+    can stand in for are loaded after this has returned."""
     folder = None if cache_dir is None else cache_dir / builder.fingerprint()
     paths = {key: program_path(folder, key) for key in keys} if folder is not None else {}
     if not _missing(keys, paths):
-        return _build(builder, keys, paths)
+        return _load(builder, keys, paths, behind)
     with alone(folder):
         if _missing(keys, paths):
-            return _build(builder, keys, paths)
-    return _build(builder, keys, paths)
+            made, compiled = _build(builder, keys, paths)
+            return ProgramSet(made), compiled
+    return _load(builder, keys, paths, behind)
+
+
+def _load(
+    builder: ProgramBuilder, keys: Sequence[Key], paths: Mapping[Key, Path], behind: bool
+) -> tuple[ProgramSet, int]:
+    first = needed_first(keys) if behind else keys
+    made, compiled = _build(builder, first, paths)
+    coming = [key for key in keys if isinstance(key, ProgramKey) and key not in made]
+    if not coming:
+        return ProgramSet(made), compiled
+
+    def load(key: Key) -> Program:
+        try:
+            return builder.load(key, paths[key])
+        except Exception:
+            paths[key].unlink(missing_ok=True)  # the next start compiles it
+            raise
+
+    return ProgramSet(made, coming, load), compiled
 
 
 def _missing(keys: Sequence[Key], paths: Mapping[Key, Path]) -> list[Key]:
     return [key for key in keys if key not in paths or not paths[key].exists()]
 
 
-def _build(
-    builder: ProgramBuilder, keys: Sequence[Key], paths: Mapping[Key, Path]
-) -> tuple[dict[Key, Callable[..., Any]], int]:
+def _build(builder: ProgramBuilder, keys: Sequence[Key], paths: Mapping[Key, Path]) -> tuple[dict[Key, Program], int]:
     missing = _missing(keys, paths)
 
     def make(key: Key) -> tuple[Key, jax.stages.Compiled, bool]:

@@ -14,7 +14,8 @@ from jaxserve.runtime.batch import ProgramKey
 from jaxserve.runtime.compiled import compile_and_read, instructions
 from jaxserve.runtime.memory import usable_bytes
 from jaxserve.runtime.mesh import device_bytes
-from jaxserve.runtime.programs import UPDATE_KEY, Key
+from jaxserve.runtime.program_set import Key
+from jaxserve.runtime.programs import UPDATE_KEY
 from tests.aot.conftest import Row
 from tests.aot.deployments import DECODE_ROWS, LLAMA_70B, MIXED_TOKENS, deployed, deployment
 

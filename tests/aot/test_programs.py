@@ -13,7 +13,8 @@ import pytest
 from jaxserve.runtime.batch import ProgramKey
 from jaxserve.runtime.compiled import compile_and_read
 from jaxserve.runtime.mesh import device_bytes
-from jaxserve.runtime.programs import READ_KEY, UPDATE_KEY, WRITE_KEY, Key
+from jaxserve.runtime.program_set import Key
+from jaxserve.runtime.programs import READ_KEY, UPDATE_KEY, WRITE_KEY
 from tests.aot.conftest import Row
 from tests.aot.deployments import (
     DECODE_ROWS,

@@ -152,6 +152,30 @@ def test_a_damaged_program_is_compiled_again(
     assert build_programs(builder(CAPACITY), KEYS, tmp_path / "kept")[1] == 0
 
 
+def test_programs_that_others_stand_in_for_come_behind(programs: dict[Key, Any], kept: Path) -> None:
+    counter = CompileCounter()
+    loaded, compiled = build_programs(builder(CAPACITY), KEYS, kept, behind=True)
+    wanted = ProgramKey("decode", 4, True)
+    assert loaded.fitting(wanted) in (wanted, ProgramKey("decode", 4, False))
+    assert int(_first_step(loaded)[1].seq_lens[0, 1]) == 3
+    assert set(loaded) == set(KEYS)  # waits for all
+    assert (loaded.fitting(wanted), loaded.num_coming, compiled, counter.count) == (wanted, 0, 0, 0)
+
+
+def test_a_damaged_program_that_comes_behind_is_left_out_and_made_by_the_next_start(
+    programs: dict[Key, Any], kept: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(kept, tmp_path / "kept")
+    wanted = ProgramKey("decode", 4, True)
+    [path] = (tmp_path / "kept").glob(f"*/{wanted}.xla")
+    path.write_bytes(b"garbage")
+    loaded, compiled = build_programs(builder(CAPACITY), KEYS, tmp_path / "kept", behind=True)
+    assert (set(loaded), compiled) == ({*KEYS} - {wanted}, 0)
+    assert loaded.fitting(wanted) == ProgramKey("decode", 4, False)
+    assert f"kept program {wanted} can't be loaded" in caplog.text
+    assert build_programs(builder(CAPACITY), KEYS, tmp_path / "kept")[1] == 1
+
+
 def test_without_a_folder_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     built, compiled = build_programs(builder(CAPACITY), [UPDATE_KEY], None)

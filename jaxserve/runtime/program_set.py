@@ -1,0 +1,116 @@
+"""The programs of a deployment by key, some of which may still be on their way from disk while others serve.
+
+A step may run in any program of its kind that is large enough, and a greedy one in a program that samples. So a server
+needs few programs to be ready; it decides which, and in what order the others come. It makes and loads none itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from jaxserve.runtime.batch import ProgramKey
+
+logger = logging.getLogger("jaxserve.runtime")
+
+# Of a request, to tell which of two programs is needed sooner; nothing else depends on it.
+_PROMPT_TOKENS = 64
+
+Key = ProgramKey | str
+Program = Callable[..., Any]
+
+
+def needed_first(keys: Collection[Key]) -> list[Key]:
+    """Those without which some step could not run: of each kind the largest, with the sampler; and all that are no
+    steps."""
+    steps = [key for key in keys if isinstance(key, ProgramKey) and not key.greedy]
+    largest = {key.kind: key for key in sorted(steps, key=lambda key: key.size)}
+    return [*largest.values(), *(key for key in keys if isinstance(key, str))]
+
+
+class ProgramSet(Mapping[Key, Program]):
+    """`ready` programs, and `coming` ones that `load` fetches in a thread until all are here or the set is gone, those
+    of few requests first. One that can't be loaded is left out: others stand in for it. Whoever asks for a program that
+    is coming, or for all, waits."""
+
+    def __init__(
+        self,
+        ready: Mapping[Key, Program],
+        coming: Collection[ProgramKey] = (),
+        load: Callable[[Key], Program] | None = None,
+    ) -> None:
+        self._ready = dict(ready)
+        self._keys: list[Key] = [*ready, *coming]
+        self._arrived = threading.Condition()
+        if load is not None:
+            order = sorted(coming, key=lambda key: (_num_requests(key), not key.greedy))
+            # Not a daemon: one of those in the middle of a load would be there while the process takes itself apart.
+            threading.Thread(target=_fetch, args=(weakref.ref(self), order, load), name="load-programs").start()
+
+    def fitting(self, key: ProgramKey) -> ProgramKey:
+        """The program itself, or the smallest that does the same and is here."""
+        if key in self._ready:
+            return key
+        others = [
+            one
+            for one in tuple(self._ready)
+            if isinstance(one, ProgramKey)
+            and one.kind == key.kind
+            and one.size >= key.size
+            and (key.greedy or not one.greedy)
+        ]
+        return min(others, key=lambda one: (one.size, not one.greedy))
+
+    @property
+    def num_coming(self) -> int:
+        """How many are still on their way."""
+        return len(self._keys) - len(self._ready)
+
+    def put(self, key: Key, program: Program | None) -> None:
+        """One has arrived, or never will."""
+        with self._arrived:
+            if program is None:
+                self._keys.remove(key)
+            else:
+                self._ready[key] = program
+            self._arrived.notify_all()
+
+    def __getitem__(self, key: Key) -> Program:
+        if key not in self._ready:
+            with self._arrived:
+                self._arrived.wait_for(lambda: key in self._ready or key not in self._keys)
+        return self._ready[key]
+
+    def __iter__(self) -> Iterator[Key]:
+        with self._arrived:
+            self._arrived.wait_for(lambda: not self.num_coming)
+        return iter(tuple(self._keys))
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def _num_requests(key: ProgramKey) -> float:
+    """That are likely to run when the program is asked for."""
+    return key.size if key.kind == "decode" else key.size / _PROMPT_TOKENS
+
+
+def _fetch(programs: weakref.ref[ProgramSet], order: list[ProgramKey], load: Callable[[Key], Program]) -> None:
+    start = time.monotonic()
+    for key in order:
+        # Whoever held the set, or the whole process, may be done with it.
+        if programs() is None or not threading.main_thread().is_alive():
+            return
+        program = None
+        try:
+            program = load(key)
+        except Exception as error:  # a damaged pickle may raise anything
+            logger.warning("kept program %s can't be loaded (%r): a larger one runs its steps", key, error)
+        if (there := programs()) is not None:
+            there.put(key, program)
+        del there
+    logger.info("programs: all %d are here, %.1f s after the first", len(order), time.monotonic() - start)

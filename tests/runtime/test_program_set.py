@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import gc
+import queue
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from jaxserve.runtime.batch import ProgramKey
+from jaxserve.runtime.program_set import Key, Program, ProgramSet, needed_first
+
+DECODES = [ProgramKey("decode", size, greedy) for size in (1, 2, 8) for greedy in (True, False)]
+MIXED = [ProgramKey("mixed", size, False) for size in (64, 512)]
+PROMPT = ProgramKey("prompt_logprobs", 64, False)
+KEYS: list[Key] = ["update", *DECODES, *MIXED, PROMPT]
+
+
+def program(key: Key) -> Program:
+    return lambda: key
+
+
+def loading(fetch: Callable[[Key], Program]) -> ProgramSet:
+    first = needed_first(KEYS)
+    coming = [key for key in KEYS if isinstance(key, ProgramKey) and key not in first]
+    return ProgramSet({key: program(key) for key in first}, coming, fetch)
+
+
+def test_what_is_needed_first_can_run_every_step():
+    assert set(needed_first(KEYS)) == {"update", ProgramKey("decode", 8, False), MIXED[1], PROMPT}
+
+
+@pytest.fixture
+def goes_on() -> Iterator[threading.Semaphore]:
+    """A load each; a thread that waited for ever would keep the process from ending."""
+    semaphore = threading.Semaphore(0)
+    yield semaphore
+    semaphore.release(len(KEYS))
+
+
+def test_larger_programs_and_those_that_sample_stand_in_for_what_is_coming(goes_on: threading.Semaphore):
+    def fetch(key: Key) -> Program:
+        goes_on.acquire()
+        return program(key)
+
+    programs = loading(fetch)
+    assert len(programs) == len(KEYS)
+    assert programs.fitting(DECODES[0]) == DECODES[-1]
+    assert programs.fitting(MIXED[0]) == MIXED[1]
+    assert programs.fitting(PROMPT) == PROMPT
+    goes_on.release(3)
+    for key in (DECODES[0], DECODES[1], MIXED[0]):
+        assert programs[key]() == key  # waits
+        assert programs.fitting(key) == key
+    assert programs.fitting(DECODES[2]) == DECODES[-1]
+    goes_on.release(9)
+    assert set(programs) == set(KEYS)
+    assert all(programs.fitting(key) == key for key in KEYS if isinstance(key, ProgramKey))
+
+
+def test_one_that_never_comes_is_left_out(caplog: pytest.LogCaptureFixture):
+    def fetch(key: Key) -> Program:
+        if key == MIXED[0]:
+            raise EOFError("half of it")
+        return program(key)
+
+    programs = loading(fetch)
+    with pytest.raises(KeyError):
+        programs[MIXED[0]]
+    assert set(programs) == {*KEYS} - {MIXED[0]}
+    assert programs.fitting(MIXED[0]) == MIXED[1]
+    assert "mixed-64-full can't be loaded (EOFError('half of it')): a larger one runs its steps" in caplog.text
+
+
+def test_nobody_loads_for_a_set_that_is_gone(goes_on: threading.Semaphore):
+    threads: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+
+    def fetch(key: Key) -> Program:
+        threads.put(threading.current_thread())
+        goes_on.acquire()
+        return program(key)
+
+    programs = loading(fetch)
+    thread = threads.get()
+    del programs
+    gc.collect()
+    goes_on.release(len(KEYS))
+    thread.join()
+    assert threads.empty()
