@@ -36,7 +36,7 @@ from jaxserve.runtime.bundle import Manifest, load_bundle, read_manifest, sized_
 from jaxserve.runtime.calls import Calls, DeviceCalls, Following, LeadingCalls
 from jaxserve.runtime.deployment import Deployment, deploy
 from jaxserve.runtime.device import attach, facts_of_devices, free_bytes
-from jaxserve.runtime.distributed import devices_of_all, join_processes
+from jaxserve.runtime.distributed import devices_of_all, join_processes, settle
 from jaxserve.runtime.executor import DeviceExecutor
 from jaxserve.runtime.fit import deploy_or_advise
 from jaxserve.runtime.host_pool import HostPool, host_pages
@@ -118,6 +118,8 @@ def _prepare(config: EngineConfig, nodes: Nodes | None) -> _Device:
         facts = dataclasses.replace(facts, memory_bytes=nodes.agree(facts.memory_bytes, min))
     deployment = deploy_or_advise(config, model, facts)
     mesh = make_mesh(devices, data=deployment.data, tensor=deployment.tensor)
+    if nodes is not None:
+        settle(mesh)
     with phases("memory"):
         deployment = sized_by_compiler(deployment, mesh, _cache_dir(config))
         if nodes is not None:

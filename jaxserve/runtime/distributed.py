@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax._src import distributed, xla_bridge
 from jax._src.lib import _jax  # type: ignore[attr-defined]
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError, EngineDeadError
 
@@ -43,6 +44,12 @@ def join_processes(*, rank: int, count: int, coordinator_port: int, host: str, t
     )
     make_client: Any = functools.partial(xla_bridge.make_cpu_client, collectives)
     xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
+
+
+def settle(mesh: Mesh) -> None:
+    """Have jax find out which of its devices belong to this process: it does so when first asked, and crashes where two
+    threads ask at once (seen with 0.11.2)."""
+    NamedSharding(mesh, PartitionSpec()).addressable_devices_indices_map((1,))
 
 
 def devices_of_all(devices: Sequence[Any], each: int, count: int) -> list[Any]:
