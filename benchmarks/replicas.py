@@ -3,8 +3,8 @@
 The first table replays traces over four replicas whose device is a formula (`benchmarks/scheduler.py`), each with its
 own clock: our placement with several weights of a cached token, others that look at one thing alone, and four ranks of
 a mesh in lock step. `balance` is the tokens computed on the replica that computed most, over the mean. The second loads
-real servers on this machine in turn, with SmolLM2-135M: one engine, two ranks of a mesh, two replicas, and two replicas
-that each take all threads.
+real servers on this machine in turn: one engine, two ranks of a mesh, two replicas, and two replicas that each take all
+threads. Their model has the shapes of SmolLM2-135M, made-up weights, and `--layers` layers.
 
     python benchmarks/replicas.py --json benchmarks/results/cpu/replicas.json
 """
@@ -20,6 +20,7 @@ import os
 import random
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,21 +34,24 @@ from jaxserve.api_types import TokenEvent
 from jaxserve.engine import replica_placement
 from jaxserve.engine.replica_placement import ReplicaPlacement
 from jaxserve.step_plan import StepPlan, StepResult
+from tests.tiny_model import write_tiny_model
 
 REPLICAS, SLOTS = 4, 256
 TRACES = ("shared-prefix", "multi-turn", "samples", "one-prefix", "uniform", "long-context", "full-length")
-FORMS = {
-    "one engine": (["--dp-size", "1"], {}),
-    "mesh": (
-        ["--dp-size", "2", "--dp-mode", "mesh"],
-        {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
-    ),
-    "replicas": (["--dp-size", "2", "--dp-mode", "replicas"], {}),
-    "replicas, all threads each": (
-        ["--dp-size", "2", "--dp-mode", "replicas"],
-        {"NPROC": str(2 * len(os.sched_getaffinity(0)))},
-    ),
+SERVE = ["--load-format", "dummy", "--device", "cpu", "--context-length", "1024", "--chunked-prefill-size", "256"]
+ONE = ["--dp-size", "1", "--max-running-requests", "32", "--cuda-graph-bs", "2,16,32"]
+TWO = ["--dp-size", "2", "--max-running-requests", "16", "--cuda-graph-bs", "2,16", "--dp-mode"]
+FORMS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "one engine": (ONE, {}),
+    "mesh": ([*TWO, "mesh"], {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}),
+    "replicas": ([*TWO, "replicas"], {}),
+    "replicas, all threads each": ([*TWO, "replicas"], {"NPROC": str(2 * len(os.sched_getaffinity(0)))}),
 }
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192,
+    "rope_theta": 100000.0, "tie_word_embeddings": True,
+}  # fmt: skip
 LOADS = ("1", "16", "32 shared prefix")
 
 
@@ -175,16 +179,18 @@ def placements(count: int, traces: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def forms(rounds: int, port: int) -> dict[str, Any]:
+def forms(layers: int, rounds: int, port: int) -> dict[str, Any]:
     """Real servers of each form, loaded in turn; medians over rounds."""
     loads = {name: serving_cpu.LOADS[name] for name in LOADS}
     servers, starts = {}, {}
-    with contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        model = str(write_tiny_model(Path(folder)))  # whose tokenizer will do: prompts are ids
+        (Path(folder) / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": layers}))
         for number, (name, (flags, environment)) in enumerate(FORMS.items()):
             command = ["env", *(f"{key}={value}" for key, value in environment.items())]
-            command += [sys.executable, "-m", "jaxserve", "serve", "--device", "cpu", "--port", str(port + number)]
+            command += [sys.executable, "-m", "jaxserve", "serve", model, "--port", str(port + number), *SERVE]
             pid, starts[name] = stack.enter_context(serving_cpu.server([*command, *flags], port + number, "jaxserve"))
-            servers[name] = (pid, port + number, "smollm2-135m-instruct")
+            servers[name] = (pid, port + number, model)
         results = serving_cpu.measure(servers, loads, rounds)
         for name, (_, own, _) in servers.items():
             info = httpx.get(f"http://127.0.0.1:{own}/server_info", timeout=30).json()
@@ -192,7 +198,7 @@ def forms(rounds: int, port: int) -> dict[str, Any]:
                 "hit_rate": info["stats"]["cache_hit_tokens"] / info["stats"]["cache_query_tokens"],
                 "output_tokens_by_process": [one["stats"]["generation_tokens"] for one in info["replicas"]],
             }
-    return {"rounds": rounds, "start_s": starts, "results": results}
+    return {"layers": layers, "rounds": rounds, "start_s": starts, "results": results}
 
 
 def main() -> None:
@@ -200,6 +206,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=4000, help="of each of the runs over a trace")
     parser.add_argument("--traces", nargs="*", default=list(TRACES), choices=list(TRACES))
     parser.add_argument("--rounds", type=int, default=5, help="of the loads on real servers; 0 leaves them out")
+    parser.add_argument("--layers", type=int, default=30, help="of the model of the real servers")
     parser.add_argument("--port", type=int, default=8060)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -209,7 +216,7 @@ def main() -> None:
     _table(report["placements"])
     if args.rounds:
         report["machine"] = f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f} at the start"
-        report["forms"] = forms(args.rounds, args.port)
+        report["forms"] = forms(args.layers, args.rounds, args.port)
         _table(
             [
                 {"load": load, "form": name, **results[load]}
