@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -14,10 +13,10 @@ import pytest
 from jaxserve.runtime.turns import alone
 
 HOLDER = """
-import sys
+import fcntl, sys
 from pathlib import Path
-from jaxserve.runtime.turns import alone
-with alone(Path(sys.argv[1])):
+with Path(sys.argv[1], "lock").open("w") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
     print("mine", flush=True)
     sys.stdin.read()
     Path(sys.argv[1], "done").touch()
@@ -47,10 +46,9 @@ def test_the_second_waits_for_the_first_to_end(tmp_path: Path, killed: bool) -> 
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-    env = os.environ | {"JAX_PLATFORMS": "cpu"}
     thread = threading.Thread(target=second)
     try:
-        with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
             assert holder.stdout is not None
             assert holder.stdout.readline() == "mine\n"
             thread.start()
