@@ -19,6 +19,7 @@ import numpy as np
 from jaxserve.params import ParamSpec, Window
 
 Path = tuple[str | int, ...]
+Bounds = tuple[tuple[int, int], ...]
 Fill = Callable[[Path, ParamSpec, Window, np.ndarray[Any, Any]], None]
 
 THREADS = 2
@@ -52,8 +53,11 @@ def build(abstract: Any, shardings: Any, reader: WeightReader) -> Any:
     assert len(placed) == len(leaves), (len(placed), len(leaves))
     assert sorted(reader.order) == list(range(len(leaves)))
 
+    # Before threads ask: jax crashed where two at once were the first to (0.11.2, several processes)
+    devices = [_devices(spec, sharding) for (_, spec), sharding in zip(leaves, placed)]
+
     def make(i: int) -> jax.Array:
-        return _make(*leaves[i], placed[i], reader.fill)
+        return _make(*leaves[i], placed[i], devices[i], reader.fill)
 
     arrays: list[jax.Array | None] = [None] * len(leaves)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="weights") as pool:
@@ -70,11 +74,17 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[An
     return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
-def _make(path: Path, spec: ParamSpec, sharding: jax.sharding.Sharding, fill: Fill) -> jax.Array:
-    devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = defaultdict(list)
+def _devices(spec: ParamSpec, sharding: jax.sharding.Sharding) -> dict[Bounds, list[jax.Device]]:
+    """This process' devices by what they hold of a parameter."""
+    found: dict[Bounds, list[jax.Device]] = defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
-        bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), spec.shape, strict=True))
-        devices[bounds].append(device)
+        found[tuple(part.indices(size)[:2] for part, size in zip(index or (), spec.shape, strict=True))].append(device)
+    return found
+
+
+def _make(
+    path: Path, spec: ParamSpec, sharding: jax.sharding.Sharding, devices: dict[Bounds, list[jax.Device]], fill: Fill
+) -> jax.Array:
     arrays = []
     for bounds, sharers in devices.items():
         index = tuple(slice(*bound) for bound in bounds)

@@ -85,7 +85,7 @@ def write_checkpoint(
     # Orbax warns where it has no handler of arrays
     registry = type_handlers.create_type_handler_registry((jax.Array, type_handlers.ArrayHandler()), (_Unread, handler))
     checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry))
-    checkpointer.save((folder / PARAMS).absolute(), args=ocp.args.PyTreeSave(_nested(ordered)))
+    checkpointer.save((folder / PARAMS).resolve(), args=ocp.args.PyTreeSave(_nested(ordered)))
     return {dotted(path): StoredParameter(spec.stored_shape, spec.dtype.name) for path, spec in ordered}
 
 

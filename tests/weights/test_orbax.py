@@ -17,7 +17,7 @@ import tensorstore
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import CHECKPOINT, ModelSource
 from jaxserve.params import ParamSpec
-from jaxserve.weights import orbax_write
+from jaxserve.weights import orbax, orbax_write
 from jaxserve.weights.arrays import WeightReader, flatten
 from jaxserve.weights.manifest import PARAMS, write_manifest
 from jaxserve.weights.orbax import OrbaxCheckpoint
@@ -166,6 +166,7 @@ def test_a_shard_reads_little_more_than_its_own_bytes(
     axis: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(orbax_write, "_CHUNK_BYTES", (1 << 10, 1 << 20))
+    monkeypatch.setattr(orbax, "_FILE_MODE", "default")  # which counts what it reads
     axes = tuple("mlp" if at == axis else None for at in range(2))
     abstract = {"w": ParamSpec((256, 512), np.dtype(np.float32), axes)}
     values = np.random.default_rng(0).standard_normal((256, 512), dtype=np.float32)
