@@ -179,6 +179,9 @@ def test_it_answers_as_one_device_does_and_drains(model: str, monkeypatch: pytes
     with service(model, monkeypatch) as made:
         assert _texts(made.url) == expected
         assert made.leader.info()["engine"]["max_total_num_tokens"] == 8192
+        metrics = httpx.get(f"{made.url}/metrics").text.splitlines()
+        [compiles] = [line for line in metrics if line.startswith("jaxserve:compiles_after_ready")]
+        assert compiles.endswith(" 0.0")
         with _open_streams(made.url, 2) as streams:
             made.leader.process.send_signal(signal.SIGTERM)
         assert [events[-1]["choices"][0]["finish_reason"] for events in streams] == ["length"] * 2
