@@ -109,6 +109,27 @@ async def test_a_stream_begins_with_the_role_and_ends_with_one_reason_a_choice(s
         assert [choice["finish_reason"] for choice in mine] == [None] * (len(mine) - 1) + ["length"]
 
 
+@pytest.mark.parametrize("body", [{}, {"stop": "mno"}, {"logprobs": True}, {"return_token_ids": True}], ids=str)
+async def test_a_stream_may_count_its_tokens_all_along(served: Served, body: dict[str, Any]):
+    """vLLM's option, which guidellm sends with every request."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, end = await stream(served, max_tokens=12, n=2, stream_options=options, **body)
+    prompt = end["usage"]["prompt_tokens"]
+    total = 0
+    for index in (0, 1):
+        usages = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        counts = [usage["completion_tokens"] for usage in usages]
+        assert counts[0] == 0
+        assert counts == sorted(counts)
+        assert len(set(counts)) > 2
+        assert all(usage["prompt_tokens"] == prompt for usage in usages)
+        assert all(usage["total_tokens"] == prompt + usage["completion_tokens"] for usage in usages)
+        total += counts[-1]
+    assert end["usage"]["completion_tokens"] == total
+    *chunks, end = await stream(served, max_tokens=3, stream_options={"continuous_usage_stats": True})
+    assert "usage" not in chunks[0] | end
+
+
 @pytest.mark.parametrize(
     "body",
     [{}, {"n": 2}, {"stop": "mno"}, {"logprobs": True, "top_logprobs": 3}, {"return_token_ids": True}],

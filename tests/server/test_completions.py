@@ -251,6 +251,18 @@ async def test_a_stream_has_one_finish_reason_a_choice_and_ends_with_done(served
     assert begun == {0, 1, 2, 3}
 
 
+async def test_a_stream_may_count_its_tokens_all_along(served: Served):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, end = await stream(served, prompt=["hello", "a"], max_tokens=8, echo=True, stream_options=options)
+    for index, prompt in enumerate((5, 1)):
+        usages = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        counts = [usage["completion_tokens"] for usage in usages]
+        assert counts == sorted(counts)
+        assert counts[-1] == 8
+        assert {usage["total_tokens"] - usage["completion_tokens"] for usage in usages} == {prompt}
+    assert end["usage"]["total_tokens"] == 6 + 16
+
+
 @pytest.mark.parametrize("tokens_per_step", [1, 3])
 @pytest.mark.parametrize(
     "body",

@@ -120,6 +120,7 @@ class _Answer:
             before='"delta":{"content":',
             after='},"logprobs":null,"finish_reason":null',
             include_usage=self._request.include_usage,
+            prompt_tokens=[len(self._prompt_ids)] * self._n if self._request.continuous_usage else None,
         )
         out = EventStream(exchange.send)
         opened: set[int] = set()
@@ -129,6 +130,7 @@ class _Answer:
             if index not in opened:
                 opened.add(index)
                 events = chunks.choice(self._opening(index))
+            chunks.count(index, delta)
             if self._plain:
                 if delta.text:
                     events += chunks.text(index, delta.text)

@@ -170,10 +170,14 @@ class _Answer:
             before='"text":',
             after=',"logprobs":null,"finish_reason":null',
             include_usage=self._request.include_usage,
+            prompt_tokens=[len(choice.prompt_ids) for choice in self._choices]
+            if self._request.continuous_usage
+            else None,
         )
         out = EventStream(exchange.send)
 
         async def emit(index: int, delta: OutputDelta) -> None:
+            chunks.count(index, delta)
             if self._plain and delta.finish_reason is None and self._choices[index].opened:
                 if delta.text:
                     await out.write(chunks.text(index, delta.text))

@@ -66,11 +66,12 @@ _SAMPLING_FIELDS = (
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """`include_usage` asks for a last chunk with the token counts."""
+    """`include_usage` asks for a last chunk with the token counts, and `continuous_usage_stats` with it for the counts
+    so far in every chunk, as in vLLM."""
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -145,18 +146,18 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 continue
             shown = " or ".join(["null", *(msgspec.json.encode(item).decode() for item in allowed)])
             raise InvalidRequestError(f"{name} is not supported yet: only {shown} is accepted", param=name)
-        if self.stream_options is not None:
-            if not self.stream:
-                raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
-            if self.stream_options.continuous_usage_stats:
-                raise InvalidRequestError(
-                    "stream_options.continuous_usage_stats is not supported", param="stream_options"
-                )
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
 
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of the stream brings the token counts so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def sampling(self, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
         """The engine's view of these fields. Raises `InvalidRequestError` naming the field that is out of range."""
