@@ -77,7 +77,8 @@ class Hall:
                     logger.info("Still waiting at %s for %s", self._address, _ranks(missing))
             self._is_open = False
             for joined in self._joined.values():
-                send(joined, Complete(self._secret))
+                with contextlib.suppress(OSError):  # who has just died is found out by its link
+                    send(joined, Complete(self._secret))
             return [self._joined[rank] for rank in range(1, nnodes)]
 
     def _is_here(self, rank: int) -> bool:
@@ -111,7 +112,7 @@ class Hall:
             guest.settimeout(_GREETING_TAKES)
             hello = receive(guest, Hello)
             match hello:
-                case Carry(secret) if secrets.compare_digest(secret, self._secret):
+                case Carry(secret) if secrets.compare_digest(secret.encode(), self._secret.encode()):
                     end_tunnel(guest, self.coordinator_port)
                     return
                 case Join():

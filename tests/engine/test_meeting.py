@@ -134,9 +134,10 @@ def test_a_message_that_can_not_be_read_does_no_harm(port: int) -> None:
     assert not hall._joined
 
 
-def test_nobody_is_carried_to_the_coordinator_without_the_secret(port: int) -> None:
+@pytest.mark.parametrize("secret", ["", "guessed", "é"])
+def test_nobody_is_carried_to_the_coordinator_without_the_secret(secret: str, port: int) -> None:
     Hall(config(port=port))
-    with carry(f"127.0.0.1:{port}", "guessed") as tunnel:
+    with carry(f"127.0.0.1:{port}", secret) as tunnel:
         answer = greeting.receive(tunnel, greeting.Answer)
     assert answer == greeting.Refused("its secret is not that of this service")
 
