@@ -44,4 +44,4 @@ def convert(source: ModelSource, config: EngineConfig, folder: Path, progress: P
     except ConfigError:
         raise
     except (OSError, ValueError) as error:  # TensorStore's errors are bare ValueErrors
-        raise ConfigError(f"the checkpoint can't be written to {folder.parent}: {error}") from error
+        raise ConfigError(f"the checkpoint can't be made in {folder.parent}: {error}") from error
