@@ -12,6 +12,7 @@ threads. Their model has the shapes of SmolLM2-135M, made-up weights, and `--lay
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import itertools
 import json
@@ -38,9 +39,18 @@ from tests.tiny_model import write_tiny_model
 
 REPLICAS, SLOTS = 4, 256
 TRACES = ("shared-prefix", "multi-turn", "samples", "one-prefix", "uniform", "long-context", "full-length")
-SERVE = ["--load-format", "dummy", "--device", "cpu", "--context-length", "1024", "--chunked-prefill-size", "256"]
-ONE = ["--dp-size", "1", "--max-running-requests", "32", "--cuda-graph-bs", "2,16,32"]
-TWO = ["--dp-size", "2", "--max-running-requests", "16", "--cuda-graph-bs", "2,16", "--dp-mode"]
+SERVE = [
+    "--load-format",
+    "dummy",
+    "--device",
+    "cpu",
+    "--context-length",
+    "1024",
+    "--chunked-prefill-size",
+    "64",
+]  # few programs
+ONE = ["--dp-size", "1", "--max-running-requests", "32", "--cuda-graph-bs", "32"]
+TWO = ["--dp-size", "2", "--max-running-requests", "16", "--cuda-graph-bs", "16", "--dp-mode"]
 FORMS: dict[str, tuple[list[str], dict[str, str]]] = {
     "one engine": (ONE, {}),
     "mesh": ([*TWO, "mesh"], {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}),
@@ -52,7 +62,7 @@ MODEL = {
     "num_attention_heads": 9, "num_key_value_heads": 3, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192,
     "rope_theta": 100000.0, "tie_word_embeddings": True,
 }  # fmt: skip
-LOADS = ("1", "16", "32 shared prefix")
+LOADS = ("16", "32 shared prefix")
 
 
 def samples(rng: random.Random, count: int) -> Iterator[Arrival]:
@@ -180,8 +190,7 @@ def placements(count: int, traces: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def forms(layers: int, rounds: int, port: int) -> dict[str, Any]:
-    """Real servers of each form, loaded in turn; medians over rounds."""
-    loads = {name: serving_cpu.LOADS[name] for name in LOADS}
+    """Tokens a second of real servers of each form, loaded in turn while the others are stopped."""
     servers, starts = {}, {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         model = str(write_tiny_model(Path(folder)))  # whose tokenizer will do: prompts are ids
@@ -191,14 +200,22 @@ def forms(layers: int, rounds: int, port: int) -> dict[str, Any]:
             command += [sys.executable, "-m", "jaxserve", "serve", model, "--port", str(port + number), *SERVE]
             pid, starts[name] = stack.enter_context(serving_cpu.server([*command, *flags], port + number, "jaxserve"))
             servers[name] = (pid, port + number, model)
-        results = serving_cpu.measure(servers, loads, rounds)
+        results: dict[str, Any] = {name: {load: {"rounds": []} for load in LOADS} for name in servers}
+        for round_ in range(-1, rounds):  # the first is to warm up
+            for load, (name, (pid, own, _)) in itertools.product(LOADS, servers.items()):
+                with serving_cpu.paused([other for other, _, _ in servers.values() if other != pid]):
+                    found = asyncio.run(serving_cpu.run(own, model, serving_cpu.LOADS[load], seed=round_ + 1))
+                if round_ >= 0:
+                    results[name][load]["rounds"].append(found["output_tok_s"])
         for name, (_, own, _) in servers.items():
+            for load in LOADS:
+                results[name][load]["output_tok_s"] = statistics.median(results[name][load]["rounds"])
             info = httpx.get(f"http://127.0.0.1:{own}/server_info", timeout=30).json()
             results[name]["in all"] = {
                 "hit_rate": info["stats"]["cache_hit_tokens"] / info["stats"]["cache_query_tokens"],
                 "output_tokens_by_process": [one["stats"]["generation_tokens"] for one in info["replicas"]],
             }
-    return {"layers": layers, "rounds": rounds, "start_s": starts, "results": results}
+    return {"layers": layers, "start_s": starts, "results": results}
 
 
 def main() -> None:
@@ -219,7 +236,13 @@ def main() -> None:
         report["forms"] = forms(args.layers, args.rounds, args.port)
         _table(
             [
-                {"load": load, "form": name, **results[load]}
+                {
+                    "load": load,
+                    "form": name,
+                    "output_tok_s": results[load]["output_tok_s"],
+                    "least": min(results[load]["rounds"]),
+                    "most": max(results[load]["rounds"]),
+                }
                 for load in LOADS
                 for name, results in report["forms"]["results"].items()
             ]
