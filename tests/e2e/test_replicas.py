@@ -8,6 +8,8 @@ import contextlib
 import json
 import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -164,3 +166,21 @@ def test_a_killed_server_leaves_no_replica(model: str, monkeypatch: pytest.Monke
     with replicas(model, 2, monkeypatch) as server:
         kill(server.process.pid)
         server.wait()
+
+
+def test_sigterm_while_they_start_ends_them(model: str) -> None:
+    command = [sys.executable, "-m", "jaxserve", "serve", model, "--port", "0", *FLAGS, "--dp-size", "2",
+               "--disable-program-cache"]  # fmt: skip
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        seen: list[str] = []
+        while not any("INFO device:" in line for line in seen):
+            seen.append(server.stderr.readline())
+            assert seen[-1], seen
+        children = psutil.Process(server.pid).children()
+        server.terminate()
+        server.stderr.read()
+        assert server.wait(60) == 0
+    assert len(children) == 2
+    psutil.wait_procs(children, timeout=30)
+    assert not [child for child in children if child.is_running()]
