@@ -179,8 +179,10 @@ def test_sigterm_while_they_start_ends_them(model: str) -> None:
             assert seen[-1], seen
         children = psutil.Process(server.pid).children()
         server.terminate()
-        server.stderr.read()
-        assert server.wait(60) == 0
+        try:
+            assert server.wait(60) == 0
+        finally:
+            server.kill()
     assert len(children) == 2
     psutil.wait_procs(children, timeout=30)
     assert not [child for child in children if child.is_running()]
