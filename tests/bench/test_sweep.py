@@ -82,11 +82,15 @@ def test_a_sweep_that_is_ended_midway_is_resumed(grid: Path, number: signal.Sign
     with subprocess.Popen(
         [*command, "--no-png"], env=os.environ | {"STAND_IN_FIFO": str(fifo)}, stderr=subprocess.PIPE, text=True
     ) as process:
-        with fifo.open() as file:
-            assert file.readline() == "half\n", "the third run has begun"
-            process.send_signal(number)
-            assert select.select([file], [], [], 60)[0], "server or load outlives the sweep"
-            assert file.read() == "", "both are gone"
+        try:
+            with fifo.open() as file:
+                assert file.readline() == "half\n", "the third run has begun"
+                process.send_signal(number)
+                assert select.select([file], [], [], 60)[0], "server or load outlives the sweep"
+                assert file.read() == "", "both are gone"
+        except BaseException:
+            process.kill()
+            raise
         assert process.stderr is not None
         text = process.stderr.read()
     before = results(grid)
