@@ -14,14 +14,22 @@ def loaded(*argv: str) -> Loaded:
 
 
 EXAMPLES = {bool: None, int: "16", float: "0.5", str: "text"}
+# Settings that mean nothing without others, with those.
+NEEDS = {
+    **dict.fromkeys(("hicache_ratio", "hicache_size", "hicache_write_policy"), ["--enable-hierarchical-cache"]),
+    "nnodes": ["--dist-init-addr=host:5000", "--dp-size=16"],
+    "node_rank": ["--dist-init-addr=host:5000", "--dp-size=32", "--nnodes=32"],
+}
 
 
 @pytest.mark.parametrize("name", settings())
 def test_every_setting_has_a_flag(name: str) -> None:
     setting = settings()[name]
     text = setting.choices[0] if setting.choices else EXAMPLES.get(setting.kind, "16")
+    if name == "dist_init_addr":
+        text = "host:5000"
     argv = [setting.flag] if text is None else [setting.flag, text]
-    needed = ["--enable-hierarchical-cache"] if name.startswith("hicache_") else []
+    needed = NEEDS.get(name, [])
     given = [value.setting for value in loaded(*argv, *needed).values if value.source == "flag"]
     assert setting in given
     assert len(given) == 1 + len(needed)
