@@ -16,7 +16,10 @@ def loaded(*argv: str) -> Loaded:
 EXAMPLES = {bool: None, int: "16", float: "0.5", str: "text"}
 # Settings that mean nothing without others, with those.
 NEEDS = {
-    **dict.fromkeys(("hicache_ratio", "hicache_size", "hicache_write_policy"), ["--enable-hierarchical-cache"]),
+    "hicache_ratio": ["--enable-hierarchical-cache"],
+    "hicache_size": ["--enable-hierarchical-cache"],
+    "hicache_write_policy": ["--enable-hierarchical-cache"],
+    "dist_init_addr": ["--nnodes=16", "--dp-size=16"],
     "nnodes": ["--dist-init-addr=host:5000", "--dp-size=16"],
     "node_rank": ["--dist-init-addr=host:5000", "--dp-size=32", "--nnodes=32"],
 }
