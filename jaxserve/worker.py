@@ -256,7 +256,7 @@ def _programs(
 def _say_programs(programs: ProgramSet, compiled: int) -> None:
     if programs.num_coming:
         logger.info(
-            "programs: %d, of them %d loaded; the others follow while these serve in their place",
+            "programs: %d, of them %d loaded; the others follow while it serves",
             len(programs),
             len(programs) - programs.num_coming,
         )

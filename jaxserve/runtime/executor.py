@@ -35,8 +35,8 @@ class _InFlight:
 class DeviceExecutor:
     """Turns plans into calls of programs, in the order of `dispatch`; if one raises, the state is gone for good.
 
-    `timeline` gets the spans of a step's phases. `fitting` says which program runs in the place of one that is wanted
-    and may not be there yet.
+    `timeline` gets the spans of a step's phases. `fitting` says which program runs in the place of one that
+    could not be had.
     """
 
     def __init__(

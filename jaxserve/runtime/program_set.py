@@ -1,7 +1,8 @@
 """The programs of a deployment by key, some of which may still be on their way from disk while others serve.
 
-A step may run in any program of its kind that is large enough, and a greedy one in a program that samples. So a server
-needs few programs to be ready; it decides which, and in what order the others come. It makes and loads none itself.
+A step always runs in its own program: another of its kind would do, but round otherwise, and a seed would give other
+tokens in a server's first seconds than later. So a step whose program is on its way waits for it, and it comes next. It
+decides which programs a server must not be without, and in what order the others come. It makes and loads none itself.
 """
 
 from __future__ import annotations
@@ -25,17 +26,16 @@ Program = Callable[..., Any]
 
 
 def needed_first(keys: Collection[Key]) -> list[Key]:
-    """Those without which some step could not run: of each kind the largest, with the sampler; and all that are no
-    steps."""
+    """Those that can run any step: of each kind the largest, with the sampler; and all that are no steps."""
     steps = [key for key in keys if isinstance(key, ProgramKey) and not key.greedy]
     largest = {key.kind: key for key in sorted(steps, key=lambda key: key.size)}
     return [*largest.values(), *(key for key in keys if isinstance(key, str))]
 
 
 class ProgramSet(Mapping[Key, Program]):
-    """`ready` programs, and `coming` ones that `load` fetches in a thread until all are here or the set is gone, those
-    of few requests first. One that can't be loaded is left out: others stand in for it. Whoever asks for a program that
-    is coming, or for all, waits."""
+    """`ready` programs, and `coming` ones that `load` fetches in a thread until all are here or the set is gone: those
+    that somebody waits for, then those of few requests. One that can't be loaded is left out, and larger ones run its
+    steps. Whoever asks for a program that is coming, or for all, waits."""
 
     def __init__(
         self,
@@ -45,15 +45,15 @@ class ProgramSet(Mapping[Key, Program]):
     ) -> None:
         self._ready = dict(ready)
         self._keys: list[Key] = [*ready, *coming]
+        self._queue = sorted(coming, key=lambda key: (_num_requests(key), not key.greedy))
         self._arrived = threading.Condition()
         if load is not None:
-            order = sorted(coming, key=lambda key: (_num_requests(key), not key.greedy))
             # Not a daemon: one of those in the middle of a load would be there while the process takes itself apart.
-            threading.Thread(target=_fetch, args=(weakref.ref(self), order, load), name="load-programs").start()
+            threading.Thread(target=_fetch, args=(weakref.ref(self), load), name="load-programs").start()
 
     def fitting(self, key: ProgramKey) -> ProgramKey:
-        """The program itself, or the smallest that does the same and is here."""
-        if key in self._ready:
+        """The program itself as soon as it is here; where it was left out, the smallest that does the same."""
+        if self._wait(key):
             return key
         others = [
             one
@@ -70,6 +70,11 @@ class ProgramSet(Mapping[Key, Program]):
         """How many are still on their way."""
         return len(self._keys) - len(self._ready)
 
+    def next(self) -> ProgramKey | None:
+        """The next one to load."""
+        with self._arrived:
+            return self._queue.pop(0) if self._queue else None
+
     def put(self, key: Key, program: Program | None) -> None:
         """One has arrived, or never will."""
         with self._arrived:
@@ -79,10 +84,16 @@ class ProgramSet(Mapping[Key, Program]):
                 self._ready[key] = program
             self._arrived.notify_all()
 
-    def __getitem__(self, key: Key) -> Program:
+    def _wait(self, key: Key) -> bool:
+        """Whether there is such a program, once that is known."""
         if key not in self._ready:
             with self._arrived:
+                self._queue.sort(key=lambda one: one != key)
                 self._arrived.wait_for(lambda: key in self._ready or key not in self._keys)
+        return key in self._ready
+
+    def __getitem__(self, key: Key) -> Program:
+        self._wait(key)
         return self._ready[key]
 
     def __iter__(self) -> Iterator[Key]:
@@ -99,18 +110,21 @@ def _num_requests(key: ProgramKey) -> float:
     return key.size if key.kind == "decode" else key.size / _PROMPT_TOKENS
 
 
-def _fetch(programs: weakref.ref[ProgramSet], order: list[ProgramKey], load: Callable[[Key], Program]) -> None:
-    start = time.monotonic()
-    for key in order:
-        # Whoever held the set, or the whole process, may be done with it.
-        if programs() is None or not threading.main_thread().is_alive():
+def _fetch(programs: weakref.ref[ProgramSet], load: Callable[[Key], Program]) -> None:
+    start, count = time.monotonic(), 0
+    # Whoever held the set, or the whole process, may be done with it.
+    while (there := programs()) is not None and threading.main_thread().is_alive():
+        key = there.next()
+        del there
+        if key is None:
+            logger.info("programs: all %d are here, %.1f s after the first", count, time.monotonic() - start)
             return
         program = None
         try:
             program = load(key)
         except Exception as error:  # a damaged pickle may raise anything
             logger.warning("kept program %s can't be loaded (%r): a larger one runs its steps", key, error)
+        count += 1
         if (there := programs()) is not None:
             there.put(key, program)
         del there
-    logger.info("programs: all %d are here, %.1f s after the first", len(order), time.monotonic() - start)

@@ -4,6 +4,7 @@ import gc
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 
@@ -38,23 +39,33 @@ def goes_on() -> Iterator[threading.Semaphore]:
     semaphore.release(len(KEYS))
 
 
-def test_larger_programs_and_those_that_sample_stand_in_for_what_is_coming(goes_on: threading.Semaphore):
+def test_a_step_waits_for_its_own_program_which_comes_next(goes_on: threading.Semaphore):
+    order: list[Key] = []
+
     def fetch(key: Key) -> Program:
+        order.append(key)
         goes_on.acquire()
         return program(key)
 
     programs = loading(fetch)
     assert len(programs) == len(KEYS)
-    assert programs.fitting(DECODES[0]) == DECODES[-1]
-    assert programs.fitting(MIXED[0]) == MIXED[1]
+    assert programs.num_coming == len(KEYS) - 4
     assert programs.fitting(PROMPT) == PROMPT
-    goes_on.release(3)
-    for key in (DECODES[0], DECODES[1], MIXED[0]):
-        assert programs[key]() == key  # waits
-        assert programs.fitting(key) == key
-    assert programs.fitting(DECODES[2]) == DECODES[-1]
-    goes_on.release(9)
+    late = DECODES[3]
+    while not order:  # until the first is under way
+        pass
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(programs.fitting, late)
+        while programs._queue[0] != late:  # until the other thread has asked
+            pass
+        goes_on.release()
+        assert not wait([step], timeout=0.05).done
+        goes_on.release()
+        assert step.result() == late
+    assert order[:2] == [DECODES[0], late]
+    goes_on.release(len(KEYS))
     assert set(programs) == set(KEYS)
+    assert programs.num_coming == 0
     assert all(programs.fitting(key) == key for key in KEYS if isinstance(key, ProgramKey))
 
 
@@ -69,6 +80,7 @@ def test_one_that_never_comes_is_left_out(caplog: pytest.LogCaptureFixture):
         programs[MIXED[0]]
     assert set(programs) == {*KEYS} - {MIXED[0]}
     assert programs.fitting(MIXED[0]) == MIXED[1]
+    assert programs.fitting(DECODES[0]) == DECODES[0]
     assert "mixed-64-full can't be loaded (EOFError('half of it')): a larger one runs its steps" in caplog.text
 
 
