@@ -26,10 +26,12 @@ Program = Callable[..., Any]
 
 
 def needed_first(keys: Collection[Key]) -> list[Key]:
-    """Those that can run any step: of each kind the largest, with the sampler; and all that are no steps."""
-    steps = [key for key in keys if isinstance(key, ProgramKey) and not key.greedy]
-    largest = {key.kind: key for key in sorted(steps, key=lambda key: key.size)}
-    return [*largest.values(), *(key for key in keys if isinstance(key, str))]
+    """Those without which a server is not ready: what can run any step (of each kind the largest, with the sampler),
+    what a first request runs (the smallest of each kind), and all that are no steps."""
+    steps = sorted((key for key in keys if isinstance(key, ProgramKey)), key=lambda key: key.size)
+    largest = {key.kind: key for key in steps if not key.greedy}
+    smallest = {(key.kind, key.greedy): key for key in reversed(steps)}
+    return [*dict.fromkeys([*largest.values(), *smallest.values()]), *(key for key in keys if isinstance(key, str))]
 
 
 class ProgramSet(Mapping[Key, Program]):

@@ -22,13 +22,17 @@ def program(key: Key) -> Program:
 
 
 def loading(fetch: Callable[[Key], Program]) -> ProgramSet:
-    first = needed_first(KEYS)
+    first: list[Key] = ["update", DECODES[-1], MIXED[1], PROMPT]
     coming = [key for key in KEYS if isinstance(key, ProgramKey) and key not in first]
     return ProgramSet({key: program(key) for key in first}, coming, fetch)
 
 
-def test_what_is_needed_first_can_run_every_step():
-    assert set(needed_first(KEYS)) == {"update", ProgramKey("decode", 8, False), MIXED[1], PROMPT}
+def test_a_server_is_ready_for_every_step_and_for_its_first_request():
+    more = [*KEYS, ProgramKey("mixed", 128, False)]
+    assert sorted(map(str, needed_first(more))) == [
+        *("decode-1-full", "decode-1-greedy", "decode-8-full", "mixed-512-full", "mixed-64-full"),
+        *("prompt_logprobs-64-full", "update"),
+    ]
 
 
 @pytest.fixture
