@@ -254,12 +254,9 @@ def _programs(
 
 
 def _say_programs(programs: ProgramSet, compiled: int) -> None:
-    if programs.num_coming:
-        logger.info(
-            "programs: %d, of them %d loaded; the others follow while it serves",
-            len(programs),
-            len(programs) - programs.num_coming,
-        )
+    if coming := programs.num_coming:
+        total = len(programs)
+        logger.info("programs: %d, of them %d loaded; the others follow while it serves", total, total - coming)
     else:
         logger.info("programs: %d, of them %d compiled now, the others loaded", len(programs), compiled)
 

@@ -119,14 +119,14 @@ def _fetch(programs: weakref.ref[ProgramSet], load: Callable[[Key], Program]) ->
         key = there.next()
         del there
         if key is None:
-            logger.info("programs: all %d are here, %.1f s after the first", count, time.monotonic() - start)
+            logger.info("programs: %d more are here, %.1f s after the first", count, time.monotonic() - start)
             return
         program = None
         try:
             program = load(key)
+            count += 1
         except Exception as error:  # a damaged pickle may raise anything
             logger.warning("kept program %s can't be loaded (%r): a larger one runs its steps", key, error)
-        count += 1
         if (there := programs()) is not None:
             there.put(key, program)
         del there

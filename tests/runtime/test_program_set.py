@@ -74,6 +74,8 @@ def test_a_step_waits_for_its_own_program_which_comes_next(goes_on: threading.Se
 
 
 def test_one_that_never_comes_is_left_out(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+
     def fetch(key: Key) -> Program:
         if key == MIXED[0]:
             raise EOFError("half of it")
@@ -85,6 +87,9 @@ def test_one_that_never_comes_is_left_out(caplog: pytest.LogCaptureFixture):
     assert set(programs) == {*KEYS} - {MIXED[0]}
     assert programs.fitting(MIXED[0]) == MIXED[1]
     assert programs.fitting(DECODES[0]) == DECODES[0]
+    for thread in [one for one in threading.enumerate() if one.name == "load-programs"]:
+        thread.join()
+    assert f"programs: {len(KEYS) - 5} more are here" in caplog.text
     assert "mixed-64-full can't be loaded (EOFError('half of it')): a larger one runs its steps" in caplog.text
 
 
