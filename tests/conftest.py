@@ -1,7 +1,11 @@
 """Tests run on the CPU unless somebody says otherwise: set before anything imports jax."""
 
+import logging
 import os
 import signal
+from collections.abc import Iterator
+
+import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -11,3 +15,13 @@ os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 # A shell starts what it runs in the background with Ctrl-C ignored, which would be inherited by all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _log_as_found() -> Iterator[None]:
+    """Commands that run in this process set the log up for it; the next test reads the log of a library again."""
+    logger = logging.getLogger("jaxserve")
+    before = (logger.handlers[:], logger.level, logger.propagate)
+    logger.handlers[:], logger.level, logger.propagate = [], logging.NOTSET, True
+    yield
+    logger.handlers[:], logger.level, logger.propagate = before

@@ -2,19 +2,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 
 import pytest
 
 from jaxserve.observability import log
-
-
-@pytest.fixture(autouse=True)
-def _untouched() -> Iterator[None]:
-    logger = logging.getLogger("jaxserve")
-    before = (logger.handlers[:], logger.level, logger.propagate)
-    yield
-    logger.handlers[:], logger.level, logger.propagate = before
 
 
 def test_lines_have_time_and_level_and_come_once(capsys: pytest.CaptureFixture[str]) -> None:

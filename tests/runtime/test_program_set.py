@@ -74,7 +74,7 @@ def test_a_step_waits_for_its_own_program_which_comes_next(goes_on: threading.Se
 
 
 def test_one_that_never_comes_is_left_out(caplog: pytest.LogCaptureFixture):
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "jaxserve.runtime")
 
     def fetch(key: Key) -> Program:
         if key == MIXED[0]:
