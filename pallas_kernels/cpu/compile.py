@@ -1,0 +1,100 @@
+"""Kernels that this machine compiles for itself, by name, as XLA finds them.
+
+A kernel is a frozen description that can write itself in LLVM's language. Whoever traces a program with one registers
+it on the way; whoever loads a program that another process compiled must register its kernels before. Compiled code
+stays for the life of the process, as XLA has its address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import platform
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+
+from pallas_kernels.cpu.emit import Module
+
+_LOCK = threading.Lock()
+_KERNELS: dict[str, Kernel] = {}
+_ENGINES: list[Any] = []
+
+
+class Kernel(Protocol):
+    """One specialised kernel. Two with the same name are the same, in any process; it can be pickled."""
+
+    @property
+    def name(self) -> str:
+        """What XLA calls it: letters, digits and underscores."""
+
+    def write(self, module: Module, features: frozenset[str]) -> None:
+        """Adds the handler `name` to a module, for a CPU with these features, as LLVM calls them."""
+
+
+def refusal() -> str | None:
+    """Why this machine can't compile kernels, or None."""
+    if importlib.util.find_spec("llvmlite") is None:
+        return "the package llvmlite is not installed"
+    if sys.byteorder != "little" or sys.maxsize < 2**32:
+        return f"CPUs like {platform.machine()} are not supported"
+    return None
+
+
+def call(kernel: Kernel, results: Any, *operands: jax.Array) -> Any:
+    """The kernel's results, of the shapes and dtypes of `results`, in a program that is being traced."""
+    register(kernel)
+    return jax.ffi.ffi_call(kernel.name, results)(*operands)
+
+
+def register(kernel: Kernel) -> None:
+    """Compiles a kernel, once in a process, and tells XLA of it."""
+    with _LOCK:
+        if kernel.name in _KERNELS:
+            return
+        jax.ffi.register_ffi_target(kernel.name, _compile(kernel), platform="cpu")
+        _KERNELS[kernel.name] = kernel
+
+
+def kernels_in(program: str) -> list[Kernel]:
+    """The kernels that a program's text names, to be registered where it is loaded."""
+    with _LOCK:
+        return [kernel for name, kernel in sorted(_KERNELS.items()) if f'"{name}"' in program or f"@{name}(" in program]
+
+
+def _compile(kernel: Kernel) -> Any:
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    module = Module()
+    kernel.write(module, cpu_features())
+    parsed = llvm.parse_assembly(str(module))
+    parsed.verify()
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+    )
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    builder.getModulePassManager().run(parsed, builder)
+    engine = llvm.create_mcjit_compiler(parsed, machine)
+    engine.finalize_object()
+    _ENGINES.append(engine)
+    return _capsule(engine.get_function_address(kernel.name))
+
+
+@functools.cache
+def cpu_features() -> frozenset[str]:
+    """What this machine's CPU has, by LLVM's names."""
+    import llvmlite.binding as llvm
+
+    return frozenset(name for name, there in llvm.get_host_cpu_features().items() if there)
+
+
+def _capsule(address: int) -> Any:
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return new(address, None, None)

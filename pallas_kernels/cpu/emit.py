@@ -1,0 +1,370 @@
+"""Writes functions in LLVM's language: values that can be added, loops and branches whose bodies are Python functions.
+
+It knows types, arithmetic and control flow, and no kernel. What it writes is text, so that it can be read, tested, and
+compiled by whatever has LLVM. A Python number stands for a constant of the other operand's type, in every lane of a
+vector. Integers have no sign of their own; comparisons, division and conversions take them as signed, shifts and bytes
+as unsigned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Callable, Sequence
+
+Number = int | float
+
+
+@dataclasses.dataclass(frozen=True)
+class Type:
+    """A number, a pointer, or where `lanes` isn't 0, that many numbers in a register."""
+
+    name: str
+    lanes: int = 0
+
+    def __str__(self) -> str:
+        return f"<{self.lanes} x {self.name}>" if self.lanes else self.name
+
+    @property
+    def is_float(self) -> bool:
+        """Whether arithmetic on it is floating point."""
+        return self.name in ("float", "half", "bfloat")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        bits = {"float": 32, "half": 16, "bfloat": 16, "ptr": 64}.get(self.name) or int(self.name[1:])
+        return max(self.lanes, 1) * bits // 8
+
+    def times(self, lanes: int) -> Type:
+        """A vector of such numbers."""
+        return Type(self.name, lanes)
+
+
+F32, F16, BF16 = Type("float"), Type("half"), Type("bfloat")
+I1, I8, I16, I32, I64 = (Type(f"i{bits}") for bits in (1, 8, 16, 32, 64))
+PTR = Type("ptr")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Value:
+    """What an instruction gave, or a constant."""
+
+    function: Function
+    type: Type
+    ref: str
+
+    def __add__(self, other: Value | Number) -> Value:
+        return self.function.binary("add", self, other)
+
+    def __radd__(self, other: Number) -> Value:
+        return self + other
+
+    def __sub__(self, other: Value | Number) -> Value:
+        return self.function.binary("sub", self, other)
+
+    def __rsub__(self, other: Number) -> Value:
+        return self.function.constant(self.type, other) - self
+
+    def __mul__(self, other: Value | Number) -> Value:
+        return self.function.binary("mul", self, other)
+
+    def __rmul__(self, other: Number) -> Value:
+        return self * other
+
+    def __floordiv__(self, other: Value | Number) -> Value:
+        return self.function.binary("sdiv", self, other)
+
+    def __mod__(self, other: Value | Number) -> Value:
+        return self.function.binary("srem", self, other)
+
+    def __truediv__(self, other: Value | Number) -> Value:
+        return self.function.binary("div", self, other)
+
+    def __and__(self, other: Value | Number) -> Value:
+        return self.function.binary("and", self, other)
+
+    def __or__(self, other: Value | Number) -> Value:
+        return self.function.binary("or", self, other)
+
+    def __lshift__(self, other: Value | Number) -> Value:
+        return self.function.binary("shl", self, other)
+
+    def __rshift__(self, other: Value | Number) -> Value:
+        return self.function.binary("lshr", self, other)
+
+    def __lt__(self, other: Value | Number) -> Value:
+        return self.function.compare("lt", self, other)
+
+    def __le__(self, other: Value | Number) -> Value:
+        return self.function.compare("le", self, other)
+
+    def __gt__(self, other: Value | Number) -> Value:
+        return self.function.compare("gt", self, other)
+
+    def __ge__(self, other: Value | Number) -> Value:
+        return self.function.compare("ge", self, other)
+
+    def same(self, other: Value | Number) -> Value:
+        """Whether it equals another one."""
+        return self.function.compare("eq", self, other)
+
+
+class Module:
+    """Functions that are compiled together."""
+
+    def __init__(self) -> None:
+        self._functions: list[Function] = []
+        self._declared: dict[str, str] = {}
+
+    def function(self, name: str, arguments: Sequence[Type], result: Type | None = None, *, public: bool = False) -> Function:
+        """A new function, to be filled and ended by `ret`."""
+        function = Function(self, name, arguments, result, public)
+        self._functions.append(function)
+        return function
+
+    def declare(self, name: str, text: str) -> None:
+        """One that LLVM or the C library has."""
+        if not any(function.name == name for function in self._functions):
+            self._declared[name] = text
+
+    def __str__(self) -> str:
+        return "\n".join([*self._declared.values(), *(str(function) for function in self._functions)]) + "\n"
+
+
+class Function:
+    """One function; instructions go to the end of its current block."""
+
+    def __init__(self, module: Module, name: str, arguments: Sequence[Type], result: Type | None, public: bool) -> None:
+        self.module = module
+        self.name = name
+        self.result = result
+        self._linkage = "" if public else "internal "
+        self._stack: list[str] = []
+        self._lines: list[str] = []
+        self._count = 0
+        self._block = "entry"
+        self.arguments = [Value(self, kind, f"%a{i}") for i, kind in enumerate(arguments)]
+
+    def __str__(self) -> str:
+        arguments = ", ".join(f"{value.type} {value.ref}" for value in self.arguments)
+        body = "\n".join(["entry:", *self._stack, *self._lines])
+        return f"define {self._linkage}{self.result or 'void'} @{self.name}({arguments}) nounwind {{\n{body}\n}}"
+
+    def constant(self, kind: Type, number: Number | Sequence[Number]) -> Value:
+        """A number, or one for each lane."""
+        if not kind.lanes:
+            assert not isinstance(number, Sequence)
+            return Value(self, kind, _literal(kind, number))
+        numbers = number if isinstance(number, Sequence) else [number] * kind.lanes
+        lane = Type(kind.name)
+        return Value(self, kind, "<" + ", ".join(f"{lane} {_literal(lane, one)}" for one in numbers) + ">")
+
+    def binary(self, operation: str, left: Value, right: Value | Number) -> Value:
+        """An operation of two values of one type, by LLVM's name of it for integers."""
+        right = right if isinstance(right, Value) else self.constant(left.type, right)
+        if left.type.is_float and operation in ("add", "sub", "mul", "div"):
+            operation = f"f{operation} contract"
+        return self._emit(left.type, f"{operation} {left.type} {left.ref}, {right.ref}")
+
+    def compare(self, relation: str, left: Value, right: Value | Number) -> Value:
+        """A truth value, or one for each lane."""
+        right = right if isinstance(right, Value) else self.constant(left.type, right)
+        if left.type.is_float:
+            code = f"fcmp o{relation}"
+        else:
+            code = f"icmp {relation if relation == 'eq' else 's' + relation}"
+        return self._emit(Type("i1", left.type.lanes), f"{code} {left.type} {left.ref}, {right.ref}")
+
+    def select(self, condition: Value, yes: Value, no: Value | Number) -> Value:
+        """Either, by lane where the condition is a vector."""
+        no = no if isinstance(no, Value) else self.constant(yes.type, no)
+        return self._emit(yes.type, f"select {condition.type} {condition.ref}, {yes.type} {yes.ref}, {no.type} {no.ref}")
+
+    def least(self, left: Value, right: Value | Number) -> Value:
+        """The smaller of two integers."""
+        right = right if isinstance(right, Value) else self.constant(left.type, right)
+        return self.select(left < right, left, right)
+
+    def convert(self, operation: str, value: Value, kind: Type) -> Value:
+        """To another type, by one of LLVM's conversions: zext, sext, trunc, sitofp, uitofp, fptosi, fpext, fptrunc, bitcast."""
+        return self._emit(kind, f"{operation} {value.type} {value.ref} to {kind}")
+
+    def call(self, name: str, result: Type | None, *values: Value) -> Value:
+        """A function of this module, LLVM's, or the C library's; without a result, nothing that can be used."""
+        kinds = ", ".join(str(value.type) for value in values)
+        self.module.declare(name, f"declare {result or 'void'} @{name}({kinds})")
+        return self._call(f"@{name}", result, values)
+
+    def call_pointer(self, pointer: Value, result: Type | None, *values: Value) -> Value:
+        """The function at an address."""
+        return self._call(pointer.ref, result, values)
+
+    def fma(self, left: Value, right: Value, plus: Value) -> Value:
+        """`left * right + plus`, rounded once."""
+        suffix = f"v{left.type.lanes}f32" if left.type.lanes else "f32"
+        return self.call(f"llvm.fma.{suffix}", left.type, left, right, plus)
+
+    def at(self, pointer: Value, offset: Value | int) -> Value:
+        """`offset` bytes further."""
+        offset = offset if isinstance(offset, Value) else self.constant(I64, offset)
+        return self._emit(PTR, f"getelementptr i8, ptr {pointer.ref}, i64 {offset.ref}")
+
+    def load(self, kind: Type, pointer: Value, offset: Value | int = 0) -> Value:
+        """What stands `offset` bytes after a pointer."""
+        pointer = pointer if isinstance(offset, int) and offset == 0 else self.at(pointer, offset)
+        return self._emit(kind, f"load {kind}, ptr {pointer.ref}, align {_alignment(kind)}")
+
+    def store(self, value: Value, pointer: Value, offset: Value | int = 0) -> None:
+        """Puts a value `offset` bytes after a pointer."""
+        pointer = pointer if isinstance(offset, int) and offset == 0 else self.at(pointer, offset)
+        self._lines.append(f"  store {value.type} {value.ref}, ptr {pointer.ref}, align {_alignment(value.type)}")
+
+    def stack(self, nbytes: int) -> Value:
+        """Memory that lasts as long as the call."""
+        value = Value(self, PTR, self._name())
+        self._stack.append(f"  {value.ref} = alloca [{nbytes} x i8], align 64")
+        return value
+
+    def fetch_add(self, pointer: Value, number: int) -> Value:
+        """What an integer in memory was before it grew, in one step for all threads."""
+        return self._emit(I64, f"atomicrmw add ptr {pointer.ref}, i64 {number} seq_cst")
+
+    def load_shared(self, pointer: Value) -> Value:
+        """An integer that other threads write."""
+        return self._emit(I64, f"load atomic i64, ptr {pointer.ref} seq_cst, align 8")
+
+    def spread(self, value: Value, lanes: int) -> Value:
+        """A number in every lane."""
+        kind = value.type.times(lanes)
+        first = self._emit(kind, f"insertelement {kind} poison, {value.type} {value.ref}, i64 0")
+        return self.shuffle(first, first, [0] * lanes)
+
+    def shuffle(self, left: Value, right: Value, lanes: Sequence[int]) -> Value:
+        """Some lanes of two vectors side by side, by number."""
+        mask = self.constant(I32.times(len(lanes)), list(lanes))
+        kind = Type(left.type.name, len(lanes))
+        code = f"shufflevector {left.type} {left.ref}, {right.type} {right.ref}, {mask.type} {mask.ref}"
+        return self._emit(kind, code)
+
+    def lane(self, value: Value, index: int) -> Value:
+        """One number of a vector."""
+        return self._emit(Type(value.type.name), f"extractelement {value.type} {value.ref}, i64 {index}")
+
+    def loop(
+        self,
+        stop: Value | int,
+        body: Callable[..., Sequence[Value] | Value | None],
+        *carried: Value,
+        start: Value | int = 0,
+        step: int = 1,
+    ) -> list[Value]:
+        """`body(i, *carried)` gives what the next turn is given; the last ones are returned."""
+        first = start if isinstance(start, Value) else self.constant(I64, start)
+        last = stop if isinstance(stop, Value) else self.constant(I64, stop)
+        head, inside, end = (self._label(part) for part in ("head", "body", "end"))
+        before = self._block
+        self._branch(head)
+        self._open(head)
+        phis = [Value(self, value.type, self._name()) for value in (first, *carried)]
+        holes = len(self._lines)
+        self._lines += [""] * len(phis)
+        self._branch_if(phis[0] < last, inside, end)
+        self._open(inside)
+        given = body(phis[0], *phis[1:])
+        given = [] if given is None else [given] if isinstance(given, Value) else list(given)
+        assert len(given) == len(carried), (len(given), len(carried))
+        for i, (phi, initial, later) in enumerate(zip(phis, (first, *carried), (phis[0] + step, *given), strict=True)):
+            incoming = f"[ {initial.ref}, %{before} ], [ {later.ref}, %{self._block} ]"
+            self._lines[holes + i] = f"  {phi.ref} = phi {phi.type} {incoming}"
+        self._branch(head)
+        self._open(end)
+        return phis[1:]
+
+    def loop_while(
+        self, condition: Callable[[Value], Value], body: Callable[[Value], Value], first: Value
+    ) -> None:
+        """`body(value)` gives the next value, as long as the condition holds for it."""
+        head, inside, end = (self._label(part) for part in ("head", "body", "end"))
+        before = self._block
+        self._branch(head)
+        self._open(head)
+        value = Value(self, first.type, self._name())
+        hole = len(self._lines)
+        self._lines.append("")
+        self._branch_if(condition(value), inside, end)
+        self._open(inside)
+        later = body(value)
+        incoming = f"[ {first.ref}, %{before} ], [ {later.ref}, %{self._block} ]"
+        self._lines[hole] = f"  {value.ref} = phi {value.type} {incoming}"
+        self._branch(head)
+        self._open(end)
+
+    def when(self, condition: Value, body: Callable[[], None], otherwise: Callable[[], None] | None = None) -> None:
+        """Runs one of two bodies."""
+        yes, no, end = (self._label(part) for part in ("then", "else", "end"))
+        self._branch_if(condition, yes, no)
+        for label, some in ((yes, body), (no, otherwise)):
+            self._open(label)
+            if some is not None:
+                some()
+            self._branch(end)
+        self._open(end)
+
+    def wait_until(self, condition: Callable[[], Value]) -> None:
+        """Asks again and again."""
+        again, end = self._label("wait"), self._label("end")
+        self._branch(again)
+        self._open(again)
+        self._branch_if(condition(), end, again)
+        self._open(end)
+
+    def ret(self, value: Value | None = None) -> None:
+        """Ends the function."""
+        self._lines.append("  ret void" if value is None else f"  ret {value.type} {value.ref}")
+
+    def _call(self, target: str, result: Type | None, values: Sequence[Value]) -> Value:
+        arguments = ", ".join(f"{value.type} {value.ref}" for value in values)
+        if result is None:
+            self._lines.append(f"  call void {target}({arguments})")
+            return Value(self, I1, "poison")
+        return self._emit(result, f"call {result} {target}({arguments})")
+
+    def _emit(self, kind: Type, code: str) -> Value:
+        value = Value(self, kind, self._name())
+        self._lines.append(f"  {value.ref} = {code}")
+        return value
+
+    def _name(self) -> str:
+        self._count += 1
+        return f"%v{self._count}"
+
+    def _label(self, part: str) -> str:
+        self._count += 1
+        return f"{part}{self._count}"
+
+    def _open(self, label: str) -> None:
+        self._lines.append(f"{label}:")
+        self._block = label
+
+    def _branch(self, label: str) -> None:
+        self._lines.append(f"  br label %{label}")
+
+    def _branch_if(self, condition: Value, yes: str, no: str) -> None:
+        self._lines.append(f"  br i1 {condition.ref}, label %{yes}, label %{no}")
+
+
+def _alignment(kind: Type) -> int:
+    """That of one number: rows of a tensor may start anywhere."""
+    return Type(kind.name).nbytes
+
+
+def _literal(kind: Type, number: Number) -> str:
+    if kind.name == "ptr":
+        assert number == 0
+        return "null"
+    if not kind.is_float:
+        return str(int(number))
+    rounded = struct.unpack("<f", struct.pack("<f", number))[0]
+    assert kind.name == "float", kind  # others come from memory
+    return f"0x{struct.unpack('<Q', struct.pack('<d', rounded))[0]:016X}"

@@ -1,0 +1,15 @@
+"""Products with packed weights."""
+
+from pallas_kernels.packed_matmul.layout import (
+    BLOCK,
+    BLOCK_DTYPE,
+    STRIP,
+    Bits,
+    PackedWeight,
+    pack_blocks,
+    pack_dense,
+    packed_shape,
+    unpack,
+)
+
+__all__ = ["BLOCK", "BLOCK_DTYPE", "STRIP", "Bits", "PackedWeight", "pack_blocks", "pack_dense", "packed_shape", "unpack"]
