@@ -1,0 +1,201 @@
+"""The product with a packed weight on a CPU.
+
+A tile is a few rows of `x` and a few strips of outputs, whose sums stay in registers over all blocks of inputs. As
+`sum(x * (scale * q + minimum))` over a block is `scale * sum(x * q) + minimum * sum(x)`, the numbers `q` are multiplied
+as they are: they and bfloat16 are exact in bfloat16, and so are their products in the float32 of the sums.
+
+Where the CPU multiplies bfloat16 by itself (AVX512_BF16), an instruction takes two inputs of 16 outputs, and four bits
+become bfloat16 by looking them up in a register (AVX-512 BW). Elsewhere both are turned to float32 first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Iterator
+from typing import Protocol
+
+from pallas_kernels.cpu.emit import BF16, F32, I16, I32, I64, PTR, Function, Module, Value
+from pallas_kernels.cpu.ffi import Call, handler
+from pallas_kernels.packed_matmul.layout import BLOCK, STRIP, Bits, packed_shape
+
+ROWS = 4
+STRIPS = 4
+_ITEM_BYTES = 1 << 16
+_CHAINS = 8
+_SUMS = F32.times(STRIP)
+_WORDS, _LANES, _HALVES = I16.times(2 * STRIP), I32.times(STRIP), BF16.times(2 * STRIP)
+_HIGH = -(1 << 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedMatmul:
+    """`x` bfloat16 `[tokens, in]`, its sums by block float32 `[tokens, in / 32]`, the weight's bytes
+    `[out / 16, in / 32, run]`; gives float32 `[tokens, out]`."""
+
+    bits: Bits
+
+    @property
+    def name(self) -> str:
+        return f"jaxserve_packed_matmul_{self.bits}"
+
+    def write(self, module: Module, features: frozenset[str]) -> None:
+        """See `pallas_kernels.cpu.Kernel`."""
+        terms: _Terms = _BF16Terms() if {"avx512bf16", "avx512bw"} <= features else _F32Terms()
+        shapes = [(rows, strips) for rows in range(1, ROWS + 1) for strips in (1, STRIPS)]
+        tiles = {shape: self._tile(module, *shape, terms) for shape in shapes}
+        handler(module, self.name, 3, 1, lambda call: self._share(call, tiles))
+
+    @property
+    def run(self) -> int:
+        """Bytes of a block of a strip."""
+        return packed_shape(STRIP, BLOCK, self.bits)[2]
+
+    def _share(self, call: Call, tiles: dict[tuple[int, int], str]) -> None:
+        f = call.function
+        x, sums, weight = call.arguments
+        tokens, in_dim, strips = x.dim(0), x.dim(1), weight.dim(0)
+        strip_bytes = weight.dim(1) * self.run
+        # Enough items that threads end together, and each long enough to be worth the asking
+        per_item = (f.constant(I64, _ITEM_BYTES) // strip_bytes // STRIPS + 1) * STRIPS
+        items = (strips + per_item - 1) // per_item
+
+        def work(f: Function, item: Value, *given: Value) -> None:
+            x, sums, weight, out, tokens, in_dim, strips, per_item, strip_bytes = given
+            blocks, out_dim = in_dim // BLOCK, strips * STRIP
+            first = item * per_item
+            stop = f.least(first + per_item, strips)
+            whole = stop - (stop - first) % STRIPS
+
+            def by_rows(strip: Value, width: int) -> None:
+                of_strip = f.at(weight, strip * strip_bytes)
+
+                def tile(row: Value, rows: int) -> None:
+                    to = f.at(out, (row * out_dim + strip * STRIP) * 4)
+                    given = (f.at(x, row * in_dim * 2), f.at(sums, row * blocks * 4), of_strip, to, in_dim, out_dim)
+                    f.call(tiles[rows, width], None, *given)
+
+                left = tokens % ROWS
+                f.loop(tokens - left, lambda row: tile(row, ROWS), step=ROWS)
+                for rows in range(1, ROWS):
+                    f.when(left.same(rows), lambda rows=rows: tile(tokens - left, rows))
+
+            f.loop(whole, lambda strip: by_rows(strip, STRIPS), start=first, step=STRIPS)
+            f.loop(stop, lambda strip: by_rows(strip, 1), start=whole)
+
+        out = call.results[0].data
+        call.share(items, [x.data, sums.data, weight.data, out, tokens, in_dim, strips, per_item, strip_bytes], work)
+
+    def _tile(self, module: Module, rows: int, strips: int, terms: _Terms) -> str:
+        """The function of a tile, of `x`, its sums, the first strip, where to write, `in_dim`, `out_dim`."""
+        f = module.function(f"tile_{rows}x{strips}", [PTR, PTR, PTR, PTR, I64, I64])
+        x, sums, weight, out, in_dim, out_dim = f.arguments
+        blocks = in_dim // BLOCK
+        zero = f.constant(_SUMS, 0)
+        scaled = self.bits != 16
+
+        def block(at: Value, *totals: Value) -> list[Value]:
+            runs = [f.at(weight, (blocks * strip + at) * self.run) for strip in range(strips)]
+            pairs_at = [f.at(x, (in_dim * row + at * BLOCK) * 2) for row in range(rows)]
+            # A few sums side by side where a tile is so small that it would wait for each
+            chains = max(1, _CHAINS // (rows * strips)) if scaled else 1
+            parts = [[zero] * chains if scaled else [total] for total in totals]
+            numbers_of = [terms.pairs(f, run, self.bits) for run in runs]
+            for pair, numbers in enumerate(zip(*numbers_of, strict=True)):
+                for row in range(rows):
+                    factor = terms.factor(f, f.load(I32, pairs_at[row], pair * I32.nbytes))
+                    for strip in range(strips):
+                        part = parts[row * strips + strip]
+                        part[pair % chains] = terms.add(f, part[pair % chains], numbers[strip], factor)
+            made = [_total(part) for part in parts]
+            if not scaled:
+                return made
+            size = self.run - 2 * _SUMS.nbytes
+            scales = [f.load(_SUMS, run, size) for run in runs]
+            minima = [f.load(_SUMS, run, size + _SUMS.nbytes) for run in runs]
+            for row in range(rows):
+                total = f.spread(f.load(F32, sums, (blocks * row + at) * 4), STRIP)
+                for strip in range(strips):
+                    i = row * strips + strip
+                    made[i] = f.fma(scales[strip], made[i], f.fma(minima[strip], total, totals[i]))
+            return made
+
+        totals = f.loop(blocks, block, *[zero] * (rows * strips))
+        for i, total in enumerate(totals):
+            row, strip = divmod(i, strips)
+            f.store(total, out, (out_dim * row + strip * STRIP) * 4)
+        f.ret()
+        return f.name
+
+
+class _Terms(Protocol):
+    """How pairs of neighbouring inputs are multiplied: what a kernel is made of."""
+
+    def factor(self, f: Function, pair: Value) -> tuple[Value, ...]:
+        """Two neighbours of a row of `x`, bfloat16 in one integer, for all lanes."""
+
+    def pairs(self, f: Function, run: Value, bits: Bits) -> Iterator[tuple[Value, ...]]:
+        """The numbers of a strip's block, pair by pair."""
+
+    def add(self, f: Function, total: Value, numbers: tuple[Value, ...], factor: tuple[Value, ...]) -> Value:
+        """One pair further."""
+
+
+class _BF16Terms:
+    """Pairs of bfloat16, multiplied and added in float32 by one instruction."""
+
+    def factor(self, f: Function, pair: Value) -> tuple[Value, ...]:
+        return (f.convert("bitcast", f.spread(pair, STRIP), _HALVES),)
+
+    def pairs(self, f: Function, run: Value, bits: Bits) -> Iterator[tuple[Value, ...]]:
+        if bits == 8:
+            for even, odd in _F32Terms().pairs(f, run, bits):
+                low, high = (f.convert("bitcast", number, _LANES) for number in (even, odd))
+                yield (f.convert("bitcast", (low >> 16) | (high & _HIGH), _HALVES),)
+            return
+        # Its low four bits are all that a lookup sees of a number, as the table has every entry twice
+        table = f.constant(_WORDS, [_bfloat16(i % 16) for i in range(2 * STRIP)])
+        for at in range(0, BLOCK * STRIP * bits // 8, _WORDS.nbytes):
+            if bits == 16:
+                yield (f.load(_HALVES, run, at),)
+                continue
+            words = f.load(_WORDS, run, at)
+            for nibble in range(4):
+                looked_up = f.call("llvm.x86.avx512.permvar.hi.512", _WORDS, table, words >> 4 * nibble)
+                yield (f.convert("bitcast", looked_up, _HALVES),)
+
+    def add(self, f: Function, total: Value, numbers: tuple[Value, ...], factor: tuple[Value, ...]) -> Value:
+        return f.call("llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, total, *numbers, *factor)
+
+
+class _F32Terms:
+    """Pairs of float32, on any CPU."""
+
+    def factor(self, f: Function, pair: Value) -> tuple[Value, ...]:
+        return tuple(f.spread(f.convert("bitcast", half, F32), STRIP) for half in (pair << 16, pair & _HIGH))
+
+    def pairs(self, f: Function, run: Value, bits: Bits) -> Iterator[tuple[Value, ...]]:
+        for at in range(0, BLOCK * STRIP * bits // 8, _LANES.nbytes):
+            lanes = f.load(_LANES, run, at)
+            if bits == 16:
+                yield tuple(f.convert("bitcast", half, _SUMS) for half in (lanes << 16, lanes & _HIGH))
+                continue
+            for pair in range(16 // bits):
+                # Of four bits, the two numbers of a pair are 16 bits apart, of eight bits they are neighbours
+                even, odd = (4 * pair, 4 * pair + 16) if bits == 4 else (16 * pair, 16 * pair + 8)
+                mask = 2**bits - 1
+                yield tuple(f.convert("sitofp", (lanes >> shift) & mask, _SUMS) for shift in (even, odd))
+
+    def add(self, f: Function, total: Value, numbers: tuple[Value, ...], factor: tuple[Value, ...]) -> Value:
+        return f.fma(numbers[0], factor[0], f.fma(numbers[1], factor[1], total))
+
+
+def _total(parts: list[Value]) -> Value:
+    while len(parts) > 1:
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def _bfloat16(number: int) -> int:
+    """The bits of a small integer in bfloat16."""
+    return int(struct.unpack("<I", struct.pack("<f", number))[0] >> 16)
