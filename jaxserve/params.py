@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 Initializer = Literal["normal", "ones", "zeros"]
 Window = tuple[slice, ...]
+Path = tuple[str | int, ...]
+"""A parameter's place in its tree: attribute names, keys and list indices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +23,8 @@ class ParamSpec:
     It may be larger on a mesh than where it is stored, so that it can be split evenly; `shape` is that on the mesh.
     Each stored KV head stands there `kv_replicas` times, with an equal part of what the next axis holds of it, but for
     that axis' last `kv_shared` entries, which every replica has. `padding` rows of zeros follow along the first axis.
+
+    Where it is a linear layer's weight, a product sums over its last `inputs` dimensions.
     """
 
     shape: tuple[int, ...]
@@ -31,6 +35,7 @@ class ParamSpec:
     kv_replicas: int = 1
     kv_shared: int = 0
     padding: int = 0
+    inputs: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
@@ -85,11 +90,11 @@ class ParamSpec:
 class Placement:
     """Where one checkpoint tensor goes: reshaped to `shape` and written at `index` of the parameter at `path`.
 
-    `path` is the parameter's place in the tree, attribute names and list indices; `shape` has the rank of the
-    parameter; `index` holds the start of each dimension, in `ParamSpec.stored_shape`.
+    `shape` has the rank of the parameter at `path`; `index` holds the start of each dimension, in
+    `ParamSpec.stored_shape`.
     """
 
-    path: tuple[str | int, ...]
+    path: Path
     shape: tuple[int, ...]
     index: tuple[int, ...]
 
@@ -102,3 +107,21 @@ class KVSpec:
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+
+
+def path_of(keys: tuple[Any, ...]) -> Path:
+    """A path from jax' keys of it."""
+    return tuple(_part(key) for key in keys)
+
+
+def dotted(path: Path) -> str:
+    """A path as messages show it: `layers.0.attention.qkv`."""
+    return ".".join(str(part) for part in path)
+
+
+def _part(key: Any) -> str | int:
+    for attribute in ("name", "idx", "key"):
+        if hasattr(key, attribute):
+            part: str | int = getattr(key, attribute)
+            return part
+    raise AssertionError(f"a parameter tree is made of dataclasses, tuples and dicts, not {type(key)}")

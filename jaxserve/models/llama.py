@@ -72,16 +72,16 @@ def abstract(config: ModelConfig, dtype: np.dtype) -> Params:
         return LayerParams(
             attention_norm=spec(dim, init="ones"),
             attention=AttentionParams(
-                qkv=spec(kv_heads, (group + 2, None), head, dim, **qkv),
-                output=spec(dim, kv_heads, (group, None), head, kv_replicas=replicas),
+                qkv=spec(kv_heads, (group + 2, None), head, dim, inputs=1, **qkv),
+                output=spec(dim, kv_heads, (group, None), head, inputs=3, kv_replicas=replicas),
                 qkv_bias=spec(kv_heads, (group + 2, None), head, init="zeros", **qkv) if config.qkv_bias else None,
                 output_bias=spec(dim, init="zeros") if config.output_bias else None,
                 q_norm=spec(head, init="ones") if config.qk_norm else None,
                 k_norm=spec(head, init="ones") if config.qk_norm else None,
             ),
             mlp_norm=spec(dim, init="ones"),
-            gate_up=spec((2, None), ffn, dim),
-            down=spec(dim, ffn),
+            gate_up=spec((2, None), ffn, dim, inputs=1),
+            down=spec(dim, ffn, inputs=1),
             gate_up_bias=spec((2, None), ffn, init="zeros") if config.mlp_bias else None,
             down_bias=spec(dim, init="zeros") if config.mlp_bias else None,
         )
@@ -90,7 +90,7 @@ def abstract(config: ModelConfig, dtype: np.dtype) -> Params:
         embedding=spec(vocab, dim, padding=padding),
         layers=tuple(layer() for _ in range(config.num_layers)),
         norm=spec(dim, init="ones"),
-        output=None if config.tie_word_embeddings else spec(vocab, dim, padding=padding),
+        output=None if config.tie_word_embeddings else spec(vocab, dim, padding=padding, inputs=1),
     )
 
 

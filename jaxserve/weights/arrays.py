@@ -16,9 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.params import ParamSpec, Window
+from jaxserve.params import ParamSpec, Path, Window, path_of
 
-Path = tuple[str | int, ...]
 Bounds = tuple[tuple[int, int], ...]
 Fill = Callable[[Path, ParamSpec, Window, np.ndarray[Any, Any]], None]
 
@@ -38,12 +37,7 @@ class WeightReader:
 def flatten(abstract: Any) -> tuple[list[tuple[Path, ParamSpec]], Any]:
     """The parameters of a tree with their paths (attribute names, keys and list indices), and the tree's structure."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
-    return [(tuple(_part(key) for key in keys), spec) for keys, spec in leaves], structure
-
-
-def dotted(path: Path) -> str:
-    """A path as messages show it: `layers.0.attention.qkv`."""
-    return ".".join(str(part) for part in path)
+    return [(path_of(keys), spec) for keys, spec in leaves], structure
 
 
 def build(abstract: Any, shardings: Any, reader: WeightReader) -> Any:
@@ -95,11 +89,3 @@ def _make(
             fill(path, spec, stored, buffer[inside])
         arrays += jax.block_until_ready([jax.device_put(buffer, device) for device in sharers])
     return jax.make_array_from_single_device_arrays(spec.shape, sharding, arrays, dtype=spec.dtype)
-
-
-def _part(key: Any) -> str | int:
-    for attribute in ("name", "idx", "key"):
-        if hasattr(key, attribute):
-            part: str | int = getattr(key, attribute)
-            return part
-    raise AssertionError(f"a parameter tree is made of dataclasses, tuples and dicts, not {type(key)}")

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.params import ParamSpec, Window
-from jaxserve.weights.arrays import Path, WeightReader, build, dotted, flatten
+from jaxserve.params import ParamSpec, Path, Window, dotted
+from jaxserve.weights.arrays import WeightReader, build, flatten
 
 _BLOCK = 1 << 20
 _SEED_MASK = (1 << 64) - 1

@@ -1,14 +1,15 @@
-"""A GGUF file as a `TensorSource`: Hugging Face's names and row order, blocks dequantized as they are read.
+"""A GGUF file as a `BlockSource`: Hugging Face's names and row order, blocks dequantized as they are read, or kept.
 
 Owns what llama.cpp's converter changed and this undoes: the names, and in files of architecture llama the order of the
 rows of q and k (it puts the two numbers that a rotation turns side by side; Hugging Face has them half a head apart).
-The header is `model_source`'s, the arithmetic of the quantized types the `gguf` package's.
+The header is `model_source`'s, the arithmetic of the quantized types `gguf_blocks`' and the `gguf` package's.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from gguf.quants import dequantize
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
 from jaxserve.model_source.gguf_metadata import TensorInfo as GGUFTensor
 from jaxserve.params import Window
+from jaxserve.weights.gguf_blocks import as_blocks
 from jaxserve.weights.source import TensorInfo, row_blocks
+from pallas_kernels.packed_matmul import BLOCK
 
 _READABLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _TYPES = {kind.value: kind for kind in GGMLQuantizationType}
@@ -64,20 +67,42 @@ class GGUFFile:
 
     def read(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
         """See `TensorSource`."""
+        kind = _TYPES[self._tensors[name].ggml_type]
+        for raw, inside, part in self._parts(name, window, out, 1):
+            # As one long row: the package works through groups of 16 rows, which is slow for short ones
+            values = dequantize(raw.reshape(1, -1), kind).reshape(len(part), -1)
+            part[...] = values[:, inside].reshape(part.shape)
+
+    def read_blocks(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
+        """See `BlockSource`."""
+        kind = _TYPES[self._tensors[name].ggml_type]
+        elements, size = GGML_QUANT_SIZES[kind]
+        for raw, inside, part in self._parts(name, window, out, BLOCK):
+            stored = raw.reshape(len(part), -1, size)
+            read = stored.shape[1] * (elements // BLOCK)
+            if part.shape[1] == read:
+                as_blocks(stored, kind, part)
+            else:
+                whole = np.empty((len(part), read), part.dtype)
+                as_blocks(stored, kind, whole)
+                part[...] = whole[:, inside]
+
+    def _parts(
+        self, name: str, window: Window, out: np.ndarray[Any, Any], unit: int
+    ) -> Iterator[tuple[np.ndarray[Any, Any], slice, np.ndarray[Any, Any]]]:
+        """A window, of which the last dimension counts `unit` elements as one, in blocks of rows: the bytes that it
+        touches, which of what they hold is the window's, and the part of `out` that it fills."""
         tensor = self._tensors[name]
-        kind = _TYPES[tensor.ggml_type]
-        block_elements, block_bytes = GGML_QUANT_SIZES[kind]
+        block_elements, block_bytes = GGML_QUANT_SIZES[_TYPES[tensor.ggml_type]]
         rows, row_elements = tensor.shape[0], math.prod(tensor.shape[1:])
         row_bytes = row_elements // block_elements * block_bytes
         stored = self._data[tensor.offset : tensor.offset + rows * row_bytes].reshape(rows, row_bytes)
         order = self._row_order(name, rows)
-        first, last, inside = _columns(tensor.shape, window, block_elements)
-        touched = slice(first // block_elements * block_bytes, last // block_elements * block_bytes)
+        block = max(1, block_elements // unit)
+        first, last, inside = _columns(tensor.shape, window, block)
+        touched = slice(first // block * block_bytes, last // block * block_bytes)
         for (rows_read, *_), part in row_blocks(window, out):
-            raw = stored[rows_read if order is None else order[rows_read], touched]
-            # As one long row: the package works through groups of 16 rows, which is slow for short ones
-            values = dequantize(raw.reshape(1, -1), kind).reshape(len(part), last - first)
-            part[...] = values[:, inside].reshape(part.shape)
+            yield stored[rows_read if order is None else order[rows_read], touched], inside, part
 
     def _row_order(self, name: str, rows: int) -> np.ndarray[Any, Any] | None:
         """For each of Hugging Face's rows the file's row, or None where they are the same."""

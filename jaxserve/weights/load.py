@@ -7,18 +7,21 @@ read, the pieces of a fused one (qkv, gate and up) straight to where they stand 
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxserve.params import ParamSpec, Placement, Window
-from jaxserve.weights.arrays import Path, WeightReader, build, dotted, flatten
+from jaxserve.params import ParamSpec, Path, Placement, Window, dotted
+from jaxserve.quant import EMBEDDING, HEAD, packed_weights
+from jaxserve.weights.arrays import WeightReader, build, flatten
 from jaxserve.weights.faults import listed, refuse_misfit
-from jaxserve.weights.source import TensorSource
+from jaxserve.weights.packed import Blocks, fill_packed, placed_in_blocks
+from jaxserve.weights.source import BlockSource, TensorSource
 
 _log = logging.getLogger(__name__)
 _SMALL = 1 << 14
@@ -53,7 +56,9 @@ def checkpoint_reader(
     missing, left over, of the wrong shape, or of a type that can't be read.
     """
     leaves, _ = flatten(abstract)
-    specs = dict(leaves)
+    packed = packed_weights(abstract)
+    # A packed weight is one leaf, its bytes, below the path that tensors are placed at
+    owners = [path[:-1] if path[:-1] in packed else path for path, _ in leaves]
     _check_names(source, placements, ignored)
     pieces: dict[Path, list[tuple[str, Placement]]] = defaultdict(list)
     position: dict[Path, int] = {}
@@ -62,18 +67,38 @@ def checkpoint_reader(
             placement = placements[name]
             pieces[placement.path].append((name, placement))
             position.setdefault(placement.path, i)
-    _check_cover(specs, pieces)
+    if HEAD in packed and HEAD not in pieces:
+        pieces[HEAD], position[HEAD] = pieces[EMBEDDING], position[EMBEDDING]
+    shapes = {owner: spec.stored_shape for owner, (_, spec) in zip(owners, leaves)}
+    _check_cover(shapes | {path: weight.shape for path, weight in packed.items()}, pieces)
+    blocks = Blocks(source) if isinstance(source, BlockSource) else None
 
     def fill(path: Path, spec: ParamSpec, window: Window, out: np.ndarray[Any, Any]) -> None:
-        for name, placement in pieces[path]:
-            common = _common(window, placement)
-            if common is not None:
-                inside = tuple(slice(c.start - w.start, c.stop - w.start) for c, w in zip(common, window))
-                placed = tuple(slice(c.start - i, c.stop - i) for c, i in zip(common, placement.index))
-                _read(source, name, placement.shape, placed, out[inside])
+        weight = packed.get(path[:-1])
+        if weight is None:
+            _fill(source, pieces[path], window, out)
+            return
+        assert out.shape == spec.shape, (dotted(path), window)
+        origin: TensorSource = source
+        placed = pieces[path[:-1]]
+        if weight.bits != 16:
+            assert blocks is not None, source.description
+            origin, placed = blocks, [(name, placed_in_blocks(placement)) for name, placement in placed]
+        fill_packed(weight, functools.partial(_fill, origin, placed), out)
 
-    paths = [path for path, _ in leaves]
-    return WeightReader(fill, tuple(sorted(range(len(paths)), key=lambda i: position[paths[i]])))
+    return WeightReader(fill, tuple(sorted(range(len(owners)), key=lambda i: position[owners[i]])))
+
+
+def _fill(
+    source: TensorSource, pieces: Sequence[tuple[str, Placement]], window: Window, out: np.ndarray[Any, Any]
+) -> None:
+    """Writes a window of a parameter, which is made of these tensors."""
+    for name, placement in pieces:
+        common = _common(window, placement)
+        if common is not None:
+            inside = tuple(slice(c.start - w.start, c.stop - w.start) for c, w in zip(common, window))
+            placed = tuple(slice(c.start - i, c.stop - i) for c, i in zip(common, placement.index))
+            _read(source, name, placement.shape, placed, out[inside])
 
 
 def _common(window: Window, placement: Placement) -> Window | None:
@@ -149,16 +174,15 @@ def _check_names(source: TensorSource, placements: Mapping[str, Placement], igno
         _log.info("weights: %d tensors of the checkpoint have no use here: %s", len(skipped), listed(sorted(skipped)))
 
 
-def _check_cover(specs: Mapping[Path, ParamSpec], pieces: Mapping[Path, list[tuple[str, Placement]]]) -> None:
+def _check_cover(shapes: Mapping[Path, tuple[int, ...]], pieces: Mapping[Path, list[tuple[str, Placement]]]) -> None:
     """Placements are a model's own code: one that leaves part of a parameter unwritten is our fault, not a person's."""
-    for path, spec in specs.items():
+    for path, shape in shapes.items():
         written = sum(math.prod(placement.shape) for _, placement in pieces.get(path, ()))
-        shape = spec.stored_shape
         assert written == math.prod(shape), f"{dotted(path)} {shape}: {written} elements are placed"
         for name, placement in pieces[path]:
             fits = all(i + n <= size for i, n, size in zip(placement.index, placement.shape, shape, strict=True))
             assert fits, f"{name} at {placement.index} leaves {dotted(path)} {shape}"
-    assert pieces.keys() <= specs.keys(), sorted(map(dotted, pieces.keys() - specs.keys()))
+    assert pieces.keys() <= shapes.keys(), sorted(map(dotted, pieces.keys() - shapes.keys()))
 
 
 def _same_layout(stored: tuple[int, ...], placed: tuple[int, ...]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxserve.errors import ConfigError
@@ -37,6 +38,13 @@ def open_weights(
         return OrbaxCheckpoint(source.path).reader(abstract)
     module = family(model)
     return checkpoint_reader(abstract, open_source(source), module.placements(model), ignored=module.ignored)
+
+
+def stored_types(source: ModelSource, load_format: LoadFormat = "auto") -> Mapping[str, str]:
+    """The type of each tensor where they may be quantized, which is in a GGUF file; empty elsewhere."""
+    if source.kind != "gguf" or load_format == "dummy":
+        return {}
+    return {name: info.stored_type for name, info in GGUFFile(source.path).infos.items()}
 
 
 def open_source(source: ModelSource, load_format: LoadFormat = "auto") -> TensorSource:

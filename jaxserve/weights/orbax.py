@@ -15,8 +15,8 @@ import numpy as np
 import tensorstore
 
 from jaxserve.errors import ConfigError
-from jaxserve.params import ParamSpec, Window
-from jaxserve.weights.arrays import Path, WeightReader, dotted, flatten
+from jaxserve.params import ParamSpec, Path, Window, dotted
+from jaxserve.weights.arrays import WeightReader, flatten
 from jaxserve.weights.faults import refuse_misfit
 from jaxserve.weights.manifest import PARAMS, Manifest, read_manifest
 

@@ -19,8 +19,8 @@ import orbax.checkpoint as ocp
 import tensorstore
 from orbax.checkpoint import type_handlers
 
-from jaxserve.params import ParamSpec
-from jaxserve.weights.arrays import THREADS, Fill, Path, WeightReader, aligned_empty, dotted, flatten
+from jaxserve.params import ParamSpec, Path, dotted
+from jaxserve.weights.arrays import THREADS, Fill, WeightReader, aligned_empty, flatten
 from jaxserve.weights.manifest import PARAMS, StoredParameter
 
 _PIECES = 16

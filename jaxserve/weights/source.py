@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -46,6 +46,15 @@ class TensorSource(Protocol):
         `out` has the window's shape and any float type, values are converted to it. Only what the window covers is read
         (in a quantized row: the blocks that it touches), and about `BLOCK_ELEMENTS` elements are held besides `out`.
         """
+
+
+@runtime_checkable
+class BlockSource(TensorSource, Protocol):
+    """One that has quantized tensors."""
+
+    def read_blocks(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
+        """Writes a window of a matrix as it is stored into `out`, `BLOCK_DTYPE`, whatever its strides; 32 neighbours of
+        the last dimension count as one, in the window as in `out`. The tensor's type must be one of `BLOCK_KINDS`."""
 
 
 def row_blocks(window: Window, out: np.ndarray[Any, Any]) -> Iterator[tuple[Window, np.ndarray[Any, Any]]]:

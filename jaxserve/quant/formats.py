@@ -1,0 +1,114 @@
+"""Which linear layers of a model are kept packed, in how many bits, and why not where none is.
+
+Decided from types and shapes alone, before anything is read: what is stored, and what multiplies by it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jaxserve.errors import ConfigError
+from jaxserve.params import ParamSpec, Path, Placement, path_of
+from pallas_kernels.packed_matmul import BLOCK, STRIP, Bits
+
+BITS: Mapping[str, Bits] = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 8, "Q5_1": 8, "Q5_K": 8, "Q8_0": 8}
+"""Bits in which a stored type is packed; a type that isn't here is dequantized, or was never quantized."""
+
+HEAD: Path = ("output",)
+EMBEDDING: Path = ("embedding",)
+"""What a tied head is made from: it has no tensor of its own."""
+
+_DENSE = {"F64", "F32", "F16", "BF16"}
+
+Asked = Literal["auto", "none", "gguf"]
+Stored = Mapping[str, str]
+"""The types of a checkpoint's tensors by name; empty where it can't have blocks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Bits by path of the parameters that are packed. `reason` says why none is, of a checkpoint that is quantized and
+    where nobody asked for that."""
+
+    bits: Mapping[Path, Bits] = dataclasses.field(default_factory=dict)
+    reason: str = ""
+
+
+def choose(
+    asked: Asked,
+    abstract: Any,
+    placements: Mapping[str, Placement],
+    stored: Stored,
+    *,
+    platform: str,
+    dtype: np.dtype,
+    tensor: int,
+) -> Packing:
+    """What is packed of a model with these `ParamSpec`s. Raises `ConfigError` where packed weights were asked for and
+    can't be."""
+    if asked == "none" or (asked == "auto" and _DENSE.issuperset(stored.values())):
+        return Packing()
+    reason = _obstacle(platform, dtype, tensor)
+    bits = {} if reason else _bits_by_path(abstract, placements, stored)
+    if bits:
+        return Packing(bits)
+    reason = reason or _nothing_to_pack(stored)
+    if asked == "gguf":
+        raise ConfigError(f"quantization=gguf: {reason}; leave it at auto, or set none")
+    return Packing(reason=reason)
+
+
+def _obstacle(platform: str, dtype: np.dtype, tensor: int) -> str:
+    if platform != "cpu":
+        return f"only a CPU multiplies by packed weights so far, and the device is a {platform}"
+    if dtype == np.float32:
+        return "with dtype=float32 weights are dequantized, so that products are as exact"
+    if tensor > 1:
+        return f"packed weights can't be split yet, and tp_size is {tensor}"
+    return ""
+
+
+def _nothing_to_pack(stored: Stored) -> str:
+    if not stored:
+        return "the model has no quantized blocks: only GGUF files have them"
+    found = ", ".join(sorted(set(stored.values())))
+    return (
+        f"no linear layer of this file can be kept as it is stored (it holds {found}; {', '.join(BITS)} can, where "
+        f"there are a multiple of {STRIP} outputs and of {BLOCK} inputs)"
+    )
+
+
+def _bits_by_path(abstract: Any, placements: Mapping[str, Placement], stored: Stored) -> dict[Path, Bits]:
+    """The widest of the tensors that a parameter is made of; one that isn't packable leaves it dense."""
+    kinds: dict[Path, list[Bits | None]] = defaultdict(list)
+    for name, placement in placements.items():
+        kinds[placement.path].append(BITS.get(stored.get(name, "")))
+    found: dict[Path, Bits] = {}
+    for path, spec in _linears(abstract):
+        widths = kinds[EMBEDDING if path == HEAD and HEAD not in kinds else path]
+        known = [bits for bits in widths if bits is not None]
+        if known and len(known) == len(widths) and _fits(spec):
+            found[path] = max(known)
+    return found
+
+
+def _linears(abstract: Any) -> Iterable[tuple[Path, ParamSpec]]:
+    """Weights of linear layers; a tied head as the parameter that it would be."""
+    for keys, spec in jax.tree_util.tree_leaves_with_path(abstract):
+        if spec.inputs:
+            yield path_of(keys), spec
+    if abstract.output is None:
+        yield HEAD, dataclasses.replace(abstract.embedding, inputs=1)
+
+
+def _fits(spec: ParamSpec) -> bool:
+    split = len(spec.shape) - spec.inputs
+    whole = spec.stored_shape == spec.shape
+    return whole and spec.shape[-1] % BLOCK == 0 and math.prod(spec.shape[:split]) % STRIP == 0

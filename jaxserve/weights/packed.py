@@ -1,0 +1,87 @@
+"""Fills packed weights: blocks are read as the checkpoint has them, as many as stay in a core's cache, and packed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.params import Placement, Window
+from jaxserve.weights.source import BLOCK_ELEMENTS, BlockSource, TensorInfo
+from pallas_kernels.packed_matmul import BLOCK, BLOCK_DTYPE, STRIP, PackedWeight, pack_blocks, pack_dense
+
+Read = Callable[[Window, np.ndarray[Any, Any]], None]
+
+
+class Blocks:
+    """The matrices of a checkpoint as its blocks: 32 neighbours of the last dimension are one element."""
+
+    def __init__(self, source: BlockSource) -> None:
+        self._source = source
+        self._infos = {name: _in_blocks(info) for name, info in source.infos.items()}
+
+    @property
+    def description(self) -> str:
+        return self._source.description
+
+    @property
+    def infos(self) -> dict[str, TensorInfo]:
+        return self._infos
+
+    def read(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
+        """See `BlockSource.read_blocks`."""
+        self._source.read_blocks(name, window, out)
+
+
+def placed_in_blocks(placement: Placement) -> Placement:
+    """The place of a tensor that is read as blocks."""
+    *shape, inner = placement.shape
+    *index, start = placement.index
+    assert (inner % BLOCK, start % BLOCK) == (0, 0), placement
+    return dataclasses.replace(placement, shape=(*shape, inner // BLOCK), index=(*index, start // BLOCK))
+
+
+def fill_packed(weight: PackedWeight, read: Read, out: np.ndarray[Any, Any]) -> None:
+    """Writes the bytes of a whole weight into `out`. `read` writes a window of the weight into an array: bfloat16 for
+    16 bits, else `BLOCK_DTYPE`, and then its last dimension counts blocks."""
+    shape, dtype = weight.shape, np.dtype(jnp.bfloat16)
+    if weight.bits != 16:
+        shape, dtype = (*shape[:-1], shape[-1] // BLOCK), BLOCK_DTYPE
+    split = next(i for i in range(len(shape)) if math.prod(shape[:i]) == len(out) * STRIP)
+    most = BLOCK_ELEMENTS // math.prod(weight.shape[split:])
+    done = 0
+    for window in _windows(shape[:split], most):
+        part = np.empty((*(w.stop - w.start for w in window), *shape[split:]), dtype)
+        read((*window, *(slice(0, length) for length in shape[split:])), part)
+        rows = part.reshape(math.prod(part.shape[:split]), -1)
+        strips = out[done : done + len(rows) // STRIP]
+        done += len(strips)
+        if weight.bits == 16:
+            pack_dense(rows, strips)
+        else:
+            pack_blocks(rows, weight.bits, strips)
+    assert done == len(out), weight
+
+
+def _windows(shape: tuple[int, ...], most: int) -> Iterator[Window]:
+    """Windows of whole strips, in their order, that make up outputs of `shape`: of about `most`, and of a strip at
+    least."""
+    axis = next(i for i in range(len(shape)) if i == len(shape) - 1 or math.prod(shape[i + 1 :]) <= most)
+    while math.prod(shape[axis:]) % STRIP:
+        axis -= 1
+    inner = math.prod(shape[axis + 1 :])
+    unit = STRIP // math.gcd(inner, STRIP)
+    step = max(1, most // inner // unit) * unit
+    for outer in np.ndindex(shape[:axis]):
+        for start in range(0, shape[axis], step):
+            whole = (slice(0, length) for length in shape[axis + 1 :])
+            yield *(slice(i, i + 1) for i in outer), slice(start, min(start + step, shape[axis])), *whole
+
+
+def _in_blocks(info: TensorInfo) -> TensorInfo:
+    *shape, inner = info.shape
+    return dataclasses.replace(info, shape=(*shape, inner // BLOCK))
