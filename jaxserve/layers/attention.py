@@ -13,6 +13,7 @@ from jaxserve.layers.batch import TokenBatch
 from jaxserve.layers.linear import linear, row_parallel
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import rotate
+from pallas_kernels.packed_matmul import PackedWeight
 from pallas_kernels.paged_attention import Backend, PagedKV, paged_attention
 
 
@@ -20,8 +21,8 @@ from pallas_kernels.paged_attention import Backend, PagedKV, paged_attention
 class AttentionParams:
     """Weights of one layer. `qkv` keeps each KV head with its group of query heads, so that shards split by KV head."""
 
-    qkv: Float[Array, "kv_heads group_plus_2 head_dim dim"]
-    output: Float[Array, "dim kv_heads group head_dim"]
+    qkv: Float[Array, "kv_heads group_plus_2 head_dim dim"] | PackedWeight
+    output: Float[Array, "dim kv_heads group head_dim"] | PackedWeight
     qkv_bias: Float[Array, "kv_heads group_plus_2 head_dim"] | None
     output_bias: Float[Array, " dim"] | None
     q_norm: Float[Array, " head_dim"] | None

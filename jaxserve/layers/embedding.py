@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.linear import TENSOR_AXIS, linear, tensor_rank
+from pallas_kernels.packed_matmul import PackedWeight
 
 
 def shard_index(tokens: Int[Array, "..."], shard_size: int) -> Int[Array, "..."]:
@@ -33,6 +34,8 @@ def without_padding(logits: Float[Array, "rows vocab_shard"], vocab_size: int) -
 
 
 @jax.named_scope("head")
-def logits(x: Float[Array, "rows dim"], table: Float[Array, "vocab_shard dim"]) -> Float[Array, "rows vocab_shard"]:
+def logits(
+    x: Float[Array, "rows dim"], table: Float[Array, "vocab_shard dim"] | PackedWeight
+) -> Float[Array, "rows vocab_shard"]:
     """This shard's part of the logits, in float32."""
     return linear(x, table, out_dtype=jnp.float32)

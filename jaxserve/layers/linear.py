@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels.packed_matmul import PackedWeight, packed_matmul
+
 TENSOR_AXIS = "tensor"
 _LANES = 64
 _MOST_TERMS = 64
@@ -15,13 +17,14 @@ _MOST_TERMS = 64
 
 def linear(
     x: Float[Array, "tokens in_dim"],
-    weight: Float[Array, "out_dim in_dim"],
+    weight: Float[Array, "out_dim in_dim"] | PackedWeight,
     bias: Float[Array, " out_dim"] | None = None,
     *,
     out_dtype: Any = None,
 ) -> Float[Array, "tokens out_dim"]:
     """`x @ weight.T + bias`. Column-parallel: each shard gives its own part of the output, nothing is exchanged."""
-    out = _product(x, weight, jnp.dtype(out_dtype or x.dtype))
+    dtype = jnp.dtype(out_dtype or x.dtype)
+    out = packed_matmul(x, weight).astype(dtype) if isinstance(weight, PackedWeight) else _product(x, weight, dtype)
     return out if bias is None else out + bias.astype(out.dtype)
 
 
@@ -64,7 +67,7 @@ def _lanes(in_dim: int) -> int | None:
 
 def row_parallel(
     x: Float[Array, "tokens in_shard"],
-    weight: Float[Array, "out_dim in_shard"],
+    weight: Float[Array, "out_dim in_shard"] | PackedWeight,
     bias: Float[Array, " out_dim"] | None = None,
 ) -> Float[Array, "tokens out_dim"]:
     """The product of an input that is split over the tensor axis: partial sums are added over the shards."""

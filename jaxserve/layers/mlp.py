@@ -6,13 +6,14 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxserve.layers.linear import linear, row_parallel
+from pallas_kernels.packed_matmul import PackedWeight
 
 
 @jax.named_scope("mlp")
 def gated_mlp(
     x: Float[Array, "tokens dim"],
-    gate_up: Float[Array, "2 ffn_shard dim"],
-    down: Float[Array, "dim ffn_shard"],
+    gate_up: Float[Array, "2 ffn_shard dim"] | PackedWeight,
+    down: Float[Array, "dim ffn_shard"] | PackedWeight,
     gate_up_bias: Float[Array, "2 ffn_shard"] | None = None,
     down_bias: Float[Array, " dim"] | None = None,
 ) -> Float[Array, "tokens dim"]:

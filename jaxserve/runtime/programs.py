@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import pickle
 import platform
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ from tqdm import tqdm
 import jaxserve
 import pallas_kernels
 from jaxserve.config.threads import xla_threads
+from jaxserve.params import dotted
+from jaxserve.quant import packed_weights
 from jaxserve.runtime.batch import ProgramKey, packing, step_shape
 from jaxserve.runtime.mesh import shape_structs
 from jaxserve.runtime.page_copies import make_read_pages, make_write_pages, row_specs
@@ -39,6 +42,7 @@ from jaxserve.runtime.step import StepContext, StepOutput, make_step, make_updat
 from jaxserve.runtime.turns import alone
 from jaxserve.runtime.update import UPDATE
 from jaxserve.step_plan import Capacity
+from pallas_kernels.cpu import kernels_in, register
 
 logger = logging.getLogger("jaxserve.runtime")
 
@@ -106,16 +110,20 @@ class ProgramBuilder:
         return self.lower(key).compile(_compiler_options(self.mesh, self.num_processes))
 
     def store(self, compiled: jax.stages.Compiled, path: Path) -> None:
-        """Write an executable."""
+        """Write an executable, and which kernels of ours it calls: those are compiled by who loads it."""
         payload, _, _ = serialize_executable.serialize(compiled)
-        write_whole(path, payload)
+        text = compiled.as_text() if self.mesh.devices.flat[0].platform == "cpu" else None
+        write_whole(path, pickle.dumps((kernels_in(text or ""), payload)))
 
     def load(self, key: Key, path: Path) -> jax.stages.Compiled:
         """Read an executable that `store` wrote for the same deployment."""
         in_tree, out_tree = self._trees(key)
         devices = list(self.mesh.devices.flat)
+        kernels, payload = pickle.loads(path.read_bytes())
+        for kernel in kernels:
+            register(kernel)
         return serialize_executable.deserialize_and_load(
-            path.read_bytes(), in_tree, out_tree, backend=devices[0].client, execution_devices=devices
+            payload, in_tree, out_tree, backend=devices[0].client, execution_devices=devices
         )
 
     def facts(self) -> dict[str, Any]:
@@ -129,6 +137,7 @@ class ProgramBuilder:
             "mesh": dict(self.mesh.shape),
             "processes": self.num_processes,
             "process": jax.process_index() if self.num_processes > 1 else 0,
+            "packed": {dotted(path): weight.bits for path, weight in packed_weights(self.param_specs).items()},
             "dtype": jax.tree.leaves(self.param_specs)[0].dtype.name,
             "jax": jax.__version__,
             "jaxlib": importlib.metadata.version("jaxlib"),

@@ -13,7 +13,7 @@ import importlib.util
 import platform
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -45,10 +45,12 @@ def refusal() -> str | None:
     return None
 
 
-def call(kernel: Kernel, results: Any, *operands: jax.Array) -> Any:
-    """The kernel's results, of the shapes and dtypes of `results`, in a program that is being traced."""
+def call(kernel: Kernel, results: Any, *operands: jax.Array, in_place: dict[int, int] | None = None) -> Any:
+    """The kernel's results, of the shapes and dtypes of `results`, in a program that is being traced. `in_place` says
+    which operands are, by number, results too: where they aren't used otherwise, nothing is copied."""
     register(kernel)
-    return jax.ffi.ffi_call(kernel.name, results)(*operands)
+    traced: Callable[..., Any] = jax.ffi.ffi_call(kernel.name, results, input_output_aliases=in_place)
+    return traced(*operands)
 
 
 def register(kernel: Kernel) -> None:
@@ -61,9 +63,9 @@ def register(kernel: Kernel) -> None:
 
 
 def kernels_in(program: str) -> list[Kernel]:
-    """The kernels that a program's text names, to be registered where it is loaded."""
+    """The kernels that the text of a compiled program names, to be registered where it is loaded."""
     with _LOCK:
-        return [kernel for name, kernel in sorted(_KERNELS.items()) if f'"{name}"' in program or f"@{name}(" in program]
+        return [kernel for name, kernel in sorted(_KERNELS.items()) if f'"{name}"' in program]
 
 
 def _compile(kernel: Kernel) -> Any:

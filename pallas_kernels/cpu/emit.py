@@ -117,7 +117,9 @@ class Module:
         self._functions: list[Function] = []
         self._declared: dict[str, str] = {}
 
-    def function(self, name: str, arguments: Sequence[Type], result: Type | None = None, *, public: bool = False) -> Function:
+    def function(
+        self, name: str, arguments: Sequence[Type], result: Type | None = None, *, public: bool = False
+    ) -> Function:
         """A new function, to be filled and ended by `ret`."""
         function = Function(self, name, arguments, result, public)
         self._functions.append(function)
@@ -170,24 +172,28 @@ class Function:
     def compare(self, relation: str, left: Value, right: Value | Number) -> Value:
         """A truth value, or one for each lane."""
         right = right if isinstance(right, Value) else self.constant(left.type, right)
-        if left.type.is_float:
-            code = f"fcmp o{relation}"
-        else:
-            code = f"icmp {relation if relation == 'eq' else 's' + relation}"
+        signed = relation if relation == "eq" else f"s{relation}"
+        code = f"fcmp o{relation}" if left.type.is_float else f"icmp {signed}"
         return self._emit(Type("i1", left.type.lanes), f"{code} {left.type} {left.ref}, {right.ref}")
 
     def select(self, condition: Value, yes: Value, no: Value | Number) -> Value:
         """Either, by lane where the condition is a vector."""
         no = no if isinstance(no, Value) else self.constant(yes.type, no)
-        return self._emit(yes.type, f"select {condition.type} {condition.ref}, {yes.type} {yes.ref}, {no.type} {no.ref}")
+        operands = ", ".join(f"{value.type} {value.ref}" for value in (condition, yes, no))
+        return self._emit(yes.type, f"select {operands}")
 
     def least(self, left: Value, right: Value | Number) -> Value:
-        """The smaller of two integers."""
+        """The smaller of two numbers."""
         right = right if isinstance(right, Value) else self.constant(left.type, right)
         return self.select(left < right, left, right)
 
+    def most(self, left: Value, right: Value | Number) -> Value:
+        """The larger of two numbers."""
+        right = right if isinstance(right, Value) else self.constant(left.type, right)
+        return self.select(left > right, left, right)
+
     def convert(self, operation: str, value: Value, kind: Type) -> Value:
-        """To another type, by one of LLVM's conversions: zext, sext, trunc, sitofp, uitofp, fptosi, fpext, fptrunc, bitcast."""
+        """To another type, by LLVM's name of the conversion: zext, trunc, sitofp, fptosi, fpext, fptrunc, bitcast …"""
         return self._emit(kind, f"{operation} {value.type} {value.ref} to {kind}")
 
     def call(self, name: str, result: Type | None, *values: Value) -> Value:
@@ -204,6 +210,12 @@ class Function:
         """`left * right + plus`, rounded once."""
         suffix = f"v{left.type.lanes}f32" if left.type.lanes else "f32"
         return self.call(f"llvm.fma.{suffix}", left.type, left, right, plus)
+
+    def dot_bf16(self, pairs: Value, others: Value, plus: Value) -> Value:
+        """`plus` and the products of two neighbours each, of 32 bfloat16; for CPUs with `avx512bf16`."""
+        numbers = BF16.times(2 * plus.type.lanes)
+        left, right = (self.convert("bitcast", value, numbers) for value in (pairs, others))
+        return self.call("llvm.x86.avx512bf16.dpbf16ps.512", plus.type, plus, left, right)
 
     def at(self, pointer: Value, offset: Value | int) -> Value:
         """`offset` bytes further."""
@@ -262,43 +274,34 @@ class Function:
         """`body(i, *carried)` gives what the next turn is given; the last ones are returned."""
         first = start if isinstance(start, Value) else self.constant(I64, start)
         last = stop if isinstance(stop, Value) else self.constant(I64, stop)
-        head, inside, end = (self._label(part) for part in ("head", "body", "end"))
-        before = self._block
-        self._branch(head)
-        self._open(head)
-        phis = [Value(self, value.type, self._name()) for value in (first, *carried)]
-        holes = len(self._lines)
-        self._lines += [""] * len(phis)
-        self._branch_if(phis[0] < last, inside, end)
-        self._open(inside)
-        given = body(phis[0], *phis[1:])
-        given = [] if given is None else [given] if isinstance(given, Value) else list(given)
-        assert len(given) == len(carried), (len(given), len(carried))
-        for i, (phi, initial, later) in enumerate(zip(phis, (first, *carried), (phis[0] + step, *given), strict=True)):
-            incoming = f"[ {initial.ref}, %{before} ], [ {later.ref}, %{self._block} ]"
-            self._lines[holes + i] = f"  {phi.ref} = phi {phi.type} {incoming}"
-        self._branch(head)
-        self._open(end)
-        return phis[1:]
+
+        def turn(i: Value, *before: Value) -> list[Value]:
+            given = body(i, *before)
+            given = [] if given is None else [given] if isinstance(given, Value) else list(given)
+            return [i + step, *given]
+
+        return self.loop_while(lambda i, *_: i < last, turn, first, *carried)[1:]
 
     def loop_while(
-        self, condition: Callable[[Value], Value], body: Callable[[Value], Value], first: Value
-    ) -> None:
-        """`body(value)` gives the next value, as long as the condition holds for it."""
+        self, condition: Callable[..., Value], body: Callable[..., Sequence[Value]], *first: Value
+    ) -> list[Value]:
+        """`body(*values)` gives the next values, while the condition holds for them; the last ones are returned."""
         head, inside, end = (self._label(part) for part in ("head", "body", "end"))
         before = self._block
         self._branch(head)
         self._open(head)
-        value = Value(self, first.type, self._name())
-        hole = len(self._lines)
-        self._lines.append("")
-        self._branch_if(condition(value), inside, end)
+        values = [Value(self, value.type, self._name()) for value in first]
+        holes = len(self._lines)
+        self._lines += [""] * len(values)
+        self._branch_if(condition(*values), inside, end)
         self._open(inside)
-        later = body(value)
-        incoming = f"[ {first.ref}, %{before} ], [ {later.ref}, %{self._block} ]"
-        self._lines[hole] = f"  {value.ref} = phi {value.type} {incoming}"
+        later = body(*values)
+        for i, (value, one, other) in enumerate(zip(values, first, later, strict=True)):
+            incoming = f"[ {one.ref}, %{before} ], [ {other.ref}, %{self._block} ]"
+            self._lines[holes + i] = f"  {value.ref} = phi {value.type} {incoming}"
         self._branch(head)
         self._open(end)
+        return values
 
     def when(self, condition: Value, body: Callable[[], None], otherwise: Callable[[], None] | None = None) -> None:
         """Runs one of two bodies."""

@@ -145,10 +145,10 @@ def _task(module: Module, name: str, kinds: Sequence[Type], work: Callable[..., 
     num_items = f.load(I64, job, _ITEMS)
     captured = [f.load(kind, job, _CAPTURED + 8 * i) for i, kind in enumerate(kinds)]
 
-    def take(item: Value) -> Value:
+    def take(item: Value) -> list[Value]:
         f.call(one.name, None, item, *captured)
         f.fetch_add(f.at(job, _DONE), 1)
-        return f.fetch_add(job, 1)
+        return [f.fetch_add(job, 1)]
 
     f.loop_while(lambda item: item < num_items, take, f.fetch_add(job, 1))
     f.ret()

@@ -11,6 +11,7 @@ become bfloat16 by looking them up in a register (AVX-512 BW). Elsewhere both ar
 from __future__ import annotations
 
 import dataclasses
+import functools
 import struct
 from collections.abc import Iterator
 from typing import Protocol
@@ -78,7 +79,7 @@ class PackedMatmul:
                 left = tokens % ROWS
                 f.loop(tokens - left, lambda row: tile(row, ROWS), step=ROWS)
                 for rows in range(1, ROWS):
-                    f.when(left.same(rows), lambda rows=rows: tile(tokens - left, rows))
+                    f.when(left.same(rows), functools.partial(tile, tokens - left, rows))
 
             f.loop(whole, lambda strip: by_rows(strip, STRIPS), start=first, step=STRIPS)
             f.loop(stop, lambda strip: by_rows(strip, 1), start=whole)

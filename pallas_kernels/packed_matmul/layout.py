@@ -42,7 +42,8 @@ class PackedWeight:
 
 def packed_shape(out_dim: int, in_dim: int, bits: Bits) -> tuple[int, int, int]:
     """The shape of the bytes. `out_dim` must be a multiple of `STRIP`, `in_dim` one of `BLOCK`."""
-    assert out_dim % STRIP == 0 and in_dim % BLOCK == 0, (out_dim, in_dim)
+    assert out_dim % STRIP == 0, out_dim
+    assert in_dim % BLOCK == 0, in_dim
     factors = 0 if bits == 16 else 2 * STRIP * 4
     return out_dim // STRIP, in_dim // BLOCK, STRIP * BLOCK * bits // 8 + factors
 
@@ -67,7 +68,7 @@ def pack_blocks(blocks: np.ndarray[Any, Any], bits: Literal[4, 8], out: np.ndarr
 
 def pack_dense(weight: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:
     """Writes bfloat16 weights `[out, in]` into `out`, uint8 of `packed_shape` for 16 bits."""
-    strips, count, run = out.shape
+    strips, count, _ = out.shape
     pairs = weight.view(np.uint16).reshape(strips, STRIP, count, BLOCK // 2, 2).transpose(0, 2, 3, 1, 4)
     out.view(np.uint16).reshape(strips, count, BLOCK // 2, STRIP, 2, copy=False)[...] = pairs
 
@@ -75,7 +76,7 @@ def pack_dense(weight: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:
 def unpack(weight: PackedWeight) -> Float[Array, "*shape"]:
     """The weights in float32, in the shape they stand for."""
     data = weight.data
-    strips, count, run = data.shape
+    strips, count, _ = data.shape
     size = STRIP * BLOCK * weight.bits // 8
     numbers = data[..., :size]
     if weight.bits == 16:
