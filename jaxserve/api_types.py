@@ -168,9 +168,10 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine is, said once when it is ready. Sizes are in tokens; times in seconds by start-up phase.
 
-    Of each device's memory, `free_bytes` were left once all was allocated, of which the programs take `working_bytes`
-    while they run; `memory_bound` says that more of it would have made the KV cache larger. `working_bytes` is the
-    compiler's figure and a margin then, else an estimate.
+    `quantization` is gguf where weights are kept as a GGUF file has them, else none. Of each device's memory, weights
+    take `weight_bytes`; `free_bytes` were left once all was allocated, of which the programs take `working_bytes` while
+    they run; `memory_bound` says that more of it would have made the KV cache larger. `working_bytes` is the compiler's
+    figure and a margin then, else an estimate.
     """
 
     max_model_len: int
@@ -189,6 +190,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int = 0
     working_bytes: int = 0
     memory_bound: bool = False
+    quantization: str = "none"
+    weight_bytes: int = 0
 
     @property
     def max_total_num_tokens(self) -> int:

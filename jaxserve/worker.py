@@ -10,6 +10,7 @@ import functools
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -48,7 +49,7 @@ from jaxserve.runtime.programs import ProgramBuilder, build_programs
 from jaxserve.runtime.sizes import Sizes
 from jaxserve.runtime.state import DeviceState, make_state
 from jaxserve.runtime.working_memory import sized_by_compiler
-from jaxserve.weights import WeightReader, build, open_weights
+from jaxserve.weights import WeightReader, build, open_weights, stored_types
 
 logger = logging.getLogger("jaxserve.worker")
 
@@ -109,6 +110,7 @@ def _prepare(config: EngineConfig, nodes: Nodes | None) -> _Device:
     with phases("model"):
         source = model_source.resolve(config.model)
         model = parse_model_config(model_source.read_config(source))
+        stored = stored_types(source, config.load_format)
     bundle = read_manifest(Path(config.programs)) if config.programs is not None else None
     if bundle is not None:
         config = sized_like_bundle(config, bundle)
@@ -116,7 +118,7 @@ def _prepare(config: EngineConfig, nodes: Nodes | None) -> _Device:
     facts = dataclasses.replace(facts, max_devices=len(devices))
     if nodes is not None:
         facts = dataclasses.replace(facts, memory_bytes=nodes.agree(facts.memory_bytes, min))
-    deployment = deploy_or_advise(config, model, facts)
+    deployment = deploy_or_advise(config, model, facts, stored)
     mesh = make_mesh(devices, data=deployment.data, tensor=deployment.tensor)
     if nodes is not None:
         settle(mesh)
@@ -135,6 +137,7 @@ def _prepare(config: EngineConfig, nodes: Nodes | None) -> _Device:
             sizes.capacity.max_model_len,
             sizes.wanted_context,
         )
+    _say_weights(deployment)
     rows = row_specs(deployment.state)
     num_host_pages = host_pages(config, sizes.capacity.num_pages, rows)
     with phases("weights"):
@@ -188,6 +191,8 @@ def _prepare(config: EngineConfig, nodes: Nodes | None) -> _Device:
         free_bytes=free,
         working_bytes=sizes.footprint.activations,
         memory_bound=sizes.memory_bound,
+        quantization="gguf" if deployment.packing.bits else "none",
+        weight_bytes=sizes.footprint.weights,
     )
     return _Device(deployment, programs, calls, num_host_pages, info)
 
@@ -215,7 +220,7 @@ def _agreed(deployment: Deployment, mesh: Mesh, nodes: Nodes) -> Deployment:
     tokens = nodes.agree(capacity.num_pages * capacity.page_size, min)
     if tokens < capacity.num_pages * capacity.page_size:
         config = msgspec.structs.replace(deployment.config, max_total_tokens=tokens)
-        deployment = deploy(config, deployment.model, deployment.device)
+        deployment = deploy(config, deployment.model, deployment.device, stored=deployment.stored)
     facts = {name: value for name, value in deployment.builder(mesh).facts().items() if name not in _OF_ONE_PROCESS}
 
     def check(everywhere: list[dict[str, Any]]) -> None:
@@ -231,6 +236,24 @@ def _of_mesh(deployment: Deployment) -> str:
     if deployment.num_devices == 1:
         return ""
     return f"{deployment.num_devices} (data parallel {deployment.data} x tensor parallel {deployment.tensor}) x "
+
+
+def _say_weights(deployment: Deployment) -> None:
+    """How they are kept, where the checkpoint has them quantized."""
+    packing = deployment.packing
+    if packing.reason:
+        logger.info("weights: dequantized to %s; %s", deployment.dtype.name, packing.reason)
+    if packing.bits:
+        widths = Counter(packing.bits.values())
+        logger.info(
+            "weights: %d of %d linear layers kept in the file's blocks (%s); %.1f MiB in all, dequantized to %s %.1f",
+            len(packing.bits),
+            packing.num_linears,
+            ", ".join(f"{widths[bits]} in {bits} bits" for bits in sorted(widths)),
+            deployment.sizes.footprint.weights / 2**20,
+            deployment.dtype.name,
+            deployment.dense_bytes / 2**20,
+        )
 
 
 def _load(specs: Any, weights: WeightReader, where: Any, phases: _Phases) -> Any:

@@ -151,9 +151,7 @@ ALIASES: Mapping[str, Alias] = types.MappingProxyType(
             Refused("the KV cache has the type of --dtype; quantized ones are not built yet"),
             {"auto": InForce("the KV cache has the type of --dtype")},
         ),
-        "quantization": Choice(
-            Refused("quantized computation is not built yet; GGUF files are dequantized when they are loaded")
-        ),
+        "q": Rename("quantization"),
         "pipeline_parallel_size": Choice(Refused("pipeline stages are not built yet: only 1 is supported"), _ONE),
         "pp_size": Choice(Refused("pipeline stages are not built yet: only 1 is supported"), _ONE),
         "ep_size": Choice(Refused("expert parallelism is not built yet: only 1 is supported"), _ONE),
@@ -183,6 +181,13 @@ COUNTERPARTS: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
                 "triton_attn", "trtllm_mha", "trtllm_mla", "torch_native", "torch_sdpa", "xformers", "aiter", "pallas",
             ),
             _OTHER_KERNEL,
+        ),
+        "quantization": dict.fromkeys(
+            (
+                "awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "gptq_marlin", "int8",
+                "modelopt", "modelopt_fp4", "mxfp4", "torchao", "w8a8_fp8", "w8a8_int8",
+            ),
+            "only the blocks of a GGUF file are kept quantized so far: --quantization gguf",
         ),
         "dtype": dict.fromkeys(("half", "float16", "fp16"), "bfloat16 is the 16-bit type here: --dtype bfloat16")
         | dict.fromkeys(("bf16",), "write --dtype bfloat16")

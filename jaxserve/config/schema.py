@@ -30,6 +30,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"], Meta(description="type of weights and activations; auto is bfloat16")
     ] = "auto"
+    quantization: Annotated[
+        Literal["auto", "none", "gguf"],
+        Meta(
+            description="how weights that a GGUF file has in blocks are kept: gguf, as they are, and products read "
+            "them so; none, dequantized to dtype; auto is gguf where that can be: on a CPU, with bfloat16, not split"
+        ),
+    ] = "auto"
     random_seed: Annotated[int, Meta(description="seed of dummy weights and of requests that bring none")] = 0
     device: Annotated[
         Literal["auto", "cpu", "cuda", "tpu"], Meta(description="platform to run on; auto is the best jax finds")

@@ -98,8 +98,8 @@ def settings() -> Mapping[str, Setting]:
 
 
 def as_flag(name: str) -> str:
-    """`max_queued_requests` as `--max-queued-requests`."""
-    return "--" + name.replace("_", "-")
+    """`max_queued_requests` as `--max-queued-requests`, `q` as `-q`."""
+    return ("--" if len(name) > 1 else "-") + name.replace("_", "-")
 
 
 def as_key(name: str) -> str:

@@ -90,6 +90,13 @@ def read_config(source: ModelSource) -> dict[str, Any]:
     return _read_json(source.path / "config.json")
 
 
+def gguf_of(model: str) -> ModelSource | None:
+    """The GGUF file that `model` means, or None where it means something else. Raises `ModelNotFoundError`."""
+    path = Path(model).expanduser()
+    is_gguf = model in BUILTIN_MODELS or (path.is_file() and path.suffix != ".json")
+    return resolve(model) if is_gguf else None
+
+
 def config_of(model: str) -> dict[str, Any]:
     """The config of whatever `--model` names, for those who need no weights: none are fetched from the hub for it, and
     a config.json will do by itself. Raises `ModelNotFoundError`, `ConfigError`.

@@ -34,10 +34,11 @@ Stored = Mapping[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Bits by path of the parameters that are packed. `reason` says why none is, of a checkpoint that is quantized and
-    where nobody asked for that."""
+    """Bits by path of the parameters that are packed, of `num_linears` that are linear layers' weights. `reason` says
+    why none is, of a checkpoint that is quantized and where nobody asked for that."""
 
     bits: Mapping[Path, Bits] = dataclasses.field(default_factory=dict)
+    num_linears: int = 0
     reason: str = ""
 
 
@@ -56,9 +57,10 @@ def choose(
     if asked == "none" or (asked == "auto" and _DENSE.issuperset(stored.values())):
         return Packing()
     reason = _obstacle(platform, dtype, tensor)
-    bits = {} if reason else _bits_by_path(abstract, placements, stored)
+    linears = dict(_linears(abstract))
+    bits = {} if reason else _bits_by_path(linears, placements, stored)
     if bits:
-        return Packing(bits)
+        return Packing(bits, len(linears))
     reason = reason or _nothing_to_pack(stored)
     if asked == "gguf":
         raise ConfigError(f"quantization=gguf: {reason}; leave it at auto, or set none")
@@ -85,13 +87,15 @@ def _nothing_to_pack(stored: Stored) -> str:
     )
 
 
-def _bits_by_path(abstract: Any, placements: Mapping[str, Placement], stored: Stored) -> dict[Path, Bits]:
+def _bits_by_path(
+    linears: Mapping[Path, ParamSpec], placements: Mapping[str, Placement], stored: Stored
+) -> dict[Path, Bits]:
     """The widest of the tensors that a parameter is made of; one that isn't packable leaves it dense."""
     kinds: dict[Path, list[Bits | None]] = defaultdict(list)
     for name, placement in placements.items():
         kinds[placement.path].append(BITS.get(stored.get(name, "")))
     found: dict[Path, Bits] = {}
-    for path, spec in _linears(abstract):
+    for path, spec in linears.items():
         widths = kinds[EMBEDDING if path == HEAD and HEAD not in kinds else path]
         known = [bits for bits in widths if bits is not None]
         if known and len(known) == len(widths) and _fits(spec):

@@ -18,6 +18,7 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig, parse_model_config
 from jaxserve.models.registry import family
+from jaxserve.quant import Packing, Stored, choose, pack
 from jaxserve.runtime.batch import ProgramKey
 from jaxserve.runtime.device import DeviceFacts
 from jaxserve.runtime.mesh import DATA_AXIS, TENSOR_AXIS, device_bytes
@@ -35,6 +36,7 @@ from jaxserve.runtime.sizes import Sizes, attention_problem, resolve_sizes
 from jaxserve.runtime.state import DeviceState, state_specs
 from jaxserve.runtime.step import StepContext
 from jaxserve.step_plan import Capacity
+from jaxserve.weights import stored_types
 from pallas_kernels.paged_attention import Backend, choose_backend
 
 # Rows whose logits exist at once; a GPU and a TPU take them all.
@@ -44,7 +46,10 @@ _CPU_SAMPLE_ROWS = 16
 @dataclasses.dataclass(frozen=True)
 class Deployment:
     """A model in a configuration on `data * tensor` devices of one kind. `params` and `state` are trees of specs over
-    all of them; `model` is laid out for the tensor axis. There are `replicas` of it, in processes of their own."""
+    all of them; `model` is laid out for the tensor axis. There are `replicas` of it, in processes of their own.
+
+    `stored` are the types of its checkpoint's tensors where these may be quantized, and `packing` what comes of them.
+    """
 
     config: EngineConfig
     model: ModelConfig
@@ -57,11 +62,18 @@ class Deployment:
     tensor: int
     data: int = 1
     replicas: int = 1
+    stored: Stored = dataclasses.field(default_factory=dict)
+    packing: Packing = dataclasses.field(default_factory=Packing)
 
     @property
     def num_devices(self) -> int:
         """Devices of its mesh."""
         return self.data * self.tensor
+
+    @property
+    def dense_bytes(self) -> int:
+        """What weights would take of a device with none of them packed."""
+        return device_bytes(family(self.model).abstract(self.model, self.dtype), {TENSOR_AXIS: self.tensor})
 
     @property
     def num_ranks(self) -> int:
@@ -96,10 +108,22 @@ def read_model(model: str) -> ModelConfig:
     return parse_model_config(model_source.config_of(model))
 
 
+def read_stored(config: EngineConfig) -> Stored:
+    """The types of the tensors of what `--model` names, where they may be quantized. Raises `ConfigError`."""
+    source = model_source.gguf_of(config.model)
+    return {} if source is None else stored_types(source, config.load_format)
+
+
 def deploy(
-    config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, activations: int | None = None
+    config: EngineConfig,
+    model: ModelConfig,
+    device: DeviceFacts,
+    *,
+    stored: Stored | None = None,
+    activations: int | None = None,
 ) -> Deployment:
-    """Decide everything. `activations` are the bytes that programs work in, estimated where they aren't known.
+    """Decide everything. `stored` are the types of the checkpoint's tensors, where they may be quantized; `activations`
+    the bytes that programs work in, estimated where they aren't known.
 
     Raises `ConfigError` for what can't be: `NoRoomError` where memory is too small.
     """
@@ -108,7 +132,18 @@ def deploy(
     dtype, tensor = dtype_of(config.dtype), config.tp_size
     model = dataclasses.replace(model, shards=tensor)
     axes = {DATA_AXIS: data, TENSOR_AXIS: tensor}
+    stored = stored or {}
     params = family(model).abstract(model, dtype)
+    packing = choose(
+        "none" if config.quantization == "auto" else config.quantization,
+        params,
+        family(model).placements(model),
+        stored,
+        platform=device.platform,
+        dtype=dtype,
+        tensor=tensor,
+    )
+    params = pack(params, packing.bits)
     weight_bytes = device_bytes(params, axes)
     try:
         problem = attention_problem(config, model, dtype=dtype, tensor=tensor)
@@ -142,4 +177,6 @@ def deploy(
         replicas=replicas,
     )
     state = state_specs(spec, sizes.capacity, vocab_size=vocab_size, dtype=dtype, platform=backend.kv_platform)
-    return Deployment(config, model, device, dtype, backend, sizes, params, state, tensor, data, replicas)
+    return Deployment(
+        config, model, device, dtype, backend, sizes, params, state, tensor, data, replicas, stored, packing
+    )

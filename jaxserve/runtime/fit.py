@@ -10,6 +10,7 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.config.settings import as_flag
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
+from jaxserve.quant import Stored
 from jaxserve.runtime.deployment import Deployment, deploy
 from jaxserve.runtime.device import DeviceFacts
 from jaxserve.runtime.memory import DEFAULT_FRACTION, NoRoomError
@@ -19,25 +20,31 @@ _FRACTIONS = (0.9, 0.92, 0.94, 0.95)
 _SMALLEST_CHUNK = 128
 
 
-def deploy_or_advise(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> Deployment:
+def deploy_or_advise(
+    config: EngineConfig, model: ModelConfig, device: DeviceFacts, stored: Stored | None = None
+) -> Deployment:
     """`deploy`, whose error names the flags that would make room. Raises `ConfigError`."""
     try:
-        return deploy(config, model, device)
+        return deploy(config, model, device, stored=stored)
     except NoRoomError as error:
-        found = fixes(config, model, device, lambda _: True)
+        found = fixes(config, model, device, lambda _: True, stored)
         advice = f"{' or '.join(found)} makes room" if found else "no single flag makes room: take a larger device"
         raise NoRoomError(f"{error}; {advice}") from None
 
 
 def fixes(
-    config: EngineConfig, model: ModelConfig, device: DeviceFacts, good: Callable[[Deployment], bool]
+    config: EngineConfig,
+    model: ModelConfig,
+    device: DeviceFacts,
+    good: Callable[[Deployment], bool],
+    stored: Stored | None = None,
 ) -> list[str]:
     """Flags with values, each of which alone makes a deployment that is `good`; of a flag, the mildest value."""
     found: dict[str, str] = {}
     for name, value in _candidates(config, device):
         if name not in found:
             try:
-                made = deploy(msgspec.structs.replace(config, **{name: value}), model, device)
+                made = deploy(msgspec.structs.replace(config, **{name: value}), model, device, stored=stored)
             except ConfigError:
                 continue
             if good(made):

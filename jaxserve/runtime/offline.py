@@ -14,7 +14,7 @@ import msgspec
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.compiled import ProgramReport, compile_and_read
-from jaxserve.runtime.deployment import Deployment, read_model
+from jaxserve.runtime.deployment import Deployment, read_model, read_stored
 from jaxserve.runtime.device import attach, facts_of_devices, facts_of_target
 from jaxserve.runtime.fit import deploy_or_advise
 from jaxserve.runtime.mesh import make_mesh
@@ -34,7 +34,7 @@ def deploy_on_target(config: EngineConfig, name: str) -> Deployment:
     model, device = read_model(config.model), facts_of_target(name)
     # Replicas too stand on one machine, and take as many of its devices as a mesh of all of them.
     check_mesh(msgspec.structs.replace(config, dp_mode="mesh"), model, device)
-    return deploy_or_advise(config, model, device)
+    return deploy_or_advise(config, model, device, read_stored(config))
 
 
 def builder_for_target(deployment: Deployment, name: str) -> ProgramBuilder:
@@ -47,7 +47,7 @@ def deploy_on_device(config: EngineConfig) -> tuple[Deployment, ProgramBuilder]:
     """The deployment on the devices that are attached, and what compiles it. Raises `ConfigError`."""
     devices = attach(config)
     facts = facts_of_devices(devices, config.tp_size * config.dp_size)
-    deployment = deploy_or_advise(config, read_model(config.model), facts)
+    deployment = deploy_or_advise(config, read_model(config.model), facts, read_stored(config))
     mesh = make_mesh(devices, data=deployment.data, tensor=deployment.tensor)
     deployment = sized_by_compiler(deployment, mesh, None)
     return deployment, deployment.builder(mesh)

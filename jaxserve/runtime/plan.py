@@ -113,6 +113,7 @@ def _misfits(deployment: Deployment) -> list[Misfit]:
             deployment.model,
             deployment.device,
             lambda made: made.capacity.max_model_len >= sizes.wanted_context,
+            deployment.stored,
         )
         what = (
             f"a request of {sizes.wanted_context:,} tokens: the context is cut to the {sizes.capacity.max_model_len:,} "

@@ -57,7 +57,13 @@ def sized_by_compiler(deployment: Deployment, mesh: Mesh, cache_dir: Path | None
 
 def resized(deployment: Deployment, figure: WorkingMemory) -> Deployment:
     """The same with this working memory. Raises `ConfigError`: `NoRoomError`."""
-    return deploy(deployment.config, deployment.model, deployment.device, activations=figure.with_margin)
+    return deploy(
+        deployment.config,
+        deployment.model,
+        deployment.device,
+        stored=deployment.stored,
+        activations=figure.with_margin,
+    )
 
 
 def compiled_figure(deployment: Deployment, builder: ProgramBuilder) -> WorkingMemory:

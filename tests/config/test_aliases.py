@@ -93,7 +93,7 @@ def test_a_flag_whose_promise_holds_changes_nothing_and_says_so(key: str, value:
     ("key", "value", "says"),
     [
         ("kv_cache_dtype", "fp8_e4m3", "--dtype"),
-        ("quantization", "fp8", "not built yet"),
+        ("quantization", "fp8", "blocks of a GGUF file"),
         ("pipeline_parallel_size", "2", "only 1"),
         ("speculative_method", "ngram", "not built yet"),
         ("trust_remote_code", True, "never run"),
