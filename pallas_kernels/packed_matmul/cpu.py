@@ -2,7 +2,8 @@
 
 A tile is a few rows of `x` and a few strips of outputs, whose sums stay in registers over all blocks of inputs. As
 `sum(x * (scale * q + minimum))` over a block is `scale * sum(x * q) + minimum * sum(x)`, the numbers `q` are multiplied
-as they are: they and bfloat16 are exact in bfloat16, and so are their products in the float32 of the sums.
+as they are: they and `x` are exact in bfloat16, and so are their products in the float32 of the sums. A row's sums are
+made in one order, whatever rows are beside it.
 
 Where the CPU multiplies bfloat16 by itself (AVX512_BF16), an instruction takes two inputs of 16 outputs, and four bits
 become bfloat16 by looking them up in a register (AVX-512 BW). Elsewhere both are turned to float32 first.
@@ -23,7 +24,6 @@ from pallas_kernels.packed_matmul.layout import BLOCK, STRIP, Bits, packed_shape
 ROWS = 4
 STRIPS = 4
 _ITEM_BYTES = 1 << 16
-_CHAINS = 8
 _SUMS = F32.times(STRIP)
 _WORDS, _LANES, _HALVES = I16.times(2 * STRIP), I32.times(STRIP), BF16.times(2 * STRIP)
 _HIGH = -(1 << 16)
@@ -98,17 +98,14 @@ class PackedMatmul:
         def block(at: Value, *totals: Value) -> list[Value]:
             runs = [f.at(weight, (blocks * strip + at) * self.run) for strip in range(strips)]
             pairs_at = [f.at(x, (in_dim * row + at * BLOCK) * 2) for row in range(rows)]
-            # A few sums side by side where a tile is so small that it would wait for each
-            chains = max(1, _CHAINS // (rows * strips)) if scaled else 1
-            parts = [[zero] * chains if scaled else [total] for total in totals]
+            made = [zero] * len(totals) if scaled else list(totals)
             numbers_of = [terms.pairs(f, run, self.bits) for run in runs]
             for pair, numbers in enumerate(zip(*numbers_of, strict=True)):
                 for row in range(rows):
                     factor = terms.factor(f, f.load(I32, pairs_at[row], pair * I32.nbytes))
                     for strip in range(strips):
-                        part = parts[row * strips + strip]
-                        part[pair % chains] = terms.add(f, part[pair % chains], numbers[strip], factor)
-            made = [_total(part) for part in parts]
+                        i = row * strips + strip
+                        made[i] = terms.add(f, made[i], numbers[strip], factor)
             if not scaled:
                 return made
             size = self.run - 2 * _SUMS.nbytes
@@ -189,12 +186,6 @@ class _F32Terms:
 
     def add(self, f: Function, total: Value, numbers: tuple[Value, ...], factor: tuple[Value, ...]) -> Value:
         return f.fma(numbers[0], factor[0], f.fma(numbers[1], factor[1], total))
-
-
-def _total(parts: list[Value]) -> Value:
-    while len(parts) > 1:
-        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
 
 
 def _bfloat16(number: int) -> int:
