@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxserve.errors import ConfigError
 from jaxserve.params import ParamSpec, Path, Placement, path_of
+from pallas_kernels.cpu import refusal
 from pallas_kernels.packed_matmul import BLOCK, STRIP, Bits
 
 BITS: Mapping[str, Bits] = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 8, "Q5_1": 8, "Q5_K": 8, "Q8_0": 8}
@@ -74,6 +75,8 @@ def _obstacle(platform: str, dtype: np.dtype, tensor: int) -> str:
         return "with dtype=float32 weights are dequantized, so that products are as exact"
     if tensor > 1:
         return f"packed weights can't be split yet, and tp_size is {tensor}"
+    if (why := refusal()) is not None:
+        return f"this machine can't compile the products that take packed weights: {why}"
     return ""
 
 

@@ -135,7 +135,7 @@ def deploy(
     stored = stored or {}
     params = family(model).abstract(model, dtype)
     packing = choose(
-        "none" if config.quantization == "auto" else config.quantization,
+        config.quantization,
         params,
         family(model).placements(model),
         stored,
