@@ -51,19 +51,19 @@ def packed_shape(out_dim: int, in_dim: int, bits: Bits) -> tuple[int, int, int]:
 def pack_blocks(blocks: np.ndarray[Any, Any], bits: Literal[4, 8], out: np.ndarray[Any, Any]) -> None:
     """Writes blocks, `BLOCK_DTYPE` `[out, in / 32]`, into `out`, uint8 of `packed_shape`."""
     strips, count, _ = out.shape
-    q = blocks["q"].reshape(strips, STRIP, count, BLOCK)
     size = STRIP * BLOCK * bits // 8
+    q = np.ascontiguousarray(blocks["q"])
     if bits == 8:  # byte b of register z is input 4z + b
-        lanes = q.reshape(strips, STRIP, count, 8, 4).transpose(0, 2, 3, 1, 4)
-        out[..., :size].reshape(strips, count, 8, STRIP, 4, copy=False)[...] = lanes
+        words = q.view("<u4")
     else:  # of register z, nibble t of an output's word of parity p is input 8z + 2t + p
-        pairs = q.reshape(strips, STRIP, count, 4, 4, 2).transpose(4, 0, 2, 3, 1, 5)
-        words = out[..., :size].reshape(strips, count, 4, STRIP, 2, 2, copy=False)
-        np.bitwise_or(pairs[0], pairs[1] << 4, out=words[..., 0])
-        np.bitwise_or(pairs[2], pairs[3] << 4, out=words[..., 1])
+        eight = q.view("<u8")
+        pairs = eight | eight >> 12  # byte b is now inputs b and, above it, b + 2
+        words = (pairs & 0xFF | pairs >> 24 & 0xFF00 | pairs << 8 & 0xFF0000 | pairs >> 16 & 0xFF000000).astype("<u4")
+    lanes = out[..., :size].view("<u4").reshape(strips, count, -1, STRIP, copy=False)
+    lanes[...] = words.reshape(strips, STRIP, count, -1).transpose(0, 2, 3, 1)
     for name, at in (("scale", size), ("minimum", size + 4 * STRIP)):
-        factors = np.ascontiguousarray(blocks[name].reshape(strips, STRIP, count).transpose(0, 2, 1))
-        out[..., at : at + 4 * STRIP] = factors.view(np.uint8)
+        factors = out[..., at : at + 4 * STRIP].view("<f4")
+        factors[...] = blocks[name].reshape(strips, STRIP, count).transpose(0, 2, 1)
 
 
 def pack_dense(weight: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:
