@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from gguf import GGMLQuantizationType as Kind
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import parse_model_config
-from jaxserve.runtime.deployment import Deployment, deploy
+from jaxserve.models.registry import family
+from jaxserve.quant import packed_weights
+from jaxserve.runtime.deployment import Deployment, deploy, read_stored
 from jaxserve.runtime.device import DeviceFacts, facts_of_target
 from jaxserve.runtime.mesh import device_bytes, make_mesh
 from jaxserve.runtime.state import max_pages
+from jaxserve.runtime.working_memory import WorkingMemory, resized
 from pallas_kernels.paged_attention import Target
 from tests.runtime.tiny import mesh, model
 from tests.tiny_model import CONFIG
+from tests.weights.conftest import GOLDEN
+from tests.weights.test_gguf import from_golden
 
 CPU = DeviceFacts(Target("cpu"), 2**34, max_devices=8)
 
@@ -80,3 +87,47 @@ def test_a_tier_in_host_memory_adds_the_programs_that_copy_pages() -> None:
     plain, tiered = _deploy(), _deploy(enable_hierarchical_cache=True)
     assert [key for key in tiered.all_keys if key not in plain.all_keys] == ["read_pages", "write_pages"]
     assert tiered.keys == plain.keys
+
+
+def _of_gguf(device: DeviceFacts = CPU, **options: Any) -> Deployment:
+    """Of a file whose matrices are all Q4_0; in this model the qkv, the gate and up, and no others are whole blocks."""
+    stored = dict.fromkeys(family(model()).placements(model()), "Q4_0")
+    return deploy(EngineConfig(**options), model(), device, stored=stored)
+
+
+def test_weights_that_are_kept_packed_count_as_what_they_are() -> None:
+    dense, packed = _of_gguf(quantization="none"), _of_gguf()
+    assert len(packed.packing.bits) == 4
+    saved = dense.sizes.footprint.weights - packed.sizes.footprint.weights
+    # Of a weight 4 bits, and of 32 a scale and a minimum in float32: 6 bits instead of 16
+    elements = sum(weight.data.nbytes * 8 // 6 for weight in packed_weights(packed.params).values())
+    assert saved == elements * 10 // 8
+    assert packed.dense_bytes == dense.dense_bytes == dense.sizes.footprint.weights
+    assert packed.stored == dense.stored
+
+
+def test_programs_for_packed_weights_are_others() -> None:
+    dense, packed = (_of_gguf(quantization=asked).builder(mesh()) for asked in ("none", "gguf"))
+    assert dense.fingerprint() != packed.fingerprint()
+    assert (dense.facts()["packed"], packed.facts()["packed"]["layers.1.gate_up"]) == ({}, 4)
+
+
+def test_a_deployment_that_is_made_again_keeps_its_packed_weights() -> None:
+    made = _of_gguf()
+    assert resized(made, WorkingMemory(made.sizes.footprint.activations, "mixed-16")).params == made.params
+
+
+def test_only_a_cpu_keeps_them_packed() -> None:
+    gpu = facts_of_target("nvidia-h200")
+    assert "only a CPU" in _of_gguf(device=gpu).packing.reason
+    with pytest.raises(ConfigError, match="quantization=gguf: only a CPU"):
+        _of_gguf(device=gpu, quantization="gguf")
+
+
+def test_types_are_read_of_what_the_model_names(tmp_path: Path) -> None:
+    path = from_golden("smollm2", tmp_path / "m.gguf", Kind.Q8_0)
+    types = read_stored(EngineConfig(model=str(path)))
+    assert types["model.layers.1.mlp.up_proj.weight"] == "Q8_0"
+    assert read_stored(EngineConfig(model=str(path), load_format="dummy")) == {}
+    assert read_stored(EngineConfig(model=str(GOLDEN / "smollm2"))) == {}
+    assert read_stored(EngineConfig(model=str(GOLDEN / "smollm2" / "config.json"))) == {}

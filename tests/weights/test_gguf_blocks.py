@@ -1,0 +1,180 @@
+"""Blocks as a GGUF file has them, against the gguf package's own dequantization; packed weights made of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize
+
+from jaxserve.model_source import ModelSource, read_config
+from jaxserve.models.config import parse_model_config
+from jaxserve.models.registry import family
+from jaxserve.params import ParamSpec, Placement, dotted
+from jaxserve.quant import HEAD, choose, pack
+from jaxserve.weights import WeightReader, build, open_weights, stored_types
+from jaxserve.weights.arrays import flatten
+from jaxserve.weights.gguf import GGUFFile
+from jaxserve.weights.gguf_blocks import BLOCK_KINDS
+from jaxserve.weights.load import checkpoint_reader
+from jaxserve.weights.packed import _windows
+from jaxserve.weights.source import BLOCK_ELEMENTS
+from pallas_kernels.packed_matmul import BLOCK_DTYPE, STRIP, PackedWeight, unpack
+from tests.weights.conftest import GOLDEN, MemorySource, assert_same_params, load_model, on_one_device
+from tests.weights.test_gguf import from_golden, packed, turned, write
+
+KINDS = sorted(BLOCK_KINDS, key=lambda kind: kind.name)
+HEADS = {"attention__head_count": 4, "attention__head_count_kv": 2}
+Q, K, V = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv")
+
+
+def values(blocks: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """What blocks stand for."""
+    whole: np.ndarray[Any, Any] = blocks["scale"][..., None] * blocks["q"] + blocks["minimum"][..., None]
+    return whole.reshape(*blocks.shape[:-1], -1)
+
+
+def filled(reader: WeightReader, abstract: Any) -> list[np.ndarray[Any, Any]]:
+    """The leaves of a tree as a reader fills them."""
+    made = []
+    for path, spec in flatten(abstract)[0]:
+        made.append(np.zeros(spec.shape, spec.dtype))
+        reader.fill(path, spec, tuple(slice(0, length) for length in spec.shape), made[-1])
+    return made
+
+
+def loaded(source: Any, abstract: dict[str, Any], placements: dict[str, Placement]) -> dict[str, PackedWeight]:
+    """A tree of packed weights alone."""
+    _, structure = flatten(abstract)
+    return jax.tree.unflatten(structure, filled(checkpoint_reader(abstract, source, placements), abstract))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_every_type_gives_the_values_of_the_gguf_package(kind: Kind, tmp_path: Path, rng: np.random.Generator) -> None:
+    raw = packed(kind, (48, 512), rng)
+    raw[0] = 255 if kind in (Kind.Q4_K, Kind.Q5_K) else raw[0]
+    if kind in (Kind.Q4_K, Kind.Q5_K):  # all scales of 6 bits at their largest, but the float16 ones no NaN
+        raw[0].reshape(2, -1)[:, :4] = np.array([0.5, 0.25], np.float16).view(np.uint8)
+    source = GGUFFile(write(tmp_path / "m.gguf", {"output.weight": (raw, kind)}))
+    out = np.zeros((48, 16), BLOCK_DTYPE)
+    source.read_blocks("lm_head.weight", (slice(0, 48), slice(0, 16)), out)
+    assert out["q"].max() == 2 ** (8 if kind == Kind.Q8_0 else int(kind.name[1])) - 1
+    np.testing.assert_array_equal(values(out), dequantize(raw, kind))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_window_is_read_into_any_strides(kind: Kind, tmp_path: Path, rng: np.random.Generator) -> None:
+    raw = packed(kind, (40, 768), rng)
+    source = GGUFFile(write(tmp_path / "m.gguf", {"output.weight": (raw, kind)}))
+    expected = dequantize(raw, kind)
+    for rows, blocks in (((0, 40), (0, 24)), ((3, 17), (0, 24)), ((39, 40), (7, 8)), ((8, 16), (5, 20))):
+        around = np.zeros((80, 30), BLOCK_DTYPE)
+        out = around[: 2 * (rows[1] - rows[0]) : 2, 1 : 1 + blocks[1] - blocks[0]]
+        source.read_blocks("lm_head.weight", (slice(*rows), slice(*blocks)), out)
+        np.testing.assert_array_equal(values(out), expected[slice(*rows), blocks[0] * 32 : blocks[1] * 32])
+        assert np.count_nonzero(around["scale"]) == np.count_nonzero(out["scale"])
+
+
+def test_q_k_and_v_of_mixed_types_become_one_weight_of_the_widest(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Two KV heads of two queries each: the rows of q and k are turned back, and interleaved with those of v."""
+    kinds, rows = {"q": Kind.Q4_1, "k": Kind.Q4_0, "v": Kind.Q8_0}, {"q": 128, "k": 64, "v": 64}
+    stored, whole = {}, {}
+    for part, kind in kinds.items():
+        raw = packed(kind, (rows[part], 64), rng)
+        whole[part] = dequantize(raw, kind)
+        heads = {"q": 4, "k": 2}.get(part)
+        stored[f"blk.0.attn_{part}.weight"] = (raw if heads is None else turned(raw, heads), kind)
+    source = GGUFFile(write(tmp_path / "m.gguf", stored, "llama", **HEADS))
+    abstract = {"qkv": ParamSpec((2, 4, 32, 64), np.dtype(jnp.bfloat16), (None,) * 4, inputs=1)}
+    abstract = pack(abstract, {("qkv",): 8})
+    places = {
+        Q: Placement(("qkv",), (2, 2, 32, 64), (0, 0, 0, 0)),
+        K: Placement(("qkv",), (2, 1, 32, 64), (0, 2, 0, 0)),
+        V: Placement(("qkv",), (2, 1, 32, 64), (0, 3, 0, 0)),
+    }
+    qkv = loaded(source, abstract, places)["qkv"]
+    parts = [whole["q"].reshape(2, 2, 32, 64), whole["k"].reshape(2, 1, 32, 64), whole["v"].reshape(2, 1, 32, 64)]
+    np.testing.assert_array_equal(unpack(qkv), np.concatenate(parts, axis=1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "inputs"),
+    [
+        ((2, 24, 64), 1),  # neither half is whole strips by itself
+        ((512, 3, 2, 64), 3),  # inputs of several dimensions, and several parts
+        ((1, 2048, 256), 1),
+    ],
+)
+def test_parts_make_up_the_whole(shape: tuple[int, ...], inputs: int, tmp_path: Path, rng: np.random.Generator) -> None:
+    split = len(shape) - inputs
+    raw = packed(Kind.Q4_1, (int(np.prod(shape[:split])), int(np.prod(shape[split:]))), rng)
+    source = GGUFFile(write(tmp_path / "m.gguf", {"output.weight": (raw, Kind.Q4_1)}))
+    spec = ParamSpec(shape, np.dtype(jnp.bfloat16), (None,) * len(shape), inputs=inputs)
+    placements = {"lm_head.weight": Placement(("w",), shape, (0,) * len(shape))}
+    weight = loaded(source, pack({"w": spec}, {("w",): 4}), placements)["w"]
+    np.testing.assert_array_equal(unpack(weight), dequantize(raw, Kind.Q4_1).reshape(shape))
+
+
+def test_a_part_is_whole_strips_and_no_larger_than_it_must() -> None:
+    for shape, most in (((49152,), 227), ((2, 1536), 227), ((3, 5, 64), 227), ((5, 48), 7), ((2, 24), 1), ((16,), 0)):
+        sizes = [np.prod([part.stop - part.start for part in window]) for window in _windows(shape, most)]
+        assert sum(sizes) == np.prod(shape)
+        assert all(size % STRIP == 0 for size in sizes)
+        assert max(sizes) <= max(most, 3 * STRIP), (shape, sizes)
+
+
+def test_dense_weights_are_packed_in_16_bits(rng: np.random.Generator) -> None:
+    shape = (2, 1024, 96)
+    dense = rng.standard_normal((2048, 96)).astype(jnp.bfloat16)
+    assert dense.size > BLOCK_ELEMENTS
+    source = MemorySource({"w": dense})
+    abstract = pack({"w": ParamSpec(shape, dense.dtype, (None,) * 3, inputs=1)}, {("w",): 16})
+    weight = loaded(source, abstract, {"w": Placement(("w",), shape, (0, 0, 0))})["w"]
+    np.testing.assert_array_equal(unpack(weight), dense.astype(np.float32).reshape(shape))
+    assert source.elements_read == {"w": dense.size}
+
+
+@pytest.mark.parametrize("name", ["smollm2", "llama2"])
+def test_a_model_has_the_weights_it_had_those_that_can_packed(name: str, tmp_path: Path) -> None:
+    """Of these small models attention's output (heads of 16) and the MLP's (48 inputs) have no whole blocks; the head
+    of the first is its embedding."""
+    source = ModelSource(from_golden(name, tmp_path / "m.gguf", Kind.Q8_0), "gguf", name)
+    config = parse_model_config(read_config(source))
+    module = family(config)
+    abstract = module.abstract(config, np.dtype(jnp.bfloat16))
+    packing = choose(
+        "auto",
+        abstract,
+        module.placements(config),
+        stored_types(source),
+        platform="cpu",
+        dtype=np.dtype(jnp.bfloat16),
+        tensor=1,
+    )
+    assert {dotted(path).rpartition(".")[2] for path in packing.bits} == {"qkv", "gate_up", "output"}
+    assert HEAD in packing.bits
+    tree = pack(abstract, packing.bits)
+    params = build(tree, on_one_device(tree), open_weights(source, config, tree))
+    dense = load_model(source, jnp.bfloat16)
+    exact = load_model(source)
+    assert_same_params(params.embedding, dense.embedding)
+    head = exact.embedding if exact.output is None else exact.output
+    np.testing.assert_array_equal(unpack(params.output), head)
+    for layer, same, precise in zip(params.layers, dense.layers, exact.layers):
+        np.testing.assert_array_equal(unpack(layer.gate_up), precise.gate_up)
+        np.testing.assert_array_equal(unpack(layer.attention.qkv), precise.attention.qkv)
+        assert_same_params(layer.down, same.down)
+        assert_same_params(layer.attention.output, same.attention.output)
+
+
+def test_types_are_told_of_a_gguf_file_that_is_read(tmp_path: Path) -> None:
+    source = ModelSource(from_golden("smollm2", tmp_path / "m.gguf", Kind.Q8_0), "gguf", "m")
+    types = stored_types(source)
+    assert (types["model.norm.weight"], types["model.embed_tokens.weight"]) == ("F32", "Q8_0")
+    assert stored_types(source, "dummy") == {}
+    assert stored_types(ModelSource(GOLDEN / "smollm2", "folder", "m")) == {}
