@@ -1,0 +1,82 @@
+"""What the engine process says of its weights, and that what it says is what it holds."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from jaxserve import worker
+from jaxserve.api_types import EngineInfo
+from jaxserve.config.schema import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.runtime.deployment import deploy, read_model, read_stored
+from jaxserve.runtime.device import DeviceFacts
+from pallas_kernels.paged_attention import Target
+from tests.tiny_model import SETTINGS
+from tests.weights.conftest import GOLDEN
+from tests.weights.test_gguf import from_golden
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All its matrices are Q8_0 whose rows are whole blocks: not the MLP's way down, of 48 inputs."""
+    return from_golden("smollm2", tmp_path_factory.mktemp("gguf") / "m.gguf", Kind.Q8_0)
+
+
+def settings(model: Path, **changes: Any) -> EngineConfig:
+    few = {"load_format": "auto", "dtype": "auto", "max_running_requests": 2, "cuda_graph_bs": (2,), "page_size": 8}
+    return EngineConfig(**{**SETTINGS, **few, "model": str(model), "disable_program_cache": True, **changes})
+
+
+def started(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineInfo, int]:
+    """The engine's description, and the bytes that its parameters really have."""
+    held = []
+    load = worker._load
+    monkeypatch.setattr(worker, "_load", lambda *args: held.append(load(*args)) or held[-1])
+    _, info = worker.build_engine(config)
+    return info, sum(array.nbytes for array in jax.tree.leaves(held))
+
+
+def test_packed_weights_are_told_and_counted(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "jaxserve.worker")
+    packed, held = started(settings(model), monkeypatch)
+    assert (packed.quantization, packed.weight_bytes) == ("gguf", held)
+    said = next(text for text in caplog.messages if text.startswith("weights:"))
+    assert said.startswith("weights: 5 of 9 linear layers kept in the file's blocks (5 in 8 bits); 0.0 MiB in all")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dtype": "float32"}, ["weights: dequantized to float32; with dtype=float32 weights are dequantized"]),
+        ({"quantization": "none"}, []),
+    ],
+)
+def test_why_weights_are_dequantized_is_told_to_who_did_not_ask_for_it(
+    changes: dict[str, Any], said: list[str], model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "jaxserve.worker")
+    config = settings(model, **changes)
+    parsed = read_model(config.model)
+    device = DeviceFacts(Target("cpu"), 2**34)
+    worker._say_weights(deploy(config, parsed, device, stored=read_stored(config)))
+    assert [text.partition(", so")[0] for text in caplog.messages] == said
+
+
+def test_packed_weights_that_can_not_be_are_refused_before_anything_is_compiled(model: Path) -> None:
+    for config in (
+        settings(model, quantization="gguf", dtype="float32"),
+        settings(GOLDEN / "smollm2", quantization="gguf"),
+        settings(model, quantization="gguf", load_format="dummy"),
+    ):
+        with pytest.raises(ConfigError, match="quantization=gguf: "):
+            worker.build_engine(config)
