@@ -9,7 +9,7 @@ import huggingface_hub.constants
 import pytest
 
 from jaxserve.errors import ConfigError, ModelNotFoundError
-from jaxserve.model_source import CHECKPOINT, ModelSource, config_of, read_config, resolve
+from jaxserve.model_source import CHECKPOINT, ModelSource, config_of, gguf_of, read_config, resolve
 from tests.model_source.gguf_files import VOCAB, write_gguf
 
 
@@ -35,6 +35,14 @@ def test_a_gguf_file(tmp_path: Path) -> None:
 
     assert source == ModelSource(path, "gguf", "small.Q4")
     assert read_config(source)["vocab_size"] == VOCAB
+
+
+def test_only_a_gguf_file_is_one(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    (tmp_path / "config.json").write_text("{}")
+    assert gguf_of(str(path)) == resolve(str(path))
+    for other in (tmp_path, tmp_path / "config.json", "some/hub-id", tmp_path / "missing.gguf"):
+        assert gguf_of(str(other)) is None
 
 
 def test_a_relative_path_and_home_are_understood(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
