@@ -171,7 +171,7 @@ ALIASES: Mapping[str, Alias] = types.MappingProxyType(
     }
 )
 
-_OTHER_KERNEL = "it is a kernel of another engine; --attention-backend auto picks ours by platform (reference so far)"
+_OTHER_KERNEL = "it is a kernel of another engine; --attention-backend auto picks ours by platform"
 
 COUNTERPARTS: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
     {

@@ -42,7 +42,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "cpu", "cuda", "tpu"], Meta(description="platform to run on; auto is the best jax finds")
     ] = "auto"
     attention_backend: Annotated[
-        Literal["auto", "reference", "triton", "mosaic_tpu", "mosaic_gpu"],
+        Literal["auto", "reference", "cpu", "triton", "mosaic_tpu", "mosaic_gpu"],
         Meta(description="paged attention kernel; auto picks by platform"),
     ] = "auto"
     tp_size: Annotated[

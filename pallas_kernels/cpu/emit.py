@@ -232,6 +232,15 @@ class Function:
         pointer = pointer if isinstance(offset, int) and offset == 0 else self.at(pointer, offset)
         self._lines.append(f"  store {value.type} {value.ref}, ptr {pointer.ref}, align {_alignment(value.type)}")
 
+    def to_bf16(self, numbers: Value) -> Value:
+        """Rounded to nearest bfloat16; for CPUs with `avx512bf16`."""
+        return self.call("llvm.x86.avx512bf16.cvtneps2bf16.512", BF16.times(numbers.type.lanes), numbers)
+
+    def prefetch(self, pointer: Value) -> None:
+        """Asks for a line of memory that will be read soon."""
+        read, near, data = (self.constant(I32, number) for number in (0, 3, 1))
+        self.call("llvm.prefetch.p0", None, pointer, read, near, data)
+
     def stack(self, nbytes: int) -> Value:
         """Memory that lasts as long as the call."""
         value = Value(self, PTR, self._name())

@@ -40,13 +40,14 @@ class Buffer:
 
 
 class Call:
-    """A call in progress. `arguments` and `results` are its arrays, in their order."""
+    """A call in progress. `arguments` and `results` are its arrays, in their order; `num_threads` can work on it."""
 
     def __init__(self, function: Function, frame: Value, num_arguments: int, num_results: int) -> None:
         self.function = function
         self._api, self._context = (function.load(PTR, frame, at) for at in (_API, _CONTEXT))
         self.arguments = self._buffers(function.load(PTR, frame, _ARGUMENTS), num_arguments)
         self.results = self._buffers(function.load(PTR, frame, _RESULTS), num_results)
+        self.num_threads = self._num_threads()
 
     def _buffers(self, pointers: Value, count: int) -> list[Buffer]:
         f = self.function
@@ -58,8 +59,7 @@ class Call:
         the call goes on when all are done. Only integers and pointers can be captured. Once in a call."""
         f = self.function
         task = _task(f.module, f"{f.name}_task", [value.type for value in captured], work)
-        threads = self._num_threads()
-        helpers = f.least(threads, num_items) - 1
+        helpers = f.most(f.least(self.num_threads, num_items) - 1, 0)
         job = f.call("malloc", PTR, f.constant(I64, _CAPTURED + 8 * len(captured)))
         for at, value in ((_NEXT, 0), (_DONE, 0), (_USERS, helpers + 1), (_ITEMS, num_items)):
             f.store(value if isinstance(value, Value) else f.constant(I64, value), job, at)

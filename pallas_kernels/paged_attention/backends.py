@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, cast, get_args
 import jax
 import numpy as np
 
-BackendName = Literal["reference", "triton", "mosaic_tpu", "mosaic_gpu"]
+BackendName = Literal["reference", "cpu", "triton", "mosaic_tpu", "mosaic_gpu"]
 
 # What `auto` tries, best first; the last one does everything everywhere.
 _PREFERRED: dict[str, tuple[BackendName, ...]] = {
@@ -17,7 +17,7 @@ _PREFERRED: dict[str, tuple[BackendName, ...]] = {
     "gpu": ("triton", "reference"),
     "tpu": ("mosaic_tpu", "reference"),
 }
-_CPU: tuple[BackendName, ...] = ("reference",)
+_CPU: tuple[BackendName, ...] = ("cpu", "reference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Backend:
 
     @property
     def interpret(self) -> bool:
-        """Whether its kernels are interpreted: on a CPU they can't be compiled."""
-        return self.target.platform == "cpu" and self.name != "reference"
+        """Whether its kernels are interpreted: on a CPU, GPUs' and TPUs' can't be compiled."""
+        return self.target.platform == "cpu" and self.name not in ("reference", "cpu")
 
     @property
     def kv_platform(self) -> str:

@@ -1,4 +1,4 @@
-"""The XLA backend: the contract that every kernel is tested against, and the path a plain CPU runs.
+"""The XLA backend: the contract that every kernel is tested against, and the path where none fits.
 
 Both halves loop over blocks of pages with a running softmax, only as far as the longest live context of the rows at
 hand needs: decodes a group of rows at a time, prefill chunks a tile of queries at a time. Pages with which all decodes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,12 +17,12 @@ PROBLEM = Problem(32, 8, 128, 16, np.dtype(jnp.bfloat16), np.dtype(jnp.bfloat16)
 
 def test_the_choice_says_why() -> None:
     chosen = choose_backend(Target("cpu", "cpu"), PROBLEM)
-    assert (chosen.name, chosen.reason, chosen.interpret) == ("reference", "the best for cpu", False)
+    assert (chosen.name, chosen.reason, chosen.interpret) == ("cpu", "the best for cpu", False)
     assert choose_backend(Target("tpu", "TPU v6 lite"), PROBLEM, "reference").reason == "asked for"
 
 
 def test_a_backend_that_is_not_built_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'fa3' is not built; available: reference, triton, mosaic_tpu"):
+    with pytest.raises(ValueError, match=r"'fa3' is not built; available: reference, cpu, triton, mosaic_tpu"):
         choose_backend(Target("cuda", "NVIDIA H200", (9, 0)), PROBLEM, "fa3")
 
 
@@ -53,6 +54,27 @@ A100 = Target("cuda", "NVIDIA A100-SXM4-80GB", (8, 0))
 def test_triton_says_what_it_cannot_do(target: Target, change: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         choose_backend(target, dataclasses.replace(PROBLEM, **change), "triton")
+
+
+@pytest.mark.parametrize(
+    ("target", "change", "reason"),
+    [
+        (Target("cuda", "NVIDIA H200", (9, 0)), {}, r"not for cuda"),
+        (Target("cpu"), {"kv_dtype": FP8}, r"KV caches of float32 and bfloat16, not float8_e4m3fn"),
+        (Target("cpu"), {"dtype": np.dtype(np.float16)}, r"computes in float32 and bfloat16, not float16"),
+        (Target("cpu"), {"head_dim": 72}, r"heads of 16 to 256 in steps of 16, not of 72"),
+        (Target("cpu"), {"head_dim": 512}, r"not of 512"),
+        (Target("cpu"), {"page_size": 8}, r"pages of whole multiples of 16 tokens, not of 8"),
+    ],
+)
+def test_the_cpus_kernel_says_what_it_cannot_do(target: Target, change: dict[str, Any], reason: str) -> None:
+    problem = dataclasses.replace(PROBLEM, **change)
+    with pytest.raises(ValueError, match=reason):
+        choose_backend(target, problem, "cpu")
+    if target.platform == "cpu":
+        chosen = choose_backend(target, problem)
+        assert chosen.name == "reference"
+        assert re.search(reason, chosen.reason)
 
 
 def test_a_pool_is_as_large_as_its_layout_says() -> None:

@@ -1,0 +1,111 @@
+"""Functions of registers of float32 that no CPU has as an instruction, and sums over their lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pallas_kernels.cpu.emit import F32, I16, I32, Function, Value
+
+_LOWEST = -87.0
+# Adding it rounds to an integer, which then stands in the lowest bits.
+_ROUNDER = 1.5 * 2**23
+_LOG2_HIGH, _LOG2_LOW = 0.693359375, -2.12194440e-4
+# exp(r) = 1 + r + r^2 * p(r) for |r| <= log(2) / 2, as Cephes has it
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+
+
+def exp(f: Function, x: Value) -> Value:
+    """To 1e-7 of its value up to x = 88; exactly 0 below -87."""
+    held = f.select(x < _LOWEST, f.constant(x.type, _LOWEST), x)  # NaN stays
+    shifted = f.fma(held, f.constant(x.type, 1.4426950408889634), f.constant(x.type, _ROUNDER))
+    whole = shifted - _ROUNDER
+    r = f.fma(whole, f.constant(x.type, -_LOG2_HIGH), held)
+    r = f.fma(whole, f.constant(x.type, -_LOG2_LOW), r)
+    p = f.constant(x.type, _EXP[0])
+    for coefficient in _EXP[1:]:
+        p = f.fma(p, r, f.constant(x.type, coefficient))
+    bits = I32.times(x.type.lanes)
+    y = f.fma(p, r * r, r) + 1.0
+    scaled = f.convert("bitcast", y, bits) + (f.convert("bitcast", shifted, bits) << 23)
+    y = f.convert("bitcast", scaled, x.type)
+    return f.select(x < _LOWEST, f.constant(x.type, 0.0), y)
+
+
+def tanh(f: Function, x: Value) -> Value:
+    """To 1e-7, not of its value but of 1."""
+    e = exp(f, f.least(x + x, 80.0))
+    return 1.0 - f.constant(x.type, 2.0) / (e + 1.0)
+
+
+def everywhere(f: Function, x: Value, operation: Callable[[Value, Value], Value]) -> Value:
+    """What an operation makes of all lanes, in each of them."""
+    lanes = x.type.lanes
+    step = lanes // 2
+    while step:
+        x = operation(x, f.shuffle(x, x, [i ^ step for i in range(lanes)]))
+        step //= 2
+    return x
+
+
+def sums(f: Function, vectors: Sequence[Value]) -> Value:
+    """The sums of 16 vectors of 16 lanes, side by side."""
+
+    def folded(pair: Sequence[Value], low: Sequence[int], high: Sequence[int]) -> Value:
+        return f.shuffle(pair[0], pair[1], low) + f.shuffle(pair[0], pair[1], high)
+
+    def by_quarter(pattern: Sequence[int]) -> list[int]:
+        return [4 * quarter + i for quarter in range(4) for i in pattern]
+
+    for low, high in (
+        (by_quarter((0, 16, 1, 17)), by_quarter((2, 18, 3, 19))),
+        (by_quarter((0, 1, 16, 17)), by_quarter((2, 3, 18, 19))),
+        ([*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)]),
+        (
+            [*range(4), *range(8, 12), *range(16, 20), *range(24, 28)],
+            [*range(4, 8), *range(12, 16), *range(20, 24), *range(28, 32)],
+        ),
+    ):
+        vectors = [folded(vectors[i : i + 2], low, high) for i in range(0, len(vectors), 2)]
+    return vectors[0]
+
+
+def transposed(f: Function, rows: Sequence[Value]) -> list[Value]:
+    """The columns of 16 vectors of 16 lanes."""
+    rows = list(rows)
+    for step in (8, 4, 2, 1):
+        low = [i if not i & step else i - step + 16 for i in range(16)]
+        high = [i + step if not i & step else i + 16 for i in range(16)]
+        for i in range(16):
+            if not i & step:
+                a, b = rows[i], rows[i + step]
+                rows[i], rows[i + step] = f.shuffle(a, b, low), f.shuffle(a, b, high)
+    return rows
+
+
+def from_bf16(f: Function, bits: Value) -> Value:
+    """The numbers whose bits these are, i16."""
+    wide = f.convert("zext", bits, I32.times(bits.type.lanes)) << 16
+    return f.convert("bitcast", wide, F32.times(bits.type.lanes))
+
+
+def pairs_from_bf16(f: Function, words: Value) -> tuple[Value, Value]:
+    """The lower and the upper numbers of words, i32, that hold two each."""
+    kind = F32.times(words.type.lanes)
+    return f.convert("bitcast", words << 16, kind), f.convert("bitcast", words & -65536, kind)
+
+
+def to_bf16(f: Function, x: Value) -> Value:
+    """Bits, i16, rounded to nearest, ties to even."""
+    return f.convert("trunc", _rounded(f, x) >> 16, I16.times(x.type.lanes))
+
+
+def pairs_to_bf16(f: Function, low: Value, high: Value) -> Value:
+    """Words, i32, that hold two numbers each."""
+    return (_rounded(f, low) >> 16) | (_rounded(f, high) & -65536)
+
+
+def _rounded(f: Function, x: Value) -> Value:
+    """With the bits of a bfloat16 in the upper half of each word, and others in the lower."""
+    bits = f.convert("bitcast", x, I32.times(x.type.lanes))
+    odd = (bits >> 16) & 1
+    return f.select(x.same(x), bits + odd + 0x7FFF, f.constant(bits.type, 0x7FC00000))
