@@ -191,7 +191,7 @@ def _prepare(config: EngineConfig, nodes: Nodes | None) -> _Device:
         free_bytes=free,
         working_bytes=sizes.footprint.activations,
         memory_bound=sizes.memory_bound,
-        quantization="gguf" if deployment.packing.bits else "none",
+        quantization="gguf" if deployment.packing.kept else "none",
         weight_bytes=sizes.footprint.weights,
     )
     return _Device(deployment, programs, calls, num_host_pages, info)
@@ -243,11 +243,11 @@ def _say_weights(deployment: Deployment) -> None:
     packing = deployment.packing
     if packing.reason:
         logger.info("weights: dequantized to %s; %s", deployment.dtype.name, packing.reason)
-    if packing.bits:
-        widths = Counter(packing.bits.values())
+    if packing.kept:
+        widths = Counter(packing.kept.values())
         logger.info(
             "weights: %d of %d linear layers kept in the file's blocks (%s); %.1f MiB in all, dequantized to %s %.1f",
-            len(packing.bits),
+            len(packing.kept),
             packing.num_linears,
             ", ".join(f"{widths[bits]} in {bits} bits" for bits in sorted(widths)),
             deployment.sizes.footprint.weights / 2**20,

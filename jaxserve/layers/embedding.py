@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.linear import TENSOR_AXIS, linear, tensor_rank
-from pallas_kernels.packed_matmul import PackedWeight
+from pallas_kernels.packed_matmul import PackedWeight, rows_of
 
 
 def shard_index(tokens: Int[Array, "..."], shard_size: int) -> Int[Array, "..."]:
@@ -18,9 +18,13 @@ def shard_index(tokens: Int[Array, "..."], shard_size: int) -> Int[Array, "..."]
 
 
 @jax.named_scope("embed")
-def embed(tokens: Int[Array, " tokens"], table: Float[Array, "vocab_shard dim"]) -> Float[Array, "tokens dim"]:
+def embed(
+    tokens: Int[Array, " tokens"], table: Float[Array, "vocab_shard dim"] | PackedWeight
+) -> Float[Array, "tokens dim"]:
     """Rows of the table; a shard gives zeros for tokens of other shards, and the sum over shards is the row."""
     local = shard_index(tokens, table.shape[0])
+    if isinstance(table, PackedWeight):
+        return lax.psum(rows_of(table, local), TENSOR_AXIS)
     return lax.psum(table.at[local].get(mode="fill", fill_value=0), TENSOR_AXIS)
 
 

@@ -1,6 +1,7 @@
-"""Which linear layers of a model are kept packed, in how many bits, and why not where none is.
+"""Which linear layers of a model are packed, in how many bits, and why not in the blocks of the file where none is.
 
-Decided from types and shapes alone, before anything is read: what is stored, and what multiplies by it.
+On a CPU all are that can be: what is in blocks as it is, what isn't in 16 bits, which changes no number. Decided from
+types and shapes alone, before anything is read: what is stored, and what multiplies by it.
 """
 
 from __future__ import annotations
@@ -36,11 +37,16 @@ Stored = Mapping[str, str]
 @dataclasses.dataclass(frozen=True)
 class Packing:
     """Bits by path of the parameters that are packed, of `num_linears` that are linear layers' weights. `reason` says
-    why none is, of a checkpoint that is quantized and where nobody asked for that."""
+    why none is kept in its blocks, of a checkpoint that has them and where nobody asked for that."""
 
     bits: Mapping[Path, Bits] = dataclasses.field(default_factory=dict)
     num_linears: int = 0
     reason: str = ""
+
+    @property
+    def kept(self) -> dict[Path, Bits]:
+        """Those that stay quantized."""
+        return {path: bits for path, bits in self.bits.items() if bits < 16}
 
 
 def choose(
@@ -53,19 +59,18 @@ def choose(
     dtype: np.dtype,
     tensor: int,
 ) -> Packing:
-    """What is packed of a model with these `ParamSpec`s. Raises `ConfigError` where packed weights were asked for and
-    can't be."""
-    if asked == "none" or (asked == "auto" and _DENSE.issuperset(stored.values())):
-        return Packing()
-    reason = _obstacle(platform, dtype, tensor)
+    """What is packed of a model with these `ParamSpec`s. Raises `ConfigError` where blocks were asked for and can't be
+    kept."""
+    obstacle = _obstacle(platform, dtype, tensor)
     linears = dict(_linears(abstract))
-    bits = {} if reason else _bits_by_path(linears, placements, stored)
-    if bits:
-        return Packing(bits, len(linears))
-    reason = reason or _nothing_to_pack(stored)
-    if asked == "gguf":
+    kept = {} if obstacle or asked == "none" else _bits_by_path(linears, placements, stored)
+    reason = "" if kept else obstacle or _nothing_to_keep(stored)
+    if asked == "gguf" and reason:
         raise ConfigError(f"quantization=gguf: {reason}; leave it at auto, or set none")
-    return Packing(reason=reason)
+    if asked == "none" or _DENSE.issuperset(stored.values()):
+        reason = ""
+    bits = kept if obstacle else kept | _dense_bits(abstract, linears.keys() - kept.keys(), linears)
+    return Packing(bits, len(linears), reason)
 
 
 def _obstacle(platform: str, dtype: np.dtype, tensor: int) -> str:
@@ -80,7 +85,7 @@ def _obstacle(platform: str, dtype: np.dtype, tensor: int) -> str:
     return ""
 
 
-def _nothing_to_pack(stored: Stored) -> str:
+def _nothing_to_keep(stored: Stored) -> str:
     if not stored:
         return "the model has no quantized blocks: only GGUF files have them"
     found = ", ".join(sorted(set(stored.values())))
@@ -101,9 +106,15 @@ def _bits_by_path(
     for path, spec in linears.items():
         widths = kinds[EMBEDDING if path == HEAD and HEAD not in kinds else path]
         known = [bits for bits in widths if bits is not None]
-        if known and len(known) == len(widths) and _fits(spec):
+        if known and len(known) == len(widths) and _fits(spec) and spec.shape[-1] % BLOCK == 0:
             found[path] = max(known)
     return found
+
+
+def _dense_bits(abstract: Any, paths: Iterable[Path], linears: Mapping[Path, ParamSpec]) -> dict[Path, Bits]:
+    """Those that are read as they are; a tied head is the embedding, which then is packed for both."""
+    tied = abstract.output is None
+    return {EMBEDDING if tied and path == HEAD else path: 16 for path in sorted(paths, key=str) if _fits(linears[path])}
 
 
 def _linears(abstract: Any) -> Iterable[tuple[Path, ParamSpec]]:
@@ -117,5 +128,5 @@ def _linears(abstract: Any) -> Iterable[tuple[Path, ParamSpec]]:
 
 def _fits(spec: ParamSpec) -> bool:
     split = len(spec.shape) - spec.inputs
-    whole = spec.stored_shape == spec.shape
-    return whole and spec.shape[-1] % BLOCK == 0 and math.prod(spec.shape[:split]) % STRIP == 0
+    outputs, inputs = math.prod(spec.shape[:split]), math.prod(spec.shape[split:])
+    return spec.stored_shape == spec.shape and inputs % BLOCK == 0 and outputs % STRIP == 0

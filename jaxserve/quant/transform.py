@@ -35,6 +35,6 @@ def packed_weights(tree: Any) -> dict[Path, PackedWeight]:
 
 
 def _packed(spec: ParamSpec, bits: Bits) -> PackedWeight:
-    split = len(spec.shape) - spec.inputs
+    split = len(spec.shape) - (spec.inputs or 1)  # of an embedding that is the head, too, the last one
     shape = packed_shape(math.prod(spec.shape[:split]), math.prod(spec.shape[split:]), bits)
     return PackedWeight(ParamSpec(shape, np.dtype(np.uint8), (None,) * len(shape)), spec.shape, bits)

@@ -14,6 +14,7 @@ from jaxserve.weights.dummy import dummy_reader
 from jaxserve.weights.gguf import GGUFFile
 from jaxserve.weights.hf import SafetensorsFolder
 from jaxserve.weights.load import checkpoint_reader
+from jaxserve.weights.packed import packing_reader
 from jaxserve.weights.source import TensorSource
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
@@ -28,15 +29,16 @@ def open_weights(
 
     Raises `ConfigError` if `load_format` asks for what the source isn't, or the two don't fit together.
     """
+    module = family(model)
+    dense = module.abstract(model, abstract.norm.dtype)
     if load_format == "dummy":
-        return dummy_reader(abstract, seed)
+        return packing_reader(abstract, dense, dummy_reader(dense, seed))
     _check_format(source, load_format)
     if source.kind == "orbax":
         # Imported here because TensorStore costs start-up time that no other format should pay
         from jaxserve.weights.orbax import OrbaxCheckpoint
 
-        return OrbaxCheckpoint(source.path).reader(abstract)
-    module = family(model)
+        return packing_reader(abstract, dense, OrbaxCheckpoint(source.path).reader(dense))
     return checkpoint_reader(abstract, open_source(source), module.placements(model), ignored=module.ignored)
 
 

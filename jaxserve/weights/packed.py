@@ -1,8 +1,9 @@
-"""Fills packed weights: blocks are read as the checkpoint has them, as many as stay in a core's cache, and packed."""
+"""Fills packed weights: what a checkpoint has is read, as much as stays in a core's cache, and packed."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.params import Placement, Window
+from jaxserve.params import ParamSpec, Path, Placement, Window, dotted
+from jaxserve.quant import packed_weights
+from jaxserve.weights.arrays import WeightReader, flatten
 from jaxserve.weights.source import BLOCK_ELEMENTS, BlockSource, TensorInfo
 from pallas_kernels.packed_matmul import BLOCK, BLOCK_DTYPE, STRIP, PackedWeight, pack_blocks, pack_dense
 
@@ -65,6 +68,25 @@ def fill_packed(weight: PackedWeight, read: Read, out: np.ndarray[Any, Any]) -> 
         else:
             pack_blocks(rows, weight.bits, strips)
     assert done == len(out), weight
+
+
+def packing_reader(abstract: Any, dense: Any, reader: WeightReader) -> WeightReader:
+    """What reads the parameters of `abstract`, 16-bit weights packed, from `reader`, which reads those of `dense`."""
+    leaves, _ = flatten(abstract)
+    packed = packed_weights(abstract)
+    specs = dict(flatten(dense)[0])
+    rank = {path: reader.order.index(i) for i, path in enumerate(specs)}
+
+    def fill(path: Path, spec: ParamSpec, window: Window, out: np.ndarray[Any, Any]) -> None:
+        owner = path[:-1]
+        if owner not in packed:
+            reader.fill(path, spec, window, out)
+            return
+        assert packed[owner].bits == 16, dotted(owner)
+        fill_packed(packed[owner], functools.partial(reader.fill, owner, specs[owner]), out)
+
+    owners = [path[:-1] if path[:-1] in packed else path for path, _ in leaves]
+    return WeightReader(fill, tuple(sorted(range(len(owners)), key=lambda i: rank[owners[i]])))
 
 
 def _windows(shape: tuple[int, ...], most: int) -> Iterator[Window]:

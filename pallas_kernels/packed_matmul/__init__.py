@@ -10,6 +10,7 @@ from pallas_kernels.packed_matmul.layout import (
     pack_blocks,
     pack_dense,
     packed_shape,
+    rows_of,
     unpack,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "pack_dense",
     "packed_matmul",
     "packed_shape",
+    "rows_of",
     "unpack",
 ]

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, BFloat16, Float, Int
 
 STRIP = 16
 BLOCK = 32
@@ -71,6 +71,16 @@ def pack_dense(weight: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:
     strips, count, _ = out.shape
     pairs = weight.view(np.uint16).reshape(strips, STRIP, count, BLOCK // 2, 2).transpose(0, 2, 3, 1, 4)
     out.view(np.uint16).reshape(strips, count, BLOCK // 2, STRIP, 2, copy=False)[...] = pairs
+
+
+def rows_of(weight: PackedWeight, indices: Int[Array, " rows"]) -> BFloat16[Array, "rows in_dim"]:
+    """Some outputs' weights, of 16 bits; zeros for an output that there isn't."""
+    assert weight.bits == 16, weight.bits
+    strips, count, _ = weight.data.shape
+    lanes = weight.data.reshape(strips, count, BLOCK // 2, STRIP, 4)
+    # As bytes until they are few: XLA would turn all of them to bfloat16 first
+    pairs = lanes.at[indices // STRIP, :, :, indices % STRIP].get(mode="fill", fill_value=0)
+    return jax.lax.bitcast_convert_type(pairs.reshape(len(indices), -1, 2), jnp.bfloat16)
 
 
 def unpack(weight: PackedWeight) -> Float[Array, "*shape"]:

@@ -14,7 +14,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig, parse_model_config
 from jaxserve.models.registry import family
 from jaxserve.params import Path
-from jaxserve.quant import HEAD, Packing, choose, pack, packed_weights
+from jaxserve.quant import EMBEDDING, HEAD, Packing, choose, pack, packed_weights
 from tests.tiny_model import CONFIG
 
 BF16 = np.dtype(jnp.bfloat16)
@@ -47,7 +47,8 @@ def chosen(config: ModelConfig, stored: dict[str, str], asked: Any = "auto", **d
 
 
 def bits(config: ModelConfig, stored: dict[str, str]) -> dict[Path, int]:
-    return dict(chosen(config, stored).bits)
+    """Of those that stay in their blocks."""
+    return chosen(config, stored).kept
 
 
 def test_every_linear_layer_is_packed_in_the_bits_of_its_type() -> None:
@@ -93,18 +94,39 @@ def test_where_it_can_not_be_it_is_said_or_refused_by_name(device: dict[str, Any
     assert re.search(says, made.reason)
     with pytest.raises(ConfigError, match=f"quantization=gguf: .*{says}.*; leave it at auto, or set none"):
         chosen(config, types(config), "gguf", **device)
-    assert chosen(config, types(config), "none", **device) == Packing()
+    assert chosen(config, types(config), "none", **device) == Packing(num_linears=5)
 
 
 def test_a_file_without_such_blocks_is_dense_and_refused_where_they_were_asked_for() -> None:
     config = model()
     for stored in ({}, types(config, "BF16")):
-        assert chosen(config, stored) == Packing(), "nothing to say where nothing is quantized"
+        made = chosen(config, stored)
+        assert (made.kept, made.reason) == ({}, ""), "nothing to say where nothing is quantized"
     assert "it holds F32, Q6_K;" in chosen(config, types(config, "Q6_K")).reason
     with pytest.raises(ConfigError, match="quantization=gguf: the model has no quantized blocks: only GGUF files have"):
         chosen(config, {}, "gguf")
     with pytest.raises(ConfigError, match=r"can be kept as it is stored \(it holds BF16, F32; Q4_0, Q4_1"):
         chosen(config, types(config, "BF16"), "gguf")
+
+
+def test_what_is_in_no_blocks_is_packed_in_16_bits() -> None:
+    config = model()
+    linears = (QKV, OUTPUT, GATE_UP, DOWN, HEAD)
+    assert chosen(config, {}).bits == dict.fromkeys(linears, 16)
+    assert chosen(config, types(config), "none").bits == dict.fromkeys(linears, 16)
+    mixed = chosen(config, types(config, v_proj="Q8_0", up_proj="Q6_K", lm_head="F16")).bits
+    assert mixed == {QKV: 8, OUTPUT: 4, GATE_UP: 16, DOWN: 4, HEAD: 16}
+    narrow = model(head_dim=16)  # a block of 32 inputs may reach over two heads where it is no block of the file
+    assert chosen(narrow, types(narrow)).bits[OUTPUT] == 16
+
+
+def test_a_tied_head_of_16_bits_is_the_embedding() -> None:
+    tied = model(tie_word_embeddings=True)
+    made = chosen(tied, {})
+    assert made.bits == dict.fromkeys((QKV, OUTPUT, GATE_UP, DOWN, EMBEDDING), 16)
+    tree = pack(family(tied).abstract(tied, BF16), made.bits)
+    assert tree.output is None
+    assert tree.embedding.data.nbytes == 256 * 64 * 2
 
 
 def test_the_tree_has_packed_weights_in_the_place_of_dense_ones() -> None:

@@ -4,7 +4,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -13,8 +16,10 @@ from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource, read_config
 from jaxserve.models.config import parse_model_config
 from jaxserve.models.registry import family
-from jaxserve.weights import open_source, open_weights
-from tests.weights.conftest import GOLDEN, converted
+from jaxserve.quant import choose, pack, packed_weights
+from jaxserve.weights import build, open_source, open_weights
+from pallas_kernels.packed_matmul import PackedWeight, unpack
+from tests.weights.conftest import GOLDEN, converted, on_one_device
 
 
 def test_a_folder_is_read_as_safetensors_and_nothing_else() -> None:
@@ -51,3 +56,26 @@ def test_other_formats_dont_pay_for_orbax() -> None:
     code = "import sys, jaxserve.worker; print({'orbax.checkpoint', 'tensorstore'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "auto"])
+def test_16_bits_are_packed_whatever_they_are_read_from(load_format: Any, tmp_path: Path) -> None:
+    source = ModelSource(GOLDEN / "smollm2", "folder", "m")
+    config = parse_model_config(read_config(source))
+    module, dtype = family(config), np.dtype(jnp.bfloat16)
+    abstract = module.abstract(config, dtype)
+    chosen = choose("auto", abstract, module.placements(config), {}, platform="cpu", dtype=dtype, tensor=1)
+    tree = pack(abstract, chosen.bits)
+    assert packed_weights(tree)
+    sources = [source]
+    if load_format == "auto":
+        sources.append(converted(GOLDEN / "smollm2", tmp_path / "orbax", jnp.bfloat16))
+    for one in sources:
+        dense = build(abstract, on_one_device(abstract), open_weights(one, config, abstract, load_format=load_format))
+        packed = build(tree, on_one_device(tree), open_weights(one, config, tree, load_format=load_format))
+        same = jax.tree.map(_unpacked, packed, is_leaf=lambda leaf: isinstance(leaf, PackedWeight))
+        jax.tree.map(np.testing.assert_array_equal, same, jax.tree.map(lambda x: x.astype(jnp.float32), dense))
+
+
+def _unpacked(leaf: Any) -> Any:
+    return unpack(leaf) if isinstance(leaf, PackedWeight) else leaf.astype(jnp.float32)

@@ -19,6 +19,7 @@ from pallas_kernels.packed_matmul import (
     pack_dense,
     packed_matmul,
     packed_shape,
+    rows_of,
     unpack,
 )
 from pallas_kernels.packed_matmul.cpu import PackedMatmul
@@ -89,6 +90,12 @@ def test_a_row_is_the_same_in_any_company(bits: Bits) -> None:
     many = np.asarray(jax.jit(packed_matmul)(x, packed))
     for count in (5, 8):
         np.testing.assert_array_equal(jax.jit(packed_matmul)(x[3 : 3 + count], packed), many[3 : 3 + count])
+
+
+def test_rows_are_taken_out_of_a_packed_table() -> None:
+    packed, dense = weights(16, 48, 64)
+    given = jax.jit(rows_of)(packed, jnp.asarray([0, 47, 17, 48]))
+    np.testing.assert_array_equal(given.astype(jnp.float32), [dense[0], dense[47], dense[17], np.zeros(64)])
 
 
 def test_a_weight_of_another_width_is_refused() -> None:
