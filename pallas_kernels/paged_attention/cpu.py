@@ -15,9 +15,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import cpu
 from pallas_kernels.cpu.emit import I1, I8, I64, PTR, Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
-from pallas_kernels.paged_attention import cpu_decode, cpu_prefill
 from pallas_kernels.paged_attention.backends import Problem, Target
-from pallas_kernels.paged_attention.cpu_tiles import LANES, Attention, Work, int_at, token_offset
+from pallas_kernels.paged_attention.cpu_decode import decode, num_chunks, partial_bytes, write_chunks
+from pallas_kernels.paged_attention.cpu_prefill import num_tiles, prefill, write_tiles
+from pallas_kernels.paged_attention.cpu_tiles import LANES, TASK_BYTES, Attention, Work, int_at, token_offset
 from pallas_kernels.paged_attention.layout import PagedKV
 from pallas_kernels.paged_attention.write import stored
 
@@ -65,6 +66,7 @@ def paged_attention(
     interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """See `api.paged_attention`."""
+    assert kv.scales is None
     facts = Attention(
         group=q.shape[1] // k.shape[1],
         head_dim=q.shape[2],
@@ -177,13 +179,13 @@ def _share_work(call: Call, work: Work, num_seqs: Value, facts: Attention, featu
         return int_at(f, work.kv_lens, row)
 
     (chunks,) = f.loop(
-        work.num_decodes, lambda row, count: count + cpu_decode.num_chunks(f, facts, length(row)), f.constant(I64, 0)
+        work.num_decodes, lambda row, count: count + num_chunks(f, facts, length(row)), f.constant(I64, 0)
     )
-    tiles = f.constant(I64, 0) if facts.decode_only else cpu_prefill.num_tiles(f, facts, work, num_seqs)
-    chunk_bytes = work.kv_heads * (8 + cpu_decode.partial_bytes(facts))
-    tasks = f.call("malloc", PTR, chunks * (chunk_bytes + cpu_decode.TASK_BYTES) + tiles * cpu_prefill.TASK_BYTES + 64)
-    tile_tasks = f.at(tasks, chunks * cpu_decode.TASK_BYTES)
-    counters = f.at(tile_tasks, tiles * cpu_prefill.TASK_BYTES)
+    tiles = f.constant(I64, 0) if facts.decode_only else num_tiles(f, facts, work, num_seqs)
+    chunk_bytes = work.kv_heads * (8 + partial_bytes(facts))
+    tasks = f.call("malloc", PTR, chunks * (chunk_bytes + TASK_BYTES) + tiles * TASK_BYTES + 64)
+    tile_tasks = f.at(tasks, chunks * TASK_BYTES)
+    counters = f.at(tile_tasks, tiles * TASK_BYTES)
     num_counters = chunks * work.kv_heads
     one, each = f.constant(I64, 1), work.kv_heads
     work = work._replace(
@@ -195,26 +197,26 @@ def _share_work(call: Call, work: Work, num_seqs: Value, facts: Attention, featu
     f.loop(num_counters, lambda i: f.store(f.constant(I64, 0), counters, i * 8))
     f.loop(
         work.num_decodes,
-        lambda row, count: cpu_decode.write_tasks(f, facts, tasks, count, row, length(row)),
+        lambda row, count: write_chunks(f, facts, tasks, count, row, length(row)),
         f.constant(I64, 0),
     )
     if not facts.decode_only:
-        cpu_prefill.write_tasks(f, facts, work, tile_tasks, num_seqs)
+        write_tiles(f, facts, work, tile_tasks, num_seqs)
     tile_items = tiles * work.kv_heads
 
     def do(inner: Function, item: Value, tile_items: Value, tile_tasks: Value, *shared: Value) -> None:
         mine = Work(*shared)
 
-        def decode() -> None:
-            cpu_decode.decode(inner, item - tile_items, mine, facts, features)
+        def do_decode() -> None:
+            decode(inner, item - tile_items, mine, facts, features)
 
         if facts.decode_only:
-            decode()
+            do_decode()
         else:
             inner.when(
                 item < tile_items,
-                lambda: cpu_prefill.prefill(inner, item, tile_tasks, mine, facts, features),
-                decode,
+                lambda: prefill(inner, item, tile_tasks, mine, facts, features),
+                do_decode,
             )
 
     call.share(tile_items + chunks * work.head_shares, [tile_items, tile_tasks, *work], do)

@@ -16,6 +16,7 @@ from pallas_kernels.paged_attention.cpu_tiles import (
     HALVES,
     LANES,
     MASKED,
+    TASK_BYTES,
     VECTOR,
     Attention,
     Work,
@@ -31,7 +32,6 @@ from pallas_kernels.paged_attention.cpu_tiles import (
 
 CHUNK = 512
 """Tokens of an item."""
-TASK_BYTES = 32
 _BLOCK = 64
 _GROUPS = _BLOCK // LANES
 _MAX_HEADS, _MAX_SUMS = 6, 24
@@ -47,7 +47,7 @@ def num_chunks(f: Function, facts: Attention, length: Value) -> Value:
     return (length - _first(f, facts, length) + (CHUNK - 1)) // CHUNK
 
 
-def write_tasks(f: Function, facts: Attention, tasks: Value, count: Value, row: Value, length: Value) -> Value:
+def write_chunks(f: Function, facts: Attention, tasks: Value, count: Value, row: Value, length: Value) -> Value:
     """Lists a row's chunks after the first `count` ones, and says how many there are then."""
     chunks = num_chunks(f, facts, length)
 

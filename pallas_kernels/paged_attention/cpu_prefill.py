@@ -17,6 +17,7 @@ from pallas_kernels.paged_attention.cpu_tiles import (
     HALVES,
     LANES,
     MASKED,
+    TASK_BYTES,
     VECTOR,
     WORDS,
     Attention,
@@ -31,7 +32,6 @@ from pallas_kernels.paged_attention.cpu_tiles import (
     zero,
 )
 
-TASK_BYTES = 16
 _TILE_ROWS = 96
 _STRIP = 6
 _WIDE = 4
@@ -47,7 +47,7 @@ def num_tiles(f: Function, facts: Attention, work: Work, num_seqs: Value) -> Val
     return f.loop(num_seqs, add, f.constant(I64, 0), start=work.num_decodes)[0]
 
 
-def write_tasks(f: Function, facts: Attention, work: Work, tasks: Value, num_seqs: Value) -> None:
+def write_tiles(f: Function, facts: Attention, work: Work, tasks: Value, num_seqs: Value) -> None:
     """Lists the tiles; those at the end of a row, which see the most, first."""
 
     def add(row: Value, count: Value) -> Value:

@@ -18,6 +18,9 @@ LANES = 16
 VECTOR, WORDS, HALVES = F32.times(LANES), I32.times(LANES), I16.times(LANES)
 MASKED = -1e30
 
+TASK_BYTES = 32
+"""Of what says which part of the work an item is."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Attention:

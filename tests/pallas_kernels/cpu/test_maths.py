@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.cpu import call, maths
+from pallas_kernels.cpu.emit import F32, Function, Module, Value
+from pallas_kernels.cpu.ffi import Call, handler
+
+LANES = 16
+REGISTER = F32.times(LANES)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnBlocks:
+    """Applies a function to 256 numbers at a time, 16 registers."""
+
+    function: Callable[[Function, list[Value]], list[Value]]
+
+    @property
+    def name(self) -> str:
+        return f"test_{self.function.__name__}"
+
+    def write(self, module: Module, features: frozenset[str]) -> None:
+        def body(call: Call) -> None:
+            (source,), (target,) = call.arguments, call.results
+
+            def one(f: Function, item: Value, x: Value, out: Value) -> None:
+                place = item * (LANES * LANES * 4)
+                registers = [f.load(REGISTER, f.at(x, place), 64 * i) for i in range(LANES)]
+                for i, value in enumerate(self.function(f, registers)):
+                    f.store(value, f.at(out, place), 64 * i)
+
+            call.share(source.dim(0), [source.data, target.data], one)
+
+        handler(module, self.name, 1, 1, body)
+
+
+def _run(function: Callable[[Function, list[Value]], list[Value]], x: np.ndarray) -> np.ndarray:
+    blocks = jnp.asarray(x.reshape(-1, LANES, LANES))
+    kernel = OnBlocks(function)
+    return np.asarray(jax.jit(lambda x: call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), x))(blocks))
+
+
+def exponentials(f: Function, x: list[Value]) -> list[Value]:
+    return [maths.exp(f, one) for one in x]
+
+
+def tangents(f: Function, x: list[Value]) -> list[Value]:
+    return [maths.tanh(f, one) for one in x]
+
+
+def columns(f: Function, x: list[Value]) -> list[Value]:
+    return maths.transposed(f, x)
+
+
+def row_sums(f: Function, x: list[Value]) -> list[Value]:
+    return [maths.sums(f, x)] * LANES
+
+
+def sums_everywhere(f: Function, x: list[Value]) -> list[Value]:
+    return [maths.everywhere(f, one, operator.add) for one in x]
+
+
+def rounded(f: Function, x: list[Value]) -> list[Value]:
+    return [maths.from_bf16(f, maths.to_bf16(f, one)) for one in x]
+
+
+def rounded_in_pairs(f: Function, x: list[Value]) -> list[Value]:
+    return [
+        one
+        for low, high in zip(x[::2], x[1::2], strict=True)
+        for one in maths.pairs_from_bf16(f, maths.pairs_to_bf16(f, low, high))
+    ]
+
+
+def test_exponentials_are_those_of_float64() -> None:
+    x = np.concatenate([np.linspace(-87, 88, 2**16), np.linspace(-1e-3, 1e-3, 2**12)]).astype(np.float32)
+    np.testing.assert_allclose(_run(exponentials, x).ravel(), np.exp(x.astype(np.float64)), rtol=2e-7)
+
+
+def test_what_is_masked_has_no_weight_and_nan_stays() -> None:
+    x = np.zeros(LANES * LANES, np.float32)
+    x[:4] = -87.1, -1e30, -np.inf, np.nan
+    found = _run(exponentials, x).ravel()
+    assert found[:3].tolist() == [0, 0, 0]
+    assert np.isnan(found[3])
+    assert (found[4:] == 1).all()
+
+
+def test_tangents_are_those_of_float64() -> None:
+    x = np.linspace(-100, 100, 2**14, dtype=np.float32)
+    np.testing.assert_allclose(_run(tangents, x).ravel(), np.tanh(x.astype(np.float64)), atol=2e-7, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (columns, lambda x: x.swapaxes(1, 2)),
+        (row_sums, lambda x: np.repeat(x.sum(axis=2)[:, None], LANES, axis=1)),
+        (sums_everywhere, lambda x: np.repeat(x.sum(axis=2, keepdims=True), LANES, axis=2)),
+    ],
+)
+def test_lanes_change_places(
+    function: Callable[[Function, list[Value]], list[Value]], expected: Callable[[np.ndarray], np.ndarray]
+) -> None:
+    x = np.random.default_rng(0).integers(-99, 99, (3, LANES, LANES)).astype(np.float32)
+    np.testing.assert_array_equal(_run(function, x), expected(x))
+
+
+@pytest.mark.parametrize("function", [rounded, rounded_in_pairs])
+def test_bfloat16_is_rounded_as_jax_does(function: Callable[[Function, list[Value]], list[Value]]) -> None:
+    bits = np.random.default_rng(0).integers(0, 2**32, 2**12, dtype=np.uint32)
+    bits[:8] = 0x3F808000, 0x3F818000, 0x3F80FFFF, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FFFFFFF, 0x80000000
+    x = bits.view(np.float32)
+    with np.errstate(invalid="ignore"):
+        expected = x.astype(jnp.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(_run(function, x).ravel(), expected)

@@ -1,0 +1,107 @@
+"""What the table of cases doesn't ask of the CPU's kernel: other CPUs, long rows, odd shapes, a pool that stays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.cpu.emit import Module
+from pallas_kernels.paged_attention import Backend, BackendName, PagedKV, cpu, kv_layout, paged_attention
+from pallas_kernels.paged_attention.cpu_decode import CHUNK
+from tests.pallas_kernels.paged_attention import test_paged_attention as suite
+from tests.pallas_kernels.paged_attention.cases import CASES, Case, make_batch
+
+LONG = Case("long", ((3 * CHUNK + 40, 1), (CHUNK, 1), (CHUNK + 1, 1), (2 * CHUNK + 9, 30)), 3)
+TABLE = {case.name: case for case in CASES}
+CORNERS = ("heads-9-of-3-dim-96-page-32", "heads-2-of-2-dim-80-first-layer", "decode-everything", "everything")
+
+
+@dataclasses.dataclass(frozen=True)
+class OnAnOldCPU(cpu.PagedAttention):
+    """The kernel as a CPU gets it of which nothing is known."""
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}_old"
+
+    def write(self, module: Module, features: frozenset[str]) -> None:
+        super().write(module, frozenset())
+
+
+@pytest.fixture
+def _old_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(cpu, "PagedAttention", OnAnOldCPU)
+    suite._compiled.cache_clear()
+    yield
+    suite._compiled.cache_clear()
+
+
+@pytest.mark.usefixtures("_old_cpu")
+@pytest.mark.parametrize("name", CORNERS)
+def test_a_cpu_without_bfloat16_gives_the_same(name: str) -> None:
+    case = dataclasses.replace(TABLE[name], dtype="bfloat16")
+    suite._check(case, make_batch(case), "cpu")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("more", [{}, {"window": CHUNK + 100, "sinks": True}], ids=["plain", "window"])
+def test_a_long_row_is_put_together(dtype: str, more: dict[str, Any]) -> None:
+    case = dataclasses.replace(LONG, dtype=dtype, **more)
+    suite._check(case, make_batch(case), "cpu")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"heads": 13, "kv_heads": 1, "head_dim": 144},
+        {"heads": 71, "kv_heads": 1, "head_dim": 64, "sinks": True},
+        {"heads": 120, "kv_heads": 1, "head_dim": 16, "page_size": 48},
+        {"heads": 7, "kv_heads": 7, "head_dim": 256, "soft_cap": 9.0},
+    ],
+)
+def test_odd_shapes(shape: dict[str, Any]) -> None:
+    case = Case("odd", ((90, 1), (70, 25), (17, 17)), 1, dtype="bfloat16", **shape)
+    suite._check(case, make_batch(case), "cpu")
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_queries_and_pool_of_two_types(dtype: str, kv_dtype: str) -> None:
+    case = dataclasses.replace(LONG, dtype=dtype, head_dim=80)
+    batch = make_batch(case)
+    pools = {"keys": batch.keys.astype(kv_dtype), "values": batch.values.astype(kv_dtype)}
+    names: tuple[BackendName, ...] = ("cpu", "reference")
+    ours, theirs = (suite._run(case, dataclasses.replace(batch, **pools), name) for name in names)
+    live = batch.query_starts[batch.num_seqs]
+    np.testing.assert_allclose(ours[0][:live].astype(np.float32), theirs[0][:live].astype(np.float32), atol=1e-2)
+    for mine, other in zip(ours[1:], theirs[1:], strict=True):
+        np.testing.assert_array_equal(suite._bits(mine), suite._bits(other))
+
+
+@pytest.mark.parametrize("decode_only", [False, True])
+def test_a_step_copies_no_pool(decode_only: bool) -> None:
+    rows, layers = 4, 3
+    layout = kv_layout(
+        num_layers=layers, num_pages=1000, page_size=16, num_kv_heads=2, head_dim=64, dtype=np.dtype(jnp.bfloat16)
+    )
+
+    def step(kv: PagedKV, q: jax.Array, *where: jax.Array) -> tuple[jax.Array, PagedKV]:
+        attend = functools.partial(paged_attention, scale=0.1, decode_only=decode_only, backend=Backend("cpu"))
+        for layer in range(layers):
+            q, kv = attend(q, q[:, :2], q[:, 2:4], kv, layer, *where)
+        return q, kv
+
+    pool = jax.ShapeDtypeStruct(layout.shape, layout.dtype)
+    shapes = ((rows, 10), (rows + 1,), (rows,), (), ())
+    where = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+    q = jax.ShapeDtypeStruct((rows, 4, 64), jnp.bfloat16)
+    compiled = jax.jit(step, donate_argnums=0).lower(layout.paged_kv(pool, pool), q, *where).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == layout.nbytes
+    assert memory.temp_size_in_bytes < layout.nbytes / 100
