@@ -7,8 +7,8 @@ the row alone, and one long row keeps every core busy.
 
 from __future__ import annotations
 
-import functools
 import operator
+from typing import NamedTuple
 
 from pallas_kernels.cpu import maths
 from pallas_kernels.cpu.emit import BF16, F32, I64, Function, Value
@@ -33,6 +33,7 @@ from pallas_kernels.paged_attention.cpu_tiles import (
 CHUNK = 512
 """Tokens of an item."""
 _BLOCK = 64
+_LINE = 64
 _GROUPS = _BLOCK // LANES
 _MAX_HEADS, _MAX_SUMS = 6, 24
 
@@ -60,6 +61,20 @@ def write_chunks(f: Function, facts: Attention, tasks: Value, count: Value, row:
     return count + chunks
 
 
+class _Block(NamedTuple):
+    """Tokens `at` to `stop`, in groups of 16. `offsets` are where the groups lie in the pool; `ahead`, where those lie
+    that are read next."""
+
+    at: Value
+    stop: Value
+    offsets: Value
+    ahead: Value
+
+    def num_groups(self, f: Function) -> Value:
+        """Up to `_GROUPS`."""
+        return (self.stop - self.at + (LANES - 1)) // LANES
+
+
 def decode(f: Function, item: Value, work: Work, facts: Attention, features: frozenset[str]) -> None:
     """Item `item` of tasks times shares of the KV heads."""
     index, share = item // work.head_shares, item % work.head_shares
@@ -69,7 +84,7 @@ def decode(f: Function, item: Value, work: Work, facts: Attention, features: fro
     length = int_at(f, work.kv_lens, row)
     begin = _first(f, facts, length) + chunk * CHUNK
     end = f.least(begin + CHUNK, length)
-    logits, offsets = f.stack(facts.group * _BLOCK * 4), f.stack(_GROUPS * 8)
+    logits, offsets, ahead = (f.stack(size) for size in (facts.group * _BLOCK * 4, _GROUPS * 8, _GROUPS * 8))
     first_head = share * per_share
     last_head = first_head + per_share
 
@@ -78,30 +93,35 @@ def decode(f: Function, item: Value, work: Work, facts: Attention, features: fro
         query = f.at(work.q, (row * work.kv_heads + head) * (facts.group * facts.head_dim * facts.q_bytes))
         _start(f, partial, facts)
 
-        def block(at: Value) -> None:
-            stop = f.least(at + _BLOCK, end)
-            groups = (stop - at + (LANES - 1)) // LANES
+        def advance(at: Value) -> None:
             later = at + _BLOCK < end
             next_head = f.select(later, head, head + 1)
             next_at = f.select(later, at + _BLOCK, begin)
             next_end = f.select(next_head < last_head, end, f.constant(I64, 0))
-
-            def fetch(i: Value) -> None:
-                _fetch(f, row, next_head, next_at + i * LANES, next_end, work, facts)
+            block = _Block(at, f.least(at + _BLOCK, end), offsets, ahead)
 
             def group(i: Value) -> None:
-                position = at + i * LANES
+                position, later = at + i * LANES, next_at + i * LANES
                 offset = token_offset(f, work, facts, row, head, position)
                 f.store(offset, offsets, i * 8)
-                fetch(i)
+                f.store(offset, ahead, i * 8)
+
+                def aim() -> None:
+                    f.store(token_offset(f, work, facts, row, next_head, later), ahead, i * 8)
+
+                f.when(later < next_end, aim)
                 _logits(f, f.at(work.keys, offset), query, f.at(logits, i * 64), position, length, facts, features)
 
+            def fetch(i: Value) -> None:
+                _fetch(f, work, row, next_head, next_at + i * LANES, next_end, facts)
+
+            groups = block.num_groups(f)
             f.loop(groups, group)
             f.loop(_GROUPS, fetch, start=groups)
             _weigh(f, logits, groups, partial, facts)
-            _mix(f, work.values, offsets, logits, partial, at, stop, length, facts)
+            _mix(f, work, block, logits, partial, length, facts)
 
-        f.loop(end, block, start=begin, step=_BLOCK)
+        f.loop(end, advance, start=begin, step=_BLOCK)
         counter = f.at(work.counters, (first_task * work.kv_heads + head) * 8)
 
         def finish() -> None:
@@ -113,23 +133,25 @@ def decode(f: Function, item: Value, work: Work, facts: Attention, features: fro
         f.when((f.fetch_add(counter, 1) + 1).same(chunks), finish)
 
     for i in range(_GROUPS):
-        _fetch(f, row, first_head, begin + i * LANES, end, work, facts)
+        _fetch(f, work, row, first_head, begin + i * LANES, end, facts)
     f.loop(last_head, one, start=first_head)
 
 
-def _fetch(f: Function, row: Value, head: Value, position: Value, end: Value, work: Work, facts: Attention) -> None:
+def _fetch(f: Function, work: Work, row: Value, head: Value, position: Value, end: Value, facts: Attention) -> None:
     """Has memory bring 16 tokens that will be read soon: pages are too short for a CPU to guess the next one."""
 
     def fetch() -> None:
         offset = token_offset(f, work, facts, row, head, position)
-        for first in (f.at(pool, offset) for pool in (work.keys, work.values)):
-            f.loop(LANES * facts.kv_row_bytes, functools.partial(_fetch_line, f, first), step=64)
+        f.loop(LANES, lambda i: _fetch_token(f, work, offset + i * facts.kv_row_bytes, facts))
 
     f.when(position < end, fetch)
 
 
-def _fetch_line(f: Function, first: Value, offset: Value) -> None:
-    f.prefetch(f.at(first, offset))
+def _fetch_token(f: Function, work: Work, offset: Value, facts: Attention) -> None:
+    for pool in (work.keys, work.values):
+        token = f.at(pool, offset)
+        for line in range(0, facts.kv_row_bytes, _LINE):
+            f.prefetch(f.at(token, line))
 
 
 def _head_bytes(facts: Attention) -> int:
@@ -223,63 +245,58 @@ def _weigh(f: Function, logits: Value, groups: Value, partial: Value, facts: Att
 
 
 def _mix(
-    f: Function,
-    values: Value,
-    offsets: Value,
-    weights: Value,
-    partial: Value,
-    at: Value,
-    stop: Value,
-    length: Value,
-    facts: Attention,
+    f: Function, work: Work, block: _Block, weights: Value, partial: Value, length: Value, facts: Attention
 ) -> None:
-    """Adds a block's values, as many sums at a time as registers hold. Only those that are seen are read."""
-    begin = at if facts.window is None else f.most(length - facts.window, at)
+    """Adds a block's values, as many sums at a time as registers hold. Only those that are seen are read; what is read
+    next is asked for one token at a time, as many requests at once would have to wait."""
+    begin = block.at if facts.window is None else f.most(length - facts.window, block.at)
     for first_head, heads in _shares(facts.group, _MAX_HEADS):
-        own = f.at(weights, first_head * (_BLOCK * 4))
         for first, count in _shares(facts.vectors, _MAX_SUMS // heads, 2):
             sums = [
                 f.at(partial, (first_head + g) * _head_bytes(facts) + 64 * (first + i))
                 for g in range(heads)
                 for i in range(count)
             ]
-            some = f.at(values, first * LANES * facts.kv_bytes)
+            own, some = f.at(weights, first_head * (_BLOCK * 4)), f.at(work.values, first * LANES * facts.kv_bytes)
+            ask = first_head == first == 0
             start = [f.load(VECTOR, pointer) for pointer in sums]
             for pointer, value in zip(
-                sums, _mixed(f, some, offsets, own, at, begin, stop, heads, start, facts), strict=True
+                sums, _add(f, work, some, block, own, begin, start, heads, ask, facts), strict=True
             ):
                 f.store(value, pointer)
 
 
-def _mixed(
+def _add(
     f: Function,
+    work: Work,
     values: Value,
-    offsets: Value,
+    block: _Block,
     weights: Value,
-    at: Value,
     begin: Value,
-    stop: Value,
-    heads: int,
     start: list[Value],
+    heads: int,
+    ask: bool,
     facts: Attention,
 ) -> list[Value]:
-    """`start`, all registers of one head after those of another, and tokens `begin` to `stop` of the block at `at`."""
+    """`start`, all registers of one head after those of another, and a block's tokens from `begin` on."""
     count = len(start) // heads
 
     def group(i: Value, *sums: Value) -> list[Value]:
-        tokens = f.at(values, f.load(I64, offsets, i * 8))
-        first = at + i * LANES
+        tokens, ahead = f.at(values, f.load(I64, block.offsets, i * 8)), f.load(I64, block.ahead, i * 8)
+        first = block.at + i * LANES
 
         def token(position: Value, *sums: Value) -> list[Value]:
-            pointer = f.at(tokens, (position - first) * facts.kv_row_bytes)
-            row = load_row(f, pointer, facts.kv_dtype, count * LANES, paired=facts.paired)
-            own = f.at(weights, (position - at) * 4)
+            place = (position - first) * facts.kv_row_bytes
+            if ask:
+                _fetch_token(f, work, ahead + place, facts)
+            row = load_row(f, f.at(tokens, place), facts.kv_dtype, count * LANES, paired=facts.paired)
+            own = f.at(weights, (position - block.at) * 4)
             shares = [f.spread(f.load(F32, own, g * _BLOCK * 4), LANES) for g in range(heads)]
             return [f.fma(shares[i // count], row[i % count], total) for i, total in enumerate(sums)]
 
-        return f.loop(f.least(first + LANES, stop), token, *sums, start=f.most(first, begin))
+        return f.loop(f.least(first + LANES, block.stop), token, *sums, start=f.most(first, begin))
 
-    return f.loop((stop - at + (LANES - 1)) // LANES, group, *start)
+    return f.loop(block.num_groups(f), group, *start)
 
 
 def _shares(count: int, most: int, step: int = 1) -> list[tuple[int, int]]:

@@ -75,7 +75,7 @@ SEEDS = [
     Seed("off-by-one-page", "cpu", "cpu_tiles", "position // facts.page_size)", "(position + 1) // facts.page_size)"),
     Seed("place-of-another-layer", "cpu", "cpu_tiles", " + work.first_entry", ""),
     Seed("one-token-too-many", "cpu", "cpu_decode", "seen = at < splat(f, length)", "seen = at <= splat(f, length)"),
-    Seed("values-not-masked", "cpu", "cpu_decode", "f.least(first + LANES, stop), token", "first + LANES, token"),
+    Seed("values-not-masked", "cpu", "cpu_decode", "f.least(first + LANES, block.stop), token", "first + LANES, token"),
     Seed("a-chunk-left-out", "cpu", "cpu_decode", "f.fma(f.load(VECTOR, one, 64 * j), keep, x)", "x * keep", LONG),
     Seed("window-begins-late", "cpu", "cpu_decode", "at >= splat(f, length", "at > splat(f, length", WINDOW),
     Seed("not-causal", "cpu", "cpu_prefill", "position <= splat(f, asked)", "position <= splat(f, asked + 1)"),

@@ -1,0 +1,145 @@
+"""Attention of a whole step on this CPU, backend `cpu` beside XLA's `reference`: SmolLM2-135M's 30 layers, bfloat16.
+
+A program has 30 calls on one pool, each layer in pages of its own, in random order; nothing else. Both are run in turn,
+so that what else the machine does meets both.
+
+    python -m benchmarks.cpu_attention --rounds 15
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.paged_attention import Backend, BackendName, PagedKV, kv_layout, paged_attention, target_of
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE = 30, 9, 3, 64, 16
+BACKENDS: tuple[BackendName, ...] = ("reference", "cpu")
+OUTPUT = Path(__file__).parent / "results/cpu/cpu_attention.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """`rows` sequences of `length` tokens, the last `new` of them queries; `shared` pages are the same for all."""
+
+    rows: int
+    length: int
+    new: int = 1
+    shared: int = 0
+
+    def __str__(self) -> str:
+        if self.new > 1:
+            return f"prefill of {self.new} after {self.length - self.new}"
+        return f"{self.rows} x {self.length}" + (f", {self.shared * PAGE} shared" if self.shared else "")
+
+
+SHAPES = (
+    Shape(1, 190),
+    Shape(1, 2000),
+    Shape(16, 190),
+    Shape(32, 630, shared=31),
+    Shape(64, 300),
+    Shape(1, 512, new=512),
+    Shape(1, 728, new=128),
+    Shape(1, 1064, new=64),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--output", default=str(OUTPUT))
+    args = parser.parse_args()
+    report: dict[str, Any] = {"rounds": args.rounds, "machine_load_at_start": os.getloadavg()[0], "shapes": []}
+    print(f"{'':26} {'reference ms':>14} {'cpu ms':>14} {'times':>6} {'compile s':>14}")
+    for shape in SHAPES:
+        row = measure(shape, args.rounds)
+        report["shapes"].append({"shape": str(shape), **row})
+        ms = [f"{row[name]['ms']:.2f} ({row[name]['least_ms']:.2f})" for name in BACKENDS]
+        seconds = " / ".join(f"{row[name]['compile_s']:.1f}" for name in BACKENDS)
+        ratio = row["reference"]["ms"] / row["cpu"]["ms"]
+        print(f"{shape!s:26} {ms[0]:>14} {ms[1]:>14} {ratio:6.1f} {seconds:>14}", flush=True)
+    Path(args.output).write_text(json.dumps(report, indent=2) + "\n")
+
+
+def measure(shape: Shape, rounds: int) -> dict[str, dict[str, float]]:
+    """Milliseconds a step, median and least, and what compiling took, of both backends."""
+    steps: dict[BackendName, Callable[[], None]] = {}
+    out: dict[str, dict[str, float]] = {}
+    for name in BACKENDS:
+        begin = time.perf_counter()
+        steps[name] = compiled(shape, name)
+        out[name] = {"compile_s": time.perf_counter() - begin}
+    times: dict[str, list[float]] = {name: [] for name in BACKENDS}
+    for i in range(rounds + 3):
+        for name, step in steps.items():
+            begin = time.perf_counter()
+            step()
+            if i >= 3:
+                times[name].append(1e3 * (time.perf_counter() - begin))
+    for name in BACKENDS:
+        out[name] |= {"ms": statistics.median(times[name]), "least_ms": min(times[name])}
+    return out
+
+
+def compiled(shape: Shape, name: BackendName) -> Callable[[], None]:
+    """A step of a backend, to be run again and again on a pool of its own."""
+    rng = np.random.default_rng(0)
+    used = -(-shape.length // PAGE)
+    num_pages = shape.shared + shape.rows * (used - shape.shared)
+    pages = rng.permutation(num_pages).astype(np.int32)
+    table = np.zeros((shape.rows, used), np.int32)
+    table[:, : shape.shared] = pages[: shape.shared]
+    table[:, shape.shared :] = pages[shape.shared :].reshape(shape.rows, -1)
+    layout = kv_layout(
+        num_layers=LAYERS,
+        num_pages=num_pages,
+        page_size=PAGE,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype=np.dtype(jnp.bfloat16),
+    )
+    numbers = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    kv = layout.paged_kv(numbers(jax.random.key(0), layout.shape), numbers(jax.random.key(1), layout.shape))
+    is_decode = shape.new == 1
+    where = (
+        jnp.asarray(table),
+        jnp.arange(shape.rows + 1, dtype=jnp.int32) * shape.new,
+        jnp.full(shape.rows, shape.length, jnp.int32),
+        jnp.int32(shape.rows if is_decode else 0),
+        jnp.int32(shape.rows),
+    )
+    q = numbers(jax.random.key(2), (shape.rows * shape.new, HEADS, HEAD_DIM))
+    backend = Backend(name, target=target_of(jax.devices("cpu")[0]))
+    attend = functools.partial(paged_attention, scale=HEAD_DIM**-0.5, decode_only=is_decode, backend=backend)
+
+    def step(kv: PagedKV, q: jax.Array, *where: jax.Array) -> tuple[jax.Array, PagedKV]:
+        for layer in range(LAYERS):
+            out, kv = attend(q, q[:, :KV_HEADS], q[:, KV_HEADS : 2 * KV_HEADS], kv, layer, *where)
+            q = q + out
+        return q, kv
+
+    program = jax.jit(step, donate_argnums=0).lower(kv, q, *where).compile()
+    held = [kv]
+
+    def run() -> None:
+        out, held[0] = program(held[0], q, *where)
+        jax.block_until_ready((out, held[0]))
+
+    return run
+
+
+if __name__ == "__main__":
+    main()
