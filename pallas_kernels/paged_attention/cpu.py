@@ -10,6 +10,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import cpu
@@ -80,14 +81,16 @@ def paged_attention(
         decode_only=decode_only,
     )
     integers = (layer * kv.num_pages, page_table, query_starts, kv_lens, num_decodes, num_seqs)
+    # Without it XLA copies a pool that the program has reshaped before.
+    keys, values = lax.optimization_barrier((kv.keys, kv.values))
     out, keys, values = cpu.call(
         PagedAttention(facts),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, kv.keys, kv.values)],
         q,
         stored(k, kv, layer, 0),
         stored(v, kv, layer, 1),
-        kv.keys,
-        kv.values,
+        keys,
+        values,
         *(jnp.asarray(x, jnp.int32) for x in integers),
         *(() if sinks is None else (sinks.astype(jnp.float32),)),
         in_place={3: 1, 4: 2},

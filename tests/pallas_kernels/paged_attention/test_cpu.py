@@ -86,6 +86,7 @@ def test_queries_and_pool_of_two_types(dtype: str, kv_dtype: str) -> None:
 
 @pytest.mark.parametrize("decode_only", [False, True])
 def test_a_step_copies_no_pool(decode_only: bool) -> None:
+    """Also of a pool with an axis of ranks, as the engine's is."""
     rows, layers = 4, 3
     layout = kv_layout(
         num_layers=layers, num_pages=1000, page_size=16, num_kv_heads=2, head_dim=64, dtype=np.dtype(jnp.bfloat16)
@@ -93,11 +94,12 @@ def test_a_step_copies_no_pool(decode_only: bool) -> None:
 
     def step(kv: PagedKV, q: jax.Array, *where: jax.Array) -> tuple[jax.Array, PagedKV]:
         attend = functools.partial(paged_attention, scale=0.1, decode_only=decode_only, backend=Backend("cpu"))
+        kv = kv.with_pools([pool[0] for pool in kv.pools])
         for layer in range(layers):
             q, kv = attend(q, q[:, :2], q[:, 2:4], kv, layer, *where)
-        return q, kv
+        return q, kv.with_pools([pool[None] for pool in kv.pools])
 
-    pool = jax.ShapeDtypeStruct(layout.shape, layout.dtype)
+    pool = jax.ShapeDtypeStruct((1, *layout.shape), layout.dtype)
     shapes = ((rows, 10), (rows + 1,), (rows,), (), ())
     where = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     q = jax.ShapeDtypeStruct((rows, 4, 64), jnp.bfloat16)
