@@ -323,14 +323,6 @@ class Function:
             self._branch(end)
         self._open(end)
 
-    def wait_until(self, condition: Callable[[], Value]) -> None:
-        """Asks again and again."""
-        again, end = self._label("wait"), self._label("end")
-        self._branch(again)
-        self._open(again)
-        self._branch_if(condition(), end, again)
-        self._open(end)
-
     def ret(self, value: Value | None = None) -> None:
         """Ends the function."""
         self._lines.append("  ret void" if value is None else f"  ret {value.type} {value.ref}")

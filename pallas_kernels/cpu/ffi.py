@@ -24,6 +24,8 @@ _DESTROY_ERROR, _SCHEDULE, _NUM_THREADS = 64, 136, 144
 
 # A job: what is shared with threads that may come when the call is over
 _NEXT, _DONE, _USERS, _ITEMS, _CAPTURED = 0, 8, 16, 24, 32
+_TURNS_AWAKE = 50_000
+_NAP_MICROSECONDS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Call:
 
         f.loop(helpers, ask)
         f.call(f"{task}_items", None, job)
-        f.wait_until(lambda: self._all_done(job, num_items))
+        self._wait(job, num_items)
         f.call(f"{task}_leave", None, job)
 
     def _num_threads(self) -> Value:
@@ -110,13 +112,16 @@ class Call:
             f.store(value, message, at)
         f.call_pointer(f.load(PTR, self._api, _DESTROY_ERROR), None, message)
 
-    def _all_done(self, job: Value, num_items: Value) -> Value:
+    def _wait(self, job: Value, num_items: Value) -> None:
+        """Until all are done: awake for as long as an item takes, then in naps, as whoever has the last one may need
+        our core. (Giving way with `sched_yield` does not let it in for milliseconds, seen on Linux 6.)"""
         f = self.function
-        done = f.load_shared(f.at(job, _DONE)) >= num_items
 
-        # Whoever has the last item may have been sent off its core by somebody else: ours, maybe.
-        f.when(done, lambda: None, lambda: _drop(f.call("sched_yield", I32)))
-        return done
+        def look(turns: Value) -> list[Value]:
+            f.when(turns > _TURNS_AWAKE, lambda: _drop(f.call("usleep", I32, f.constant(I32, _NAP_MICROSECONDS))))
+            return [turns + 1]
+
+        f.loop_while(lambda _: f.load_shared(f.at(job, _DONE)) < num_items, look, f.constant(I64, 0))
 
 
 def handler(module: Module, name: str, num_arguments: int, num_results: int, body: Callable[[Call], None]) -> None:
