@@ -83,10 +83,17 @@ def packing_reader(abstract: Any, dense: Any, reader: WeightReader) -> WeightRea
             reader.fill(path, spec, window, out)
             return
         assert packed[owner].bits == 16, dotted(owner)
-        fill_packed(packed[owner], functools.partial(reader.fill, owner, specs[owner]), out)
+        # In one piece: what is stored in chunks would be read again for each part of one
+        whole = np.empty(specs[owner].shape, specs[owner].dtype)
+        reader.fill(owner, specs[owner], tuple(slice(0, length) for length in whole.shape), whole)
+        fill_packed(packed[owner], functools.partial(_copy, whole), out)
 
     owners = [path[:-1] if path[:-1] in packed else path for path, _ in leaves]
     return WeightReader(fill, tuple(sorted(range(len(owners)), key=lambda i: rank[owners[i]])))
+
+
+def _copy(values: np.ndarray[Any, Any], window: Window, out: np.ndarray[Any, Any]) -> None:
+    out[...] = values[window]
 
 
 def _windows(shape: tuple[int, ...], most: int) -> Iterator[Window]:

@@ -1,6 +1,6 @@
 """Writes functions in LLVM's language: values that can be added, loops and branches whose bodies are Python functions.
 
-It knows types, arithmetic and control flow, and no kernel. What it writes is text, so that it can be read, tested, and
+It knows arithmetic and control flow, and no kernel. What it writes is text, so that it can be read, tested, and
 compiled by whatever has LLVM. A Python number stands for a constant of the other operand's type, in every lane of a
 vector. Integers have no sign of their own; comparisons, division and conversions take them as signed, shifts and bytes
 as unsigned.
@@ -9,41 +9,9 @@ as unsigned.
 from __future__ import annotations
 
 import dataclasses
-import struct
 from collections.abc import Callable, Sequence
 
-Number = int | float
-
-
-@dataclasses.dataclass(frozen=True)
-class Type:
-    """A number, a pointer, or where `lanes` isn't 0, that many numbers in a register."""
-
-    name: str
-    lanes: int = 0
-
-    def __str__(self) -> str:
-        return f"<{self.lanes} x {self.name}>" if self.lanes else self.name
-
-    @property
-    def is_float(self) -> bool:
-        """Whether arithmetic on it is floating point."""
-        return self.name in ("float", "half", "bfloat")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        bits = {"float": 32, "half": 16, "bfloat": 16, "ptr": 64}.get(self.name) or int(self.name[1:])
-        return max(self.lanes, 1) * bits // 8
-
-    def times(self, lanes: int) -> Type:
-        """A vector of such numbers."""
-        return Type(self.name, lanes)
-
-
-F32, F16, BF16 = Type("float"), Type("half"), Type("bfloat")
-I1, I8, I16, I32, I64 = (Type(f"i{bits}") for bits in (1, 8, 16, 32, 64))
-PTR = Type("ptr")
+from pallas_kernels.cpu.types import BF16, I1, I32, I64, PTR, Number, Type
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -155,12 +123,7 @@ class Function:
 
     def constant(self, kind: Type, number: Number | Sequence[Number]) -> Value:
         """A number, or one for each lane."""
-        if not kind.lanes:
-            assert not isinstance(number, Sequence)
-            return Value(self, kind, _literal(kind, number))
-        numbers = number if isinstance(number, Sequence) else [number] * kind.lanes
-        lane = Type(kind.name)
-        return Value(self, kind, "<" + ", ".join(f"{lane} {_literal(lane, one)}" for one in numbers) + ">")
+        return Value(self, kind, kind.literal(number))
 
     def binary(self, operation: str, left: Value, right: Value | Number) -> Value:
         """An operation of two values of one type, by LLVM's name of it for integers."""
@@ -225,12 +188,12 @@ class Function:
     def load(self, kind: Type, pointer: Value, offset: Value | int = 0) -> Value:
         """What stands `offset` bytes after a pointer."""
         pointer = pointer if isinstance(offset, int) and offset == 0 else self.at(pointer, offset)
-        return self._emit(kind, f"load {kind}, ptr {pointer.ref}, align {_alignment(kind)}")
+        return self._emit(kind, f"load {kind}, ptr {pointer.ref}, align {kind.alignment}")
 
     def store(self, value: Value, pointer: Value, offset: Value | int = 0) -> None:
         """Puts a value `offset` bytes after a pointer."""
         pointer = pointer if isinstance(offset, int) and offset == 0 else self.at(pointer, offset)
-        self._lines.append(f"  store {value.type} {value.ref}, ptr {pointer.ref}, align {_alignment(value.type)}")
+        self._lines.append(f"  store {value.type} {value.ref}, ptr {pointer.ref}, align {value.type.alignment}")
 
     def to_bf16(self, numbers: Value) -> Value:
         """Rounded to nearest bfloat16; for CPUs with `avx512bf16`."""
@@ -356,19 +319,3 @@ class Function:
 
     def _branch_if(self, condition: Value, yes: str, no: str) -> None:
         self._lines.append(f"  br i1 {condition.ref}, label %{yes}, label %{no}")
-
-
-def _alignment(kind: Type) -> int:
-    """That of one number: rows of a tensor may start anywhere."""
-    return Type(kind.name).nbytes
-
-
-def _literal(kind: Type, number: Number) -> str:
-    if kind.name == "ptr":
-        assert number == 0
-        return "null"
-    if not kind.is_float:
-        return str(int(number))
-    rounded = struct.unpack("<f", struct.pack("<f", number))[0]
-    assert kind.name == "float", kind  # others come from memory
-    return f"0x{struct.unpack('<Q', struct.pack('<d', rounded))[0]:016X}"

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from pallas_kernels.cpu.emit import I32, I64, PTR, Function, Module, Type, Value
+from pallas_kernels.cpu.emit import Function, Module, Value
+from pallas_kernels.cpu.types import I32, I64, PTR, Type
 
 # XLA_FFI_CallFrame
 _EXTENSION, _API, _CONTEXT, _ARGUMENTS, _RESULTS = 8, 16, 24, 72, 112

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pallas_kernels.cpu.emit import F32, I16, I32, Function, Value
+from pallas_kernels.cpu.emit import Function, Value
+from pallas_kernels.cpu.types import F32, I16, I32
 
 _LOWEST = -87.0
 # Adding it rounds to an integer, which then stands in the lowest bits.

@@ -17,15 +17,16 @@ import struct
 from collections.abc import Iterator
 from typing import Protocol
 
-from pallas_kernels.cpu.emit import BF16, F32, I16, I32, I64, PTR, Function, Module, Value
+from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
+from pallas_kernels.cpu.types import F32, I16, I32, I64, PTR
 from pallas_kernels.packed_matmul.layout import BLOCK, STRIP, Bits, packed_shape
 
 ROWS = 4
 STRIPS = 4
 _ITEM_BYTES = 1 << 16
 _SUMS = F32.times(STRIP)
-_WORDS, _LANES, _HALVES = I16.times(2 * STRIP), I32.times(STRIP), BF16.times(2 * STRIP)
+_WORDS, _LANES = I16.times(2 * STRIP), I32.times(STRIP)
 _HIGH = -(1 << 16)
 
 
@@ -143,27 +144,26 @@ class _BF16Terms:
     """Pairs of bfloat16, multiplied and added in float32 by one instruction."""
 
     def factor(self, f: Function, pair: Value) -> tuple[Value, ...]:
-        return (f.convert("bitcast", f.spread(pair, STRIP), _HALVES),)
+        return (f.spread(pair, STRIP),)
 
     def pairs(self, f: Function, run: Value, bits: Bits) -> Iterator[tuple[Value, ...]]:
         if bits == 8:
             for even, odd in _F32Terms().pairs(f, run, bits):
                 low, high = (f.convert("bitcast", number, _LANES) for number in (even, odd))
-                yield (f.convert("bitcast", (low >> 16) | (high & _HIGH), _HALVES),)
+                yield ((low >> 16) | (high & _HIGH),)
             return
         # Its low four bits are all that a lookup sees of a number, as the table has every entry twice
         table = f.constant(_WORDS, [_bfloat16(i % 16) for i in range(2 * STRIP)])
         for at in range(0, BLOCK * STRIP * bits // 8, _WORDS.nbytes):
             if bits == 16:
-                yield (f.load(_HALVES, run, at),)
+                yield (f.load(_LANES, run, at),)
                 continue
             words = f.load(_WORDS, run, at)
             for nibble in range(4):
-                looked_up = f.call("llvm.x86.avx512.permvar.hi.512", _WORDS, table, words >> 4 * nibble)
-                yield (f.convert("bitcast", looked_up, _HALVES),)
+                yield (f.call("llvm.x86.avx512.permvar.hi.512", _WORDS, table, words >> 4 * nibble),)
 
     def add(self, f: Function, total: Value, numbers: tuple[Value, ...], factor: tuple[Value, ...]) -> Value:
-        return f.call("llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, total, *numbers, *factor)
+        return f.dot_bf16(numbers[0], factor[0], total)
 
 
 class _F32Terms:

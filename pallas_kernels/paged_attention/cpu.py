@@ -14,8 +14,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import cpu
-from pallas_kernels.cpu.emit import I1, I8, I64, PTR, Function, Module, Value
+from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
+from pallas_kernels.cpu.types import I1, I8, I64, PTR
 from pallas_kernels.paged_attention.backends import Problem, Target
 from pallas_kernels.paged_attention.cpu_decode import decode, num_chunks, partial_bytes, write_chunks
 from pallas_kernels.paged_attention.cpu_prefill import num_tiles, prefill, write_tiles

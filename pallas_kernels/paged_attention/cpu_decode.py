@@ -11,7 +11,8 @@ import operator
 from typing import NamedTuple
 
 from pallas_kernels.cpu import maths
-from pallas_kernels.cpu.emit import BF16, F32, I64, Function, Value
+from pallas_kernels.cpu.emit import Function, Value
+from pallas_kernels.cpu.types import BF16, F32, I64
 from pallas_kernels.paged_attention.cpu_tiles import (
     HALVES,
     LANES,

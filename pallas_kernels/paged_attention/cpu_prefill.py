@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pallas_kernels.cpu import maths
-from pallas_kernels.cpu.emit import F32, I32, I64, Function, Value
+from pallas_kernels.cpu.emit import Function, Value
+from pallas_kernels.cpu.types import F32, I32, I64
 from pallas_kernels.paged_attention.cpu_tiles import (
     HALVES,
     LANES,

@@ -12,7 +12,8 @@ import hashlib
 from typing import NamedTuple
 
 from pallas_kernels.cpu import maths
-from pallas_kernels.cpu.emit import F32, I16, I32, I64, Function, Value
+from pallas_kernels.cpu.emit import Function, Value
+from pallas_kernels.cpu.types import F32, I16, I32, I64
 
 LANES = 16
 VECTOR, WORDS, HALVES = F32.times(LANES), I32.times(LANES), I16.times(LANES)

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.cpu import call, kernels_in
-from pallas_kernels.cpu.emit import F32, I32, I64, Function, Module, Value
+from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
+from pallas_kernels.cpu.types import F32, I32, I64
 
 Body = Callable[[Function, Value], Value]
 

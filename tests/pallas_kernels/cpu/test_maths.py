@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.cpu import call, maths
-from pallas_kernels.cpu.emit import F32, Function, Module, Value
+from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
+from pallas_kernels.cpu.types import F32
 
 LANES = 16
 REGISTER = F32.times(LANES)

@@ -1,0 +1,64 @@
+"""The types of LLVM's language that kernels use, and their constants."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Sequence
+
+Number = int | float
+
+
+@dataclasses.dataclass(frozen=True)
+class Type:
+    """A number, a pointer, or where `lanes` isn't 0, that many numbers in a register."""
+
+    name: str
+    lanes: int = 0
+
+    def __str__(self) -> str:
+        return f"<{self.lanes} x {self.name}>" if self.lanes else self.name
+
+    @property
+    def is_float(self) -> bool:
+        """Whether arithmetic on it is floating point."""
+        return self.name in ("float", "half", "bfloat")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        bits = {"float": 32, "half": 16, "bfloat": 16, "ptr": 64}.get(self.name) or int(self.name[1:])
+        return max(self.lanes, 1) * bits // 8
+
+    @property
+    def alignment(self) -> int:
+        """That of one number: rows of a tensor may start anywhere."""
+        return Type(self.name).nbytes
+
+    def times(self, lanes: int) -> Type:
+        """A vector of such numbers."""
+        return Type(self.name, lanes)
+
+    def literal(self, number: Number | Sequence[Number]) -> str:
+        """A number as LLVM reads it, or one for each lane."""
+        if not self.lanes:
+            assert not isinstance(number, Sequence)
+            return self._number(number)
+        numbers = number if isinstance(number, Sequence) else [number] * self.lanes
+        lane = Type(self.name)
+        return "<" + ", ".join(f"{lane} {lane._number(one)}" for one in numbers) + ">"
+
+    def _number(self, number: Number) -> str:
+        if self.name == "ptr":
+            assert number == 0
+            return "null"
+        if not self.is_float:
+            return str(int(number))
+        assert self.name == "float", self  # others come from memory
+        rounded = struct.unpack("<f", struct.pack("<f", number))[0]
+        return f"0x{struct.unpack('<Q', struct.pack('<d', rounded))[0]:016X}"
+
+
+F32, F16, BF16 = Type("float"), Type("half"), Type("bfloat")
+I1, I8, I16, I32, I64 = (Type(f"i{bits}") for bits in (1, 8, 16, 32, 64))
+PTR = Type("ptr")
