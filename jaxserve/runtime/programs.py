@@ -137,7 +137,6 @@ class ProgramBuilder:
             "mesh": dict(self.mesh.shape),
             "processes": self.num_processes,
             "process": jax.process_index() if self.num_processes > 1 else 0,
-            "packed": {dotted(path): weight.bits for path, weight in packed_weights(self.param_specs).items()},
             "dtype": jax.tree.leaves(self.param_specs)[0].dtype.name,
             "jax": jax.__version__,
             "jaxlib": importlib.metadata.version("jaxlib"),
@@ -147,6 +146,7 @@ class ProgramBuilder:
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
             "python": platform.python_version(),
             "sources": _source_hash(),
+            "packed": {dotted(path): weight.bits for path, weight in packed_weights(self.param_specs).items()},
         }
 
     def fingerprint(self) -> str:
