@@ -27,6 +27,8 @@ _SMALL_POOL = 2**24
 _COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 # Targets of custom calls that are our kernels, by what they were written in; a name goes with each.
 _KERNELS = {"__gpu$xla.gpu.triton": "triton", "mosaic_gpu": "mosaic gpu", "tpu_custom_call": "mosaic tpu"}
+# Those that a CPU compiles for itself carry their name in the target, some with a hash of their facts.
+_LLVM = re.compile(r"llvm_(?P<name>\w+?)(_[0-9a-f]{16})?")
 _LIBRARIES = re.compile(r"__(cublas|cudnn)[\w$.]*")
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = (?P<types>.*?) (?P<opcode>[a-z][a-z0-9-]*)\(")
@@ -132,6 +134,8 @@ def _kernel(line: str) -> str | None:
             parts = name["name"].split("/") if (name := _OP_NAME.search(line)) else []
             own = parts[-2] if len(parts) > 1 and parts[-1].startswith("pallas_call") else language
             return own if own == language else f"{own} ({language})"
+    if own_code := _LLVM.fullmatch(target):
+        return f"{own_code['name']} (llvm)"
     return target.strip("_").replace("$", " ") if _LIBRARIES.fullmatch(target) else None
 
 

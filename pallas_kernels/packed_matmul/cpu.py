@@ -39,7 +39,7 @@ class PackedMatmul:
 
     @property
     def name(self) -> str:
-        return f"jaxserve_packed_matmul_{self.bits}"
+        return f"llvm_packed_matmul_{self.bits}"
 
     def write(self, module: Module, features: frozenset[str]) -> None:
         """See `pallas_kernels.cpu.Kernel`."""

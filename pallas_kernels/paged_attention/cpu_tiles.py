@@ -43,7 +43,7 @@ class Attention:
         """One for each set of facts."""
         kind = "decode" if self.decode_only else "mixed"
         digest = hashlib.sha256(repr(dataclasses.astuple(self)).encode()).hexdigest()[:16]
-        return f"paged_attention_{kind}_{self.group}x{self.head_dim}_{digest}"
+        return f"llvm_paged_attention_{kind}_{self.group}x{self.head_dim}_{digest}"
 
     @property
     def vectors(self) -> int:

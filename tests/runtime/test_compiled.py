@@ -31,6 +31,8 @@ ENTRY %main (x: f32[128,128]) -> f32[128,128] {
 output_to_operand_aliasing={{}: (1, {})}, metadata={op_name="jit(step)/paged_attention/decode/pallas_call"}
   %tpu.1 = bf16[4]{0} custom-call(%x.1), custom_call_target="tpu_custom_call", metadata={op_name="k/pallas_call"}
   %gemm = (f32[4]{0}, s8[64]{0}) custom-call(%x.1), custom_call_target="__cublas$lt$matmul$f8"
+  %own = f32[4]{0} custom-call(%x.1), custom_call_target="llvm_paged_attention_decode_3x64_0123456789abcdef"
+  %sums = f32[4]{0} custom-call(%x.1), custom_call_target="llvm_packed_matmul_16"
   %other = f32[4]{0} custom-call(%x.1), custom_call_target="AllocateBuffer"
   %sum-start = f32[4]{0} all-reduce-start(%tpu.1)
   ROOT %copy = f32[128,128]{1,0} copy(%x.1)
@@ -44,6 +46,8 @@ def test_instructions_of_a_text() -> None:
         Instruction("custom-call", 16, aliased=True, kernel="decode (triton)"),
         Instruction("custom-call", 4, kernel="k (mosaic tpu)"),
         Instruction("custom-call", 64, kernel="cublas lt matmul f8"),
+        Instruction("custom-call", 4, kernel="paged_attention_decode_3x64 (llvm)"),
+        Instruction("custom-call", 4, kernel="packed_matmul_16 (llvm)"),
         Instruction("custom-call", 4),
         Instruction("all-reduce-start", 4),
         Instruction("copy", 16384),
