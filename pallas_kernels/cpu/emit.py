@@ -231,10 +231,6 @@ class Function:
         code = f"shufflevector {left.type} {left.ref}, {right.type} {right.ref}, {mask.type} {mask.ref}"
         return self._emit(kind, code)
 
-    def lane(self, value: Value, index: int) -> Value:
-        """One number of a vector."""
-        return self._emit(Type(value.type.name), f"extractelement {value.type} {value.ref}, i64 {index}")
-
     def loop(
         self,
         stop: Value | int,

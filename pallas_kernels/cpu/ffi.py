@@ -115,7 +115,7 @@ class Call:
 
     def _wait(self, job: Value, num_items: Value) -> None:
         """Until all are done: awake for as long as an item takes, then in naps, as whoever has the last one may need
-        our core. (Giving way with `sched_yield` does not let it in for milliseconds, seen on Linux 6.)"""
+        our core. (Where two neighbours kept both cores busy, giving way with `sched_yield` took half as long again.)"""
         f = self.function
 
         def look(turns: Value) -> list[Value]:
