@@ -69,7 +69,7 @@ def load(model: str, dtype: str, part: str, count: bool) -> dict[str, Any]:
     if count:
         with _counting() as read:
             loaded = once()
-        return {"shards": tensor, "loaded_bytes": loaded, "read_bytes": read[0] + _tensorstore_bytes()}
+        return {"shards": tensor, "loaded_bytes": loaded, "read_bytes": read[0]}
     start, cpu_start = time.perf_counter(), time.process_time()
     if source.kind == "orbax":
         import jaxserve.weights.orbax  # noqa: F401
@@ -87,7 +87,7 @@ def load(model: str, dtype: str, part: str, count: bool) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _counting() -> Iterator[list[int]]:
-    """The bytes that are read of safetensors and GGUF files; TensorStore counts its own, where it maps no files."""
+    """The bytes that are read of safetensors and GGUF files, and of a folder's chunks those that are touched at all."""
     import numpy as np
 
     from jaxserve.weights import orbax
@@ -103,7 +103,16 @@ def _counting() -> Iterator[list[int]]:
                 original(self, name, window, out)
 
             stack.enter_context(mock.patch.object(kind, "read", counted))
-        stack.enter_context(mock.patch.object(orbax, "_FILE_MODE", "default"))
+        touched = set()
+
+        def chunk(*args: Any, original: Any = orbax._chunk) -> np.ndarray:
+            found = original(*args)
+            if args[1:] not in touched:
+                touched.add(args[1:])
+                read[0] += found.nbytes
+            return found
+
+        stack.enter_context(mock.patch.object(orbax, "_chunk", chunk))
         yield read
 
 
@@ -136,15 +145,6 @@ def _stored_bytes(stored_type: str, elements: int) -> int:
 
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[stored_type]]
     return elements * size // block
-
-
-def _tensorstore_bytes() -> int:
-    if "tensorstore" not in sys.modules:
-        return 0
-    import tensorstore
-
-    metrics = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
-    return sum(value["value"] for metric in metrics for value in metric["values"])
 
 
 def write_model(folder: Path, dtype: str) -> None:

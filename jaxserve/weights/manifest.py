@@ -16,14 +16,15 @@ from jaxserve.weights.faults import listed
 
 PARAMS = "params"
 """The Orbax checkpoint inside the folder."""
-_FORMAT = 1
+_FORMAT = 2
 
 
 class StoredParameter(msgspec.Struct, frozen=True):
-    """A parameter as it is stored, whatever mesh it is for."""
+    """A parameter as it is stored, whatever mesh it is for: in files of `chunks` each."""
 
     shape: tuple[int, ...]
     dtype: str
+    chunks: tuple[int, ...]
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,28 +1,31 @@
 """Reads the checkpoint in a folder of `jaxserve convert`: any window of any parameter, so any mesh.
 
-Orbax wrote it, and it is read with TensorStore, as Orbax itself does: a shard may be made of several windows of what is
-stored (replicas of a KV head, a padded vocabulary), which Orbax' own restore doesn't know, and processes need no word
-with each other. Only the chunks that a window touches are read; several at a time, by TensorStore's threads.
+Orbax wrote it, as zarr arrays that are not compressed: each chunk is a file, and the file is the numbers. So they are
+mapped into memory and copied from there, with neither Orbax nor TensorStore, which take longer to import than a small
+model takes to read. A shard may be made of several windows of what is stored (replicas of a KV head, a padded
+vocabulary), processes need no word with each other, and only what a window covers is read.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
+import mmap
 from pathlib import Path as FilePath
 from typing import Any
 
+import ml_dtypes  # noqa: F401  numpy knows bfloat16 by name once this is imported
 import numpy as np
-import tensorstore
 
 from jaxserve.errors import ConfigError
 from jaxserve.params import ParamSpec, Path, Window, dotted
 from jaxserve.weights.arrays import WeightReader, flatten
 from jaxserve.weights.faults import refuse_misfit
-from jaxserve.weights.manifest import PARAMS, Manifest, read_manifest
+from jaxserve.weights.manifest import PARAMS, Manifest, StoredParameter, read_manifest
 
-_NODE_CACHE_BYTES = 64 << 20
-_FILE_MODE = "memmap"
-"""Files in the page cache are read in three quarters of the time that they take without (`benchmarks/load.py`)."""
+_OPEN_CHUNKS = 256
+"""Chunks that stay mapped: a part of a parameter may be a few rows of all of its chunks."""
 
 
 class OrbaxCheckpoint:
@@ -31,9 +34,7 @@ class OrbaxCheckpoint:
     def __init__(self, folder: FilePath) -> None:
         self._folder = folder
         self._manifest = read_manifest(folder)
-        # Where chunks lie is looked up for every window; the chunks themselves are never cached
-        context = tensorstore.Context({"cache_pool#nodes": {"total_bytes_limit": _NODE_CACHE_BYTES}})
-        self._open = functools.cache(functools.partial(_open, folder, context))
+        self._chunk = functools.lru_cache(_OPEN_CHUNKS)(functools.partial(_chunk, folder))
 
     def reader(self, abstract: Any) -> WeightReader:
         """What reads the parameters of `abstract`, in the order they were written in.
@@ -48,33 +49,36 @@ class OrbaxCheckpoint:
 
     def _fill(self, path: Path, spec: ParamSpec, window: Window, out: np.ndarray[Any, Any]) -> None:
         name = dotted(path)
-        try:
-            stored = self._open(name)[window].translate_to[(0,) * out.ndim]
-            tensorstore.array(out).write(stored).result()
-        except ValueError as error:  # what TensorStore makes of a missing chunk and of a file that can't be read
-            raise ConfigError(
-                f"{self._folder}: {name} can't be read ({error}); copy the folder again from where it was made"
-            ) from error
+        stored = self._manifest.parameters[name]
+        # As whole numbers: numpy copies types that it doesn't know itself one by one
+        bits = out.view(f"u{out.itemsize}")
+        touched = [range(part.start // size, -(-part.stop // size)) for part, size in zip(window, stored.chunks)]
+        for index in itertools.product(*touched):
+            chunk = self._chunk(name, stored, index)
+            corner = [i * size for i, size in zip(index, stored.chunks)]
+            common = [
+                (max(part.start, start), min(part.stop, start + size))
+                for part, start, size in zip(window, corner, stored.chunks)
+            ]
+            inside = tuple(slice(low - part.start, high - part.start) for (low, high), part in zip(common, window))
+            bits[inside] = chunk[tuple(slice(low - start, high - start) for (low, high), start in zip(common, corner))]
 
 
-def _open(folder: FilePath, context: tensorstore.Context, name: str) -> Any:
-    spec = {
-        "driver": "zarr",
-        "kvstore": {
-            "driver": "ocdbt",
-            "base": {
-                "driver": "file",
-                "path": f"{(folder / PARAMS).resolve()}/",
-                "file_io_mode": {"mode": _FILE_MODE},
-            },
-            "path": f"{name}/",
-            "cache_pool": "cache_pool#nodes",
-        },
-        "recheck_cached_data": False,
-        "recheck_cached_metadata": False,
-        "fill_missing_data_reads": False,
-    }
-    return tensorstore.open(spec, context=context, open=True, read=True).result()
+def _chunk(folder: FilePath, name: str, stored: StoredParameter, index: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """A chunk, as whole numbers of its type's size; the last ones of an axis are filled up to the size of all."""
+    path = folder / PARAMS / name / ".".join(map(str, index))
+    itemsize = np.dtype(stored.dtype).itemsize
+    nbytes = math.prod(stored.chunks) * itemsize
+    try:
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # the latter where the file is shorter
+        raise ConfigError(
+            f"{path}: {name} can't be read ({error}); copy the folder again from where it was made"
+        ) from error
+    if hasattr(mmap, "MADV_WILLNEED"):
+        mapped.madvise(mmap.MADV_WILLNEED)
+    return np.frombuffer(mapped, f"u{itemsize}").reshape(stored.chunks)
 
 
 def _check(folder: FilePath, manifest: Manifest, specs: dict[str, ParamSpec]) -> None:

@@ -56,11 +56,12 @@ def fill_packed(weight: PackedWeight, read: Read, out: np.ndarray[Any, Any]) -> 
         shape, dtype = (*shape[:-1], shape[-1] // BLOCK), BLOCK_DTYPE
     split = next(i for i in range(len(shape)) if math.prod(shape[:i]) == len(out) * STRIP)
     most = BLOCK_ELEMENTS // math.prod(weight.shape[split:])
+    inputs = math.prod(shape[split:])
     done = 0
     for window in _windows(shape[:split], most):
-        part = np.empty((*(w.stop - w.start for w in window), *shape[split:]), dtype)
-        read((*window, *(slice(0, length) for length in shape[split:])), part)
-        rows = part.reshape(math.prod(part.shape[:split]), -1)
+        outputs = [w.stop - w.start for w in window]
+        rows = np.empty((math.prod(outputs), inputs), dtype)
+        read((*window, *(slice(0, n) for n in shape[split:])), rows.reshape(*outputs, *shape[split:], copy=False))
         strips = out[done : done + len(rows) // STRIP]
         done += len(strips)
         if weight.bits == 16:
@@ -83,17 +84,10 @@ def packing_reader(abstract: Any, dense: Any, reader: WeightReader) -> WeightRea
             reader.fill(path, spec, window, out)
             return
         assert packed[owner].bits == 16, dotted(owner)
-        # In one piece: what is stored in chunks would be read again for each part of one
-        whole = np.empty(specs[owner].shape, specs[owner].dtype)
-        reader.fill(owner, specs[owner], tuple(slice(0, length) for length in whole.shape), whole)
-        fill_packed(packed[owner], functools.partial(_copy, whole), out)
+        fill_packed(packed[owner], functools.partial(reader.fill, owner, specs[owner]), out)
 
     owners = [path[:-1] if path[:-1] in packed else path for path, _ in leaves]
     return WeightReader(fill, tuple(sorted(range(len(owners)), key=lambda i: rank[owners[i]])))
-
-
-def _copy(values: np.ndarray[Any, Any], window: Window, out: np.ndarray[Any, Any]) -> None:
-    out[...] = values[window]
 
 
 def _windows(shape: tuple[int, ...], most: int) -> Iterator[Window]:

@@ -12,7 +12,6 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import tensorstore
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import CHECKPOINT, ModelSource
@@ -109,16 +108,34 @@ def test_a_folder_that_was_copied_in_part_names_what_lacks(copied: Path) -> None
     assert "Copy it again" in message
 
 
-def test_files_of_the_right_size_that_hold_something_else(copied: Path) -> None:
-    for path in (copied / PARAMS).rglob("manifest.ocdbt"):
-        path.write_bytes(bytes(path.stat().st_size))
-    message = refused(copied)
-    assert "can't be read (" in message
-    assert "copy the folder again" in message
+def test_zeros_are_stored_as_any_numbers_are(tmp_path: Path) -> None:
+    """TensorStore may leave out chunks that hold nothing else."""
+    abstract = {"w": spec(8, 8)}
+
+    def fill(path: Any, spec: Any, window: Any, out: np.ndarray[Any, Any]) -> None:
+        out.fill(0)
+
+    parameters = write_checkpoint(tmp_path, abstract, WeightReader(fill, (0,)), lambda nbytes: None)
+    write_manifest(tmp_path, version="1", model="m", parameters=parameters)
+    out = np.ones((8, 8), np.float32)
+    OrbaxCheckpoint(tmp_path).reader(abstract).fill(("w",), abstract["w"], (slice(0, 8), slice(0, 8)), out)
+    assert not out.any()
+
+
+def test_a_file_that_is_cut_short_after_it_was_checked_is_named(copied: Path) -> None:
+    reader = OrbaxCheckpoint(copied)
+    path = copied / PARAMS / "norm" / "0"
+    path.write_bytes(path.read_bytes()[:-4])
+    out = np.empty(32, np.float32)
+    with pytest.raises(ConfigError, match=r"norm/0: norm can't be read \(.*copy the folder again"):
+        reader._fill(("norm",), spec(32), (slice(0, 32),), out)
 
 
 def test_a_parameter_that_was_never_written_is_named(copied: Path) -> None:
-    edit(copied / CHECKPOINT, lambda manifest: manifest["parameters"].update(extra={"shape": [2], "dtype": "float32"}))
+    edit(
+        copied / CHECKPOINT,
+        lambda manifest: manifest["parameters"].update(extra={"shape": [2], "dtype": "float32", "chunks": [2]}),
+    )
     checkpoint = OrbaxCheckpoint(copied)
     with pytest.raises(ConfigError, match="1 tensor is missing: other"):
         checkpoint.reader({"extra": spec(2), "other": spec(3)})
@@ -133,7 +150,7 @@ def test_a_parameter_that_was_never_written_is_named(copied: Path) -> None:
     [
         ("{", "can't be read"),
         ('{"format": 1}', "can't be read"),
-        ('{"format": 9, "jaxserve": "7.0", "model": "m", "parameters": {}, "files": {}}', "has format 9 .*reads 1"),
+        ('{"format": 9, "jaxserve": "7.0", "model": "m", "parameters": {}, "files": {}}', "has format 9 .*reads 2"),
     ],
 )
 def test_a_manifest_that_is_damaged_or_too_new(copied: Path, content: str, message: str) -> None:
@@ -154,11 +171,7 @@ def test_chunks_are_pieces_of_the_axis_that_is_split() -> None:
     assert chunks((8, "kv_heads"), (10, None), (128, None), dim) == (1, 10, 128, 8192)
     assert chunks(dim) == (8192,)
     assert chunks((64, "mlp"), (64, None)) == (64, 64), "none is so small that finding it takes longer than reading it"
-
-
-def _bytes_read() -> int:
-    metrics = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
-    return sum(value["value"] for metric in metrics for value in metric["values"])
+    assert chunks((4096, None), (32, "heads"), (128, None)) == (4096, 4, 128), "of a row a kilobyte lies together"
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -166,7 +179,16 @@ def test_a_shard_reads_little_more_than_its_own_bytes(
     axis: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(orbax_write, "_CHUNK_BYTES", (1 << 10, 1 << 20))
-    monkeypatch.setattr(orbax, "_FILE_MODE", "default")  # which counts what it reads
+    monkeypatch.setattr(orbax_write, "_RUN_BYTES", 1 << 7)
+    read = []
+    map_chunk = orbax._chunk
+
+    def counted(*args: Any) -> np.ndarray[Any, Any]:
+        chunk = map_chunk(*args)
+        read.append(chunk.nbytes)
+        return chunk
+
+    monkeypatch.setattr(orbax, "_chunk", counted)
     axes = tuple("mlp" if at == axis else None for at in range(2))
     abstract = {"w": ParamSpec((256, 512), np.dtype(np.float32), axes)}
     values = np.random.default_rng(0).standard_normal((256, 512), dtype=np.float32)
@@ -180,13 +202,13 @@ def test_a_shard_reads_little_more_than_its_own_bytes(
     length = values.shape[axis] // 8
     window = tuple(slice(3 * length, 4 * length) if at == axis else slice(0, n) for at, n in enumerate(values.shape))
     out = np.empty(values[window].shape, np.float32)
-    before = _bytes_read()
     reader.fill(("w",), abstract["w"], window, out)
     np.testing.assert_array_equal(out, values[window])
-    assert out.nbytes <= _bytes_read() - before < 1.2 * out.nbytes
+    assert sum(read) == out.nbytes
 
 
-def test_at_most_two_parameters_are_held_while_it_is_written(tmp_path: Path) -> None:
+def test_few_parameters_are_held_while_it_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two that are made, and two that TensorStore has written but not let go of yet."""
     abstract = {f"w{i}": spec(1 << 10, 1 << 10) for i in range(12)}
     done = []
 
@@ -201,4 +223,5 @@ def test_at_most_two_parameters_are_held_while_it_is_written(tmp_path: Path) -> 
     finally:
         tracemalloc.stop()
     assert done == [8, *[4 << 20] * 12]
-    assert peak < 3 * done[-1]
+    assert peak < 4.5 * done[-1]
+    assert not caplog.records, "nothing that a person would have to make sense of"
