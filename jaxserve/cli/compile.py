@@ -1,13 +1,16 @@
 """`jaxserve compile`: compiles the programs of a deployment ahead of time.
 
 With --target for a device that isn't here, on any machine: it says how long each takes, the memory it needs, what it
-exchanges between devices and which kernels are in it. It fails where a program doesn't build or would copy the KV pool.
+exchanges between devices and which kernels are in it; then what each kernel takes of a core: registers of a thread, its
+stack (where spilled registers lie) and shared memory of a block, on a TPU VMEM. It fails where a program doesn't build
+or would copy the KV pool.
 --model may be a folder without weights, or a config.json. With --output for the device that is here: the programs are
 kept in a folder, and `jaxserve serve --programs DIR` starts with them and compiles nothing.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import os
@@ -20,16 +23,19 @@ from tqdm import tqdm
 
 from jaxserve.cli import flags
 from jaxserve.cli.parser import HelpFormatter, Parser
-from jaxserve.cli.table import table
+from jaxserve.cli.table import span, table
 from jaxserve.config.data_parallel import when_serving
 from jaxserve.config.threads import threads_of_each
 from jaxserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxserve.config.load import Loaded
-    from jaxserve.runtime.compiled import ProgramReport
+    from jaxserve.runtime.compiled import KernelReport, ProgramReport
 
 _HEADER = ("program", "seconds", "temp MiB", "aliased MiB", "collectives", "kernels")
+_KERNEL_HEADER = ("kernel", "programs")
+_GPU_HEADER = ("registers", "stack bytes", "shared KiB", "threads")
+_TPU_HEADER = ("VMEM KiB",)
 
 
 def parser() -> Parser:
@@ -122,11 +128,15 @@ def watched(reports: Iterable[ProgramReport], names: Sequence[str]) -> list[Prog
 
 
 def show(reports: Sequence[ProgramReport], as_json: bool, about: Mapping[str, object]) -> None:
-    """The table, or the same as JSON; faults last."""
+    """The tables, or the same as JSON; faults last."""
+    if unread := next((report for report in reports if report.unread), None):
+        print(f"what kernels take of a core can't be read out of {unread.name}: {unread.unread}", file=sys.stderr)
     if as_json:
         print(json.dumps({**about, "programs": [dataclasses.asdict(report) for report in reports]}, indent=2))
         return
     print(table(_HEADER, [_row(report) for report in reports], left=(0, 4, 5)))
+    if kernels := _kernel_table(reports):
+        print(f"\n{kernels}")
     faults = [report for report in reports if report.fault]
     for report in faults:
         print(f"\n{report.name} can't be used: {report.fault}")
@@ -145,6 +155,40 @@ def _row(report: ProgramReport) -> tuple[str, ...]:
         _counted(report.collectives),
         _counted(report.kernels),
     )
+
+
+def _kernel_table(reports: Sequence[ProgramReport]) -> str:
+    """What each kernel of ours takes, over all programs; nothing where none is in them."""
+    kernels: dict[str, list[KernelReport]] = {}
+    programs: collections.Counter[str] = collections.Counter()
+    for report in reports:
+        programs.update({one.kernel for one in report.own_kernels})
+        for one in report.own_kernels:
+            kernels.setdefault(one.kernel, []).append(one)
+    if not kernels:
+        return ""
+    on_tpu = all(name.endswith("mosaic tpu)") for name in kernels)
+    rows = [
+        (name, str(programs[name]), *(_vmem(found) if on_tpu else _of_gpu(found))) for name, found in kernels.items()
+    ]
+    return table(_KERNEL_HEADER + (_TPU_HEADER if on_tpu else _GPU_HEADER), rows)
+
+
+def _of_gpu(found: Sequence[KernelReport]) -> tuple[str, ...]:
+    return (
+        span(one.registers for one in found),
+        span(one.stack_bytes for one in found),
+        span((_kib(one.shared_bytes) for one in found), "{:.1f}"),
+        span(one.threads for one in found),
+    )
+
+
+def _vmem(found: Sequence[KernelReport]) -> tuple[str, ...]:
+    return (span((_kib(one.vmem_bytes) for one in found), "{:.0f}"),)
+
+
+def _kib(size: int | None) -> float | None:
+    return None if size is None else size / 1024
 
 
 def _counted(counts: Mapping[str, int]) -> str:

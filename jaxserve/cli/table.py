@@ -15,3 +15,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequenc
         ).rstrip()
         for line in lines
     )
+
+
+def span(numbers: Iterable[float | None], form: str = "{:g}") -> str:
+    """One number, or the least and the greatest of several; a dash where one isn't known."""
+    found = list(numbers)
+    known = [number for number in found if number is not None]
+    if not known or len(known) < len(found):
+        return "-"
+    return "-".join(dict.fromkeys(form.format(number) for number in (min(known), max(known))))

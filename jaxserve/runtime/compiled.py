@@ -1,4 +1,6 @@
-"""Reads a compiled program: its memory, its collectives and kernels, and whether the KV pool stays in its place."""
+"""Reads a compiled program: its memory, its collectives and kernels, what a kernel of ours takes of a core, and whether
+the KV pool stays in its place.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,14 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from jaxserve.runtime.gpu_code.cubin import Resources
+from jaxserve.runtime.gpu_code.executable import kernel_resources
+from jaxserve.runtime.gpu_code.wire import UnreadableError
 from jaxserve.runtime.mesh import device_bytes
 from jaxserve.runtime.program_set import Key
 from jaxserve.runtime.programs import ProgramBuilder
@@ -27,34 +32,62 @@ _SMALL_POOL = 2**24
 _COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 # Targets of custom calls that are our kernels, by what they were written in; a name goes with each.
 _KERNELS = {"__gpu$xla.gpu.triton": "triton", "mosaic_gpu": "mosaic gpu", "tpu_custom_call": "mosaic tpu"}
+_ON_A_GPU = {"triton", "mosaic gpu"}
+# What jax calls the call of a kernel.
+_CALLS = ("pallas_call", "mpmd_map")
 # Those that a CPU compiles for itself carry their name in the target, some with a hash of their facts.
 _LLVM = re.compile(r"llvm_(?P<name>\w+?)(_[0-9a-f]{16})?")
 _LIBRARIES = re.compile(r"__(cublas|cudnn)[\w$.]*")
 
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = (?P<types>.*?) (?P<opcode>[a-z][a-z0-9-]*)\(")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<types>.*?) (?P<opcode>[a-z][a-z0-9-]*)\(")
 _ARRAY = re.compile(r"\b(?:pred|[a-z]+\d+\w*)\[(?P<dims>[\d,]*)\]")
 _TARGET = re.compile(r'custom_call_target="(?P<target>[^"]+)"')
 _OP_NAME = re.compile(r'op_name="(?P<name>[^"]+)"')
+# What a TPU's kernel needs of VMEM, which is memory space 1; without `used` it is what the kernel may have.
+_VMEM = re.compile(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(?P<bytes>\d+)"\}\]')
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
     """One line of a program, also of those inside fusions: `elements` are those of the largest array it gives.
 
-    `kernel` names what a custom call calls, where that is a kernel of ours or of a library.
+    `kernel` names what a custom call calls, where that is a kernel of ours or of a library. Of ours on a GPU or a TPU,
+    `language` is what it was written in, and `vmem_bytes` what a TPU's compiler says it needs.
     """
 
     opcode: str
     elements: int
+    name: str
     aliased: bool = False
     kernel: str | None = None
+    language: str | None = None
+    vmem_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelReport:
+    """What one kernel of ours takes of a core, in all `calls` of it in a program; None is what isn't known.
+
+    On a GPU, `registers` and `stack_bytes` are those of a thread, `shared_bytes` and `threads` those of a block
+    (`gpu_code.cubin.Resources`): a stack is slow memory, and registers that were spilled are in it. On a TPU,
+    `vmem_bytes` is what the kernel needs of VMEM for itself.
+    """
+
+    kernel: str
+    calls: int
+    registers: int | None = None
+    stack_bytes: int | None = None
+    shared_bytes: int | None = None
+    threads: int | None = None
+    vmem_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramReport:
     """What became of one program, on each device of its mesh; `fault` says why it can't be used.
 
-    `temp_bytes` is working memory, `alias_bytes` what is changed in place. Counts are by name.
+    `temp_bytes` is working memory, `alias_bytes` what is changed in place. Counts are by name. `own_kernels` are those
+    of ours that are on a GPU or a TPU; where what they take can't be read, `unread` says why.
     """
 
     name: str
@@ -64,6 +97,8 @@ class ProgramReport:
     collectives: Mapping[str, int] = dataclasses.field(default_factory=dict)
     kernels: Mapping[str, int] = dataclasses.field(default_factory=dict)
     fault: str | None = None
+    own_kernels: Sequence[KernelReport] = ()
+    unread: str | None = None
 
 
 def compile_and_read(builder: ProgramBuilder, key: Key) -> tuple[ProgramReport, jax.stages.Compiled | None]:
@@ -81,6 +116,7 @@ def read(builder: ProgramBuilder, key: Key, compiled: Any, seconds: float) -> Pr
     memory = compiled.memory_analysis()
     found = list(instructions(compiled.as_text()))
     opcodes = collections.Counter(one.opcode.removesuffix("-start") for one in found)
+    own_kernels, unread = own_kernels_of(compiled, found)
     return ProgramReport(
         name=str(key),
         seconds=seconds,
@@ -89,19 +125,37 @@ def read(builder: ProgramBuilder, key: Key, compiled: Any, seconds: float) -> Pr
         collectives={name: opcodes[name] for name in _COLLECTIVES if name in opcodes and builder.mesh.size > 1},
         kernels=dict(collections.Counter(one.kernel for one in found if one.kernel is not None)),
         fault=_copied(builder, memory, found),
+        own_kernels=own_kernels,
+        unread=unread,
     )
+
+
+def own_kernels_of(compiled: Any, found: Iterable[Instruction]) -> tuple[tuple[KernelReport, ...], str | None]:
+    """What the kernels of ours among a program's instructions take, and why that can't be read, where it can't."""
+    calls = [one for one in found if one.language is not None]
+    on_gpu = [one.name for one in calls if one.language in _ON_A_GPU]
+    taken: Mapping[str, Resources] = {}
+    unread = None
+    if on_gpu:
+        try:
+            taken = kernel_resources(_serialized(compiled), on_gpu)
+        except UnreadableError as error:
+            unread = str(error)
+    counts = collections.Counter((one.kernel or "", taken.get(one.name), one.vmem_bytes) for one in calls)
+    reports = tuple(
+        KernelReport(kernel, count, **(dataclasses.asdict(resources) if resources else {}), vmem_bytes=vmem_bytes)
+        for (kernel, resources, vmem_bytes), count in counts.items()
+    )
+    return reports, unread
 
 
 def instructions(text: str) -> Iterator[Instruction]:
     """The instructions of a compiled program's text."""
     for line in text.split("\n"):
         if found := _INSTRUCTION.match(line):
-            opcode = found["opcode"]
             elements = max(map(_elements, _ARRAY.finditer(found["types"])), default=0)
-            if opcode == "custom-call":
-                yield Instruction(opcode, elements, "output_to_operand_aliasing" in line, _kernel(line))
-            else:
-                yield Instruction(opcode, elements)
+            one = Instruction(found["opcode"], elements, found["name"])
+            yield _custom_call(one, line) if one.opcode == "custom-call" else one
 
 
 def _copied(builder: ProgramBuilder, memory: Any, found: list[Instruction]) -> str | None:
@@ -124,19 +178,36 @@ def _copied(builder: ProgramBuilder, memory: Any, found: list[Instruction]) -> s
     return None
 
 
-def _kernel(line: str) -> str | None:
-    found = _TARGET.search(line)
-    if found is None:
-        return None
-    target = found["target"]
-    for prefix, language in _KERNELS.items():
-        if target.startswith(prefix):
-            parts = name["name"].split("/") if (name := _OP_NAME.search(line)) else []
-            own = parts[-2] if len(parts) > 1 and parts[-1].startswith("pallas_call") else language
-            return own if own == language else f"{own} ({language})"
+def _custom_call(one: Instruction, line: str) -> Instruction:
+    target = found["target"] if (found := _TARGET.search(line)) else ""
+    language = next((name for prefix, name in _KERNELS.items() if target.startswith(prefix)), None)
+    vmem = _VMEM.search(line) if language == "mosaic tpu" else None
+    return dataclasses.replace(
+        one,
+        aliased="output_to_operand_aliasing" in line,
+        kernel=_library(target) if language is None else _own(line, language),
+        language=language,
+        vmem_bytes=int(vmem["bytes"]) if vmem else None,
+    )
+
+
+def _own(line: str, language: str) -> str:
+    """The name that a kernel of ours was given, which stands before the call of it."""
+    parts = name["name"].split("/") if (name := _OP_NAME.search(line)) else []
+    return f"{parts[-2]} ({language})" if len(parts) > 1 and parts[-1].startswith(_CALLS) else language
+
+
+def _library(target: str) -> str | None:
     if own_code := _LLVM.fullmatch(target):
         return f"{own_code['name']} (llvm)"
     return target.strip("_").replace("$", " ") if _LIBRARIES.fullmatch(target) else None
+
+
+def _serialized(compiled: Any) -> bytes:
+    try:
+        return compiled.runtime_executable().serialize()
+    except Exception as error:  # what a runtime may raise has no common base
+        raise UnreadableError(_first_line(error)) from error
 
 
 def _elements(array: re.Match[str]) -> int:

@@ -15,11 +15,13 @@ import jax
 import pytest
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.cli.compile import show
 from jaxserve.cli.main import main
 from jaxserve.config.settings import as_flag
 from jaxserve.errors import ConfigError
 from jaxserve.observability import log
 from jaxserve.runtime import offline
+from jaxserve.runtime.compiled import KernelReport, ProgramReport
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.programs import ProgramBuilder
 from tests.cli.model_folder import write_config
@@ -151,3 +153,50 @@ def test_more_shards_than_devices_are_refused(tmp_path: Path, capsys: pytest.Cap
 def test_a_target_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compile"]) == 2
     assert "tpu-v7" in capsys.readouterr().err
+
+
+def _of_triton(*numbers: int | None) -> KernelReport:
+    registers, stack_bytes, shared_bytes, threads = numbers
+    return KernelReport("decode (triton)", 2, registers, stack_bytes, shared_bytes, threads)
+
+
+def test_what_each_kernel_takes_is_shown_over_all_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    wide, narrow = _of_triton(168, 0, 0, 128), _of_triton(40, 24, 2560, 128)
+    other = KernelReport("prefill (mosaic gpu)", 1, 200, 0, 3 * 2**10, 256)
+    reports = [
+        ProgramReport("update", 1.0),
+        ProgramReport("decode-1-full", 1.0, own_kernels=[wide]),
+        ProgramReport("decode-4-full", 1.0, own_kernels=[wide, narrow]),
+        ProgramReport("mixed-16-full", 1.0, own_kernels=[other]),
+    ]
+    show(reports, False, {})
+    printed = capsys.readouterr()
+    lines = [line.split() for line in printed.out.splitlines()]
+    first = lines.index(["kernel", "programs", "registers", "stack", "bytes", "shared", "KiB", "threads"])
+    assert lines[first + 1] == ["decode", "(triton)", "2", "40-168", "0-24", "0.0-2.5", "128"]
+    assert lines[first + 2] == ["prefill", "(mosaic", "gpu)", "1", "200", "0", "3.0", "256"]
+    assert printed.err == ""
+
+
+def test_what_a_tpu_kernel_takes_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    kernels = [KernelReport("paged (mosaic tpu)", 2, vmem_bytes=size) for size in (2**22, 2**23)]
+    show([ProgramReport("decode-1-full", 1.0, own_kernels=kernels)], False, {})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[3:5] == [["kernel", "programs", "VMEM", "KiB"], ["paged", "(mosaic", "tpu)", "1", "4096-8192"]]
+
+
+def test_what_could_not_be_read_is_a_dash_and_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    unknown = {"own_kernels": [_of_triton(None, None, None, None)], "unread": "no Riegeli file"}
+    known = ProgramReport("decode-1-full", 1.0, own_kernels=[_of_triton(40, 0, 0, 128)])
+    reports = [known, *(ProgramReport(name, 1.0, **unknown) for name in ("decode-2-full", "decode-4-full"))]
+    show(reports, False, {})
+    printed = capsys.readouterr()
+    assert printed.err == "what kernels take of a core can't be read out of decode-2-full: no Riegeli file\n"
+    assert ["decode", "(triton)", "3", "-", "-", "-", "-"] in [line.split() for line in printed.out.splitlines()]
+    show(reports, True, {"target": "nvidia-h200"})
+    first, second, _ = json.loads(capsys.readouterr().out)["programs"]
+    assert first["own_kernels"] == [
+        {"kernel": "decode (triton)", "calls": 2, "registers": 40, "stack_bytes": 0, "shared_bytes": 0, "threads": 128,
+         "vmem_bytes": None}
+    ]  # fmt: skip
+    assert (first["unread"], second["unread"]) == (None, "no Riegeli file")
