@@ -45,7 +45,7 @@ from jaxserve.runtime.mesh import make_mesh, shardings
 from jaxserve.runtime.page_copies import row_specs
 from jaxserve.runtime.profiler import JaxProfiler
 from jaxserve.runtime.program_set import ProgramSet
-from jaxserve.runtime.programs import ProgramBuilder, build_programs
+from jaxserve.runtime.programs import CompileCounter, ProgramBuilder, build_programs
 from jaxserve.runtime.sizes import Sizes
 from jaxserve.runtime.state import DeviceState, make_state
 from jaxserve.runtime.working_memory import sized_by_compiler
@@ -87,7 +87,8 @@ def build_engine(config: EngineConfig, nodes: Nodes | None = None) -> tuple[Engi
     made = _prepare(config, nodes)
     calls: Calls = made.calls if nodes is None else LeadingCalls(made.calls, nodes.broadcast)
     timeline = Timeline()
-    executor = DeviceExecutor(calls, made.deployment.capacity, timeline, made.programs.fitting)
+    elsewhere = int if nodes is None else lambda: nodes.compiles_elsewhere
+    executor = DeviceExecutor(calls, made.deployment.capacity, timeline, made.programs.fitting, elsewhere)
     if nodes is not None:
         with nodes.within(config.dist_timeout, "the first step over all processes"):
             executor.rehearse()
@@ -98,6 +99,8 @@ def build_engine(config: EngineConfig, nodes: Nodes | None = None) -> tuple[Engi
 def build_follower(config: EngineConfig, nodes: Nodes) -> tuple[Callable[[bytes], None], EngineInfo]:
     """The same without a scheduler: what does the calls that process 0 broadcasts."""
     made = _prepare(config, nodes)
+    compiles = CompileCounter()
+    nodes.own_compiles = lambda: compiles.count
     following = Following(made.calls, made.programs, made.deployment.capacity.num_ranks, nodes.fail_by_itself)
     return following.obey, made.info
 

@@ -32,7 +32,8 @@ _MOST_BYTES = 1 << 30
 
 
 class Kind(enum.IntEnum):
-    """What a frame is: a sign of life, a farewell, a value that processes agree on, a command to the device."""
+    """What a frame is: a sign of life, with what there is to say of this process, a farewell, a value that processes
+    agree on, a command to the device."""
 
     BEAT = 0
     FAREWELL = 1
@@ -45,16 +46,22 @@ Frame = tuple[Kind, bytes]
 
 class Link:
     """Takes over a connected socket. `on_lost` is told why, once, and `on_farewell` what the other said, both in the
-    link's thread; `lost` is set after that."""
+    link's thread; `lost` is set after that. `news` goes with every sign of life, `heard` is the other's last."""
 
     def __init__(
-        self, connected: socket.socket, on_lost: Callable[[str], None], on_farewell: Callable[[bytes], None]
+        self,
+        connected: socket.socket,
+        on_lost: Callable[[str], None],
+        on_farewell: Callable[[bytes], None],
+        news: Callable[[], bytes] = bytes,
     ) -> None:
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connected
         self._on_lost = on_lost
         self._on_farewell = on_farewell
+        self._news = news
+        self.heard = b""
         self._lock = threading.Lock()
         self._unsent = bytearray()
         self._inbox: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
@@ -131,7 +138,7 @@ class Link:
             if now >= beat + BEAT:
                 beat = now
                 if not self._unsent:
-                    self.send(Kind.BEAT)
+                    self.send(Kind.BEAT, self._news())
 
     def _flush(self) -> None:
         with self._lock, contextlib.suppress(BlockingIOError):
@@ -151,6 +158,8 @@ class Link:
             del received[:end]
             if kind == Kind.FAREWELL:
                 self._on_farewell(body)
-            elif kind != Kind.BEAT:
+            elif kind == Kind.BEAT:
+                self.heard = body
+            else:
                 self._inbox.put((Kind(kind), body))
         return True

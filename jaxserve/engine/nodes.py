@@ -38,6 +38,12 @@ class Farewell(msgspec.Struct, frozen=True):
     failed: bool
 
 
+class News(msgspec.Struct, frozen=True):
+    """What a process says of itself again and again: the compiles it made after it was ready."""
+
+    compiles: int = 0
+
+
 class Agreed(msgspec.Struct, frozen=True):
     """What process 0 made of everybody's values, or the error it raised."""
 
@@ -63,6 +69,8 @@ class Nodes:
         self._report = report
         self._ending = threading.Lock()
         self._is_leaving = False
+        self.own_compiles: Callable[[], int] = int
+        """What this process tells the others of: its compiles after it was ready."""
         ranks = range(1, self.count) if self.is_leader else [0]
         self._links = [self._link(rank, connected) for rank, connected in zip(ranks, sockets, strict=True)]
         for link in self._links:
@@ -86,6 +94,11 @@ class Nodes:
     def is_leader(self) -> bool:
         """Whether this is process 0, which schedules."""
         return self.rank == 0
+
+    @property
+    def compiles_elsewhere(self) -> int:
+        """Compiles that the others have made after they were ready, as far as is known here."""
+        return sum(msgspec.msgpack.decode(link.heard, type=News).compiles for link in self._links if link.heard)
 
     def broadcast(self, command: bytes) -> None:
         """Tell every follower, without waiting; in order."""
@@ -174,6 +187,7 @@ class Nodes:
             connected,
             on_lost=lambda why: self._on_lost(f"{name} is lost: {why}"),
             on_farewell=lambda body: self._on_farewell(name, msgspec.msgpack.decode(body, type=Farewell)),
+            news=lambda: msgspec.msgpack.encode(News(self.own_compiles())),
         )
 
     def _on_lost(self, reason: str) -> None:

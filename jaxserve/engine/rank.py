@@ -33,7 +33,7 @@ class Rank:
         self.prefilling: dict[str, Request] = {}
         self.decoding: dict[str, Request] = {}
         self.finishing: dict[str, Request] = {}
-        self._num_slots = capacity.num_slots
+        self.num_slots = capacity.num_slots
         self._free_slots = list(range(capacity.num_slots - 1, -1, -1))
         self._closed_slots: list[int] = []
 
@@ -144,7 +144,7 @@ class Rank:
         slots = Counter(self._free_slots)
         slots.update(request.slot for request in requests if request.slot is not None)
         problems += [
-            f"slot {slot} is free or owned {slots[slot]} times" for slot in range(self._num_slots) if slots[slot] != 1
+            f"slot {slot} is free or owned {slots[slot]} times" for slot in range(self.num_slots) if slots[slot] != 1
         ]
         own = (page for request in requests for page in request.pages[0][request.num_shared_pages :])
         problems += self.cache.check([request.node for request in requests if request.node is not None])

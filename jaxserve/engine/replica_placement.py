@@ -10,16 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxserve.api_types import EngineRequest, TokenEvent
-from jaxserve.engine.placement import SEQUENCE_TOKENS
+from jaxserve.engine.placement import CACHED_WEIGHT, CROWDED_SHARE, SEQUENCE_TOKENS
 from jaxserve.engine.prefix_index import PrefixIndex, page_names
-
-CACHED_WEIGHT = 4
-"""What a cached token of a prompt is worth, in tokens to compute before it: it saves the request its time, others there
-theirs, and the room that a second copy would take. `benchmarks/replicas.py` compares it with others."""
-
-CROWDED_SHARE = 0.25
-"""A replica with more requests than the one with fewest, by this share of its slots, comes after those that have not:
-however long a prefix is that all share, they don't all sit on it."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -36,7 +36,7 @@ class DeviceExecutor:
     """Turns plans into calls of programs, in the order of `dispatch`; if one raises, the state is gone for good.
 
     `timeline` gets the spans of a step's phases. `fitting` says which program runs in the place of one that
-    could not be had.
+    could not be had. `compiles_elsewhere` counts those of the mesh's other processes.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class DeviceExecutor:
         capacity: Capacity,
         timeline: Timeline | None = None,
         fitting: Callable[[batches.ProgramKey], batches.ProgramKey] = lambda key: key,
+        compiles_elsewhere: Callable[[], int] = int,
     ) -> None:
         self._calls = calls
         self._capacity = capacity
@@ -52,6 +53,7 @@ class DeviceExecutor:
         self._fitting = fitting
         self._sampling: dict[tuple[int, int], SamplingParams] = {}
         self._compiles = CompileCounter()
+        self._compiles_elsewhere = compiles_elsewhere
 
     @property
     def capacity(self) -> Capacity:
@@ -60,8 +62,8 @@ class DeviceExecutor:
 
     @property
     def compiles_after_ready(self) -> int:
-        """Compiles since this executor was made; anything but zero is a bug."""
-        return self._compiles.count
+        """Compiles since this executor was made, in all processes of its mesh; anything but zero is a bug."""
+        return self._compiles.count + self._compiles_elsewhere()
 
     def rehearse(self) -> None:
         """Run a step without requests: the first exchange between processes, before anybody waits for it."""

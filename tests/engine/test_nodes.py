@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -60,6 +61,15 @@ def test_commands_reach_every_follower_in_order(three: list[Nodes]) -> None:
     for command in commands:
         leader.broadcast(command)
     assert [[one.next_command() for _ in commands] for one in followers] == [commands] * 2
+
+
+def test_the_leader_hears_of_compiles_elsewhere(three: list[Nodes]) -> None:
+    leader, first, second = three
+    first.own_compiles, second.own_compiles = (lambda: 2), (lambda: 3)
+    deadline = time.monotonic() + 30
+    while leader.compiles_elsewhere != 5 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert (leader.compiles_elsewhere, first.compiles_elsewhere) == (5, 0)
 
 
 def test_each_knows_by_which_address_it_is_reached(three: list[Nodes]) -> None:

@@ -18,7 +18,11 @@ SYSTEM = [7, 3, 9, 1] * 10
 
 
 def make(num_ranks: int = 2, **options: Any) -> Scheduler:
-    sizes = {name: options.pop(name) for name in list(options) if name in ("num_slots", "num_pages", "token_buckets")}
+    sizes = {
+        name: options.pop(name)
+        for name in list(options)
+        if name in ("num_slots", "num_pages", "decode_buckets", "token_buckets")
+    }
     capacity = make_capacity(num_ranks=num_ranks, **sizes)
     return make_scheduler(capacity=capacity, **options)
 
@@ -63,12 +67,15 @@ def test_a_request_goes_where_its_prefix_is() -> None:
 
 
 def test_a_prefix_is_computed_again_rather_than_crowding_its_rank() -> None:
-    """A cached prefix of 40 tokens is worth less than one sequence more."""
-    scheduler = make(2)
+    """Requests stay with it until their rank has a quarter of its slots more than another."""
+    scheduler = make(2, num_slots=7, decode_buckets=(7,))
     scheduler.add(make_request("first", [*SYSTEM, 1], max_tokens=20))
     home = ranks_of(step(scheduler))["first"]
-    scheduler.add(make_request("second", [*SYSTEM, 2], max_tokens=20))
-    assert ranks_of(step(scheduler))["second"] == 1 - home
+    places = []
+    for i in range(2, 5):
+        scheduler.add(make_request(f"r{i}", [*SYSTEM, i], max_tokens=20))
+        places.append(ranks_of(step(scheduler))[f"r{i}"])
+    assert places == [home, 1 - home, 1 - home], "and then it is in both caches"
 
 
 def test_same_slots_and_pages_of_two_ranks_are_different_ones() -> None:
@@ -150,7 +157,9 @@ def test_a_scored_prompt_is_not_overtaken_for_ever_by_long_ones_elsewhere() -> N
 def test_one_that_lacks_only_budget_on_its_rank_waits_for_it(policy: Any) -> None:
     """A long cached prefix on a rank whose budget others have used up: the next step is soon enough."""
     prefix = [5, 6, 7, 8] * 40
-    capacity = make_capacity(num_ranks=2, num_pages=200, max_model_len=400)
+    capacity = make_capacity(
+        num_ranks=2, num_slots=16, decode_buckets=(16,), prompt_logprob_tokens=20, num_pages=200, max_model_len=400
+    )
     scheduler = make_scheduler(
         capacity=capacity, policy=policy, chunked_prefill_size=16, max_prefill_tokens=16, max_num_batched_tokens=64
     )
