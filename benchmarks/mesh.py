@@ -3,9 +3,10 @@ data-parallel ranks with a device that is a formula, and what it takes to tell a
 
 The first table compares medians of a decode step of 16 requests: a ratio of 2 means twice as long as on one device. All
 devices share this machine's cores, so that it shows what the mesh adds, never what more devices would save. The second
-replays the traces of `benchmarks/scheduler.py`: our placement with several weights of a sequence, and others that look
-at one thing alone. The third sends the input of a decode step of so many sequences over a real link: `send` is what the
-scheduling thread spends on it, `round_trip` the time until a follower has decoded it and answered.
+replays the traces of `benchmarks/scheduler.py`: our placement with several weights of a sequence and of a cached token,
+and others that look at one thing alone. The third sends the input of a decode step of so many sequences over a real
+link: `send` is what the scheduling thread spends on it, `round_trip` the time until a follower has decoded it and
+answered.
 
     python benchmarks/mesh.py --json benchmarks/results/cpu/mesh.json
 """
@@ -148,6 +149,9 @@ def placements(count: int, traces: Sequence[str]) -> list[dict[str, Any]]:
         for weight in (0, 16, placement.SEQUENCE_TOKENS, 256):
             with mock.patch.object(placement, "SEQUENCE_TOKENS", weight):
                 rows.append({"placement": f"cost, {weight} a sequence", **simulate(trace, count, RANKS, policy="fcfs")})
+        for weight in (0, 1, 2, 8):
+            with mock.patch.object(placement, "CACHED_WEIGHT", weight):
+                rows.append({"placement": f"cost, cached x {weight}", **simulate(trace, count, RANKS, policy="fcfs")})
     return rows
 
 
