@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import pytest
 
+from jaxserve.cli.table import span, table
+from jaxserve.runtime.compiled import KernelReport
+
+HEADER = (
+    "target", "model", "program", "seconds", "temp MiB", "alias MiB",
+    "registers", "stack bytes", "shared KiB", "VMEM KiB",
+)  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A line of the closing table."""
+    """A line of the closing table; what its kernels take of a core is shown from the least to the most."""
 
     target: str
     model: str
@@ -19,6 +27,25 @@ class Row:
     seconds: float
     temp_bytes: int
     alias_bytes: int
+    kernels: Sequence[KernelReport] = ()
+
+    def cells(self) -> tuple[str, ...]:
+        return (
+            self.target,
+            self.model,
+            self.program,
+            f"{self.seconds:.1f}",
+            f"{self.temp_bytes / 2**20:.1f}",
+            f"{self.alias_bytes / 2**20:.0f}",
+            span(one.registers for one in self.kernels),
+            span(one.stack_bytes for one in self.kernels),
+            span((_kib(one.shared_bytes) for one in self.kernels), "{:.1f}"),
+            span((_kib(one.vmem_bytes) for one in self.kernels), "{:.0f}"),
+        )
+
+
+def _kib(size: int | None) -> float | None:
+    return None if size is None else size / 1024
 
 
 ROWS = pytest.StashKey[list[Row]]()
@@ -40,8 +67,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if not rows:
         return
     terminalreporter.section("programs compiled for devices that are not here")
-    line = "{:<12} {:<32} {:<18} {:>8} {:>9} {:>10}".format
-    terminalreporter.write_line(line("target", "model", "program", "seconds", "temp MiB", "alias MiB"))
-    for row in rows:
-        sizes = f"{row.temp_bytes / 2**20:.1f}", f"{row.alias_bytes / 2**20:.0f}"
-        terminalreporter.write_line(line(row.target, row.model, row.program, f"{row.seconds:.1f}", *sizes))
+    terminalreporter.write_line(table(HEADER, [row.cells() for row in rows], left=(0, 1, 2)))

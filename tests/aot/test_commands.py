@@ -14,6 +14,8 @@ from tests.aot.deployments import LLAMA_8B_TWO_LAYERS
 
 pytestmark = pytest.mark.aot
 
+ON_A_GPU = {"registers", "stack_bytes", "shared_bytes", "threads"}
+
 
 @pytest.fixture
 def llama(tmp_path: Path) -> str:
@@ -32,6 +34,11 @@ def test_every_target_compiles(target: str, llama: str, capsys: pytest.CaptureFi
     [program] = _programs(capsys).values()
     assert program["fault"] is None
     assert program["alias_bytes"] > 2**30
+    assert program["unread"] is None
+    assert program["own_kernels"]
+    for kernel in program["own_kernels"]:
+        known = {name for name, figure in kernel.items() if figure is not None} - {"kernel", "calls"}
+        assert known == ({"vmem_bytes"} if target.startswith("tpu") else ON_A_GPU)
 
 
 def test_four_shards_exchange_what_they_must(llama: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,13 +54,21 @@ def test_a_program_compiles_and_leaves_the_pool_in_place(
     builder = deployment(target, MODELS[model], tensor=tensor)
     read, _ = compile_and_read(builder, key)
     name = model if tensor == 1 else f"{model}, tensor={tensor}"
-    report(Row(target, name, str(key), read.seconds, read.temp_bytes, read.alias_bytes))
+    report(Row(target, name, str(key), read.seconds, read.temp_bytes, read.alias_bytes, read.own_kernels))
     assert read.fault is None
+    assert read.unread is None
     assert read.alias_bytes >= device_bytes(builder.state_specs, builder.mesh.shape)
     assert read.temp_bytes < device_bytes(builder.state_specs.kv.keys, builder.mesh.shape)
     layers = builder.context.model.num_layers
     if key not in WITHOUT_WEIGHTS:
         kernels = {name: count for name, count in read.kernels.items() if name.endswith(f"({KERNELS[target]})")}
         assert sum(kernels.values()) >= layers, read.kernels
+        assert {one.kernel: one.calls for one in read.own_kernels} == kernels
+        for one in read.own_kernels:
+            if target == "tpu-v6e":
+                assert one.vmem_bytes
+            else:
+                assert one.registers
+                assert one.stack_bytes == 0, f"{one.kernel} spills"
     # After attention and after the MLP of each layer, after the embedding, and two to find the likeliest token.
     assert read.collectives == ({"all-reduce": 2 * layers + 3} if tensor > 1 else {})

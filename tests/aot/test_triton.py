@@ -1,4 +1,5 @@
-"""Triton's kernels compile for GPUs that aren't here, without spilling a register, and leave the pool in place.
+"""Triton's kernels compile for GPUs that aren't here, without spilling a register, in the shared memory that a block
+has there, and leave the pool in place.
 
 Corners of the case table on an H200 (sm_90), an A100 (sm_80) and an L4 (sm_89, with the smallest shared memory).
 """
@@ -16,10 +17,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxserve.runtime.compiled import instructions, own_kernels_of
+from jaxserve.runtime.target import load_target
 from jaxserve.runtime.topology import target_mesh
 from pallas_kernels.paged_attention import PagedKV, Problem, choose_backend, paged_attention, target_of
 from tests.aot.conftest import Row
-from tests.aot.hlo import instructions
 
 pytestmark = pytest.mark.aot
 
@@ -97,6 +99,12 @@ def _compile(
     return lowered.compile({"xla_gpu_fail_ptx_compilation_on_register_spilling": True})
 
 
+def _shared_memory(target: str) -> int:
+    """Bytes of it that a block can have."""
+    [limit] = re.findall(r"shared_memory_per_block_optin: (\d+)", load_target(target).target_config or "")
+    return int(limit)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_variant_compiles_without_spills(target: str, variant: str, report: Callable[[Row], None]) -> None:
@@ -109,11 +117,20 @@ def test_a_variant_compiles_without_spills(target: str, variant: str, report: Ca
     compiled = _compile(target, **options)
     memory = compiled.memory_analysis()
     seconds = time.monotonic() - start
-    report(Row(target, "triton", variant, seconds, memory.temp_size_in_bytes, memory.alias_size_in_bytes))
+    text = compiled.as_text()
+    found = list(instructions(text))
+    kernels, unread = own_kernels_of(compiled, found)
+    report(Row(target, "triton", variant, seconds, memory.temp_size_in_bytes, memory.alias_size_in_bytes, kernels))
 
+    assert unread is None
+    for kernel in kernels:
+        assert kernel.registers
+        assert kernel.stack_bytes == 0, f"{kernel.kernel} spills"
+        assert kernel.shared_bytes is not None
+        assert kernel.shared_bytes <= _shared_memory(target), kernel.kernel
     assert memory.alias_size_in_bytes > 0.99 * 2 * POOL_BYTES
     assert memory.temp_size_in_bytes < 2**28
-    text = compiled.as_text()
     expected = {"write", "decode", "combine"} | ({"prefill"} if "decode_only" not in options else set())
     assert set(re.findall(r"paged_attention_(\w+)/pallas_call", text)) == expected
-    assert "scatter" not in {opcode for opcode, _ in instructions(text)}
+    assert {one.kernel for one in kernels} == {f"paged_attention_{name} (triton)" for name in expected}
+    assert "scatter" not in {one.opcode for one in found}
