@@ -43,8 +43,11 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<types>.*?) (
 _ARRAY = re.compile(r"\b(?:pred|[a-z]+\d+\w*)\[(?P<dims>[\d,]*)\]")
 _TARGET = re.compile(r'custom_call_target="(?P<target>[^"]+)"')
 _OP_NAME = re.compile(r'op_name="(?P<name>[^"]+)"')
-# What a TPU's kernel needs of VMEM, which is memory space 1; without `used` it is what the kernel may have.
-_VMEM = re.compile(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(?P<bytes>\d+)"\}\]')
+# Where in VMEM, which is memory space 1, a TPU's kernel may have its own, and how far it reaches from there.
+_VMEM = {
+    name: re.compile(rf'"{name}":\[{{"memory_space":"1","offset":"(?P<offset>\d+)","size":"(?P<size>\d+)"}}\]')
+    for name in ("scoped_memory_configs", "used_scoped_memory_configs")
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,14 +184,22 @@ def _copied(builder: ProgramBuilder, memory: Any, found: list[Instruction]) -> s
 def _custom_call(one: Instruction, line: str) -> Instruction:
     target = found["target"] if (found := _TARGET.search(line)) else ""
     language = next((name for prefix, name in _KERNELS.items() if target.startswith(prefix)), None)
-    vmem = _VMEM.search(line) if language == "mosaic tpu" else None
     return dataclasses.replace(
         one,
         aliased="output_to_operand_aliasing" in line,
         kernel=_library(target) if language is None else _own(line, language),
         language=language,
-        vmem_bytes=int(vmem["bytes"]) if vmem else None,
+        vmem_bytes=_vmem(line) if language == "mosaic tpu" else None,
     )
+
+
+def _vmem(line: str) -> int | None:
+    given, used = (pattern.search(line) for pattern in _VMEM.values())
+    if given is None or used is None:
+        return None
+    # What is used is counted from the start of VMEM, where arrays of the program lie that the kernel doesn't have.
+    own = int(used["offset"]) + int(used["size"]) - int(given["offset"])
+    return own if own >= 0 else None
 
 
 def _own(line: str, language: str) -> str:

@@ -33,8 +33,8 @@ ENTRY %main (x: f32[128,128]) -> f32[128,128] {
 output_to_operand_aliasing={{}: (1, {})}, metadata={op_name="jit(step)/paged_attention/decode/pallas_call"}
   %split.1 = f32[2,8]{1,0} custom-call(%x.1), custom_call_target="mosaic_gpu_v2", metadata={op_name="a/split/mpmd_map"}
   %tpu.1 = bf16[4]{0} custom-call(%x.1), custom_call_target="tpu_custom_call", metadata={op_name="k/pallas_call"}, \
-backend_config={"scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"9000"}],"custom_call_config":{}, \
-"used_scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"4096"}]}
+backend_config={"scoped_memory_configs":[{"memory_space":"1","offset":"1000","size":"9000"}],"custom_call_config":{}, \
+"used_scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"5096"}]}
   %gemm = (f32[4]{0}, s8[64]{0}) custom-call(%x.1), custom_call_target="__cublas$lt$matmul$f8"
   %own = f32[4]{0} custom-call(%x.1), custom_call_target="llvm_paged_attention_decode_3x64_0123456789abcdef"
   %sums = f32[4]{0} custom-call(%x.1), custom_call_target="llvm_packed_matmul_16"
