@@ -11,10 +11,10 @@ import os
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention.backends import Problem, Target
+from pallas_kernels.paged_attention.backends import Problem, Target, is_float8
 from pallas_kernels.paged_attention.layout import PagedKV
 from pallas_kernels.paged_attention.mosaic_gpu_decode import decode
-from pallas_kernels.paged_attention.mosaic_gpu_parts import Attention
+from pallas_kernels.paged_attention.mosaic_gpu_parts import WIDE, Attention, converted_slots
 from pallas_kernels.paged_attention.mosaic_gpu_prefill import prefill
 from pallas_kernels.paged_attention.tuning import tuned_blocks
 from pallas_kernels.paged_attention.write import write_kv
@@ -37,9 +37,6 @@ DECODE_BLOCK = 64
 _RING_BYTES = 128 * 1024
 _MAX_STAGES = 8
 
-# Heads wider than this leave a warpgroup no registers for the weights beside the sums.
-_WIDE = 128
-
 
 def refusal(problem: Problem, target: Target) -> str | None:
     """Why not, by name: the device, a type, the head size, the ratio of heads, the page size."""
@@ -52,9 +49,10 @@ def refusal(problem: Problem, target: Target) -> str | None:
             f"mosaic_gpu's interpreter stands still with fewer than {_INTERPRETER_THREADS} threads of XLA's: set "
             f"NPROC={_INTERPRETER_THREADS} in the environment"
         )
-    for what, dtype in (("queries", problem.dtype), ("a KV cache", problem.kv_dtype)):
-        if dtype != jnp.bfloat16:
-            return f"mosaic_gpu takes {what} of bfloat16, not of {dtype.name}"
+    if problem.dtype != jnp.bfloat16:
+        return f"mosaic_gpu takes queries of bfloat16, not of {problem.dtype.name}"
+    if problem.kv_dtype != jnp.bfloat16 and not is_float8(problem.kv_dtype):
+        return f"mosaic_gpu takes a KV cache of bfloat16 or float8_e4m3fn, not of {problem.kv_dtype.name}"
     if not 16 <= problem.head_dim <= 256 or problem.head_dim % 16:
         return f"mosaic_gpu takes heads of 16 to 256 in steps of 16, not of {problem.head_dim}"
     if problem.heads % problem.kv_heads or problem.heads // problem.kv_heads > MAX_GROUP:
@@ -102,6 +100,7 @@ def paged_attention(
             stages=blocks["stages"],
             warpgroups=blocks["warpgroups"],
             p_smem=interpret or bool(blocks["p_smem"]),
+            converts=is_float8(kv.keys.dtype),
             interpret=interpret,
         )
 
@@ -132,7 +131,7 @@ def candidates(kind: str, problem: Problem, target: Target) -> list[dict[str, in
     return [
         {"block": block, "stages": stages, "warpgroups": warpgroups, "p_smem": p_smem}
         for block in (64, 128)
-        for stages in (2, 3, 4)
+        for stages in range(1 if is_float8(problem.kv_dtype) else 2, 5)
         for warpgroups in (1, 2)
         for p_smem in (0, 1)
     ]
@@ -151,13 +150,19 @@ def _splits(programs: int, blocks: int, *, interpret: bool) -> int:
 
 def _decode_sizes(problem: Problem) -> dict[str, int]:
     """As many bytes under way as one program a core leaves room for: its registers allow no second one."""
-    stage = 2 * DECODE_BLOCK * problem.head_dim * problem.kv_dtype.itemsize
-    stages = min(_MAX_STAGES, _RING_BYTES // stage)
-    return {"block": DECODE_BLOCK, "stages": stages, "warpgroups": 1, "p_smem": problem.head_dim > _WIDE}
+    block = 2 * DECODE_BLOCK * problem.head_dim
+    converted = converted_slots(problem.head_dim) * block * problem.dtype.itemsize
+    room = _RING_BYTES - (converted if is_float8(problem.kv_dtype) else 0)
+    stages = min(_MAX_STAGES, room // (block * problem.kv_dtype.itemsize))
+    return {"block": DECODE_BLOCK, "stages": stages, "warpgroups": 1, "p_smem": problem.head_dim > WIDE}
 
 
 def _prefill_sizes(problem: Problem, *, masked: bool) -> dict[str, int]:
-    """As large as the registers hold: those of the sums, and of a block's logits beside what masks them."""
-    if problem.head_dim > _WIDE:
+    """As large as the registers hold: those of the sums, and of a block's logits beside what masks them.
+
+    Of fp8, beside large blocks that were converted, shared memory holds one more, which is enough: those are ahead.
+    """
+    if problem.head_dim > WIDE:
         return {"block": 64, "stages": 2, "warpgroups": 1, "p_smem": 0}
-    return {"block": 64 if masked else 128, "stages": 2, "warpgroups": 2, "p_smem": 0}
+    stages = 1 if is_float8(problem.kv_dtype) and not masked else 2
+    return {"block": 64 if masked else 128, "stages": stages, "warpgroups": 2, "p_smem": 0}

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.layout import PagedKV
+from pallas_kernels.paged_attention.mosaic_gpu_convert import convert_rings
 from pallas_kernels.paged_attention.mosaic_gpu_parts import (
     LOG2E,
     MASKED,
@@ -31,6 +32,8 @@ from pallas_kernels.paged_attention.mosaic_gpu_parts import (
     logits_base_2,
     normalize,
     products,
+    scale_of,
+    scales_of,
     start_softmax,
     weigh,
 )
@@ -100,7 +103,7 @@ def _parts(
 ) -> tuple[Float[Array, "rows kv_heads splits group head_dim"], Float[Array, "rows kv_heads splits tile_rows"]]:
     """Each part's output and log-sum-exp (to base 2); of parts that have no blocks, whatever was there."""
     rows, kv_heads, group, head_dim = q.shape
-    stages, block = attention.stages, attention.block
+    block = attention.block
     # A whole row's output is rounded once and leaves where its queries came in; parts stay in float32.
     part_type = jnp.float32 if splits > 1 else q.dtype
     columns = head_dim // 2 if splits > 1 and head_dim > _STAGED_COLUMNS else head_dim
@@ -112,19 +115,16 @@ def _parts(
         q_ref: Any,
         keys_ref: Any,
         values_ref: Any,
+        scales_ref: Any,
         out_ref: Any,
         lse_ref: Any,
         q_smem: Any,
-        k_smem: Any,
-        v_smem: Any,
+        k_ring: Any,
+        v_ring: Any,
         out_smem: Any,
         lse_smem: Any,
         p_smem: Any,
         q_arrived: Any,
-        k_arrived: Any,
-        v_arrived: Any,
-        k_free: Any,
-        v_free: Any,
     ) -> None:
         row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
         length = lens_ref[row]
@@ -137,12 +137,13 @@ def _parts(
         def _attend() -> None:
             plgpu.copy_gmem_to_smem(q_ref.at[row, head], q_smem.at[pl.ds(0, group)], q_arrived)
             plgpu.barrier_wait(q_arrived)
+            key_scale = scale_of(scales_ref, 0, head)
 
             def step(i: jax.Array, state: Any) -> Any:
-                slot = lax.rem(i - low, jnp.int32(stages))
-                plgpu.barrier_wait(k_arrived.at[slot])
-                z = logits_base_2(attention, products(q_smem, k_smem.at[slot]))
-                plgpu.barrier_arrive(k_free.at[slot])
+                slot = attention.slot(i - low)
+                plgpu.barrier_wait(k_ring.arrived.at[slot])
+                z = logits_base_2(attention, products(q_smem, k_ring.blocks.at[slot]), key_scale)
+                plgpu.barrier_arrive(k_ring.free.at[slot])
                 start = i * block
                 position = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=TILE) + start
                 seen = position < length
@@ -154,17 +155,20 @@ def _parts(
                     p_smem[...] = weights
                     plgpu.commit_smem()
                     weights = p_smem
-                plgpu.barrier_wait(v_arrived.at[slot])
+                plgpu.barrier_wait(v_ring.arrived.at[slot])
 
-                @pl.when((start + block > length) | (start < window_start))
-                def _() -> None:
-                    clear_outside(v_smem.at[slot], start, window_start, length)
+                if not attention.converts:
 
-                out = add_values(attention, out, weights, v_smem.at[slot])
-                plgpu.barrier_arrive(v_free.at[slot])
+                    @pl.when((start + block > length) | (start < window_start))
+                    def _() -> None:
+                        clear_outside(v_ring.blocks.at[slot], start, window_start, length)
+
+                out = add_values(attention, out, weights, v_ring.blocks.at[slot])
+                plgpu.barrier_arrive(v_ring.free.at[slot])
                 return out, peak, total
 
-            out, lse = normalize(*lax.fori_loop(low, high, step, start_softmax(head_dim)))
+            state = lax.fori_loop(low, high, step, start_softmax(head_dim))
+            out, lse = normalize(scale_of(scales_ref, 1, head), *state)
             result = q_smem if splits == 1 else out_smem
             lse_smem[...] = lse
             for column in range(0, head_dim, columns):
@@ -184,12 +188,13 @@ def _parts(
             def entry(page: jax.Array) -> jax.Array:
                 return first_entry + table_ref[row, jnp.minimum(page, last_page)]
 
-            rings = ((keys_ref, k_smem, k_arrived, k_free), (values_ref, v_smem, v_arrived, v_free))
-            fill_rings(attention, rings, head, entry, low, high)
+            rings = (keys_ref, k_ring), (values_ref, v_ring)
+            if attention.converts:
+                convert_rings(attention, rings, head, entry, low, high, (window_start, length))
+            else:
+                fill_rings(attention, rings, head, entry, low, high)
 
-    ring = attention.smem(stages, block, head_dim)
-    arrived = plgpu.Barrier(num_arrivals=attention.copies, num_barriers=stages)
-    free = plgpu.Barrier(num_barriers=stages)
+    ring = attention.ring(kv.keys.dtype)
     kernel = attention.kernel(
         body,
         "paged_decode",
@@ -205,10 +210,6 @@ def _parts(
             plgpu.SMEM((TILE_ROWS,), jnp.float32),
             attention.smem(TILE_ROWS if attention.p_smem else PIECE, block),
             plgpu.Barrier(),
-            arrived,
-            arrived,
-            free,
-            free,
         ),
         grid=(rows, kv_heads, splits),
         grid_names=("row", "head", "split"),
@@ -216,4 +217,4 @@ def _parts(
         thread_name="warpgroup",
     )
     layers = jnp.full((1,), layer, jnp.int32)
-    return kernel(lens, layers, page_table, q, kv.keys, kv.values)
+    return kernel(lens, layers, page_table, q, kv.keys, kv.values, scales_of(kv, layer))

@@ -9,13 +9,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Float
+
+from pallas_kernels.paged_attention.layout import PagedKV
 
 # jax's annotations hide the one and take the others for abstract.
 _Accumulator: Any = plgpu.WGMMAAccumulatorRef
@@ -32,14 +35,33 @@ ROWS = plgpu.Layout.WGMMA.reduce(1)
 TILE_ROWS = 64
 PIECE = 8
 
-# Registers a thread of a warpgroup that only starts copies needs; what it gives back, the others take.
-PRODUCER_REGISTERS = 40
+# Registers of all warpgroups' first threads together, and what one needs that only starts copies, or converts too.
+_LOADER_REGISTERS, _CONVERTER_REGISTERS = 40, 96
+_REGISTERS = 512
+
+
+# Wider heads leave a warpgroup no registers for the weights beside the sums, nor shared memory for many blocks.
+WIDE = 128
+
+
+class Ring(NamedTuple):
+    """Blocks of keys, or of values, on their way: those that the tensor cores read, `[slots, block, head_dim]`, and
+    barriers of blocks that arrived there and of slots that are free again.
+
+    Of a pool of fp8 also blocks as they are `stored`, `[stages, block, head_dim]`, and barriers of those copied.
+    """
+
+    blocks: Any
+    arrived: Any
+    free: Any
+    stored: Any = None
+    copied: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
     """Static facts of a call. `block` tokens of a row are read at a time, `stages` blocks are under way,
-    `warpgroups` attend.
+    `warpgroups` attend. Where the pool holds fp8, `converts` says, a block is made bfloat16 of on its way.
 
     `p_smem` says that the weights of the values go through shared memory: a GPU can take them from registers, the
     interpreter can't.
@@ -56,6 +78,7 @@ class Attention:
     stages: int
     warpgroups: int
     p_smem: bool
+    converts: bool
     interpret: bool
 
     @property
@@ -63,17 +86,51 @@ class Attention:
         """Copies that bring a block: one a page, or one where a page is as large as a block or larger."""
         return max(1, self.block // self.page_size)
 
+    @property
+    def slots(self) -> int:
+        """Blocks that the tensor cores may find: all that were copied, or those that were converted."""
+        return converted_slots(self.head_dim) if self.converts else self.stages
+
+    def slot(self, count: jax.Array) -> jax.Array:
+        """Where the tensor cores find a block, of which `count` came before."""
+        return lax.rem(count, jnp.int32(self.slots))
+
+    @property
+    def loader_registers(self) -> int:
+        """A thread's, where blocks are copied and perhaps converted."""
+        return _CONVERTER_REGISTERS if self.converts else _LOADER_REGISTERS
+
+    @property
+    def attending_registers(self) -> int:
+        """A thread's of several warpgroups that attend: what is left, in steps of eight."""
+        return (_REGISTERS - self.loader_registers) // self.warpgroups // 8 * 8
+
     def smem(self, *shape: int, dtype: Any = jnp.bfloat16) -> Any:
         """Shared memory for an operand of the tensor cores; one swizzle for all, as they want it."""
         swizzle = plgpu.find_swizzle(self.head_dim * 16)
         tiling = _TilingTransform((PIECE, swizzle // jnp.dtype(dtype).itemsize))
         return plgpu.SMEM(shape, dtype, transforms=(tiling, _SwizzleTransform(swizzle)))
 
+    def ring(self, kv_dtype: Any) -> Ring:
+        """The scratch types of a ring."""
+        copied = plgpu.Barrier(num_arrivals=self.copies, num_barriers=self.stages)
+        blocks = self.smem(self.slots, self.block, self.head_dim)
+        free = plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=self.slots)
+        if not self.converts:
+            return Ring(blocks, copied, free)
+        stored = plgpu.SMEM((self.stages, self.block, self.head_dim), kv_dtype)
+        return Ring(blocks, plgpu.Barrier(num_barriers=self.slots), free, stored, copied)
+
     def kernel(self, body: Callable[..., None], name: str, **options: Any) -> Callable[..., Any]:
         """The kernel of a body; lowered for whole warpgroups, which is where Mosaic GPU is going."""
         parameters = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
         interpret = plgpu.InterpretGPUParams(detect_races=True) if self.interpret else None
         return plgpu.kernel(body, compiler_params=parameters, interpret=interpret, kernel_name=name, **options)
+
+
+def converted_slots(head_dim: int) -> int:
+    """Of a pool of fp8, blocks of bfloat16 that shared memory holds."""
+    return 2 if head_dim <= WIDE else 1
 
 
 def ceil_div(x: jax.Array, y: int | jax.Array) -> jax.Array:
@@ -106,7 +163,7 @@ def load_block(
 
 def fill_rings(
     attention: Attention,
-    rings: Sequence[tuple[Any, Any, Any, Any]],
+    rings: Sequence[tuple[Any, Ring]],
     head: jax.Array,
     entry: Callable[[jax.Array], jax.Array],
     low: jax.Array,
@@ -114,31 +171,35 @@ def fill_rings(
 ) -> None:
     """What the warpgroup that loads does: blocks `low` to `high` of each pool into its ring, as slots become free.
 
-    A ring is (pool, `[stages, block, head_dim]` in shared memory, barriers of blocks that arrived, of slots that are
-    free again). Ends when the last blocks were read.
+    Ends when the last blocks were read.
     """
-    plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-    stages = rings[0][1].shape[0]
+    plgpu.set_max_registers(attention.loader_registers, action="decrease")
+    stages = attention.stages
 
     def load(i: jax.Array, carry: tuple[()]) -> tuple[()]:
         slot = lax.rem(i - low, jnp.int32(stages))
-        for pool, to, arrived, free in rings:
+        for pool, ring in rings:
 
             @pl.when(i - low >= stages)
-            def _(free: Any = free) -> None:
-                plgpu.barrier_wait(free.at[slot])
+            def _(ring: Ring = ring) -> None:
+                plgpu.barrier_wait(ring.free.at[slot])
 
-            load_block(attention, pool, head, entry, i, to.at[slot], arrived.at[slot])
-        return carry
-
-    def drain(i: jax.Array, carry: tuple[()]) -> tuple[()]:
-        slot = lax.rem(i - low, jnp.int32(stages))
-        for *_, free in rings:
-            plgpu.barrier_wait(free.at[slot])
+            load_block(attention, pool, head, entry, i, ring.blocks.at[slot], ring.arrived.at[slot])
         return carry
 
     lax.fori_loop(low, high, load, ())
-    lax.fori_loop(jnp.maximum(low, high - stages), high, drain, ())
+    drain_rings(attention, rings, low, high)
+
+
+def drain_rings(attention: Attention, rings: Sequence[tuple[Any, Ring]], low: jax.Array, high: jax.Array) -> None:
+    """Wait until the last blocks were read."""
+
+    def drain(i: jax.Array, carry: tuple[()]) -> tuple[()]:
+        for _, ring in rings:
+            plgpu.barrier_wait(ring.free.at[attention.slot(i - low)])
+        return carry
+
+    lax.fori_loop(jnp.maximum(low, high - attention.slots), high, drain, ())
 
 
 def clear_outside(values: Any, start: jax.Array, low: jax.Array | int, high: jax.Array) -> None:
@@ -169,11 +230,22 @@ def products(queries: Any, keys: Any) -> jax.Array:
     return pl.run_scoped(multiply, _Accumulator((TILE_ROWS, keys.shape[0]), jnp.float32))
 
 
-def logits_base_2(attention: Attention, z: jax.Array) -> jax.Array:
+def scales_of(kv: PagedKV, layer: int | jax.Array) -> Float[jax.Array, "2 kv_heads"] | None:
+    """The factors of a layer's stored keys and values, where the pool has some."""
+    return None if kv.scales is None else kv.scales[:, layer]
+
+
+def scale_of(scales: Any, which: int, head: jax.Array) -> jax.Array | None:
+    """The factor of a head's stored keys (0) or values (1), inside a kernel."""
+    return None if scales is None else scales[which, head]
+
+
+def logits_base_2(attention: Attention, z: jax.Array, key_scale: jax.Array | None) -> jax.Array:
     """Scaled and capped, times log2 e. The hyperbolic tangent by an exponential: the approximate one is too coarse."""
+    scale: Any = attention.scale if key_scale is None else key_scale * attention.scale
     if attention.soft_cap is None:
-        return z * (attention.scale * LOG2E)
-    e = jnp.exp2(z * (2 * attention.scale * LOG2E / attention.soft_cap))
+        return z * (scale * LOG2E)
+    e = jnp.exp2(z * (2 * scale * LOG2E / attention.soft_cap))
     return (1.0 - 2.0 / (e + 1.0)) * (attention.soft_cap * LOG2E)
 
 
@@ -201,7 +273,10 @@ def add_values(attention: Attention, out: jax.Array, weights: Any, values: Any) 
     return out + pl.run_scoped(multiply, _Accumulator(out.shape, jnp.float32))
 
 
-def normalize(out: jax.Array, peak: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+def normalize(
+    value_scale: jax.Array | None, out: jax.Array, peak: jax.Array, total: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """The output, and the logarithm to base 2 of the sum of exponentials. Rows that saw nothing give zeros."""
     safe = jnp.where(total == 0.0, 1.0, total)
-    return out / lax.broadcast_in_dim(safe, out.shape, [0]), peak + jnp.log(safe) * LOG2E
+    out = out / lax.broadcast_in_dim(safe, out.shape, [0])
+    return out if value_scale is None else out * value_scale, peak + jnp.log(safe) * LOG2E

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.layout import PagedKV
+from pallas_kernels.paged_attention.mosaic_gpu_convert import convert_rings
 from pallas_kernels.paged_attention.mosaic_gpu_parts import (
     LOG2E,
     MASKED,
@@ -33,11 +34,11 @@ from pallas_kernels.paged_attention.mosaic_gpu_parts import (
     logits_base_2,
     normalize,
     products,
+    scale_of,
+    scales_of,
     start_softmax,
     weigh,
 )
-
-_CONSUMER_REGISTERS = 232
 
 
 class _Tiles(NamedTuple):
@@ -158,7 +159,7 @@ def _attend_tiles(
 ) -> tuple[Float[Array, "kv_heads packed_rows head_dim"], Any]:
     """The output, packed as the queries are, and the log-sum-exps (to base 2) `[kv_heads, tiles, rows_a_tile]`."""
     kv_heads, _, head_dim = q.shape
-    stages, block, group, window = attention.stages, attention.block, attention.group, attention.window
+    block, group, window = attention.block, attention.group, attention.window
     warpgroups = attention.warpgroups
     tile_rows = warpgroups * TILE_ROWS
     per_tile = _tokens_a_tile(group, tile_rows)
@@ -177,18 +178,15 @@ def _attend_tiles(
         q_ref: Any,
         keys_ref: Any,
         values_ref: Any,
+        scales_ref: Any,
         out_ref: Any,
         lse_ref: Any,
         q_smem: Any,
-        k_smem: Any,
-        v_smem: Any,
+        k_ring: Any,
+        v_ring: Any,
         lse_smem: Any,
         p_smem: Any,
         q_arrived: Any,
-        k_arrived: Any,
-        v_arrived: Any,
-        k_free: Any,
-        v_free: Any,
         v_clear: Any,
     ) -> None:
         tile, head, warpgroup = (lax.axis_index(name) for name in ("tile", "head", "warpgroup"))
@@ -202,31 +200,34 @@ def _attend_tiles(
 
         @pl.when(live & (warpgroup < warpgroups))
         def _attend() -> None:
-            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+            if warpgroups > 1:  # one alone has as many from the start as a thread can have
+                plgpu.set_max_registers(attention.attending_registers, action="increase")
             first_row = warpgroup * TILE_ROWS
             start_row = pl.multiple_of(start_ref[tile] + first_row, PIECE)
             mine = q_smem.at[warpgroup]
             plgpu.copy_gmem_to_smem(q_ref.at[head, pl.ds(start_row, TILE_ROWS)], mine, q_arrived.at[warpgroup])
             plgpu.barrier_wait(q_arrived.at[warpgroup])
+            key_scale = scale_of(scales_ref, 0, head)
 
             def step(i: jax.Array, state: Any, masked: bool) -> Any:
-                slot, start = lax.rem(i - low, jnp.int32(stages)), i * block
-                if masked:
+                slot, start = attention.slot(i - low), i * block
+                clears = masked and not attention.converts
+                if clears:
                     # Before there are logits: registers are scarce then.
-                    plgpu.barrier_wait(v_arrived.at[slot])
+                    plgpu.barrier_wait(v_ring.arrived.at[slot])
 
                     @pl.when((start + block > length) | (start < first_seen))
                     def _() -> None:
                         @pl.when(warpgroup == 0)
                         def _() -> None:
-                            clear_outside(v_smem.at[slot], start, first_seen, length)
+                            clear_outside(v_ring.blocks.at[slot], start, first_seen, length)
 
                         plgpu.barrier_arrive(v_clear)
                         plgpu.barrier_wait(v_clear)
 
-                plgpu.barrier_wait(k_arrived.at[slot])
-                z = logits_base_2(attention, products(mine, k_smem.at[slot]))
-                plgpu.barrier_arrive(k_free.at[slot])
+                plgpu.barrier_wait(k_ring.arrived.at[slot])
+                z = logits_base_2(attention, products(mine, k_ring.blocks.at[slot]), key_scale)
+                plgpu.barrier_arrive(k_ring.free.at[slot])
                 if masked:
                     tile_row = plgpu.broadcasted_iota(jnp.int32, z.shape, 0, layout=TILE) + first_row
                     query = _divide(tile_row, group) + asked
@@ -241,10 +242,10 @@ def _attend_tiles(
                     p_smem[warpgroup] = weights
                     plgpu.commit_smem()
                     weights = p_smem.at[warpgroup]
-                if not masked:
-                    plgpu.barrier_wait(v_arrived.at[slot])
-                out = add_values(attention, out, weights, v_smem.at[slot])
-                plgpu.barrier_arrive(v_free.at[slot])
+                if not clears:
+                    plgpu.barrier_wait(v_ring.arrived.at[slot])
+                out = add_values(attention, out, weights, v_ring.blocks.at[slot])
+                plgpu.barrier_arrive(v_ring.free.at[slot])
                 return out, peak, total
 
             # Blocks that all queries of the tile see in full need no mask; with a window few are of that kind.
@@ -253,7 +254,7 @@ def _attend_tiles(
             if not mask_all:
                 state = lax.fori_loop(low, full, lambda i, state: step(i, state, masked=False), state)
             state = lax.fori_loop(full, high, lambda i, state: step(i, state, masked=True), state)
-            out, lse = normalize(*state)
+            out, lse = normalize(scale_of(scales_ref, 1, head), *state)
             mine[...] = out.astype(q.dtype)
             if with_lse:
                 lse_smem[warpgroup] = lse
@@ -286,12 +287,13 @@ def _attend_tiles(
             def entry(page: jax.Array) -> jax.Array:
                 return first_entry + table_ref[row, jnp.minimum(page, last_page)]
 
-            rings = ((keys_ref, k_smem, k_arrived, k_free), (values_ref, v_smem, v_arrived, v_free))
-            fill_rings(attention, rings, head, entry, low, high)
+            rings = (keys_ref, k_ring), (values_ref, v_ring)
+            if attention.converts:
+                convert_rings(attention, rings, head, entry, low, high, (first_seen, length))
+            else:
+                fill_rings(attention, rings, head, entry, low, high)
 
-    ring = attention.smem(stages, block, head_dim)
-    arrived = plgpu.Barrier(num_arrivals=attention.copies, num_barriers=stages)
-    free = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
+    ring = attention.ring(kv.keys.dtype)
     kernel = attention.kernel(
         body,
         "paged_prefill",
@@ -306,10 +308,6 @@ def _attend_tiles(
             plgpu.SMEM((warpgroups, TILE_ROWS), jnp.float32),
             attention.smem(warpgroups, TILE_ROWS if attention.p_smem else PIECE, block),
             plgpu.Barrier(num_barriers=warpgroups),
-            arrived,
-            arrived,
-            free,
-            free,
             plgpu.Barrier(num_arrivals=warpgroups),
         ),
         grid=(num_tiles, kv_heads),
@@ -319,7 +317,8 @@ def _attend_tiles(
     )
     layers = jnp.full((1,), layer, jnp.int32)
     return kernel(
-        tiles.row, tiles.start, tiles.rows, tiles.position, kv_lens, layers, page_table, q, kv.keys, kv.values
+        *(tiles.row, tiles.start, tiles.rows, tiles.position, kv_lens, layers, page_table),
+        *(q, kv.keys, kv.values, scales_of(kv, layer)),
     )
 
 

@@ -46,6 +46,38 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dim-128-everything": {"window": 1000, "sinks": True, "cap": 30.0},
     "dim-256-ratio-16-page-128": {"head_dim": 256, "heads": 16, "kv_heads": 1, "page_size": 128, "rows": 8},
     "dim-256-everything": {"head_dim": 256, "heads": 8, "kv_heads": 4, "window": 1000, "sinks": True, "cap": 50.0},
+    "fp8-decode": {"fp8": True, "decode_only": True, "page_size": 64},
+    "fp8-decode-split": {"fp8": True, "decode_only": True, "rows": 4, "page_size": 128},
+    "fp8-dim-64-everything": {
+        "fp8": True,
+        "head_dim": 64,
+        "heads": 9,
+        "kv_heads": 3,
+        "window": 1000,
+        "sinks": True,
+        "cap": 30.0,
+    },
+    "fp8-dim-80-mha-page-32": {"fp8": True, "head_dim": 80, "heads": 32, "kv_heads": 32, "page_size": 32},
+    "fp8-dim-96-window": {"fp8": True, "head_dim": 96, "heads": 14, "kv_heads": 2, "window": 100},
+    "fp8-dim-128": {"fp8": True, "rows": 32},
+    "fp8-dim-128-everything-page-64": {"fp8": True, "page_size": 64, "window": 1000, "sinks": True, "cap": 30.0},
+    "fp8-dim-256-split-page-128": {
+        "fp8": True,
+        "head_dim": 256,
+        "heads": 16,
+        "kv_heads": 1,
+        "page_size": 128,
+        "rows": 8,
+    },
+    "fp8-dim-256-everything": {
+        "fp8": True,
+        "head_dim": 256,
+        "heads": 8,
+        "kv_heads": 4,
+        "window": 1000,
+        "sinks": True,
+        "cap": 50.0,
+    },
 }
 
 
@@ -60,10 +92,12 @@ def _compile(
     cap: float | None = None,
     sinks: bool = False,
     decode_only: bool = False,
+    fp8: bool = False,
 ) -> Any:
     mesh = target_mesh("nvidia-h200")
     bf16 = np.dtype(jnp.bfloat16)
-    problem = Problem(heads, kv_heads, head_dim, page_size, bf16, bf16)
+    kv_dtype = np.dtype(jnp.float8_e4m3fn) if fp8 else bf16
+    problem = Problem(heads, kv_heads, head_dim, page_size, bf16, kv_dtype)
     backend = choose_backend(target_of(mesh.devices.flat[0]), problem, "mosaic_gpu")
 
     def struct(*shape: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
@@ -75,12 +109,13 @@ def _compile(
         return paged_attention(q, k, v, kv, 1, *rest, scale=head_dim**-0.5, **options)
 
     tokens = rows if decode_only else TOKENS
-    pages = POOL_BYTES // (kv_heads * LAYERS * page_size * head_dim * bf16.itemsize)
-    pool = struct(kv_heads, LAYERS * pages, page_size, head_dim, dtype=bf16)
+    pages = POOL_BYTES // (kv_heads * LAYERS * page_size * head_dim * kv_dtype.itemsize)
+    pool = struct(kv_heads, LAYERS * pages, page_size, head_dim, dtype=kv_dtype)
+    scales = struct(2, LAYERS, kv_heads, dtype=np.float32) if fp8 else None
     new = struct(tokens, kv_heads, head_dim, dtype=bf16)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(attention, donate_argnums=0).lower(
-            PagedKV(pool, pool, LAYERS),
+            PagedKV(pool, pool, LAYERS, scales),
             struct(tokens, heads, head_dim, dtype=bf16),
             new,
             new,

@@ -23,6 +23,7 @@ from pallas_kernels.paged_attention import (
     Target,
     choose_backend,
     mosaic_gpu,
+    mosaic_gpu_convert,
     mosaic_gpu_decode,
     mosaic_gpu_parts,
     mosaic_gpu_prefill,
@@ -47,6 +48,14 @@ CORNERS = (
     "decode-everything",
     "everything",
 )
+FP8_CORNERS = (
+    "decode-fp8",
+    "decode-heads-3-of-3-dim-80-page-32",
+    "heads-8-of-1-dim-256-page-128",
+    "prefill-window-16",
+    "fp8-bf16-everything",
+)
+FP8: dict[str, Any] = {"kv_dtype": "float8_e4m3fn"}
 TABLE = {case.name: dataclasses.replace(case, dtype="bfloat16") for case in CASES}
 SHORT: dict[str, Any] = {"dtype": "bfloat16", "heads": 2, "kv_heads": 1, "pad_rows": 0, "pad_tokens": 0}
 
@@ -67,6 +76,12 @@ def _small_ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("name", CORNERS)
 def test_equals_dense_attention(name: str) -> None:
     suite._check(TABLE[name], make_batch(TABLE[name]), "mosaic_gpu")
+
+
+@pytest.mark.parametrize("name", FP8_CORNERS)
+def test_over_fp8_equals_dense_attention(name: str) -> None:
+    case = dataclasses.replace(TABLE[name], **FP8)
+    suite._check(case, make_batch(case), "mosaic_gpu")
 
 
 def test_an_odd_ratio_of_wide_heads_is_padded_in_a_tile() -> None:
@@ -94,14 +109,23 @@ def test_a_row_does_not_depend_on_its_company() -> None:
 
 DECODE = Case("decode", ((300, 1),), 1, decode_only=True, **SHORT)
 PREFILL = Case("prefill", ((140, 40), (290, 70)), 0, **SHORT)
+DECODE_FP8, PREFILL_FP8 = (dataclasses.replace(case, **FP8) for case in (DECODE, PREFILL))
+MODULES = {"decode": mosaic_gpu_decode, "prefill": mosaic_gpu_prefill}
 BUGS = {
-    "read-before-it-arrived": (DECODE, "plgpu.barrier_wait(k_arrived.at[slot])", "pass"),
+    "read-before-it-arrived": (DECODE, "plgpu.barrier_wait(k_ring.arrived.at[slot])", "pass"),
+    "read-before-it-was-converted": (DECODE_FP8, "plgpu.barrier_wait(v_ring.arrived.at[slot])", "pass"),
+    "scale-of-keys-left-out": (PREFILL_FP8, "scale_of(scales_ref, 0, head)", "None"),
+    "scale-of-values-left-out": (DECODE_FP8, "scale_of(scales_ref, 1, head)", "None"),
     "the-page-after": (DECODE, "jnp.minimum(page, last_page)", "jnp.minimum(page + 1, last_page)"),
     "a-token-past-the-end": (DECODE, "seen = position < length", "seen = position <= length"),
-    "values-not-cleared": (DECODE, "clear_outside(v_smem.at[slot], start, window_start, length)", "pass"),
+    "values-not-cleared": (DECODE, "clear_outside(v_ring.blocks.at[slot], start, window_start, length)", "pass"),
     "the-future": (PREFILL, "seen = position <= query", "seen = position <= query + 1"),
     "the-next-sequence-overwritten": (PREFILL, "whole = rows - first_row >= TILE_ROWS", "whole = rows >= 0"),
-    "values-of-a-chunk-not-cleared": (PREFILL, "clear_outside(v_smem.at[slot], start, first_seen, length)", "pass"),
+    "values-of-a-chunk-not-cleared": (
+        PREFILL,
+        "clear_outside(v_ring.blocks.at[slot], start, first_seen, length)",
+        "pass",
+    ),
 }
 
 
@@ -109,8 +133,7 @@ BUGS = {
 def test_the_suite_finds_a_bug(bug: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Each put into a copy of a kernel's source."""
     case, right, wrong = BUGS[bug]
-    module = mosaic_gpu_decode if case is DECODE else mosaic_gpu_prefill
-    monkeypatch.setattr(mosaic_gpu, case.name, getattr(_spoilt(module, right, wrong), case.name))
+    monkeypatch.setattr(mosaic_gpu, case.name, getattr(_spoilt(MODULES[case.name], right, wrong), case.name))
     assert _found(case, capsys)
 
 
@@ -120,7 +143,26 @@ def test_the_suite_finds_a_block_overwritten_before_it_is_free(
 ) -> None:
     """In the loader both kernels share."""
     spoilt = _spoilt(mosaic_gpu_parts, "@pl.when(i - low >= stages)", "@pl.when(i < low)")
-    monkeypatch.setattr(mosaic_gpu_decode if case is DECODE else mosaic_gpu_prefill, "fill_rings", spoilt.fill_rings)
+    monkeypatch.setattr(MODULES[case.name], "fill_rings", spoilt.fill_rings)
+    assert _found(case, capsys)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("pl.when(i - low >= attention.slots)", "pl.when(i < low)"),
+        ("plgpu.barrier_wait(ring.copied.at[source])", "pass"),
+        ("functools.partial(convert, stored, to, rows)", "functools.partial(convert, stored, to)"),
+    ],
+    ids=["overwritten-before-it-is-free", "converted-before-it-arrived", "values-not-cleared"],
+)
+@pytest.mark.parametrize("case", [DECODE_FP8, PREFILL_FP8], ids=lambda case: case.name)
+def test_the_suite_finds_a_bug_where_fp8_is_converted(
+    right: str, wrong: str, case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In what both kernels' loaders do then."""
+    spoilt = _spoilt(mosaic_gpu_convert, right, wrong)
+    monkeypatch.setattr(MODULES[case.name], "convert_rings", spoilt.convert_rings)
     assert _found(case, capsys)
 
 
@@ -146,7 +188,7 @@ def _found(case: Case, capsys: pytest.CaptureFixture[str]) -> bool:
     ("change", "reason"),
     [
         ({"dtype": np.dtype(np.float32)}, "queries of bfloat16, not of float32"),
-        ({"kv_dtype": np.dtype(jnp.float8_e4m3fn)}, "a KV cache of bfloat16, not of float8_e4m3fn"),
+        ({"kv_dtype": np.dtype(jnp.float8_e5m2)}, "a KV cache of bfloat16 or float8_e4m3fn, not of float8_e5m2"),
         ({"head_dim": 72}, "heads of 16 to 256 in steps of 16, not of 72"),
         ({"heads": 136}, "up to 16 query heads a KV head, not 136 for 8"),
         ({"page_size": 8}, "pages of a power of two from 16 on, not of 8 tokens"),
