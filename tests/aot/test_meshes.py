@@ -44,7 +44,7 @@ def test_its_programs(target: str, data: int, tensor: int, key: Key, report: Cal
     builder = deployment(target, {**LLAMA_70B, "num_hidden_layers": LAYERS}, tensor=tensor, data=data)
     read, compiled = compile_and_read(builder, key)
     name = f"Llama-3.1-70B, {LAYERS} layers, {data} x {tensor}"
-    report(Row(target, name, str(key), read.seconds, read.temp_bytes, read.alias_bytes))
+    report(Row(target, name, str(key), read.seconds, read.temp_bytes, read.alias_bytes, read.own_kernels))
     assert read.fault is None
     assert read.alias_bytes >= device_bytes(builder.state_specs, builder.mesh.shape)
     whole = deployed(target, LLAMA_70B, tensor=tensor, data=data)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.runtime.compiled import instructions
+from jaxserve.runtime.compiled import instructions, own_kernels_of
 from jaxserve.runtime.topology import target_mesh
 from pallas_kernels.paged_attention import PagedKV, Problem, choose_backend, kv_layout, paged_attention, target_of
 from tests.aot.conftest import Row
@@ -105,11 +105,13 @@ def test_a_variant_compiles_and_leaves_the_pool_in_place(
     compiled, pool_bytes = _compile(target, **VARIANTS[variant])
     memory = compiled.memory_analysis()
     seconds = time.monotonic() - start
-    report(Row(target, "mosaic_tpu", variant, seconds, memory.temp_size_in_bytes, memory.alias_size_in_bytes))
+    text = compiled.as_text()
+    kernels, _ = own_kernels_of(compiled, instructions(text))
+    report(Row(target, "mosaic_tpu", variant, seconds, memory.temp_size_in_bytes, memory.alias_size_in_bytes, kernels))
 
+    assert [one.vmem_bytes is not None for one in kernels] == [True]
     assert memory.alias_size_in_bytes >= pool_bytes
     assert memory.temp_size_in_bytes < 2**26
-    text = compiled.as_text()
     [kernel] = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
     assert "paged_attention_tpu" in kernel
     assert not {"copy", "transpose", "scatter"} & {one.opcode for one in instructions(text) if one.elements > 2**24}
