@@ -18,7 +18,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.mosaic_gpu_parts import TILE_ROWS, Attention, Ring, drain_rings, load_block
+from pallas_kernels.paged_attention.mosaic_gpu_parts import (
+    TILE_ROWS,
+    Attention,
+    Ring,
+    drain_rings,
+    load_block,
+    share_registers,
+)
 
 # A thread reads eight numbers that follow each other and writes them with one instruction, a warp fills whole lines:
 # neither access meets another one at the same bank, whatever the size of heads.
@@ -38,8 +45,7 @@ def convert_rings(
 
     Rows of values at positions outside `seen`, first and end, may hold NaN and become zeros.
     """
-    if attention.warpgroups > 1:  # one alone takes no more than it has
-        plgpu.set_max_registers(attention.loader_registers, action="decrease")
+    share_registers(attention, attends=False)
     stages, block = jnp.int32(attention.stages), attention.block
 
     def load(i: jax.Array, pool: Any, ring: Ring) -> None:

@@ -35,9 +35,9 @@ ROWS = plgpu.Layout.WGMMA.reduce(1)
 TILE_ROWS = 64
 PIECE = 8
 
-# Registers of all warpgroups' first threads together, and what one needs that only starts copies, or converts too.
+# Registers of one thread of each warpgroup together, and those of a thread that only starts copies, or converts too.
+_REGISTERS, _REGISTER_STEP = 512, 8
 _LOADER_REGISTERS, _CONVERTER_REGISTERS = 40, 96
-_REGISTERS = 512
 
 
 # Wider heads leave a warpgroup no registers for the weights beside the sums, nor shared memory for many blocks.
@@ -95,16 +95,6 @@ class Attention:
         """Where the tensor cores find a block, of which `count` came before."""
         return lax.rem(count, jnp.int32(self.slots))
 
-    @property
-    def loader_registers(self) -> int:
-        """A thread's, where blocks are copied and perhaps converted."""
-        return _CONVERTER_REGISTERS if self.converts else _LOADER_REGISTERS
-
-    @property
-    def attending_registers(self) -> int:
-        """A thread's of several warpgroups that attend: what is left, in steps of eight."""
-        return (_REGISTERS - self.loader_registers) // self.warpgroups // 8 * 8
-
     def smem(self, *shape: int, dtype: Any = jnp.bfloat16) -> Any:
         """Shared memory for an operand of the tensor cores; one swizzle for all, as they want it."""
         swizzle = plgpu.find_swizzle(self.head_dim * 16)
@@ -161,6 +151,18 @@ def load_block(
         plgpu.copy_gmem_to_smem(source, to.at[pl.ds(i * size, size)], arrived)
 
 
+def share_registers(attention: Attention, *, attends: bool) -> None:
+    """Several warpgroups that attend take what the one that loads can spare; one alone has all that it can have."""
+    if attention.warpgroups == 1:
+        return
+    loader = _CONVERTER_REGISTERS if attention.converts else _LOADER_REGISTERS
+    if attends:
+        left = (_REGISTERS - loader) // attention.warpgroups
+        plgpu.set_max_registers(left // _REGISTER_STEP * _REGISTER_STEP, action="increase")
+    else:
+        plgpu.set_max_registers(loader, action="decrease")
+
+
 def fill_rings(
     attention: Attention,
     rings: Sequence[tuple[Any, Ring]],
@@ -173,7 +175,7 @@ def fill_rings(
 
     Ends when the last blocks were read.
     """
-    plgpu.set_max_registers(attention.loader_registers, action="decrease")
+    share_registers(attention, attends=False)
     stages = attention.stages
 
     def load(i: jax.Array, carry: tuple[()]) -> tuple[()]:

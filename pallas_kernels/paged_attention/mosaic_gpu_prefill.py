@@ -36,6 +36,7 @@ from pallas_kernels.paged_attention.mosaic_gpu_parts import (
     products,
     scale_of,
     scales_of,
+    share_registers,
     start_softmax,
     weigh,
 )
@@ -200,8 +201,7 @@ def _attend_tiles(
 
         @pl.when(live & (warpgroup < warpgroups))
         def _attend() -> None:
-            if warpgroups > 1:  # one alone has as many from the start as a thread can have
-                plgpu.set_max_registers(attention.attending_registers, action="increase")
+            share_registers(attention, attends=True)
             first_row = warpgroup * TILE_ROWS
             start_row = pl.multiple_of(start_ref[tile] + first_row, PIECE)
             mine = q_smem.at[warpgroup]

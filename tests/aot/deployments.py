@@ -59,16 +59,22 @@ PAGE_SIZES = {"nvidia-h200": 16, "tpu-v6e": 32}
 
 
 def deployment(
-    target: str, config: dict[str, Any], *, tensor: int, data: int = 1, attention: str = "auto"
+    target: str, config: dict[str, Any], *, tensor: int, data: int = 1, attention: str = "auto", kv: str = "auto"
 ) -> ProgramBuilder:
     """What `build_engine` would make on that device, in bfloat16, by the profiles in configs/."""
-    made = deployed(target, config, tensor=tensor, data=data, attention=attention)
+    made = deployed(target, config, tensor=tensor, data=data, attention=attention, kv=kv)
     return made.builder(target_mesh(target, tensor=tensor, data=data))
 
 
-def deployed(target: str, config: dict[str, Any], *, tensor: int, data: int = 1, attention: str = "auto") -> Deployment:
+def deployed(
+    target: str, config: dict[str, Any], *, tensor: int, data: int = 1, attention: str = "auto", kv: str = "auto"
+) -> Deployment:
     """Its sizes."""
-    settings: dict[str, Any] = {"attention_backend": attention, "page_size": PAGE_SIZES[target]}
+    settings: dict[str, Any] = {
+        "attention_backend": attention,
+        "kv_cache_dtype": kv,
+        "page_size": PAGE_SIZES[target],
+    }
     engine = EngineConfig(
         **settings,
         tp_size=tensor,

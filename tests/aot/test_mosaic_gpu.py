@@ -157,13 +157,18 @@ def test_a_variant_compiles_without_spills(
 
 
 @pytest.mark.parametrize(
-    ("tensor", "key"), [(1, ProgramKey("mixed", 2048, False)), (4, ProgramKey("decode", 64, True))]
+    ("tensor", "key", "kv"),
+    [
+        (1, ProgramKey("mixed", 2048, False), "auto"),
+        (4, ProgramKey("decode", 64, True), "auto"),
+        (1, ProgramKey("mixed", 2048, False), "fp8"),
+    ],
 )
 def test_a_step_has_its_kernels_and_leaves_the_pool_in_place(
-    tensor: int, key: ProgramKey, report: Callable[[Row], None]
+    tensor: int, key: ProgramKey, kv: str, report: Callable[[Row], None]
 ) -> None:
     """Several layers write into one pool and read from it, each in its turn."""
-    builder = deployment("nvidia-h200", LLAMA_8B_TWO_LAYERS, tensor=tensor, attention="mosaic_gpu")
+    builder = deployment("nvidia-h200", LLAMA_8B_TWO_LAYERS, tensor=tensor, attention="mosaic_gpu", kv=kv)
     start = time.monotonic()
     compiled = builder.compile(key)
     memory = compiled.memory_analysis()
