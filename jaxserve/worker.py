@@ -141,6 +141,8 @@ def _prepare(config: EngineConfig, nodes: Nodes | None) -> _Device:
             sizes.wanted_context,
         )
     _say_weights(deployment)
+    if config.kv_cache_dtype != "auto":
+        logger.info("KV cache: %s, without scales: numbers beyond 448 are clipped", deployment.state.kv.keys.dtype.name)
     rows = row_specs(deployment.state)
     num_host_pages = host_pages(config, sizes.capacity.num_pages, rows)
     with phases("weights"):

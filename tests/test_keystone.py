@@ -38,6 +38,8 @@ FULL = CONFIG | {"max_position_embeddings": LONGEST}
 WINDOWED = FULL | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 9}
 VOCAB = FULL["vocab_size"]
 TOLERANCE = 1e-4
+FP8 = np.dtype(jax.numpy.float8_e4m3fn)
+FP8_TOLERANCE = 0.01
 
 Engine = tuple[EngineLoop, EngineInfo]
 Build = Callable[..., Engine]
@@ -120,10 +122,10 @@ def _params(config: ModelConfig) -> Any:
     return dummy_params(abstract, shardings(cpu_mesh(), abstract), EngineConfig().random_seed)
 
 
-def _naive_logits(tokens: list[int], model: dict[str, Any] = FULL) -> np.ndarray:
+def _naive_logits(tokens: list[int], model: dict[str, Any] = FULL, kv_dtype: Any = None) -> np.ndarray:
     """All logits of one sequence, computed in one go."""
     config = parse_model_config(model)
-    return prompt_logits(config, _params(config), tokens, size=LONGEST)
+    return prompt_logits(config, _params(config), tokens, size=LONGEST, kv_dtype=kv_dtype)
 
 
 def _naive_logprobs(logits: np.ndarray) -> np.ndarray:
@@ -436,6 +438,35 @@ def test_pages_that_went_to_the_host_give_the_same_tokens_and_log_probabilities(
     stats = loop.stats()
     assert stats.host_load_pages >= 14
     assert stats.compiles_after_ready == 0
+
+
+@pytest.mark.parametrize("name", ["tiny-pool", "write-through"])
+def test_tokens_over_an_fp8_cache_are_those_of_the_request_alone(build: Build, name: str) -> None:
+    """Whatever writes and reads it; sums in another order may round a number to its neighbour, so nearly the best."""
+    loop, info = build(name, kv_cache_dtype="fp8_e4m3")
+    rng = random.Random(name)
+    sequences: list[list[int]] = []
+    requests = []
+    for i in range(48):
+        prompt = _random_prompt(rng, info.max_model_len - 1, sequences[:5])
+        sampling = SamplingParams(temperature=0.0, max_tokens=rng.choice([3, 40]))
+        requests.append(EngineRequest(request_id=f"r{i}", prompt_ids=prompt, sampling=sampling))
+        sequences.append(prompt)
+    answers = _run(loop, requests, rng)
+    rounding = 0.0
+    for request in requests:
+        prompt, tokens = request.prompt_ids, answers[request.request_id].tokens
+        expected, exact = (
+            _naive_logits(prompt + tokens, kv_dtype=dtype)[len(prompt) - 1 : -1] for dtype in (FP8, None)
+        )
+        for row, token in zip(expected, tokens, strict=True):
+            assert row[token] >= row.max() - FP8_TOLERANCE, request
+        rounding = max(rounding, float(np.abs(expected - exact).max()))
+    assert rounding > 2 * FP8_TOLERANCE, "the cache is not in fp8"
+    stats = loop.stats()
+    assert stats.cache_hit_tokens > 0
+    assert stats.num_preemptions > 0 or name != "tiny-pool"
+    assert stats.host_load_pages > 8 or name not in TIERED
 
 
 def test_a_compile_after_ready_is_noticed(build: Build) -> None:

@@ -147,10 +147,6 @@ ALIASES: Mapping[str, Alias] = types.MappingProxyType(
         "scheduling_policy": Rename("schedule_policy"),
         "priority_scheduling": _PRIORITIES,
         "enable_priority_scheduling": _PRIORITIES,
-        "kv_cache_dtype": Choice(
-            Refused("the KV cache has the type of --dtype; quantized ones are not built yet"),
-            {"auto": InForce("the KV cache has the type of --dtype")},
-        ),
         "q": Rename("quantization"),
         "pipeline_parallel_size": Choice(Refused("pipeline stages are not built yet: only 1 is supported"), _ONE),
         "pp_size": Choice(Refused("pipeline stages are not built yet: only 1 is supported"), _ONE),
@@ -188,6 +184,13 @@ COUNTERPARTS: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
                 "modelopt", "modelopt_fp4", "mxfp4", "torchao", "w8a8_fp8", "w8a8_int8",
             ),
             "only the blocks of a GGUF file are kept quantized so far: --quantization gguf",
+        ),
+        "kv_cache_dtype": dict.fromkeys(
+            ("bfloat16", "bf16", "float16", "float32", "fp32"), "--kv-cache-dtype auto has the type of --dtype"
+        )
+        | dict.fromkeys(
+            ("fp8_e5m2", "fp4_e2m1", "nvfp4", "int8", "fp8_inc", "fp8_ds_mla"),
+            "of quantized caches only e4m3 is built: --kv-cache-dtype fp8_e4m3",
         ),
         "dtype": dict.fromkeys(("half", "float16", "fp16"), "bfloat16 is the 16-bit type here: --dtype bfloat16")
         | dict.fromkeys(("bf16",), "write --dtype bfloat16")

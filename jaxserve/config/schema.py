@@ -37,6 +37,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "them so; none, dequantized to dtype; auto is gguf where that can be: on a CPU, with bfloat16, not split"
         ),
     ] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8", "fp8_e4m3"],
+        Meta(
+            description="type of the KV cache; auto is dtype; fp8 and fp8_e4m3 are the same, at half of bfloat16's size"
+        ),
+    ] = "auto"
     random_seed: Annotated[int, Meta(description="seed of dummy weights and of requests that bring none")] = 0
     device: Annotated[
         Literal["auto", "cpu", "cuda", "tpu"], Meta(description="platform to run on; auto is the best jax finds")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
 import numpy as np
 from jax.sharding import Mesh
 
@@ -30,10 +31,11 @@ from jaxserve.runtime.programs import (
     WRITE_KEY,
     ProgramBuilder,
     dtype_of,
+    kv_dtype_of,
     program_keys,
 )
 from jaxserve.runtime.sizes import Sizes, attention_problem, resolve_sizes
-from jaxserve.runtime.state import DeviceState, state_specs
+from jaxserve.runtime.state import DeviceState, pool_layout, state_specs
 from jaxserve.runtime.step import StepContext
 from jaxserve.step_plan import Capacity
 from jaxserve.weights import stored_types
@@ -130,6 +132,7 @@ def deploy(
     check_mesh(config, model, device)
     data, replicas = ranks_and_replicas(config)
     dtype, tensor = dtype_of(config.dtype), config.tp_size
+    kv_dtype = kv_dtype_of(config.kv_cache_dtype, dtype)
     model = dataclasses.replace(model, shards=tensor)
     axes = {DATA_AXIS: data, TENSOR_AXIS: tensor}
     stored = stored or {}
@@ -146,7 +149,7 @@ def deploy(
     params = pack(params, packing.bits)
     weight_bytes = device_bytes(params, axes)
     try:
-        problem = attention_problem(config, model, dtype=dtype, tensor=tensor)
+        problem = attention_problem(config, model, dtype=dtype, kv_dtype=kv_dtype, tensor=tensor)
         backend = choose_backend(device.kernels, problem, config.attention_backend)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -162,7 +165,7 @@ def deploy(
         num_ranks=data,
     )
     vocab_size = model.padded_vocab_size
-    slot = state_specs(spec, one, vocab_size=vocab_size, dtype=dtype, platform=backend.kv_platform)
+    slot = state_specs(spec, one, vocab_size=vocab_size, kv_dtype=kv_dtype, platform=backend.kv_platform)
     page_bytes = device_bytes(slot.kv, axes)
     sizes = resolve_sizes(
         config,
@@ -176,7 +179,24 @@ def deploy(
         data=data,
         replicas=replicas,
     )
-    state = state_specs(spec, sizes.capacity, vocab_size=vocab_size, dtype=dtype, platform=backend.kv_platform)
+    layout = pool_layout(
+        spec,
+        num_pages=sizes.capacity.num_pages,
+        page_size=config.page_size,
+        dtype=kv_dtype,
+        platform=backend.kv_platform,
+    )
+    reached = backend.addressable_pages(layout, tensor)
+    if reached < layout.num_pages:
+        if config.max_total_tokens is not None:
+            raise ConfigError(
+                f"max_total_tokens={config.max_total_tokens}: attention backend {backend.name} reaches "
+                f"{reached * config.page_size} tokens of an fp8 KV cache whose keys take 2 to 4 GiB; give it as many, "
+                "or choose another --attention-backend"
+            )
+        config = msgspec.structs.replace(config, max_total_tokens=reached * config.page_size)
+        return deploy(config, model, device, stored=stored, activations=activations)
+    state = state_specs(spec, sizes.capacity, vocab_size=vocab_size, kv_dtype=kv_dtype, platform=backend.kv_platform)
     return Deployment(
         config, model, device, dtype, backend, sizes, params, state, tensor, data, replicas, stored, packing
     )

@@ -15,6 +15,7 @@ from jaxserve.runtime.deployment import Deployment, deploy
 from jaxserve.runtime.device import DeviceFacts
 from jaxserve.runtime.memory import DEFAULT_FRACTION, NoRoomError
 from jaxserve.runtime.sizes import defaults_of
+from pallas_kernels.paged_attention import REFERENCE
 
 _FRACTIONS = (0.9, 0.92, 0.94, 0.95)
 _SMALLEST_CHUNK = 128
@@ -39,7 +40,8 @@ def fixes(
     good: Callable[[Deployment], bool],
     stored: Stored | None = None,
 ) -> list[str]:
-    """Flags with values, each of which alone makes a deployment that is `good`; of a flag, the mildest value."""
+    """Flags with values, each of which alone makes a deployment that is `good`; of a flag, the mildest value. An fp8 KV
+    cache is none where no kernel has it."""
     found: dict[str, str] = {}
     for name, value in _candidates(config, device):
         if name not in found:
@@ -47,7 +49,7 @@ def fixes(
                 made = deploy(msgspec.structs.replace(config, **{name: value}), model, device, stored=stored)
             except ConfigError:
                 continue
-            if good(made):
+            if good(made) and (name != "kv_cache_dtype" or made.backend.name != REFERENCE.name):
                 found[name] = f"{as_flag(name)} {value}"
     return list(found.values())
 
@@ -63,6 +65,8 @@ def _candidates(config: EngineConfig, device: DeviceFacts) -> Iterator[tuple[str
             yield "tp_size", count
     if config.dtype == "float32":
         yield "dtype", "bfloat16"
+    if config.kv_cache_dtype == "auto":
+        yield "kv_cache_dtype", "fp8_e4m3"
     running = config.max_running_requests or defaults.running
     while running > 1:
         running //= 2

@@ -138,6 +138,7 @@ class ProgramBuilder:
             "processes": self.num_processes,
             "process": jax.process_index() if self.num_processes > 1 else 0,
             "dtype": jax.tree.leaves(self.param_specs)[0].dtype.name,
+            "kv_cache_dtype": self.state_specs.kv.keys.dtype.name,
             "jax": jax.__version__,
             "jaxlib": importlib.metadata.version("jaxlib"),
             "device": f"{device.platform} {device.device_kind}",
@@ -326,3 +327,8 @@ class CompileCounter:
 def dtype_of(name: str) -> np.dtype:
     """The numpy dtype of a `--dtype`; `auto` is bfloat16."""
     return np.dtype(jnp.bfloat16 if name in ("auto", "bfloat16") else np.float32)
+
+
+def kv_dtype_of(name: str, dtype: np.dtype) -> np.dtype:
+    """The numpy dtype of a `--kv-cache-dtype`; `auto` is `dtype`, that of activations."""
+    return dtype if name == "auto" else np.dtype(jnp.float8_e4m3fn)

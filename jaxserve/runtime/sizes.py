@@ -113,7 +113,9 @@ def resolve_sizes(
     return Sizes(capacity, min(chunk, largest), prefill, largest, footprint, longest, pool.memory_bound)
 
 
-def attention_problem(config: EngineConfig, model: ModelConfig, *, dtype: np.dtype, tensor: int = 1) -> Problem:
+def attention_problem(
+    config: EngineConfig, model: ModelConfig, *, dtype: np.dtype, kv_dtype: np.dtype, tensor: int = 1
+) -> Problem:
     """What each shard asks of the attention kernel."""
     return Problem(
         heads=model.num_heads // tensor,
@@ -121,7 +123,7 @@ def attention_problem(config: EngineConfig, model: ModelConfig, *, dtype: np.dty
         head_dim=model.head_dim,
         page_size=config.page_size,
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=kv_dtype,
     )
 
 

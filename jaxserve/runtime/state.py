@@ -88,11 +88,11 @@ def max_pages(capacity: Capacity) -> int:
 
 
 def state_specs(
-    spec: KVSpec, capacity: Capacity, *, vocab_size: int, dtype: np.dtype, platform: str = "cpu"
+    spec: KVSpec, capacity: Capacity, *, vocab_size: int, kv_dtype: np.dtype, platform: str = "cpu"
 ) -> DeviceState:
     """The state on a platform, as jax calls it, with an `ArraySpec` in the place of each array."""
     layout = pool_layout(
-        spec, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=dtype, platform=platform
+        spec, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=kv_dtype, platform=platform
     )
     ranks, slots = capacity.num_ranks, capacity.num_slots
     i32, f32 = np.dtype(np.int32), np.dtype(np.float32)

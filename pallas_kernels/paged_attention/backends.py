@@ -9,6 +9,8 @@ from typing import Any, Literal, Protocol, cast, get_args
 import jax
 import numpy as np
 
+from pallas_kernels.paged_attention.layout import KVLayout
+
 BackendName = Literal["reference", "cpu", "triton", "mosaic_tpu", "mosaic_gpu"]
 
 # What `auto` tries, best first; the last one does everything everywhere.
@@ -63,6 +65,13 @@ class Backend:
         """For `kv_layout`: a TPU's kernel reads a TPU's pool, also where it is interpreted."""
         return "tpu" if self.name == "mosaic_tpu" else self.target.platform
 
+    def addressable_pages(self, layout: KVLayout, shards: int) -> int:
+        """Of the layout's pages of a layer, as many as its kernels can reach on one of `shards` of its heads."""
+        if self.name != "triton":
+            return layout.num_pages
+        page = layout.num_layers * layout.num_kv_heads // shards * layout.page_size * layout.lanes
+        return backend_module("triton").addressable(layout.num_pages * page, layout.dtype) // page
+
 
 class BackendModule(Protocol):
     """What a backend's file has."""
@@ -72,6 +81,9 @@ class BackendModule(Protocol):
 
     def paged_attention(self, *args: Any, **kwargs: Any) -> Any:
         """`api.paged_attention`, plus `target` and `interpret`."""
+
+    def addressable(self, elements: int, dtype: np.dtype) -> int:
+        """Of the elements of a pool's keys, as many as its kernels can reach."""
 
 
 def backend_module(name: BackendName) -> BackendModule:

@@ -7,6 +7,7 @@ which block sizes is decided here; the kernels stand in `triton_decode.py` and `
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
@@ -162,9 +163,19 @@ def _small_shared_memory(target: Target) -> bool:
     return target.capability is not None and target.capability[0] in (8, 12) and target.capability != (8, 0)
 
 
+def addressable(elements: int, dtype: np.dtype) -> int:
+    """Of the elements of a pool's keys (or values), as many as kernels can reach.
+
+    Pallas' Triton lowering counts them in 32 bits with a sign wherever an array has at most 4 GiB, which is too few for
+    fp8 between 2 and 4 GiB.
+    """
+    if elements >= 2**31 and elements * dtype.itemsize <= 2**32:
+        return 2**31 - 1
+    return elements
+
+
 def _check_addressable(kv: PagedKV) -> None:
-    """Pallas' Triton lowering counts elements in 32 bits with a sign wherever an array has at most 4 GiB."""
-    if kv.keys.size >= 2**31 and kv.keys.nbytes <= 2**32:
+    if addressable(kv.keys.size, kv.keys.dtype) < kv.keys.size:
         raise ValueError(
             f"the triton attention backend can't address an fp8 KV pool whose keys take {kv.keys.nbytes / 2**30:.2f} "
             "GiB, between 2 and 4 GiB: give it fewer or more tokens, or choose attention backend 'reference'"

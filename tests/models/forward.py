@@ -25,7 +25,7 @@ def cpu_mesh() -> Mesh:
 
 
 @functools.cache
-def _compiled(config: ModelConfig, dtype: Any) -> Any:
+def _compiled(config: ModelConfig, dtype: Any, kv_dtype: Any) -> Any:
     model = family(config)
     [spec] = model.kv_specs(config)
 
@@ -33,7 +33,7 @@ def _compiled(config: ModelConfig, dtype: Any) -> Any:
         size = tokens.shape[0]
         pages = -(-size // PAGE_SIZE)
         shape = (spec.num_kv_heads, spec.num_layers * pages, PAGE_SIZE, spec.head_dim)
-        kv = PagedKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), spec.num_layers)
+        kv = PagedKV(jnp.zeros(shape, kv_dtype), jnp.zeros(shape, kv_dtype), spec.num_layers)
         batch = TokenBatch(
             tokens=tokens,
             positions=jnp.arange(size, dtype=jnp.int32),
@@ -51,10 +51,13 @@ def _compiled(config: ModelConfig, dtype: Any) -> Any:
     return jax.jit(jax.shard_map(logits, mesh=cpu_mesh(), in_specs=parts, out_specs=PartitionSpec(), check_vma=False))
 
 
-def prompt_logits(config: ModelConfig, params: Any, tokens: list[int], *, size: int | None = None) -> np.ndarray:
-    """Logits `[len(tokens), vocab]`; `size` pads, so that prompts of many lengths share a compile."""
+def prompt_logits(
+    config: ModelConfig, params: Any, tokens: list[int], *, size: int | None = None, kv_dtype: Any = None
+) -> np.ndarray:
+    """Logits `[len(tokens), vocab]`; `size` pads, so that prompts of many lengths share a compile. Keys and values are
+    of the parameters' type, or rounded to `kv_dtype`."""
     padded = np.zeros(size or len(tokens), np.int32)
     padded[: len(tokens)] = tokens
     dtype = jax.tree.leaves(params)[0].dtype
-    out = _compiled(config, dtype)(params, padded, np.int32(len(tokens)))
+    out = _compiled(config, dtype, kv_dtype or dtype)(params, padded, np.int32(len(tokens)))
     return np.asarray(out)[: len(tokens)]

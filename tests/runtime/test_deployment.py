@@ -67,6 +67,42 @@ def test_shards_share_a_kv_head_and_pad_the_vocabulary_where_they_must() -> None
     assert two.params.embedding.shape == (258, 32)
 
 
+H200 = Target("cuda", "NVIDIA H200", (9, 0))
+
+
+def test_an_fp8_cache_takes_half_the_room_and_other_programs() -> None:
+    device = DeviceFacts(H200, 2**24)
+    halves, bytes_ = (
+        deploy(EngineConfig(kv_cache_dtype=kind), model(), device)  # type: ignore[arg-type]
+        for kind in ("auto", "fp8")
+    )
+    assert halves.sizes.footprint.kv_per_token == 2 * bytes_.sizes.footprint.kv_per_token
+    facts = [made.builder(mesh()).facts() for made in (halves, bytes_)]
+    assert [fact["kv_cache_dtype"] for fact in facts] == ["bfloat16", "float8_e4m3fn"]
+
+
+def test_a_pool_is_made_no_larger_than_its_kernels_can_reach() -> None:
+    """Of fp8 keys between 2 and 4 GiB Triton's reach the first 2."""
+    device = DeviceFacts(H200, 2**36, max_devices=8)
+    token = 2 * 2 * 16  # bytes of keys: layers, KV heads, head size
+
+    def keys(**options: Any) -> int:
+        slots = 2**20  # of 64 tokens: 4 GiB of keys
+        config = EngineConfig(
+            kv_cache_dtype="fp8", max_running_requests=slots, cuda_graph_bs=(slots,), max_num_batched_tokens=slots,
+            **options,
+        )  # fmt: skip
+        made = deploy(config, model(), device)
+        return made.capacity.num_pages * made.capacity.page_size * token // config.tp_size
+
+    assert keys() == 2**31 - 16 * token
+    assert keys(attention_backend="reference") == 2**32
+    assert keys(tp_size=2) == 2**31 - 16 * token // 2
+    assert keys(max_total_tokens=2**24) == 2**30
+    with pytest.raises(ConfigError, match=r"triton reaches 33554416 tokens of an fp8 KV cache .* 2 to 4 GiB"):
+        keys(max_total_tokens=2**25)
+
+
 def test_programs_are_those_of_the_sizes() -> None:
     made = _deploy(cuda_graph_bs=(2,), max_running_requests=4)
     builder = made.builder(mesh())

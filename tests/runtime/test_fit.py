@@ -42,6 +42,14 @@ def test_some_size_has_a_flag_and_some_has_none() -> None:
     assert any(flag.startswith("--max-running-requests") for flag in named[0.8])
 
 
+def test_an_fp8_cache_is_named_where_a_kernel_has_it() -> None:
+    config = EngineConfig()
+    bytes_per_token = deploy(config, model(), _facts(100)).sizes.footprint.kv_per_token
+    for capability, named in (((9, 0), ["--kv-cache-dtype fp8_e4m3"]), ((8, 0), [])):
+        device = DeviceFacts(Target("cuda", "a GPU", capability), 100 * 2**20)
+        assert fixes(config, model(), device, lambda it: it.sizes.footprint.kv_per_token < bytes_per_token) == named
+
+
 def test_what_fits_is_deployed() -> None:
     made = deploy_or_advise(EngineConfig(), model(), _facts(100))
     assert made == deploy(EngineConfig(), model(), _facts(100))

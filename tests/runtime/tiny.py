@@ -45,7 +45,7 @@ def mesh() -> Mesh:
 
 def specs(capacity: Capacity, vocab_size: int = CONFIG["vocab_size"]) -> DeviceState:
     [kv_spec] = family(model()).kv_specs(model())
-    return state_specs(kv_spec, capacity, vocab_size=vocab_size, dtype=F32)
+    return state_specs(kv_spec, capacity, vocab_size=vocab_size, kv_dtype=F32)
 
 
 def zero_state(capacity: Capacity, vocab_size: int = CONFIG["vocab_size"]) -> DeviceState:
