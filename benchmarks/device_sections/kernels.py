@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -24,10 +25,17 @@ HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 _TOLERANCE = {"float32": 2e-3, "bfloat16": 3e-2}
 _TINY_CASES = 2
 _LLAMA_LIKE: dict[str, Any] = {"heads": 8, "kv_heads": 2, "head_dim": 128, "page_size": 64, "dtype": "bfloat16"}
-_VARIED = {
-    "decode": Case("decode", ((300, 1), (17, 1), (129, 1)), 3, decode_only=True, **_LLAMA_LIKE),
-    "prefill": Case("prefill", ((130, 130), (140, 12), (300, 70)), 0, **_LLAMA_LIKE),
-}
+_VARIED = [
+    case
+    for kv_dtype in (None, "float8_e4m3fn")
+    for case in (
+        Case("decode", ((300, 1), (17, 1), (129, 1)), 3, decode_only=True, kv_dtype=kv_dtype, **_LLAMA_LIKE),
+        Case("prefill", ((130, 130), (140, 12), (300, 70)), 0, kv_dtype=kv_dtype, **_LLAMA_LIKE),
+    )
+]
+# Of what is measured over fp8.
+_BATCH = 128
+_BF16, _FP8 = np.dtype(jnp.bfloat16), np.dtype(jnp.float8_e4m3fn)
 
 
 def correctness(run: Run) -> None:
@@ -54,8 +62,8 @@ def correctness(run: Run) -> None:
 
 def _variants(run: Run, name: BackendName, target: Target) -> None:
     """Every set of block sizes that tuning may choose, such as those whose weights stay in registers, on one case."""
-    for kind, case in _VARIED.items():
-        problem = _problem(case)
+    for case in _VARIED:
+        kind, problem = case.name, _problem(case)
         if backend_module(name).refusal(problem, target) is not None:
             continue
         right, unbuilt, wrong = 0, 0, []
@@ -67,11 +75,11 @@ def _variants(run: Run, name: BackendName, target: Target) -> None:
             fault = _fault(case, name, run, chosen)
             right, unbuilt = right + (fault is None), unbuilt + (fault is not None and not fault.startswith("error "))
             wrong += [f"{blocks}: {fault}"] if fault is not None and fault.startswith("error ") else []
-        tried = right + len(wrong)
-        run.row(f"{name}: {kind} variants right", right, "variants", reference=tried or None, goal=1,
+        tried, label = right + len(wrong), f"{name}: {kind}{_over(problem.kv_dtype)} variants"
+        run.row(f"{label} right", right, "variants", reference=tried or None, goal=1,
                 note=f"{unbuilt} don't build")  # fmt: skip
         for fault in wrong:
-            run.row(f"{name}: wrong {kind} variant", 0, "", note=fault)
+            run.row(f"{label} wrong", 0, "", note=fault)
 
 
 def _cases(name: BackendName, target: Target) -> Iterator[Case]:
@@ -95,9 +103,8 @@ def _fault(
         batch = make_batch(case)
         scale = case.head_dim**-0.5 if case.scale is None else case.scale
         options = {"scale": scale, "window": case.window, "soft_cap": case.soft_cap, "decode_only": case.decode_only}
-        call = jax.jit(
-            functools.partial(paged_attention, **options, backend=Backend(name, target=target_of(run.device)))
-        )
+        target = dataclasses.replace(target_of(run.device), blocks=blocks)
+        call = jax.jit(functools.partial(paged_attention, **options, backend=Backend(name, target=target)))
         rest = (batch.page_table, batch.query_starts, batch.kv_lens, np.int32(batch.num_decodes))
         kv = _pool_of(case, batch, _layout_platform(name, run))
         out, _ = call(batch.q, batch.k, batch.v, kv, np.int32(case.layer), *rest, np.int32(batch.num_seqs),
@@ -133,44 +140,52 @@ def _pool_of(case: Case, batch: Batch, platform: str) -> Any:
 def decode(run: Run) -> None:
     """GB/s of keys and values over batch, context and page size, beside a copy's."""
     batches, contexts, pages = ((2,), (64,), (16,)) if run.tiny else ((64, 128, 256), (1024, 4096, 8192), (16, 64))
-    for name in _usable(run):
-        for page_size in pages:
-            for context in contexts:
-                for batch in batches:
-                    if run.left < 10:
-                        return
-                    rows = [(context, 1)] * batch
-                    seconds = _seconds(run, name, rows, page_size, decode_only=True)
-                    read = batch * context * KV_HEADS * HEAD_DIM * 2 * 2
-                    label = f"{name} decode {batch} x {context}, page {page_size}"
-                    run.row(label, read / seconds / 1e9, "GB/s", reference=run.found(COPY), goal=0.8)
+    shapes = list(itertools.product(pages, contexts, batches))
+    for kv_dtype, chosen in ((_BF16, shapes), (_FP8, [shape for shape in shapes if shape[::2] == (pages[-1], _BATCH)])):
+        for name in _usable(run, kv_dtype):
+            for page_size, context, batch in chosen:
+                if run.left < 10:
+                    return
+                rows = [(context, 1)] * batch
+                seconds = _seconds(run, name, rows, page_size, kv_dtype, decode_only=True)
+                read = batch * context * KV_HEADS * HEAD_DIM * 2 * kv_dtype.itemsize
+                label = f"{name} decode{_over(kv_dtype)} {batch} x {context}, page {page_size}"
+                goal = 0.8 if kv_dtype == _BF16 else None
+                run.row(label, read / seconds / 1e9, "GB/s", reference=run.found(COPY), goal=goal)
 
 
 def prefill(run: Run) -> None:
     """TFLOP/s of one causal prompt, beside a product's."""
-    for name in _usable(run):
-        for page_size in (16,) if run.tiny else (16, 64):
-            for length in (32,) if run.tiny else (2048, 4096, 8192, 16384):
+    pages, lengths = ((16,), (32,)) if run.tiny else ((16, 64), (2048, 4096, 8192, 16384))
+    shapes = list(itertools.product(pages, lengths))
+    for kv_dtype, chosen in ((_BF16, shapes), (_FP8, [] if run.tiny else shapes[-2:])):
+        for name in _usable(run, kv_dtype):
+            for page_size, length in chosen:
                 if run.left < 10:
                     return
-                seconds = _seconds(run, name, [(length, length)], page_size, decode_only=False)
+                seconds = _seconds(run, name, [(length, length)], page_size, kv_dtype, decode_only=False)
                 rate = 4 * HEADS * HEAD_DIM * length * length / 2 / seconds / 1e12
-                label = f"{name} prefill {length}, page {page_size}"
-                run.row(
-                    label, rate, "TFLOP/s", reference=run.found(MATMUL), note="" if run.tiny else "goal: 450 TFLOP/s"
-                )
+                label = f"{name} prefill{_over(kv_dtype)} {length}, page {page_size}"
+                note = "goal: 450 TFLOP/s" if kv_dtype == _BF16 and not run.tiny else ""
+                run.row(label, rate, "TFLOP/s", reference=run.found(MATMUL), note=note)
 
 
-def _usable(run: Run) -> Iterator[BackendName]:
+def _over(kv_dtype: np.dtype) -> str:
+    return " over fp8" if kv_dtype == _FP8 else ""
+
+
+def _usable(run: Run, kv_dtype: np.dtype) -> Iterator[BackendName]:
     """Kernels that this device has; the portable one only where there is none other."""
-    problem = Problem(HEADS, KV_HEADS, HEAD_DIM, 16, np.dtype(jnp.bfloat16), np.dtype(jnp.bfloat16))
+    problem = Problem(HEADS, KV_HEADS, HEAD_DIM, 16, _BF16, kv_dtype)
     able = [
         name for name in get_args(BackendName) if backend_module(name).refusal(problem, target_of(run.device)) is None
     ]
     yield from [name for name in able if name != "reference"] or able
 
 
-def _seconds(run: Run, name: BackendName, rows: list[tuple[int, int]], page_size: int, *, decode_only: bool) -> float:
+def _seconds(
+    run: Run, name: BackendName, rows: list[tuple[int, int]], page_size: int, kv_dtype: np.dtype, *, decode_only: bool
+) -> float:
     used = [-(-length // page_size) for length, _ in rows]
     layout = kv_layout(
         num_layers=1,
@@ -178,10 +193,11 @@ def _seconds(run: Run, name: BackendName, rows: list[tuple[int, int]], page_size
         page_size=page_size,
         num_kv_heads=KV_HEADS,
         head_dim=HEAD_DIM,
-        dtype=np.dtype(jnp.bfloat16),
+        dtype=kv_dtype,
         platform=_layout_platform(name, run),
     )
-    kv = layout.paged_kv(*(jnp.zeros(shape, layout.dtype) for shape in (layout.shape, layout.values_shape)), None)
+    scales = jnp.ones((2, 1, KV_HEADS), jnp.float32) if kv_dtype == _FP8 else None
+    kv = layout.paged_kv(*(jnp.zeros(shape, layout.dtype) for shape in (layout.shape, layout.values_shape)), scales)
     ids = np.random.default_rng(0).permutation(sum(used)).astype(np.int32)
     page_table = np.zeros((len(rows), max(used)), np.int32)
     for row, pages in enumerate(np.split(ids, np.cumsum(used)[:-1])):

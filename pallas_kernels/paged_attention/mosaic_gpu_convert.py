@@ -1,8 +1,8 @@
 """What the warpgroup that loads does where the pool holds fp8: it makes bfloat16 of each block, for the tensor cores.
 
-Blocks are copied as they are stored into a ring of their own, some of them under way. One block of keys and one of
-values at a time are converted into the shared memory that the products read, while the other warpgroups are at the
-softmax or at the other product. Scales are none of its business, so what it writes is exact.
+Blocks are copied as they are stored into a ring of their own, some of them under way. In turn one of keys and one of
+values are converted into the shared memory that the products read, one or two blocks ahead of the other warpgroups,
+while those are at a softmax or a product. The scales are their business, so what is written here is exact.
 """
 
 from __future__ import annotations

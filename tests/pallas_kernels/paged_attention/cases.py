@@ -212,5 +212,7 @@ CASES = [
     _mixed("fp8", kv_dtype="float8_e4m3fn"),
     _mixed("fp8-bf16-everything", dtype="bfloat16", kv_dtype="float8_e4m3fn", soft_cap=5.0, sinks=True, window=40),
     _decode("decode-fp8", kv_dtype="float8_e4m3fn", heads=8, head_dim=128, page_size=64),
+    _decode("decode-fp8-dim-256-page-128", kv_dtype="float8_e4m3fn", heads=16, kv_heads=1, head_dim=256, page_size=128),
+    _mixed("fp8-dim-96-page-64", kv_dtype="float8_e4m3fn", heads=10, head_dim=96, page_size=64),
     _prefill("prefill-fp8-dim-80", kv_dtype="float8_e4m3fn", heads=6, kv_heads=3, head_dim=80, page_size=32),
 ]

@@ -1,4 +1,5 @@
-"""Mosaic GPU in the interpreter, with race detection on: corners of the case table in bfloat16, and bugs put in.
+"""Mosaic GPU in the interpreter, with race detection on: corners of the case table in bfloat16 and over fp8, and bugs
+put in.
 
 The whole table would take too long. The interpreter knows neither swizzles nor registers, and doesn't see that a
 product reads: a block that is released before its product passes here. A GPU runs the same cases natively.
@@ -50,10 +51,10 @@ CORNERS = (
 )
 FP8_CORNERS = (
     "decode-fp8",
+    "decode-fp8-dim-256-page-128",
     "decode-heads-3-of-3-dim-80-page-32",
     "heads-8-of-1-dim-256-page-128",
-    "prefill-window-16",
-    "fp8-bf16-everything",
+    "fp8-dim-96-page-64",
 )
 FP8: dict[str, Any] = {"kv_dtype": "float8_e4m3fn"}
 TABLE = {case.name: dataclasses.replace(case, dtype="bfloat16") for case in CASES}
