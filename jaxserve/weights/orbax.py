@@ -1,9 +1,9 @@
 """Reads the checkpoint in a folder of `jaxserve convert`: any window of any parameter, so any mesh.
 
 Orbax wrote it, as zarr arrays that are not compressed: each chunk is a file, and the file is the numbers. So they are
-mapped into memory and copied from there, with neither Orbax nor TensorStore, which take longer to import than a small
-model takes to read. A shard may be made of several windows of what is stored (replicas of a KV head, a padded
-vocabulary), processes need no word with each other, and only what a window covers is read.
+read straight to where they belong, with neither Orbax nor TensorStore, which take longer to import than a small model
+takes to read. A shard may be made of several windows of what is stored (replicas of a KV head, a padded vocabulary),
+processes need no word with each other, and only what a window covers is read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import mmap
+import os
+import weakref
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -22,10 +23,12 @@ from jaxserve.errors import ConfigError
 from jaxserve.params import ParamSpec, Path, Window, dotted
 from jaxserve.weights.arrays import WeightReader, flatten
 from jaxserve.weights.faults import refuse_misfit
-from jaxserve.weights.manifest import PARAMS, Manifest, StoredParameter, read_manifest
+from jaxserve.weights.manifest import PARAMS, Manifest, read_manifest
 
 _OPEN_CHUNKS = 256
-"""Chunks that stay mapped: a part of a parameter may be a few rows of all of its chunks."""
+"""Files that stay open: a part of a parameter may be a few rows of all of its chunks."""
+_BLOCK_BYTES = 1 << 18
+"""Read at a time where it has to be taken apart: small enough that it stays in a core's cache."""
 
 
 class OrbaxCheckpoint:
@@ -34,7 +37,7 @@ class OrbaxCheckpoint:
     def __init__(self, folder: FilePath) -> None:
         self._folder = folder
         self._manifest = read_manifest(folder)
-        self._chunk = functools.lru_cache(_OPEN_CHUNKS)(functools.partial(_chunk, folder))
+        self._chunk = functools.lru_cache(_OPEN_CHUNKS)(_Chunk)
 
     def reader(self, abstract: Any) -> WeightReader:
         """What reads the parameters of `abstract`, in the order they were written in.
@@ -54,31 +57,60 @@ class OrbaxCheckpoint:
         bits = out.view(f"u{out.itemsize}")
         touched = [range(part.start // size, -(-part.stop // size)) for part, size in zip(window, stored.chunks)]
         for index in itertools.product(*touched):
-            chunk = self._chunk(name, stored, index)
             corner = [i * size for i, size in zip(index, stored.chunks)]
             common = [
                 (max(part.start, start), min(part.stop, start + size))
                 for part, start, size in zip(window, corner, stored.chunks)
             ]
+            wanted = tuple(slice(low - start, high - start) for (low, high), start in zip(common, corner))
             inside = tuple(slice(low - part.start, high - part.start) for (low, high), part in zip(common, window))
-            bits[inside] = chunk[tuple(slice(low - start, high - start) for (low, high), start in zip(common, corner))]
+            file = self._folder / PARAMS / name / ".".join(map(str, index))
+            try:
+                self._chunk(file, stored.chunks).read(wanted, bits[inside])
+            except OSError as error:
+                raise ConfigError(
+                    f"{file}: {name} can't be read ({error}); copy the folder again from where it was made"
+                ) from error
 
 
-def _chunk(folder: FilePath, name: str, stored: StoredParameter, index: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """A chunk, as whole numbers of its type's size; the last ones of an axis are filled up to the size of all."""
-    path = folder / PARAMS / name / ".".join(map(str, index))
-    itemsize = np.dtype(stored.dtype).itemsize
-    nbytes = math.prod(stored.chunks) * itemsize
-    try:
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:  # the latter where the file is shorter
-        raise ConfigError(
-            f"{path}: {name} can't be read ({error}); copy the folder again from where it was made"
-        ) from error
-    if hasattr(mmap, "MADV_WILLNEED"):
-        mapped.madvise(mmap.MADV_WILLNEED)
-    return np.frombuffer(mapped, f"u{itemsize}").reshape(stored.chunks)
+class _Chunk:
+    """A file that is open: an array of the chunk's shape, row by row; the last ones of an axis are filled up to it.
+    Raises `OSError`."""
+
+    def __init__(self, path: FilePath, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+        self._file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+
+    def read(self, window: Window, out: np.ndarray[Any, Any]) -> None:
+        """Writes a window into `out`, whole numbers of the type's size, whatever its strides. Raises `OSError`."""
+        self._read(self._file, 0, self._shape, window, out)
+
+    def _read(self, file: int, at: int, shape: tuple[int, ...], window: Window, out: np.ndarray[Any, Any]) -> None:
+        """A window of the array of `shape` that begins at byte `at`."""
+        rows, *inner = window
+        row_bytes = math.prod(shape[1:]) * out.itemsize
+        if out.flags.c_contiguous and all(part == slice(0, size) for part, size in zip(inner, shape[1:])):
+            _fill(file, at + rows.start * row_bytes, out)
+        elif row_bytes > _BLOCK_BYTES and inner:
+            for row, into in zip(range(rows.start, rows.stop), out):
+                self._read(file, at + row * row_bytes, shape[1:], tuple(inner), into)
+        else:
+            step = max(1, _BLOCK_BYTES // row_bytes)
+            for first in range(rows.start, rows.stop, step):
+                block = np.empty((min(step, rows.stop - first), *shape[1:]), out.dtype)
+                _fill(file, at + first * row_bytes, block)
+                out[first - rows.start : first - rows.start + len(block)] = block[(slice(None), *inner)]
+
+
+def _fill(file: int, at: int, out: np.ndarray[Any, Any]) -> None:
+    """All of `out`, which lies in one piece. Raises `OSError`, also where the file ends before."""
+    left = memoryview(out).cast("B")
+    while left:
+        count = os.preadv(file, [left], at)
+        if not count:
+            raise OSError(f"it ends at byte {at}")
+        left, at = left[count:], at + count
 
 
 def _check(folder: FilePath, manifest: Manifest, specs: dict[str, ParamSpec]) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import CHECKPOINT, ModelSource
@@ -181,14 +184,13 @@ def test_a_shard_reads_little_more_than_its_own_bytes(
     monkeypatch.setattr(orbax_write, "_CHUNK_BYTES", (1 << 10, 1 << 20))
     monkeypatch.setattr(orbax_write, "_RUN_BYTES", 1 << 7)
     read = []
-    map_chunk = orbax._chunk
+    fill_from_file = orbax._fill
 
-    def counted(*args: Any) -> np.ndarray[Any, Any]:
-        chunk = map_chunk(*args)
-        read.append(chunk.nbytes)
-        return chunk
+    def counted(file: int, at: int, out: np.ndarray[Any, Any]) -> None:
+        read.append(out.nbytes)
+        fill_from_file(file, at, out)
 
-    monkeypatch.setattr(orbax, "_chunk", counted)
+    monkeypatch.setattr(orbax, "_fill", counted)
     axes = tuple("mlp" if at == axis else None for at in range(2))
     abstract = {"w": ParamSpec((256, 512), np.dtype(np.float32), axes)}
     values = np.random.default_rng(0).standard_normal((256, 512), dtype=np.float32)
@@ -205,6 +207,35 @@ def test_a_shard_reads_little_more_than_its_own_bytes(
     reader.fill(("w",), abstract["w"], window, out)
     np.testing.assert_array_equal(out, values[window])
     assert sum(read) == out.nbytes
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_window_of_any_chunks_is_read(data: st.DataObject) -> None:
+    """Into memory of any strides; rows wider than what is read at a time, and narrower ones."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4), label="shape"))
+    axis = data.draw(st.integers(0, len(shape) - 1), label="axis")
+    pieces = data.draw(st.integers(1, shape[axis]), label="pieces")
+    chunks = tuple(-(-size // pieces) if at == axis else size for at, size in enumerate(shape))
+    starts = [data.draw(st.integers(0, size - 1)) for size in shape]
+    window = tuple(slice(start, data.draw(st.integers(start + 1, size))) for start, size in zip(starts, shape))
+    values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(orbax, "_BLOCK_BYTES", data.draw(st.sampled_from([4, 16, 64, 1 << 20]), label="block"))
+        patch.setattr(orbax_write, "chunk_shape", lambda spec: chunks)
+        folder = Path(name)
+        abstract = {"w": spec(*shape)}
+
+        def fill(path: Any, spec: Any, window: Any, out: np.ndarray[Any, Any]) -> None:
+            out[...] = values[window]
+
+        parameters = write_checkpoint(folder, abstract, WeightReader(fill, (0,)), lambda nbytes: None)
+        write_manifest(folder, version="1", model="m", parameters=parameters)
+        around = np.zeros([2 * (part.stop - part.start) for part in window], np.float32)
+        out = around[tuple(slice(None, None, data.draw(st.sampled_from([1, 2]))) for _ in shape)]
+        out = out[tuple(slice(0, part.stop - part.start) for part in window)]
+        OrbaxCheckpoint(folder).reader(abstract).fill(("w",), abstract["w"], window, out)
+    np.testing.assert_array_equal(out, values[window])
 
 
 def test_few_parameters_are_held_while_it_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
