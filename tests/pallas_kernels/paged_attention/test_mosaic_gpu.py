@@ -110,7 +110,9 @@ def test_a_row_does_not_depend_on_its_company() -> None:
 
 DECODE = Case("decode", ((300, 1),), 1, decode_only=True, **SHORT)
 PREFILL = Case("prefill", ((140, 40), (290, 70)), 0, **SHORT)
-DECODE_FP8, PREFILL_FP8 = (dataclasses.replace(case, **FP8) for case in (DECODE, PREFILL))
+# With several blocks for each slot that is converted into: a loader that waits for nobody is found out by the third.
+DECODE_FP8 = Case("decode", ((300, 1),), 1, decode_only=True, **FP8, **{**SHORT, "head_dim": 256})
+PREFILL_FP8 = Case("prefill", ((40, 40), (1100, 70)), 0, **FP8, **SHORT)
 MODULES = {"decode": mosaic_gpu_decode, "prefill": mosaic_gpu_prefill}
 BUGS = {
     "read-before-it-arrived": (DECODE, "plgpu.barrier_wait(k_ring.arrived.at[slot])", "pass"),
