@@ -39,7 +39,6 @@ PIECE = 8
 _REGISTERS, _REGISTER_STEP = 512, 8
 _LOADER_REGISTERS, _CONVERTER_REGISTERS = 40, 96
 
-
 # Wider heads leave a warpgroup no registers for the weights beside the sums, nor shared memory for many blocks.
 WIDE = 128
 
@@ -61,7 +60,7 @@ class Ring(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Attention:
     """Static facts of a call. `block` tokens of a row are read at a time, `stages` blocks are under way,
-    `warpgroups` attend. Where the pool holds fp8, `converts` says, a block is made bfloat16 of on its way.
+    `warpgroups` attend. `converts` says that the pool holds fp8, of which the warpgroup that loads makes bfloat16.
 
     `p_smem` says that the weights of the values go through shared memory: a GPU can take them from registers, the
     interpreter can't.
