@@ -104,11 +104,11 @@ def _counting() -> Iterator[list[int]]:
 
             stack.enter_context(mock.patch.object(kind, "read", counted))
 
-        def fill(file: int, at: int, out: np.ndarray, original: Any = orbax._fill) -> None:
+        def fill(file: int, at: int, out: np.ndarray, original: Any = orbax._read_bytes) -> None:
             read[0] += out.nbytes
             original(file, at, out)
 
-        stack.enter_context(mock.patch.object(orbax, "_fill", fill))
+        stack.enter_context(mock.patch.object(orbax, "_read_bytes", fill))
         yield read
 
 

@@ -7,6 +7,7 @@ It needs shapes alone: no weights, no arrays, and no device before `builder`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import msgspec
@@ -167,10 +168,10 @@ def deploy(
     vocab_size = model.padded_vocab_size
     slot = state_specs(spec, one, vocab_size=vocab_size, kv_dtype=kv_dtype, platform=backend.kv_platform)
     page_bytes = device_bytes(slot.kv, axes)
-    sizes = resolve_sizes(
-        config,
-        model,
-        device,
+    sized = functools.partial(
+        resolve_sizes,
+        model=model,
+        device=device,
         weight_bytes=weight_bytes,
         slot_bytes=device_bytes(slot, axes) - page_bytes,
         bytes_per_token=page_bytes // config.page_size,
@@ -179,6 +180,7 @@ def deploy(
         data=data,
         replicas=replicas,
     )
+    sizes = sized(config)
     layout = pool_layout(
         spec,
         num_pages=sizes.capacity.num_pages,
@@ -186,16 +188,15 @@ def deploy(
         dtype=kv_dtype,
         platform=backend.kv_platform,
     )
-    reached = backend.addressable_pages(layout, tensor)
-    if reached < layout.num_pages:
+    reached = backend.addressable_pages(layout, tensor) * config.page_size
+    if reached < layout.num_pages * config.page_size:
         if config.max_total_tokens is not None:
             raise ConfigError(
-                f"max_total_tokens={config.max_total_tokens}: attention backend {backend.name} reaches "
-                f"{reached * config.page_size} tokens of an fp8 KV cache whose keys take 2 to 4 GiB; give it as many, "
-                "or choose another --attention-backend"
+                f"max_total_tokens={config.max_total_tokens}: attention backend {backend.name} reaches {reached} "
+                "tokens of an fp8 KV cache whose keys take 2 to 4 GiB; give it as many, or choose another "
+                "--attention-backend"
             )
-        config = msgspec.structs.replace(config, max_total_tokens=reached * config.page_size)
-        return deploy(config, model, device, stored=stored, activations=activations)
+        sizes = sized(msgspec.structs.replace(config, max_total_tokens=reached))
     state = state_specs(spec, sizes.capacity, vocab_size=vocab_size, kv_dtype=kv_dtype, platform=backend.kv_platform)
     return Deployment(
         config, model, device, dtype, backend, sizes, params, state, tensor, data, replicas, stored, packing

@@ -91,7 +91,7 @@ class _Chunk:
         rows, *inner = window
         row_bytes = math.prod(shape[1:]) * out.itemsize
         if out.flags.c_contiguous and all(part == slice(0, size) for part, size in zip(inner, shape[1:])):
-            _fill(file, at + rows.start * row_bytes, out)
+            _read_bytes(file, at + rows.start * row_bytes, out)
         elif row_bytes > _BLOCK_BYTES and inner:
             for row, into in zip(range(rows.start, rows.stop), out):
                 self._read(file, at + row * row_bytes, shape[1:], tuple(inner), into)
@@ -99,11 +99,11 @@ class _Chunk:
             step = max(1, _BLOCK_BYTES // row_bytes)
             for first in range(rows.start, rows.stop, step):
                 block = np.empty((min(step, rows.stop - first), *shape[1:]), out.dtype)
-                _fill(file, at + first * row_bytes, block)
+                _read_bytes(file, at + first * row_bytes, block)
                 out[first - rows.start : first - rows.start + len(block)] = block[(slice(None), *inner)]
 
 
-def _fill(file: int, at: int, out: np.ndarray[Any, Any]) -> None:
+def _read_bytes(file: int, at: int, out: np.ndarray[Any, Any]) -> None:
     """All of `out`, which lies in one piece. Raises `OSError`, also where the file ends before."""
     left = memoryview(out).cast("B")
     while left:

@@ -69,8 +69,11 @@ class Backend:
         """Of the layout's pages of a layer, as many as its kernels can reach on one of `shards` of its heads."""
         if self.name != "triton":
             return layout.num_pages
+        # Here, as a backend's file imports this one
+        from pallas_kernels.paged_attention.triton import addressable
+
         page = layout.num_layers * layout.num_kv_heads // shards * layout.page_size * layout.lanes
-        return backend_module("triton").addressable(layout.num_pages * page, layout.dtype) // page
+        return addressable(layout.num_pages * page, layout.dtype) // page
 
 
 class BackendModule(Protocol):
@@ -81,9 +84,6 @@ class BackendModule(Protocol):
 
     def paged_attention(self, *args: Any, **kwargs: Any) -> Any:
         """`api.paged_attention`, plus `target` and `interpret`."""
-
-    def addressable(self, elements: int, dtype: np.dtype) -> int:
-        """Of the elements of a pool's keys, as many as its kernels can reach."""
 
 
 def backend_module(name: BackendName) -> BackendModule:

@@ -184,13 +184,13 @@ def test_a_shard_reads_little_more_than_its_own_bytes(
     monkeypatch.setattr(orbax_write, "_CHUNK_BYTES", (1 << 10, 1 << 20))
     monkeypatch.setattr(orbax_write, "_RUN_BYTES", 1 << 7)
     read = []
-    fill_from_file = orbax._fill
+    fill_from_file = orbax._read_bytes
 
     def counted(file: int, at: int, out: np.ndarray[Any, Any]) -> None:
         read.append(out.nbytes)
         fill_from_file(file, at, out)
 
-    monkeypatch.setattr(orbax, "_fill", counted)
+    monkeypatch.setattr(orbax, "_read_bytes", counted)
     axes = tuple("mlp" if at == axis else None for at in range(2))
     abstract = {"w": ParamSpec((256, 512), np.dtype(np.float32), axes)}
     values = np.random.default_rng(0).standard_normal((256, 512), dtype=np.float32)
