@@ -129,7 +129,7 @@ class Function:
         """An operation of two values of one type, by LLVM's name of it for integers."""
         right = right if isinstance(right, Value) else self.constant(left.type, right)
         if left.type.is_float and operation in ("add", "sub", "mul", "div"):
-            operation = f"f{operation} contract"
+            operation = f"f{operation}"
         return self._emit(left.type, f"{operation} {left.type} {left.ref}, {right.ref}")
 
     def compare(self, relation: str, left: Value, right: Value | Number) -> Value:

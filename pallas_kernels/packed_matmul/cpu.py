@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import struct
 from collections.abc import Iterator
 from typing import Protocol
 
+from pallas_kernels.cpu import maths
 from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
 from pallas_kernels.cpu.types import F32, I16, I32, I64, PTR
@@ -32,8 +34,7 @@ _HIGH = -(1 << 16)
 
 @dataclasses.dataclass(frozen=True)
 class PackedMatmul:
-    """`x` bfloat16 `[tokens, in]`, its sums by block float32 `[tokens, in / 32]`, the weight's bytes
-    `[out / 16, in / 32, run]`; gives float32 `[tokens, out]`."""
+    """`x` bfloat16 `[tokens, in]` and the weight's bytes `[out / 16, in / 32, run]`; gives float32 `[tokens, out]`."""
 
     bits: Bits
 
@@ -46,7 +47,7 @@ class PackedMatmul:
         terms: _Terms = _BF16Terms() if {"avx512bf16", "avx512bw"} <= features else _F32Terms()
         shapes = [(rows, strips) for rows in range(1, ROWS + 1) for strips in (1, STRIPS)]
         tiles = {shape: self._tile(module, *shape, terms) for shape in shapes}
-        handler(module, self.name, 3, 1, lambda call: self._share(call, tiles))
+        handler(module, self.name, 2, 1, lambda call: self._share(call, tiles))
 
     @property
     def run(self) -> int:
@@ -55,8 +56,10 @@ class PackedMatmul:
 
     def _share(self, call: Call, tiles: dict[tuple[int, int], str]) -> None:
         f = call.function
-        x, sums, weight = call.arguments
+        x, weight = call.arguments
         tokens, in_dim, strips = x.dim(0), x.dim(1), weight.dim(0)
+        scaled = self.bits != 16
+        sums = _sums_by_block(f, x.data, tokens, in_dim // BLOCK) if scaled else f.constant(PTR, 0)
         strip_bytes = weight.dim(1) * self.run
         # Enough items that threads end together, and each long enough to be worth the asking
         per_item = (f.constant(I64, _ITEM_BYTES) // strip_bytes // STRIPS + 1) * STRIPS
@@ -86,7 +89,9 @@ class PackedMatmul:
             f.loop(stop, lambda strip: by_rows(strip, 1), start=whole)
 
         out = call.results[0].data
-        call.share(items, [x.data, sums.data, weight.data, out, tokens, in_dim, strips, per_item, strip_bytes], work)
+        call.share(items, [x.data, sums, weight.data, out, tokens, in_dim, strips, per_item, strip_bytes], work)
+        if scaled:
+            f.call("free", None, sums)
 
     def _tile(self, module: Module, rows: int, strips: int, terms: _Terms) -> str:
         """The function of a tile, of `x`, its sums, the first strip, where to write, `in_dim`, `out_dim`."""
@@ -125,6 +130,33 @@ class PackedMatmul:
             f.store(total, out, (out_dim * row + strip * STRIP) * 4)
         f.ret()
         return f.name
+
+
+def _sums_by_block(f: Function, x: Value, tokens: Value, blocks: Value) -> Value:
+    """The sums of 32 inputs each, float32 `[tokens, blocks]`, in memory that the caller frees. Here and not before the
+    call, so that they are added in one order, whatever XLA makes of the program around."""
+    out = f.call("malloc", PTR, tokens * blocks * 4 + _SUMS.nbytes)
+
+    def pairs(block: Value) -> Value:
+        even, odd = maths.pairs_from_bf16(f, f.load(_LANES, x, block * (2 * BLOCK)))
+        return even + odd
+
+    def row(r: Value) -> None:
+        begin, end = r * blocks, (r + 1) * blocks
+        whole = end - blocks % STRIP
+
+        def many(first: Value) -> None:
+            f.store(maths.sums(f, [pairs(first + i) for i in range(STRIP)]), out, first * 4)
+
+        def one(block: Value) -> None:
+            # In all lanes; its neighbours are written later, and beyond the last one there is room
+            f.store(maths.everywhere(f, pairs(block), operator.add), out, block * 4)
+
+        f.loop(whole, many, start=begin, step=STRIP)
+        f.loop(end, one, start=whole)
+
+    f.loop(tokens, row)
+    return out
 
 
 class _Terms(Protocol):

@@ -14,7 +14,7 @@ import pytest
 
 from pallas_kernels.cpu.emit import Module
 from pallas_kernels.paged_attention import Backend, BackendName, PagedKV, cpu, kv_layout, paged_attention
-from pallas_kernels.paged_attention.cpu_decode import CHUNK
+from pallas_kernels.paged_attention.cpu_blocks import CHUNK
 from tests.pallas_kernels.paged_attention import test_paged_attention as suite
 from tests.pallas_kernels.paged_attention.cases import CASES, Case, make_batch
 
