@@ -42,7 +42,7 @@ from jaxserve.runtime.step import StepContext, StepOutput, make_step, make_updat
 from jaxserve.runtime.turns import alone
 from jaxserve.runtime.update import UPDATE
 from jaxserve.step_plan import Capacity
-from pallas_kernels.cpu import kernels_in, register
+from pallas_kernels.cpu import kernels_in, refusal, register
 
 logger = logging.getLogger("jaxserve.runtime")
 
@@ -133,6 +133,7 @@ class ProgramBuilder:
             "model": _plain(self.context.model),
             "attention": _plain(self.context.backend),
             "sample_rows": self.context.sample_rows,
+            "cpu_kernels": refusal() is None,
             "sizes": _plain(self.capacity),
             "mesh": dict(self.mesh.shape),
             "processes": self.num_processes,
@@ -261,9 +262,9 @@ def _progress(items: Iterator[Any], total: int, compiling: bool) -> Iterator[Any
 
 
 def _compiler_options(mesh: Mesh, num_processes: int) -> dict[str, int | bool] | None:
-    """On a CPU numbers are rounded to bfloat16 where the program says so, and not where XLA fuses, which depends on how
-    many rows there are. XLA prefers 256-bit vectors; of 512, where it has them, mixed steps are a tenth faster. On a GPU,
-    processes would wait for each other's part of the autotuning, though one of them may have the program on disk."""
+    """On a CPU numbers are rounded to bfloat16 wherever the program says so: what XLA leaves out where it fuses depends
+    on how many rows there are. XLA prefers 256-bit vectors; of 512, where it has them, mixed steps are a tenth faster.
+    On a GPU, processes would wait for each other's part of the autotuning, though one may have the program on disk."""
     if mesh.devices.flat[0].platform != "cpu" and num_processes > 1:
         return {"xla_gpu_shard_autotuning": False} if mesh.devices.flat[0].platform == "gpu" else None
     if mesh.devices.flat[0].platform == "cpu":

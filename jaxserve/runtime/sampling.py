@@ -16,14 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped, UInt32
 
 from jaxserve.api_types import MAX_LOGPROBS
 from jaxserve.layers.embedding import shard_index
 from jaxserve.layers.linear import TENSOR_AXIS, tensor_rank
 from jaxserve.runtime.state import COUNT_MASK, FLOATS, INTS, SamplingRows
+from pallas_kernels.cpu import where_possible
+from pallas_kernels.normalization import log_sum_exp
+from pallas_kernels.sampling import draw_tokens, waits
 
-_DRAW_BLOCK = 256
 _BITS_AT_ONCE = 4
 _NEVER = -jnp.inf
 
@@ -62,16 +64,33 @@ def sample(
     `counts` are the rows of `DeviceState.counts`, gathered by the caller.
     """
     edited = edit(logits, rows, counts, lengths)
-    chosen = greedy(edited)
+    if _num_shards() == 1:
+        token = where_possible(_choose_by_kernel, _choose, edited, rows, lengths)
+    else:
+        token = _choose(edited, rows, lengths)
+    wants_logprobs = jnp.any(rows.ints[:, INTS.index("logprobs")] != 0)
+    return token, lax.cond(wants_logprobs, logprobs, _no_logprobs, logits, token)
+
+
+def _choose(
+    logits: Float[Array, "rows vocab_shard"], rows: SamplingRows, lengths: Int[Array, " rows"]
+) -> Int[Array, " rows"]:
+    chosen = greedy(logits)
     temperature = rows.floats[:, FLOATS.index("temperature")]
     drawn = lax.cond(
         jnp.any(temperature > 0),
-        lambda: _draw(_truncate(edited, rows), rows, lengths),
+        lambda: _draw(_truncate(logits, rows), rows, lengths),
         lambda: jnp.zeros_like(chosen),
     )
-    token = jnp.where(temperature > 0, drawn, chosen)
-    wants_logprobs = jnp.any(rows.ints[:, INTS.index("logprobs")] != 0)
-    return token, lax.cond(wants_logprobs, logprobs, _no_logprobs, logits, token)
+    return jnp.where(temperature > 0, drawn, chosen)
+
+
+def _choose_by_kernel(
+    logits: Float[Array, "rows vocab"], rows: SamplingRows, lengths: Int[Array, " rows"]
+) -> Int[Array, " rows"]:
+    temperature, top_p, min_p = (rows.floats[:, FLOATS.index(name)] for name in ("temperature", "top_p", "min_p"))
+    top_k = rows.ints[:, INTS.index("top_k")]
+    return draw_tokens(logits, _row_keys(rows, lengths), temperature, top_k, top_p, min_p)
 
 
 def _no_logprobs(logits: Float[Array, "rows vocab_shard"], token: Int[Array, " rows"]) -> Logprobs:
@@ -81,15 +100,19 @@ def _no_logprobs(logits: Float[Array, "rows vocab_shard"], token: Int[Array, " r
 @jax.named_scope("logprobs")
 def logprobs(logits: Float[Array, "rows vocab_shard"], token: Int[Array, " rows"]) -> Logprobs:
     """Log probabilities of `token` and of the `MAX_LOGPROBS` likeliest, under plain `logits`."""
-    normalizer = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+    normalizer = _log_sum_exp(logits)
     top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
     if _num_shards() == 1:
         chosen = jnp.take_along_axis(logits, token[:, None], axis=1)
     else:
-        normalizer = jax.nn.logsumexp(_side_by_side(normalizer), axis=1, keepdims=True)
+        normalizer = _log_sum_exp(_side_by_side(normalizer))
         chosen = _of_all_shards(logits, token)
         top, top_ids = _best_of_shards(top, top_ids + tensor_rank() * logits.shape[1])
     return Logprobs((chosen - normalizer)[:, 0], top_ids.astype(jnp.int32), top - normalizer)
+
+
+def _log_sum_exp(x: Float[Array, "rows some"]) -> Float[Array, "rows 1"]:
+    return where_possible(log_sum_exp, lambda x: jax.nn.logsumexp(x, axis=1, keepdims=True), x)
 
 
 def _of_all_shards(logits: Float[Array, "rows vocab_shard"], token: Int[Array, " rows"]) -> Float[Array, "rows 1"]:
@@ -216,57 +239,22 @@ def _largest_threshold_of_shards(
     return lax.bitcast_convert_type(found, jnp.float32)
 
 
-def _draw(
-    weights: Float[Array, "rows vocab_shard"], rows: SamplingRows, lengths: Int[Array, " rows"]
-) -> Int[Array, " rows"]:
-    """One draw a row by inverting the cumulative weights: first over shards, then over blocks of one, then in a block,
-    so that no long scan is needed."""
-    count, vocab = weights.shape
-    blocks = jnp.pad(weights, ((0, 0), (0, -vocab % _DRAW_BLOCK))).reshape(count, -1, _DRAW_BLOCK)
-    ends = jnp.cumsum(blocks.sum(axis=2), axis=1)
-    if _num_shards() == 1:
-        return _token_at(blocks, ends, _uniform(rows, lengths) * ends[:, -1])
-    shard = tensor_rank()
-    totals = _side_by_side(ends[:, -1:])
-    shard_ends = jnp.cumsum(totals, axis=1)
-    target = _uniform(rows, lengths) * shard_ends[:, -1]
-    # Rounding may leave the target past the last weight: step back to a shard that has any.
-    last_shard = totals.shape[1] - 1 - jnp.argmax((totals > 0)[:, ::-1], axis=1).astype(jnp.int32)
-    chosen = jnp.minimum(jnp.sum(shard_ends <= target[:, None], axis=1, dtype=jnp.int32), last_shard)
-    before = shard_ends[:, shard] - ends[:, -1]
-    token = _token_at(blocks, ends, jnp.maximum(target - before, 0.0)) + shard * vocab
-    return lax.pmax(jnp.where(chosen == shard, token, 0), TENSOR_AXIS)
-
-
-def _token_at(
-    blocks: Float[Array, "rows blocks block"], ends: Float[Array, "rows blocks"], target: Float[Array, " rows"]
-) -> Int[Array, " rows"]:
-    """Where the cumulative weights pass `target`; `ends` are those at the ends of blocks."""
-    block = jnp.sum(ends <= target[:, None], axis=1, dtype=jnp.int32)
-    # Rounding may leave the target past the last weight: step back to a block that has any.
-    last_block = blocks.shape[1] - 1 - jnp.argmax((blocks.max(axis=2) > 0)[:, ::-1], axis=1).astype(jnp.int32)
-    block = jnp.minimum(block, last_block)
-    inner = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    before = jnp.take_along_axis(ends, block[:, None], axis=1)[:, 0] - inner.sum(axis=1)
-    reached = jnp.sum(jnp.cumsum(inner, axis=1) <= (target - before)[:, None], axis=1, dtype=jnp.int32)
-    last = _DRAW_BLOCK - 1 - jnp.argmax((inner > 0)[:, ::-1], axis=1).astype(jnp.int32)
-    return block * _DRAW_BLOCK + _next_positive(inner, jnp.minimum(reached, last))
-
-
-def _next_positive(inner: Float[Array, "rows block"], at: Int[Array, " rows"]) -> Int[Array, " rows"]:
-    """The first index from `at` on that has weight; the caller has made sure that there is one."""
-    index = jnp.arange(inner.shape[1], dtype=jnp.int32)
-    return jnp.argmax((inner > 0) & (index >= at[:, None]), axis=1).astype(jnp.int32)
-
-
-def _uniform(rows: SamplingRows, lengths: Int[Array, " rows"]) -> Float[Array, " rows"]:
-    """A number in [0, 1) from each row's seed, sample and position: nothing else a request is batched with matters."""
+def _row_keys(rows: SamplingRows, lengths: Int[Array, " rows"]) -> UInt32[Array, "rows 2"]:
+    """64 random bits from each row's seed, sample and position: nothing else a request is batched with matters."""
     low, high, index = (rows.ints[:, INTS.index(name)] for name in ("seed_low", "seed_high", "sample"))
 
     def one(low: Array, high: Array, index: Array, position: Array) -> Array:
         key = jax.random.wrap_key_data(jnp.stack([low, high]).astype(jnp.uint32))
-        key = jax.random.fold_in(jax.random.fold_in(key, index), position)
-        # The key is 64 random bits itself; another round to draw from it would only take longer.
-        return (jax.random.key_data(key)[0] >> 8).astype(jnp.float32) * 2.0**-24
+        return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, index), position))
 
     return jax.vmap(one)(low, high, index, lengths)
+
+
+def _draw(
+    weights: Float[Array, "rows vocab_shard"], rows: SamplingRows, lengths: Int[Array, " rows"]
+) -> Int[Array, " rows"]:
+    """One draw a row by Gumbel-max, see `pallas_kernels.sampling.noise`; of all shards, the best."""
+    size = weights.shape[1]
+    ids = tensor_rank().astype(jnp.uint32) * size + jnp.arange(size, dtype=jnp.uint32)
+    # The barrier, or both of the passes that look for the best would compute the noise.
+    return greedy(lax.optimization_barrier(weights / waits(_row_keys(rows, lengths), ids)))

@@ -53,6 +53,13 @@ def call(kernel: Kernel, results: Any, *operands: jax.Array, in_place: dict[int,
     return traced(*operands)
 
 
+def where_possible(kernel: Callable[..., Any], otherwise: Callable[..., Any], *operands: Any) -> Any:
+    """`kernel(*operands)` in a program for a CPU that compiles kernels, `otherwise(*operands)` in any other."""
+    if jax.default_backend() != "cpu" or refusal() is not None:
+        return otherwise(*operands)
+    return jax.lax.platform_dependent(*operands, cpu=kernel, default=otherwise)
+
+
 def register(kernel: Kernel) -> None:
     """Compiles a kernel, once in a process, and tells XLA of it."""
     with _LOCK:

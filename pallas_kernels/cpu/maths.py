@@ -14,6 +14,13 @@ _LOG2_HIGH, _LOG2_LOW = 0.693359375, -2.12194440e-4
 # exp(r) = 1 + r + r^2 * p(r) for |r| <= log(2) / 2, as Cephes has it
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
+# log(1 + r) = r - r^2 / 2 + r^3 * p(r) for 1 + r between sqrt(1/2) and sqrt(2), as Cephes has it
+_LOG = (
+    *(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1),
+    *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
+)
+_SQRT_HALF = 0.707106781186547524
+
 
 def exp(f: Function, x: Value) -> Value:
     """To 1e-7 of its value up to x = 88; exactly 0 below -87."""
@@ -30,6 +37,23 @@ def exp(f: Function, x: Value) -> Value:
     scaled = f.convert("bitcast", y, bits) + (f.convert("bitcast", shifted, bits) << 23)
     y = f.convert("bitcast", scaled, x.type)
     return f.select(x < _LOWEST, f.constant(x.type, 0.0), y)
+
+
+def log(f: Function, x: Value) -> Value:
+    """To 1e-7 of its value, or near 1 of `1 - x`; of normal positive numbers alone."""
+    bits = f.convert("bitcast", x, I32.times(x.type.lanes))
+    exponent = f.convert("sitofp", (bits >> 23) - 126, x.type)
+    mantissa = f.convert("bitcast", (bits & 0x7FFFFF) | 0x3F000000, x.type)
+    small = mantissa < _SQRT_HALF
+    exponent = f.select(small, exponent - 1.0, exponent)
+    r = f.select(small, mantissa + mantissa, mantissa) - 1.0
+    p = f.constant(x.type, _LOG[0])
+    for coefficient in _LOG[1:]:
+        p = f.fma(p, r, f.constant(x.type, coefficient))
+    square = r * r
+    y = f.fma(exponent, f.constant(x.type, _LOG2_LOW), p * r * square)
+    y = f.fma(square, f.constant(x.type, -0.5), y)
+    return f.fma(exponent, f.constant(x.type, _LOG2_HIGH), r + y)
 
 
 def tanh(f: Function, x: Value) -> Value:

@@ -125,9 +125,7 @@ def finish(f: Function, state: Value, sink: Value, out: Value, facts: Attention)
         share = maths.exp(f, peak - high)
         total = f.fma(total, share, maths.exp(f, logit - high))
     share = share / total
-    store_row(
-        f, [f.load(VECTOR, state, 64 * i) * share for i in range(facts.vectors)], out, facts.dtype, paired=False
-    )
+    store_row(f, [f.load(VECTOR, state, 64 * i) * share for i in range(facts.vectors)], out, facts.dtype, paired=False)
 
 
 def lay_out(
@@ -223,7 +221,9 @@ def advance(
     row_bytes = facts.head_dim * 4
     for first in range(0, facts.vectors, _WIDE):
         count = min(_WIDE, facts.vectors - first)
-        sums = [[f.at(states, r * state_bytes(facts) + 64 * (first + i)) for i in range(count)] for r in range(len(asked))]
+        sums = [
+            [f.at(states, r * state_bytes(facts) + 64 * (first + i)) for i in range(count)] for r in range(len(asked))
+        ]
         start = [[f.load(VECTOR, pointer) * keep for pointer in own] for own, keep in zip(sums, keeps, strict=True)]
         values = f.at(blocks.values, 64 * first)
         done = _product(f, blocks.weights, BLOCK * size, values, row_bytes, first_step, steps, start, exact)

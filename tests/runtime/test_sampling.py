@@ -6,9 +6,10 @@ Draws of one row at many positions are one call: randomness depends on seed and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.stats import chi2
@@ -22,13 +23,20 @@ from jaxserve.step_plan import SlotOpen
 from tests.runtime import plain_sampling
 from tests.runtime.tiny import on_mesh, opening
 
-VOCAB = 600  # more than two of the blocks that a draw goes through, and no multiple of one
+VOCAB = 600  # no multiple of the blocks that the kernel goes through
 DRAWS = 4096
 
 _sample = on_mesh(sampling.sample)
+_sample_by_xla = on_mesh(lambda *arguments: _without_kernels(sampling.sample, *arguments))
 _edit = on_mesh(sampling.edit)
 _greedy = on_mesh(sampling.greedy)
 _logprobs = on_mesh(sampling.logprobs)
+
+
+def _without_kernels(function: Callable[..., Any], *arguments: Any) -> Any:
+    """As every device but a CPU samples."""
+    with mock.patch.object(sampling, "where_possible", lambda _, otherwise, *operands: otherwise(*operands)):
+        return function(*arguments)
 
 
 def _rows(opened: list[SlotOpen]) -> tuple[SamplingRows, np.ndarray, np.ndarray]:
@@ -52,21 +60,21 @@ def _batch(logits: np.ndarray, opened: list[SlotOpen]) -> tuple[np.ndarray, Logp
     return np.asarray(token), logprobs
 
 
-def _draws(logits: np.ndarray, opened: SlotOpen) -> np.ndarray:
+def _draws(logits: np.ndarray, opened: SlotOpen, sample: Callable[..., Any] = _sample) -> np.ndarray:
     """How often each token is drawn over `DRAWS` positions."""
     rows, counts, lengths = _rows([opened])
     many = SamplingRows(*(np.repeat(getattr(rows, name), DRAWS, axis=0) for name in rows.__dataclass_fields__))
     # Positions from here on; min_len moves with them, so that each is as early in its sequence.
     shift = np.arange(DRAWS, dtype=np.int32)
     many.ints[:, sampling.INTS.index("min_len")] += shift
-    token, _ = _sample(np.tile(logits, (DRAWS, 1)), many, np.repeat(counts, DRAWS, axis=0), lengths + shift)
+    token, _ = sample(np.tile(logits, (DRAWS, 1)), many, np.repeat(counts, DRAWS, axis=0), lengths + shift)
     return np.bincount(np.asarray(token), minlength=VOCAB)
 
 
-def _check_draws(logits: np.ndarray, opened: SlotOpen) -> np.ndarray:
+def _check_draws(logits: np.ndarray, opened: SlotOpen, sample: Callable[..., Any]) -> np.ndarray:
     """Nothing forbidden is drawn, nothing likely is missing, and frequencies are those of the distribution."""
     expected = plain_sampling.probabilities(logits, opened) * DRAWS
-    found = _draws(logits, opened)
+    found = _draws(logits, opened, sample)
     assert not found[expected == 0].any(), np.flatnonzero((expected == 0) & (found > 0))
     assert found[expected > 20].all()
     common = expected >= 5
@@ -152,7 +160,8 @@ def test_edited_logits_are_exact() -> None:
     ],
     ids=str,
 )
-def test_draws_are_the_distribution(logits: np.ndarray, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sample", [_sample, _sample_by_xla], ids=["kernel", "xla"])
+def test_draws_are_the_distribution(logits: np.ndarray, sample: Callable[..., Any], options: dict[str, Any]) -> None:
     best = np.argsort(-logits)
     opened = opening(
         0,
@@ -161,7 +170,7 @@ def test_draws_are_the_distribution(logits: np.ndarray, options: dict[str, Any])
         stop_ids=(int(best[0]), int(best[5]), 599),
         **{"seed": 11, "max_tokens": 50} | options,
     )
-    allowed = _check_draws(logits, opened)
+    allowed = _check_draws(logits, opened, sample)
     if options.get("top_k", 0) in range(1, VOCAB) and "top_p" not in options:
         assert len(allowed) == options["top_k"]
 
@@ -252,16 +261,21 @@ def test_what_has_no_chance_is_never_drawn(options: dict[str, Any]) -> None:
     assert np.flatnonzero(found).tolist() == [0, 255, 256, 590]
 
 
-@pytest.mark.parametrize(("chance", "expected"), [(0.0, 300), (1 - 2**-24, 420)])
-def test_the_ends_of_chance_are_tokens_that_have_one(
-    chance: float, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whole blocks without weight lie before and behind; rounding must not lead into them."""
-    monkeypatch.setattr(sampling, "_uniform", lambda rows, lengths: jnp.full(lengths.shape, chance, jnp.float32))
-    logits = np.full((1, VOCAB), -np.inf, np.float32)
-    logits[0, [300, 310, 420]] = [0.1, 0.7, 0.3]
-    token, _ = on_mesh(lambda *arguments: sampling.sample(*arguments))(logits, *_rows([opening()]))
-    assert token.tolist() == [expected]
+def test_a_change_in_the_last_bits_changes_next_to_no_draw(logits: np.ndarray) -> None:
+    opened = [opening(0, [1], [2] * (i % 64), seed=i // 64) for i in range(DRAWS)]
+    rng = np.random.default_rng(0)
+    many = np.tile(logits, (DRAWS, 1))
+    moved = many + rng.uniform(-4e-5, 4e-5, many.shape).astype(np.float32)
+    assert (_batch(many, opened)[0] != _batch(moved, opened)[0]).sum() < 5
+
+
+def test_the_kernel_draws_what_xla_draws(logits: np.ndarray) -> None:
+    shapes: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 7}, {"top_p": 0.9}, {"min_p": 0.02}]
+    opened = [opening(0, [1], [2] * i, seed=i, **shapes[i % 5]) for i in range(1000)]
+    rng = np.random.default_rng(0)
+    many = np.stack([rng.permutation(logits) for _ in opened])
+    by_xla, _ = _sample_by_xla(many, *_rows(opened))
+    assert (_batch(many, opened)[0] != np.asarray(by_xla)).sum() < 2
 
 
 def test_a_vast_range_of_logits() -> None:

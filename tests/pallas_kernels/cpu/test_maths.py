@@ -53,6 +53,10 @@ def exponentials(f: Function, x: list[Value]) -> list[Value]:
     return [maths.exp(f, one) for one in x]
 
 
+def logarithms(f: Function, x: list[Value]) -> list[Value]:
+    return [maths.log(f, one) for one in x]
+
+
 def tangents(f: Function, x: list[Value]) -> list[Value]:
     return [maths.tanh(f, one) for one in x]
 
@@ -93,6 +97,11 @@ def test_what_is_masked_has_no_weight_and_nan_stays() -> None:
     assert found[:3].tolist() == [0, 0, 0]
     assert np.isnan(found[3])
     assert (found[4:] == 1).all()
+
+
+def test_logarithms_are_those_of_float64() -> None:
+    x = np.concatenate([np.geomspace(1.2e-38, 3e38, 2**16), 1 - np.geomspace(2.0**-24, 0.5, 2**12)]).astype(np.float32)
+    np.testing.assert_allclose(_run(logarithms, x).ravel(), np.log(x.astype(np.float64)), rtol=2e-7, atol=1e-12)
 
 
 def test_tangents_are_those_of_float64() -> None:

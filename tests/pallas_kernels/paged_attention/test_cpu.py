@@ -57,6 +57,28 @@ def test_a_long_row_is_put_together(dtype: str, more: dict[str, Any]) -> None:
     suite._check(case, make_batch(case), "cpu")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("more", [{}, {"window": CHUNK + 100, "sinks": True, "soft_cap": 9.0}], ids=["plain", "window"])
+def test_a_token_is_the_same_bits_however_it_is_computed(dtype: str, more: dict[str, Any]) -> None:
+    """As the last one of a prefill chunk, as a chunk of its own, and as a decode."""
+    lengths = (2 * CHUNK + 75, CHUNK, CHUNK + 1, 64, 65, 30)
+    shape: dict[str, Any] = {"dtype": dtype, "heads": 9, "kv_heads": 3, "pad_rows": 0, "pad_tokens": 0, **more}
+    case = Case("chunks", tuple((length, min(length, 50)) for length in lengths), 0, **shape)
+    batch = make_batch(case)
+    whole, keys, values = suite._run(case, batch, "cpu")
+    last = batch.query_starts[1:] - 1
+    own = dataclasses.replace(
+        batch,
+        **{name: getattr(batch, name)[last] for name in ("q", "k", "v")},
+        keys=keys,
+        values=values,
+        query_starts=np.arange(len(lengths) + 1, dtype=np.int32),
+    )
+    for num_decodes in (0, len(lengths)):
+        out, *_ = suite._run(case, dataclasses.replace(own, num_decodes=num_decodes), "cpu")
+        np.testing.assert_array_equal(suite._bits(out), suite._bits(whole[last]))
+
+
 @pytest.mark.parametrize(
     "shape",
     [

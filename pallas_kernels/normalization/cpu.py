@@ -1,0 +1,151 @@
+"""Root mean squares and log-sum-exps of rows. A row is one thread's, which adds in one order."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from pallas_kernels.cpu import call, maths
+from pallas_kernels.cpu.emit import Function, Module, Value
+from pallas_kernels.cpu.ffi import Call, handler
+from pallas_kernels.cpu.types import F32, I1, I16, I64
+
+_LANES = 16
+_NUMBERS, _HALVES = F32.times(_LANES), I16.times(_LANES)
+# Enough for a thread that asking it pays
+_ITEM_NUMBERS = 1 << 14
+_VECTORS = 4
+_BLOCK = _VECTORS * _LANES
+
+
+def takes_rms_norm(x: Float[Array, "*rows dim"], weight: Float[Array, "*some dim"]) -> bool:
+    """Whether `rms_norm` has these sizes and types."""
+    dtypes = {x.dtype.name, weight.dtype.name}
+    return x.shape[-1] % _LANES == 0 and (dtypes == {"bfloat16"} or dtypes == {"float32"})
+
+
+def rms_norm(x: Float[Array, "*rows dim"], weight: Float[Array, "*some dim"], eps: float) -> Float[Array, "*rows dim"]:
+    """Each row at unit mean square, in float32, then times `weight` in `x`'s dtype. `weight` has one row, or one for
+    each index of the last dimensions of rows."""
+    dim = x.shape[-1]
+    assert x.shape[x.ndim - weight.ndim :] == weight.shape, (x.shape, weight.shape)
+    rows, weights = x.reshape(-1, dim), weight.reshape(-1, dim)
+    out = call(RmsNorm(x.dtype.name, float(eps)), jax.ShapeDtypeStruct(rows.shape, x.dtype), rows, weights)
+    return out.reshape(x.shape)
+
+
+def log_sum_exp(x: Float[Array, "rows some"]) -> Float[Array, "rows 1"]:
+    """The logarithm of the sum of exponentials of each row, float32."""
+    return call(LogSumExp(), jax.ShapeDtypeStruct((len(x), 1), jnp.float32), x)
+
+
+@dataclasses.dataclass(frozen=True)
+class RmsNorm:
+    """See `rms_norm`."""
+
+    dtype: str
+    eps: float
+
+    @property
+    def name(self) -> str:
+        """See `cpu.Kernel`."""
+        return f"llvm_rms_norm_{self.dtype}_{np.float32(self.eps).view(np.uint32):08x}"
+
+    def write(self, module: Module, features: frozenset[str]) -> None:
+        """See `cpu.Kernel`."""
+        handler(module, self.name, 2, 1, lambda call: self._share(call, "avx512bf16" in features))
+
+    def _share(self, call: Call, has_bf16: bool) -> None:
+        f = call.function
+        x, weight = call.arguments
+        rows, dim = x.dim(0), x.dim(1)
+        per_item = f.constant(I64, _ITEM_NUMBERS) // dim + 1
+        captured = [x.data, weight.data, call.results[0].data, rows, dim, weight.dim(0), per_item]
+
+        def work(f: Function, item: Value, *given: Value) -> None:
+            x, weight, out, rows, dim, weights, per_item = given
+            size = 2 if self.dtype == "bfloat16" else 4
+
+            def row(r: Value) -> None:
+                own, to = (f.at(pointer, r * dim * size) for pointer in (x, out))
+                self._row(f, own, f.at(weight, r % weights * dim * size), to, dim, has_bf16)
+
+            f.loop(f.least((item + 1) * per_item, rows), row, start=item * per_item)
+
+        call.share((rows + per_item - 1) // per_item, captured, work)
+
+    def _row(self, f: Function, x: Value, weight: Value, out: Value, dim: Value, has_bf16: bool) -> None:
+        def add(at: Value, total: Value) -> Value:
+            number = self._load(f, x, at)
+            return f.fma(number, number, total)
+
+        (total,) = f.loop(dim, add, f.constant(_NUMBERS, 0.0), step=_LANES)
+        mean = maths.everywhere(f, total, operator.add) / f.spread(f.convert("sitofp", dim, F32), _LANES)
+        root = f.call("llvm.sqrt.v16f32", _NUMBERS, mean + self.eps)
+        inverse = f.constant(_NUMBERS, 1.0) / root
+
+        def scale(at: Value) -> None:
+            number = self._load(f, x, at) * inverse
+            if self.dtype == "float32":
+                f.store(number * self._load(f, weight, at), out, at * 4)
+                return
+            to_bf16: Callable[[Value], Value] = f.to_bf16 if has_bf16 else lambda x: maths.to_bf16(f, x)
+            rounded = maths.from_bf16(f, f.convert("bitcast", to_bf16(number), _HALVES))
+            f.store(to_bf16(rounded * self._load(f, weight, at)), out, at * 2)
+
+        f.loop(dim, scale, step=_LANES)
+
+    def _load(self, f: Function, pointer: Value, at: Value) -> Value:
+        if self.dtype == "float32":
+            return f.load(_NUMBERS, pointer, at * 4)
+        return maths.from_bf16(f, f.load(_HALVES, pointer, at * 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class LogSumExp:
+    """See `log_sum_exp`."""
+
+    @property
+    def name(self) -> str:
+        """See `cpu.Kernel`."""
+        return "llvm_log_sum_exp"
+
+    def write(self, module: Module, features: frozenset[str]) -> None:
+        """See `cpu.Kernel`."""
+        handler(module, self.name, 1, 1, _share_rows)
+
+
+def _share_rows(call: Call) -> None:
+    x = call.arguments[0]
+    call.share(x.dim(0), [x.data, call.results[0].data, x.dim(1)], _log_sum_exp)
+
+
+def _log_sum_exp(f: Function, row: Value, x: Value, out: Value, count: Value) -> None:
+    own = f.at(x, row * count * 4)
+    whole = count // _BLOCK * _BLOCK
+    # What is left of the row, and nothing after it
+    rest = f.stack(_BLOCK * 4)
+    for i in range(_VECTORS):
+        f.store(f.constant(_NUMBERS, float("-inf")), rest, 64 * i)
+    f.call("llvm.memcpy.p0.p0.i64", None, rest, f.at(own, whole * 4), (count - whole) * 4, f.constant(I1, 0))
+
+    def over(operation: Callable[[Value, Value], Value], of: Callable[[Value], Value], zero: float) -> Value:
+        def block(pointer: Value, *before: Value) -> list[Value]:
+            return [operation(b, of(f.load(_NUMBERS, pointer, 64 * i))) for i, b in enumerate(before)]
+
+        start = [f.constant(_NUMBERS, zero)] * _VECTORS
+        chains = f.loop(whole, lambda at, *before: block(f.at(own, at * 4), *before), *start, step=_BLOCK)
+        a, b, c, d = block(rest, *chains)
+        return maths.everywhere(f, operation(operation(a, b), operation(c, d)), operation)
+
+    peak = over(f.most, lambda x: x, -3e38)
+    total = over(operator.add, lambda x: maths.exp(f, x - peak), 0.0)
+    result = f.stack(_NUMBERS.nbytes)
+    f.store(maths.log(f, total) + peak, result)
+    f.store(f.load(F32, result), out, row * 4)

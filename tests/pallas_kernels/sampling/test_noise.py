@@ -1,0 +1,55 @@
+"""Waits of a draw: exponential, finite, and independent by key and by token."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import chi2
+
+from pallas_kernels.sampling import waits
+
+CELLS = 256
+
+
+def _chi_squared_is_plausible(counts: np.ndarray) -> bool:
+    expected = counts.sum() / counts.size
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    low, high = chi2.ppf([1e-5, 1 - 1e-5], counts.size - 1)
+    return low < statistic < high
+
+
+@pytest.fixture(scope="module")
+def drawn() -> np.ndarray:
+    keys = np.random.default_rng(0).integers(0, 2**32, (64, 2), np.uint32)
+    return np.asarray(jax.jit(waits)(keys, jnp.arange(1 << 15, dtype=jnp.uint32)))
+
+
+def test_waits_are_exponential(drawn: np.ndarray) -> None:
+    assert (drawn > 0).all()
+    assert np.isfinite(drawn).all()
+    cells = np.floor(-np.expm1(-drawn.astype(np.float64)) * CELLS).astype(int)
+    assert _chi_squared_is_plausible(np.bincount(cells.ravel(), minlength=CELLS))
+    # Those that win: of 2 million, about one in 4096 lies below 2^-12, and evenly
+    small = drawn[drawn < 2.0**-12].astype(np.float64) * 2.0**12
+    assert abs(small.size - drawn.size / 4096) < 5 * np.sqrt(drawn.size / 4096)
+    assert _chi_squared_is_plausible(np.bincount((small * 8).astype(int), minlength=8))
+
+
+@pytest.mark.parametrize("step", [(0, 1), (1, 0), (0, 2), (0, 64), (0, 1024)], ids=str)
+def test_neighbours_are_independent(drawn: np.ndarray, step: tuple[int, int]) -> None:
+    """By rank of 16, of tokens so far apart and of rows of another key."""
+    ranks = np.floor(-np.expm1(-drawn.astype(np.float64)) * 16).astype(int)
+    rows, columns = step
+    pairs = ranks[: len(ranks) - rows, : ranks.shape[1] - columns] * 16 + ranks[rows:, columns:]
+    assert _chi_squared_is_plausible(np.bincount(pairs.ravel(), minlength=256))
+
+
+def test_every_bit_of_a_key_counts() -> None:
+    bits = [(1 << bit, 0) for bit in range(32)] + [(0, 1 << bit) for bit in range(32)]
+    keys = np.array([(0, 0), *bits], np.uint32)
+    drawn = np.asarray(waits(keys, jnp.arange(512, dtype=jnp.uint32)))
+    for other in drawn[1:]:
+        assert (other != drawn[0]).mean() > 0.99
+        assert abs(np.corrcoef(other, drawn[0])[0, 1]) < 0.25
