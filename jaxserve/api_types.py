@@ -192,6 +192,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     memory_bound: bool = False
     quantization: str = "none"
     weight_bytes: int = 0
+    deterministic: bool = False
 
     @property
     def max_total_num_tokens(self) -> int:

@@ -1,19 +1,16 @@
 """Offline generation: `LLM` runs the engine in the caller's process and turns prompts into texts.
 
 It owns prompts in and `RequestOutput`s out: tokenizing, the chat template, samples of one prompt, the progress bar.
-What runs when is the engine's business, stop strings and text are `text/`'s. An `LLM` belongs to one thread.
+What runs when is the engine's business, stop strings and text are `text/`'s.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
-import signal
-import threading
 import types
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,7 @@ from jaxserve.api_types import EngineRequest, FinishReason, Profile, SamplingPar
 from jaxserve.config.data_parallel import in_one_process
 from jaxserve.config.load import from_arguments
 from jaxserve.config.schema import DEFAULT_MODEL, ServerConfig
-from jaxserve.engine.client import InProcessEngine
+from jaxserve.engine.client import InProcessEngine, SharedEngine
 from jaxserve.errors import ConfigError, InvalidRequestError, RequestFailedError
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.output import OutputDelta, OutputProcessor
@@ -65,7 +62,8 @@ class LLM:
     """A model, loaded and ready. Settings are those of `jaxserve serve`, by their own or another engine's names:
     `LLM("folder", max_running_requests=8)`. Raises `ConfigError`, `ModelNotFoundError`.
 
-    Use it as a context manager, or `close` it, to give its memory back.
+    Use it as a context manager, or `close` it, to give its memory back. Several threads may use it at once: what they
+    ask for runs in one batch.
     """
 
     def __init__(self, model: str | Path = DEFAULT_MODEL, **settings: Any) -> None:
@@ -79,7 +77,7 @@ class LLM:
         config = in_one_process(loaded.engine, "LLM")
         self._tokenizer = load_tokenizer(model_source.resolve(config.model))
         self._template = _chat_template(self._tokenizer, loaded.server.chat_template)
-        self._engine = InProcessEngine.start(config)
+        self._engine = SharedEngine(InProcessEngine.start(config))
         self._numbers = itertools.count()
 
     def generate(
@@ -233,14 +231,9 @@ class LLM:
         processors = {request.request_id: OutputProcessor(self._tokenizer, request) for request in requests}
         ended: dict[str, OutputDelta] = {}
         try:
-            for request in requests:
-                self._engine.submit(request)
+            next_events = self._engine.submit(requests)
             while processors:
-                with _interrupts_held():
-                    events = self._engine.step()
-                for event in events:
-                    if event.request_id not in processors:
-                        continue
+                for event in next_events():
                     if event.request_id in ended:
                         delta = _with_cached_tokens(ended[event.request_id], event)
                     else:
@@ -257,7 +250,7 @@ class LLM:
                     yield event.request_id, delta
         finally:
             if processors:
-                self._engine.abort(list(processors))
+                self._engine.forget(processors)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,19 +339,3 @@ def _chat_template(tokenizer: Tokenizer, file: str | None) -> ChatTemplate:
         return ChatTemplate(Path(file).read_text(encoding="utf-8"), tokenizer)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat_template={file} can't be read: {error}") from None
-
-
-@contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Let Ctrl-C take effect after a step, not within: a step that is cut short would leave the engine in pieces."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if held:
-            signal.raise_signal(signal.SIGINT)

@@ -141,6 +141,9 @@ def _prepare(config: EngineConfig, nodes: Nodes | None) -> _Device:
             sizes.wanted_context,
         )
     _say_weights(deployment)
+    logger.info(
+        "deterministic inference: %s", deployment.indeterminate or "yes, a request gives the same bits in any batch"
+    )
     if config.kv_cache_dtype != "auto":
         logger.info("KV cache: %s, without scales: numbers beyond 448 are clipped", deployment.state.kv.keys.dtype.name)
     rows = row_specs(deployment.state)
@@ -198,6 +201,7 @@ def _prepare(config: EngineConfig, nodes: Nodes | None) -> _Device:
         memory_bound=sizes.memory_bound,
         quantization="gguf" if deployment.packing.kept else "none",
         weight_bytes=sizes.footprint.weights,
+        deterministic=not deployment.indeterminate,
     )
     return _Device(deployment, programs, calls, num_host_pages, info)
 

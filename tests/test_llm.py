@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -29,9 +32,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 def llm(shared: LLM) -> Iterator[LLM]:
     """The shared one; whatever a test does with it, it must be left idle with every page free."""
     yield shared
-    while shared._engine.has_work:
-        shared._engine.step()
-    stats = shared._engine.stats()
+    while shared._engine.engine.has_work:
+        shared._engine.engine.step()
+    stats = shared._engine.engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.integrity_errors) == (0, 0, ())
     assert stats.num_free_pages + stats.num_evictable_pages == stats.num_pages
 
@@ -208,11 +211,11 @@ def test_closing_a_stream_ends_the_request(llm: LLM) -> None:
 def test_a_prompt_that_can_not_be_served_is_refused_before_anything_runs(llm: LLM, prompt: str, says: str) -> None:
     with pytest.raises(InvalidRequestError, match=says):
         llm.generate(prompt, GREEDY)
-    assert not llm._engine.has_work
+    assert not llm._engine.engine.has_work
 
 
 def test_an_interrupt_takes_effect_after_the_step_and_ends_what_ran(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, finished = llm._engine.step, []
+    step, finished = llm._engine.engine.step, []
 
     def interrupted_step() -> list[TokenEvent]:
         signal.raise_signal(signal.SIGINT)
@@ -220,7 +223,7 @@ def test_an_interrupt_takes_effect_after_the_step_and_ends_what_ran(llm: LLM, mo
         finished.append(True)
         return events
 
-    monkeypatch.setattr(llm._engine, "step", interrupted_step)
+    monkeypatch.setattr(llm._engine.engine, "step", interrupted_step)
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
@@ -233,7 +236,7 @@ def test_an_interrupt_takes_effect_after_the_step_and_ends_what_ran(llm: LLM, mo
 def test_a_request_that_the_engine_gives_up_is_an_error_and_ends_the_others(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = llm._engine.step
+    step = llm._engine.engine.step
 
     def failing_step() -> list[TokenEvent]:
         return [
@@ -241,10 +244,52 @@ def test_a_request_that_the_engine_gives_up_is_an_error_and_ends_the_others(
             for event in step()
         ]
 
-    monkeypatch.setattr(llm._engine, "step", failing_step)
+    monkeypatch.setattr(llm._engine.engine, "step", failing_step)
     with pytest.raises(RequestFailedError, match="no pages left"):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     monkeypatch.undo()
+
+
+def test_threads_share_one_batch(llm: LLM) -> None:
+    """Each gets what it would have got alone, whether it generates, streams, or leaves its stream."""
+    (expected,) = llm.generate("abc", GREEDY, use_tqdm=False)
+
+    def stream(_: int) -> list[int]:
+        return [token for delta in llm.stream("abc", GREEDY) for token in delta.token_ids]
+
+    def leave(_: int) -> list[int]:
+        with contextlib.closing(llm.stream("abc", GREEDY)) as deltas:
+            next(deltas)
+        return expected.outputs[0].token_ids
+
+    def generate(_: int) -> list[int]:
+        return llm.generate("abc", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+    with ThreadPoolExecutor(6) as pool:
+        found = [list(pool.map(work, range(6))) for work in (stream, leave, generate)]
+        mixed = [pool.submit(work, 0) for work in (stream, leave, generate) * 6]
+    everything = [*itertools.chain(*found), *(one.result() for one in mixed)]
+    assert everything == [expected.outputs[0].token_ids] * 36
+
+
+def test_a_stream_that_pauses_loses_nothing(llm: LLM) -> None:
+    (expected,) = llm.generate("abc", GREEDY, use_tqdm=False)
+    deltas = llm.stream("abc", GREEDY)
+    first = next(deltas)
+    (other,) = llm.generate("hello, world", GREEDY, use_tqdm=False)
+    assert other.outputs[0].finish_reason is FinishReason.LENGTH
+    tokens = first.token_ids + [token for delta in deltas for token in delta.token_ids]
+    assert tokens == expected.outputs[0].token_ids
+
+
+def test_closing_ends_what_other_threads_wait_for(tmp_path_factory: pytest.TempPathFactory) -> None:
+    llm = LLM(**tiny_settings(tmp_path_factory))
+    deltas = llm.stream("abc", GREEDY)
+    next(deltas)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(llm.close).result()
+    with pytest.raises(EngineDeadError, match="closed"):
+        list(deltas)
 
 
 def test_the_progress_bar_is_on_stderr_and_can_be_left_out(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,6 +143,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     disable_overlap_schedule: Annotated[
         bool, Meta(description="plan a step only after the one before it has ended; for comparison")
     ] = False
+    enable_deterministic_inference: Annotated[
+        bool,
+        Meta(
+            description="refuse to start unless a request gives the same bits whatever it is batched with; on a CPU it "
+            "does so anyway, where a line at start says so"
+        ),
+    ] = False
     programs: Annotated[
         str | None,
         Meta(description="a folder of programs that `jaxserve compile --output` made; then nothing is compiled"),

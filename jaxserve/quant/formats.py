@@ -36,12 +36,14 @@ Stored = Mapping[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Bits by path of the parameters that are packed, of `num_linears` that are linear layers' weights. `reason` says
-    why none is kept in its blocks, of a checkpoint that has them and where nobody asked for that."""
+    """Bits by path of the parameters that are packed, of `num_linears` that are linear layers' weights; `dense` are
+    those of them that aren't. `reason` says why none is kept in its blocks, of a checkpoint that has them and where
+    nobody asked for that."""
 
     bits: Mapping[Path, Bits] = dataclasses.field(default_factory=dict)
     num_linears: int = 0
     reason: str = ""
+    dense: tuple[Path, ...] = ()
 
     @property
     def kept(self) -> dict[Path, Bits]:
@@ -69,8 +71,10 @@ def choose(
         raise ConfigError(f"quantization=gguf: {reason}; leave it at auto, or set none")
     if asked == "none" or _DENSE.issuperset(stored.values()):
         reason = ""
+    tied = abstract.output is None
     bits = kept if obstacle else kept | _dense_bits(abstract, linears.keys() - kept.keys(), linears)
-    return Packing(bits, len(linears), reason)
+    packed = {HEAD if tied and path == EMBEDDING else path for path in bits}
+    return Packing(bits, len(linears), reason, tuple(path for path in linears if path not in packed))
 
 
 def _obstacle(platform: str, dtype: np.dtype, tensor: int) -> str:

@@ -21,6 +21,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig, parse_model_config
 from jaxserve.models.registry import family
 from jaxserve.quant import Packing, Stored, choose, pack
+from jaxserve.runtime import determinism
 from jaxserve.runtime.batch import ProgramKey
 from jaxserve.runtime.device import DeviceFacts
 from jaxserve.runtime.mesh import DATA_AXIS, TENSOR_AXIS, device_bytes
@@ -52,6 +53,7 @@ class Deployment:
     all of them; `model` is laid out for the tensor axis. There are `replicas` of it, in processes of their own.
 
     `stored` are the types of its checkpoint's tensors where these may be quantized, and `packing` what comes of them.
+    `indeterminate` says why a request may give other bits in other company; it is empty where it doesn't.
     """
 
     config: EngineConfig
@@ -67,6 +69,7 @@ class Deployment:
     replicas: int = 1
     stored: Stored = dataclasses.field(default_factory=dict)
     packing: Packing = dataclasses.field(default_factory=Packing)
+    indeterminate: str = ""
 
     @property
     def num_devices(self) -> int:
@@ -154,6 +157,9 @@ def deploy(
         backend = choose_backend(device.kernels, problem, config.attention_backend)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    indeterminate = determinism.obstacle(device.platform, backend, packing, dtype.name)
+    if config.enable_deterministic_inference and indeterminate:
+        raise ConfigError(f"enable_deterministic_inference: {indeterminate}")
     [spec] = family(model).kv_specs(model)
     one = Capacity(
         num_slots=1,
@@ -199,5 +205,18 @@ def deploy(
         sizes = sized(msgspec.structs.replace(config, max_total_tokens=reached))
     state = state_specs(spec, sizes.capacity, vocab_size=vocab_size, kv_dtype=kv_dtype, platform=backend.kv_platform)
     return Deployment(
-        config, model, device, dtype, backend, sizes, params, state, tensor, data, replicas, stored, packing
+        config,
+        model,
+        device,
+        dtype,
+        backend,
+        sizes,
+        params,
+        state,
+        tensor,
+        data,
+        replicas,
+        stored,
+        packing,
+        indeterminate,
     )
