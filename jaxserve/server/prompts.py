@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from jaxserve.api_types import EngineInfo, EngineRequest, SamplingParams
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.errors import ContextLengthError
+from jaxserve.server.fields import MAX_SEQUENCES
 from jaxserve.server.serving import Loaded, Serving
 from jaxserve.text import requests
-
-MAX_SEQUENCES = 2048
 
 # Texts up to this many characters are tokenized on the event loop: a thread costs more.
 _SHORT_TEXT = 4096
@@ -61,12 +60,17 @@ def output_limit(prompt_tokens: int, asked: int | None, default: int | None, inf
     left = info.max_model_len - prompt_tokens
     fitting = left if default is None else min(default, left)
     wanted = max(fitting, 1) if asked is None else asked
-    # The engine wants room for one token after the prompt, also where none is asked for.
-    needed = max(wanted, 1)
-    if needed > left:
+    if wanted == 0 and left < 1:
+        raise ContextLengthError(
+            f"This model's maximum context length is {info.max_model_len} tokens. However, your {param} has "
+            f"{prompt_tokens} tokens, and one must be left after it even where none is generated. "
+            f"Please reduce the length of the {param}.",
+            param=param,
+        )
+    if wanted > left:
         raise ContextLengthError(
             f"This model's maximum context length is {info.max_model_len} tokens. However, you requested "
-            f"{prompt_tokens + needed} tokens ({prompt_tokens} in the {param}, {needed} in the completion). "
+            f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the {param}, {wanted} in the completion). "
             f"Please reduce the length of the {param} or completion.",
             param=param,
         )

@@ -136,10 +136,10 @@ class Serving:
         """Ends the open requests of that name; how many sequences that were."""
         return sum(request.abort() for request in self._open.get(name, ()))
 
-    def abort_all(self) -> None:
-        """Ends every open request."""
-        for request in set().union(*self._open.values()):
-            request.abort()
+    def abort_all(self) -> int:
+        """Ends every open request; how many sequences that were."""
+        everything: set[Abortable] = set()
+        return sum(request.abort() for request in everything.union(*self._open.values()))
 
     def _reading(self) -> Reading | None:
         return None if self._loaded is None else (self._loaded.engine.info, self._loaded.engine.stats)

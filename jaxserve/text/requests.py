@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from jaxserve.api_types import MAX_STOP_IDS, EngineInfo, EngineRequest, SamplingParams
 from jaxserve.errors import InvalidRequestError
+from jaxserve.text.stop_regex import check_patterns
 from jaxserve.text.tokenizer import Tokenizer
 
 MAX_PRIORITY = 2**31 - 1
@@ -28,6 +29,7 @@ def engine_requests(
 
     A higher `priority` is served first; only requests of one `cache_salt` find each other's prefixes in the cache.
     """
+    check_patterns(sampling.stop_regex)
     stop_ids = _stop_ids(sampling, tokenizer, info.vocab_size)
     _check_priority(priority or 0, info)
     if cache_salt == "":

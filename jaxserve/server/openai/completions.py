@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from dataclasses import dataclass, field
 
 import msgspec
@@ -44,9 +43,14 @@ async def completions(serving: Serving, exchange: Exchange, request: CompletionR
     request.refuse_unsupported()
     prompts, echoed = await _prompts(serving, loaded, request)
     samplings = _samplings(loaded, request, prompts)
-    response_id = f"cmpl-{uuid.uuid4().hex}"
+    response_id = request.response_id("cmpl")
     requests = engine_requests(
-        loaded, response_id, prompts, samplings, priority=request.priority, cache_salt=request.cache_salt
+        loaded,
+        request.engine_name(response_id),
+        prompts,
+        samplings,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
     )
     n = samplings[0].n
     choices = [
@@ -54,7 +58,7 @@ async def completions(serving: Serving, exchange: Exchange, request: CompletionR
     ]
     generation = Generation(serving, loaded, requests, exchange.arrival)
     answer = _Answer(loaded, request, choices, n, response_id, serving.model_name)
-    with serving.abortable((response_id, exchange.request_id), generation):
+    with serving.abortable((response_id, *request.names, exchange.request_id), generation):
         if request.stream:
             await answer.stream(generation, exchange)
         else:
@@ -96,7 +100,8 @@ def _samplings(loaded: Loaded, request: CompletionRequest, prompts: list[list[in
     by_limit: dict[int, SamplingParams] = {}
     samplings = []
     for prompt in prompts:
-        limit = output_limit(len(prompt), request.max_tokens, DEFAULT_MAX_TOKENS, loaded.engine.info, param="prompt")
+        default = max(DEFAULT_MAX_TOKENS, request.min_tokens or 0)
+        limit = output_limit(len(prompt), request.max_tokens, default, loaded.engine.info, param="prompt")
         if limit not in by_limit:
             by_limit[limit] = request.sampling(
                 max_tokens=limit,
@@ -146,6 +151,7 @@ class _Answer:
                 logprobs=choice.logprobs,
                 finish_reason=_reason(ends[choice.index]),
                 stop_reason=ends[choice.index].stop_reason,
+                matched_stop=ends[choice.index].matched_stop,
                 token_ids=choice.token_ids if self._request.return_token_ids else msgspec.UNSET,
                 prompt_token_ids=choice.prompt_ids if self._request.return_token_ids else msgspec.UNSET,
             )
@@ -206,6 +212,7 @@ class _Answer:
             logprobs=self._logprobs(choice, delta, first=first),
             finish_reason=None if delta.finish_reason is None else _reason(delta),
             stop_reason=delta.stop_reason,
+            matched_stop=delta.matched_stop,
             token_ids=delta.token_ids if ids else msgspec.UNSET,
             prompt_token_ids=choice.prompt_ids if ids and first else msgspec.UNSET,
         )
