@@ -18,6 +18,9 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_IDS = 16
 
+# Steps are counted by how many tokens they computed, up to each of these and beyond: vLLM's buckets.
+STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
 
 class FinishReason(enum.StrEnum):
     """Why a request ended; the values are OpenAI's where OpenAI has one."""
@@ -249,8 +252,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     `decode_bucket_rows` rows of the decode programs that ran were live, and `mixed_tokens` of `mixed_bucket_tokens`
     tokens of the mixed ones: the rest was padding. `coarse_decode_steps` of `decode_steps` ran beyond the finely spaced
     programs (`cuda graph: False` in the log). Of `num_preemptions` requests that were sent back to the queue,
-    `num_retractions` were for want of KV cache, the others for a higher priority. Only in a reading that was asked for:
-    how many decode steps had so many rows, and what the audit of the books found.
+    `num_retractions` were for want of KV cache, the others for a higher priority. All steps together computed
+    `step_tokens`; `steps_by_tokens` counts the steps of so many, for each of `STEP_TOKEN_BUCKETS` and for more. Only in
+    a reading that was asked for: how many decode steps had so many rows, and what the audit of the books found.
     """
 
     num_running: int = 0
@@ -278,6 +282,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     decode_bucket_rows: int = 0
     mixed_tokens: int = 0
     mixed_bucket_tokens: int = 0
+    step_tokens: int = 0
+    steps_by_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKEN_BUCKETS) + 1)
     compiles_after_ready: int = 0
     integrity_errors: tuple[str, ...] = ()
     decode_steps_by_rows: dict[int, int] = {}

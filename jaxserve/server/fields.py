@@ -38,7 +38,9 @@ type Fitted = Literal[
 
 def only(*values: object) -> Meta:
     """Null and `values` ask for nothing and pass; `refuse_asking` refuses whatever else by name."""
-    return Meta(extra_json_schema={"enum": [None, *values]})
+    # Said in words too, or `Annotated` takes [None, 1] for [None, True], which are equal, and gives the other type.
+    shown = " or ".join(msgspec.json.encode(value).decode() for value in (None, *values))
+    return Meta(description=f"known, not supported: only {shown}", extra_json_schema={"enum": [None, *values]})
 
 
 def described(schema: dict[str, Any]) -> Meta:
