@@ -92,8 +92,9 @@ class OutputProcessor:
         for index, token_id in enumerate(event.token_ids):
             self._num_tokens += 1
             delta.token_ids.append(token_id)
-            delta.text_offsets.append(self._num_chars)
-            if index == last and token_id == event.stop_id:
+            ends = index == last and token_id == event.stop_id
+            delta.text_offsets.append(self._num_chars + (0 if ends else self._detokenizer.num_broken_off(token_id)))
+            if ends:
                 break
             matched = self._show(self._detokenizer.push((token_id,)), delta)
             if matched is not None:

@@ -13,7 +13,7 @@ from jaxserve.server.errors import to_http
 from jaxserve.server.generation import Generation
 from jaxserve.server.http import Exchange
 from jaxserve.server.openai.chunks import Chunks
-from jaxserve.server.openai.logprobs import completion_logprobs, extend, prompt_logprobs
+from jaxserve.server.openai.logprobs import completion_logprobs, extend, prompt_logprobs, prompt_offsets
 from jaxserve.server.openai.protocol import CompletionRequest
 from jaxserve.server.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, total_usage
 from jaxserve.server.prompts import check_number, check_prompt, encode, engine_requests, output_limit
@@ -31,6 +31,10 @@ class _Choice:
     index: int
     prompt_ids: list[int]
     echoed: str
+    prompt_offsets: list[int]
+    # Tokens whose text is held back, as a stop string may yet cut it off, with where it would begin.
+    held: list[tuple[TokenLogprobs, int]] = field(default_factory=list)
+    num_chars: int = 0
     opened: bool = False
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -41,7 +45,7 @@ async def completions(serving: Serving, exchange: Exchange, request: CompletionR
     """Answers one request."""
     loaded = serving.require()
     request.refuse_unsupported()
-    prompts, echoed = await _prompts(serving, loaded, request)
+    prompts, echoed, offsets = await _prompts(serving, loaded, request)
     samplings = _samplings(loaded, request, prompts)
     response_id = request.response_id("cmpl")
     requests = engine_requests(
@@ -54,7 +58,8 @@ async def completions(serving: Serving, exchange: Exchange, request: CompletionR
     )
     n = samplings[0].n
     choices = [
-        _Choice(index, engine_request.prompt_ids, echoed[index // n]) for index, engine_request in enumerate(requests)
+        _Choice(index, engine_request.prompt_ids, echoed[index // n], offsets[index // n])
+        for index, engine_request in enumerate(requests)
     ]
     generation = Generation(serving, loaded, requests, exchange.arrival)
     answer = _Answer(loaded, request, choices, n, response_id, serving.model_name)
@@ -65,8 +70,10 @@ async def completions(serving: Serving, exchange: Exchange, request: CompletionR
             await answer.whole(generation, exchange)
 
 
-async def _prompts(serving: Serving, loaded: Loaded, request: CompletionRequest) -> tuple[list[list[int]], list[str]]:
-    """The ids of each prompt, and the text that `echo` puts before each output."""
+async def _prompts(
+    serving: Serving, loaded: Loaded, request: CompletionRequest
+) -> tuple[list[list[int]], list[str], list[list[int]]]:
+    """The ids of each prompt, the text that `echo` puts before each output, and where its tokens begin in that."""
     texts, ids = _split(request.prompt)
     check_number(len(texts or ids), request.n)
     if texts:
@@ -75,11 +82,17 @@ async def _prompts(serving: Serving, loaded: Loaded, request: CompletionRequest)
     for prompt in ids:
         check_prompt(prompt, loaded.engine.info, param="prompt")
     if not request.echo:
-        return ids, [""] * len(ids)
-    if not texts:
-        skip = request.skip_special_tokens is not False
-        texts = [loaded.tokenizer.decode(prompt, skip_special_tokens=skip) for prompt in ids]
-    return ids, texts
+        return ids, [""] * len(ids), [[]] * len(ids)
+    tokenizer, skip = loaded.tokenizer, request.skip_special_tokens is not False
+    echoed = texts or [tokenizer.decode(prompt, skip_special_tokens=skip) for prompt in ids]
+    if request.logprobs is None:
+        offsets: list[list[int]] = [[]] * len(ids)
+    elif texts:
+        add = request.add_special_tokens is not False
+        offsets = [tokenizer.text_offsets(text, add_special_tokens=add) for text in texts]
+    else:
+        offsets = [prompt_offsets(tokenizer, prompt, skip_special_tokens=skip) for prompt in ids]
+    return ids, echoed, offsets
 
 
 def _split(prompt: str | list[str | int | list[int]]) -> tuple[list[str], list[list[int]]]:
@@ -220,11 +233,17 @@ class _Answer:
     def _logprobs(self, choice: _Choice, delta: OutputDelta, *, first: bool) -> CompletionLogprobs | None:
         if self._request.logprobs is None:
             return None
-        new: list[TokenLogprobs] = delta.logprobs
-        output = completion_logprobs(self._tokenizer, new, delta.text_offsets, len(choice.echoed))
+        choice.num_chars += len(delta.text)
+        choice.held += zip(delta.logprobs, delta.text_offsets, strict=True)
+        certain = len(choice.held)
+        if delta.finish_reason is None:
+            certain = sum(offset <= choice.num_chars for _, offset in choice.held)
+        now, choice.held = choice.held[:certain], choice.held[certain:]
+        offsets = [len(choice.echoed) + min(offset, choice.num_chars) for _, offset in now]
+        output = completion_logprobs(self._tokenizer, [entry for entry, _ in now], offsets)
         if not (first and self._request.echo and delta.prompt_logprobs):
-            return output if new or delta.finish_reason is None else None
-        shaped = prompt_logprobs(self._tokenizer, choice.prompt_ids, delta.prompt_logprobs)
+            return output if now else None
+        shaped = prompt_logprobs(self._tokenizer, choice.prompt_ids, delta.prompt_logprobs, choice.prompt_offsets)
         extend(shaped, output)
         return shaped
 
