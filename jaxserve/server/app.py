@@ -50,10 +50,14 @@ def make_app(serving: Serving) -> Router:
     """The ASGI application that serves `serving`, in whatever phase that is."""
     operations = [operation for operation, _ in (*_BODILESS, *_POSTS)]
     operations.append(Operation("GET", "/openapi.json", "This document"))
-    specification = msgspec.Raw(document(operations, with_key=serving.config.api_key is not None))
+    # By whether the model is loaded: then more is known of what requests may hold.
+    documents: dict[bool, msgspec.Raw] = {}
 
     async def openapi(serving: Serving, exchange: Exchange) -> None:
-        await exchange.respond(specification)
+        is_loaded = serving.loaded is not None
+        if is_loaded not in documents:
+            documents[is_loaded] = msgspec.Raw(document(operations, serving))
+        await exchange.respond(documents[is_loaded])
 
     routes = [Route("/openapi.json", Bodiless(serving, openapi), methods=["GET"])]
     for path, handle_bodiless in {item.path: handle for item, handle in _BODILESS}.items():

@@ -29,6 +29,7 @@ type Fitted = Literal[
     "model",
     "priority",
     "prompt_ids",
+    "stop_ids",
     "template_arguments",
     "token_count",
     "token_id",
@@ -53,6 +54,27 @@ def fitted(bound: Fitted) -> dict[str, Any]:
     return {FITTED: bound}
 
 
+def one_of(*names: str) -> dict[str, Any]:
+    """The schema of an object in which one of these fields is given and the others are null."""
+    null = {"type": "null"}
+    return {
+        "anyOf": [
+            {"required": [name], "properties": {other: {"not": null} if other == name else null for other in names}}
+            for name in names
+        ]
+    }
+
+
+def needs(name: str, unless: list[object], other: str) -> dict[str, Any]:
+    """The schema of an object in which a field has one of the values `unless`, or `other` is true."""
+    return {
+        "anyOf": [
+            {"properties": {name: {"enum": unless}}},
+            {"required": [other], "properties": {other: {"const": True}}},
+        ]
+    }
+
+
 Null = Annotated[Any, only()]
 NullOrFalse = Annotated[Any, only(False)]
 NullOrTrue = Annotated[Any, only(True)]
@@ -69,8 +91,9 @@ TokenIdHere = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": 2*
 TokenLimit = Annotated[int, Meta(ge=0, extra_json_schema=fitted("token_count"))]
 Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY, extra_json_schema=fitted("priority"))]
 StopStrings = Text | Annotated[list[Text], Meta(max_length=MAX_STOP_STRINGS)]
-# The model's own end tokens count too: at least one.
-StopIds = Annotated[list[TokenIdHere], Meta(max_length=MAX_STOP_IDS, extra_json_schema={"maxItems": MAX_STOP_IDS - 1})]
+_Pattern = Annotated[str, Meta(min_length=1, max_length=1024, extra_json_schema={"format": "regex"})]
+StopPatterns = _Pattern | Annotated[list[_Pattern], Meta(max_length=MAX_STOP_STRINGS)]
+StopIds = Annotated[list[TokenIdHere], Meta(max_length=MAX_STOP_IDS, extra_json_schema=fitted("stop_ids"))]
 # Errors of keys and values name them best where they are used.
 _Key = Annotated[str, Meta(extra_json_schema={"pattern": TOKEN_KEY, **fitted("token_key")})]
 _Bias = Annotated[float, Meta(extra_json_schema={"minimum": -100, "maximum": 100})]

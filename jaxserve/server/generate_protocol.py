@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -15,20 +15,23 @@ from jaxserve.api_types import (
     SamplingParams,
     Seed,
     Temperature,
-    TokenCount,
     TopK,
     TopP,
 )
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.fields import (
+    MAX_SEQUENCES,
     LogitBias,
     ModelName,
     Name,
     Priority,
     StopIds,
+    StopPatterns,
     StopStrings,
     Text,
     TokenLimit,
+    needs,
+    one_of,
     refuse_asking,
 )
 from jaxserve.server.known_fields import KnownGenerate, KnownSampling
@@ -47,7 +50,7 @@ class GenerateSampling(KnownSampling, kw_only=True, forbid_unknown_fields=True):
     """`sampling_params`. Null everywhere means the default."""
 
     max_new_tokens: TokenLimit | None = None
-    min_new_tokens: TokenCount | None = None
+    min_new_tokens: TokenLimit | None = None
     n: NumSamples | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -58,7 +61,7 @@ class GenerateSampling(KnownSampling, kw_only=True, forbid_unknown_fields=True):
     presence_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
     stop: StopStrings | None = None
-    stop_regex: StopStrings | None = None
+    stop_regex: StopPatterns | None = None
     stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -91,10 +94,19 @@ class GenerateRequest(KnownGenerate, kw_only=True, forbid_unknown_fields=True):
     probabilities are wanted of; -1 for none.
     """
 
+    conditions: ClassVar[tuple[dict[str, Any], ...]] = (
+        one_of("text", "input_ids"),
+        needs("top_logprobs_num", [None, 0], "return_logprob"),
+    )
+
     model: ModelName | None = None
     text: Annotated[str | list[str] | None, prompts(PROMPT_TEXT)] = None
     input_ids: Annotated[list[int | list[int]] | None, prompts(PROMPT_IDS)] = None
-    sampling_params: GenerateSampling | Annotated[list[GenerateSampling], msgspec.Meta(min_length=1)] | None = None
+    sampling_params: (
+        GenerateSampling
+        | Annotated[list[GenerateSampling], msgspec.Meta(min_length=1, max_length=MAX_SEQUENCES)]
+        | None
+    ) = None
     stream: bool | None = None
     return_logprob: bool | None = None
     logprob_start_len: Annotated[int, msgspec.Meta(ge=-1)] | None = None

@@ -138,7 +138,13 @@ def decode[T](decoder: msgspec.json.Decoder[T], body: bytes, fields: tuple[str, 
     """`body` as a request. Raises `InvalidRequestError` naming the field at fault, and for an unknown one the nearest
     of `fields`."""
     try:
-        return decoder.decode(body)
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError as error:
+            if "`, got `float`" not in str(error):
+                raise
+            # To JSON 72.0 is an integer, which some clients write.
+            return decoder.decode(msgspec.json.encode(_with_integers(msgspec.json.decode(body))))
     except msgspec.ValidationError as error:
         raise explain(str(error), fields=fields, body=body) from error
     except RecursionError as error:
@@ -146,6 +152,16 @@ def decode[T](decoder: msgspec.json.Decoder[T], body: bytes, fields: tuple[str, 
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         hint = " (NaN and Infinity are not JSON)" if b"NaN" in body or b"Infinity" in body else ""
         raise InvalidRequestError(f"The body is not valid JSON: {error}{hint}") from error
+
+
+def _with_integers(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
+        return int(value)
+    if isinstance(value, list):
+        return [_with_integers(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _with_integers(item) for name, item in value.items()}
+    return value
 
 
 def explain(problem: str, where: str = "", *, fields: tuple[str, ...] = (), body: bytes = b"") -> InvalidRequestError:

@@ -94,6 +94,7 @@ class KnownOpenAI(Known, kw_only=True, forbid_unknown_fields=True):
     json_schema: Null = None
     structural_tag: Null = None
     custom_params: NullOrNoObject = None
+    sampling_seed: Null = None
     return_cached_tokens_details: NullOrFalse = None
 
 

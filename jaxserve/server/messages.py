@@ -14,7 +14,7 @@ from jaxserve.server.http import explain
 from jaxserve.server.openai.protocol import NOT_BUILT, ROLES, Message
 from jaxserve.server.serving import Loaded
 
-_OURS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+OURS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
 
 class Conversation(Protocol):
@@ -51,7 +51,7 @@ def _arguments(request: Conversation, source: str) -> dict[str, Any]:
     names = template_names(source) if arguments else ()
     for name in arguments:
         param = f"chat_template_kwargs.{name[:100]}"
-        if name in _OURS:
+        if name in OURS:
             raise InvalidRequestError(f"{param}: {name} is a field of its own", param=param)
         if name not in names:
             raise InvalidRequestError(f"{param}: this model's chat template does not use it", param=param)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -16,18 +16,30 @@ from jaxserve.server.fields import (
     NullOrNoObject,
     NullOrNoText,
     TokenIdHere,
+    one_of,
     refuse_asking,
 )
 from jaxserve.server.http import Exchange
 from jaxserve.server.messages import render
-from jaxserve.server.openai.protocol import Documents, Messages, TemplateArguments
+from jaxserve.server.openai.protocol import CONTINUED, Documents, Messages, TemplateArguments
 from jaxserve.server.prompts import encode
 from jaxserve.server.serving import Serving
 from jaxserve.text.requests import check_ids
 
+_CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents")
+# Without messages, what is said of a chat must ask for nothing.
+_OF_A_CHAT = {
+    "anyOf": [
+        {"properties": {name: {"enum": [None, False, {}, []]} for name in _CHAT_FIELDS}},
+        {"required": ["messages"], "properties": {"messages": {"type": "array"}}},
+    ]
+}
+
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A text (`prompt`) or a chat (`messages`), one of the two."""
+
+    conditions: ClassVar[tuple[dict[str, Any], ...]] = (one_of("prompt", "messages"), _OF_A_CHAT, CONTINUED)
 
     model: ModelName | None = None
     prompt: str | None = None
@@ -79,6 +91,15 @@ class DetokenizeResponse(msgspec.Struct):
 class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`rid` is the id of a response (`cmpl-…`) or the X-Request-Id of its request; `abort_all` is every open one."""
 
+    conditions: ClassVar[tuple[dict[str, Any], ...]] = (
+        {
+            "anyOf": [
+                {"required": ["rid"], "properties": {"rid": {"type": "string", "minLength": 1}}},
+                {"required": ["abort_all"], "properties": {"abort_all": {"const": True}}},
+            ]
+        },
+    )
+
     rid: str | None = None
     abort_all: bool | None = None
 
@@ -109,7 +130,7 @@ async def tokenize(serving: Serving, exchange: Exchange, request: TokenizeReques
         )
         text, special = render(loaded, chat), request.add_special_tokens is True
     else:
-        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents"):
+        for name in _CHAT_FIELDS:
             if getattr(request, name):
                 raise InvalidRequestError(f"{name} needs messages", param=name)
         text, special = request.prompt or "", request.add_special_tokens is not False

@@ -1,9 +1,12 @@
 """Finds regular expressions in a text that comes character by character, in a time that no pattern can make long.
 
 Python's syntax, without what a finite automaton can't do (back references, look-around) or what depends on text that
-is still to come (anchors). A pattern becomes a position automaton (Glushkov 1961): one position for each character
-class in it, and which may follow which. All places where a match could have begun are followed at once, so there is no
-backtracking: a character costs at most as many looks as the automaton has edges, and those are bounded.
+is still to come (word boundaries). A `^` at the start of a pattern is the start of the text, a `$` at its end is where
+the text stands now, and the empty text is no match.
+
+A pattern becomes a position automaton (Glushkov 1961): one position for each character class in it, and which may
+follow which. All places where a match could have begun are followed at once, so there is no backtracking: a character
+costs at most as many looks as the automaton has edges, and those are bounded.
 """
 
 from __future__ import annotations
@@ -25,10 +28,12 @@ _REPEATS = frozenset({"MAX_REPEAT", "MIN_REPEAT"})
 
 @dataclasses.dataclass(frozen=True)
 class Automaton:
-    """`tests[i]` says whether a character suits position i; a match begins in `first` and is complete in `last`."""
+    """`tests[i]` says whether a character suits position i; a match begins in `first`, with `at_start` at the start of
+    the text only, and is complete in `last`."""
 
     tests: tuple[Callable[[str], object], ...]
     first: tuple[int, ...]
+    at_start: bool
     follow: tuple[tuple[int, ...], ...]
     last: frozenset[int]
 
@@ -39,15 +44,20 @@ def compile_stop(pattern: str) -> Automaton:
     try:
         parsed = _parser.parse(pattern)
         builder = _Builder()
-        part = builder.sequence(parsed, parsed.state.flags)
+        nodes = list(parsed)
+        at_start = _is_anchor(nodes[:1], "AT_BEGINNING", "AT_BEGINNING_STRING")
+        at_end = _is_anchor(nodes[-1:], "AT_END", "AT_END_STRING")
+        part = builder.sequence(nodes[at_start : len(nodes) - at_end], parsed.state.flags)
     except (re.error, OverflowError, RecursionError) as error:
         raise _refused(pattern, f"is no regular expression: {error}") from error
     except _Unsupported as error:
         raise _refused(pattern, str(error)) from error
-    if part.nullable:
-        raise _refused(pattern, "matches the empty text, which would end every output at once")
     follow = tuple(tuple(sorted(following)) for following in builder.follow)
-    return Automaton(tuple(builder.tests), tuple(sorted(part.first)), follow, frozenset(part.last))
+    return Automaton(tuple(builder.tests), tuple(sorted(part.first)), at_start, follow, frozenset(part.last))
+
+
+def _is_anchor(nodes: Sequence[Any], *names: str) -> bool:
+    return any(str(kind) == "AT" and str(value) in names for kind, value in nodes)
 
 
 def _refused(pattern: str, why: str) -> InvalidRequestError:
@@ -89,7 +99,7 @@ class RegexMatcher:
                 for after in follow[position]:
                     if after not in active and tests[after](char):
                         active[after] = start
-            for position in automaton.first:
+            for position in () if automaton.at_start and self._length else automaton.first:
                 if position not in active and tests[position](char):
                     active[position] = self._length
             self._active[index] = active

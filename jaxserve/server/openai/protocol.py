@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -21,7 +21,6 @@ from jaxserve.api_types import (
     SamplingParams,
     Seed,
     Temperature,
-    TokenCount,
     TopK,
     TopP,
 )
@@ -40,11 +39,13 @@ from jaxserve.server.fields import (
     NullOrTrue,
     Priority,
     StopIds,
+    StopPatterns,
     StopStrings,
     Text,
     TokenLimit,
     described,
     fitted,
+    needs,
     only,
     refuse_asking,
 )
@@ -58,7 +59,7 @@ NOT_BUILT = ("audio", "function_call", "tool_calls", "tool_call_id")
 # Names that are the same here and in SamplingParams.
 _SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *("min_tokens", "ignore_eos", "skip_special_tokens"),
+    *("min_tokens", "seed", "ignore_eos", "skip_special_tokens"),
 )
 
 
@@ -76,9 +77,11 @@ class SamplingFields(KnownOpenAI, kw_only=True, forbid_unknown_fields=True):
 
     Among requests that wait, a higher `priority` is served first, and may preempt a lower one that runs. Only requests
     of one `cache_salt` share cached prefixes. Where vLLM and SGLang have two names for one thing, both are known:
-    `include_stop_str_in_output` and `no_stop_trim`, `seed` and `sampling_seed`, and `request_id` and `rid`, by which
-    `/abort_request` finds the request.
+    `include_stop_str_in_output` and `no_stop_trim`, and `request_id` and `rid`, by which `/abort_request` finds the
+    request.
     """
+
+    conditions: ClassVar[tuple[dict[str, Any], ...]] = (needs("stream_options", [None], "stream"),)
 
     model: ModelName | None = None
     max_tokens: TokenLimit | None = None
@@ -92,11 +95,10 @@ class SamplingFields(KnownOpenAI, kw_only=True, forbid_unknown_fields=True):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
-    min_tokens: TokenCount | None = None
+    min_tokens: TokenLimit | None = None
     seed: Seed | None = None
-    sampling_seed: Seed | None = None
     stop: StopStrings | None = None
-    stop_regex: StopStrings | None = None
+    stop_regex: StopPatterns | None = None
     stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -159,7 +161,6 @@ class SamplingFields(KnownOpenAI, kw_only=True, forbid_unknown_fields=True):
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             logit_bias=self._logit_bias(),
-            seed=self._seed(),
             stop=_several(self.stop),
             stop_regex=stop_regex,
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -174,11 +175,6 @@ class SamplingFields(KnownOpenAI, kw_only=True, forbid_unknown_fields=True):
                     f"logit_bias keys must be token ids written as strings, got {key[:40]!r}", param="logit_bias"
                 )
         return {int(key): value for key, value in (self.logit_bias or {}).items()}
-
-    def _seed(self) -> int | None:
-        if None not in (self.seed, self.sampling_seed) and self.seed != self.sampling_seed:
-            raise InvalidRequestError("seed and sampling_seed differ; give one of them", param="sampling_seed")
-        return self.sampling_seed if self.seed is None else self.seed
 
 
 def _several(texts: str | list[str] | None) -> tuple[str, ...]:
@@ -246,6 +242,10 @@ MESSAGE = {
     "required": ["role"],
     "anyOf": [_NO_TEXT, _SOME_TEXT],
 }
+_SAYS_SOMETHING = {"properties": {"content": {"type": "string", "minLength": 1}}, "required": ["content"]}
+# It is the last message that goes on; a schema can only speak of all.
+_GOES_ON = {"add_generation_prompt": {"enum": [None, False]}, "messages": {"items": _SAYS_SOMETHING}}
+CONTINUED = {"anyOf": [{"properties": {"continue_final_message": {"enum": [None, False]}}}, {"properties": _GOES_ON}]}
 Messages = Annotated[list[dict[str, Any]], described({"type": "array", "items": MESSAGE, "minItems": 1})]
 TemplateArguments = Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=fitted("template_arguments"))]
 Documents = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=fitted("documents"))]
@@ -253,6 +253,12 @@ Documents = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=fitte
 
 class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """The body of `/v1/chat/completions`. No parser takes reasoning apart here: it is not separated nor held back."""
+
+    conditions: ClassVar[tuple[dict[str, Any], ...]] = (
+        *SamplingFields.conditions,
+        needs("top_logprobs", [None, 0], "logprobs"),
+        CONTINUED,
+    )
 
     messages: Messages
     max_completion_tokens: TokenLimit | None = None
@@ -290,12 +296,10 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     return_meta_info: NullOrFalse = None
 
     def output_limit(self) -> int | None:
-        """`max_completion_tokens`, or its older name; None when neither is given."""
-        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise InvalidRequestError(
-                "max_tokens and max_completion_tokens differ; give one of them", param="max_completion_tokens"
-            )
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        """The smaller of `max_completion_tokens` and its older name; None when neither is given."""
+        return min(
+            (limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None), default=None
+        )
 
     def num_logprobs(self) -> int | None:
         """Alternatives wanted beside each token, None when no log probabilities are."""
