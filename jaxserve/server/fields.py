@@ -91,7 +91,7 @@ TokenIdHere = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": 2*
 TokenLimit = Annotated[int, Meta(ge=0, extra_json_schema=fitted("token_count"))]
 Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY, extra_json_schema=fitted("priority"))]
 StopStrings = Text | Annotated[list[Text], Meta(max_length=MAX_STOP_STRINGS)]
-_Pattern = Annotated[str, Meta(min_length=1, max_length=1024, extra_json_schema={"format": "regex"})]
+_Pattern = Annotated[str, Meta(min_length=1, max_length=512, extra_json_schema={"format": "regex"})]
 StopPatterns = _Pattern | Annotated[list[_Pattern], Meta(max_length=MAX_STOP_STRINGS)]
 StopIds = Annotated[list[TokenIdHere], Meta(max_length=MAX_STOP_IDS, extra_json_schema=fitted("stop_ids"))]
 # Errors of keys and values name them best where they are used.

@@ -6,7 +6,7 @@ Never submits anything; long texts are tokenized on the serving's threads, as th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxserve.api_types import EngineInfo, EngineRequest, SamplingParams
 from jaxserve.errors import InvalidRequestError
@@ -26,7 +26,12 @@ async def encode(serving: Serving, loaded: Loaded, texts: list[str], *, add_spec
     def work() -> list[list[int]]:
         return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
-    if sum(map(len, texts)) <= _SHORT_TEXT:
+    return await off_loop(serving, sum(map(len, texts)), work)
+
+
+async def off_loop[T](serving: Serving, size: int, work: Callable[[], T]) -> T:
+    """Does work on so many characters or ids: at once, or where that takes long on a thread."""
+    if size <= _SHORT_TEXT:
         return work()
     return await asyncio.get_running_loop().run_in_executor(serving.tokenizing, work)
 

@@ -76,12 +76,12 @@ def _check_priority(priority: int, info: EngineInfo) -> None:
 def _stop_ids(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
     check_ids(sampling.stop_token_ids, vocab_size, param="stop_token_ids")
     check_ids(tuple(sampling.logit_bias), vocab_size, param="logit_bias")
-    own = () if sampling.ignore_eos else tokenizer.eos_ids
-    stop_ids = tuple(dict.fromkeys((*own, *sampling.stop_token_ids)))
-    if len(stop_ids) > MAX_STOP_IDS:
+    own = tokenizer.eos_ids
+    total = len(own) + len(sampling.stop_token_ids)
+    if total > MAX_STOP_IDS:
         raise InvalidRequestError(
-            f"stop_token_ids and the model's own {len(own)} end tokens make {len(stop_ids)}; "
+            f"stop_token_ids and the model's own {len(own)} end tokens make {total}; "
             f"at most {MAX_STOP_IDS} are supported",
             param="stop_token_ids",
         )
-    return stop_ids
+    return tuple(dict.fromkeys((*(() if sampling.ignore_eos else own), *sampling.stop_token_ids)))

@@ -16,7 +16,7 @@ from jaxserve.server.openai.chunks import Chunks
 from jaxserve.server.openai.logprobs import completion_logprobs, extend, prompt_logprobs, prompt_offsets
 from jaxserve.server.openai.protocol import CompletionRequest
 from jaxserve.server.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, total_usage
-from jaxserve.server.prompts import check_number, check_prompt, encode, engine_requests, output_limit
+from jaxserve.server.prompts import check_number, check_prompt, encode, engine_requests, off_loop, output_limit
 from jaxserve.server.serving import Loaded, Serving
 from jaxserve.server.sse import DONE, EventStream
 from jaxserve.text.output import OutputDelta
@@ -84,14 +84,17 @@ async def _prompts(
     if not request.echo:
         return ids, [""] * len(ids), [[]] * len(ids)
     tokenizer, skip = loaded.tokenizer, request.skip_special_tokens is not False
-    echoed = texts or [tokenizer.decode(prompt, skip_special_tokens=skip) for prompt in ids]
-    if request.logprobs is None:
-        offsets: list[list[int]] = [[]] * len(ids)
-    elif texts:
-        add = request.add_special_tokens is not False
-        offsets = [tokenizer.text_offsets(text, add_special_tokens=add) for text in texts]
-    else:
-        offsets = [prompt_offsets(tokenizer, prompt, skip_special_tokens=skip) for prompt in ids]
+
+    def echo() -> tuple[list[str], list[list[int]]]:
+        echoed = texts or [tokenizer.decode(prompt, skip_special_tokens=skip) for prompt in ids]
+        if request.logprobs is None:
+            return echoed, [[]] * len(ids)
+        if texts:
+            add = request.add_special_tokens is not False
+            return echoed, [tokenizer.text_offsets(text, add_special_tokens=add) for text in texts]
+        return echoed, [prompt_offsets(tokenizer, prompt, skip_special_tokens=skip) for prompt in ids]
+
+    echoed, offsets = await off_loop(serving, sum(map(len, texts or ids)), echo)
     return ids, echoed, offsets
 
 
