@@ -15,13 +15,13 @@ from msgspec import Meta
 
 from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from jaxserve.errors import InvalidRequestError
+from jaxserve.text.requests import MAX_PRIORITY
 
 MAX_SEQUENCES = 2048
 MAX_STOP_STRINGS = 16
-MAX_PRIORITY = 2**31 - 1
 TOKEN_KEY = "^(0|[1-9][0-9]{0,9})$"
 
-# Keys of a schema node that `openapi.py` replaces: by the node itself, and by bounds of the loaded model.
+# Keys of a schema's node that `schemas.py` replaces: by the node itself, and by bounds of what is served.
 DESCRIBED, FITTED = "x-described", "x-fitted"
 
 type Fitted = Literal[
