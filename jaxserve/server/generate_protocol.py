@@ -100,8 +100,8 @@ class GenerateRequest(KnownGenerate, kw_only=True, forbid_unknown_fields=True):
     )
 
     model: ModelName | None = None
-    text: Annotated[str | list[str] | None, prompts(PROMPT_TEXT)] = None
-    input_ids: Annotated[list[int | list[int]] | None, prompts(PROMPT_IDS)] = None
+    text: Annotated[str | list[str], prompts(PROMPT_TEXT)] | None = None
+    input_ids: Annotated[list[int | list[int]], prompts(PROMPT_IDS)] | None = None
     sampling_params: (
         GenerateSampling
         | Annotated[list[GenerateSampling], msgspec.Meta(min_length=1, max_length=MAX_SEQUENCES)]

@@ -59,6 +59,15 @@ async def test_required_parts_of_openapi_31(document: dict[str, Any]):
             assert names == {part[1:-1] for part in path.split("/") if part.startswith("{")}
 
 
+async def test_every_field_that_may_be_left_out_may_be_null(document: dict[str, Any]):
+    schemas = document["components"]["schemas"]
+    for name in ("CompletionRequest", "ChatRequest", "GenerateRequest", "GenerateSampling", "TokenizeRequest"):
+        for field, schema in schemas[name]["properties"].items():
+            if field not in schemas[name]["required"] and ("enum" in schema or "anyOf" in schema or "type" in schema):
+                choices = [*schema.get("enum", ()), *(one.get("type") for one in schema.get("anyOf", ()))]
+                assert None in choices or "null" in choices, (name, field)
+
+
 async def test_fields_are_described(document: dict[str, Any]):
     schemas = document["components"]["schemas"]
     assert "prompt" in schemas["CompletionRequest"]["required"]
