@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import enum
 import math
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from jaxserve.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_IDS = 16
+
+# Steps are counted by how many tokens they computed, up to each of these and beyond: vLLM's buckets.
+STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class FinishReason(enum.StrEnum):
@@ -26,66 +31,76 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+# What a field may hold. The server decodes by these types and puts them into its schema; `SamplingParams` checks them.
+TokenCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
+TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
+TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+MinP = Annotated[float, Meta(ge=0.0, le=1.0)]
+RepetitionPenalty = Annotated[float, Meta(gt=0.0, le=100.0)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+NumSamples = Annotated[int, Meta(ge=1, le=128)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+_BIAS, _TOKEN_ID = Meta(ge=-100.0, le=100.0), Meta(ge=0, le=2**31 - 1)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the tokens of one request are chosen. Raises `InvalidRequestError` naming the field that is out of range.
 
     `temperature` 0 is greedy. `top_k` 0 or -1 means all. `logprobs` and `prompt_logprobs` count the alternatives wanted
     beside each token (0 to 20), `None` none at all. Log probabilities are those of the model, before penalties,
     temperature and truncation. The randomness of a request depends on `seed`, the sample and the position alone.
+    `stop_regex` are patterns that end the output as `stop` strings do.
     """
 
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    max_tokens: TokenCount = 16
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
     logit_bias: dict[int, float] = {}
-    min_tokens: int = 0
-    seed: int | None = None
+    min_tokens: TokenCount = 0
+    seed: Seed | None = None
     stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    n: int = 1
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    n: NumSamples = 1
+    logprobs: NumLogprobs | None = None
+    prompt_logprobs: NumLogprobs | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        _in_range("max_tokens", self.max_tokens, 0, 2**31 - 1)
-        _in_range("temperature", self.temperature, 0.0, 100.0)
-        _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _in_range("top_k", self.top_k, -1, 2**31 - 1)
-        _in_range("min_p", self.min_p, 0.0, 1.0)
-        _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _in_range("min_tokens", self.min_tokens, 0, max(self.max_tokens, 0))
-        _in_range("n", self.n, 1, 128)
-        if self.seed is not None:
-            _in_range("seed", self.seed, -(2**63), 2**64 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
+        for name, bounds in _BOUNDS.items():
             value = getattr(self, name)
             if value is not None:
-                _in_range(name, value, 0, MAX_LOGPROBS)
+                _in_range(name, value, bounds)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens must be in [0, {self.max_tokens}], the most tokens there may be, got {self.min_tokens}",
+                param="min_tokens",
+            )
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequestError(
                 f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are supported",
                 param="logit_bias",
             )
         for token, bias in self.logit_bias.items():
-            _in_range("logit_bias", bias, -100.0, 100.0)
-            _in_range("logit_bias", token, 0, 2**31 - 1)
+            _in_range("logit_bias", bias, _BIAS)
+            _in_range("logit_bias", token, _TOKEN_ID)
         if len(self.stop_token_ids) > MAX_STOP_IDS:
             raise InvalidRequestError(
                 f"stop_token_ids has {len(self.stop_token_ids)} entries; at most {MAX_STOP_IDS} are supported",
                 param="stop_token_ids",
             )
-        if any(not s for s in self.stop):
-            raise InvalidRequestError("stop must not hold an empty string", param="stop")
+        for name in ("stop", "stop_regex"):
+            if not all(getattr(self, name)):
+                raise InvalidRequestError(f"{name} must not hold an empty string", param=name)
 
     @property
     def greedy(self) -> bool:
@@ -104,10 +119,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
-def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    below = value <= low if open_low else value < low
+def _bounds_of(hint: object) -> Meta | None:
+    found = [*getattr(hint, "__metadata__", ())]
+    for part in getattr(hint, "__args__", ()):
+        found += getattr(part, "__metadata__", ())
+    return next((meta for meta in found if isinstance(meta, Meta)), None)
+
+
+_BOUNDS = {
+    field.name: bounds
+    for field in msgspec.structs.fields(SamplingParams)
+    if (bounds := _bounds_of(field.type)) is not None
+}
+
+
+def _in_range(name: str, value: float, bounds: Meta) -> None:
+    low, high = bounds.gt if bounds.ge is None else bounds.ge, bounds.le
+    assert low is not None
+    assert high is not None
+    below = value < low or value == bounds.gt
     if isinstance(value, bool) or not math.isfinite(value) or below or value > high:
-        left = "(" if open_low else "["
+        left = "(" if bounds.ge is None else "["
         raise InvalidRequestError(f"{name} must be in {left}{low}, {high}], got {value}", param=name)
 
 
@@ -221,8 +253,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     `decode_bucket_rows` rows of the decode programs that ran were live, and `mixed_tokens` of `mixed_bucket_tokens`
     tokens of the mixed ones: the rest was padding. `coarse_decode_steps` of `decode_steps` ran beyond the finely spaced
     programs (`cuda graph: False` in the log). Of `num_preemptions` requests that were sent back to the queue,
-    `num_retractions` were for want of KV cache, the others for a higher priority. Only in a reading that was asked for:
-    how many decode steps had so many rows, and what the audit of the books found.
+    `num_retractions` were for want of KV cache, the others for a higher priority. All steps together computed
+    `step_tokens`; `steps_by_tokens` counts the steps of so many, for each of `STEP_TOKEN_BUCKETS` and for more. Only in
+    a reading that was asked for: how many decode steps had so many rows, and what the audit of the books found.
     """
 
     num_running: int = 0
@@ -250,6 +283,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     decode_bucket_rows: int = 0
     mixed_tokens: int = 0
     mixed_bucket_tokens: int = 0
+    step_tokens: int = 0
+    steps_by_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKEN_BUCKETS) + 1)
     compiles_after_ready: int = 0
     integrity_errors: tuple[str, ...] = ()
     decode_steps_by_rows: dict[int, int] = {}

@@ -47,6 +47,7 @@ def merged_stats(readings: Sequence[EngineStats]) -> EngineStats:
         **sums,
         token_usage=1.0 - available / num_pages if num_pages else 0.0,
         new_token_ratio=sum(reading.new_token_ratio for reading in readings) / len(readings),
+        steps_by_tokens=tuple(map(sum, zip(*(reading.steps_by_tokens for reading in readings), strict=True))),
         integrity_errors=_named(reading.integrity_errors for reading in readings),
         decode_steps_by_rows=dict(sum((Counter(reading.decode_steps_by_rows) for reading in readings), Counter())),
     )

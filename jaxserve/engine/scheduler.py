@@ -143,7 +143,7 @@ class Scheduler:
             self._ratio.decode_step()
         if plan.opens:
             self._tally.started(requests[-len(plan.opens) :], self._clock())
-        self._tally.padding.count(plan)
+        self._tally.planned(plan)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:

@@ -5,13 +5,14 @@ It owns the totals since the start; the sizes of the moment it asks of those tha
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable
 
-from jaxserve.api_types import EngineStats
+from jaxserve.api_types import STEP_TOKEN_BUCKETS, EngineStats
 from jaxserve.engine.padding import PaddingCount
 from jaxserve.engine.request import Request
 from jaxserve.engine.roster import Roster
-from jaxserve.step_plan import Capacity
+from jaxserve.step_plan import Capacity, StepPlan
 
 
 class Tally:
@@ -26,11 +27,21 @@ class Tally:
         self.generation_tokens = 0
         self.cache_query_tokens = 0
         self.cache_hit_tokens = 0
+        self.step_tokens = 0
+        self._steps_by_tokens = [0] * (len(STEP_TOKEN_BUCKETS) + 1)
 
     @property
     def num_preemptions(self) -> int:
         """Running requests sent back to the queue, for whatever reason."""
         return self.num_retractions + self.num_priority_preemptions
+
+    def planned(self, plan: StepPlan) -> None:
+        """A step is to run."""
+        self.padding.count(plan)
+        decodes = plan.num_decodes
+        num_tokens = decodes + sum(chunk.length for chunk in plan.chunks[decodes:])
+        self.step_tokens += num_tokens
+        self._steps_by_tokens[bisect.bisect_left(STEP_TOKEN_BUCKETS, num_tokens)] += 1
 
     def started(self, requests: Iterable[Request], now: float) -> None:
         """Of those that start for the first time: how long they waited, and what the cache had of their prompts."""
@@ -72,4 +83,6 @@ class Tally:
             decode_bucket_rows=padding.decode_bucket_rows,
             mixed_tokens=padding.mixed_tokens,
             mixed_bucket_tokens=padding.mixed_bucket_tokens,
+            step_tokens=self.step_tokens,
+            steps_by_tokens=tuple(self._steps_by_tokens),
         )

@@ -5,17 +5,18 @@ Owns their names: vLLM's and SGLang's where they have one, both where they diffe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from jaxserve.api_types import EngineInfo, EngineStats
+from jaxserve.api_types import STEP_TOKEN_BUCKETS, EngineInfo, EngineStats
 from jaxserve.observability.throughput import Throughput
 
 PREFIX = "jaxserve:"
 
 type Reading = tuple[EngineInfo, EngineStats]
-type Family = GaugeMetricFamily | CounterMetricFamily
+type Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
 
 _NOTHING = EngineInfo(
     max_model_len=0,
@@ -141,9 +142,17 @@ _COUNTERS: tuple[tuple[tuple[str, ...], str, Callable[[EngineInfo, EngineStats],
 
 
 class EngineCollector:
-    """`reading` gives what the engine is and how it stands, None while there is none."""
+    """`reading` gives what the engine is and how it stands, None while there is none; `cache_config` are the settings
+    of the KV cache to be told beside its sizes."""
 
-    def __init__(self, model_name: str, reading: Callable[[], Reading | None], throughput: Throughput) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        reading: Callable[[], Reading | None],
+        throughput: Throughput,
+        cache_config: Mapping[str, str],
+    ) -> None:
+        self._cache_config = cache_config
         self._model_name = model_name
         self._reading = reading
         self._throughput = throughput
@@ -162,7 +171,10 @@ class EngineCollector:
         text = "Prompt tokens processed a second, over the last 10 s"
         yield self._gauge("avg_prompt_throughput_toks_per_s", text, self._throughput.prompt())
         yield from self._labelled(stats)
-        yield self._info(info)
+        yield self._info("engine_info", "What is served, always 1", _engine_labels(info))
+        text = "Sizes and settings of the KV cache, always 1"
+        yield self._info("cache_config_info", text, _cache_labels(info) | dict(self._cache_config))
+        yield self._step_tokens(stats)
 
     def _labelled(self, s: EngineStats) -> Iterator[Family]:
         waiting = {"capacity": s.num_waiting - s.num_deferred, "deferred": s.num_deferred}
@@ -181,17 +193,16 @@ class EngineCollector:
         text = "Share of those rows, and tokens, that were put to use so far, 0 to 1"
         yield self._gauges("bucket_occupancy", text, "kind", shares)
 
-    def _info(self, info: EngineInfo) -> Family:
-        labels = {
-            "schedule_policy": info.schedule_policy,
-            "page_size": str(info.page_size),
-            "chunked_prefill_size": str(info.chunked_prefill_size),
-            "max_model_len": str(info.max_model_len),
-            "device": info.device,
-            "dtype": info.dtype,
-            "attention_backend": info.attention_backend,
-        }
-        family = GaugeMetricFamily(f"{PREFIX}engine_info", "What is served, always 1", labels=["model_name", *labels])
+    def _step_tokens(self, s: EngineStats) -> Family:
+        text = "Tokens that a step of the engine computed, of prompts and outputs"
+        family = HistogramMetricFamily(f"{PREFIX}iteration_tokens_total", text, labels=["model_name"])
+        bounds = [*(f"{bound}.0" for bound in STEP_TOKEN_BUCKETS), "+Inf"]
+        counts = itertools.accumulate(s.steps_by_tokens)
+        family.add_metric([self._model_name], list(zip(bounds, counts, strict=True)), s.step_tokens)
+        return family
+
+    def _info(self, name: str, text: str, labels: Mapping[str, str]) -> Family:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name", *labels])
         family.add_metric([self._model_name, *labels.values()], 1.0)
         return family
 
@@ -220,3 +231,25 @@ class EngineCollector:
 
 def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
+
+
+def _engine_labels(info: EngineInfo) -> dict[str, str]:
+    return {
+        "schedule_policy": info.schedule_policy,
+        "page_size": str(info.page_size),
+        "chunked_prefill_size": str(info.chunked_prefill_size),
+        "max_model_len": str(info.max_model_len),
+        "device": info.device,
+        "dtype": info.dtype,
+        "attention_backend": info.attention_backend,
+    }
+
+
+def _cache_labels(info: EngineInfo) -> dict[str, str]:
+    """Under vLLM's names, by which autoscalers and routers find the capacity."""
+    return {
+        "block_size": str(info.page_size),
+        "num_gpu_blocks": str(info.num_pages),
+        "kv_cache_size_tokens": str(info.max_total_num_tokens),
+        "kv_cache_max_concurrency": f"{_share(info.max_total_num_tokens, info.max_model_len):g}",
+    }

@@ -7,13 +7,13 @@ client's wait is. Nothing global: two servers in one process have two registries
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 
-from jaxserve.api_types import FinishReason
+from jaxserve.api_types import EngineRequest, FinishReason
 from jaxserve.observability.engine_metrics import PREFIX, EngineCollector, Reading
 from jaxserve.observability.throughput import Throughput
 
@@ -31,6 +31,7 @@ E2E_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+N_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 TOKEN_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
 # Names that the same histogram also has in other engines' dashboards.
@@ -41,13 +42,16 @@ _ALSO = {
 
 
 class Metrics:
-    """The metrics of one server. `reading` gives the engine's latest, or None while there is no engine."""
+    """The metrics of one server. `reading` gives the engine's latest, or None while there is no engine; `cache_config`
+    are settings of the KV cache for `cache_config_info`."""
 
-    def __init__(self, model_name: str, reading: Callable[[], Reading | None]) -> None:
+    def __init__(
+        self, model_name: str, reading: Callable[[], Reading | None], cache_config: Mapping[str, str] | None = None
+    ) -> None:
         self.registry = CollectorRegistry()
         self._reading = reading
         self._throughput = Throughput()
-        self.registry.register(EngineCollector(model_name, reading, self._throughput))
+        self.registry.register(EngineCollector(model_name, reading, self._throughput, cache_config or {}))
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             family = Histogram(PREFIX + name, text, ["model_name"], buckets=buckets, registry=self.registry)
@@ -69,6 +73,8 @@ class Metrics:
         )
         self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS)
         self.generation_tokens = histogram("request_generation_tokens", "Tokens generated for a request", TOKEN_BUCKETS)
+        self.max_tokens = histogram("request_params_max_tokens", "max_tokens of a sequence", TOKEN_BUCKETS)
+        self.n = histogram("request_params_n", "Samples asked for of a prompt", N_BUCKETS)
         finished = Counter(
             f"{PREFIX}request_success",
             "Sequences that ended, by the reason why",
@@ -77,9 +83,14 @@ class Metrics:
         )
         self.finished = {reason: finished.labels(model_name, reason.value) for reason in FinishReason}
 
-    def clock(self, arrival: float, prompt_tokens: int) -> SequenceClock:
+    def clock(self, arrival: float, request: EngineRequest) -> SequenceClock:
         """The times of one sequence that is submitted now and whose request came at `arrival` (`perf_counter()`)."""
-        return SequenceClock(self, arrival, prompt_tokens)
+        return SequenceClock(self, arrival, request)
+
+    @property
+    def generation_throughput(self) -> float:
+        """Tokens generated a second, of late."""
+        return self._throughput.generation()
 
     def tick(self) -> None:
         """To be called about once a second: throughputs are differences of readings."""
@@ -99,14 +110,14 @@ class SequenceClock:
 
     __slots__ = (
         *("_arrival", "_ended", "_first", "_last", "_metrics", "_num_tokens"),
-        *("_prompt_tokens", "_started", "_submitted"),
+        *("_request", "_started", "_submitted"),
     )
 
-    def __init__(self, metrics: Metrics, arrival: float, prompt_tokens: int) -> None:
+    def __init__(self, metrics: Metrics, arrival: float, request: EngineRequest) -> None:
         self._metrics = metrics
         self._arrival = arrival
         self._submitted = time.perf_counter()
-        self._prompt_tokens = prompt_tokens
+        self._request = request
         self._num_tokens = 0
         self._started: float | None = None
         self._first: float | None = None
@@ -142,7 +153,11 @@ class SequenceClock:
         metrics = self._metrics
         metrics.finished[reason].inc()
         metrics.e2e.observe(time.perf_counter() - self._arrival)
-        metrics.prompt_tokens.observe(self._prompt_tokens)
+        request = self._request
+        metrics.prompt_tokens.observe(len(request.prompt_ids))
+        metrics.max_tokens.observe(request.sampling.max_tokens)
+        if request.sample == 0:
+            metrics.n.observe(request.sampling.n)
         metrics.generation_tokens.observe(self._num_tokens)
         if self._first is None:
             return

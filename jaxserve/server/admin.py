@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import uuid
 from typing import Any
 
 import msgspec
 
 import jaxserve
-from jaxserve.api_types import EngineStats
-from jaxserve.errors import JaxserveError
+from jaxserve.api_types import EngineRequest, EngineStats, FinishReason, SamplingParams
+from jaxserve.errors import JaxserveError, QueueFullError
 from jaxserve.observability.metrics import CONTENT_TYPE
-from jaxserve.server.errors import UnavailableError
+from jaxserve.server.errors import UnavailableError, failure_of
 from jaxserve.server.http import Exchange
 from jaxserve.server.serving import Loaded, Serving
 
@@ -18,6 +20,10 @@ from jaxserve.server.serving import Loaded, Serving
 _STATS_TIMEOUT = 2.0
 # A flush waits for the step that runs, which may be a long one.
 _FLUSH_TIMEOUT = 30.0
+# SGLang's limit; a token that waits behind long prompts may take seconds.
+_GENERATE_TIMEOUT = 20.0
+# How often to look whether an engine that takes no more requests generates for others.
+_LOOK_SECONDS = 0.1
 
 
 async def health(serving: Serving, exchange: Exchange) -> None:
@@ -29,6 +35,37 @@ async def health(serving: Serving, exchange: Exchange) -> None:
         phase = serving.phase
         status = "ok" if phase == "ready" else phase
         await exchange.respond({"status": status}, status=503 if phase == "starting" else 200)
+
+
+async def health_generate(serving: Serving, exchange: Exchange) -> None:
+    """200 once the engine has generated a token: for this request, or, where that has to wait, for another."""
+    loaded = serving.require()
+    before = loaded.engine.stats.generation_tokens
+    try:
+        async with asyncio.timeout(_GENERATE_TIMEOUT):
+            await _one_token(loaded)
+    except TimeoutError as error:
+        if loaded.engine.stats.generation_tokens == before:
+            raise UnavailableError(f"The engine has generated no token within {_GENERATE_TIMEOUT:g} s") from error
+    await exchange.respond({"status": "ok"})
+
+
+async def _one_token(loaded: Loaded) -> None:
+    """Returns when the engine has generated a token, of this or of another request."""
+    name = f"health-{uuid.uuid4().hex}"
+    prompt = [loaded.tokenizer.bos_id or 0]
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    request = EngineRequest(request_id=name, group_id=name, prompt_ids=prompt, sampling=sampling)
+    before = loaded.engine.stats.generation_tokens
+    try:
+        async for event in loaded.engine.submit(request):
+            if event.finish_reason is FinishReason.ERROR:
+                raise failure_of(event.error or "", engine_dead=loaded.engine.on_death.done())
+    except QueueFullError:
+        while loaded.engine.stats.generation_tokens == before:
+            await asyncio.sleep(_LOOK_SECONDS)
+    finally:
+        loaded.engine.abort([name])
 
 
 async def ready(serving: Serving, exchange: Exchange) -> None:
@@ -51,13 +88,24 @@ async def metrics(serving: Serving, exchange: Exchange) -> None:
 
 
 async def server_info(serving: Serving, exchange: Exchange) -> None:
-    """All there is to know of the server: versions, settings, the engine, its statistics and their integrity."""
+    """All there is to know of the server: versions, settings, the engine, its statistics and their integrity.
+
+    Its first keys are SGLang's, by which gateways and benchmarks learn what a worker is.
+    """
     config = msgspec.to_builtins(serving.config)
     if serving.config.api_key is not None:
         config["api_key"] = "***"
+    parallel = serving.engine_config
     info: dict[str, Any] = {
         "version": jaxserve.__version__,
         "model": serving.model_name,
+        **_paths(serving),
+        "served_model_name": serving.model_name,
+        "weight_version": "default",
+        "is_embedding": False,
+        "disaggregation_mode": "null",
+        "tp_size": parallel.tp_size,
+        "dp_size": parallel.dp_size,
         "phase": serving.phase,
         "unhealthy": serving.unhealthy,
         "open_requests": serving.num_open,
@@ -75,10 +123,27 @@ async def server_info(serving: Serving, exchange: Exchange) -> None:
             "max_total_num_tokens": engine.info.max_total_num_tokens,
         }
         fresh = await _fresh_stats(loaded)
+        info["context_length"] = engine.info.max_model_len
+        info["max_total_tokens"] = engine.info.max_total_num_tokens
+        info["max_running_requests"] = engine.info.max_running_requests
+        info["internal_states"] = [{"last_gen_throughput": serving.metrics.generation_throughput}]
         info["replicas"] = engine.replicas
         info["stats"] = fresh or engine.stats
         info["stats_are_fresh"] = fresh is not None
     await exchange.respond(info)
+
+
+async def model_info(serving: Serving, exchange: Exchange) -> None:
+    """What is served, under SGLang's keys."""
+    understands = {"has_image_understanding": False, "has_audio_understanding": False}
+    own = {"is_generation": True, "preferred_sampling_params": None, "weight_version": "default", **understands}
+    await exchange.respond({**_paths(serving), "served_model_name": serving.model_name, **own})
+
+
+def _paths(serving: Serving) -> dict[str, str]:
+    """The tokenizer comes with the model, always."""
+    model = serving.engine_config.model
+    return {"model_path": model, "tokenizer_path": model}
 
 
 async def flush_cache(serving: Serving, exchange: Exchange) -> None:

@@ -50,10 +50,14 @@ def make_app(serving: Serving) -> Router:
     """The ASGI application that serves `serving`, in whatever phase that is."""
     operations = [operation for operation, _ in (*_BODILESS, *_POSTS)]
     operations.append(Operation("GET", "/openapi.json", "This document"))
-    specification = msgspec.Raw(document(operations, with_key=serving.config.api_key is not None))
+    # By whether the model is loaded: then more is known of what requests may hold.
+    documents: dict[bool, msgspec.Raw] = {}
 
     async def openapi(serving: Serving, exchange: Exchange) -> None:
-        await exchange.respond(specification)
+        is_loaded = serving.loaded is not None
+        if is_loaded not in documents:
+            documents[is_loaded] = msgspec.Raw(document(operations, serving))
+        await exchange.respond(documents[is_loaded])
 
     routes = [Route("/openapi.json", Bodiless(serving, openapi), methods=["GET"])]
     for path, handle_bodiless in {item.path: handle for item, handle in _BODILESS}.items():
@@ -72,8 +76,15 @@ _FLUSH = "Empty the prefix cache"
 _BODILESS: tuple[tuple[Operation, BodilessHandler], ...] = (
     (Operation("GET", "/health", "Whether the engine makes progress"), admin.health),
     (Operation("GET", "/ready", "Whether new requests are taken"), admin.ready),
+    (
+        Operation("GET", "/health_generate", "Whether the engine generates: one token, within 20 s"),
+        admin.health_generate,
+    ),
     (Operation("GET", "/version", "The version of jaxserve"), admin.version),
     (Operation("GET", "/server_info", "Settings, engine, statistics and their integrity"), admin.server_info),
+    (Operation("GET", "/get_server_info", "The same, under SGLang's older name"), admin.server_info),
+    (Operation("GET", "/model_info", "What is served, under SGLang's keys"), admin.model_info),
+    (Operation("GET", "/get_model_info", "The same, under SGLang's older name"), admin.model_info),
     (Operation("GET", "/metrics", "Prometheus metrics", content_type="text/plain"), admin.metrics),
     (Operation("GET", "/v1/models", "Models served", response=responses.ModelList), models.list_models),
     (Operation("GET", "/v1/models/{model:path}", "One model", response=responses.ModelCard), models.get_model),
@@ -120,7 +131,11 @@ _POSTS: tuple[tuple[Operation, PostHandler], ...] = (
     ),
     (
         Operation(
-            "POST", "/abort_request", "End an open request", body=native.AbortRequest, response=native.AbortResponse
+            "POST",
+            "/abort_request",
+            "End an open request, or all",
+            body=native.AbortRequest,
+            response=native.AbortResponse,
         ),
         native.abort_request,
     ),

@@ -15,7 +15,7 @@ import msgspec
 from jaxserve.api_types import FinishReason, SamplingParams, TokenLogprobs
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.errors import to_http
-from jaxserve.server.generate_protocol import GenerateOutput, GenerateRequest, MetaInfo
+from jaxserve.server.generate_protocol import GenerateOutput, GenerateRequest, GenerateSampling, MetaInfo
 from jaxserve.server.generation import Generation
 from jaxserve.server.http import Exchange
 from jaxserve.server.prompts import check_number, check_prompt, encode, engine_requests, output_limit
@@ -57,7 +57,18 @@ async def generate(serving: Serving, exchange: Exchange, request: GenerateReques
     name = "text" if request.input_ids is None else "input_ids"
     for prompt in prompts:
         check_prompt(prompt, loaded.engine.info, param=name)
-    samplings = [_sampling(loaded, request, prompt, name) for prompt in prompts]
+    if isinstance(request.sampling_params, list) and len(request.sampling_params) != len(prompts):
+        raise InvalidRequestError(
+            f"sampling_params has {len(request.sampling_params)} entries for {len(prompts)} prompts",
+            param="sampling_params",
+        )
+    asked = list(request.samplings.items())
+    if len(asked) == 1:
+        asked *= len(prompts)
+    samplings = [
+        _sampling(loaded, request, where, one, prompt, name)
+        for (where, one), prompt in zip(asked, prompts, strict=True)
+    ]
     response_id = request.rid or uuid.uuid4().hex
     # A client's own id may be open already; the engine's never is.
     requests = engine_requests(
@@ -82,7 +93,7 @@ async def _prompts(serving: Serving, loaded: Loaded, request: GenerateRequest) -
     """The ids of each prompt, and whether they came as a list."""
     if (request.text is None) == (request.input_ids is None):
         raise InvalidRequestError("Give one of text and input_ids", param="text")
-    n = request.sampling_params.n
+    n = _number(request)
     if request.text is not None:
         texts = [request.text] if isinstance(request.text, str) else request.text
         if not texts:
@@ -97,13 +108,22 @@ async def _prompts(serving: Serving, loaded: Loaded, request: GenerateRequest) -
     return (several, True) if several else ([[item for item in ids if isinstance(item, int)]], False)
 
 
-def _sampling(loaded: Loaded, request: GenerateRequest, prompt: list[int], name: str) -> SamplingParams:
-    asked = request.sampling_params.max_new_tokens
-    limit = output_limit(len(prompt), asked, DEFAULT_MAX_TOKENS, loaded.engine.info, param=name)
+def _number(request: GenerateRequest) -> int | None:
+    """How many samples of each prompt are asked for: of all of them the same, as in SGLang."""
+    numbers = {sampling.n for sampling in request.samplings.values()}
+    if len(numbers) > 1:
+        raise InvalidRequestError("n must be the same in all of sampling_params", param="sampling_params")
+    return numbers.pop()
+
+
+def _sampling(
+    loaded: Loaded, request: GenerateRequest, where: str, asked: GenerateSampling, prompt: list[int], name: str
+) -> SamplingParams:
+    default = max(DEFAULT_MAX_TOKENS, asked.min_new_tokens or 0)
+    limit = output_limit(len(prompt), asked.max_new_tokens, default, loaded.engine.info, param=name)
     logprobs = (request.top_logprobs_num or 0) if request.return_logprob else None
-    return request.sampling_params.sampling(
-        max_tokens=limit, logprobs=logprobs, prompt_logprobs=None if request.first_logprob is None else logprobs
-    )
+    prompt_logprobs = None if request.first_logprob is None else logprobs
+    return asked.sampling(where, max_tokens=limit, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
 
 class _Answer:
@@ -193,8 +213,7 @@ def _finish_reason(output: _Output) -> dict[str, Any] | None:
         return None
     match last.finish_reason:
         case FinishReason.STOP:
-            matched = output.token_ids[-1] if last.stop_reason is None else last.stop_reason
-            return {"type": "stop", "matched": matched}
+            return {"type": "stop", "matched": last.matched_stop}
         case FinishReason.LENGTH:
             return {"type": "length", "length": len(output.token_ids)}
         case other:

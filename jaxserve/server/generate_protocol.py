@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from jaxserve.api_types import SamplingParams
+from jaxserve.api_types import (
+    MinP,
+    NumLogprobs,
+    NumSamples,
+    Penalty,
+    RepetitionPenalty,
+    SamplingParams,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+)
 from jaxserve.errors import InvalidRequestError
-from jaxserve.server.openai.protocol import SamplingFields, check_logprobs
+from jaxserve.server.fields import (
+    MAX_SEQUENCES,
+    LogitBias,
+    ModelName,
+    Name,
+    Priority,
+    StopIds,
+    StopPatterns,
+    StopStrings,
+    Text,
+    TokenLimit,
+    needs,
+    one_of,
+    refuse_asking,
+)
+from jaxserve.server.known_fields import KnownGenerate, KnownSampling
+from jaxserve.server.openai.protocol import PROMPT_IDS, PROMPT_TEXT, SamplingFields, prompts
 
 # SGLang's names of fields that have another name elsewhere.
 _OTHER_NAMES = {
@@ -17,44 +44,38 @@ _OTHER_NAMES = {
     "sampling_seed": "seed",
     "no_stop_trim": "include_stop_str_in_output",
 }
-_NOT_BUILT = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "custom_params")
 
 
-class GenerateSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class GenerateSampling(KnownSampling, kw_only=True, forbid_unknown_fields=True):
     """`sampling_params`. Null everywhere means the default."""
 
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    max_new_tokens: TokenLimit | None = None
+    min_new_tokens: TokenLimit | None = None
+    n: NumSamples | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
+    stop: StopStrings | None = None
+    stop_regex: StopPatterns | None = None
+    stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
-    sampling_seed: int | None = None
+    sampling_seed: Seed | None = None
 
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    structural_tag: Any = None
-    stop_regex: Any = None
-    custom_params: Any = None
-    spaces_between_special_tokens: Any = None
-
-    def sampling(self, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
+    def sampling(
+        self, where: str, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+    ) -> SamplingParams:
         """The engine's view of these fields. Raises `InvalidRequestError` naming the field that is out of range."""
         given = {
             _OTHER_NAMES.get(name, name): getattr(self, name)
             for name in self.__struct_fields__
-            if name not in (*_NOT_BUILT, "spaces_between_special_tokens")
+            if name not in KnownSampling.__struct_fields__
         }
         try:
             fields = SamplingFields(**given)
@@ -63,49 +84,58 @@ class GenerateSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
             ours = {other: name for name, other in _OTHER_NAMES.items()}
             name = ours.get(error.param or "", error.param or "")
             message = str(error).replace(error.param or name, name, 1)
-            raise InvalidRequestError(f"sampling_params.{message}", param=f"sampling_params.{name}") from error
+            raise InvalidRequestError(f"{where}.{message}", param=f"{where}.{name}") from error
 
 
-class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class GenerateRequest(KnownGenerate, kw_only=True, forbid_unknown_fields=True):
     """The body of `/generate`: `text` or `input_ids`, one prompt or a list of them.
 
-    `logprob_start_len` is the first token of the prompt that log probabilities are wanted of; -1 for none.
+    `sampling_params` may be a list, one for each prompt. `logprob_start_len` is the first token of the prompt that log
+    probabilities are wanted of; -1 for none.
     """
 
-    text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
-    sampling_params: GenerateSampling = msgspec.field(default_factory=GenerateSampling)
+    conditions: ClassVar[tuple[dict[str, Any], ...]] = (
+        one_of("text", "input_ids"),
+        needs("top_logprobs_num", [None, 0], "return_logprob"),
+    )
+
+    model: ModelName | None = None
+    text: Annotated[str | list[str], prompts(PROMPT_TEXT)] | None = None
+    input_ids: Annotated[list[int | list[int]], prompts(PROMPT_IDS)] | None = None
+    sampling_params: (
+        GenerateSampling
+        | Annotated[list[GenerateSampling], msgspec.Meta(min_length=1, max_length=MAX_SEQUENCES)]
+        | None
+    ) = None
     stream: bool | None = None
     return_logprob: bool | None = None
-    logprob_start_len: int | None = None
-    top_logprobs_num: int | None = None
+    logprob_start_len: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    top_logprobs_num: NumLogprobs | None = None
     return_text_in_logprobs: bool | None = None
-    rid: str | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
+    rid: Name | None = None
+    priority: Priority | None = None
+    cache_salt: Text | None = None
 
     def refuse_unsupported(self) -> None:
         """Raises `InvalidRequestError` naming a field whose value asks for what isn't built, or makes no sense."""
-        for name in _NOT_BUILT:
-            if getattr(self.sampling_params, name) is not None:
-                field = f"sampling_params.{name}"
-                raise InvalidRequestError(f"{field} is not supported yet: only null is accepted", param=field)
-        if self.sampling_params.spaces_between_special_tokens not in (None, True):
-            field = "sampling_params.spaces_between_special_tokens"
-            raise InvalidRequestError(f"{field} is not supported: only true is accepted", param=field)
-        for name in ("logprob_start_len", "top_logprobs_num"):
-            if getattr(self, name) is not None and not self.return_logprob:
-                raise InvalidRequestError(f"{name} needs return_logprob to be true", param=name)
-        if self.logprob_start_len is not None and self.logprob_start_len < -1:
-            raise InvalidRequestError(
-                f"logprob_start_len must be -1 or more, got {self.logprob_start_len}", param="logprob_start_len"
-            )
-        check_logprobs("top_logprobs_num", self.top_logprobs_num)
+        refuse_asking(self)
+        for where, sampling in self.samplings.items():
+            refuse_asking(sampling, f"{where}.")
+        if self.top_logprobs_num and not self.return_logprob:
+            raise InvalidRequestError("top_logprobs_num needs return_logprob to be true", param="top_logprobs_num")
+
+    @property
+    def samplings(self) -> dict[str, GenerateSampling]:
+        """The sampling of all prompts, or of each, by where it stands in the request."""
+        given = self.sampling_params
+        if isinstance(given, list):
+            return {f"sampling_params[{number}]": sampling for number, sampling in enumerate(given)}
+        return {"sampling_params": given or GenerateSampling()}
 
     @property
     def first_logprob(self) -> int | None:
         """The first prompt token that log probabilities are wanted of, None when only the output's are."""
-        return None if self.logprob_start_len in (None, -1) else self.logprob_start_len
+        return None if self.logprob_start_len in (None, -1) or not self.return_logprob else self.logprob_start_len
 
 
 class MetaInfo(msgspec.Struct, omit_defaults=True):

@@ -58,7 +58,7 @@ class Generation:
         request = self._requests[index]
         name = request.request_id
         processor = OutputProcessor(self._tokenizer, request)
-        clock = self._serving.metrics.clock(self._arrival, len(request.prompt_ids))
+        clock = self._serving.metrics.clock(self._arrival, request)
         try:
             stream = self._engine.submit(request)
             async for event in stream:

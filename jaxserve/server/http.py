@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import re
 import time
 from collections.abc import Coroutine
 from typing import Any
@@ -137,9 +138,15 @@ def decode[T](decoder: msgspec.json.Decoder[T], body: bytes, fields: tuple[str, 
     """`body` as a request. Raises `InvalidRequestError` naming the field at fault, and for an unknown one the nearest
     of `fields`."""
     try:
-        return decoder.decode(body)
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError as error:
+            if "`, got `float`" not in str(error):
+                raise
+            # To JSON 72.0 is an integer, which some clients write.
+            return decoder.decode(msgspec.json.encode(_with_integers(msgspec.json.decode(body))))
     except msgspec.ValidationError as error:
-        raise _explain(str(error), fields) from error
+        raise explain(str(error), fields=fields, body=body) from error
     except RecursionError as error:
         raise InvalidRequestError("The JSON body is nested too deep") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -147,9 +154,20 @@ def decode[T](decoder: msgspec.json.Decoder[T], body: bytes, fields: tuple[str, 
         raise InvalidRequestError(f"The body is not valid JSON: {error}{hint}") from error
 
 
-def _explain(problem: str, fields: tuple[str, ...]) -> InvalidRequestError:
+def _with_integers(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
+        return int(value)
+    if isinstance(value, list):
+        return [_with_integers(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _with_integers(item) for name, item in value.items()}
+    return value
+
+
+def explain(problem: str, where: str = "", *, fields: tuple[str, ...] = (), body: bytes = b"") -> InvalidRequestError:
+    """What a client is told of a `msgspec.ValidationError` in the value at `where`."""
     what, _, path = problem.partition(" - at `$")
-    path = path.rstrip("`").lstrip(".")
+    path = (where + path.rstrip("`")).lstrip(".")
     if what.startswith("Object contains unknown field"):
         name = what.split("`")[1]
         full = f"{path}.{name}" if path else name
@@ -162,4 +180,19 @@ def _explain(problem: str, fields: tuple[str, ...]) -> InvalidRequestError:
         return InvalidRequestError(f"Field {full!r} is required", param=full)
     if not path:
         return InvalidRequestError(f"The body must be a JSON object: {what}")
-    return InvalidRequestError(f"{path}: {what[0].lower()}{what[1:].replace(' | null', '')}", param=path)
+    given = "" if ", got" in what else _given(body, path)
+    return InvalidRequestError(f"{path}: {what[0].lower()}{what[1:].replace(' | null', '')}{given}", param=path)
+
+
+def _given(body: bytes, path: str) -> str:
+    """What stands at `path`, for an error that names only the limit; nothing if the rest of the body is no JSON."""
+    try:
+        value = msgspec.json.decode(body)
+        for name, number in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
+            value = value[int(number) if number else name]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError):
+        return ""
+    if isinstance(value, list | dict):
+        return f", got {len(value)} entries"
+    shown = msgspec.json.encode(value).decode()
+    return f", got {shown[:40]}"

@@ -3,35 +3,63 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.server.fields import (
+    ModelName,
+    Null,
+    NullOrFalse,
+    NullOrNoList,
+    NullOrNoObject,
+    NullOrNoText,
+    TokenIdHere,
+    one_of,
+    refuse_asking,
+)
 from jaxserve.server.http import Exchange
 from jaxserve.server.messages import render
-from jaxserve.server.openai.protocol import Message
+from jaxserve.server.openai.protocol import CONTINUED, Documents, Messages, TemplateArguments
 from jaxserve.server.prompts import encode
 from jaxserve.server.serving import Serving
 from jaxserve.text.requests import check_ids
+
+_CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents")
+# Without messages, what is said of a chat must ask for nothing.
+_OF_A_CHAT = {
+    "anyOf": [
+        {"properties": {name: {"enum": [None, False, {}, []]} for name in _CHAT_FIELDS}},
+        {"required": ["messages"], "properties": {"messages": {"type": "array"}}},
+    ]
+}
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A text (`prompt`) or a chat (`messages`), one of the two."""
 
-    model: str | None = None
+    conditions: ClassVar[tuple[dict[str, Any], ...]] = (one_of("prompt", "messages"), _OF_A_CHAT, CONTINUED)
+
+    model: ModelName | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+    documents: Documents | None = None
     return_token_strs: bool | None = None
+
+    tools: NullOrNoList = None
+    chat_template: Null = None
+    mm_processor_kwargs: NullOrNoObject = None
+    media_io_kwargs: NullOrNoObject = None
+    return_token_offsets: NullOrFalse = None
 
 
 class _Chat(msgspec.Struct):
-    messages: list[Message]
+    messages: Messages
     add_generation_prompt: bool | None
     continue_final_message: bool | None
     chat_template_kwargs: dict[str, Any] | None
@@ -50,8 +78,8 @@ class TokenizeResponse(msgspec.Struct):
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The ids to turn into text."""
 
-    model: str | None = None
-    tokens: list[int]
+    model: ModelName | None = None
+    tokens: list[TokenIdHere]
 
 
 class DetokenizeResponse(msgspec.Struct):
@@ -61,21 +89,35 @@ class DetokenizeResponse(msgspec.Struct):
 
 
 class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`rid` is the id of a response (`cmpl-…`) or the X-Request-Id of its request."""
+    """`rid` is the id of a response (`cmpl-…`) or the X-Request-Id of its request; `abort_all` is every open one."""
 
-    rid: str
+    conditions: ClassVar[tuple[dict[str, Any], ...]] = (
+        {
+            "anyOf": [
+                {"required": ["rid"], "properties": {"rid": {"type": "string", "minLength": 1}}},
+                {"required": ["abort_all"], "properties": {"abort_all": {"const": True}}},
+            ]
+        },
+    )
+
+    rid: str | None = None
+    abort_all: bool | None = None
+
+    abort_message: NullOrNoText = None
+    finished_reason: Null = None
 
 
 class AbortResponse(msgspec.Struct):
     """How many running sequences were asked to end; 0 when nothing of that id was open."""
 
-    rid: str
+    rid: str | None
     aborted: int
 
 
 async def tokenize(serving: Serving, exchange: Exchange, request: TokenizeRequest) -> None:
     """Text or chat to ids."""
     loaded = serving.require()
+    refuse_asking(request)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequestError("Give one of prompt and messages", param="prompt")
     if request.messages is not None:
@@ -88,7 +130,7 @@ async def tokenize(serving: Serving, exchange: Exchange, request: TokenizeReques
         )
         text, special = render(loaded, chat), request.add_special_tokens is True
     else:
-        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents"):
+        for name in _CHAT_FIELDS:
             if getattr(request, name):
                 raise InvalidRequestError(f"{name} needs messages", param=name)
         text, special = request.prompt or "", request.add_special_tokens is not False
@@ -108,5 +150,9 @@ async def detokenize(serving: Serving, exchange: Exchange, request: DetokenizeRe
 
 
 async def abort_request(serving: Serving, exchange: Exchange, request: AbortRequest) -> None:
-    """Ends an open request; its response ends with finish reason `abort`."""
-    await exchange.respond(AbortResponse(request.rid, serving.abort(request.rid)))
+    """Ends an open request, or all; a response ends with finish reason `abort`."""
+    refuse_asking(request)
+    if not request.rid and not request.abort_all:
+        raise InvalidRequestError("Give a rid, or abort_all", param="rid")
+    aborted = serving.abort_all() if request.abort_all else serving.abort(request.rid or "")
+    await exchange.respond(AbortResponse(request.rid, aborted))

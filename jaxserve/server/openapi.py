@@ -10,6 +10,8 @@ import msgspec
 
 import jaxserve
 from jaxserve.server.auth import OPEN_PATHS
+from jaxserve.server.schemas import fitted_schemas
+from jaxserve.server.serving import Serving
 
 
 class ErrorObject(msgspec.Struct):
@@ -40,12 +42,11 @@ class Operation:
     content_type: str = "application/json"
 
 
-def document(operations: Sequence[Operation], *, with_key: bool) -> bytes:
-    """The OpenAPI 3.1 document of `operations`."""
-    types = [kind for item in operations for kind in (item.body, item.response) if kind is not None]
-    schemas, components = msgspec.json.schema_components(
-        [*types, ErrorResponse], ref_template="#/components/schemas/{name}"
-    )
+def document(operations: Sequence[Operation], serving: Serving) -> bytes:
+    """The OpenAPI 3.1 document of `operations`, as they are for what is served now."""
+    with_key = serving.config.api_key is not None
+    types: list[type] = [kind for item in operations for kind in (item.body, item.response) if kind is not None]
+    schemas, components = fitted_schemas([*types, ErrorResponse], serving)
     reference: dict[type, dict[str, Any]] = dict(zip([*types, ErrorResponse], schemas))
     paths: dict[str, dict[str, Any]] = {}
     for item in operations:

@@ -5,12 +5,13 @@ Owns what may be asked for; whether it can be done now is the engine's to say.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.server.errors import UnavailableError
+from jaxserve.server.errors import HttpError, UnavailableError
+from jaxserve.server.fields import NullOrFalse, NullOrNoList, NullOrNoText, NullOrZero, described, refuse_asking
 from jaxserve.server.http import Exchange
 from jaxserve.server.serving import Serving
 
@@ -24,6 +25,11 @@ _REFUSED = {
     "merge_profiles": "one process drives all devices, and writes one profile",
 }
 _ACTIVITIES = frozenset({"CPU", "GPU"})
+_BOTH = {
+    "type": "array",
+    "items": {"enum": sorted(_ACTIVITIES)},
+    "allOf": [{"contains": {"const": name}} for name in sorted(_ACTIVITIES)],
+}
 
 
 class _Generation(msgspec.Struct):
@@ -53,14 +59,14 @@ class StartProfileRequest(_ProfileRequest, kw_only=True, forbid_unknown_fields=T
     output_dir: str | None = None
     num_steps: int | None = None
     with_stack: bool | None = None
-    activities: list[str] | None = None
+    activities: Annotated[list[str], described(_BOTH)] | None = None
 
-    start_step: Any = None
-    record_shapes: Any = None
-    profile_by_stage: Any = None
-    profile_stages: Any = None
-    profile_prefix: Any = None
-    merge_profiles: Any = None
+    start_step: NullOrZero = None
+    record_shapes: NullOrFalse = None
+    profile_by_stage: NullOrFalse = None
+    profile_stages: NullOrNoList = None
+    profile_prefix: NullOrNoText = None
+    merge_profiles: NullOrFalse = None
 
 
 class StopProfileRequest(_ProfileRequest, kw_only=True, forbid_unknown_fields=True):
@@ -79,6 +85,7 @@ async def start_profile(serving: Serving, exchange: Exchange, request: StartProf
     for name, why in _REFUSED.items():
         if getattr(request, name):
             raise InvalidRequestError(f"{name} is not supported: {why}", param=name)
+    refuse_asking(request)
     if request.activities is not None and set(request.activities) != _ACTIVITIES:
         raise InvalidRequestError(
             f"activities must be {sorted(_ACTIVITIES)}, got {request.activities}: host and device are always recorded",
@@ -90,6 +97,8 @@ async def start_profile(serving: Serving, exchange: Exchange, request: StartProf
         )
     except TimeoutError as error:
         raise UnavailableError("The engine has not answered in time; a step may take very long") from error
+    except InvalidRequestError as error:
+        raise _not_now(error) from error
     await exchange.respond(Profile(profile.directory, profile.num_steps))
 
 
@@ -99,4 +108,11 @@ async def stop_profile(serving: Serving, exchange: Exchange, request: StopProfil
         profile = await serving.require().engine.stop_profile()
     except TimeoutError as error:
         raise UnavailableError("The profile is still being written; the server's log will say when it is") from error
+    except InvalidRequestError as error:
+        raise _not_now(error) from error
     await exchange.respond(Profile(profile.directory, profile.num_steps))
+
+
+def _not_now(error: InvalidRequestError) -> Exception:
+    """409 where no field is at fault, but what the engine does or has no room for."""
+    return error if error.param is not None else HttpError(409, str(error), code="conflict")

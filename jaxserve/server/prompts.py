@@ -6,15 +6,14 @@ Never submits anything; long texts are tokenized on the serving's threads, as th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxserve.api_types import EngineInfo, EngineRequest, SamplingParams
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.errors import ContextLengthError
+from jaxserve.server.fields import MAX_SEQUENCES
 from jaxserve.server.serving import Loaded, Serving
 from jaxserve.text import requests
-
-MAX_SEQUENCES = 2048
 
 # Texts up to this many characters are tokenized on the event loop: a thread costs more.
 _SHORT_TEXT = 4096
@@ -27,7 +26,12 @@ async def encode(serving: Serving, loaded: Loaded, texts: list[str], *, add_spec
     def work() -> list[list[int]]:
         return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
-    if sum(map(len, texts)) <= _SHORT_TEXT:
+    return await off_loop(serving, sum(map(len, texts)), work)
+
+
+async def off_loop[T](serving: Serving, size: int, work: Callable[[], T]) -> T:
+    """Does work on so many characters or ids: at once, or where that takes long on a thread."""
+    if size <= _SHORT_TEXT:
         return work()
     return await asyncio.get_running_loop().run_in_executor(serving.tokenizing, work)
 
@@ -61,12 +65,17 @@ def output_limit(prompt_tokens: int, asked: int | None, default: int | None, inf
     left = info.max_model_len - prompt_tokens
     fitting = left if default is None else min(default, left)
     wanted = max(fitting, 1) if asked is None else asked
-    # The engine wants room for one token after the prompt, also where none is asked for.
-    needed = max(wanted, 1)
-    if needed > left:
+    if wanted == 0 and left < 1:
+        raise ContextLengthError(
+            f"This model's maximum context length is {info.max_model_len} tokens. However, your {param} has "
+            f"{prompt_tokens} tokens, and one must be left after it even where none is generated. "
+            f"Please reduce the length of the {param}.",
+            param=param,
+        )
+    if wanted > left:
         raise ContextLengthError(
             f"This model's maximum context length is {info.max_model_len} tokens. However, you requested "
-            f"{prompt_tokens + needed} tokens ({prompt_tokens} in the {param}, {needed} in the completion). "
+            f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the {param}, {wanted} in the completion). "
             f"Please reduce the length of the {param} or completion.",
             param=param,
         )

@@ -54,7 +54,12 @@ class Serving:
         self.engine_config = engine_config
         self.model_name = config.served_model_name or engine_config.model
         self.created = int(time.time())
-        self.metrics = Metrics(self.model_name, self._reading)
+        cache_config = {
+            "cache_dtype": engine_config.kv_cache_dtype,
+            "enable_prefix_caching": str(not engine_config.disable_radix_cache),
+            "gpu_memory_utilization": str(engine_config.mem_fraction_static),
+        }
+        self.metrics = Metrics(self.model_name, self._reading, cache_config)
         self.num_open = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -121,13 +126,13 @@ class Serving:
 
     @contextmanager
     def abortable(self, names: tuple[str, ...], request: Abortable) -> Iterator[None]:
-        """Lets `abort` find `request` by any of `names`."""
-        for name in names:
+        """Lets `abort` find `request` by any of `names`, of which some may be the same."""
+        for name in set(names):
             self._open.setdefault(name, set()).add(request)
         try:
             yield
         finally:
-            for name in names:
+            for name in set(names):
                 self._open[name].discard(request)
                 if not self._open[name]:
                     del self._open[name]
@@ -136,10 +141,10 @@ class Serving:
         """Ends the open requests of that name; how many sequences that were."""
         return sum(request.abort() for request in self._open.get(name, ()))
 
-    def abort_all(self) -> None:
-        """Ends every open request."""
-        for request in set().union(*self._open.values()):
-            request.abort()
+    def abort_all(self) -> int:
+        """Ends every open request; how many sequences that were."""
+        everything: set[Abortable] = set()
+        return sum(request.abort() for request in everything.union(*self._open.values()))
 
     def _reading(self) -> Reading | None:
         return None if self._loaded is None else (self._loaded.engine.info, self._loaded.engine.stats)

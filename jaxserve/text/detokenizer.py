@@ -56,6 +56,21 @@ class IncrementalDetokenizer:
         self._context = both[-_CONTEXT:]
         return self._tokenizer.decode(both, skip_special_tokens=False)[len(before) :]
 
+    def num_broken_off(self, token_id: int) -> int:
+        """How many characters of the text of the next push, of this token, are not its own: 1 where bytes held back
+        turn out to be no UTF-8, since it does not go on with them, else 0."""
+        if self._pieces is None or token_id in self._skipped:
+            return 0
+        held, first = self._utf8.getstate()[0], self._pieces[token_id][:1]
+        if not held or not first:
+            return 0
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        try:
+            decoder.decode(held + first)
+        except UnicodeDecodeError:
+            return 1
+        return 0
+
     def flush(self) -> str:
         """What was held back: U+FFFD if the output ends inside a character, else nothing."""
         return self._utf8.decode(b"", final=True)

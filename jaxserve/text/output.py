@@ -18,9 +18,9 @@ class OutputDelta(msgspec.Struct):
     """What one event adds. Text may lag behind `token_ids` while it could still become a character or a stop string.
 
     `text_offsets[i]` is where the text of token i begins in the whole output, counted before anything is cut off by a
-    stop string. `stop_reason` is the stop string, or the id out of the request's own `stop_token_ids`, that ended the
-    output; None for the model's EOS. `usage` comes with the `finish_reason`. `abort`: the engine doesn't know yet that
-    the request is over.
+    stop string. `stop_reason` is the stop string or pattern, or the id out of the request's own `stop_token_ids`, that
+    ended the output; None for the model's EOS, which `matched_stop` names too. `usage` comes with the `finish_reason`.
+    `abort`: the engine doesn't know yet that the request is over.
     """
 
     text: str = ""
@@ -30,6 +30,7 @@ class OutputDelta(msgspec.Struct):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    matched_stop: int | str | None = None
     usage: Usage | None = None
     error: str | None = None
     abort: bool = False
@@ -48,7 +49,11 @@ class OutputProcessor:
         self._detokenizer = IncrementalDetokenizer(
             tokenizer, request.prompt_ids, skip_special_tokens=sampling.skip_special_tokens
         )
-        self._stops = StopMatcher(sampling.stop, sampling.include_stop_str_in_output) if sampling.stop else None
+        self._stops = (
+            StopMatcher(sampling.stop, sampling.include_stop_str_in_output, sampling.stop_regex)
+            if sampling.stop or sampling.stop_regex
+            else None
+        )
         self._num_tokens = 0
         self._num_chars = 0
         self._cached_tokens = 0
@@ -69,10 +74,11 @@ class OutputProcessor:
         if matched is None and event.finish_reason is not None:
             matched = self._push_rest(delta)
         if matched is not None:
-            delta.finish_reason, delta.stop_reason, delta.error = FinishReason.STOP, matched, None
+            delta.finish_reason, delta.error = FinishReason.STOP, None
+            delta.stop_reason = delta.matched_stop = matched
             delta.abort = event.finish_reason is None
         elif event.finish_reason is not None:
-            delta.finish_reason = event.finish_reason
+            delta.finish_reason, delta.matched_stop = event.finish_reason, event.stop_id
             if event.stop_id in self._request.sampling.stop_token_ids:
                 delta.stop_reason = event.stop_id
         if delta.finish_reason is not None:
@@ -86,8 +92,9 @@ class OutputProcessor:
         for index, token_id in enumerate(event.token_ids):
             self._num_tokens += 1
             delta.token_ids.append(token_id)
-            delta.text_offsets.append(self._num_chars)
-            if index == last and token_id == event.stop_id:
+            ends = index == last and token_id == event.stop_id
+            delta.text_offsets.append(self._num_chars + (0 if ends else self._detokenizer.num_broken_off(token_id)))
+            if ends:
                 break
             matched = self._show(self._detokenizer.push((token_id,)), delta)
             if matched is not None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from jaxserve.api_types import MAX_STOP_IDS, EngineInfo, EngineRequest, SamplingParams
 from jaxserve.errors import InvalidRequestError
+from jaxserve.text.stop_regex import check_patterns
 from jaxserve.text.tokenizer import Tokenizer
 
 MAX_PRIORITY = 2**31 - 1
@@ -28,6 +29,7 @@ def engine_requests(
 
     A higher `priority` is served first; only requests of one `cache_salt` find each other's prefixes in the cache.
     """
+    check_patterns(sampling.stop_regex)
     stop_ids = _stop_ids(sampling, tokenizer, info.vocab_size)
     _check_priority(priority or 0, info)
     if cache_salt == "":
@@ -74,12 +76,12 @@ def _check_priority(priority: int, info: EngineInfo) -> None:
 def _stop_ids(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
     check_ids(sampling.stop_token_ids, vocab_size, param="stop_token_ids")
     check_ids(tuple(sampling.logit_bias), vocab_size, param="logit_bias")
-    own = () if sampling.ignore_eos else tokenizer.eos_ids
-    stop_ids = tuple(dict.fromkeys((*own, *sampling.stop_token_ids)))
-    if len(stop_ids) > MAX_STOP_IDS:
+    own = tokenizer.eos_ids
+    total = len(own) + len(sampling.stop_token_ids)
+    if total > MAX_STOP_IDS:
         raise InvalidRequestError(
-            f"stop_token_ids and the model's own {len(own)} end tokens make {len(stop_ids)}; "
+            f"stop_token_ids and the model's own {len(own)} end tokens make {total}; "
             f"at most {MAX_STOP_IDS} are supported",
             param="stop_token_ids",
         )
-    return stop_ids
+    return tuple(dict.fromkeys((*(() if sampling.ignore_eos else own), *sampling.stop_token_ids)))

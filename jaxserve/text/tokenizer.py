@@ -62,6 +62,17 @@ class Tokenizer:
             raise InvalidRequestError("the text holds half a surrogate pair, which is no Unicode text") from error
         return [encoding.ids for encoding in encodings]
 
+    def text_offsets(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Where in `text` each token of `encode(text)` begins, never before the token ahead of it. A token that was
+        added begins where the next one does."""
+        [encoding] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        offsets, end = [], 0
+        for (start, stop), is_special in zip(encoding.offsets, encoding.special_tokens_mask):
+            # A tokenizer may leave a token's spaces out of its place, and has none for a token that it adds.
+            offsets.append(end if is_special and start == stop else min(start, end))
+            end = max(end, stop)
+        return offsets
+
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids, bytes that are no UTF-8 as U+FFFD.
 

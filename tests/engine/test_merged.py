@@ -43,6 +43,14 @@ def test_every_count_is_added_up() -> None:
     assert [getattr(together, name) for name in counts] == [11 * at for at in range(len(counts))]
 
 
+def test_steps_are_added_up_by_their_size() -> None:
+    zeros = (0,) * 11
+    together = merged_stats(
+        [EngineStats(steps_by_tokens=(1, 2, 3, *zeros)), EngineStats(steps_by_tokens=(4, 0, 1, *zeros))]
+    )
+    assert together.steps_by_tokens == (5, 2, 4, *zeros)
+
+
 def test_shares_are_of_the_whole() -> None:
     full = EngineStats(num_pages=10, num_free_pages=0, num_evictable_pages=0, token_usage=1.0, new_token_ratio=0.2)
     empty = EngineStats(num_pages=10, num_free_pages=6, num_evictable_pages=4, new_token_ratio=0.6)

@@ -193,3 +193,15 @@ def test_padding_counts_the_rows_of_all_ranks() -> None:
     assert (count.mixed_tokens, count.mixed_bucket_tokens) == (12, 32)
     count.count(step(scheduler))
     assert (count.decode_rows, count.decode_bucket_rows, count.last_bucket) == (3, 4, 2)
+
+
+def test_steps_are_counted_by_their_tokens() -> None:
+    scheduler = make(2, num_slots=4)
+    for i in range(3):
+        scheduler.add(make_request(f"r{i}", 4, max_tokens=5))
+    sizes = [sum(chunk.length for chunk in step(scheduler).chunks) for _ in range(3)]
+    assert sizes == [12, 3, 3]
+    stats = scheduler.stats()
+    assert stats.step_tokens == 18
+    assert stats.steps_by_tokens[:4] == (0, 2, 1, 0)
+    assert sum(stats.steps_by_tokens) == 3

@@ -41,7 +41,16 @@ async def test_the_openai_shape(served: Served):
         "object": "chat.completion",
         "model": "tiny",
         "system_fingerprint": None,
-        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length", "stop_reason": None}],
+        "choices": [
+            {
+                "index": 0,
+                "message": message,
+                "logprobs": None,
+                "finish_reason": "length",
+                "stop_reason": None,
+                "matched_stop": None,
+            }
+        ],
     }
 
 
@@ -77,6 +86,8 @@ async def test_the_default_limit_is_what_the_context_leaves(served: Served):
     answer = await chat(served)
     assert answer["usage"]["total_tokens"] == served.engine.info.max_model_len
     assert (await chat(served, max_completion_tokens=2))["usage"]["completion_tokens"] == 2
+    both = await chat(served, max_completion_tokens=4, max_tokens=3)
+    assert both["usage"]["completion_tokens"] == 3
 
 
 async def test_logprobs(served: Served):
@@ -104,8 +115,9 @@ async def test_a_stream_begins_with_the_role_and_ends_with_one_reason_a_choice(s
     for index in (0, 1):
         mine = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
         assert mine[0]["delta"] == {"role": "assistant", "content": ""}
-        assert all(set(choice["delta"]) == {"content"} for choice in mine[1:-1])
-        assert mine[-1]["delta"] == {}
+        assert all(set(choice["delta"]) == {"content"} for choice in mine[1:])
+        # vLLM's clients want text with the reason; `test_streamed_equals_unstreamed` sees that nothing is lost.
+        assert mine[-1]["delta"]["content"]
         assert [choice["finish_reason"] for choice in mine] == [None] * (len(mine) - 1) + ["length"]
 
 
@@ -156,7 +168,6 @@ async def test_streamed_equals_unstreamed(served: Served, body: dict[str, Any]):
         ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "got `int`"),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "required"),
-        ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0].colour", "Unknown"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content[0]",
@@ -168,11 +179,10 @@ async def test_streamed_equals_unstreamed(served: Served, body: dict[str, Any]):
             "not supported",
         ),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "[0, 20]"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "<= 20, got 21"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "-1"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "differ"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
-        ({"tool_choice": "auto"}, "tool_choice", "none"),
+        ({"tool_choice": "required"}, "tool_choice", "none"),
         ({"reasoning_effort": "low"}, "reasoning_effort", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", '{"type":"text"}'),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking", "template"),

@@ -38,7 +38,14 @@ def letters(last: str, count: int, sample: int = 0) -> str:
 
 async def test_the_openai_shape(served: Served):
     answer = await complete(served, prompt="hello", max_tokens=5)
-    choice = {"index": 0, "text": letters("o", 5), "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    choice = {
+        "index": 0,
+        "text": letters("o", 5),
+        "logprobs": None,
+        "finish_reason": "length",
+        "stop_reason": None,
+        "matched_stop": None,
+    }
     assert answer.pop("id").startswith("cmpl-")
     assert answer.pop("created") > 1_700_000_000
     assert answer == {

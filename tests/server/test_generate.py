@@ -137,7 +137,16 @@ async def test_a_running_one_can_be_aborted_by_its_rid(served: Served):
         ({"text": "a", "sampling_params": {"temperature": -1}}, "sampling_params.temperature", "-1"),
         ({"text": "a", "sampling_params": {"regex": "a*"}}, "sampling_params.regex", "not supported"),
         ({"text": "a", "sampling_params": {"max_tokens": 3}}, "sampling_params.max_tokens", "Unknown"),
-        ({"text": "a", "image_data": "x"}, "image_data", "Unknown"),
+        ({"text": "a", "image_data": "x"}, "image_data", "not supported: only null or [] is accepted"),
+        ({"text": "a", "picture": "x"}, "picture", "Unknown"),
+        ({"text": "a", "sampling_params": {"stop_regex": "("}}, "sampling_params.stop_regex", "no regular expression"),
+        (
+            {"text": "a", "sampling_params": [{"min_new_tokens": 2, "max_new_tokens": 1}]},
+            "sampling_params[0].min_new_tokens",
+            "got 2",
+        ),
+        ({"text": "a", "sampling_params": [{}, {}]}, "sampling_params", "2 entries for 1 prompts"),
+        ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params", "n must be the same"),
     ],
 )
 async def test_a_wrong_field_is_named(served: Served, body: dict[str, Any], param: str, words: str):

@@ -8,7 +8,7 @@ import re
 import msgspec
 import pytest
 
-from jaxserve.api_types import EngineInfo, EngineStats, FinishReason
+from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, FinishReason, SamplingParams
 from jaxserve.observability import metrics as module
 from jaxserve.observability.metrics import Metrics
 from tests.server.conftest import Served, over_asgi
@@ -24,6 +24,10 @@ def samples(text: str) -> dict[str, float]:
         assert 'model_name="tiny"' in name
         found[re.sub(r'model_name="tiny",?', "", name).replace("{}", "").replace(",}", "}")] = float(value)
     return found
+
+
+def request(prompt_tokens: int, **sampling: int) -> EngineRequest:
+    return EngineRequest(request_id="r", prompt_ids=[1] * prompt_tokens, sampling=SamplingParams(**sampling))
 
 
 async def scrape(served: Served) -> dict[str, float]:
@@ -52,7 +56,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_the_times_of_a_sequence(clock: Clock):
     metrics = Metrics("tiny", lambda: None)
     clock.now = 99.75
-    sequence = metrics.clock(arrival=99.5, prompt_tokens=7)
+    sequence = metrics.clock(99.5, request(7, max_tokens=6, n=2))
     clock.now = 100.0
     sequence.tokens(0, queue_seconds=0.125)
     sequence.tokens(1)
@@ -77,6 +81,8 @@ def test_the_times_of_a_sequence(clock: Clock):
         "request_inference_time_seconds": (1, 1.0625),
         "request_prompt_tokens": (1, 7),
         "request_generation_tokens": (1, 5),
+        "request_params_max_tokens": (1, 6),
+        "request_params_n": (1, 2),
     }
     for name, (count, total) in truth.items():
         assert found[f"jaxserve:{name}_count"] == count, name
@@ -89,7 +95,7 @@ def test_the_times_of_a_sequence(clock: Clock):
 
 def test_a_first_event_of_several_tokens(clock: Clock):
     metrics = Metrics("tiny", lambda: None)
-    metrics.clock(arrival=99.0, prompt_tokens=1).tokens(3)
+    metrics.clock(99.0, request(1)).tokens(3)
     found = samples(metrics.render().decode())
     assert found["jaxserve:time_to_first_token_seconds_sum"] == pytest.approx(1.0)
     assert found["jaxserve:inter_token_latency_seconds_count"] == 2
@@ -97,8 +103,8 @@ def test_a_first_event_of_several_tokens(clock: Clock):
 
 def test_what_ends_before_its_first_token_has_no_times_of_tokens(clock: Clock):
     metrics = Metrics("tiny", lambda: None)
-    metrics.clock(arrival=99.0, prompt_tokens=4).end(FinishReason.ABORT)
-    one = metrics.clock(arrival=99.0, prompt_tokens=4)
+    metrics.clock(99.0, request(4)).end(FinishReason.ABORT)
+    one = metrics.clock(99.0, request(4))
     one.tokens(1, queue_seconds=0.0)
     one.end(FinishReason.LENGTH)
     found = samples(metrics.render().decode())
@@ -157,11 +163,13 @@ STATS = EngineStats(
     mixed_tokens=900,
     mixed_bucket_tokens=1200,
     compiles_after_ready=1,
+    step_tokens=1020,
+    steps_by_tokens=(50, 10, *(0,) * 5, 9, *(0,) * 5, 1),
 )
 
 
 def test_the_engines_reading():
-    found = samples(Metrics("tiny", lambda: (INFO, STATS)).render().decode())
+    found = samples(Metrics("tiny", lambda: (INFO, STATS), {"cache_dtype": "auto"}).render().decode())
     truth = {
         "num_requests_running": 3,
         "num_running_reqs": 3,
@@ -202,16 +210,25 @@ def test_the_engines_reading():
         'bucket_padding_total{kind="mixed"}': 300,
         'bucket_occupancy{kind="decode"}': 0.75,
         'bucket_occupancy{kind="mixed"}': 0.75,
+        'iteration_tokens_total_bucket{le="1.0"}': 50,
+        'iteration_tokens_total_bucket{le="256.0"}': 60,
+        'iteration_tokens_total_bucket{le="16384.0"}': 69,
+        'iteration_tokens_total_bucket{le="+Inf"}': 70,
+        "iteration_tokens_total_count": 70,
+        "iteration_tokens_total_sum": 1020,
     }
     assert {name: found[f"jaxserve:{name}"] for name in truth} == truth
     [info] = [name for name in found if name.startswith("jaxserve:engine_info")]
     assert 'schedule_policy="lpm"' in info
     assert 'page_size="16"' in info
+    [cache] = [name for name in found if name.startswith("jaxserve:cache_config_info")]
+    for label in ('block_size="16"', 'num_gpu_blocks="40"', 'kv_cache_size_tokens="640"', 'cache_dtype="auto"'):
+        assert label in cache
     covered = {name.partition("{")[0] for name in truth}
     served = {name.removeprefix("jaxserve:").partition("{")[0] for name in found}
     others = {name for name in served if not name.endswith(("_bucket", "_sum", "_count", "_created"))} - covered
     assert others == {
-        *("engine_info", "gen_throughput", "avg_generation_throughput_toks_per_s"),
+        *("cache_config_info", "engine_info", "gen_throughput", "avg_generation_throughput_toks_per_s"),
         *("avg_prompt_throughput_toks_per_s", "request_success_total"),
     }, "each has a test here"
 
@@ -236,7 +253,7 @@ def test_throughputs(clock: Clock):
 
 def test_two_servers_in_a_process_do_not_meet():
     one, other = Metrics("tiny", lambda: None), Metrics("tiny", lambda: None)
-    one.clock(0.0, 1).end(FinishReason.STOP)
+    one.clock(0.0, request(1)).end(FinishReason.STOP)
     name = 'jaxserve:request_success_total{finished_reason="stop"}'
     assert samples(one.render().decode())[name] == 1
     assert samples(other.render().decode())[name] == 0
@@ -275,6 +292,8 @@ async def test_a_scripted_run():
     assert found["jaxserve:request_prompt_tokens_count"] == 9
     assert found["jaxserve:request_prompt_tokens_sum"] == 2 * 3 + 2 * 2 + 4 + 4 + 3 * 2
     assert found["jaxserve:request_generation_tokens_sum"] == 20 + until_stop + 3
+    assert found["jaxserve:request_params_max_tokens_sum"] == 4 * 5 + 20 + 16 + 3 * 9
+    assert (found["jaxserve:request_params_n_count"], found["jaxserve:request_params_n_sum"]) == (5, 2 + 2 + 1 + 1 + 3)
     reasons = {"length": 4, "stop": 1, "error": 1, "abort": 3}
     assert {r: found[f'jaxserve:request_success_total{{finished_reason="{r}"}}'] for r in reasons} == reasons
 

@@ -21,10 +21,10 @@ async def test_a_profile_is_started_and_stopped_without_a_body(served: Served, p
     assert started.status_code == 200
     folder = started.json()["output_dir"]
     assert Path(folder).is_relative_to(tmp_path)
-    assert (await served.http.post("/start_profile")).status_code == 400
+    assert (await served.http.post("/start_profile")).status_code == 409
     assert (await served.http.post("/stop_profile")).json() == {"output_dir": folder, "num_steps": 0}
     again = await served.http.post("/stop_profile", json={})
-    assert again.status_code == 400
+    assert again.status_code == 409
     assert "no profile is running" in again.json()["error"]["message"]
 
 
@@ -75,7 +75,7 @@ async def test_what_means_nothing_here_is_refused_by_name(
 
 async def test_without_a_directory(served: Served):
     answer = await served.http.post("/start_profile")
-    assert answer.status_code == 400
+    assert answer.status_code == 409
     assert "--profile-dir" in answer.json()["error"]["message"]
 
 

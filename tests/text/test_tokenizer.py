@@ -211,3 +211,18 @@ def test_the_default_model_encodes_as_hugging_face() -> None:
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_ids) == (49152, 1, (2,))
     assert tokenizer.special_tokens["eos_token"] == "<|im_end|>"
     assert tokenizer.chat_template is not None
+
+
+@pytest.mark.parametrize("text", SCRIPTS)
+@pytest.mark.parametrize("make", [byte_level, sentencepiece], ids=["byte_level", "sentencepiece"])
+def test_each_token_of_a_text_begins_where_its_offset_says(make: functools.partial[Tokenizer], text: str) -> None:
+    tokenizer = make()
+    ids = tokenizer.encode(text)
+    offsets = tokenizer.text_offsets(text)
+
+    assert len(offsets) == len(ids)
+    assert offsets == sorted(offsets)
+    for token_id, offset in zip(ids, offsets):
+        piece = tokenizer.token_text(token_id)
+        if token_id not in tokenizer.skipped_ids and not piece.startswith("bytes:"):
+            assert text.startswith((piece, piece.removeprefix(" ")), offset)

@@ -6,7 +6,6 @@ Owns the shape of its choices and chunks.
 from __future__ import annotations
 
 import time
-import uuid
 
 import msgspec
 
@@ -16,7 +15,7 @@ from jaxserve.server.http import Exchange
 from jaxserve.server.messages import render
 from jaxserve.server.openai.chunks import Chunks
 from jaxserve.server.openai.logprobs import chat_logprobs
-from jaxserve.server.openai.protocol import ChatRequest, check_logprobs
+from jaxserve.server.openai.protocol import ChatRequest
 from jaxserve.server.openai.responses import (
     ChatChoice,
     ChatChunkChoice,
@@ -37,20 +36,24 @@ async def chat_completions(serving: Serving, exchange: Exchange, request: ChatRe
     loaded = serving.require()
     request.refuse_unsupported()
     asked, logprobs = request.output_limit(), request.num_logprobs()
-    check_logprobs("top_logprobs", logprobs)
     text = render(loaded, request)
     # A template writes its own special tokens.
     (ids,) = await encode(serving, loaded, [text], add_special_tokens=request.add_special_tokens is True)
     check_prompt(ids, loaded.engine.info, param="messages")
     limit = output_limit(len(ids), asked, None, loaded.engine.info, param="messages")
     sampling = request.sampling(max_tokens=limit, logprobs=logprobs)
-    response_id = f"chatcmpl-{uuid.uuid4().hex}"
+    response_id = request.response_id("chatcmpl")
     requests = engine_requests(
-        loaded, response_id, [ids], [sampling], priority=request.priority, cache_salt=request.cache_salt
+        loaded,
+        request.engine_name(response_id),
+        [ids],
+        [sampling],
+        priority=request.priority,
+        cache_salt=request.cache_salt,
     )
     generation = Generation(serving, loaded, requests, exchange.arrival)
     answer = _Answer(loaded, request, ids, sampling.n, response_id, serving.model_name)
-    with serving.abortable((response_id, exchange.request_id), generation):
+    with serving.abortable((response_id, *request.names, exchange.request_id), generation):
         if request.stream:
             await answer.stream(generation, exchange)
         else:
@@ -103,6 +106,7 @@ class _Answer:
             logprobs=logprobs,
             finish_reason=end.finish_reason.value,
             stop_reason=end.stop_reason,
+            matched_stop=end.matched_stop,
             token_ids=[token for part in parts for token in part.token_ids]
             if self._request.return_token_ids
             else msgspec.UNSET,
@@ -129,15 +133,14 @@ class _Answer:
             events = b""
             if index not in opened:
                 opened.add(index)
-                events = chunks.choice(self._opening(index))
+                opening = ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
+                events = chunks.choice(opening, self._prompt_ids if self._request.return_token_ids else None)
             chunks.count(index, delta)
-            if self._plain:
-                if delta.text:
-                    events += chunks.text(index, delta.text)
-            elif delta.text or delta.logprobs or delta.token_ids:
-                events += chunks.choice(self._content(index, delta))
-            if delta.finish_reason is not None:
-                events += chunks.choice(_ending(index, delta))
+            if delta.finish_reason is not None or not self._plain:
+                if delta.text or delta.logprobs or delta.token_ids or delta.finish_reason is not None:
+                    events += chunks.choice(self._content(index, delta))
+            elif delta.text:
+                events += chunks.text(index, delta.text)
             if events:
                 await out.write(events)
 
@@ -150,24 +153,15 @@ class _Answer:
                 raise
             await out.fail(to_http(error))
 
-    def _opening(self, index: int) -> ChatChunkChoice:
-        return ChatChunkChoice(
-            index=index,
-            delta=ChatDelta(role="assistant", content=""),
-            prompt_token_ids=self._prompt_ids if self._request.return_token_ids else msgspec.UNSET,
-        )
-
     def _content(self, index: int, delta: OutputDelta) -> ChatChunkChoice:
-        return ChatChunkChoice(
+        """What is new of a choice; with its last text comes how it ended, as vLLM's clients want it."""
+        choice = ChatChunkChoice(
             index=index,
-            delta=ChatDelta(content=delta.text),
+            delta=ChatDelta(content=delta.text) if delta.text or delta.finish_reason is None else ChatDelta(),
             logprobs=self._logprobs(delta) if self._request.logprobs and delta.logprobs else None,
             token_ids=delta.token_ids if self._request.return_token_ids else msgspec.UNSET,
         )
-
-
-def _ending(index: int, delta: OutputDelta) -> ChatChunkChoice:
-    assert delta.finish_reason is not None
-    return ChatChunkChoice(
-        index=index, delta=ChatDelta(), finish_reason=delta.finish_reason.value, stop_reason=delta.stop_reason
-    )
+        if delta.finish_reason is not None:
+            choice.finish_reason = delta.finish_reason.value
+            choice.stop_reason, choice.matched_stop = delta.stop_reason, delta.matched_stop
+        return choice

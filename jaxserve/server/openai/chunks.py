@@ -52,9 +52,12 @@ class Chunks:
         """A chunk that brings text and nothing else."""
         return self._before[index] + encode(text) + self._after + self._end(index)
 
-    def choice(self, choice: Any) -> bytes:
-        """A chunk with a choice of any shape."""
-        return self._opening + encode(choice) + self._end(choice.index)
+    def choice(self, choice: Any, prompt_ids: list[int] | None = None) -> bytes:
+        """A chunk with a choice of any shape, and the ids of its prompt beside it."""
+        if prompt_ids is None:
+            return self._opening + encode(choice) + self._end(choice.index)
+        ids = b'],"prompt_token_ids":' + encode(prompt_ids)
+        return self._opening + encode(choice) + ids + self._end(choice.index).removeprefix(b"]")
 
     def usage(self, usage: UsageInfo) -> bytes:
         """The chunk with the token counts and no choices."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from dataclasses import dataclass, field
 
 import msgspec
@@ -14,10 +13,10 @@ from jaxserve.server.errors import to_http
 from jaxserve.server.generation import Generation
 from jaxserve.server.http import Exchange
 from jaxserve.server.openai.chunks import Chunks
-from jaxserve.server.openai.logprobs import completion_logprobs, extend, prompt_logprobs
+from jaxserve.server.openai.logprobs import completion_logprobs, extend, prompt_logprobs, prompt_offsets
 from jaxserve.server.openai.protocol import CompletionRequest
 from jaxserve.server.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, total_usage
-from jaxserve.server.prompts import check_number, check_prompt, encode, engine_requests, output_limit
+from jaxserve.server.prompts import check_number, check_prompt, encode, engine_requests, off_loop, output_limit
 from jaxserve.server.serving import Loaded, Serving
 from jaxserve.server.sse import DONE, EventStream
 from jaxserve.text.output import OutputDelta
@@ -32,6 +31,10 @@ class _Choice:
     index: int
     prompt_ids: list[int]
     echoed: str
+    prompt_offsets: list[int]
+    # Tokens whose text is held back, as a stop string may yet cut it off, with where it would begin.
+    held: list[tuple[TokenLogprobs, int]] = field(default_factory=list)
+    num_chars: int = 0
     opened: bool = False
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -42,27 +45,35 @@ async def completions(serving: Serving, exchange: Exchange, request: CompletionR
     """Answers one request."""
     loaded = serving.require()
     request.refuse_unsupported()
-    prompts, echoed = await _prompts(serving, loaded, request)
+    prompts, echoed, offsets = await _prompts(serving, loaded, request)
     samplings = _samplings(loaded, request, prompts)
-    response_id = f"cmpl-{uuid.uuid4().hex}"
+    response_id = request.response_id("cmpl")
     requests = engine_requests(
-        loaded, response_id, prompts, samplings, priority=request.priority, cache_salt=request.cache_salt
+        loaded,
+        request.engine_name(response_id),
+        prompts,
+        samplings,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
     )
     n = samplings[0].n
     choices = [
-        _Choice(index, engine_request.prompt_ids, echoed[index // n]) for index, engine_request in enumerate(requests)
+        _Choice(index, engine_request.prompt_ids, echoed[index // n], offsets[index // n])
+        for index, engine_request in enumerate(requests)
     ]
     generation = Generation(serving, loaded, requests, exchange.arrival)
     answer = _Answer(loaded, request, choices, n, response_id, serving.model_name)
-    with serving.abortable((response_id, exchange.request_id), generation):
+    with serving.abortable((response_id, *request.names, exchange.request_id), generation):
         if request.stream:
             await answer.stream(generation, exchange)
         else:
             await answer.whole(generation, exchange)
 
 
-async def _prompts(serving: Serving, loaded: Loaded, request: CompletionRequest) -> tuple[list[list[int]], list[str]]:
-    """The ids of each prompt, and the text that `echo` puts before each output."""
+async def _prompts(
+    serving: Serving, loaded: Loaded, request: CompletionRequest
+) -> tuple[list[list[int]], list[str], list[list[int]]]:
+    """The ids of each prompt, the text that `echo` puts before each output, and where its tokens begin in that."""
     texts, ids = _split(request.prompt)
     check_number(len(texts or ids), request.n)
     if texts:
@@ -71,11 +82,20 @@ async def _prompts(serving: Serving, loaded: Loaded, request: CompletionRequest)
     for prompt in ids:
         check_prompt(prompt, loaded.engine.info, param="prompt")
     if not request.echo:
-        return ids, [""] * len(ids)
-    if not texts:
-        skip = request.skip_special_tokens is not False
-        texts = [loaded.tokenizer.decode(prompt, skip_special_tokens=skip) for prompt in ids]
-    return ids, texts
+        return ids, [""] * len(ids), [[]] * len(ids)
+    tokenizer, skip = loaded.tokenizer, request.skip_special_tokens is not False
+
+    def echo() -> tuple[list[str], list[list[int]]]:
+        echoed = texts or [tokenizer.decode(prompt, skip_special_tokens=skip) for prompt in ids]
+        if request.logprobs is None:
+            return echoed, [[]] * len(ids)
+        if texts:
+            add = request.add_special_tokens is not False
+            return echoed, [tokenizer.text_offsets(text, add_special_tokens=add) for text in texts]
+        return echoed, [prompt_offsets(tokenizer, prompt, skip_special_tokens=skip) for prompt in ids]
+
+    echoed, offsets = await off_loop(serving, sum(map(len, texts or ids)), echo)
+    return ids, echoed, offsets
 
 
 def _split(prompt: str | list[str | int | list[int]]) -> tuple[list[str], list[list[int]]]:
@@ -96,7 +116,8 @@ def _samplings(loaded: Loaded, request: CompletionRequest, prompts: list[list[in
     by_limit: dict[int, SamplingParams] = {}
     samplings = []
     for prompt in prompts:
-        limit = output_limit(len(prompt), request.max_tokens, DEFAULT_MAX_TOKENS, loaded.engine.info, param="prompt")
+        default = max(DEFAULT_MAX_TOKENS, request.min_tokens or 0)
+        limit = output_limit(len(prompt), request.max_tokens, default, loaded.engine.info, param="prompt")
         if limit not in by_limit:
             by_limit[limit] = request.sampling(
                 max_tokens=limit,
@@ -146,6 +167,7 @@ class _Answer:
                 logprobs=choice.logprobs,
                 finish_reason=_reason(ends[choice.index]),
                 stop_reason=ends[choice.index].stop_reason,
+                matched_stop=ends[choice.index].matched_stop,
                 token_ids=choice.token_ids if self._request.return_token_ids else msgspec.UNSET,
                 prompt_token_ids=choice.prompt_ids if self._request.return_token_ids else msgspec.UNSET,
             )
@@ -206,6 +228,7 @@ class _Answer:
             logprobs=self._logprobs(choice, delta, first=first),
             finish_reason=None if delta.finish_reason is None else _reason(delta),
             stop_reason=delta.stop_reason,
+            matched_stop=delta.matched_stop,
             token_ids=delta.token_ids if ids else msgspec.UNSET,
             prompt_token_ids=choice.prompt_ids if ids and first else msgspec.UNSET,
         )
@@ -213,11 +236,17 @@ class _Answer:
     def _logprobs(self, choice: _Choice, delta: OutputDelta, *, first: bool) -> CompletionLogprobs | None:
         if self._request.logprobs is None:
             return None
-        new: list[TokenLogprobs] = delta.logprobs
-        output = completion_logprobs(self._tokenizer, new, delta.text_offsets, len(choice.echoed))
+        choice.num_chars += len(delta.text)
+        choice.held += zip(delta.logprobs, delta.text_offsets, strict=True)
+        certain = len(choice.held)
+        if delta.finish_reason is None:
+            certain = sum(offset <= choice.num_chars for _, offset in choice.held)
+        now, choice.held = choice.held[:certain], choice.held[certain:]
+        offsets = [len(choice.echoed) + min(offset, choice.num_chars) for _, offset in now]
+        output = completion_logprobs(self._tokenizer, [entry for entry, _ in now], offsets)
         if not (first and self._request.echo and delta.prompt_logprobs):
-            return output if new or delta.finish_reason is None else None
-        shaped = prompt_logprobs(self._tokenizer, choice.prompt_ids, delta.prompt_logprobs)
+            return output if now else None
+        shaped = prompt_logprobs(self._tokenizer, choice.prompt_ids, delta.prompt_logprobs, choice.prompt_offsets)
         extend(shaped, output)
         return shaped
 

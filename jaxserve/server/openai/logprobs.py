@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.api_types import TokenLogprobs
 from jaxserve.server.openai.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+from jaxserve.text.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
     from jaxserve.text.tokenizer import Tokenizer
@@ -16,28 +17,33 @@ _FLOOR = -9999.0
 
 
 def prompt_logprobs(
-    tokenizer: Tokenizer, ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
+    tokenizer: Tokenizer, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], offsets: Sequence[int]
 ) -> CompletionLogprobs:
-    """The legacy shape for an echoed prompt; offsets start at 0."""
-    offset = 0
-    offsets = []
-    for token in ids:
-        offsets.append(offset)
-        offset += len(tokenizer.token_text(token))
-    shaped = completion_logprobs(tokenizer, entries, offsets, 0)
+    """The legacy shape for an echoed prompt, whose tokens begin at `offsets`."""
+    shaped = completion_logprobs(tokenizer, entries, offsets)
     shaped.tokens = [tokenizer.token_text(token) for token in ids]
     return shaped
 
 
+def prompt_offsets(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
+    """Where each token of a prompt that came as ids begins in its text."""
+    detokenizer = IncrementalDetokenizer(tokenizer, (), skip_special_tokens=skip_special_tokens)
+    offsets, length = [], 0
+    for token in ids:
+        offsets.append(length + detokenizer.num_broken_off(token))
+        length += len(detokenizer.push((token,)))
+    return offsets
+
+
 def completion_logprobs(
-    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None], offsets: Sequence[int], shift: int
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None], offsets: Sequence[int]
 ) -> CompletionLogprobs:
-    """The legacy shape. `offsets` are those of the output; `shift` is where the output starts in the text."""
+    """The legacy shape, of tokens that begin at `offsets` of the choice's text."""
     return CompletionLogprobs(
         ["" if entry is None else tokenizer.token_text(entry.token_id) for entry in entries],
         [None if entry is None else max(entry.logprob, _FLOOR) for entry in entries],
         [None if entry is None else _top(tokenizer, entry) for entry in entries],
-        [offset + shift for offset in offsets],
+        list(offsets),
     )
 
 

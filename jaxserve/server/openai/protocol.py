@@ -1,67 +1,65 @@
-"""Every field of `/v1/completions` and `/v1/chat/completions`, and what becomes of it.
+"""Every field of `/v1/completions` and `/v1/chat/completions` that does something, and what becomes of it.
 
-A field is supported (it has a type here), or inert (`INERT`: its value can't change the answer), or known and not built
-(`ONLY`: null or the listed values, which ask for nothing, pass; anything else is a 400 that names it). A field that is
-not here is a 400 with the nearest name. Owns shapes only: no engine, no text.
+A field is supported (it has a type here), or inert (its value can't change the answer), or known and not built
+(`known_fields.py`). One that is nowhere is a 400 with the nearest name. Owns shapes only: no engine, no text.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import re
+import uuid
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from jaxserve.api_types import MAX_LOGPROBS, SamplingParams
-from jaxserve.errors import InvalidRequestError
-
-MAX_STOP_STRINGS = 16
-
-# Who asks and how answers are kept or billed at OpenAI: accepted with any value.
-INERT = frozenset(
-    {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"}
+from jaxserve.api_types import (
+    MinP,
+    NumLogprobs,
+    NumSamples,
+    Penalty,
+    RepetitionPenalty,
+    SamplingParams,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
 )
+from jaxserve.errors import InvalidRequestError
+from jaxserve.server.fields import (
+    MAX_SEQUENCES,
+    TOKEN_KEY,
+    LogitBias,
+    ModelName,
+    Name,
+    Null,
+    NullOrFalse,
+    NullOrNoList,
+    NullOrNoObject,
+    NullOrNoText,
+    NullOrTrue,
+    Priority,
+    StopIds,
+    StopPatterns,
+    StopStrings,
+    Text,
+    TokenLimit,
+    described,
+    fitted,
+    needs,
+    only,
+    refuse_asking,
+)
+from jaxserve.server.known_fields import KnownOpenAI
+from jaxserve.text.stop_regex import check_patterns
 
-_ONLY_SHARED: dict[str, tuple[object, ...]] = {
-    "best_of": (),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": ([],),
-    "guided_grammar": (),
-    "response_format": ({"type": "text"},),
-    "logits_processors": ([],),
-    "kv_transfer_params": (),
-    "lora_path": (),
-}
-_ONLY_COMPLETION: dict[str, tuple[object, ...]] = {"suffix": ("",)}
-_ONLY_CHAT: dict[str, tuple[object, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "functions": ([],),
-    "function_call": ("none",),
-    "reasoning_effort": (),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "verbosity": (),
-    "web_search_options": (),
-    "chat_template": (),
-    "mm_processor_kwargs": (),
-}
+ROLES = ("system", "developer", "user", "assistant")
+# Parts of a message that no template gets yet.
+NOT_BUILT = ("audio", "function_call", "tool_calls", "tool_call_id")
 
 # Names that are the same here and in SamplingParams.
 _SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *("min_tokens", "seed", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output"),
+    *("min_tokens", "seed", "ignore_eos", "skip_special_tokens"),
 )
 
 
@@ -74,39 +72,47 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class SamplingFields(KnownOpenAI, kw_only=True, forbid_unknown_fields=True):
     """What completions and chat have in common. Null everywhere means the default.
 
     Among requests that wait, a higher `priority` is served first, and may preempt a lower one that runs. Only requests
-    of one `cache_salt` share cached prefixes.
+    of one `cache_salt` share cached prefixes. Where vLLM and SGLang have two names for one thing, both are known:
+    `include_stop_str_in_output` and `no_stop_trim`, and `request_id` and `rid`, by which `/abort_request` finds the
+    request.
     """
 
-    only: ClassVar[dict[str, tuple[object, ...]]] = _ONLY_SHARED
+    conditions: ClassVar[tuple[dict[str, Any], ...]] = (needs("stream_options", [None], "stream"),)
 
-    model: str | None = None
-    max_tokens: int | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    min_tokens: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    model: ModelName | None = None
+    max_tokens: TokenLimit | None = None
+    n: NumSamples | None = None
+    best_of: Annotated[NumSamples | None, described({"enum": [None, 1]})] = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
+    min_tokens: TokenLimit | None = None
+    seed: Seed | None = None
+    stop: StopStrings | None = None
+    stop_regex: StopPatterns | None = None
+    stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
+    priority: Priority | None = None
+    cache_salt: Text | None = None
+    request_id: Name | None = None
+    rid: Name | None = None
 
+    # Who asks and how answers are kept or billed at OpenAI: accepted with any value.
     user: Any = None
     metadata: Any = None
     safety_identifier: Any = None
@@ -114,40 +120,26 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_retention: Any = None
     parallel_tool_calls: Any = None
 
-    best_of: Any = None
-    store: Any = None
-    service_tier: Any = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
-    prompt_logprobs: Any = None
-    truncate_prompt_tokens: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    spaces_between_special_tokens: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    response_format: Any = None
-    logits_processors: Any = None
-    kv_transfer_params: Any = None
-    lora_path: Any = None
-
     def refuse_unsupported(self) -> None:
-        """Raises `InvalidRequestError` naming a field whose value asks for what isn't built."""
-        for name, allowed in self.only.items():
-            value = getattr(self, name)
-            if value is None or value in allowed:
-                continue
-            if name == "best_of":
-                if value != (self.n or 1):
-                    raise InvalidRequestError("best_of is not supported unless it equals n", param=name)
-                continue
-            shown = " or ".join(["null", *(msgspec.json.encode(item).decode() for item in allowed)])
-            raise InvalidRequestError(f"{name} is not supported yet: only {shown} is accepted", param=name)
+        """Raises `InvalidRequestError` naming a field whose value asks for what isn't built, or makes no sense."""
+        refuse_asking(self)
+        if self.best_of not in (None, 1, self.n):
+            raise InvalidRequestError("best_of is not supported unless it equals n", param="best_of")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that the client gave the request."""
+        return tuple(name for name in (self.rid, self.request_id) if name is not None)
+
+    def response_id(self, kind: str) -> str:
+        """The id that the response has: the client's, where it gives one."""
+        return self.rid or f"{kind}-{self.request_id or uuid.uuid4().hex}"
+
+    def engine_name(self, response_id: str) -> str:
+        """A name of its own in the engine, where a client's id may be open already."""
+        return f"{response_id}-{uuid.uuid4().hex}" if self.names else response_id
 
     @property
     def include_usage(self) -> bool:
@@ -161,49 +153,54 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def sampling(self, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
         """The engine's view of these fields. Raises `InvalidRequestError` naming the field that is out of range."""
+        stop_regex = _several(self.stop_regex)
+        check_patterns(stop_regex)
         given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         return SamplingParams(
             max_tokens=max_tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             logit_bias=self._logit_bias(),
-            stop=self._stop(),
+            stop=_several(self.stop),
+            stop_regex=stop_regex,
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            include_stop_str_in_output=bool(self.include_stop_str_in_output or self.no_stop_trim),
             **given,
         )
 
-    def _stop(self) -> tuple[str, ...]:
-        if self.stop is None:
-            return ()
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if len(stops) > MAX_STOP_STRINGS:
-            raise InvalidRequestError(
-                f"stop has {len(stops)} strings; at most {MAX_STOP_STRINGS} are supported", param="stop"
-            )
-        return stops
-
     def _logit_bias(self) -> dict[int, float]:
-        bias: dict[int, float] = {}
-        for key, value in (self.logit_bias or {}).items():
-            if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+        for key in self.logit_bias or {}:
+            if not re.fullmatch(TOKEN_KEY, key):
                 raise InvalidRequestError(
                     f"logit_bias keys must be token ids written as strings, got {key[:40]!r}", param="logit_bias"
                 )
-            bias[int(key)] = value
-        return bias
+        return {int(key): value for key, value in (self.logit_bias or {}).items()}
+
+
+def _several(texts: str | list[str] | None) -> tuple[str, ...]:
+    return (texts,) if isinstance(texts, str) else tuple(texts or ())
+
+
+PROMPT_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, **fitted("token_id")}, **fitted("prompt_ids")}
+PROMPT_TEXT = {"type": "string", "minLength": 1}
+
+
+def prompts(*kinds: dict[str, Any]) -> msgspec.Meta:
+    """The schema of a prompt, or of a list of prompts of one kind."""
+    listed = [{"type": "array", "items": kind, "minItems": 1, "maxItems": MAX_SEQUENCES} for kind in kinds]
+    return described({"anyOf": [*kinds, *listed]})
 
 
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """The body of `/v1/completions`. `logprobs` counts alternatives, 0 to 20 (OpenAI stops at 5)."""
 
-    only: ClassVar[dict[str, tuple[object, ...]]] = _ONLY_SHARED | _ONLY_COMPLETION
-
-    prompt: str | list[str | int | list[int]]
+    prompt: Annotated[str | list[str | int | list[int]], prompts(PROMPT_TEXT, PROMPT_IDS)]
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: NumLogprobs | None = None
     add_special_tokens: bool | None = None
 
-    suffix: Any = None
+    suffix: NullOrNoText = None
+    prompt_embeds: Null = None
 
 
 class ContentPart(msgspec.Struct):
@@ -213,8 +210,8 @@ class ContentPart(msgspec.Struct):
     text: str | None = None
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True):
-    """One message of a chat. What OpenAI's client adds to an assistant's message is accepted while it is null."""
+class Message(msgspec.Struct):
+    """What is known of a message of a chat; its other keys go to the chat template as they are."""
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -227,41 +224,82 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     tool_call_id: Any = None
 
 
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_NO_TEXT = {"properties": {"role": {"const": "assistant"}}}
+_SOME_TEXT = {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]}
+MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": list(ROLES)},
+        "content": {"anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": _PART}]},
+        "name": {"type": ["string", "null"]},
+    }
+    | {name: {"enum": [None, []]} for name in NOT_BUILT},
+    "required": ["role"],
+    "anyOf": [_NO_TEXT, _SOME_TEXT],
+}
+_SAYS_SOMETHING = {"properties": {"content": {"type": "string", "minLength": 1}}, "required": ["content"]}
+# It is the last message that goes on; a schema can only speak of all.
+_GOES_ON = {"add_generation_prompt": {"enum": [None, False]}, "messages": {"items": _SAYS_SOMETHING}}
+CONTINUED = {"anyOf": [{"properties": {"continue_final_message": {"enum": [None, False]}}}, {"properties": _GOES_ON}]}
+Messages = Annotated[list[dict[str, Any]], described({"type": "array", "items": MESSAGE, "minItems": 1})]
+TemplateArguments = Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=fitted("template_arguments"))]
+Documents = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=fitted("documents"))]
+
+
 class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """The body of `/v1/chat/completions`."""
+    """The body of `/v1/chat/completions`. No parser takes reasoning apart here: it is not separated nor held back."""
 
-    only: ClassVar[dict[str, tuple[object, ...]]] = _ONLY_SHARED | _ONLY_CHAT
+    conditions: ClassVar[tuple[dict[str, Any], ...]] = (
+        *SamplingFields.conditions,
+        needs("top_logprobs", [None, 0], "logprobs"),
+        CONTINUED,
+    )
 
-    messages: list[Message]
-    max_completion_tokens: int | None = None
+    messages: Messages
+    max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    top_logprobs: NumLogprobs | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Documents | None = None
 
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    reasoning_effort: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
-    chat_template: Any = None
-    mm_processor_kwargs: Any = None
+    tools: NullOrNoList = None
+    tool_choice: Annotated[Any, only("none", "auto")] = None
+    functions: NullOrNoList = None
+    function_call: Annotated[Any, only("none", "auto")] = None
+    reasoning_effort: Null = None
+    modalities: Annotated[Any, only(["text"])] = None
+    audio: Null = None
+    prediction: Null = None
+    verbosity: Annotated[Any, only("medium")] = None
+    web_search_options: Null = None
+
+    chat_template: Null = None
+    echo: NullOrFalse = None
+    include_reasoning: NullOrTrue = None
+    media_io_kwargs: NullOrNoObject = None
+    mm_processor_kwargs: NullOrNoObject = None
+    return_prompt_text: NullOrFalse = None
+
+    separate_reasoning: Annotated[Any, only(True, False)] = None
+    stream_reasoning: NullOrTrue = None
+    reasoning: Null = None
+    task: Null = None
+    input_ids: Null = None
+    return_meta_info: NullOrFalse = None
 
     def output_limit(self) -> int | None:
-        """`max_completion_tokens`, or its older name; None when neither is given."""
-        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise InvalidRequestError(
-                "max_tokens and max_completion_tokens differ; give one of them", param="max_completion_tokens"
-            )
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        """The smaller of `max_completion_tokens` and its older name; None when neither is given."""
+        return min(
+            (limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None), default=None
+        )
 
     def num_logprobs(self) -> int | None:
         """Alternatives wanted beside each token, None when no log probabilities are."""
@@ -270,9 +308,3 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
         if self.top_logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         return None
-
-
-def check_logprobs(name: str, value: int | None) -> None:
-    """Raises unless `value` is None or a number of alternatives that is supported."""
-    if value is not None and not 0 <= value <= MAX_LOGPROBS:
-        raise InvalidRequestError(f"{name} must be in [0, {MAX_LOGPROBS}], got {value}", param=name)

@@ -43,13 +43,18 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One completion, or what is new of it."""
+    """One completion, or what is new of it.
+
+    `matched_stop`, as in SGLang, is the stop string, pattern or token id that ended it; `stop_reason`, as in vLLM, is
+    the same but for the model's own end tokens, of which it is null.
+    """
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None = None
+    matched_stop: int | str | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
@@ -106,6 +111,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: int | str | None = None
+    matched_stop: int | str | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -130,15 +136,15 @@ class ChatDelta(msgspec.Struct, omit_defaults=True):
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
-    """One choice of a chat chunk. `prompt_token_ids` come with the role when asked for."""
+    """One choice of a chat chunk. How the answer ended comes with the last of its text."""
 
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    matched_stop: int | str | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
