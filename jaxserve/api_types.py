@@ -15,6 +15,7 @@ from jaxserve.errors import InvalidRequestError
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_IDS = 16
+MAX_STOP_CHARACTERS = 4096
 
 
 class FinishReason(enum.StrEnum):
@@ -86,6 +87,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
         if any(not s for s in self.stop):
             raise InvalidRequestError("stop must not hold an empty string", param="stop")
+        longest = max(map(len, self.stop), default=0)
+        if longest > MAX_STOP_CHARACTERS:
+            raise InvalidRequestError(
+                f"stop holds a string of {longest} characters; at most {MAX_STOP_CHARACTERS} are supported",
+                param="stop",
+            )
 
     @property
     def greedy(self) -> bool:
