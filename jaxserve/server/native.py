@@ -101,10 +101,12 @@ async def tokenize(serving: Serving, exchange: Exchange, request: TokenizeReques
 async def detokenize(serving: Serving, exchange: Exchange, request: DetokenizeRequest) -> None:
     """Ids to text."""
     loaded = serving.require()
-    check_ids(request.tokens, loaded.engine.info.vocab_size, param="tokens")
-    text = await off_loop(
-        serving, len(request.tokens), lambda: loaded.tokenizer.decode(request.tokens, skip_special_tokens=False)
-    )
+
+    def decode() -> str:
+        check_ids(request.tokens, loaded.engine.info.vocab_size, param="tokens")
+        return loaded.tokenizer.decode(request.tokens, skip_special_tokens=False)
+
+    text = await off_loop(serving, len(request.tokens), decode)
     await exchange.respond(DetokenizeResponse(text))
 
 

@@ -71,8 +71,12 @@ class Tokenizer:
                 raise
             raise InvalidRequestError("the text holds half a surrogate pair, which is no Unicode text") from error
         if check_count is not None:
-            for encoding in encodings:
-                check_count(len(encoding))
+            try:
+                for encoding in encodings:
+                    check_count(len(encoding))
+            except Exception:
+                encodings.clear()  # the error's traceback holds this frame for as long as it is handled
+                raise
         return [encoding.ids for encoding in encodings]
 
     def least_tokens(self, text: str) -> int:

@@ -17,9 +17,10 @@ from tests.text import small_tokenizers
 SHORTENED = ["\u212a", "\U0001d400", "a\u0308\u0304", "\u1100\u1161\u11a8", "\uff21", "A", " ", "▁", "<pad>", "日本"]
 
 
-def over_bytes(normalizer: Any = None, **added: bool) -> tokenizers.Tokenizer:
+def over_bytes(normalizer: Any = None, missing: int | None = None, **added: bool) -> tokenizers.Tokenizer:
     """Bytes, `aaaaaaaa`, and two added tokens."""
-    vocab = [*byte_alphabet().values(), "aa", "aaaa", "aaaaaaaa"]
+    alphabet = [char for value, char in byte_alphabet().items() if value != missing]
+    vocab = [*alphabet, "aa", "aaaa", "aaaaaaaa"]
     merges = [("a", "a"), ("aa", "aa"), ("aaaa", "aaaa")]
     backend = tokenizers.Tokenizer(models.BPE({token: index for index, token in enumerate(vocab)}, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -35,6 +36,7 @@ BOUNDED = {
     "nfc": over_bytes(normalizers.NFC()),
     "nfkc lower": over_bytes(normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])),
     "replace": over_bytes(normalizers.Replace("aaaa", "a")),
+    "no token for a byte": over_bytes(missing=ord("A")),
     "strips": over_bytes(rstrip=True),
     "byte fallback": small_tokenizers.sentencepiece()._backend,
     "trained": small_tokenizers.byte_level()._backend,
@@ -61,9 +63,10 @@ def test_no_text_has_fewer_tokens(name: str) -> None:
         small_tokenizers.words()._backend,
         over_bytes(normalizers.StripAccents()),
         over_bytes(normalizers.Replace("a", "")),
+        over_bytes(normalizers.NFKC(), missing=ord("A")),
         over_bytes(normalizers.Replace(tokenizers.Regex("a+"), "a")),
     ],
-    ids=["words", "strip accents", "replace by nothing", "replace a pattern"],
+    ids=["words", "strip accents", "replace by nothing", "drop what is normalized", "replace a pattern"],
 )
 def test_a_tokenizer_that_may_drop_text_has_no_bound(backend: tokenizers.Tokenizer) -> None:
     assert TextLengths(backend).least_tokens("b" * 10_000) == 0
