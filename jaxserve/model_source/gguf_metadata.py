@@ -43,6 +43,7 @@ _SCALARS = {
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _F32 = 0
 _MAX_RANK = 4
+_MAX_NAME, _MAX_TEXT = 1 << 10, 1 << 24
 _ALIGNMENT = Range(1, 1 << 20)
 _MAX_FACTORS = 1 << 14
 # ggml type -> (weights a block, bytes a block), for the types whose tensors can be checked against the file's size
@@ -91,7 +92,9 @@ class GGUFMetadata:
             raise ConfigError(f"{path} can't be read: {error}") from error
         try:
             self._parse(tensors)
-        except (struct.error, IndexError, UnicodeDecodeError, KeyError, OverflowError, RecursionError) as error:
+        except UnicodeDecodeError as error:
+            raise self._damaged(f"its header can't be read ({error.reason})") from None  # it holds all it couldn't read
+        except (struct.error, IndexError, KeyError, OverflowError, RecursionError) as error:
             raise self._damaged(f"its header can't be read ({error!r})") from error
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
 
@@ -106,14 +109,14 @@ class GGUFMetadata:
         (num_values,) = _U64.unpack_from(self._data, 16)
         position = 24
         for _ in range(num_values):
-            key, position = self._string(position)
+            key, position = self._string(position, _MAX_NAME)
             if key in self._values:
                 raise self._damaged(f"it has two values of {key}")
             (type_id,) = _U32.unpack_from(self._data, position)
             self._values[key], position = self._value(type_id, position + 4)
         infos = []
         for _ in range(num_tensors):
-            name, position = self._string(position)
+            name, position = self._string(position, _MAX_NAME)
             (rank,) = _U32.unpack_from(self._data, position)
             if rank > _MAX_RANK:
                 raise self._damaged(f"tensor {name} has {rank} dimensions; at most {_MAX_RANK} can be")
@@ -142,16 +145,16 @@ class GGUFMetadata:
     def _damaged(self, why: str) -> ConfigError:
         return ConfigError(f"{self.path} is damaged or cut short: {why}; fetch the file again")
 
-    def _string(self, position: int) -> tuple[str, int]:
+    def _string(self, position: int, most: int) -> tuple[str, int]:
         (length,) = _U64.unpack_from(self._data, position)
         start = position + 8
-        if start + length > len(self._data):
+        if length > most or start + length > len(self._data):
             raise IndexError(f"a string of {length} bytes at {position}")
         return self._data[start : start + length].decode(), start + length
 
     def _value(self, type_id: int, position: int) -> tuple[Scalar | _ArrayRef, int]:
         if type_id == _STRING:
-            return self._string(position)
+            return self._string(position, _MAX_TEXT)
         if type_id == _ARRAY:
             (element_type,) = _U32.unpack_from(self._data, position)
             (count,) = _U64.unpack_from(self._data, position + 4)

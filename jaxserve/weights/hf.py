@@ -86,7 +86,7 @@ def _indexed(folder: Path) -> dict[str, set[str] | None]:
         raise index.wrong("weight_map", "an object that names a file for each tensor")
     for file in weight_map.values():
         # Names alone: what a link in the folder points to is for the owner of the folder to say
-        if not isinstance(file, str) or Path(file).name != file or not file.isprintable():
+        if not isinstance(file, str) or Path(file).name != file or file in ("", "..") or not file.isprintable():
             raise ConfigError(
                 f"{index.where}: weight_map names the file {shown(file)}; only files of the folder itself are opened"
             )
