@@ -57,7 +57,8 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig) -
             template = _read_template(server_config.chat_template)
         ChatTemplate(template, tokenizer.special_tokens)  # raises here if it is none
         chat_template = TemplateProcess(template, tokenizer.special_tokens)
-        await chat_template.start()
+        if template is not None:
+            await chat_template.start()
         return Loaded(await launching, tokenizer, chat_template, template or "")
     except BaseException:
         if chat_template is not None:

@@ -28,6 +28,8 @@ CPU_SECONDS = 5.0
 MEMORY_BYTES = 1 << 30
 MAX_CHARACTERS = 1 << 25
 
+# Of the clock, for a child that gets no processor or is stopped.
+_PATIENCE = 60.0
 # A conversation of more bytes gets a process of its own, one at a time: others don't wait for it, and its memory goes
 # with the process.
 _LARGE = 1 << 18
@@ -121,8 +123,12 @@ async def _ask(process: Process, request: bytes) -> tuple[bool, bytes] | None:
     try:
         _write(process.stdin, False, request)
         await process.stdin.drain()
-        size, failed = _HEAD.unpack(await process.stdout.readexactly(_HEAD.size))
-        return failed, await process.stdout.readexactly(size)
+        async with asyncio.timeout(_PATIENCE):
+            size, failed = _HEAD.unpack(await process.stdout.readexactly(_HEAD.size))
+            return failed, await process.stdout.readexactly(size)
+    except TimeoutError:
+        process.kill()
+        return None
     except (OSError, asyncio.IncompleteReadError):
         return None
 

@@ -74,6 +74,16 @@ async def test_a_process_that_was_killed_is_started_again() -> None:
         assert await template.render(HI) == "fine"
 
 
+async def test_a_process_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with process("fine") as template:
+        assert await template.render(HI) == "fine"
+        assert template._standing is not None
+        os.kill(template._standing.pid, signal.SIGSTOP)
+        monkeypatch.setattr("jaxserve.text.template_process._PATIENCE", 0.01)
+        with pytest.raises(InvalidRequestError, match="ended with code -9"):
+            await template.render(HI)
+
+
 async def test_a_client_that_hangs_up_leaves_no_answer_behind() -> None:
     async with process("{{ messages[0].content }}") as template:
         for number in range(20):
