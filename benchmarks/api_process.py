@@ -40,7 +40,7 @@ from jaxserve.model_source import resolve
 from jaxserve.observability import log
 from jaxserve.server.run import serve
 from jaxserve.server.serving import Loaded
-from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.template_process import TemplateProcess
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 
 MODEL = EngineConfig().model
@@ -90,7 +90,7 @@ async def load_tokenizer_only(engine_config: EngineConfig, server_config: Server
     tokenizer = load_tokenizer(resolve(engine_config.model))
     template = tokenizer.chat_template or ""
     engine = await EngineClient.launch(engine_config, module="benchmarks.paced_engine")
-    return Loaded(engine, tokenizer, ChatTemplate(template, tokenizer), template)
+    return Loaded(engine, tokenizer, TemplateProcess(template, tokenizer.special_tokens), template)
 
 
 class Reader(asyncio.Protocol):

@@ -71,7 +71,7 @@ def main() -> None:
     imports = "import time; start = time.perf_counter(); import jaxserve.text.output, jaxserve.text.chat_template"
     timed_import = [sys.executable, "-c", f"{imports}; print(time.perf_counter() - start)"]
     prompt = (NATURAL * 40)[:4000]
-    chat = ChatTemplate(tokenizer.chat_template, tokenizer)
+    chat = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
     messages = [{"role": role, "content": prompt[:200]} for _ in range(5) for role in ("user", "assistant")]
     rows = {
         "import text/ (ms)": 1e3 * median(lambda: float(subprocess.check_output(timed_import))),

@@ -17,6 +17,7 @@ from jaxserve.errors import InvalidRequestError
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_IDS = 16
+MAX_STOP_CHARACTERS = 4096
 
 # Steps are counted by how many tokens they computed, up to each of these and beyond: vLLM's buckets.
 STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -101,6 +102,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("stop", "stop_regex"):
             if not all(getattr(self, name)):
                 raise InvalidRequestError(f"{name} must not hold an empty string", param=name)
+        longest = max(map(len, self.stop), default=0)
+        if longest > MAX_STOP_CHARACTERS:
+            raise InvalidRequestError(
+                f"stop holds a string of {longest} characters; at most {MAX_STOP_CHARACTERS} are supported",
+                param="stop",
+            )
 
     @property
     def greedy(self) -> bool:

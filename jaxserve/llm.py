@@ -334,8 +334,8 @@ def _priorities(priority: int | Sequence[int], count: int) -> list[int]:
 
 def _chat_template(tokenizer: Tokenizer, file: str | None) -> ChatTemplate:
     if file is None:
-        return ChatTemplate(tokenizer.chat_template, tokenizer)
+        return ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
     try:
-        return ChatTemplate(Path(file).read_text(encoding="utf-8"), tokenizer)
+        return ChatTemplate(Path(file).read_text(encoding="utf-8"), tokenizer.special_tokens)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat_template={file} can't be read: {error}") from None

@@ -49,7 +49,7 @@ from jaxserve.runtime.programs import CompileCounter, ProgramBuilder, build_prog
 from jaxserve.runtime.sizes import Sizes
 from jaxserve.runtime.state import DeviceState, make_state
 from jaxserve.runtime.working_memory import sized_by_compiler
-from jaxserve.weights import WeightReader, build, open_weights, stored_types
+from jaxserve.weights import WeightReader, build, check_tensors, open_weights, stored_types
 
 logger = logging.getLogger("jaxserve.worker")
 
@@ -112,7 +112,8 @@ def _prepare(config: EngineConfig, nodes: Nodes | None) -> _Device:
         device = local[0]
     with phases("model"):
         source = model_source.resolve(config.model)
-        model = parse_model_config(model_source.read_config(source))
+        model = parse_model_config(model_source.read_config(source), str(source.config_file))
+        check_tensors(source, model, config.load_format)
         stored = stored_types(source, config.load_format)
     bundle = read_manifest(Path(config.programs)) if config.programs is not None else None
     if bundle is not None:

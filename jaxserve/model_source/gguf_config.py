@@ -6,6 +6,21 @@ import math
 from typing import Any
 
 from jaxserve.errors import ConfigError
+from jaxserve.model_source.fields import (
+    CONTEXT,
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    NORM_EPSILON,
+    POSITIVE,
+    ROPE_THETA,
+    STRETCH,
+    WEIGHT,
+    WIDTH,
+    Fields,
+    Range,
+    shown,
+)
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
 
 _ARCHITECTURES = {
@@ -39,6 +54,8 @@ _KNOWN_KEYS = {
     "tensor_data_layout",
 }
 
+_OR_NONE = Range(0, CONTEXT.most)
+
 
 def config_from_gguf(metadata: GGUFMetadata) -> dict[str, Any]:
     """The config.json that the model would have. Raises `ConfigError` naming the architecture or key at fault.
@@ -49,36 +66,39 @@ def config_from_gguf(metadata: GGUFMetadata) -> dict[str, Any]:
     architecture = metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         raise ConfigError(
-            f"{metadata.path}: GGUF architecture {architecture!r} is not supported; "
+            f"{metadata.path}: GGUF architecture {shown(architecture)} is not supported; "
             f"supported: {', '.join(_ARCHITECTURES)}"
         )
     _refuse_unknown_keys(metadata, str(architecture))
     class_name, model_type = _ARCHITECTURES[str(architecture)]
     reader = _Keys(metadata, f"{architecture}.")
-    hidden_size, num_heads = reader.integer("embedding_length"), reader.integer("attention.head_count")
-    window = reader.integer("attention.sliding_window", 0)
+    hidden_size, (num_heads, num_kv_heads) = reader.integer("embedding_length", WIDTH), head_counts(metadata)
+    window = reader.integer("attention.sliding_window", _OR_NONE, 0)
     if window:
         class_name, model_type = _windowed(metadata, model_type)
     tensors = metadata.tensors
     if "token_embd.weight" not in tensors:
         raise ConfigError(f"{metadata.path} has no tensor token_embd.weight: it holds no complete model")
-    eos_ids = _token_ids(metadata, "eos", "eot", "eom")
-    bos_ids = _token_ids(metadata, "bos")
+    embedding = tensors["token_embd.weight"].shape
+    if len(embedding) != 2:
+        raise ConfigError(f"{metadata.path}: tensor token_embd.weight has {len(embedding)} dimensions instead of 2")
+    eos_ids = _token_ids(metadata, embedding[0], "eos", "eot", "eom")
+    bos_ids = _token_ids(metadata, embedding[0], "bos")
     return {
         "architectures": [class_name],
         "model_type": model_type,
-        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "vocab_size": embedding[0],
         "hidden_size": hidden_size,
-        "intermediate_size": reader.integer("feed_forward_length"),
-        "num_hidden_layers": reader.integer("block_count"),
+        "intermediate_size": reader.integer("feed_forward_length", WIDTH),
+        "num_hidden_layers": reader.integer("block_count", LAYERS),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": reader.integer("attention.head_count_kv", num_heads),
+        "num_key_value_heads": num_kv_heads,
         "head_dim": _head_dim(reader, hidden_size // num_heads),
         "hidden_act": "silu",
-        "rms_norm_eps": reader.number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": reader.number("rope.freq_base", 10000.0),
+        "rms_norm_eps": reader.number("attention.layer_norm_rms_epsilon", NORM_EPSILON),
+        "rope_theta": reader.number("rope.freq_base", ROPE_THETA, 10000.0),
         "rope_scaling": _rope_scaling(reader),
-        "max_position_embeddings": reader.integer("context_length"),
+        "max_position_embeddings": reader.integer("context_length", CONTEXT),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": _attention_bias(metadata, model_type),
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
@@ -86,6 +106,13 @@ def config_from_gguf(metadata: GGUFMetadata) -> dict[str, Any]:
         "bos_token_id": bos_ids[0] if bos_ids else None,
         "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids or None,
     }
+
+
+def head_counts(metadata: GGUFMetadata) -> tuple[int, int]:
+    """How many heads queries have, and keys and values."""
+    reader = _Keys(metadata, f"{metadata.get('general.architecture')}.")
+    heads = reader.integer("attention.head_count", HEADS)
+    return heads, reader.integer("attention.head_count_kv", HEADS, heads)
 
 
 def _windowed(metadata: GGUFMetadata, model_type: str) -> tuple[str, str]:
@@ -100,23 +127,26 @@ class _Keys:
     def __init__(self, metadata: GGUFMetadata, prefix: str) -> None:
         self.metadata, self.prefix = metadata, prefix
 
-    def number(self, name: str, default: float | None = None) -> float:
-        key = self.prefix + name
-        per_layer = self.metadata.array(key)
-        if per_layer is None:
-            return self.metadata.number(key, default)
-        if len(set(per_layer)) != 1 or not isinstance(per_layer[0], int | float):
-            raise ConfigError(
-                f"{self.metadata.path}: {key} differs between layers, which is not supported: {per_layer}"
-            )
-        return per_layer[0]
+    def number(self, name: str, allowed: Range, default: float | None = None) -> float:
+        return self._fields(name).number(self.prefix + name, allowed, default)
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        return int(self.number(name, default))
+    def integer(self, name: str, allowed: Range, default: int | None = None) -> int:
+        return self._fields(name).integer(self.prefix + name, allowed, default)
 
     def text(self, name: str) -> str | None:
         value = self.metadata.get(self.prefix + name)
         return value if isinstance(value, str) else None
+
+    def _fields(self, name: str) -> Fields:
+        key = self.prefix + name
+        per_layer = self.metadata.array(key)
+        if per_layer is None:
+            return self.metadata.fields
+        if len(set(per_layer)) != 1:
+            raise ConfigError(
+                f"{self.metadata.path}: {key} differs between layers, which is not supported: {shown(per_layer)}"
+            )
+        return Fields({key: per_layer[0]}, self.metadata.fields.where)
 
 
 def _refuse_unknown_keys(metadata: GGUFMetadata, architecture: str) -> None:
@@ -127,14 +157,15 @@ def _refuse_unknown_keys(metadata: GGUFMetadata, architecture: str) -> None:
         value = metadata.get(key)
         if value is None or value:  # zero and false switch a feature off
             raise ConfigError(
-                f"{metadata.path}: key {key} = {value!r} is not supported for GGUF files of architecture {architecture}"
+                f"{metadata.path}: key {key} = {shown(value)} is not supported for GGUF files of architecture "
+                f"{architecture}"
             )
 
 
 def _head_dim(reader: _Keys, default: int) -> int:
-    head_dim = reader.integer("attention.key_length", default)
+    head_dim = reader.integer("attention.key_length", HEAD_DIM, default)
     for name in ("attention.value_length", "rope.dimension_count"):
-        other = reader.integer(name, head_dim)
+        other = reader.integer(name, HEAD_DIM, head_dim)
         if other != head_dim:
             raise ConfigError(
                 f"{reader.metadata.path}: {reader.prefix}{name} is {other} where heads have {head_dim} dimensions; "
@@ -156,7 +187,7 @@ def _attention_bias(metadata: GGUFMetadata, model_type: str) -> bool:
 
 def _rope_scaling(reader: _Keys) -> dict[str, Any] | None:
     kind, path = reader.text("rope.scaling.type"), reader.metadata.path
-    factor = reader.number("rope.scaling.factor", reader.number("rope.scale_linear", 1.0))
+    factor = reader.number("rope.scaling.factor", WEIGHT, reader.number("rope.scale_linear", WEIGHT, 1.0))
     if "rope_freqs.weight" in reader.metadata.tensors:
         if kind not in (None, "none", "llama3"):
             raise ConfigError(f"{path}: rope_freqs.weight together with rope scaling {kind!r} is not supported")
@@ -168,18 +199,26 @@ def _rope_scaling(reader: _Keys) -> dict[str, Any] | None:
         return None
     if kind != "yarn":
         raise ConfigError(f"{path}: rope scaling {kind!r} is not supported for GGUF files; supported: linear, yarn")
+    if factor not in STRETCH:
+        raise reader.metadata.fields.wrong(f"{reader.prefix}rope.scaling.factor", f"a number in {STRETCH}")
     scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
-    if (original := reader.integer("rope.scaling.original_context_length", 0)) > 0:
+    if (original := reader.integer("rope.scaling.original_context_length", _OR_NONE, 0)) > 0:
         scaling["original_max_position_embeddings"] = original
     for name in ("beta_fast", "beta_slow"):
         if f"{reader.prefix}rope.scaling.yarn_{name}" in reader.metadata:
-            scaling[name] = reader.number(f"rope.scaling.yarn_{name}")
-    if (attn_factor := reader.number("rope.scaling.attn_factor", 1.0)) != 1.0:
+            scaling[name] = reader.number(f"rope.scaling.yarn_{name}", POSITIVE)
+    if (attn_factor := reader.number("rope.scaling.attn_factor", POSITIVE, 1.0)) != 1.0:
         # llama.cpp multiplies it onto YaRN's own temperature, Hugging Face's attention_factor replaces that
         scaling["attention_factor"] = attn_factor * (0.1 * math.log(factor) + 1.0)
     return scaling
 
 
-def _token_ids(metadata: GGUFMetadata, *names: str) -> list[int]:
-    keys = [f"tokenizer.ggml.{name}_token_id" for name in names]
-    return list(dict.fromkeys(int(metadata.number(key)) for key in keys if key in metadata))
+def _token_ids(metadata: GGUFMetadata, vocab_size: int, *names: str) -> list[int]:
+    ids = [token_id(metadata, name, vocab_size) for name in names]
+    return list(dict.fromkeys(each for each in ids if each is not None))
+
+
+def token_id(metadata: GGUFMetadata, name: str, vocab_size: int) -> int | None:
+    """The id of a special token; None if the file names none, which converters write as 2^32 - 1 too."""
+    found = metadata.fields.integer(f"tokenizer.ggml.{name}_token_id", Range(-1, 2**32 - 1), -1)
+    return found if 0 <= found < vocab_size else None

@@ -8,6 +8,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import mmap
 import struct
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from jaxserve.errors import ConfigError
+from jaxserve.model_source.fields import Fields, Range
 
 MAGIC = b"GGUF"
 
@@ -40,6 +42,10 @@ _SCALARS = {
 }
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _F32 = 0
+_MAX_RANK = 4
+_MAX_NAME, _MAX_TEXT = 1 << 10, 1 << 24
+_ALIGNMENT = Range(1, 1 << 20)
+_MAX_FACTORS = 1 << 14
 # ggml type -> (weights a block, bytes a block), for the types whose tensors can be checked against the file's size
 _BLOCKS = {
     0: (1, 4), 1: (1, 2), 30: (1, 2),
@@ -58,11 +64,14 @@ class TensorInfo:
     offset: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class _ArrayRef:
     element_type: int
     count: int
     offset: int
+
+    def __repr__(self) -> str:
+        return f"an array of {self.count}"
 
 
 class GGUFMetadata:
@@ -73,13 +82,19 @@ class GGUFMetadata:
         self._values: dict[str, Scalar | _ArrayRef] = {}
         self._decoded: dict[str, list[Scalar]] = {}
         tensors: dict[str, TensorInfo] = {}
-        with path.open("rb") as file:
-            if file.read(4) != MAGIC:
-                raise ConfigError(f"{path} is not a GGUF file: it doesn't start with the bytes 'GGUF'")
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.fields = Fields(self._values, str(path))
+        try:
+            with path.open("rb") as file:
+                if file.read(4) != MAGIC:
+                    raise ConfigError(f"{path} is not a GGUF file: it doesn't start with the bytes 'GGUF'")
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise ConfigError(f"{path} can't be read: {error}") from error
         try:
             self._parse(tensors)
-        except (struct.error, IndexError, UnicodeDecodeError, KeyError, OverflowError) as error:
+        except UnicodeDecodeError as error:
+            raise self._damaged(f"its header can't be read ({error.reason})") from None  # it holds all it couldn't read
+        except (struct.error, IndexError, KeyError, OverflowError, RecursionError) as error:
             raise self._damaged(f"its header can't be read ({error!r})") from error
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
 
@@ -94,40 +109,52 @@ class GGUFMetadata:
         (num_values,) = _U64.unpack_from(self._data, 16)
         position = 24
         for _ in range(num_values):
-            key, position = self._string(position)
+            key, position = self._string(position, _MAX_NAME)
+            if key in self._values:
+                raise self._damaged(f"it has two values of {key}")
             (type_id,) = _U32.unpack_from(self._data, position)
             self._values[key], position = self._value(type_id, position + 4)
         infos = []
         for _ in range(num_tensors):
-            name, position = self._string(position)
+            name, position = self._string(position, _MAX_NAME)
             (rank,) = _U32.unpack_from(self._data, position)
+            if rank > _MAX_RANK:
+                raise self._damaged(f"tensor {name} has {rank} dimensions; at most {_MAX_RANK} can be")
             *dims, ggml_type, offset = struct.unpack_from(f"<{rank}QIQ", self._data, position + 4)
             position += 4 + 8 * rank + 12
             infos.append((name, tuple(reversed(dims)), ggml_type, offset))
-        alignment = int(self.number("general.alignment", 32))
-        if alignment < 1:
-            raise self._damaged(f"general.alignment is {alignment}")
+        alignment = self.fields.integer("general.alignment", _ALIGNMENT, 32)
         data_start = -(-position // alignment) * alignment
+        ends: list[tuple[int, int, str]] = []
         for name, shape, ggml_type, offset in infos:
+            if name in tensors:
+                raise self._damaged(f"it has two tensors {name}")
+            if offset % alignment:
+                raise self._damaged(f"tensor {name} begins at {offset}, which is no multiple of {alignment}")
             tensors[name] = TensorInfo(name, shape, ggml_type, data_start + offset)
             weights, block_bytes = _BLOCKS.get(ggml_type, (1, 0))
             end = data_start + offset + math.prod(shape) // weights * block_bytes
             if end > len(self._data):
                 raise self._damaged(f"tensor {name} ends at byte {end}, the file at {len(self._data)}")
+            ends.append((data_start + offset, end, name))
+        ends.sort()
+        for (_, end, name), (start, _, following) in itertools.pairwise(ends):
+            if end > start:
+                raise self._damaged(f"tensors {name} and {following} overlap")
 
     def _damaged(self, why: str) -> ConfigError:
         return ConfigError(f"{self.path} is damaged or cut short: {why}; fetch the file again")
 
-    def _string(self, position: int) -> tuple[str, int]:
+    def _string(self, position: int, most: int) -> tuple[str, int]:
         (length,) = _U64.unpack_from(self._data, position)
         start = position + 8
-        if start + length > len(self._data):
+        if length > most or start + length > len(self._data):
             raise IndexError(f"a string of {length} bytes at {position}")
         return self._data[start : start + length].decode(), start + length
 
     def _value(self, type_id: int, position: int) -> tuple[Scalar | _ArrayRef, int]:
         if type_id == _STRING:
-            return self._string(position)
+            return self._string(position, _MAX_TEXT)
         if type_id == _ARRAY:
             (element_type,) = _U32.unpack_from(self._data, position)
             (count,) = _U64.unpack_from(self._data, position + 4)
@@ -163,15 +190,6 @@ class GGUFMetadata:
         value = self._values.get(key)
         return None if isinstance(value, _ArrayRef) else value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A number, or `default`. Raises `ConfigError` naming a key that is missing without default or no number."""
-        value = self.get(key)
-        if value is None and key not in self._values and default is not None:
-            return default
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ConfigError(f"{self.path}: key {key} should be a number, it is {value!r}")
-        return value
-
     def array(self, key: str) -> list[Scalar] | None:
         """A whole array of scalars or strings, decoded at the first call; None if the key is missing or no array."""
         ref = self._values.get(key)
@@ -201,4 +219,6 @@ class GGUFMetadata:
         info = self.tensors[name]
         if info.ggml_type != _F32:
             raise ConfigError(f"{self.path}: tensor {name} should be float32, its ggml type is {info.ggml_type}")
+        if math.prod(info.shape) > _MAX_FACTORS:
+            raise ConfigError(f"{self.path}: tensor {name} has {math.prod(info.shape)} values; {_MAX_FACTORS} can be")
         return list(struct.unpack_from(f"<{math.prod(info.shape)}f", self._data, info.offset))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxserve.errors import ConfigError, ModelNotFoundError
+from jaxserve.errors import ModelNotFoundError
 from jaxserve.model_source.builtin import BUILTIN_MODELS, builtin_path, is_pulled, nearest_builtin, pull
+from jaxserve.model_source.fields import read_json
 from jaxserve.model_source.gguf_config import config_from_gguf
 from jaxserve.model_source.gguf_metadata import MAGIC, GGUFMetadata
 
@@ -34,6 +34,11 @@ class ModelSource:
     path: Path
     kind: Literal["folder", "gguf", "orbax"]
     name: str
+
+    @property
+    def config_file(self) -> Path:
+        """The file that its config stands in."""
+        return self.path if self.kind == "gguf" else self.path / "config.json"
 
 
 def resolve(model: str, *, offline: bool = False) -> ModelSource:
@@ -87,7 +92,7 @@ def read_config(source: ModelSource) -> dict[str, Any]:
     """The model's config as in config.json; made from the metadata for a GGUF file. Raises `ConfigError`."""
     if source.kind == "gguf":
         return config_from_gguf(GGUFMetadata(source.path))
-    return _read_json(source.path / "config.json")
+    return read_json(source.config_file)
 
 
 def gguf_of(model: str) -> ModelSource | None:
@@ -103,20 +108,10 @@ def config_of(model: str) -> dict[str, Any]:
     """
     path = Path(model).expanduser()
     if path.suffix == ".json" and path.is_file():
-        return _read_json(path)
+        return read_json(path)
     if model not in BUILTIN_MODELS and not path.exists() and _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
-        return _read_json(_hub_folder(model, offline=False, files=["config.json"]) / "config.json")
+        return read_json(_hub_folder(model, offline=False, files=["config.json"]) / "config.json")
     return read_config(resolve(model))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} can't be read as JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} should hold a JSON object, it holds a {type(config).__name__}")
-    return config
 
 
 def _folder(path: Path, name: str) -> ModelSource:

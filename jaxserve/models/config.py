@@ -13,6 +13,21 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.rope import RopeConfig
+from jaxserve.model_source.fields import (
+    CONTEXT,
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    NORM_EPSILON,
+    POSITIVE,
+    ROPE_THETA,
+    STRETCH,
+    WEIGHT,
+    WIDTH,
+    Fields,
+    Range,
+    shown,
+)
 
 logger = logging.getLogger("jaxserve.models")
 
@@ -132,57 +147,56 @@ _ROPE_KEYS = {
 }  # fmt: skip
 
 
-def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Read a config.json. Raises `ConfigError` naming what is missing or can't be served."""
-    architectures = raw.get("architectures") or ["(none)"]
-    architecture = architectures[0]
+def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+    """Read a config.json, which stands in the file `where`. Raises `ConfigError` naming what is missing, out of its
+    range, or can't be served."""
+    fields = Fields(raw, where)
+    architecture = (fields.texts("architectures") or ["(none)"])[0]
     if architecture not in _ARCHITECTURES:
         raise ConfigError(
-            f"architecture {architecture!r} is not supported; supported: {', '.join(sorted(_ARCHITECTURES))}"
+            f"architecture {shown(architecture)} is not supported; supported: {', '.join(sorted(_ARCHITECTURES))}"
         )
     family = _ARCHITECTURES[architecture]
     _refuse_unknown(raw)
-    if raw.get("hidden_act", "silu") != "silu":
+    if fields.text("hidden_act", "silu") != "silu":
         raise ConfigError(f"hidden_act={raw['hidden_act']!r} is not supported; only 'silu' is")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unnamed")
+    if quantization := fields.object("quantization_config"):
+        method = quantization.get("quant_method", "unnamed")
         raise ConfigError(
-            f"quantization_config ({method}) is not supported yet; use an unquantized checkpoint or a GGUF"
+            f"quantization_config ({shown(method)}) is not supported yet; use an unquantized checkpoint or a GGUF"
         )
-    heads = _positive(raw, "num_attention_heads")
-    hidden = _positive(raw, "hidden_size")
-    kv_heads = raw.get("num_key_value_heads") or heads
+    heads = fields.integer("num_attention_heads", HEADS)
+    hidden = fields.integer("hidden_size", WIDTH)
+    kv_heads = fields.integer("num_key_value_heads", HEADS, heads)
     if heads % kv_heads:
-        raise ConfigError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
-    layers = _positive(raw, "num_hidden_layers")
-    max_position = raw.get("max_position_embeddings") or 2048
-    biased = bool(raw.get("attention_bias", False))
+        raise ConfigError(f"{where}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+    if raw.get("head_dim") is None and hidden % heads:
+        raise ConfigError(f"{where}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
+    head_dim = fields.integer("head_dim", HEAD_DIM, hidden // heads)
+    if head_dim % 2:
+        raise ConfigError(f"{where}: head_dim={head_dim} is odd: rotary embedding turns pairs of numbers")
+    layers = fields.integer("num_hidden_layers", LAYERS)
+    max_position = fields.integer("max_position_embeddings", CONTEXT, 2048)
+    biased = fields.boolean("attention_bias", False)
     return ModelConfig(
         architecture=architecture,
-        vocab_size=_positive(raw, "vocab_size"),
+        vocab_size=fields.integer("vocab_size", WIDTH),
         hidden_size=hidden,
-        intermediate_size=_positive(raw, "intermediate_size"),
+        intermediate_size=fields.integer("intermediate_size", WIDTH),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=raw.get("head_dim") or hidden // heads,
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=_rope(raw, max_position),
+        head_dim=head_dim,
+        norm_eps=fields.number("rms_norm_eps", NORM_EPSILON, 1e-6),
+        rope=_rope(fields, max_position, head_dim),
         max_position_embeddings=max_position,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         qkv_bias=True if family == "qwen2" else biased,
         output_bias=biased and family in ("llama", "qwen3"),
-        mlp_bias=bool(raw.get("mlp_bias", False)),
+        mlp_bias=fields.boolean("mlp_bias", False),
         qk_norm=family == "qwen3",
-        windows=_windows(raw, family, layers),
+        windows=_windows(fields, family, layers),
     )
-
-
-def _positive(raw: Mapping[str, Any], name: str) -> int:
-    value = raw.get(name)
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"config.json: {name} must be a positive integer, got {value!r}")
-    return value
 
 
 def _refuse_unknown(raw: Mapping[str, Any]) -> None:
@@ -194,9 +208,9 @@ def _refuse_unknown(raw: Mapping[str, Any]) -> None:
         logger.info("config.json: fields taken as not changing the mathematics: %s", ", ".join(sorted(unknown)))
 
 
-def _windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
-    window = raw.get("sliding_window")
-    types = raw.get("layer_types")
+def _windows(fields: Fields, family: str, layers: int) -> tuple[int | None, ...]:
+    window = fields.integer("sliding_window", CONTEXT) if fields.raw.get("sliding_window") is not None else None
+    types = fields.texts("layer_types")
     if types is not None:
         odd = set(types) - {"full_attention", "sliding_attention"}
         if odd or len(types) != layers:
@@ -212,44 +226,56 @@ def _windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int | No
         return (None,) * layers
     if family == "mistral":
         return (window,) * layers
-    if not raw.get("use_sliding_window", False):
+    if not fields.boolean("use_sliding_window", False):
         return (None,) * layers
-    full = raw.get("max_window_layers", 28)
+    full = fields.integer("max_window_layers", Range(0, LAYERS.most), 28)
     return tuple(window if i >= full else None for i in range(layers))
 
 
-def _rope(raw: Mapping[str, Any], max_position: int) -> RopeConfig:
+def _rope(fields: Fields, max_position: int, head_dim: int) -> RopeConfig:
     """transformers 5 writes `rope_parameters`; 4 wrote `rope_theta` beside `rope_scaling`."""
-    scaling = dict(raw.get("rope_scaling") or {})
-    scaling.update(raw.get("rope_parameters") or {})
-    theta = float(scaling.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    raw = {**fields.object("rope_scaling"), **fields.object("rope_parameters")}
+    scaling = Fields(raw, f"{fields.where}: rope scaling")
+    theta = scaling.number("rope_theta", ROPE_THETA, fields.number("rope_theta", ROPE_THETA, 10000.0))
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
     if kind not in ("default", "linear", "llama3", "yarn", "factors"):
-        raise ConfigError(f"rope_type {kind!r} is not supported; supported: default, linear, llama3, yarn")
-    odd = set(scaling) - _ROPE_KEYS
+        raise ConfigError(f"rope_type {shown(kind)} is not supported; supported: default, linear, llama3, yarn")
+    odd = set(raw) - _ROPE_KEYS
     if odd:
         raise ConfigError(f"rope scaling has fields that jaxserve does not support: {', '.join(sorted(odd))}")
-    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"partial_rotary_factor={scaling['partial_rotary_factor']} is not supported; only 1.0 is")
-    original = int(scaling.get("original_max_position_embeddings") or max_position)
-    factor = scaling.get("factor")
-    if factor is None:
-        if kind in ("linear", "llama3"):
-            raise ConfigError(f"rope_type {kind!r} needs a factor")
+    if scaling.number("partial_rotary_factor", POSITIVE, 1.0) != 1.0:
+        raise ConfigError(f"partial_rotary_factor={raw['partial_rotary_factor']} is not supported; only 1.0 is")
+    original = scaling.integer("original_max_position_embeddings", CONTEXT, max_position)
+    if raw.get("factor") is not None:
+        factor = scaling.number("factor", STRETCH)
+    elif kind in ("linear", "llama3"):
+        raise ConfigError(f"rope_type {kind!r} needs a factor")
+    else:
         factor = max_position / original
-    attention_factor = scaling.get("attention_factor")
-    return RopeConfig(
+    config = RopeConfig(
         theta=theta,
         kind=kind,
-        factor=float(factor),
-        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
+        factor=factor,
+        low_freq_factor=scaling.number("low_freq_factor", POSITIVE, 1.0),
+        high_freq_factor=scaling.number("high_freq_factor", POSITIVE, 4.0),
         original_max_position=original,
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
-        attention_factor=None if attention_factor is None else float(attention_factor),
-        mscale=float(scaling.get("mscale") or 0.0),
-        mscale_all_dim=float(scaling.get("mscale_all_dim") or 0.0),
-        truncate=bool(scaling.get("truncate", True)),
-        factors=tuple(float(f) for f in scaling.get("factors", ())),
+        beta_fast=scaling.number("beta_fast", POSITIVE, 32.0),
+        beta_slow=scaling.number("beta_slow", POSITIVE, 1.0),
+        attention_factor=(
+            None if raw.get("attention_factor") is None else scaling.number("attention_factor", POSITIVE)
+        ),
+        mscale=scaling.number("mscale", WEIGHT, 0.0),
+        mscale_all_dim=scaling.number("mscale_all_dim", WEIGHT, 0.0),
+        truncate=scaling.boolean("truncate", True),
+        factors=tuple(scaling.numbers("factors", POSITIVE)),
     )
+    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+        least, most = getattr(config, low), getattr(config, high)
+        if least >= most:
+            raise ConfigError(f"{scaling.where}: {low}={least:g} should be less than {high}={most:g}")
+    if kind == "factors" and len(config.factors) != head_dim // 2:
+        raise ConfigError(
+            f"{scaling.where}: there are {len(config.factors)} factors, one for each of the {head_dim // 2} "
+            "frequencies is needed"
+        )
+    return config

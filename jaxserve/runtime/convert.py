@@ -33,7 +33,7 @@ def convert(source: ModelSource, config: EngineConfig, folder: Path, progress: P
     # Orbax asks jax which process this is, and jax would take hold of an accelerator for that
     jax.config.update("jax_platforms", "cpu")
     raw = read_config(source)
-    model = parse_model_config(raw)
+    model = parse_model_config(raw, str(source.config_file))
     abstract = family(model).abstract(model, dtype_of(config.dtype))
     reader = open_weights(source, model, abstract, load_format=config.load_format, seed=config.random_seed)
     total = sum(spec.nbytes for _, spec in flatten(abstract)[0])

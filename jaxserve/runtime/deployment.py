@@ -111,7 +111,7 @@ class Deployment:
 
 def read_model(model: str) -> ModelConfig:
     """The model's config from whatever `--model` names; a config.json is enough. Raises `ConfigError`."""
-    return parse_model_config(model_source.config_of(model))
+    return parse_model_config(model_source.config_of(model), f"config of {model}")
 
 
 def read_stored(config: EngineConfig) -> Stored:

@@ -18,7 +18,7 @@ from jaxserve.server.errors import to_http
 from jaxserve.server.generate_protocol import GenerateOutput, GenerateRequest, GenerateSampling, MetaInfo
 from jaxserve.server.generation import Generation
 from jaxserve.server.http import Exchange
-from jaxserve.server.prompts import check_number, check_prompt, encode, engine_requests, output_limit
+from jaxserve.server.prompts import check_length, check_number, check_prompt, encode, engine_requests, output_limit
 from jaxserve.server.serving import Loaded, Serving
 from jaxserve.server.sse import DONE, EventStream
 from jaxserve.text.output import OutputDelta
@@ -99,12 +99,17 @@ async def _prompts(serving: Serving, loaded: Loaded, request: GenerateRequest) -
         if not texts:
             raise InvalidRequestError("text is an empty list", param="text")
         check_number(len(texts), n)
-        return await encode(serving, loaded, texts, add_special_tokens=True), not isinstance(request.text, str)
+        prompts = await encode(serving, loaded, texts, add_special_tokens=True, param="text")
+        return prompts, not isinstance(request.text, str)
     ids = request.input_ids or []
+    if ids and isinstance(ids[0], list):
+        check_number(len(ids), n)
+    else:
+        check_number(1, n)
+        check_length(len(ids), loaded.engine.info, param="input_ids")
     several = [item for item in ids if isinstance(item, list)]
     if several and len(several) != len(ids):
         raise InvalidRequestError("input_ids mixes token ids and lists of them", param="input_ids")
-    check_number(len(several) or 1, n)
     return (several, True) if several else ([[item for item in ids if isinstance(item, int)]], False)
 
 

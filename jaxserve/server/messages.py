@@ -12,7 +12,8 @@ import msgspec
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.http import explain
 from jaxserve.server.openai.protocol import NOT_BUILT, ROLES, Message
-from jaxserve.server.serving import Loaded
+from jaxserve.server.prompts import off_loop
+from jaxserve.server.serving import Loaded, Serving
 
 OURS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
@@ -27,23 +28,22 @@ class Conversation(Protocol):
     documents: list[dict[str, Any]] | None
 
 
-def render(loaded: Loaded, request: Conversation) -> str:
+async def render(serving: Serving, loaded: Loaded, request: Conversation) -> str:
     """The prompt text. Raises `InvalidRequestError` for what the template can't express."""
     source = loaded.template_source
-    messages = [_for_template(number, message, source) for number, message in enumerate(request.messages)]
+    messages = await off_loop(
+        serving,
+        len(request.messages),
+        lambda: [_for_template(number, message, source) for number, message in enumerate(request.messages)],
+    )
     if not messages:
         raise InvalidRequestError("messages is empty", param="messages")
     going_on = bool(request.continue_final_message)
     prompting = not going_on if request.add_generation_prompt is None else request.add_generation_prompt
     arguments = _arguments(request, source) if source else {}
-    try:
-        return loaded.chat_template.render(
-            messages, add_generation_prompt=prompting, continue_final_message=going_on, **arguments
-        )
-    except RecursionError as error:
-        raise InvalidRequestError(
-            "chat_template_kwargs or documents are nested too deep for the chat template", param="chat_template_kwargs"
-        ) from error
+    return await loaded.chat_template.render(
+        messages, add_generation_prompt=prompting, continue_final_message=going_on, **arguments
+    )
 
 
 def _arguments(request: Conversation, source: str) -> dict[str, Any]:

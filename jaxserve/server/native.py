@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, ClassVar
 
 import msgspec
@@ -22,7 +21,7 @@ from jaxserve.server.fields import (
 from jaxserve.server.http import Exchange
 from jaxserve.server.messages import render
 from jaxserve.server.openai.protocol import CONTINUED, Documents, Messages, TemplateArguments
-from jaxserve.server.prompts import encode
+from jaxserve.server.prompts import encode, off_loop
 from jaxserve.server.serving import Serving
 from jaxserve.text.requests import check_ids
 
@@ -128,24 +127,28 @@ async def tokenize(serving: Serving, exchange: Exchange, request: TokenizeReques
             request.chat_template_kwargs,
             request.documents,
         )
-        text, special = render(loaded, chat), request.add_special_tokens is True
+        text, special = await render(serving, loaded, chat), request.add_special_tokens is True
     else:
         for name in _CHAT_FIELDS:
             if getattr(request, name):
                 raise InvalidRequestError(f"{name} needs messages", param=name)
         text, special = request.prompt or "", request.add_special_tokens is not False
-    (ids,) = await encode(serving, loaded, [text], add_special_tokens=special)
-    names = [loaded.tokenizer.token_text(token) for token in ids] if request.return_token_strs else None
+    (ids,) = await encode(serving, loaded, [text], add_special_tokens=special, param=None)
+    names = None
+    if request.return_token_strs:
+        names = await off_loop(serving, len(ids), lambda: [loaded.tokenizer.token_text(token) for token in ids])
     await exchange.respond(TokenizeResponse(len(ids), loaded.engine.info.max_model_len, ids, names))
 
 
 async def detokenize(serving: Serving, exchange: Exchange, request: DetokenizeRequest) -> None:
     """Ids to text."""
     loaded = serving.require()
-    check_ids(request.tokens, loaded.engine.info.vocab_size, param="tokens")
-    text = await asyncio.get_running_loop().run_in_executor(
-        serving.tokenizing, lambda: loaded.tokenizer.decode(request.tokens, skip_special_tokens=False)
-    )
+
+    def decode() -> str:
+        check_ids(request.tokens, loaded.engine.info.vocab_size, param="tokens")
+        return loaded.tokenizer.decode(request.tokens, skip_special_tokens=False)
+
+    text = await off_loop(serving, len(request.tokens), decode)
     await exchange.respond(DetokenizeResponse(text))
 
 

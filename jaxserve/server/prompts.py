@@ -1,11 +1,13 @@
 """From what a client sends to prompt ids, and the limits they must keep: vocabulary, context length, number.
 
-Never submits anything; long texts are tokenized on the serving's threads, as that takes longer than a step.
+Never submits anything; long texts are tokenized on the serving's threads, as that takes longer than a step, and very
+long ones one at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections.abc import Callable, Sequence
 
 from jaxserve.api_types import EngineInfo, EngineRequest, SamplingParams
@@ -15,25 +17,57 @@ from jaxserve.server.fields import MAX_SEQUENCES
 from jaxserve.server.serving import Loaded, Serving
 from jaxserve.text import requests
 
-# Texts up to this many characters are tokenized on the event loop: a thread costs more.
-_SHORT_TEXT = 4096
+# Work on up to this many characters or ids is done on the event loop: a thread costs more.
+_SHORT = 4096
+# Work on more than this many is done one at a time, and its memory, a few hundred times as much, is given back.
+_LARGE = 1 << 18
 
 
-async def encode(serving: Serving, loaded: Loaded, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
-    """The ids of each text."""
+async def encode(
+    serving: Serving, loaded: Loaded, texts: list[str], *, add_special_tokens: bool, param: str | None
+) -> list[list[int]]:
+    """The ids of each text. Raises `ContextLengthError` naming `param` for one that doesn't fit the context: where its
+    length alone says so, before it is tokenized. With `param` None a text may be longer than the context."""
     tokenizer = loaded.tokenizer
+    size = sum(map(len, texts))
 
     def work() -> list[list[int]]:
-        return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+        if param is None:
+            return tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
+        if size > _SHORT:
+            for text in texts:
+                check_length(tokenizer.least_tokens(text), loaded.engine.info, param=param, at_least=True)
+        return tokenizer.encode_batch(
+            texts,
+            add_special_tokens=add_special_tokens,
+            check_count=lambda count: check_length(count, loaded.engine.info, param=param),
+        )
 
-    return await off_loop(serving, sum(map(len, texts)), work)
+    return await off_loop(serving, size, work)
 
 
 async def off_loop[T](serving: Serving, size: int, work: Callable[[], T]) -> T:
     """Does work on so many characters or ids: at once, or where that takes long on a thread."""
-    if size <= _SHORT_TEXT:
+    if size <= _SHORT:
         return work()
-    return await asyncio.get_running_loop().run_in_executor(serving.tokenizing, work)
+    loop = asyncio.get_running_loop()
+    if size <= _LARGE:
+        return await loop.run_in_executor(serving.tokenizing, work)
+
+    def large() -> T:
+        try:
+            return work()
+        finally:
+            _give_memory_back()
+
+    return await loop.run_in_executor(serving.tokenizing_large, large)
+
+
+def _give_memory_back() -> None:
+    """glibc keeps what was freed, gigabytes after a large text; other allocators don't."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def check_number(num_prompts: int, n: int | None) -> None:
@@ -51,13 +85,18 @@ def check_prompt(ids: Sequence[int], info: EngineInfo, *, param: str) -> None:
     """Raises unless `ids` is a prompt of this model: not empty, within its context and its vocabulary."""
     if not ids:
         raise InvalidRequestError(f"{param} is empty: there must be at least one token to continue", param=param)
-    if len(ids) > info.max_model_len:
+    check_length(len(ids), info, param=param)
+    requests.check_ids(ids, info.vocab_size, param=param)
+
+
+def check_length(num_tokens: int, info: EngineInfo, *, param: str, at_least: bool = False) -> None:
+    """Raises unless so many tokens fit the context."""
+    if num_tokens > info.max_model_len:
         raise ContextLengthError(
             f"This model's maximum context length is {info.max_model_len} tokens. However, your {param} resulted in "
-            f"{len(ids)} tokens. Please reduce the length of the {param}.",
+            f"{'at least ' if at_least else ''}{num_tokens} tokens. Please reduce the length of the {param}.",
             param=param,
         )
-    requests.check_ids(ids, info.vocab_size, param=param)
 
 
 def output_limit(prompt_tokens: int, asked: int | None, default: int | None, info: EngineInfo, *, param: str) -> int:

@@ -42,20 +42,27 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig) -
     from jaxserve.engine.client import launch_engine
     from jaxserve.model_source import resolve
     from jaxserve.text.chat_template import ChatTemplate
+    from jaxserve.text.template_process import TemplateProcess
     from jaxserve.text.tokenizer import load_tokenizer
 
     # Fetched here, once and with a progress bar, before several processes look for it.
     source = await _in_thread(lambda: resolve(engine_config.model))
     tokenizing = _in_thread(lambda: load_tokenizer(source))
     launching = asyncio.ensure_future(launch_engine(engine_config))
+    chat_template = None
     try:
         tokenizer = await tokenizing
         template = tokenizer.chat_template
         if server_config.chat_template is not None:
             template = _read_template(server_config.chat_template)
-        chat_template = ChatTemplate(template, tokenizer)
+        ChatTemplate(template, tokenizer.special_tokens)  # raises here if it is none
+        chat_template = TemplateProcess(template, tokenizer.special_tokens)
+        if template is not None:
+            await chat_template.start()
         return Loaded(await launching, tokenizer, chat_template, template or "")
     except BaseException:
+        if chat_template is not None:
+            await chat_template.close()
         launching.cancel()
         with contextlib.suppress(BaseException):
             await (await launching).shutdown()
@@ -65,6 +72,8 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig) -
 def serve(engine_config: EngineConfig, server_config: ServerConfig, *, load: Load = load_model) -> int:
     """Serves until a signal or the engine's death; the exit code. Raises `ConfigError` if the port can't be had."""
     listener = _bind(server_config)
+    # Each text is tokenized by the thread that asks for it: on a pool of threads short ones would wait for long ones.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_Life(engine_config, server_config, listener, load).run())
 
@@ -114,7 +123,9 @@ class _Life:
             await http
             if self._serving.loaded is not None:
                 await self._serving.loaded.engine.shutdown()
-            self._serving.tokenizing.shutdown(wait=False, cancel_futures=True)
+                await self._serving.loaded.chat_template.close()
+            for threads in (self._serving.tokenizing, self._serving.tokenizing_large):
+                threads.shutdown(wait=False, cancel_futures=True)
 
     async def _serve(self, started: float) -> int:
         stopping = asyncio.create_task(self._stop.wait())

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.errors import EngineDeadError
@@ -22,7 +22,7 @@ from jaxserve.server.errors import UnavailableError
 if TYPE_CHECKING:
     from jaxserve.engine.client import Engine
     from jaxserve.observability.engine_metrics import Reading
-    from jaxserve.text.chat_template import ChatTemplate
+    from jaxserve.text.chat_template import Message
     from jaxserve.text.tokenizer import Tokenizer
 
 Phase = Literal["starting", "ready", "draining", "dead"]
@@ -36,13 +36,25 @@ class Abortable(Protocol):
         ...
 
 
+class Renderer(Protocol):
+    """Makes prompts of conversations."""
+
+    async def render(self, messages: Sequence[Message], **arguments: Any) -> str:
+        """See `ChatTemplate.render`."""
+        ...
+
+    async def close(self) -> None:
+        """Gives back what it holds."""
+        ...
+
+
 @dataclass(frozen=True)
 class Loaded:
     """What stands once the server is ready. `template_source` is empty for a model without a chat template."""
 
     engine: Engine
     tokenizer: Tokenizer
-    chat_template: ChatTemplate
+    chat_template: Renderer
     template_source: str
 
 
@@ -64,6 +76,7 @@ class Serving:
         self.idle = asyncio.Event()
         self.idle.set()
         self.tokenizing = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+        self.tokenizing_large = ThreadPoolExecutor(1, thread_name_prefix="tokenize-large")
         self._loaded: Loaded | None = None
         self._draining = False
         self._death: str | None = None

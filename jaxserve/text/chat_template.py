@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 import jinja2
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxserve.errors import ConfigError, InvalidRequestError
-from jaxserve.text.tokenizer import Tokenizer
 
 type Message = Mapping[str, Any]
 
@@ -30,16 +30,19 @@ _PRINTED_PARTS = ("'type': 'text'", '"type": "text"')
 class ChatTemplate:
     """One template with the special tokens of one tokenizer. Raises `ConfigError` if `source_text` is no template.
 
-    `source_text` None stands for a model without a template: every rendering then raises `InvalidRequestError`.
+    `source_text` None stands for a model without a template: every rendering then raises `InvalidRequestError`. Nothing
+    bounds how long one takes: `template_process` does.
     """
 
-    def __init__(self, source_text: str | None, tokenizer: Tokenizer) -> None:
-        self._special_tokens = tokenizer.special_tokens
+    def __init__(self, source_text: str | None, special_tokens: Mapping[str, str]) -> None:
+        self._special_tokens = special_tokens
         self._content_format: Literal["text", "parts", "both"] | None = None
         try:
             self._template = None if source_text is None else _environment().from_string(source_text)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template is no valid Jinja: line {error.lineno}: {error.message}") from error
+        except (RecursionError, SyntaxError, MemoryError) as error:
+            raise ConfigError(f"the chat template can't be compiled: {str(error) or type(error).__name__}") from error
 
     def render(
         self,
@@ -90,7 +93,17 @@ class ChatTemplate:
             return self._template.render(variables)
         except jinja2.TemplateError as error:
             raise InvalidRequestError(f"the chat template refused: {error.message}", param="messages") from error
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        except RecursionError as error:
+            if _is_deep(kwargs):
+                raise InvalidRequestError(
+                    "chat_template_kwargs or documents are nested too deep for the chat template",
+                    param="chat_template_kwargs",
+                ) from error
+            raise InvalidRequestError(
+                "the chat template recurses too deeply on these messages: a macro may call itself without end",
+                param="messages",
+            ) from error
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
             raise InvalidRequestError(
                 f"the chat template failed on these messages: {error}", param="messages"
             ) from error
@@ -157,9 +170,38 @@ def _part_text(part: object) -> str:
     return str(part["text"])
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+def _is_deep(value: Any) -> bool:
+    """Whether lists and objects are nested in each other more than a hundred times."""
+    level = [value]
+    for _ in range(100):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return bool(level)
+
+
+class _NothingAhead(CodeGenerator):
+    """Computes nothing when it compiles: an expression of constants may be huge, and what renders it has the bounds."""
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: CodeGenerator._FinalizeInfo) -> str:
+        if not isinstance(node, nodes.TemplateData):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    code_generator_class = _NothingAhead
+
+
+def _environment() -> _Environment:
+    environment = _Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, "jinja2.ext.loopcontrols"],
+        optimized=False,
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception

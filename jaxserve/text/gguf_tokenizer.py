@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers.processors import TemplateProcessing
 
 from jaxserve.errors import ConfigError
+from jaxserve.model_source.gguf_config import token_id
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
 from jaxserve.text.parts import TokenizerParts
 
@@ -59,9 +60,8 @@ def tokenizer_from_gguf(metadata: GGUFMetadata) -> TokenizerParts:
             f"{metadata.path}: tokenizer model {kind!r} is not supported in GGUF files; supported: gpt2, llama. "
             "Use the model's Hugging Face folder instead"
         )
-    types = metadata.array("tokenizer.ggml.token_type") or []
-    _add_tokens(backend, tokens, types)
-    ids = {name: _token_id(metadata, name, len(tokens)) for name in ("bos", "eos", "eot", "eom", "unknown", "padding")}
+    _add_tokens(backend, tokens, metadata.array("tokenizer.ggml.token_type") or [])
+    ids = {name: token_id(metadata, name, len(tokens)) for name in ("bos", "eos", "eot", "eom", "unknown", "padding")}
     add_bos = metadata.get("tokenizer.ggml.add_bos_token")
     if add_bos is None:
         add_bos = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _BOS_BY_DEFAULT
@@ -88,14 +88,6 @@ def _strings(metadata: GGUFMetadata, key: str) -> list[str]:
     if values is None:
         raise ConfigError(f"{metadata.path} has no {key}: it holds no tokenizer. Use the model's Hugging Face folder")
     return [str(value) for value in values]
-
-
-def _token_id(metadata: GGUFMetadata, name: str, vocab_size: int) -> int | None:
-    key = f"tokenizer.ggml.{name}_token_id"
-    if key not in metadata:
-        return None
-    token_id = int(metadata.number(key))
-    return token_id if 0 <= token_id < vocab_size else None  # converters write 2^32 - 1 for "none"
 
 
 def _byte_level(metadata: GGUFMetadata, tokens: list[str]) -> tokenizers.Tokenizer:
@@ -127,6 +119,8 @@ def _sentencepiece(metadata: GGUFMetadata, tokens: list[str]) -> tokenizers.Toke
     if scores is None or len(scores) != len(tokens):
         raise ConfigError(f"{metadata.path}: tokenizer.ggml.scores is missing or not as long as the vocabulary")
     types = metadata.array("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    if len(types) != len(tokens) or not all(isinstance(score, int | float) for score in scores):
+        raise ConfigError(f"{metadata.path}: tokenizer.ggml.token_type and scores should be a number for each token")
     vocab = {token: index for index, token in enumerate(tokens)}
     normal = {token: index for token, index in vocab.items() if types[index] == _NORMAL}
     backend = _bpe(

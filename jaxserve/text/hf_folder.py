@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from jaxserve.errors import ConfigError
+from jaxserve.model_source.fields import Fields, read_json
 from jaxserve.text.parts import TokenizerParts
 
 
@@ -19,7 +19,10 @@ def tokenizer_from_folder(folder: Path) -> TokenizerParts:
     special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json")) | _special_tokens(config)
     if (folder / "tokenizer.json").is_file():
         backend = _from_file(folder / "tokenizer.json")
-        _apply_added_ends(backend, config, special_tokens)
+        try:
+            _apply_added_ends(backend, config, special_tokens)
+        except Exception as error:  # the bindings raise bare Exception
+            raise ConfigError(f"{folder / 'tokenizer.json'} holds no tokenizer that works: {error}") from error
     else:
         backend, special_tokens = _converted(folder)
     bos_id = backend.token_to_id(special_tokens.get("bos_token", ""))
@@ -35,7 +38,9 @@ def tokenizer_from_folder(folder: Path) -> TokenizerParts:
 def _from_file(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the bindings raise bare Exception
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the bindings raise bare Exception, and where Rust panics a BaseException
         raise ConfigError(f"{path} can't be read as a tokenizer: {error}") from error
 
 
@@ -46,7 +51,7 @@ def _converted(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         backend = tokenizer.backend_tokenizer
-    except (OSError, ValueError, ImportError, AttributeError) as error:
+    except Exception as error:  # of damaged files it raises anything
         raise ConfigError(
             f"{folder} has no tokenizer.json, and transformers can't make one from its files: {error}. "
             "Add the model's tokenizer.json to the folder"
@@ -55,15 +60,7 @@ def _converted(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} can't be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} should hold a JSON object, it holds a {type(content).__name__}")
-    return content
+    return read_json(path) if path.is_file() else {}
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -78,9 +75,10 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 def _apply_added_ends(backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> None:
     """Where tokenizer_config.json says whether BOS and EOS are added, it has the last word over tokenizer.json."""
     bare, framed = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
+    first, last = (framed[0], framed[-1]) if framed else (None, None)
     texts: dict[str, str | None] = {}
     changed = False
-    for end, outermost in (("bos", framed[0]), ("eos", framed[-1])):
+    for end, outermost in (("bos", first), ("eos", last)):
         text = special_tokens.get(f"{end}_token", "")
         token_id = backend.token_to_id(text)
         added_now = len(framed) > len(bare) and outermost == token_id
@@ -98,19 +96,34 @@ def _apply_added_ends(backend: tokenizers.Tokenizer, config: dict[str, Any], spe
 
 def _eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
     # generation_config.json is the newer word on what ends a generation; config.json only speaks where it is silent
-    ids = _read_json(folder / "generation_config.json").get("eos_token_id")
-    if ids is None:
-        ids = _read_json(folder / "config.json").get("eos_token_id")
-    listed = ids if isinstance(ids, list) else [ids]
-    return tuple(dict.fromkeys(token_id for token_id in [*listed, tokenizer_eos] if token_id is not None))
+    ids: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        ids = ids or Fields(_read_json(folder / name), str(folder / name)).token_ids("eos_token_id")
+    return tuple(dict.fromkeys([*ids, *([] if tokenizer_eos is None else [tokenizer_eos])]))
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file} can't be read: {error}") from error
     template = config.get("chat_template")
-    if isinstance(template, list):  # named templates
-        by_name = {str(entry["name"]): str(entry["template"]) for entry in template}
-        return by_name.get("default") or (next(iter(by_name.values())) if len(by_name) == 1 else None)
-    return template if isinstance(template, str) else None
+    if template is None or isinstance(template, str):
+        return template
+    by_name = _named_templates(template)
+    if by_name is None:
+        fields = Fields(config, str(folder / "tokenizer_config.json"))
+        raise fields.wrong("chat_template", "a string, or a list of objects with a name and a template")
+    return by_name.get("default") or (next(iter(by_name.values())) if len(by_name) == 1 else None)
+
+
+def _named_templates(template: Any) -> dict[str, str] | None:
+    named: dict[str, str] = {}
+    for entry in template if isinstance(template, list) else [None]:
+        name, text = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(text, str):
+            return None
+        named[name] = text
+    return named

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from jaxserve.text.stop_regex import RegexMatcher
@@ -62,6 +63,7 @@ class StopMatcher:
         return held
 
 
+@functools.lru_cache(maxsize=64)  # the samples of a request have the same
 def _failure(stop: str) -> list[int]:
     """For each prefix of `stop`, the length of the longest proper prefix that it also ends with."""
     failure, length = [0], 0

@@ -6,10 +6,12 @@ Reading files is `hf_folder` and `gguf_tokenizer`; putting a stream together is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.model_source import ModelSource
+from jaxserve.text.lengths import TextLengths
 from jaxserve.text.parts import TokenizerParts
 from jaxserve.text.pieces import PieceTable, piece_table
 
@@ -50,16 +52,31 @@ class Tokenizer:
         text are always recognized. Raises `InvalidRequestError` if the text can't be written as UTF-8."""
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text, in parallel where there are several."""
+    def encode_batch(
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        check_count: Callable[[int], None] | None = None,
+    ) -> list[list[int]]:
+        """Token ids of each text, in parallel where there are several. `check_count` gets each text's number of tokens
+        before any ids are made, and may raise.
+
+        Other threads go on meanwhile: the backend's `encode` of a single text would hold the interpreter lock.
+        """
         try:
-            if len(texts) == 1:
-                return [self._backend.encode(texts[0], add_special_tokens=add_special_tokens).ids]
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             if any(not isinstance(text, str) for text in texts):
                 raise
             raise InvalidRequestError("the text holds half a surrogate pair, which is no Unicode text") from error
+        if check_count is not None:
+            try:
+                for encoding in encodings:
+                    check_count(len(encoding))
+            except Exception:
+                encodings.clear()  # the error's traceback holds this frame for as long as it is handled
+                raise
         return [encoding.ids for encoding in encodings]
 
     def text_offsets(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -73,6 +90,14 @@ class Tokenizer:
             end = max(end, stop)
         return offsets
 
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least, found by its length; 0 where this tokenizer has none."""
+        return self._lengths.least_tokens(text)
+
+    @functools.cached_property
+    def _lengths(self) -> TextLengths:
+        return TextLengths(self._backend)
+
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids, bytes that are no UTF-8 as U+FFFD.
 
@@ -85,7 +110,8 @@ class Tokenizer:
 
     def _decode_backend(self, ids: list[int], skip_special_tokens: bool) -> str:
         try:
-            return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+            # Unlike `decode`, it lets other threads go on
+            return str(self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
         except OverflowError as error:
             raise InvalidRequestError(_ID_OUT_OF_RANGE) from error
 

@@ -7,7 +7,7 @@ knows a model: names and places come from its family.
 from jaxserve.weights.arrays import WeightReader, build
 from jaxserve.weights.dummy import dummy_params
 from jaxserve.weights.load import load_params
-from jaxserve.weights.open import open_source, open_weights, stored_types
+from jaxserve.weights.open import check_tensors, open_source, open_weights, stored_types
 from jaxserve.weights.source import TensorInfo, TensorSource
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "TensorSource",
     "WeightReader",
     "build",
+    "check_tensors",
     "dummy_params",
     "load_params",
     "open_source",

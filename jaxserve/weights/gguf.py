@@ -17,6 +17,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from jaxserve.model_source.gguf_config import head_counts
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
 from jaxserve.model_source.gguf_metadata import TensorInfo as GGUFTensor
 from jaxserve.params import Window
@@ -148,10 +149,5 @@ def _turned_heads(metadata: GGUFMetadata) -> dict[str, int]:
     """Heads of the projections whose rows llama.cpp reordered."""
     if metadata.get("general.architecture") != "llama":
         return {}
-    heads = _count(metadata, "llama.attention.head_count")
-    return {".q_proj.": heads, ".k_proj.": _count(metadata, "llama.attention.head_count_kv", heads)}
-
-
-def _count(metadata: GGUFMetadata, key: str, default: int | None = None) -> int:
-    per_layer = metadata.array(key)
-    return int(metadata.number(key, default) if per_layer is None else per_layer[0])
+    heads, kv_heads = head_counts(metadata)
+    return {".q_proj.": heads, ".k_proj.": kv_heads}

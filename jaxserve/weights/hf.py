@@ -5,7 +5,6 @@ Owns finding the files and their headers. The files are memory-mapped: a tensor'
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import orbax_hint
+from jaxserve.model_source.fields import Fields, read_json, shown
 from jaxserve.params import Window
 from jaxserve.weights.source import TensorInfo, row_blocks
 
@@ -80,11 +80,17 @@ def _files(folder: Path) -> dict[str, set[str] | None]:
 
 
 def _indexed(folder: Path) -> dict[str, set[str] | None]:
-    try:
-        weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files: dict[str, set[str] | None] = {file: set() for file in sorted(set(weight_map.values()))}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{folder / _INDEX} can't be read as an index of safetensors ({error!r})") from error
+    index = Fields(read_json(folder / _INDEX), str(folder / _INDEX))
+    weight_map = index.object("weight_map")
+    if not weight_map:
+        raise index.wrong("weight_map", "an object that names a file for each tensor")
+    for file in weight_map.values():
+        # Names alone: what a link in the folder points to is for the owner of the folder to say
+        if not isinstance(file, str) or Path(file).name != file or file in ("", "..") or not file.isprintable():
+            raise ConfigError(
+                f"{index.where}: weight_map names the file {shown(file)}; only files of the folder itself are opened"
+            )
+    files: dict[str, set[str] | None] = {file: set() for file in sorted(set(weight_map.values()))}
     absent = [file for file in files if not (folder / file).is_file()]
     if absent:
         raise ConfigError(

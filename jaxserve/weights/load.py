@@ -59,7 +59,10 @@ def checkpoint_reader(
     packed = packed_weights(abstract)
     # A packed weight is one leaf, its bytes, below the path that tensors are placed at
     owners = [path[:-1] if path[:-1] in packed else path for path, _ in leaves]
-    _check_names(source, placements, ignored)
+    check_names(source, placements, ignored)
+    skipped = [name for name in source.infos if name not in placements]
+    if skipped:
+        _log.info("weights: %d tensors of the checkpoint have no use here: %s", len(skipped), listed(sorted(skipped)))
     pieces: dict[Path, list[tuple[str, Placement]]] = defaultdict(list)
     position: dict[Path, int] = {}
     for i, name in enumerate(source.infos):
@@ -148,7 +151,8 @@ def _as_stored(stored: tuple[int, ...], placed: tuple[int, ...], window: Window)
     return tuple(parts)
 
 
-def _check_names(source: TensorSource, placements: Mapping[str, Placement], ignored: Callable[[str], bool]) -> None:
+def check_names(source: TensorSource, placements: Mapping[str, Placement], ignored: Callable[[str], bool]) -> None:
+    """Raises `ConfigError` unless every tensor has its place, and every place its tensor."""
     infos = source.infos
     used = sorted(name for name in placements if name in infos)
     faults = [
@@ -169,9 +173,6 @@ def _check_names(source: TensorSource, placements: Mapping[str, Placement], igno
     ]
     advice = "Check that config and weights belong together and that the download is complete"
     refuse_misfit(source.description, faults, advice)
-    skipped = [name for name in infos if name not in placements]
-    if skipped:
-        _log.info("weights: %d tensors of the checkpoint have no use here: %s", len(skipped), listed(sorted(skipped)))
 
 
 def _check_cover(shapes: Mapping[Path, tuple[int, ...]], pieces: Mapping[Path, list[tuple[str, Placement]]]) -> None:

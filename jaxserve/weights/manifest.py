@@ -53,7 +53,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / CHECKPOINT
     try:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} can't be read ({error}); copy the folder again, or make it anew with "
                           "`jaxserve convert`") from error  # fmt: skip
     if manifest.format != _FORMAT:
@@ -61,6 +61,11 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} has format {manifest.format} (written by jaxserve {manifest.jaxserve}), this jaxserve reads "
             f"{_FORMAT}: make it anew with `jaxserve convert`"
         )
+    outside = [name for name in manifest.files if Path(name).is_absolute() or ".." in Path(name).parts]
+    broken = [name for name, each in manifest.parameters.items() if not _is_cut(each)]
+    if outside or broken:
+        what = f"a file outside of it, {outside[0]!r}" if outside else f"chunks of no sensible shape for {broken[0]}"
+        raise ConfigError(f"{path} names {what}: make the folder anew with `jaxserve convert`")
     sizes = {name: _size(folder / name) for name in manifest.files}
     missing = [name for name, size in sizes.items() if size is None]
     other = [
@@ -75,8 +80,14 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def _is_cut(stored: StoredParameter) -> bool:
+    """Whether its chunks can be what it is made of."""
+    sizes = zip(stored.chunks, stored.shape)
+    return len(stored.chunks) == len(stored.shape) and all(1 <= chunk <= length for chunk, length in sizes)
+
+
 def _size(path: Path) -> int | None:
     try:
         return path.stat().st_size
-    except OSError:
+    except (OSError, ValueError):  # a name may be none
         return None

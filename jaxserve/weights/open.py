@@ -11,9 +11,10 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family
 from jaxserve.weights.arrays import WeightReader
 from jaxserve.weights.dummy import dummy_reader
+from jaxserve.weights.finite import checked
 from jaxserve.weights.gguf import GGUFFile
 from jaxserve.weights.hf import SafetensorsFolder
-from jaxserve.weights.load import checkpoint_reader
+from jaxserve.weights.load import check_names, checkpoint_reader
 from jaxserve.weights.packed import packing_reader
 from jaxserve.weights.source import TensorSource
 
@@ -39,7 +40,16 @@ def open_weights(
         from jaxserve.weights.orbax import OrbaxCheckpoint
 
         return packing_reader(abstract, dense, OrbaxCheckpoint(source.path).reader(dense))
-    return checkpoint_reader(abstract, open_source(source), module.placements(model), ignored=module.ignored)
+    opened = checked(open_source(source))
+    return checkpoint_reader(abstract, opened, module.placements(model), ignored=module.ignored)
+
+
+def check_tensors(source: ModelSource, model: ModelConfig, load_format: LoadFormat = "auto") -> None:
+    """Raises `ConfigError` unless a file's tensors are those that its config describes, by names and shapes: before
+    programs are compiled for a model that isn't there. What `convert` wrote is checked when it is opened."""
+    if load_format != "dummy" and source.kind != "orbax":
+        module = family(model)
+        check_names(open_source(source, load_format), module.placements(model), module.ignored)
 
 
 def stored_types(source: ModelSource, load_format: LoadFormat = "auto") -> Mapping[str, str]:

@@ -23,6 +23,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.params import ParamSpec, Path, Window, dotted
 from jaxserve.weights.arrays import WeightReader, flatten
 from jaxserve.weights.faults import refuse_misfit
+from jaxserve.weights.finite import check_finite
 from jaxserve.weights.manifest import PARAMS, Manifest, read_manifest
 
 _OPEN_CHUNKS = 256
@@ -71,6 +72,7 @@ class OrbaxCheckpoint:
                 raise ConfigError(
                     f"{file}: {name} can't be read ({error}); copy the folder again from where it was made"
                 ) from error
+        check_finite(out, name, str(self._folder))
 
 
 class _Chunk:

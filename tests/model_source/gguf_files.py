@@ -49,5 +49,9 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     if isinstance(value, list):
         writer.add_array(key, value)
+    elif type(value) is int and not 0 <= value < 2**32:
+        (writer.add_int64 if value < 0 else writer.add_uint64)(key, value)
+    elif isinstance(value, float) and 1e38 < abs(value) < float("inf"):
+        writer.add_float64(key, value)
     else:
         add[type(value)](key, value)

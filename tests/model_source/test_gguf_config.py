@@ -141,7 +141,7 @@ def test_a_value_by_layer_counts_if_all_are_equal(tmp_path: Path) -> None:
         ("llama", {"values": {"llama.rope.scaling.type": "longrope"}}, "rope scaling 'longrope' is not supported"),
         ("llama", {"tensors": biases("q", "k", "v")}, "attention biases on q, k, v alone"),
         ("qwen2", {"values": {"qwen2.attention.sliding_window": 8}}, "sliding window is not supported"),
-        ("llama", {"without": ("llama.block_count",)}, "key llama.block_count should be a number"),
+        ("llama", {"without": ("llama.block_count",)}, "llama.block_count is missing"),
         ("llama", {"without": ("token_embd.weight",)}, "no tensor token_embd.weight"),
     ],
 )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
+from jaxserve.model_source.fields import POSITIVE
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
 from tests.model_source.gguf_files import write_gguf
 
@@ -89,13 +90,14 @@ def test_tensor_table_agrees_with_the_gguf_package(tmp_path: Path) -> None:
         metadata.float32_tensor("packed")
 
 
-def test_number_names_the_key(tmp_path: Path) -> None:
-    metadata = GGUFMetadata(write_gguf(tmp_path / "m.gguf", values={"text": "x", "flag": True}))
+def test_a_field_names_the_file_and_the_key(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", values={"text": "x", "flag": True, "list": [1, 2]})
+    fields = GGUFMetadata(path).fields
 
-    assert metadata.number("missing", 3) == 3
-    for key in ("missing", "text", "flag"):
-        with pytest.raises(ConfigError, match=f"key {key} should be a number"):
-            metadata.number(key)
+    assert fields.number("missing", POSITIVE, 3) == 3
+    for key, value in (("text", "'x'"), ("flag", "True"), ("list", "an array of 2")):
+        with pytest.raises(ConfigError, match=rf"m\.gguf: {key} should be a number in .*, it is {value}"):
+            fields.number(key, POSITIVE)
 
 
 def test_a_file_cut_short_anywhere_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.server.app import make_app
 from jaxserve.server.serving import Loaded, Serving
 from tests.server.fake_engine import FakeEngine
-from tests.server.tiny import TEMPLATE, VOCAB_SIZE, tiny_template, tiny_tokenizer
+from tests.server.tiny import TEMPLATE, VOCAB_SIZE, TinyTemplate, tiny_tokenizer
 
 MODEL = "tiny"
 
@@ -45,7 +45,7 @@ def new_serving(
     serving = Serving(ServerConfig(served_model_name=MODEL, **config), EngineConfig())
     fake = FakeEngine(VOCAB_SIZE, **(engine or {}))
     tokenizer = tiny_tokenizer(template)
-    serving.load(Loaded(fake, tokenizer, tiny_template(tokenizer), template or ""))
+    serving.load(Loaded(fake, tokenizer, TinyTemplate(tokenizer), template or ""))
     return serving, fake
 
 
@@ -58,6 +58,7 @@ async def over_asgi(*args: Any, **settings: Any) -> AsyncIterator[Served]:
         yield Served(serving, engine, client, "http://test")
     await engine.shutdown()
     serving.tokenizing.shutdown()
+    serving.tokenizing_large.shutdown()
 
 
 class _Uvicorn(uvicorn.Server):
@@ -85,6 +86,7 @@ async def over_socket(*args: Any, **settings: Any) -> AsyncIterator[Served]:
     await task
     await engine.shutdown()
     serving.tokenizing.shutdown()
+    serving.tokenizing_large.shutdown()
 
 
 Start = Callable[..., AbstractAsyncContextManager[Served]]

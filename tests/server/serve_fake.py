@@ -16,7 +16,7 @@ from jaxserve.observability import log
 from jaxserve.server.run import serve
 from jaxserve.server.serving import Loaded
 from tests.server.fake_engine import FakeEngine
-from tests.server.tiny import TEMPLATE, VOCAB_SIZE, tiny_template, tiny_tokenizer
+from tests.server.tiny import TEMPLATE, VOCAB_SIZE, TinyTemplate, tiny_tokenizer
 
 
 async def load(engine_config: EngineConfig, server_config: ServerConfig) -> Loaded:
@@ -32,7 +32,7 @@ async def load(engine_config: EngineConfig, server_config: ServerConfig) -> Load
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGUSR1, engine.die, "engine process ended with code -9")
     loop.add_signal_handler(signal.SIGUSR2, engine.release)
-    return Loaded(engine, tokenizer, tiny_template(tokenizer), TEMPLATE)
+    return Loaded(engine, tokenizer, TinyTemplate(tokenizer), TEMPLATE)
 
 
 scenario, drain_timeout = sys.argv[1], float(sys.argv[2])

@@ -123,6 +123,8 @@ async def test_broken_json(served: Served, body: bytes, words: str):
         ({"prompt": "a" * 512, "max_tokens": 0, "echo": True}, ["512 tokens, and one must be left"]),
         ({"prompt": "a" * 500, "max_tokens": 20}, ["512", "520", "500", "20"]),
         ({"prompt": list(range(200)) * 2_000}, ["512", "400000"]),
+        ({"prompt": "a" * 6_145}, ["512", "at least 513"]),
+        ({"prompt": ["b", "a" * 10_000_000]}, ["512", "at least 833334"]),
     ],
 )
 async def test_context_length(served: Served, body: dict[str, Any], numbers: list[str]):
@@ -131,6 +133,18 @@ async def test_context_length(served: Served, body: dict[str, Any], numbers: lis
     assert error["param"] == "prompt"
     assert "maximum context length is" in error["message"]
     assert all(number in error["message"] for number in numbers)
+
+
+async def test_a_text_longer_than_the_context_can_still_be_tokenized(served: Served):
+    response = await served.http.post("/tokenize", json={"prompt": "a" * 400_000})
+    assert response.json()["count"] == 400_000
+
+
+async def test_a_stop_string_is_bounded(served: Served):
+    error = await refuse(served, json={"prompt": "a", "stop": "a" * 4097})
+    assert error["param"] == "stop"
+    assert "4097" in error["message"]
+    assert "4096" in error["message"]
 
 
 async def test_a_prompt_one_short_of_the_context_can_be_scored(served: Served):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.chat_template import ChatTemplate, Message
 from jaxserve.text.parts import TokenizerParts
 from jaxserve.text.pieces import byte_alphabet
 from jaxserve.text.tokenizer import Tokenizer
@@ -32,6 +35,14 @@ def tiny_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
     return Tokenizer(TokenizerParts(backend, (END_ID,), BOS_ID, {"bos_token": "<s>"}, template))
 
 
-def tiny_template(tokenizer: Tokenizer) -> ChatTemplate:
-    """The chat template of the tokenizer."""
-    return ChatTemplate(tokenizer.chat_template, tokenizer)
+class TinyTemplate:
+    """The chat template of the tokenizer, rendered in the test's own process."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+
+    async def render(self, messages: Sequence[Message], **arguments: Any) -> str:
+        return self._template.render(messages, **arguments)
+
+    async def close(self) -> None:
+        pass

@@ -29,7 +29,7 @@ PARTS_ONLY = "{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% en
 def template(source: str | None, **special_tokens: str) -> ChatTemplate:
     tokenizer = small_tokenizers.words()
     tokenizer.special_tokens = special_tokens or tokenizer.special_tokens
-    return ChatTemplate(source, tokenizer)
+    return ChatTemplate(source, tokenizer.special_tokens)
 
 
 @pytest.mark.parametrize("case", FIXTURE["cases"], ids=lambda case: f"{case['template']}-{'-'.join(case['arguments'])}")

@@ -36,9 +36,11 @@ async def chat_completions(serving: Serving, exchange: Exchange, request: ChatRe
     loaded = serving.require()
     request.refuse_unsupported()
     asked, logprobs = request.output_limit(), request.num_logprobs()
-    text = render(loaded, request)
+    text = await render(serving, loaded, request)
     # A template writes its own special tokens.
-    (ids,) = await encode(serving, loaded, [text], add_special_tokens=request.add_special_tokens is True)
+    (ids,) = await encode(
+        serving, loaded, [text], add_special_tokens=request.add_special_tokens is True, param="messages"
+    )
     check_prompt(ids, loaded.engine.info, param="messages")
     limit = output_limit(len(ids), asked, None, loaded.engine.info, param="messages")
     sampling = request.sampling(max_tokens=limit, logprobs=logprobs)

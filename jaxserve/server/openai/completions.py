@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from jaxserve.api_types import SamplingParams, TokenLogprobs
+from jaxserve.api_types import EngineInfo, SamplingParams, TokenLogprobs
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.errors import to_http
 from jaxserve.server.generation import Generation
@@ -16,7 +16,15 @@ from jaxserve.server.openai.chunks import Chunks
 from jaxserve.server.openai.logprobs import completion_logprobs, extend, prompt_logprobs, prompt_offsets
 from jaxserve.server.openai.protocol import CompletionRequest
 from jaxserve.server.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, total_usage
-from jaxserve.server.prompts import check_number, check_prompt, encode, engine_requests, off_loop, output_limit
+from jaxserve.server.prompts import (
+    check_length,
+    check_number,
+    check_prompt,
+    encode,
+    engine_requests,
+    off_loop,
+    output_limit,
+)
 from jaxserve.server.serving import Loaded, Serving
 from jaxserve.server.sse import DONE, EventStream
 from jaxserve.text.output import OutputDelta
@@ -74,13 +82,13 @@ async def _prompts(
     serving: Serving, loaded: Loaded, request: CompletionRequest
 ) -> tuple[list[list[int]], list[str], list[list[int]]]:
     """The ids of each prompt, the text that `echo` puts before each output, and where its tokens begin in that."""
-    texts, ids = _split(request.prompt)
-    check_number(len(texts or ids), request.n)
+    info = loaded.engine.info
+    texts, ids = _split(request, info)
+    add_special_tokens = request.add_special_tokens is not False
     if texts:
-        add_special_tokens = request.add_special_tokens is not False
-        ids = await encode(serving, loaded, texts, add_special_tokens=add_special_tokens)
+        ids = await encode(serving, loaded, texts, add_special_tokens=add_special_tokens, param="prompt")
     for prompt in ids:
-        check_prompt(prompt, loaded.engine.info, param="prompt")
+        check_prompt(prompt, info, param="prompt")
     if not request.echo:
         return ids, [""] * len(ids), [[]] * len(ids)
     tokenizer, skip = loaded.tokenizer, request.skip_special_tokens is not False
@@ -90,20 +98,26 @@ async def _prompts(
         if request.logprobs is None:
             return echoed, [[]] * len(ids)
         if texts:
-            add = request.add_special_tokens is not False
-            return echoed, [tokenizer.text_offsets(text, add_special_tokens=add) for text in texts]
+            return echoed, [tokenizer.text_offsets(text, add_special_tokens=add_special_tokens) for text in texts]
         return echoed, [prompt_offsets(tokenizer, prompt, skip_special_tokens=skip) for prompt in ids]
 
     echoed, offsets = await off_loop(serving, sum(map(len, texts or ids)), echo)
     return ids, echoed, offsets
 
 
-def _split(prompt: str | list[str | int | list[int]]) -> tuple[list[str], list[list[int]]]:
-    """The prompts as texts or as ids; one of the two lists is empty."""
+def _split(request: CompletionRequest, info: EngineInfo) -> tuple[list[str], list[list[int]]]:
+    """The prompts as texts or as ids; one of the two lists is empty. A list's length is checked before its items."""
+    prompt = request.prompt
     if isinstance(prompt, str):
+        check_number(1, request.n)
         return [prompt], []
     if not prompt:
         raise InvalidRequestError("prompt is an empty list", param="prompt")
+    if isinstance(prompt[0], int):
+        check_number(1, request.n)
+        check_length(len(prompt), info, param="prompt")
+    else:
+        check_number(len(prompt), request.n)
     texts = [item for item in prompt if isinstance(item, str)]
     ids = [item for item in prompt if isinstance(item, list)]
     tokens = [item for item in prompt if isinstance(item, int)]

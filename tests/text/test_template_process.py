@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+
+from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.template_process import TemplateProcess
+
+HI = [{"role": "user", "content": "Hi \ud800 \u2028 é"}]
+PRINTING = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}{{ mood }}"
+THREE_DEEP = "".join(f"{{% for {name} in range(99999) %}}" for name in "abc") + "{% endfor %}" * 3
+DOUBLED = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}"
+
+
+@contextlib.asynccontextmanager
+async def process(source: str | None) -> AsyncIterator[TemplateProcess]:
+    started = TemplateProcess(source, {"bos_token": "<s>"}, cpu_seconds=0.2)
+    try:
+        yield started
+    finally:
+        await started.close()
+
+
+async def test_it_renders_as_in_this_process() -> None:
+    here = ChatTemplate(PRINTING, {"bos_token": "<s>"})
+    async with process(PRINTING) as template:
+        for mood in ("merry", {"a": [1.5, None]}, 2**200):
+            assert await template.render(HI, mood=mood) == here.render(HI, mood=mood)
+        large = [{"role": "user", "content": "a" * (1 << 19)}, *HI]
+        assert await template.render(large) == here.render(large)
+
+
+async def test_what_a_template_refuses_comes_through() -> None:
+    async with process("{{ raise_exception('roles must alternate') }}") as template:
+        with pytest.raises(InvalidRequestError, match="refused: roles must alternate") as refused:
+            await template.render(HI)
+        assert refused.value.param == "messages"
+    async with process(None) as template:
+        with pytest.raises(InvalidRequestError, match="no chat template"):
+            await template.render(HI)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (THREE_DEEP, r"took more than 0\.2 s"),
+        (DOUBLED, r"took more than 0\.2 s"),
+        ("{{ 'a' * 10**10 }}", "more than 1024 MiB of memory"),
+        ("{{ '%99999999999s' % 'a' }}", "more than 1024 MiB of memory"),
+        ("{{ 'a' | center(10**10) }}", "more than 1024 MiB of memory"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recurses too deeply"),
+        ("{{ 'a' * 40000000 }}", "wrote 40000000 characters, at most 33554432"),
+    ],
+)
+async def test_a_template_without_end_is_ended(source: str, words: str) -> None:
+    async with process("{% if mood %}" + source + "{% else %}fine{% endif %}") as template:
+        with pytest.raises(InvalidRequestError, match=words):
+            await template.render(HI, mood=1)
+        assert await template.render(HI) == "fine"
+
+
+async def test_a_process_that_was_killed_is_started_again() -> None:
+    async with process("fine") as template:
+        await template.start()
+        assert template._standing is not None
+        os.kill(template._standing.pid, signal.SIGKILL)
+        await template._standing.wait()
+        assert await template.render(HI) == "fine"
+
+
+async def test_a_process_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with process("fine") as template:
+        assert await template.render(HI) == "fine"
+        assert template._standing is not None
+        os.kill(template._standing.pid, signal.SIGSTOP)
+        monkeypatch.setattr("jaxserve.text.template_process._PATIENCE", 0.01)
+        with pytest.raises(InvalidRequestError, match="ended with code -9"):
+            await template.render(HI)
+
+
+async def test_a_client_that_hangs_up_leaves_no_answer_behind() -> None:
+    async with process("{{ messages[0].content }}") as template:
+        for number in range(20):
+            asking = asyncio.ensure_future(template.render([{"role": "user", "content": f"left {number}"}]))
+            await asyncio.sleep(0)
+            asking.cancel()
+            assert await template.render([{"role": "user", "content": f"stayed {number}"}]) == f"stayed {number}"
+
+
+def test_a_template_is_compiled_without_computing_anything() -> None:
+    ChatTemplate("{{ 'a' * 10**12 }}{{ 10 | center(10**12) }}{% if 'a' * 10**12 %}{% endif %}", {})
+
+
+def test_a_template_nested_too_deep_is_none() -> None:
+    for source in ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if 1 %}" * 5000 + "{% endif %}" * 5000):
+        with pytest.raises(ConfigError, match="can't be compiled"):
+            ChatTemplate(source, {})
