@@ -6,7 +6,6 @@ Everything here is frozen and encodes to msgpack. Nothing here knows text: ids i
 from __future__ import annotations
 
 import enum
-import math
 
 import msgspec
 
@@ -105,8 +104,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    below = value <= low if open_low else value < low
-    if isinstance(value, bool) or not math.isfinite(value) or below or value > high:
+    # NaN is within no bounds. (math.isfinite raises for an int that no float can hold.)
+    inside = (low < value if open_low else low <= value) and value <= high
+    if isinstance(value, bool) or not inside:
         left = "(" if open_low else "["
         raise InvalidRequestError(f"{name} must be in {left}{low}, {high}], got {value}", param=name)
 

@@ -152,7 +152,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
     disable_program_cache: Annotated[bool, Meta(description="compile at every start, keep nothing on disk")] = False
     watchdog_timeout: Annotated[
-        float, Meta(description="seconds without a finished step, while work waits, until /health turns 503")
+        float,
+        Meta(
+            description="seconds without a finished step, while work waits, or without any sign of life, until /health "
+            "turns 503"
+        ),
     ] = 300.0
     profile_dir: Annotated[
         str | None, Meta(description="where /start_profile writes profiles; without it none can be taken")

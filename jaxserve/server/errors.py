@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from jaxserve.errors import (
     EngineDeadError,
+    EngineUnresponsiveError,
     InvalidRequestError,
     JaxserveError,
     QueueFullError,
@@ -118,6 +119,8 @@ def to_http(error: Exception) -> HttpError:
             return _unavailable(f"The server is overloaded: {error}", "queue_full")
         case EngineDeadError():
             return _unavailable(f"The engine has ended: {error}", "engine_dead")
+        case EngineUnresponsiveError():
+            return _unavailable(f"The engine does not respond: {error}", "engine_unresponsive")
         case UnavailableError():
             return _unavailable(str(error), "unavailable")
         case HTTPException():
