@@ -237,12 +237,25 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_key: Annotated[str | None, Meta(description="bearer key that /v1 and the admin routes ask for")] = None
     chat_template: Annotated[str | None, Meta(description="a Jinja file instead of the model's chat template")] = None
     max_body_bytes: Annotated[int, Meta(description="largest request body; a larger one is answered 413")] = 16 * 2**20
+    max_header_bytes: Annotated[
+        int, Meta(description="largest target and headers of a request; larger ones are answered 431")
+    ] = 64 * 2**10
+    request_read_timeout: Annotated[
+        float, Meta(description="seconds a request may take to arrive, headers and body; then it is answered 408")
+    ] = 60.0
+    keep_alive_timeout: Annotated[
+        float, Meta(description="seconds a connection stays open after a response, for the next request")
+    ] = 5.0
     drain_timeout: Annotated[float, Meta(description="seconds that open requests get to finish after SIGTERM")] = 30.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
-        if self.max_body_bytes < 1:
-            raise ConfigError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
+        for name in ("max_body_bytes", "max_header_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("request_read_timeout", "keep_alive_timeout"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be more than 0, got {getattr(self, name)}")
         if self.drain_timeout < 0:
             raise ConfigError(f"drain_timeout must be at least 0, got {self.drain_timeout}")
