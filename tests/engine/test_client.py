@@ -199,6 +199,7 @@ async def test_a_failing_step_ends_the_engine_with_its_reason() -> None:
     ("model", "kind", "message"),
     [
         ("unfit", ConfigError, r"^page_size is 3; make it a power of two$"),
+        ("cramped", ConfigError, r"^no memory is left$"),
         ("nowhere", ModelNotFoundError, r"^there is no model called nowhere$"),
         ("buggy", EngineDeadError, r"failed to start: RuntimeError: that was not foreseen"),
         ("gone", EngineDeadError, r"ended with code 7 before it was ready"),

@@ -78,7 +78,7 @@ def test_a_pool_that_memory_cannot_hold_is_refused_with_what_fits() -> None:
     with pytest.raises(NoRoomError, match="state"):
         _resolve(max_total_tokens=64, max_running_requests=2**31 - 1)
     model_of_large_tokens = Footprint(weights=0, state=0, activations=0, kv_per_token=2**14)
-    with pytest.raises(NoRoomError, match="of 32768 tokens .* less than one page of page_size=65536"):
+    with pytest.raises(NoRoomError, match=r"of 32768 tokens .* less than one page of page_size=65536"):
         plan_pool(
             EngineConfig(page_size=65536),
             model_of_large_tokens,
