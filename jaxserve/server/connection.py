@@ -27,7 +27,7 @@ class _RefusedError(Exception):
 
 
 class Connection(HttpToolsProtocol):
-    """`config` is the server's own; the other arguments are uvicorn's."""
+    """`limits` are the server's settings; the other arguments are uvicorn's."""
 
     def __init__(self, limits: ServerConfig, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
@@ -78,7 +78,8 @@ class Connection(HttpToolsProtocol):
             self._start_clock()
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """The first byte of a request, whose time begins."""
+        self._stop_clock()
         self._in_request, self._in_body = True, False
         super().on_message_begin()
 
