@@ -6,7 +6,6 @@ Everything here is frozen and encodes to msgpack. Nothing here knows text: ids i
 from __future__ import annotations
 
 import enum
-import math
 from typing import Annotated
 
 import msgspec
@@ -144,8 +143,9 @@ def _in_range(name: str, value: float, bounds: Meta) -> None:
     low, high = bounds.gt if bounds.ge is None else bounds.ge, bounds.le
     assert low is not None
     assert high is not None
-    below = value < low or value == bounds.gt
-    if isinstance(value, bool) or not math.isfinite(value) or below or value > high:
+    # NaN is within no bounds. (math.isfinite raises for an int that no float can hold.)
+    inside = (low < value if bounds.ge is None else low <= value) and value <= high
+    if isinstance(value, bool) or not inside:
         left = "(" if bounds.ge is None else "["
         raise InvalidRequestError(f"{name} must be in {left}{low}, {high}], got {value}", param=name)
 

@@ -29,6 +29,10 @@ class EngineDeadError(JaxserveError):
     """The engine process has ended; nothing that was open can be finished."""
 
 
+class EngineUnresponsiveError(JaxserveError):
+    """The engine process is there but makes no progress, or gives no sign of life; it may go on later."""
+
+
 class RequestFailedError(JaxserveError):
     """The engine ended one request with an error."""
 

@@ -101,7 +101,13 @@ def _into_folder(loaded: Loaded, folder: Path, as_json: bool) -> int:
         # On a CPU a program is made for the threads that it will have.
         os.environ |= threads_of_each(os.environ, config.dp_size)
     from jaxserve.runtime import bundle, offline
+    from jaxserve.runtime.own_files import ForeignFileError, check_own, make_own
 
+    try:
+        make_own(folder)
+        check_own(folder)
+    except (OSError, ForeignFileError) as error:
+        raise ConfigError(f"--output {folder}: {error}") from None
     deployment, builder = offline.deploy_on_device(config)
     keys = offline.chosen_keys(deployment)
     (folder / bundle.MANIFEST).unlink(missing_ok=True)

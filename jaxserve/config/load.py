@@ -87,13 +87,22 @@ def read_yaml(path: Path) -> list[Given]:
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"{path} must hold keys and values, one a line, such as 'page_size: 16'")
         return [
-            Given(as_key(str(key.value)), loader.construct_object(node, deep=True), "yaml", _line(path, key))
+            Given(as_key(str(key.value)), _value_of(loader, node, _line(path, key)), "yaml", _line(path, key))
             for key, node in root.value
         ]
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deep") from None
     finally:
         loader.dispose()
+
+
+def _value_of(loader: yaml.SafeLoader, node: yaml.Node, place: str) -> object:
+    try:
+        return loader.construct_object(node, deep=True)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, a date that is none
+        raise ConfigError(f"{place} can't be read: {error}") from None
 
 
 def _by_setting(givens: Iterable[Given], notes: list[str]) -> dict[str, Value]:

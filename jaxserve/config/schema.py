@@ -6,6 +6,7 @@ logged. Validation that needs no model happens here; what needs the model or the
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Literal
 
 import msgspec
@@ -159,7 +160,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
     disable_program_cache: Annotated[bool, Meta(description="compile at every start, keep nothing on disk")] = False
     watchdog_timeout: Annotated[
-        float, Meta(description="seconds without a finished step, while work waits, until /health turns 503")
+        float,
+        Meta(
+            description="seconds without a finished step, while work waits, or without any sign of life, until /health "
+            "turns 503"
+        ),
     ] = 300.0
     profile_dir: Annotated[
         str | None, Meta(description="where /start_profile writes profiles; without it none can be taken")
@@ -170,10 +175,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "info"
 
     def __post_init__(self) -> None:
-        for name, low in _AT_LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise ConfigError(f"{name} must be at least {low}, got {value}")
+        _check_ranges(self, _ENGINE_RANGES)
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size must be a power of two, got {self.page_size}")
         if self.mem_fraction_static is not None and not 0.0 < self.mem_fraction_static <= 1.0:
@@ -193,40 +195,57 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"programs={self.programs}: a mesh of nnodes={self.nnodes} compiles its own; leave it out"
             )
         self._check_hierarchical_cache()
-        if self.cuda_graph_bs is not None and (not self.cuda_graph_bs or min(self.cuda_graph_bs) < 1):
-            raise ConfigError(f"cuda_graph_bs must be positive sizes, got {list(self.cuda_graph_bs)}")
+        sizes = self.cuda_graph_bs
+        if sizes is not None and (not sizes or min(sizes) < 1 or max(sizes) > _MOST):
+            raise ConfigError(f"cuda_graph_bs must be positive sizes, got {list(sizes)}")
 
     def _check_hierarchical_cache(self) -> None:
         if self.enable_hierarchical_cache and self.disable_radix_cache:
             raise ConfigError("enable_hierarchical_cache and disable_radix_cache: nothing is cached then; keep one")
-        for name in ("hicache_ratio", "hicache_size"):
-            value = getattr(self, name)
-            if value is not None and value <= 0.0:
-                raise ConfigError(f"{name} must be more than 0, got {value}")
         if not self.enable_hierarchical_cache and (
             (self.hicache_ratio, self.hicache_size, self.hicache_write_policy) != (2.0, None, "write_through")
         ):
             raise ConfigError("hicache_ratio, hicache_size and hicache_write_policy need enable_hierarchical_cache")
 
 
-_AT_LEAST = {
-    "tp_size": 1,
-    "dp_size": 1,
-    "nnodes": 1,
-    "dist_timeout": 0.1,
-    "context_length": 1,
-    "page_size": 1,
-    "max_total_tokens": 1,
-    "max_running_requests": 1,
-    "max_queued_requests": 0,
-    "chunked_prefill_size": -1,
-    "max_prefill_tokens": 1,
-    "max_num_batched_tokens": 1,
-    "cuda_graph_max_bs": 1,
-    "schedule_conservativeness": 0.0,
-    "watchdog_timeout": 0.1,
-    "decode_log_interval": 1,
+# What no machine has, or a 32-bit index can't reach; how much fits this one is known only when it is sized.
+_MOST = 2**31 - 1
+_MOST_BYTES = 2**62
+_MOST_SECONDS = 1e8
+_ABOVE_0 = sys.float_info.min
+_MOST_DEVICES = 2**16
+
+_Ranges = dict[str, tuple[float, float]]
+_ENGINE_RANGES: _Ranges = {
+    "random_seed": (-(2**63), 2**63 - 1),
+    "tp_size": (1, _MOST_DEVICES),
+    "dp_size": (1, _MOST_DEVICES),
+    "nnodes": (1, _MOST_DEVICES),
+    "dist_timeout": (0.1, _MOST_SECONDS),
+    "context_length": (1, _MOST),
+    "page_size": (1, 2**16),
+    "max_total_tokens": (1, _MOST_BYTES),
+    "max_running_requests": (1, _MOST),
+    "max_queued_requests": (0, _MOST),
+    "chunked_prefill_size": (-1, _MOST),
+    "max_prefill_tokens": (1, _MOST),
+    "max_num_batched_tokens": (1, _MOST),
+    "cuda_graph_max_bs": (1, _MOST),
+    "schedule_conservativeness": (0.0, 1e6),
+    "hicache_ratio": (_ABOVE_0, 1e6),
+    "hicache_size": (_ABOVE_0, 1e6),
+    "watchdog_timeout": (0.1, _MOST_SECONDS),
+    "decode_log_interval": (1, _MOST),
 }
+
+
+def _check_ranges(config: msgspec.Struct, ranges: _Ranges) -> None:
+    for name, (low, high) in ranges.items():
+        value = getattr(config, name)
+        if value is not None and not low <= value <= high:  # so that NaN is refused
+            least = "more than 0" if low == _ABOVE_0 else f"at least {low}"
+            limit = f"at most {high}" if value > high else least
+            raise ConfigError(f"{name} must be {limit}, got {value}")
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -240,12 +259,27 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_key: Annotated[str | None, Meta(description="bearer key that /v1 and the admin routes ask for")] = None
     chat_template: Annotated[str | None, Meta(description="a Jinja file instead of the model's chat template")] = None
     max_body_bytes: Annotated[int, Meta(description="largest request body; a larger one is answered 413")] = 16 * 2**20
+    max_header_bytes: Annotated[
+        int, Meta(description="largest target and headers of a request; larger ones are answered 431")
+    ] = 64 * 2**10
+    request_read_timeout: Annotated[
+        float, Meta(description="seconds a request may take to arrive, headers and body; then it is answered 408")
+    ] = 60.0
+    keep_alive_timeout: Annotated[
+        float, Meta(description="seconds a connection stays open after a response, for the next request")
+    ] = 5.0
     drain_timeout: Annotated[float, Meta(description="seconds that open requests get to finish after SIGTERM")] = 30.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
-        if self.max_body_bytes < 1:
-            raise ConfigError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
-        if self.drain_timeout < 0:
-            raise ConfigError(f"drain_timeout must be at least 0, got {self.drain_timeout}")
+        _check_ranges(self, _SERVER_RANGES)
+
+
+_SERVER_RANGES: _Ranges = {
+    "max_body_bytes": (1, _MOST_BYTES),
+    "max_header_bytes": (1, _MOST_BYTES),
+    "request_read_timeout": (_ABOVE_0, _MOST_SECONDS),
+    "keep_alive_timeout": (_ABOVE_0, _MOST_SECONDS),
+    "drain_timeout": (0.0, _MOST_SECONDS),
+}

@@ -65,8 +65,9 @@ _PERSONS_ERRORS: dict[str, type[JaxserveError]] = {kind.__name__: kind for kind 
 
 def ended_by(error: Exception) -> Ended:
     """The report of an error."""
-    if type(error).__name__ in _PERSONS_ERRORS:
-        return Ended(str(error), type(error).__name__)
+    for name, kind in _PERSONS_ERRORS.items():
+        if isinstance(error, kind):
+            return Ended(str(error), name)
     return Ended(str(error) if isinstance(error, JaxserveError) else f"{type(error).__name__}: {error}")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
 import gc
 import logging
 import os
@@ -19,7 +20,7 @@ from concurrent.futures import Future
 
 import msgspec
 
-from jaxserve.api_types import EngineInfo, Profile, TokenEvent
+from jaxserve.api_types import EngineInfo, EngineRequest, FinishReason, Profile, TokenEvent
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.follower import Obey, follow
 from jaxserve.engine.launch import Ended, LaunchOrder, Started, ended_by, read_order, write_frame
@@ -33,12 +34,17 @@ from jaxserve.engine.transport import (
     CommandFailed,
     EngineTransport,
     FlushCache,
+    Idle,
+    Message,
     ProfileAnswer,
+    Question,
     ReadStats,
+    Shutdown,
     StartProfile,
     StatsReading,
     StepEvents,
     StopProfile,
+    Unreadable,
 )
 from jaxserve.errors import ConfigError, InvalidRequestError, JaxserveError
 from jaxserve.observability import log
@@ -48,6 +54,9 @@ logger = logging.getLogger("jaxserve.engine")
 _PR_SET_PDEATHSIG = 1
 # How long an engine with nothing to do goes without a look whether a profile has been written.
 _PROFILE_POLL = 0.05
+# How often one with nothing to do says that it lives; a short watchdog wants to hear it several times.
+_MOST_SILENT = 1.0
+_SIGNS_BEFORE_ALARM = 4
 
 Build = Callable[..., tuple[EngineLoop, EngineInfo]]
 BuildFollower = Callable[[EngineConfig, Nodes], tuple[Obey, EngineInfo]]
@@ -87,7 +96,8 @@ def run(build: Build, build_follower: BuildFollower | None = None) -> int:
             # What start-up left will never be garbage; there is no need to look through it again and again.
             gc.collect()
             gc.freeze()
-            _Server(loop, transport).run()
+            silence = min(_MOST_SILENT, order.config.watchdog_timeout / _SIGNS_BEFORE_ALARM)
+            _Server(loop, transport, silence).run()
     except Exception as error:
         if nodes is not None and not isinstance(error, ConfigError):
             nodes.wait_for_cause()
@@ -106,11 +116,16 @@ def run(build: Build, build_follower: BuildFollower | None = None) -> int:
 
 
 class _Server:
-    """Turns commands into calls of the engine, and its events into one message a step for each client."""
+    """Turns commands into calls of the engine, and its events into one message a step for each client.
 
-    def __init__(self, loop: EngineLoop, transport: EngineTransport) -> None:
+    Only a failed step ends it: whatever a command raises is answered. While there is nothing to do, all clients hear
+    from it every `silence` seconds.
+    """
+
+    def __init__(self, loop: EngineLoop, transport: EngineTransport, silence: float = _MOST_SILENT) -> None:
         self._loop = loop
         self._transport = transport
+        self._silence = silence
         self._owners: dict[str, int] = {}
         self._outbox: list[list[TokenEvent]] = [[] for _ in range(transport.num_clients)]
         self._num_steps = 0
@@ -120,59 +135,83 @@ class _Server:
         """Serve until told to end, or the parent is gone."""
         loop, transport = self._loop, self._transport
         while True:
-            commands = transport.receive(wait=not loop.has_work, timeout=_PROFILE_POLL if self._profiles else None)
+            is_idle = not loop.has_work
+            commands = transport.receive(wait=is_idle, timeout=_PROFILE_POLL if self._profiles else self._silence)
             if commands is None or not all(self._obey(command) for command in commands):
                 loop.profiling.close()
                 return
             if loop.has_work:
                 self._route(loop.step())
+            elif is_idle and not commands:
+                for client in range(transport.num_clients):
+                    transport.send(client, Idle())
             self._publish()
             if self._profiles:
                 self._hand_out_profiles()
 
-    def _obey(self, command: Command) -> bool:
+    def _obey(self, command: Command | Unreadable) -> bool:
+        """Whether to go on."""
         match command:
+            case Shutdown():
+                return False
             case Add(requests):
                 for request in requests:
-                    refusal = self._loop.add(request)
-                    if refusal is None:
-                        self._owners[request.request_id] = request.client
-                    else:
-                        self._outbox[request.client].append(refusal)
+                    self._add(request)
             case Abort(request_ids):
-                self._route(self._loop.abort(request_ids))
-            case ReadStats(client, number):
-                self._transport.send(client, StatsReading(number, self._loop.stats(check=True)))
-            case FlushCache(client, number):
-                self._transport.send(client, CacheFlushed(number, self._loop.flush_cache()))
-            case StartProfile() | StopProfile():
-                self._profile(command)
-            case _:
-                return False
+                try:
+                    self._route(self._loop.abort(request_ids))
+                except Exception:
+                    logger.exception("requests can't be aborted")
+            case ReadStats(_, number):
+                self._answer(command, lambda: StatsReading(number, self._loop.stats(check=True)))
+            case FlushCache(_, number):
+                self._answer(command, lambda: CacheFlushed(number, self._loop.flush_cache()))
+            case StartProfile(_, number, output_dir, num_steps, with_stack):
+                start = self._loop.profiling.start
+                self._answer(
+                    command,
+                    lambda: ProfileAnswer(number, start(output_dir, num_steps=num_steps, with_stack=with_stack)),
+                )
+            case StopProfile():
+                self._answer(command, lambda: self._profiles.append((command, self._loop.profiling.stop())))
+            case Unreadable(problem, requests, question):
+                logger.error("a command can't be read: %s", problem)
+                for client, request_id in requests:
+                    self._outbox[client].append(_refusal(request_id, problem))
+                if question is not None:
+                    client, number = question
+                    self._transport.send(client, CommandFailed(number, problem, refused=False))
         return True
 
-    def _profile(self, command: StartProfile | StopProfile) -> None:
-        profiling = self._loop.profiling
+    def _add(self, request: EngineRequest) -> None:
         try:
-            if isinstance(command, StopProfile):
-                self._profiles.append((command, profiling.stop()))
-                return
-            profile = profiling.start(command.output_dir, num_steps=command.num_steps, with_stack=command.with_stack)
-        except JaxserveError as error:
-            self._transport.send(command.client, _failed(command.number, error))
+            refusal = self._loop.add(request)
+        except Exception as error:
+            logger.exception("a request can't be let in")
+            refusal = _refusal(request.request_id, f"{type(error).__name__}: {error}")
+        if refusal is None:
+            self._owners[request.request_id] = request.client
         else:
-            self._transport.send(command.client, ProfileAnswer(command.number, profile))
+            self._outbox[request.client].append(refusal)
+
+    def _answer(self, question: Question, work: Callable[[], Message | None]) -> None:
+        """Send what `work` returns, if anything, or what it raises."""
+        try:
+            message = work()
+            if message is not None:
+                self._transport.send(question.client, message)
+        except Exception as error:
+            if not isinstance(error, JaxserveError):
+                logger.exception("%s has failed", type(question).__name__)
+            self._transport.send(question.client, _failed(question.number, error))
 
     def _hand_out_profiles(self) -> None:
         """Answer for those that have been written meanwhile."""
-        for command, written in self._profiles:
+        waiting = self._profiles
+        self._profiles = [(question, written) for question, written in waiting if not written.done()]
+        for question, written in waiting:
             if written.done():
-                error = written.exception()
-                answer = (
-                    ProfileAnswer(command.number, written.result()) if error is None else _failed(command.number, error)
-                )
-                self._transport.send(command.client, answer)
-        self._profiles = [(command, written) for command, written in self._profiles if not written.done()]
+                self._answer(question, functools.partial(_profile_answer, question.number, written))
 
     def _route(self, events: list[TokenEvent]) -> None:
         owners, outbox = self._owners, self._outbox
@@ -194,9 +233,22 @@ class _Server:
                 self._outbox[client] = []
 
 
-def _failed(number: int, error: BaseException) -> CommandFailed:
+def _failed(number: int, error: Exception) -> CommandFailed:
+    words = str(error) if isinstance(error, JaxserveError) else f"{type(error).__name__}: {error}"
+    # A path may hold what is no text.
+    message = words.encode(errors="backslashreplace").decode()
     refused = isinstance(error, InvalidRequestError)
-    return CommandFailed(number, str(error), refused, error.param if isinstance(error, InvalidRequestError) else None)
+    return CommandFailed(number, message, refused, error.param if isinstance(error, InvalidRequestError) else None)
+
+
+def _refusal(request_id: str, problem: str) -> TokenEvent:
+    return TokenEvent(
+        request_id, [], finish_reason=FinishReason.ERROR, error=f"the engine can't take the request: {problem}"
+    )
+
+
+def _profile_answer(number: int, written: Future[Profile]) -> ProfileAnswer:
+    return ProfileAnswer(number, written.result())
 
 
 def _timed(info: EngineInfo, order: LaunchOrder, imported: float) -> EngineInfo:

@@ -49,7 +49,7 @@ class Profiling:
         """Record from the next step on, until `stop` or for `num_steps` steps.
 
         `output_dir` is a folder within the directory of profiles. Raises `InvalidRequestError` when one runs already or
-        may not go there, `RequestFailedError` when the folder can't be made or the profiler doesn't start.
+        may not or can't go there, `RequestFailedError` when the profiler doesn't start.
         """
         if self._profiler is None or self._directory is None:
             raise InvalidRequestError("no directory for profiles is configured: start the engine with --profile-dir")
@@ -59,9 +59,8 @@ class Profiling:
             raise InvalidRequestError("the last profile is still being written; try again when it is there")
         if num_steps is not None and num_steps < 1:
             raise InvalidRequestError(f"num_steps must be at least 1, got {num_steps}", param="num_steps")
-        directory = _within(Path(self._directory), output_dir)
+        directory = _folder(Path(self._directory), output_dir)
         try:
-            directory.mkdir(parents=True, exist_ok=True)
             self._folder = self._profiler.start(directory, _name(directory), with_stack=with_stack)
         except Exception as error:  # what a profiler may raise has no common base
             raise RequestFailedError(f"the profile can't be started in {directory}: {error}") from error
@@ -111,15 +110,21 @@ class Profiling:
         return profile
 
 
-def _within(directory: Path, output_dir: str | None) -> Path:
-    """A client may choose a folder of its own, but not where on the machine."""
-    root = directory.resolve()
-    chosen = (root / (output_dir or "")).resolve()
-    if not chosen.is_relative_to(root):
-        raise InvalidRequestError(
-            f"output_dir is {output_dir!r}, which is not within the directory of profiles, {root}", param="output_dir"
-        )
-    return chosen
+def _folder(directory: Path, output_dir: str | None) -> Path:
+    """A folder that is there now. A client may choose one of its own, but not where on the machine."""
+    try:
+        root = directory.resolve()
+        chosen = (root / (output_dir or "")).resolve()
+        if chosen.is_relative_to(root):
+            chosen.mkdir(parents=True, exist_ok=True)
+            return chosen
+    except (OSError, ValueError, RuntimeError) as error:  # no folder may be there, no path, or a loop of links
+        if output_dir is None:
+            raise RequestFailedError(f"profiles can't go to {directory}: {error}") from error
+        raise InvalidRequestError(f"output_dir is {output_dir!r}: {error}", param="output_dir") from error
+    raise InvalidRequestError(
+        f"output_dir is {output_dir!r}, which is not within the directory of profiles, {root}", param="output_dir"
+    )
 
 
 def _name(directory: Path) -> str:

@@ -26,6 +26,7 @@ from jaxserve.engine.transport import (
     Command,
     CommandFailed,
     FlushCache,
+    Idle,
     ProfileAnswer,
     ReadStats,
     Shutdown,
@@ -34,11 +35,22 @@ from jaxserve.engine.transport import (
     StepEvents,
     StopProfile,
 )
-from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError, RequestFailedError
+from jaxserve.errors import (
+    EngineDeadError,
+    EngineUnresponsiveError,
+    InvalidRequestError,
+    JaxserveError,
+    RequestFailedError,
+)
 
 WORKER = "jaxserve.worker"
 
 Answer = EngineStats | int | Profile
+
+# How often who waits for an answer looks whether there can be one, and how long an engine that has nothing to do may be
+# silent before it isn't waited for: it says that it lives every second.
+_LOOK = 1.0
+_IDLE_SILENCE = 10.0
 
 
 class EngineClient:
@@ -58,7 +70,8 @@ class EngineClient:
         self._streams: dict[str, RequestStream] = {}
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._numbers = itertools.count()
-        self._last_progress = clock()
+        self._last_progress = self._last_heard = clock()
+        self._is_idle = False
         self._is_closed = False
         self._dead: str | None = None
         self.info: EngineInfo
@@ -91,6 +104,7 @@ class EngineClient:
         except BaseException:
             await to_the_end(client.shutdown(timeout=0.0))
             raise
+        client._last_heard = clock()
         client._loop.add_reader(transport.fileno(), client._receive)
         client._receive()
         process.ended.add_done_callback(lambda ended: client._on_end(ended.result()))
@@ -108,17 +122,19 @@ class EngineClient:
 
     @property
     def health(self) -> str | None:
-        """None while the engine makes progress or has nothing to do, else what is wrong."""
+        """None while the engine makes progress or says that it has nothing to do, else what is wrong."""
         if self._dead is not None:
             return self._dead
-        if self._streams and self._clock() - self._last_progress > self._watchdog_timeout:
-            return f"no step finished for {self._watchdog_timeout:g} s while {len(self._streams)} requests are open"
-        return None
+        limit, silence = self._watchdog_timeout, self._silence()
+        if self._streams and self._clock() - self._last_progress > limit:
+            return f"no step finished for {limit:g} s while {len(self._streams)} requests are open"
+        return f"the engine was not heard for {limit:g} s" if silence > limit else None
 
     def submit(self, request: EngineRequest) -> RequestStream:
         """Hand a request over; its events come through the stream, a refusal (such as a full queue) too.
 
-        Raises `EngineDeadError` when there is no engine, `InvalidRequestError` when the id is open.
+        Raises `EngineDeadError` when there is no engine, `EngineUnresponsiveError` when `health` says that it is stuck,
+        `InvalidRequestError` when the id is open.
         """
         [stream] = self.submit_all([request])
         return stream
@@ -128,8 +144,7 @@ class EngineClient:
 
         `watch` is called with the first event of each and with the last, which may be the same.
         """
-        if self._dead is not None:
-            raise EngineDeadError(self._dead)
+        self._require_health()
         if not self._streams:
             self._last_progress = self._clock()
         streams: dict[str, RequestStream] = {}
@@ -138,8 +153,9 @@ class EngineClient:
             if name in self._streams or name in streams:
                 raise InvalidRequestError(f"a request with the id {name!r} is open already", param="request_id")
             streams[name] = RequestStream(request, self.abort, watch)
-        self._streams |= streams
         self._transport.send(Add(list(requests)))
+        self._streams |= streams
+        self._is_idle = False
         return list(streams.values())
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -149,13 +165,16 @@ class EngineClient:
             self._transport.send(Abort(open_ids))
 
     async def refresh_stats(self, timeout: float = 5.0) -> EngineStats:
-        """Ask for a reading, for which the engine audits its books. Raises `TimeoutError`, `EngineDeadError`."""
+        """Ask for a reading, for which the engine audits its books.
+
+        Raises `TimeoutError`, `EngineUnresponsiveError` (when there is no use in waiting), `EngineDeadError`.
+        """
         stats = await self._ask(lambda number: ReadStats(0, number), timeout)
         assert isinstance(stats, EngineStats)
         return stats
 
     async def flush_cache(self, timeout: float = 5.0) -> int:
-        """Forget every cached prefix; how many pages that gave back. Raises `TimeoutError`, `EngineDeadError`."""
+        """Forget every cached prefix; how many pages that gave back. Raises as `refresh_stats` does."""
         num_pages = await self._ask(lambda number: FlushCache(0, number), timeout)
         assert isinstance(num_pages, int)
         return num_pages
@@ -171,7 +190,7 @@ class EngineClient:
         """Record a profile from the next step on, until `stop_profile` or for `num_steps` steps.
 
         `output_dir` is a folder within `profile_dir`. Raises `InvalidRequestError`, `RequestFailedError` as the engine
-        did, `TimeoutError`, `EngineDeadError`.
+        did, else as `refresh_stats` does.
         """
         profile = await self._ask(lambda number: StartProfile(0, number, output_dir, num_steps, with_stack), timeout)
         assert isinstance(profile, Profile)
@@ -207,8 +226,13 @@ class EngineClient:
                 answer.set_exception(EngineDeadError(reason))
 
     def _receive(self) -> None:
-        for message in self._transport.receive():
+        messages = self._transport.receive()
+        if messages:
+            self._last_heard = self._clock()
+        for message in messages:
             match message:
+                case Idle():
+                    self._is_idle = True
                 case StepEvents(events, stats):
                     self.stats = stats
                     self._last_progress = self._clock()
@@ -230,15 +254,40 @@ class EngineClient:
                 case CommandFailed(number, why, refused, param):
                     self._answer(number, InvalidRequestError(why, param=param) if refused else RequestFailedError(why))
 
-    async def _ask(self, command: Callable[[int], Command], timeout: float) -> Answer:
-        """Send a command that is answered under the number given to it."""
+    def _silence(self) -> float:
+        """Seconds since something was heard of the engine."""
+        if self._clock() - self._last_heard > _LOOK:
+            self._receive()  # what has come while this process itself was busy
+        return self._clock() - self._last_heard
+
+    def _require_health(self) -> None:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
+        if self.health is not None:
+            raise EngineUnresponsiveError(self.health)
+
+    def _require_answers(self) -> None:
+        """Raises where an answer can't be expected: sooner than `health` changes if the engine has nothing to do."""
+        self._require_health()
+        if self._is_idle and not self._streams and self._silence() > _IDLE_SILENCE:
+            raise EngineUnresponsiveError(f"the engine was not heard for {_IDLE_SILENCE:g} s, with nothing to do")
+
+    async def _ask(self, command: Callable[[int], Command], timeout: float) -> Answer:
+        """Send a command that is answered under the number given to it."""
+        self._require_answers()
         number = next(self._numbers)
+        question = command(number)
+        if isinstance(question, StartProfile):
+            self._is_idle = False  # a profiler may take its time to start
         answer = self._answers[number] = self._loop.create_future()
         try:
-            self._transport.send(command(number))
-            return await asyncio.wait_for(answer, timeout)
+            self._transport.send(question)
+            async with asyncio.timeout(timeout):
+                while not answer.done():
+                    await asyncio.wait((answer,), timeout=_LOOK)
+                    if not answer.done():
+                        self._require_answers()
+            return answer.result()
         finally:
             del self._answers[number]
 

@@ -88,10 +88,17 @@ class ReplicaPlacement:
         load.pending_tokens -= placed.pending_tokens
         placed.pending_tokens = 0
         if event.finish_reason is not None:
-            del self._open[event.request_id]
-            load.num_open -= 1
+            self.withdraw(event.request_id)
             if event.usage is not None:
                 load.index.fill(event.usage.completion_tokens // self._page_size)
+
+    def withdraw(self, request_id: str) -> None:
+        """A request has ended, or was placed and never handed over."""
+        placed = self._open.pop(request_id, None)
+        if placed is not None:
+            load = self._loads[placed.replica]
+            load.num_open -= 1
+            load.pending_tokens -= placed.pending_tokens
 
     def forget(self) -> None:
         """All caches have been emptied."""

@@ -25,7 +25,7 @@ from jaxserve.engine.remote import WORKER, EngineClient, to_the_end
 from jaxserve.engine.replica_placement import ReplicaPlacement
 from jaxserve.engine.shares import find_devices, shares
 from jaxserve.engine.stream import RequestStream
-from jaxserve.errors import EngineDeadError, InvalidRequestError
+from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
 
 logger = logging.getLogger("jaxserve.engine")
 
@@ -112,9 +112,16 @@ class Replicas:
                 stream.fail(refusal)
             else:
                 chosen.setdefault(self._placement.place(request), []).append(self._seeded(request))
-        for number, own in chosen.items():
-            for stream in self._engines[number].submit_all(own, self._placement.watch):
-                streams[stream.request_id] = stream
+        try:
+            for number, own in chosen.items():
+                for stream in self._engines[number].submit_all(own, self._placement.watch):
+                    streams[stream.request_id] = stream
+        except JaxserveError:
+            self.abort(streams)
+            for request in requests:
+                if request.request_id not in streams:
+                    self._placement.withdraw(request.request_id)
+            raise
         return [streams[request.request_id] for request in requests]
 
     def abort(self, request_ids: Iterable[str]) -> None:

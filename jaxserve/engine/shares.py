@@ -25,6 +25,8 @@ PROBE = "jaxserve.runtime.probe"
 _CPU = Devices(platform="cpu", num_devices=1, num_chips=1)
 _CUDA_DEVICES = "CUDA_VISIBLE_DEVICES"
 _TPU_CHIPS = "TPU_VISIBLE_CHIPS"
+# Replicas that any CPU may be parted among, as for a test on a small machine; beyond them, one for each core.
+_MOST_ON_FEW_CORES = 8
 # How libtpu is told that a process has so many chips of its host, and that it is alone.
 _TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
@@ -61,6 +63,9 @@ def shares(config: EngineConfig, devices: Devices, environment: Mapping[str, str
     count, each = config.dp_size, config.tp_size
     names = [replica_name(number) for number in range(count)]
     if devices.platform == "cpu":
+        most = max(os.cpu_count() or 1, _MOST_ON_FEW_CORES)
+        if count > most:
+            raise ConfigError(f"dp_size={count}: this CPU has cores for at most {most} replicas; lower --dp-size")
         return [Share(name, threads_of_each(environment, count)) for name in names]
     if count * each > devices.num_devices:
         fits = devices.num_devices // each

@@ -7,6 +7,7 @@ It moves messages; what they mean is `process`'s and `client`'s.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -15,6 +16,7 @@ import msgspec
 import zmq
 
 from jaxserve.api_types import EngineRequest, EngineStats, Profile, TokenEvent
+from jaxserve.errors import InvalidRequestError
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -72,6 +74,10 @@ class StepEvents(msgspec.Struct, frozen=True, array_like=True, tag=True):
     stats: EngineStats
 
 
+class Idle(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The engine's sign of life while it has nothing to do."""
+
+
 class StatsReading(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The answer to `ReadStats`."""
 
@@ -103,7 +109,45 @@ class CommandFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Command = Add | Abort | ReadStats | FlushCache | StartProfile | StopProfile | Shutdown
-Message = StepEvents | StatsReading | CacheFlushed | ProfileAnswer | CommandFailed
+Question = ReadStats | FlushCache | StartProfile | StopProfile
+Message = StepEvents | Idle | StatsReading | CacheFlushed | ProfileAnswer | CommandFailed
+
+
+class Unreadable(msgspec.Struct, frozen=True):
+    """A frame that is no command: what is wrong with it, and whom it leaves without an answer, as far as it says.
+
+    `requests` are the client and the id of each request that it hands over, `question` the client and the number of
+    what it asks.
+    """
+
+    problem: str
+    requests: list[tuple[int, str]] = []
+    question: tuple[int, int] | None = None
+
+
+class _RequestHead(msgspec.Struct):
+    request_id: str
+    client: int = 0
+
+
+class _AddHead(msgspec.Struct, array_like=True, tag="Add"):
+    requests: list[_RequestHead]
+
+
+class _QuestionHead(msgspec.Struct, array_like=True):
+    kind: str
+    client: int
+    number: int
+
+
+def _unreadable(frame: bytes, problem: Exception) -> Unreadable:
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        added = msgspec.msgpack.decode(frame, type=_AddHead)
+        return Unreadable(str(problem), [(request.client, request.request_id) for request in added.requests])
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        asked = msgspec.msgpack.decode(frame, type=_QuestionHead)
+        return Unreadable(str(problem), question=(asked.client, asked.number))
+    return Unreadable(str(problem))
 
 
 class _Endpoint:
@@ -153,18 +197,21 @@ class EngineTransport(_Endpoint):
         """API processes that can be addressed."""
         return len(self._clients)
 
-    def receive(self, *, wait: bool, timeout: float | None = None) -> list[Command] | None:
+    def receive(self, *, wait: bool, timeout: float | None = None) -> list[Command | Unreadable] | None:
         """Commands that have come; with `wait`, sleeps until there is one, or for `timeout` seconds. None when the
         parent is gone."""
         if wait and self._lifeline in dict(self._poller.poll(None if timeout is None else round(timeout * 1000))):
             return None
-        commands: list[Command] = []
+        commands: list[Command | Unreadable] = []
         while True:
             try:
                 frame = self._commands.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return commands
-            commands.append(self._decoder.decode(frame))
+            try:
+                commands.append(self._decoder.decode(frame))
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                commands.append(_unreadable(frame, error))
 
     def send(self, client: int, message: Message) -> None:
         """Queue a message to one API process."""
@@ -197,5 +244,10 @@ class ClientTransport(_Endpoint):
             messages.append(self._decoder.decode(frame))
 
     def send(self, command: Command) -> None:
-        """Queue a command to the engine."""
-        self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
+        """Queue a command to the engine. Raises `InvalidRequestError` when it holds a number or a text that no message
+        can."""
+        try:
+            frame = self._encoder.encode(command)
+        except (OverflowError, UnicodeEncodeError) as error:
+            raise InvalidRequestError(f"the engine can't be sent this: {error}") from error
+        self._commands.send(frame, zmq.NOBLOCK)

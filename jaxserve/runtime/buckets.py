@@ -23,7 +23,7 @@ def decode_buckets(max_running: int, *, max_fine: int | None, asked: Sequence[in
     elif max_fine is None:
         sizes = {1} | {8 * 2**i for i in range(12)}
     else:
-        sizes = _fine(max_fine) | {2**i for i in range(16) if 2**i > max_fine}
+        sizes = _fine(min(max_fine, max_running)) | {2**i for i in range(16) if 2**i > max_fine}
     return tuple(sorted({size for size in sizes if size < max_running} | {max_running}))
 
 

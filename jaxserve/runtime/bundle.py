@@ -1,6 +1,7 @@
 """A folder of compiled programs with a manifest of all they depend on: made on one machine, loaded on others like it.
 
-A bundle is code, as a wheel is: load none that you wouldn't install. Weights are not in it.
+A bundle is code, as a wheel is: load none that you wouldn't install; one that another user owns or may write is
+refused. Weights are not in it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import msgspec
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.runtime.own_files import ForeignFileError, check_own
 from jaxserve.runtime.program_set import Key
 from jaxserve.runtime.programs import ProgramBuilder, program_path
 
@@ -50,10 +52,13 @@ def write_manifest(folder: Path, config: EngineConfig, builder: ProgramBuilder, 
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises `ConfigError` where there is none that can be read."""
+    """Raises `ConfigError` where there is none that can be read, or another user may have written it."""
     path = folder / MANIFEST
     try:
+        check_own(folder)
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except ForeignFileError as error:
+        raise ConfigError(f"programs={folder}: {error}") from None
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(
             f"programs={folder} is no bundle: {path.name} can't be read ({error}); "
@@ -88,6 +93,8 @@ def load_bundle(
     def load(key: Key) -> tuple[Key, Callable[..., Any]]:
         try:
             return key, builder.load(key, program_path(folder, key))
+        except ForeignFileError as error:
+            raise ConfigError(f"programs={folder}: {error}") from None
         except Exception as error:  # a damaged pickle may raise anything
             raise ConfigError(
                 f"programs={folder}: {program_path(folder, key).name} can't be loaded ({error!r}); make it again with "

@@ -19,6 +19,7 @@ from pallas_kernels.paged_attention import REFERENCE
 
 _FRACTIONS = (0.9, 0.92, 0.94, 0.95)
 _SMALLEST_CHUNK = 128
+_SMALLEST_PAGE = 16
 
 
 def deploy_or_advise(
@@ -67,6 +68,10 @@ def _candidates(config: EngineConfig, device: DeviceFacts) -> Iterator[tuple[str
         yield "dtype", "bfloat16"
     if config.kv_cache_dtype == "auto":
         yield "kv_cache_dtype", "fp8_e4m3"
+    page = config.page_size
+    while page > _SMALLEST_PAGE:
+        page //= 2
+        yield "page_size", page
     running = config.max_running_requests or defaults.running
     while running > 1:
         running //= 2
@@ -76,3 +81,7 @@ def _candidates(config: EngineConfig, device: DeviceFacts) -> Iterator[tuple[str
     while chunk > _SMALLEST_CHUNK:
         chunk //= 2
         yield "chunked_prefill_size", chunk
+    batched = config.max_num_batched_tokens or 0
+    while batched > _SMALLEST_CHUNK:
+        batched //= 2
+        yield "max_num_batched_tokens", batched

@@ -67,8 +67,8 @@ def plan_pool(
             f"context_length={wanted} is longer than the model's {model_context} tokens; lower --context-length"
         )
     tokens, memory_bound = config.max_total_tokens, False
+    free = usable_bytes(config, memory_bytes) - footprint.taken
     if tokens is None:
-        free = usable_bytes(config, memory_bytes) - footprint.taken
         # More than every running request at full length can't be used.
         usable = max_running * -(-wanted // config.page_size) * config.page_size
         if platform == "cpu":
@@ -77,16 +77,35 @@ def plan_pool(
         tokens = min(free // footprint.kv_per_token, usable)
         memory_bound = tokens < usable
         if tokens < min(config.page_size * 2, usable):
-            raise NoRoomError(
-                f"no memory is left for the KV cache: {footprint.weights / 2**30:.2f} GiB of weights, "
-                f"{footprint.state / 2**30:.2f} GiB of state and {footprint.activations / 2**30:.2f} GiB of "
-                f"activations on a device of which {usable_bytes(config, memory_bytes) / 2**30:.2f} GiB may be used"
-            )
+            raise _no_room(config, footprint, memory_bytes)
+    elif footprint.weights + footprint.state + tokens * footprint.kv_per_token > memory_bytes:
+        # An estimate of the activations must not refuse what was seen to run, as a bundle's pool was.
+        fitting = free // footprint.kv_per_token // config.page_size * config.page_size
+        if fitting < config.page_size:
+            raise _no_room(config, footprint, memory_bytes)
+        raise ConfigError(
+            f"max_total_tokens={tokens} takes {tokens * footprint.kv_per_token / 2**30:.2f} GiB of each device, of "
+            f"whose {memory_bytes / 2**30:.2f} GiB {free / 2**30:.2f} are left for the KV cache: at most "
+            f"--max-total-tokens {fitting} fits"
+        )
     num_pages = tokens // config.page_size
     if num_pages < 1:
-        raise ConfigError(f"max_total_tokens={tokens} is less than one page of {config.page_size} tokens")
+        if config.max_total_tokens is not None:
+            raise ConfigError(f"max_total_tokens={tokens} is less than one page of {config.page_size} tokens")
+        raise NoRoomError(
+            f"a KV cache of {tokens} tokens is all that each of dp_size={config.dp_size} ranks gets, less than one "
+            f"page of page_size={config.page_size}"
+        )
     fitted = min(wanted, num_pages * config.page_size)
     return PoolPlan(num_pages, fitted, memory_bound)
+
+
+def _no_room(config: EngineConfig, footprint: Footprint, memory_bytes: int) -> NoRoomError:
+    return NoRoomError(
+        f"no memory is left for the KV cache: {footprint.weights / 2**30:.2f} GiB of weights, "
+        f"{footprint.state / 2**30:.2f} GiB of state and {footprint.activations / 2**30:.2f} GiB of "
+        f"activations on a device of which {usable_bytes(config, memory_bytes) / 2**30:.2f} GiB may be used"
+    )
 
 
 def usable_bytes(config: EngineConfig, memory_bytes: int) -> int:

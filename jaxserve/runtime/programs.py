@@ -13,7 +13,6 @@ import logging
 import os
 import pickle
 import platform
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +33,7 @@ from jaxserve.params import dotted
 from jaxserve.quant import packed_weights
 from jaxserve.runtime.batch import ProgramKey, packing, step_shape
 from jaxserve.runtime.mesh import shape_structs
+from jaxserve.runtime.own_files import own_folder, read_own, write_own
 from jaxserve.runtime.page_copies import make_read_pages, make_write_pages, row_specs
 from jaxserve.runtime.program_set import Key, Program, ProgramSet, needed_first
 from jaxserve.runtime.sampling import Logprobs
@@ -113,13 +113,14 @@ class ProgramBuilder:
         """Write an executable, and which kernels of ours it calls: those are compiled by who loads it."""
         payload, _, _ = serialize_executable.serialize(compiled)
         text = compiled.as_text() if self.mesh.devices.flat[0].platform == "cpu" else None
-        write_whole(path, pickle.dumps((kernels_in(text or ""), payload)))
+        write_own(path, pickle.dumps((kernels_in(text or ""), payload)))
 
     def load(self, key: Key, path: Path) -> jax.stages.Compiled:
-        """Read an executable that `store` wrote for the same deployment."""
+        """Read an executable that `store` wrote for the same deployment. It is code: raises `ForeignFileError` where
+        another user may have put it there."""
         in_tree, out_tree = self._trees(key)
         devices = list(self.mesh.devices.flat)
-        kernels, payload = pickle.loads(path.read_bytes())
+        kernels, payload = pickle.loads(read_own(path))
         for kernel in kernels:
             register(kernel)
         return serialize_executable.deserialize_and_load(
@@ -172,14 +173,6 @@ class ProgramBuilder:
         return jax.tree.structure(arguments), jax.tree.structure((self.state_specs, output))
 
 
-def write_whole(path: Path, payload: bytes) -> None:
-    """Write a file so that no reader ever sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(payload)
-    os.replace(file.name, path)
-
-
 def program_path(folder: Path, key: Key) -> Path:
     """Where a program is kept in a folder."""
     return folder / f"{key}.xla"
@@ -191,7 +184,7 @@ def build_programs(
     """Programs by key, and how many had to be compiled. Compiled in parallel under a progress bar on stderr, and where
     they are kept, by one process of those that need them. Where all are kept and `behind` is true, those that others
     can stand in for are loaded after this has returned."""
-    folder = None if cache_dir is None else cache_dir / builder.fingerprint()
+    folder = None if cache_dir is None else own_folder(cache_dir / builder.fingerprint())
     paths = {key: program_path(folder, key) for key in keys} if folder is not None else {}
     if not _missing(keys, paths):
         return _load(builder, keys, paths, behind)

@@ -77,7 +77,7 @@ def resolve_sizes(
     running = config.max_running_requests or defaults.running
     chunk = config.chunked_prefill_size or defaults.chunk
     longest = config.context_length or model.max_position_embeddings
-    widest = config.max_num_batched_tokens or (longest if chunk < 0 else min(chunk, longest))
+    widest = min(config.max_num_batched_tokens or (longest if chunk < 0 else chunk), max(longest, running))
     footprint = Footprint(
         weights=weight_bytes,
         state=running * slot_bytes,

@@ -20,14 +20,13 @@ _LOCK = "lock"
 
 @contextmanager
 def alone(folder: Path | None) -> Iterator[None]:
-    """Hold the lock of a folder, which is made if need be, against other engines on this machine.
+    """Hold the lock of a folder, which is there, against other engines on this machine.
 
     Nobody waits where nothing is kept (None), nor among processes of one engine, which compile together.
     """
     if folder is None or jax.process_count() > 1:
         yield
         return
-    folder.mkdir(parents=True, exist_ok=True)
     with (folder / _LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 
 from jaxserve.runtime.batch import ProgramKey
 from jaxserve.runtime.deployment import Deployment, deploy
-from jaxserve.runtime.programs import ProgramBuilder, write_whole
+from jaxserve.runtime.own_files import own_folder, write_own
+from jaxserve.runtime.programs import ProgramBuilder
 from jaxserve.runtime.turns import alone
 
 _FILE = "working-memory.json"
@@ -43,7 +44,7 @@ def sized_by_compiler(deployment: Deployment, mesh: Mesh, cache_dir: Path | None
     if not deployment.sizes.memory_bound:
         return deployment
     builder = deployment.builder(mesh)
-    folder = None if cache_dir is None else cache_dir / builder.fingerprint()
+    folder = None if cache_dir is None else own_folder(cache_dir / builder.fingerprint())
     figure = _read(folder)
     if figure is None:
         with alone(folder):
@@ -51,7 +52,7 @@ def sized_by_compiler(deployment: Deployment, mesh: Mesh, cache_dir: Path | None
             if figure is None:
                 figure = compiled_figure(deployment, builder)
                 if folder is not None:
-                    write_whole(folder / _FILE, msgspec.json.encode(figure))
+                    write_own(folder / _FILE, msgspec.json.encode(figure))
     return resized(deployment, figure)
 
 

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from jaxserve.errors import (
     EngineDeadError,
+    EngineUnresponsiveError,
     InvalidRequestError,
     JaxserveError,
     QueueFullError,
@@ -85,6 +86,31 @@ def body_too_large(limit: int) -> HttpError:
     )
 
 
+def headers_too_large(limit: int) -> HttpError:
+    """431 for a request whose target and headers are more than `limit` bytes."""
+    return HttpError(
+        431,
+        f"The request's target and headers are larger than {limit} bytes; send less, or start the server with a larger "
+        "--max-header-bytes",
+        code="headers_too_large",
+    )
+
+
+def too_slow(seconds: float) -> HttpError:
+    """408 for a request that has not arrived whole after `seconds`."""
+    return HttpError(
+        408,
+        f"The request did not arrive within {seconds:g} s; send it faster, or start the server with a larger "
+        "--request-read-timeout",
+        code="request_timeout",
+    )
+
+
+def not_http() -> HttpError:
+    """400 for what isn't HTTP/1.1."""
+    return HttpError(400, "This is not a valid HTTP/1.1 request", code="invalid_http")
+
+
 def wrong_api_key() -> HttpError:
     """401 for a missing or wrong bearer key."""
     return HttpError(
@@ -118,6 +144,8 @@ def to_http(error: Exception) -> HttpError:
             return _unavailable(f"The server is overloaded: {error}", "queue_full")
         case EngineDeadError():
             return _unavailable(f"The engine has ended: {error}", "engine_dead")
+        case EngineUnresponsiveError():
+            return _unavailable(f"The engine does not respond: {error}", "engine_unresponsive")
         case UnavailableError():
             return _unavailable(str(error), "unavailable")
         case HTTPException():

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.errors import HttpError, UnavailableError
@@ -56,8 +57,8 @@ class StartProfileRequest(_ProfileRequest, kw_only=True, forbid_unknown_fields=T
     """What to record. `output_dir` is a folder within `--profile-dir`; after `num_steps` steps the profile ends by
     itself. `with_stack` adds Python's calls. `activities` are always the host's and the device's."""
 
-    output_dir: str | None = None
-    num_steps: int | None = None
+    output_dir: Annotated[str, Meta(max_length=1024, pattern=r"^[^\x00]*$")] | None = None
+    num_steps: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     with_stack: bool | None = None
     activities: Annotated[list[str], described(_BOTH)] | None = None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -25,6 +26,7 @@ import uvloop
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.server.app import make_app
+from jaxserve.server.connection import Connection
 from jaxserve.server.serving import Loaded, Serving
 
 logger = logging.getLogger("jaxserve.server")
@@ -78,8 +80,26 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, *, load: Loa
         return runner.run(_Life(engine_config, server_config, listener, load).run())
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling: a drain must answer 503 to new requests, not close the port."""
+class Http(uvicorn.Server):
+    """uvicorn, with limits on what clients send, and without its own signal handling: a drain must answer 503 to new
+    requests, not close the port."""
+
+    def __init__(self, serving: Serving) -> None:
+        connection = functools.partial(Connection, serving.config)
+        super().__init__(
+            uvicorn.Config(
+                make_app(serving),
+                http=cast(type[asyncio.Protocol], connection),
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                log_level="error",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=_FLUSH,
+            )
+        )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -94,19 +114,7 @@ class _Life:
         self._listener = listener
         self._load = load
         self._stop = asyncio.Event()
-        self._server = _Server(
-            uvicorn.Config(
-                make_app(self._serving),
-                lifespan="off",
-                ws="none",
-                log_config=None,
-                log_level="error",
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_graceful_shutdown=_FLUSH,
-            )
-        )
+        self._server = Http(self._serving)
 
     async def run(self) -> int:
         """The exit code."""

@@ -135,3 +135,11 @@ def test_arguments_of_a_call_have_their_own_types() -> None:
         from_arguments([("page_size", "16")])
     with pytest.raises(ConfigError, match="max_num_seq is not a known setting; did you mean max_num_seqs"):
         from_arguments([("max_num_seq", 8)])
+
+
+@pytest.mark.parametrize("value", ["1" * 5000, "2026-99-99", "[" * 100_000])
+def test_a_value_that_yaml_itself_chokes_on(value: str, tmp_path: Path):
+    path = tmp_path / "c.yaml"
+    path.write_text(f"page_size: {value}\n")
+    with pytest.raises(ConfigError, match=str(path)):
+        load([], path)

@@ -37,11 +37,17 @@ class _Broken(FakeExecutor):
         return super().dispatch(plan)
 
 
+class _NoRoomError(ConfigError):
+    """As the device wing has one."""
+
+
 def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
     """What `jaxserve.worker` does, with a device of the kind `config.model` names."""
     match config.model:
         case "unfit":
             raise ConfigError("page_size is 3; make it a power of two")
+        case "cramped":
+            raise _NoRoomError("no memory is left")
         case "nowhere":
             raise ModelNotFoundError("there is no model called nowhere")
         case "buggy":

@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -19,7 +20,16 @@ from jaxserve.api_types import FinishReason, TokenEvent
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.client import EngineClient, InProcessEngine
 from jaxserve.engine.stream import RequestStream
-from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxserveError, ModelNotFoundError
+from jaxserve.engine.transport import Abort, Add, FlushCache, ReadStats, StartProfile, StopProfile
+from jaxserve.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineUnresponsiveError,
+    InvalidRequestError,
+    JaxserveError,
+    ModelNotFoundError,
+    RequestFailedError,
+)
 from tests.engine.conftest import make_request
 from tests.engine.fake_executor import run_alone
 
@@ -49,6 +59,12 @@ async def running(model: str = "fine", clock: Any = None, **settings: Any) -> As
 
 async def all_of(stream: RequestStream) -> list[TokenEvent]:
     return [event async for event in stream]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 def tokens_of(events: list[TokenEvent]) -> list[int]:
@@ -183,6 +199,7 @@ async def test_a_failing_step_ends_the_engine_with_its_reason() -> None:
     ("model", "kind", "message"),
     [
         ("unfit", ConfigError, r"^page_size is 3; make it a power of two$"),
+        ("cramped", ConfigError, r"^no memory is left$"),
         ("nowhere", ModelNotFoundError, r"^there is no model called nowhere$"),
         ("buggy", EngineDeadError, r"failed to start: RuntimeError: that was not foreseen"),
         ("gone", EngineDeadError, r"ended with code 7 before it was ready"),
@@ -226,14 +243,18 @@ async def test_shutdown_ends_a_stuck_engine_by_force(capfd: pytest.CaptureFixtur
 
 async def test_the_watchdog_minds_only_a_lack_of_progress() -> None:
     now = 0.0
-    async with running("stuck", clock=lambda: now, watchdog_timeout=300.0) as client:
+    async with running("stuck", clock=lambda: now, watchdog_timeout=0.4) as client:
         now = 1000.0
-        assert client.health is None, "nothing was asked of it"
+        await until(lambda: client.health is None)  # nothing was asked of it, and it says that it lives
         client.submit(make_request("r"))
-        now = 1299.0
+        now = 1000.3
         assert client.health is None
-        now = 1301.0
-        assert client.health == "no step finished for 300 s while 1 requests are open"
+        now = 1000.5
+        assert client.health == "no step finished for 0.4 s while 1 requests are open"
+        with pytest.raises(EngineUnresponsiveError, match="no step finished"):
+            client.submit(make_request("another"))
+        with pytest.raises(EngineUnresponsiveError, match="no step finished"):
+            await client.flush_cache(timeout=60.0)
         await client.shutdown(timeout=0.0)
     async with running(clock=lambda: now, watchdog_timeout=300.0, context_length=20_000) as client:
         stream = client.submit(make_request("r", max_tokens=10_000))
@@ -241,6 +262,98 @@ async def test_the_watchdog_minds_only_a_lack_of_progress() -> None:
         await anext(stream)
         now += 299.0
         assert client.health is None, "a step resets it"
+
+
+async def test_a_frozen_engine_with_nothing_open_shows() -> None:
+    now = 0.0
+    async with running(clock=lambda: now, watchdog_timeout=300.0) as client:
+        await until(lambda: client._is_idle)
+        os.kill(client.pid, signal.SIGSTOP)
+        await until(lambda: psutil.Process(client.pid).status() == psutil.STATUS_STOPPED)
+        client._receive()
+        now = 11.0
+        assert client.health is None
+        for ask in (client.flush_cache, client.refresh_stats, client.start_profile, client.stop_profile):
+            with pytest.raises(EngineUnresponsiveError, match="was not heard for 10 s, with nothing to do"):
+                await ask(timeout=60.0)
+        now = 301.0
+        assert client.health == "the engine was not heard for 300 s"
+        with pytest.raises(EngineUnresponsiveError, match="was not heard for 300 s"):
+            client.submit(make_request("r"))
+        os.kill(client.pid, signal.SIGCONT)
+        await until(lambda: client.health is None)
+        assert await client.flush_cache() == 0
+        request = make_request("r", max_tokens=5)
+        assert tokens_of(await all_of(client.submit(request))) == run_alone(request, 64).token_ids
+
+
+async def test_an_engine_that_freezes_while_it_is_asked_is_not_waited_for() -> None:
+    now = 0.0
+    async with running(clock=lambda: now) as client:
+        await until(lambda: client._is_idle)
+        os.kill(client.pid, signal.SIGSTOP)
+        asking = asyncio.ensure_future(client.flush_cache(timeout=60.0))
+        await until(lambda: client._answers)
+        now = 11.0
+        with pytest.raises(EngineUnresponsiveError, match="was not heard for 10 s"):
+            await asking
+        await client.shutdown(timeout=0.0)
+
+
+JUNK: list[Any] = [None, True, -1, 0, 2**31, 2**64 - 1, 1e308, float("nan"), "", "a\0b", "r" * 5000, b"\xff", {}]
+
+
+async def test_no_command_ends_the_engine(sockets: Path) -> None:
+    """Each command with junk in each of its fields, and frames that are no command at all."""
+    async with running(profile_dir=str(sockets / "profiles"), context_length=600) as client:
+        stream = client.submit(make_request("long", max_tokens=500))
+        good = make_request("r", max_tokens=1)
+        commands = [
+            Add([good]),
+            Abort(["nobody"]),
+            ReadStats(0, 10**6),
+            FlushCache(0, 10**6),
+            StartProfile(0, 10**6, "mine", 1, False),
+            StopProfile(0, 10**6),
+        ]
+        frames = [b"", b"\xc1", msgspec.msgpack.encode(["Add", [{"request_id": 5}]])]
+        for command in commands:
+            fields = msgspec.to_builtins(command, builtin_types=(bytes,))
+            for place in range(1, len(fields)):
+                for junk in JUNK:
+                    # To another API process than this one there is no way back, and no command names one.
+                    if not (place == 1 and len(fields) > 2 and type(junk) is int):
+                        frames.append(msgspec.msgpack.encode([*fields[:place], junk, *fields[place + 1 :]]))
+        for name in (field.name for field in msgspec.structs.fields(type(good)) if field.name != "client"):
+            builtin = msgspec.to_builtins(good)
+            frames += [msgspec.msgpack.encode(["Add", [{**builtin, name: junk}]]) for junk in JUNK]
+        for frame in frames:
+            client._transport._commands.send(frame)
+        assert (await client.refresh_stats(timeout=60.0)).integrity_errors == ()
+        assert tokens_of(await all_of(stream)) == run_alone(make_request("long", max_tokens=500), 600).token_ids
+        assert not client.on_death.done()
+    shutil.rmtree(sockets / "profiles")
+
+
+async def test_who_sent_a_command_that_cannot_be_read_is_told() -> None:
+    async with running() as client:
+        bad = msgspec.structs.replace(make_request("bad", max_tokens=5), priority="high")  # type: ignore[arg-type]
+        [event] = await all_of(client.submit(bad))
+        assert event.finish_reason is FinishReason.ERROR
+        assert "Expected `int`, got `str`" in (event.error or "")
+        with pytest.raises(RequestFailedError, match="Expected `bool`, got `str`"):
+            await client.start_profile(with_stack="yes")  # type: ignore[arg-type]
+
+
+async def test_what_no_message_can_hold_is_refused_and_leaves_nothing_open() -> None:
+    async with running() as client:
+        for wrong in ({"priority": 2**64}, {"namespace": "\ud800"}, {"prompt_ids": [-(2**63) - 1]}):
+            with pytest.raises(InvalidRequestError, match="can't be sent"):
+                client.submit(msgspec.structs.replace(make_request("r"), **wrong))
+        with pytest.raises(InvalidRequestError, match="can't be sent"):
+            await client.start_profile(num_steps=10**23)
+        assert client._streams == {}
+        assert client._answers == {}
 
 
 async def test_interrupts_are_left_to_the_parent() -> None:

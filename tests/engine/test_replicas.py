@@ -20,7 +20,7 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.client import Engine, EngineClient, launch_engine
 from jaxserve.engine.replicas import Replicas
 from jaxserve.engine.stream import RequestStream
-from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError
+from jaxserve.errors import ConfigError, EngineDeadError, EngineUnresponsiveError, InvalidRequestError
 from tests.engine.conftest import make_request
 from tests.engine.fake_executor import run_alone
 
@@ -62,6 +62,27 @@ def tokens_of(events: list[TokenEvent]) -> list[int]:
 async def settled(engine: Engine) -> None:
     """A step may be under way still when the last stream ends; after a first reading none is."""
     await engine.refresh_stats()
+
+
+async def test_a_frozen_replica_shows_and_what_it_refuses_is_not_counted() -> None:
+    async with running(watchdog_timeout=0.4) as engine:
+        assert isinstance(engine, Replicas)
+        pid = engine.replicas[1].pid
+        os.kill(pid, signal.SIGSTOP)
+        async with asyncio.timeout(60):
+            while engine.health is None:
+                await asyncio.sleep(0.01)
+        assert engine.health == "DP1: the engine was not heard for 0.4 s"
+        with pytest.raises(EngineUnresponsiveError):
+            await engine.flush_cache(timeout=60.0)
+        with pytest.raises(EngineUnresponsiveError):
+            engine.submit_all([make_request("a"), make_request("b")])
+        os.kill(pid, signal.SIGCONT)
+        async with asyncio.timeout(60):
+            while engine.health is not None or engine._placement.num_open:
+                await asyncio.sleep(0.01)
+        for stream in engine.submit_all([make_request("a"), make_request("b")]):
+            await all_of(stream)
 
 
 async def test_one_engine_needs_no_replicas() -> None:

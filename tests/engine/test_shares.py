@@ -63,6 +63,11 @@ def test_a_cpu_gives_each_its_part_of_the_threads(threads: int, replicas: int, e
     assert found == [each] * replicas
 
 
+def test_a_cpu_is_not_parted_without_end() -> None:
+    with pytest.raises(ConfigError, match=r"dp_size=65536: .* at most \d+ replicas"):
+        shares(EngineConfig(dp_size=65536), Devices(platform="cpu", num_devices=1, num_chips=1), {})
+
+
 async def test_the_devices_are_those_jax_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own: this one would not give a device back."""
     assert (await find_devices(EngineConfig(device="cpu"))).platform == "cpu"

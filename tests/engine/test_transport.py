@@ -19,6 +19,7 @@ from jaxserve.engine.transport import (
     ClientTransport,
     Command,
     EngineTransport,
+    Idle,
     Message,
     ReadStats,
     Shutdown,
@@ -122,7 +123,7 @@ class _Scripted:
         self.sent: list[Message] = []
 
     def receive(self, *, wait: bool, timeout: float | None = None) -> list[Command] | None:
-        assert timeout is None, "nothing to wake up for"
+        assert timeout == 1.0, "nothing to wake up for but the next sign of life"
         self.waits.append(wait)
         assert len(self.waits) < 20, "turning without end"
         # While there is work nothing comes in.
@@ -136,7 +137,7 @@ class _Scripted:
 def test_the_engine_sleeps_when_idle_and_only_then(end: list[Command] | None) -> None:
     scheduler = Scheduler(make_capacity(), chunked_prefill_size=32, max_prefill_tokens=32, max_num_batched_tokens=64)
     loop = EngineLoop(scheduler, FakeExecutor(make_capacity()), overlap=False)
-    transport = _Scripted([Add([make_request("a", max_tokens=3)])], [Abort(["nobody"])], end)
+    transport = _Scripted([Add([make_request("a", max_tokens=3)])], [Abort(["nobody"])], [], end)
     _Server(loop, cast(EngineTransport, transport)).run()
-    assert transport.waits == [True, False, False, True, True]
-    assert len(transport.sent) == 3, "one message a step, none when idle"
+    assert transport.waits == [True, False, False, True, True, True]
+    assert [type(message) for message in transport.sent] == [StepEvents] * 3 + [Idle], "one message a step"

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve.config.schema import EngineConfig
+from jaxserve.config.settings import settings
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.device import DeviceFacts
+from jaxserve.runtime.host_pool import host_pages
+from jaxserve.runtime.memory import Footprint, NoRoomError, plan_pool
 from jaxserve.runtime.sizes import Sizes, resolve_sizes
+from jaxserve.runtime.state import ArraySpec
 from pallas_kernels.paged_attention import Target
 from tests.runtime.tiny import model
 
@@ -32,6 +38,55 @@ def test_defaults_of_a_cpu() -> None:
     assert sizes.capacity.num_pages == 32 * 64 // 16
     assert sizes.chunked_prefill_size == sizes.max_prefill_tokens == sizes.max_num_batched_tokens == 64
     assert sizes.capacity.token_buckets == (64,)
+
+
+ABSURD = [0, -1, 1, 2**16, 2**31 - 1, 2**31, 10**11, 10**30, 1e-300, 1e308, math.nan, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("name", [name for name, one in settings().items() if one.kind in (int, float)])
+def test_an_absurd_value_is_refused_by_name_or_fits(name: str, device: DeviceFacts) -> None:
+    """Never another error, never a pool that memory can't hold, never programs without end."""
+    owner, kind = settings()[name].owner, settings()[name].kind
+    more = {"enable_hierarchical_cache": True} if name.startswith("hicache") else {}
+    refusals: list[ConfigError] = []
+    for value in ABSURD:
+        if kind is int and not isinstance(value, int):
+            continue
+        given = {name: value, **more}
+        try:
+            config = owner(**given)
+            if isinstance(config, EngineConfig):
+                sizes = _resolve(device, **given)
+                pages = sizes.capacity.num_pages
+                assert pages * config.page_size * 256 <= device.memory_bytes
+                assert len(sizes.capacity.decode_buckets) + len(sizes.capacity.token_buckets) < 100
+                host_pages(config, pages, [ArraySpec((1, 2, 8), np.dtype("int8"), (None, None, None))])
+        except ConfigError as error:
+            refusals.append(error)
+    assert refusals
+    assert all(name in str(error) or isinstance(error, NoRoomError) for error in refusals)
+
+
+def test_a_pool_that_memory_cannot_hold_is_refused_with_what_fits() -> None:
+    with pytest.raises(
+        ConfigError, match=r"max_total_tokens=99999999999 takes .* at most --max-total-tokens (\d+) fits"
+    ) as no:
+        _resolve(max_total_tokens=99_999_999_999)
+    fitting = int(str(no.value).split()[-2])
+    assert _resolve(max_total_tokens=fitting).capacity.num_pages == fitting // 16
+    with pytest.raises(NoRoomError, match="state"):
+        _resolve(max_total_tokens=64, max_running_requests=2**31 - 1)
+    model_of_large_tokens = Footprint(weights=0, state=0, activations=0, kv_per_token=2**14)
+    with pytest.raises(NoRoomError, match=r"of 32768 tokens .* less than one page of page_size=65536"):
+        plan_pool(
+            EngineConfig(page_size=65536),
+            model_of_large_tokens,
+            platform="cpu",
+            memory_bytes=2**34,
+            model_context=64,
+            max_running=32,
+        )
 
 
 def test_defaults_of_an_accelerator() -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import uvicorn
 
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.server.app import make_app
+from jaxserve.server.run import Http
 from jaxserve.server.serving import Loaded, Serving
 from tests.server.fake_engine import FakeEngine
 from tests.server.tiny import TEMPLATE, VOCAB_SIZE, TinyTemplate, tiny_tokenizer
@@ -61,12 +61,6 @@ async def over_asgi(*args: Any, **settings: Any) -> AsyncIterator[Served]:
     serving.tokenizing_large.shutdown()
 
 
-class _Uvicorn(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self):
-        yield
-
-
 @contextlib.asynccontextmanager
 async def over_socket(*args: Any, **settings: Any) -> AsyncIterator[Served]:
     """A real uvicorn on a free port."""
@@ -75,10 +69,8 @@ async def over_socket(*args: Any, **settings: Any) -> AsyncIterator[Served]:
     listener.bind(("127.0.0.1", 0))
     listener.listen()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    config = uvicorn.Config(
-        make_app(serving), lifespan="off", ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=1
-    )
-    server = _Uvicorn(config)
+    server = Http(serving)
+    server.config.timeout_graceful_shutdown = 1
     task = asyncio.create_task(server.serve([listener]))
     async with httpx.AsyncClient(base_url=url) as client:
         yield Served(serving, engine, client, url)

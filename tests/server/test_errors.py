@@ -6,7 +6,13 @@ from typing import Any
 import openai
 import pytest
 
-from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError, RequestFailedError
+from jaxserve.errors import (
+    EngineDeadError,
+    EngineUnresponsiveError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+)
 from jaxserve.server.errors import ContextLengthError, UnavailableError, failure_of, to_http
 from tests.server.conftest import Served, over_asgi, over_socket
 from tests.server.tiny import VOCAB_SIZE
@@ -317,6 +323,7 @@ class TestBodyLimit:
         (failure_of("x", engine_dead=False), 500, "request_failed"),
         (QueueFullError("x"), 503, "queue_full"),
         (EngineDeadError("x"), 503, "engine_dead"),
+        (EngineUnresponsiveError("x"), 503, "engine_unresponsive"),
         (UnavailableError("x"), 503, "unavailable"),
         (RequestFailedError("x"), 500, "request_failed"),
         (ValueError("x"), 500, None),
