@@ -96,11 +96,12 @@ def explain_obstacle(accelerator: Accelerator, plugins: Collection[str], said: S
     have = _of_platform(accelerator.platform, plugins)
     if not have:
         return f"jax's plug-in for it is not installed; {_install(extra)}"
-    if extra == "cuda12" and have == ["cuda13"]:
-        return f"the plug-in cuda13 needs driver 580 and compute capability 7.5, or newer; {_install(extra)}"
     variable = _HIDING[accelerator.platform]
     hidden = f" ({variable}={os.environ[variable]!r} is set)" if variable in os.environ else ""
-    return f"jax's plug-in {have[0]} is installed and fails{hidden}: {_reason(said)}"
+    fails = f"jax's plug-in {have[0]} is installed and fails{hidden}: {_reason(said)}"
+    if extra == "cuda12" and have == ["cuda13"]:
+        return f"{fails}; cuda13 needs driver 580 and compute capability 7.5, or newer; {_install(extra)}"
+    return fails
 
 
 def installed() -> list[str]:
@@ -157,4 +158,4 @@ def _of_platform(platform: str, extras: Collection[str]) -> list[str]:
 
 
 def _install(extra: str) -> str:
-    return f"to install it: `make install` in a checkout, or pip install 'jaxserve[{extra}]'"
+    return f"to install {extra}: `make install` in a checkout, or pip install 'jaxserve[{extra}]'"

@@ -53,7 +53,7 @@ AMD = Accelerator("rocm", "8 x AMD GPU", problem="jaxserve does not serve AMD's 
             "cuda",
             [L4],
             [],
-            "NVIDIA L4 with driver 580.65.06 can't be used: jax's plug-in for it is not installed; to install it: "
+            "NVIDIA L4 with driver 580.65.06 can't be used: jax's plug-in for it is not installed; to install cuda13: "
             "`make install` in a checkout, or pip install 'jaxserve[cuda13]'",
         ),
         ("cuda", [OLD], ["cuda13"], "Tesla T4 with driver 470.256 can't be used: the driver is too old: update it"),
@@ -61,11 +61,12 @@ AMD = Accelerator("rocm", "8 x AMD GPU", problem="jaxserve does not serve AMD's 
             "cuda",
             [V100],
             ["cuda13"],
-            "Tesla V100 with driver 580.65.06 can't be used: the plug-in cuda13 needs driver 580 and compute "
-            "capability 7.5, or newer; to install it: `make install` in a checkout, or pip install 'jaxserve[cuda12]'",
+            "Tesla V100 with driver 580.65.06 can't be used: jax's plug-in cuda13 is installed and fails: it failed; "
+            "cuda13 needs driver 580 and compute capability 7.5, or newer; to install cuda12: `make install` in a "
+            "checkout, or pip install 'jaxserve[cuda12]'",
         ),
         ("cuda", [L4], ["cuda12"], "NVIDIA L4 with driver 580.65.06 can't be used: jax's plug-in cuda12 is "),
-        ("tpu", [V5E], [], "4 x TPU chip can't be used: jax's plug-in for it is not installed; to install it: `make"),
+        ("tpu", [V5E], [], "4 x TPU chip can't be used: jax's plug-in for it is not installed; to install tpu: `make"),
         ("METAL", [], [], "it failed"),
     ],
 )  # fmt: skip
@@ -106,7 +107,7 @@ def test_jax_without_a_plugin(tmp_path: Path) -> None:
     assert "make install" in said
     assert ask("cpu", tmp_path, gpu=True) == ("cpu", "")
     assert ask("auto", tmp_path, gpu=True, JAX_PLATFORMS="cpu") == ("cpu", "")
-    words = "NVIDIA L4 with driver 580.65.06 can't be used: jax's plug-in for it is not installed; to install it"
+    words = "NVIDIA L4 with driver 580.65.06 can't be used: jax's plug-in for it is not installed; to install cuda13"
     assert ask("cuda", tmp_path, gpu=True)[0].startswith(f"device=cuda: {words}")
     said, _ = ask("auto", tmp_path, gpu=True, JAX_PLATFORMS="cuda")
     assert said.startswith(f"device=auto with JAX_PLATFORMS=cuda: {words}")
