@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-GROUND = {"accelerators", "errors", "api_types", "step_plan", "params", "model_source"}
+GROUND = {"accelerators", "errors", "host", "api_types", "step_plan", "params", "model_source"}
 BASE = GROUND | {"config", "observability"}
 
 # What each room may import of jaxserve besides itself. `engine.client` alone stands for that one module. What `cli` has

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import cast
 
 import uvicorn
-import uvloop
 
+from jaxserve import host
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.server.app import make_app
@@ -65,7 +65,7 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig) -
 def serve(engine_config: EngineConfig, server_config: ServerConfig, *, load: Load = load_model) -> int:
     """Serves until a signal or the engine's death; the exit code. Raises `ConfigError` if the port can't be had."""
     listener = _bind(server_config)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=host.new_event_loop) as runner:
         return runner.run(_Life(engine_config, server_config, listener, load).run())
 
 
