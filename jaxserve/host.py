@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ _OPEN_MAX = 10_240
 # macOS refuses to read 2 GiB at once.
 _READ_MAX = 1 << 30
 _SEEKING = threading.Lock()
+# Of the path of a socket, macOS takes 103 bytes, Linux 107.
+_SOCKET_PATH_MAX = 103
 
 
 def num_cores() -> int:
@@ -71,6 +74,15 @@ def read_at(file: int, out: memoryview, at: int) -> int:
             read = os.read(file, len(out))
     out[: len(read)] = read
     return len(read)
+
+
+def make_socket_folder(longest_name: str) -> str:
+    """A new folder that only this user may enter, whose path leaves room for sockets with names up to this one."""
+    folder = tempfile.mkdtemp(prefix="jaxserve-")
+    if len(os.fsencode(os.path.join(folder, longest_name))) > _SOCKET_PATH_MAX:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="jaxserve-", dir="/tmp")
+    return folder
 
 
 def lock_file(file: IO[Any], *, wait: bool) -> bool:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,6 +36,21 @@ def test_a_file_is_read_at_a_place(missing: tuple[str, ...], tmp_path: Path, mon
         assert host.read_at(file, memoryview(out), 0) == 1
     finally:
         os.close(file)
+
+
+def test_the_path_of_a_socket_is_never_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 80)))
+    Path(tempfile.gettempdir()).mkdir()
+    folder = Path(host.make_socket_folder("commands"))
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folder / "commands"))
+        assert folder.stat().st_mode & 0o777 == 0o700
+    finally:
+        shutil.rmtree(folder)
+    assert list(Path(tempfile.gettempdir()).iterdir()) == []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert Path(host.make_socket_folder("s")).parent == tmp_path
 
 
 def test_a_lock_is_held_against_others_until_its_file_is_closed(tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding as llvm
+import numpy as np
 import pytest
 
 from pallas_kernels.cpu import Kernel, cpu_features, refusal
 from pallas_kernels.cpu.compile import optimized
 from pallas_kernels.packed_matmul.cpu import PackedMatmul
+from pallas_kernels.paged_attention.backends import Problem, Target, choose_backend
 from pallas_kernels.paged_attention.cpu import PagedAttention
 from pallas_kernels.paged_attention.cpu_tiles import Attention
 
@@ -89,3 +91,7 @@ def test_what_no_kernel_runs_on_is_refused_by_name(
     assert refusal() is None
     change(monkeypatch)
     assert reason in (refusal() or "")
+    problem = Problem(6, 2, 64, 16, np.dtype(np.float32), np.dtype(np.float32))
+    chosen = choose_backend(Target("cpu"), problem)
+    assert chosen.name == "reference"
+    assert reason in chosen.reason
