@@ -31,8 +31,7 @@ _HIDING = {"cuda": "CUDA_VISIBLE_DEVICES", "tpu": "TPU_VISIBLE_CHIPS"}
 
 def attach(config: EngineConfig, join: Callable[[], None] | None = None) -> list[Any]:
     """The jax devices there are to run on, of all processes where `join` makes this one of several. Raises
-    `ConfigError` where there is none, and for one process of several that nobody joins.
-    """
+    `ConfigError` where there is none, and for one process of several that nobody joins."""
     if join is None and config.nnodes > 1:
         raise ConfigError(
             f"nnodes={config.nnodes}: only `jaxserve serve` runs one mesh in several processes; leave it out"
@@ -51,8 +50,8 @@ def attach(config: EngineConfig, join: Callable[[], None] | None = None) -> list
                 platform = asked.partition(",")[0].replace("gpu", "cuda")
                 missing = explain_missing(platform, find(), installed(), said)
                 said.clear()
-                setting = f"device={config.device}" + (f" with JAX_PLATFORMS={asked}" if asked != config.device else "")
-                raise ConfigError(f"{setting}: {missing}")
+                of_environment = f" with JAX_PLATFORMS={asked}" if asked not in ("", config.device) else ""
+                raise ConfigError(f"device={config.device}{of_environment}: {missing}")
             jax.config.update("jax_platforms", "cpu")
             clear_backends()
             devices = jax.devices()
@@ -150,6 +149,8 @@ def _jax_log() -> Iterator[list[str]]:
 
 def _reason(said: Sequence[str]) -> str:
     """The first words of jax's are the cause; what follows is how it went on."""
+    if not said:
+        return "jax finds no device"
     return re.sub(r" \((set JAX_PLATFORMS|you may need to).*\)$", "", said[0].strip().replace("\n", " "))
 
 

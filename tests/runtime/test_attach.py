@@ -21,7 +21,7 @@ from jaxserve.accelerators import Accelerator
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.runtime import attach as module
-from jaxserve.runtime.attach import attach, explain_missing
+from jaxserve.runtime.attach import attach, explain_missing, explain_obstacle
 from tests.machines import write_nvidia_smi
 
 L4 = Accelerator("cuda", "NVIDIA L4 with driver 580.65.06", "cuda13")
@@ -73,6 +73,11 @@ AMD = Accelerator("rocm", "8 x AMD GPU", problem="jaxserve does not serve AMD's 
 def test_what_is_missing_is_named(platform: str, found: list[Accelerator], plugins: list[str], words: str) -> None:
     said = explain_missing(platform, found, plugins, ["it failed (set JAX_PLATFORMS='' to …)", "Falling back to cpu."])
     assert said.startswith(words)
+
+
+def test_what_jax_says_nothing_of() -> None:
+    """It looks no further where there is no device file, whatever `nvidia-smi` lists."""
+    assert explain_obstacle(L4, ["cuda13"], []) == "jax's plug-in cuda13 is installed and fails: jax finds no device"
 
 
 def test_devices_that_are_hidden_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
