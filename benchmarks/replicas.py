@@ -31,6 +31,7 @@ import httpx
 
 from benchmarks import scheduler, serving_cpu
 from benchmarks.scheduler import POOL, Arrival, answer, capacity_of, request_of, scheduler_of, step_seconds
+from jaxserve import host
 from jaxserve.api_types import TokenEvent
 from jaxserve.engine import replica_placement
 from jaxserve.engine.replica_placement import ReplicaPlacement
@@ -55,7 +56,7 @@ FORMS: dict[str, tuple[list[str], dict[str, str]]] = {
     "one engine": (ONE, {}),
     "mesh": ([*TWO, "mesh"], {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}),
     "replicas": ([*TWO, "replicas"], {}),
-    "replicas, all threads each": ([*TWO, "replicas"], {"NPROC": str(2 * len(os.sched_getaffinity(0)))}),
+    "replicas, all threads each": ([*TWO, "replicas"], {"NPROC": str(2 * host.num_cores())}),
 }
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
@@ -232,7 +233,7 @@ def main() -> None:
     report["placements"] = placements(args.requests, args.traces)
     _table(report["placements"])
     if args.rounds:
-        report["machine"] = f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f} at the start"
+        report["machine"] = f"{host.num_cores()} cores, load {os.getloadavg()[0]:.1f} at the start"
         report["forms"] = forms(args.layers, args.rounds, args.port)
         _table(
             [

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -157,9 +158,7 @@ def measure(
 
 def family(root: int) -> list[int]:
     """A process and all below it."""
-    tasks = Path(f"/proc/{root}/task").iterdir()
-    children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
-    return [root, *(pid for child in children for pid in family(child))]
+    return [root, *(child.pid for child in psutil.Process(root).children(recursive=True))]
 
 
 @contextlib.contextmanager
@@ -176,11 +175,12 @@ def paused(roots: list[int]) -> Iterator[None]:
 
 
 def processes_with_jax(root: int) -> list[str]:
-    """Which processes of a server have jax's library mapped."""
+    """Which processes of a server have jax's library mapped; none where the system doesn't say what is."""
+    processes = [psutil.Process(pid) for pid in family(root)]
     return [
-        " ".join(Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[1:]).strip()
-        for pid in family(root)
-        if "libjax_common" in Path(f"/proc/{pid}/maps").read_text()
+        " ".join(process.cmdline()[1:])
+        for process in processes
+        if hasattr(process, "memory_maps") and any("libjax_common" in file.path for file in process.memory_maps())
     ]
 
 

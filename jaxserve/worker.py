@@ -33,10 +33,11 @@ from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import parse_model_config
 from jaxserve.observability.timeline import Timeline
+from jaxserve.runtime.attach import attach
 from jaxserve.runtime.bundle import Manifest, load_bundle, read_manifest, sized_like_bundle
 from jaxserve.runtime.calls import Calls, DeviceCalls, Following, LeadingCalls
 from jaxserve.runtime.deployment import Deployment, deploy
-from jaxserve.runtime.device import attach, facts_of_devices, free_bytes
+from jaxserve.runtime.device import facts_of_devices, free_bytes
 from jaxserve.runtime.distributed import devices_of_all, join_processes, settle
 from jaxserve.runtime.executor import DeviceExecutor
 from jaxserve.runtime.fit import deploy_or_advise

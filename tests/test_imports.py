@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-GROUND = {"errors", "api_types", "step_plan", "params", "model_source"}
+GROUND = {"accelerators", "errors", "host", "api_types", "step_plan", "params", "model_source"}
 BASE = GROUND | {"config", "observability"}
 
 # What each room may import of jaxserve besides itself. `engine.client` alone stands for that one module. What `cli` has
@@ -104,6 +104,11 @@ def test_a_room_starts_without_jax(room: str) -> None:
 
 def test_importing_jaxserve_imports_nothing_yet() -> None:
     assert not loaded_after("import jaxserve") & {"jax", "numpy", "msgspec", "transformers", "tokenizers"}
+
+
+def test_what_make_install_runs_needs_nothing_installed() -> None:
+    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; import jaxserve.accelerators"
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)
 
 
 def test_names_of_the_package_come_when_they_are_used() -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
@@ -17,6 +16,7 @@ from typing import Any, Literal
 import jaxserve
 from jaxserve.bench.grid import Grid, Run
 from jaxserve.errors import ConfigError
+from jaxserve.host import lock_file
 
 State = Literal["done", "failed", "to do"]
 
@@ -36,12 +36,8 @@ class SweepFolder:
         """Holds the folder for this process. Raises `ConfigError` when it belongs to another sweep, or one at work."""
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise ConfigError(
-                    f"another sweep is at work in {self.path}; wait for it or take another --output"
-                ) from None
+            if not lock_file(lock, wait=False):
+                raise ConfigError(f"another sweep is at work in {self.path}; wait for it or take another --output")
             if fresh:
                 self._clear()
             self.check(grid)

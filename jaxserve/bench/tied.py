@@ -6,21 +6,19 @@ not leave a server behind that disturbs the next one. On Linux the kernel sees t
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1
+from jaxserve import host
 
 
 def main(argv: list[str]) -> None:
     """Become the command; never returns."""
     parent, command = int(argv[0]), argv[1:]
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it ended before the kernel was asked
-            sys.exit(1)
+    host.die_with_parent(signal.SIGTERM)
+    if os.getppid() != parent:  # it ended before the kernel was asked
+        sys.exit(1)
     os.execvp(command[0], command)
 
 

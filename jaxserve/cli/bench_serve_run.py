@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import resource
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
 
-import uvloop
-
+from jaxserve import host
 from jaxserve.bench.client import Client
 from jaxserve.bench.http import Pool
 from jaxserve.bench.load import Load, Run, count_with
@@ -40,8 +37,9 @@ class Measured:
 
 def measure(plan: Plan) -> Measured | None:
     """Run it; None where it was cut before the measured part began."""
-    _allow_many_connections()
-    return _on_a_fast_loop(_measure(plan))
+    host.allow_open_files()
+    with asyncio.Runner(loop_factory=host.new_event_loop) as runner:
+        return runner.run(_measure(plan))
 
 
 async def _measure(plan: Plan) -> Measured | None:
@@ -133,28 +131,20 @@ def _stop_signal() -> Iterator[asyncio.Event]:
     """Set by the first Ctrl-C or SIGTERM; a second one ends the program."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    handled = (signal.SIGINT, signal.SIGTERM)
+    handled: list[signal.Signals] = []
 
     def cut() -> None:
         stop.set()
         for number in handled:
             loop.remove_signal_handler(number)
 
-    for number in handled:
-        loop.add_signal_handler(number, cut)
+    # Windows' loop takes none: there Ctrl-C ends the program at once.
+    with contextlib.suppress(NotImplementedError):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, cut)
+            handled.append(number)
     try:
         yield stop
     finally:
         for number in handled:
             loop.remove_signal_handler(number)
-
-
-def _on_a_fast_loop[T](work: Coroutine[Any, Any, T]) -> T:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
-
-
-def _allow_many_connections() -> None:
-    """As many open files as the system lets a process have: each open request is one."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from jaxserve import host
 from jaxserve.cli import flags
 from jaxserve.cli.parser import HelpFormatter, Parser
 from jaxserve.observability import log
@@ -22,6 +23,7 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Run it; returns the server's exit code."""
     loaded = flags.loaded(parser().parse(argv))
+    host.check_servers_run()
     log.setup(loaded.engine.log_level)
     for note in loaded.notes:
         logger.warning(note)

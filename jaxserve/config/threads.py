@@ -5,8 +5,9 @@ It also cuts a program's loops into as many parts when it compiles, so that a pr
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
+
+from jaxserve import host
 
 XLA_THREADS = "NPROC"
 """The variable that XLA reads when a process makes its first device."""
@@ -14,7 +15,7 @@ XLA_THREADS = "NPROC"
 
 def xla_threads(environment: Mapping[str, str]) -> int:
     """Threads of XLA in a process that has this environment."""
-    return int(environment.get(XLA_THREADS) or len(os.sched_getaffinity(0)))
+    return int(environment.get(XLA_THREADS) or host.num_cores())
 
 
 def threads_of_each(environment: Mapping[str, str], num_processes: int) -> dict[str, str]:

@@ -13,11 +13,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 
+from jaxserve import host
 from jaxserve.api_types import EngineInfo
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.launch import (
@@ -44,7 +44,7 @@ class EngineProcess:
         self.ended: asyncio.Future[str] = self._loop.create_future()
         self._started: asyncio.Future[EngineInfo] = self._loop.create_future()
         # Nobody but this user may speak to the engine: the directory is private.
-        self._directory = tempfile.mkdtemp(prefix="jaxserve-")
+        self._directory = host.make_socket_folder("commands")
         self.command_address = f"ipc://{self._directory}/commands"
         self.client_address = f"ipc://{self._directory}/client-0"
         self._reports, report_fd = os.pipe()

@@ -6,7 +6,6 @@ What the engine is made of comes from the caller, so that nothing here knows a d
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import functools
 import gc
@@ -20,6 +19,7 @@ from concurrent.futures import Future
 
 import msgspec
 
+from jaxserve import host
 from jaxserve.api_types import EngineInfo, EngineRequest, FinishReason, Profile, TokenEvent
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.follower import Obey, follow
@@ -51,7 +51,6 @@ from jaxserve.observability import log
 
 logger = logging.getLogger("jaxserve.engine")
 
-_PR_SET_PDEATHSIG = 1
 # How long an engine with nothing to do goes without a look whether a profile has been written.
 _PROFILE_POLL = 0.05
 # How often one with nothing to do says that it lives; a short watchdog wants to hear it several times.
@@ -260,8 +259,8 @@ def _timed(info: EngineInfo, order: LaunchOrder, imported: float) -> EngineInfo:
 
 
 def _die_with(parent_pid: int) -> None:
-    """Have the kernel end this process with its parent, so that none is left behind even by kill -9."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """End with the parent, so that no engine is left behind even by kill -9. (Where the kernel doesn't see to it, the
+    engine ends when it next listens to its parent.)"""
+    host.die_with_parent(signal.SIGKILL)
     if os.getppid() != parent_pid:
         sys.exit("the parent process has ended before the engine started")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import psutil
 
 from jaxserve.config.schema import EngineConfig
-from jaxserve.errors import ConfigError
 from jaxserve.runtime.memory import DEFAULT_FRACTION
 from jaxserve.runtime.target import Target, load_target
 from pallas_kernels.paged_attention import Target as KernelTarget
@@ -40,29 +38,12 @@ class DeviceFacts:
         return self.kernels.platform
 
 
-def attach(config: EngineConfig, join: Callable[[], None] | None = None) -> list[Any]:
-    """The jax devices there are to run on, of all processes where `join` makes this one of several. Raises
-    `ConfigError` where there is none, and for one process of several that nobody joins.
-
-    On a GPU, XLA takes an arena of fixed size when it starts: it is made to hold what the deployment plans with.
-    """
-    if join is None and config.nnodes > 1:
-        raise ConfigError(
-            f"nnodes={config.nnodes}: only `jaxserve serve` runs one mesh in several processes; leave it out"
-        )
+def reserve_memory(config: EngineConfig) -> None:
+    """Before jax has devices: on a GPU, XLA takes an arena of fixed size when it starts, which is made to hold what the
+    deployment plans with."""
     fraction = config.mem_fraction_static or DEFAULT_FRACTION
     if _ARENA_BEFORE_0_11 not in os.environ:
         os.environ.setdefault(_ARENA, f"{min(fraction + _ARENA_MARGIN, 1.0):.2f}")
-    if config.device != "auto":
-        jax.config.update("jax_platforms", config.device)
-    if join is not None:
-        join()
-    try:
-        return jax.devices()
-    except RuntimeError as error:
-        raise ConfigError(
-            f"device={config.device}: jax finds none ({error}); install jaxserve's extra for it"
-        ) from error
 
 
 def facts_of_device(device: Any) -> DeviceFacts:

@@ -13,9 +13,10 @@ import msgspec
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.runtime.attach import attach
 from jaxserve.runtime.compiled import ProgramReport, compile_and_read
 from jaxserve.runtime.deployment import Deployment, read_model, read_stored
-from jaxserve.runtime.device import attach, facts_of_devices, facts_of_target
+from jaxserve.runtime.device import facts_of_devices, facts_of_target
 from jaxserve.runtime.fit import deploy_or_advise
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.parallel import check_mesh

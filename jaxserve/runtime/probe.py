@@ -6,6 +6,7 @@ before they start: jax never lets go of a device it has taken.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
@@ -14,12 +15,13 @@ import msgspec
 from jaxserve.api_types import Devices
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.runtime.device import attach
+from jaxserve.runtime.attach import attach
 
 
 def main(device: str) -> None:
     """Print it for a `--device`."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # nothing will run
+    logging.getLogger("jaxserve").setLevel(logging.ERROR)  # the engines will say the same of their devices
     try:
         devices = attach(msgspec.convert({"device": device}, EngineConfig))
     except ConfigError as error:

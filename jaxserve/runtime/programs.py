@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 import jaxserve
 import pallas_kernels
+from jaxserve import host
 from jaxserve.config.threads import xla_threads
 from jaxserve.params import dotted
 from jaxserve.quant import packed_weights
@@ -42,7 +43,7 @@ from jaxserve.runtime.step import StepContext, StepOutput, make_step, make_updat
 from jaxserve.runtime.turns import alone
 from jaxserve.runtime.update import UPDATE
 from jaxserve.step_plan import Capacity
-from pallas_kernels.cpu import kernels_in, refusal, register
+from pallas_kernels.cpu import cpu_features, cpu_name, kernels_in, refusal, register
 
 logger = logging.getLogger("jaxserve.runtime")
 
@@ -268,12 +269,11 @@ def _compiler_options(mesh: Mesh, num_processes: int) -> dict[str, int | bool] |
 
 def _cpu_features() -> str:
     """What XLA may have compiled for: an executable for another CPU would crash."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
+    if info := host.cpu_info():
+        return info
+    if refusal() is not None:
         return platform.processor()
-    lines = [line for line in text.splitlines() if line.startswith(("flags", "Features", "model name"))]
-    return "\n".join(sorted(set(lines)))
+    return f"model name: {cpu_name()}\nflags: {' '.join(sorted(cpu_features()))}"
 
 
 def _cpu() -> str:

@@ -5,13 +5,14 @@ It owns a lock on a folder, which the kernel lets go when its holder ends, howev
 
 from __future__ import annotations
 
-import fcntl
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import jax
+
+from jaxserve.host import lock_file
 
 logger = logging.getLogger("jaxserve.runtime")
 
@@ -28,9 +29,7 @@ def alone(folder: Path | None) -> Iterator[None]:
         yield
         return
     with (folder / _LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_file(file, wait=False):
             logger.info("waiting for another process that compiles these programs into %s", folder)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock_file(file, wait=True)
         yield

@@ -11,8 +11,7 @@ import os
 import signal
 import time
 
-import uvloop
-
+from jaxserve import host
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import JaxserveError
 
@@ -23,7 +22,7 @@ _ENGINE_LEAVES_WITHIN = 10.0
 
 def follow(config: EngineConfig) -> int:
     """Follow node rank 0 until it ends, or until a signal; the exit code."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=host.new_event_loop) as runner:
         return runner.run(_life(config))
 
 

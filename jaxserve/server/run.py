@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import cast
 
 import uvicorn
-import uvloop
 
+from jaxserve import host
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.server.app import make_app
@@ -76,7 +76,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, *, load: Loa
     listener = _bind(server_config)
     # Each text is tokenized by the thread that asks for it: on a pool of threads short ones would wait for long ones.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=host.new_event_loop) as runner:
         return runner.run(_Life(engine_config, server_config, listener, load).run())
 
 

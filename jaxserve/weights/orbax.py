@@ -20,6 +20,7 @@ import ml_dtypes  # noqa: F401  numpy knows bfloat16 by name once this is import
 import numpy as np
 
 from jaxserve.errors import ConfigError
+from jaxserve.host import read_at
 from jaxserve.params import ParamSpec, Path, Window, dotted
 from jaxserve.weights.arrays import WeightReader, flatten
 from jaxserve.weights.faults import refuse_misfit
@@ -109,7 +110,7 @@ def _read_bytes(file: int, at: int, out: np.ndarray[Any, Any]) -> None:
     """All of `out`, which lies in one piece. Raises `OSError`, also where the file ends before."""
     left = memoryview(out).cast("B")
     while left:
-        count = os.preadv(file, [left], at)
+        count = read_at(file, left, at)
         if not count:
             raise OSError(f"it ends at byte {at}")
         left, at = left[count:], at + count

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 import platform
 import sys
 import threading
@@ -38,8 +37,12 @@ class Kernel(Protocol):
 
 def refusal() -> str | None:
     """Why this machine can't compile kernels, or None."""
-    if importlib.util.find_spec("llvmlite") is None:
-        return "the package llvmlite is not installed"
+    try:
+        import llvmlite.binding  # noqa: F401
+    except (ImportError, OSError) as error:  # the package, or the library in it
+        return f"the package llvmlite can't be loaded ({error})"
+    if sys.platform == "win32":
+        return "their threads sleep by usleep, which Windows doesn't have"
     if sys.byteorder != "little" or sys.maxsize < 2**32:
         return f"CPUs like {platform.machine()} are not supported"
     return None
@@ -80,19 +83,34 @@ def _compile(kernel: Kernel) -> Any:
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    module = Module()
-    kernel.write(module, cpu_features())
-    parsed = llvm.parse_assembly(str(module))
-    parsed.verify()
     machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+        cpu=cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
     )
-    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
-    builder.getModulePassManager().run(parsed, builder)
-    engine = llvm.create_mcjit_compiler(parsed, machine)
+    engine = llvm.create_mcjit_compiler(optimized(kernel, machine, cpu_features()), machine)
     engine.finalize_object()
     _ENGINES.append(engine)
     return _capsule(engine.get_function_address(kernel.name))
+
+
+def optimized(kernel: Kernel, machine: Any, features: frozenset[str]) -> Any:
+    """LLVM's module of a kernel for a machine with these features, which need not be this one."""
+    import llvmlite.binding as llvm
+
+    module = Module()
+    kernel.write(module, features)
+    parsed = llvm.parse_assembly(str(module))
+    parsed.verify()
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    builder.getModulePassManager().run(parsed, builder)
+    return parsed
+
+
+def cpu_name() -> str:
+    """What LLVM calls this machine's CPU."""
+    import llvmlite.binding as llvm
+
+    name: str = llvm.get_host_cpu_name()
+    return name
 
 
 @functools.cache

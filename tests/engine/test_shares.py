@@ -73,7 +73,7 @@ async def test_the_devices_are_those_jax_finds(monkeypatch: pytest.MonkeyPatch) 
     assert (await find_devices(EngineConfig(device="cpu"))).platform == "cpu"
     monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
     monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=3")
-    with pytest.raises(ConfigError, match="device=tpu: jax finds none"):
+    with pytest.raises(ConfigError, match="device=tpu: no TPU is found here"):
         await find_devices(EngineConfig(device="tpu"))
     monkeypatch.setenv("JAX_PLATFORMS", "")
     found = await find_devices(EngineConfig())

@@ -5,14 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import psutil
 import pytest
 
 from jaxserve.config.schema import EngineConfig
-from jaxserve.errors import ConfigError
 from jaxserve.runtime import device as devices
-from jaxserve.runtime.device import attach, facts_of_device, facts_of_target
+from jaxserve.runtime.device import facts_of_device, facts_of_target, reserve_memory
 from jaxserve.runtime.target import load_target
 
 
@@ -50,20 +48,5 @@ def test_the_arena_of_a_gpu_holds_the_plan(
 ) -> None:
     environment = dict(before)
     monkeypatch.setattr(devices.os, "environ", environment)
-    attach(EngineConfig(mem_fraction_static=fraction))
+    reserve_memory(EngineConfig(mem_fraction_static=fraction))
     assert environment["XLA_CLIENT_MEM_FRACTION"] == arena
-
-
-def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> Any:
-        raise RuntimeError("no such backend")
-
-    monkeypatch.setattr(jax, "devices", none)
-    monkeypatch.setattr(jax.config, "update", lambda name, value: None)
-    with pytest.raises(ConfigError, match=r"device=tpu: jax finds none \(no such backend\); install"):
-        attach(EngineConfig(device="tpu"))
-
-
-def test_one_process_of_several_is_refused_where_nobody_joins_them() -> None:
-    with pytest.raises(ConfigError, match="only `jaxserve serve`"):
-        attach(EngineConfig(tp_size=2, nnodes=2, dist_init_addr="127.0.0.1:5000"))

@@ -1,0 +1,97 @@
+"""The CPU's kernels become code for CPUs that aren't here: it asks for nothing that they, or their C library, lack."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+import pytest
+
+from pallas_kernels.cpu import Kernel, cpu_features, refusal
+from pallas_kernels.cpu.compile import optimized
+from pallas_kernels.packed_matmul.cpu import PackedMatmul
+from pallas_kernels.paged_attention.backends import Problem, Target, choose_backend
+from pallas_kernels.paged_attention.cpu import PagedAttention
+from pallas_kernels.paged_attention.cpu_tiles import Attention
+
+LINUX, MAC = ("aarch64-unknown-linux-gnu", "generic"), ("arm64-apple-darwin", "apple-m1")
+KERNELS: list[Kernel] = [
+    *(PackedMatmul(bits) for bits in (4, 8, 16)),
+    *(
+        PagedAttention(
+            Attention(
+                group=3,
+                head_dim=64,
+                page_size=16,
+                dtype=dtype,
+                kv_dtype=dtype,
+                scale=0.125,
+                window=window,
+                soft_cap=soft_cap,
+                sinks=sinks,
+                decode_only=False,
+            )
+        )
+        for dtype, window, soft_cap, sinks in (("bfloat16", None, None, False), ("float32", 32, 30.0, True))
+    ),
+]
+QUICK = (KERNELS[0], KERNELS[3])
+C_LIBRARY = {"malloc", "free", "usleep", "memcpy", "memset", "bzero"}
+"""What any libc has; macOS has `bzero` besides, which LLVM calls there."""
+
+
+def compiled(kernel: Kernel, triple: str, cpu: str) -> tuple[Any, Any]:
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)
+    return machine, optimized(kernel, machine, frozenset())
+
+
+@pytest.mark.slow  # seconds each: code for a CPU with short registers is long
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_a_kernel_becomes_an_object_for_linux_on_arm(kernel: Kernel) -> None:
+    machine, module = compiled(kernel, *LINUX)
+    assert len(machine.emit_object(module)) > 1000
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [pytest.param(kernel, marks=[] if kernel in QUICK else pytest.mark.slow) for kernel in KERNELS],
+    ids=lambda kernel: kernel.name,
+)
+def test_a_kernel_calls_nothing_on_a_mac_that_isnt_there(kernel: Kernel) -> None:
+    machine, module = compiled(kernel, *MAC)
+    text = machine.emit_assembly(module)
+    defined = set(re.findall(r"^_(\w+):", text, re.MULTILINE))
+    named = set(re.findall(r"[\s,]_([a-z]\w*)", text))
+    assert kernel.name in defined
+    assert {"malloc", "usleep"} <= named - defined <= C_LIBRARY
+
+
+def test_this_cpu_has_features() -> None:
+    assert cpu_features()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda patch: patch.setattr(sys, "platform", "win32"), "Windows"),
+        (lambda patch: patch.setattr(sys, "byteorder", "big"), f"CPUs like {platform.machine()} are not supported"),
+        (lambda patch: patch.setitem(sys.modules, "llvmlite.binding", None), "llvmlite can't be loaded"),
+    ],
+)
+def test_what_no_kernel_runs_on_is_refused_by_name(
+    change: Callable[[pytest.MonkeyPatch], None], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert refusal() is None
+    change(monkeypatch)
+    assert reason in (refusal() or "")
+    problem = Problem(6, 2, 64, 16, np.dtype(np.float32), np.dtype(np.float32))
+    chosen = choose_backend(Target("cpu"), problem)
+    assert chosen.name == "reference"
+    assert reason in chosen.reason

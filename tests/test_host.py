@@ -1,0 +1,111 @@
+"""What stands for the parts of Linux that other systems don't have."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jaxserve import host
+from jaxserve.errors import ConfigError
+
+
+@pytest.mark.parametrize("missing", [(), ("preadv",), ("preadv", "pread")])
+def test_a_file_is_read_at_a_place(missing: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in missing:
+        monkeypatch.delattr(os, name)
+    (tmp_path / "file").write_bytes(bytes(range(10)))
+    out = bytearray(4)
+    file = os.open(tmp_path / "file", os.O_RDONLY)
+    try:
+        assert host.read_at(file, memoryview(out), 3) == 4
+        assert out == bytes((3, 4, 5, 6))
+        assert host.read_at(file, memoryview(out), 8) == 2
+        assert out == bytes((8, 9, 5, 6))
+        assert host.read_at(file, memoryview(out), 10) == 0
+        monkeypatch.setattr(host, "_READ_MAX", 1)
+        assert host.read_at(file, memoryview(out), 0) == 1
+    finally:
+        os.close(file)
+
+
+def test_the_path_of_a_socket_is_never_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 80)))
+    Path(tempfile.gettempdir()).mkdir()
+    folder = Path(host.make_socket_folder("commands"))
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folder / "commands"))
+        assert folder.stat().st_mode & 0o777 == 0o700
+    finally:
+        shutil.rmtree(folder)
+    assert list(Path(tempfile.gettempdir()).iterdir()) == []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert Path(host.make_socket_folder("s")).parent == tmp_path
+
+
+def test_a_lock_is_held_against_others_until_its_file_is_closed(tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("w") as other:
+        with (tmp_path / "lock").open("w") as file:
+            assert host.lock_file(file, wait=False)
+            assert not host.lock_file(other, wait=False)
+        assert host.lock_file(other, wait=False)
+
+
+def test_without_uvloop_there_is_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    with asyncio.Runner(loop_factory=host.new_event_loop) as runner:
+        assert type(runner.get_loop()).__module__.startswith("asyncio")
+
+
+def test_cores_and_the_cpu_without_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host.num_cores() == len(os.sched_getaffinity(0))
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert host.num_cores() == os.cpu_count()
+    monkeypatch.setattr(Path, "read_text", lambda *_: (_ for _ in ()).throw(FileNotFoundError()))
+    assert host.cpu_info() == ""
+
+
+def test_as_many_open_files_as_the_system_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS says that there is no limit, and takes no more than some."""
+    no_limit, taken = 2**63 - 1, []
+
+    def setrlimit(_: int, limits: tuple[int, int]) -> None:
+        if limits[0] == no_limit:
+            raise ValueError("current limit exceeds maximum limit")
+        taken.append(limits)
+
+    system = SimpleNamespace(RLIMIT_NOFILE=8, getrlimit=lambda _: (256, no_limit), setrlimit=setrlimit)
+    monkeypatch.setattr(host, "resource", system)
+    host.allow_open_files()
+    assert taken == [(10_240, no_limit)]
+    monkeypatch.setattr(host, "resource", None)
+    host.allow_open_files()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel sees to it on Linux only")
+def test_a_process_dies_with_its_parent() -> None:
+    """The one that is killed is asked for its child's id; the pipe ends when the child has gone too."""
+    child = "import signal, time; from jaxserve.host import die_with_parent as d; d(signal.SIGKILL); print(1, flush=True); time.sleep(99)"  # noqa: E501
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"1\n"
+        process.send_signal(signal.SIGKILL)
+        assert process.stdout.read() == b""
+
+
+def test_on_windows_serve_names_the_system_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    host.check_servers_run()
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ConfigError, match="on Windows, in WSL2"):
+        host.check_servers_run()
