@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -160,7 +160,7 @@ def _prepare(config: EngineConfig, nodes: Nodes | None) -> _Device:
         with phases("programs"):
             # A GPU would stop for each program that is loaded, and processes must choose the same.
             behind = nodes is None and device.platform == "cpu"
-            programs, compiled = _programs(deployment, deployment.builder(mesh), bundle, behind)
+            programs, compiled = _programs(deployment, deployment.builder(mesh), bundle, behind, params)
     host = HostPool(rows, num_host_pages, mesh) if num_host_pages else None
     calls = DeviceCalls(params.result(), state.result(), programs, host, mesh)
     if nodes is not None:
@@ -278,12 +278,17 @@ def _allocate(specs: DeviceState, where: DeviceState, phases: _Phases) -> Device
 
 
 def _programs(
-    deployment: Deployment, builder: ProgramBuilder, bundle: Manifest | None, behind: bool
+    deployment: Deployment, builder: ProgramBuilder, bundle: Manifest | None, behind: bool, params: Future[Any]
 ) -> tuple[ProgramSet, int]:
-    """All programs, and how many had to be compiled."""
+    """All programs, and how many had to be compiled. Where `params` fails meanwhile, so does this."""
+
+    def check() -> None:
+        if params.done():
+            params.result()
+
     config = deployment.config
     if bundle is None or config.programs is None:
-        return build_programs(builder, deployment.all_keys, _cache_dir(config), behind=behind)
+        return build_programs(builder, deployment.all_keys, _cache_dir(config), behind=behind, check=check)
     return ProgramSet(load_bundle(Path(config.programs), bundle, builder, deployment.all_keys)), 0
 
 

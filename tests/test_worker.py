@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.deployment import deploy, read_model, read_stored
 from jaxserve.runtime.device import DeviceFacts
+from jaxserve.runtime.programs import ProgramBuilder
 from pallas_kernels.paged_attention import Target
 from tests.tiny_model import SETTINGS
 from tests.weights.conftest import GOLDEN
@@ -80,3 +82,18 @@ def test_packed_weights_that_can_not_be_are_refused_before_anything_is_compiled(
     ):
         with pytest.raises(ConfigError, match="quantization=gguf: "):
             worker.build_engine(config)
+
+
+def test_weights_that_cannot_be_loaded_are_told_before_all_is_compiled(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+
+    def fail(*_: Any) -> None:
+        raise ConfigError("a tensor holds NaN")
+
+    monkeypatch.setattr(worker, "_load", fail)
+    monkeypatch.setattr(ProgramBuilder, "compile", lambda self, key: compiled.append(key) or time.sleep(0.2))
+    with pytest.raises(ConfigError, match="holds NaN"):
+        worker.build_engine(settings(model))
+    assert len(compiled) <= 2  # one a core, begun before it was known

@@ -13,7 +13,7 @@ import logging
 import os
 import pickle
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -180,18 +180,23 @@ def program_path(folder: Path, key: Key) -> Path:
 
 
 def build_programs(
-    builder: ProgramBuilder, keys: Sequence[Key], cache_dir: Path | None, *, behind: bool = False
+    builder: ProgramBuilder,
+    keys: Sequence[Key],
+    cache_dir: Path | None,
+    *,
+    behind: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[ProgramSet, int]:
     """Programs by key, and how many had to be compiled. Compiled in parallel under a progress bar on stderr, and where
     they are kept, by one process of those that need them. Where all are kept and `behind` is true, those that others
-    can stand in for are loaded after this has returned."""
+    can stand in for are loaded after this has returned. What `check` raises before a program is compiled ends it."""
     folder = None if cache_dir is None else own_folder(cache_dir / builder.fingerprint())
     paths = {key: program_path(folder, key) for key in keys} if folder is not None else {}
     if not _missing(keys, paths):
         return _load(builder, keys, paths, behind)
     with alone(folder):
         if _missing(keys, paths):
-            made, compiled = _build(builder, keys, paths)
+            made, compiled = _build(builder, keys, paths, check)
             return ProgramSet(made), compiled
     return _load(builder, keys, paths, behind)
 
@@ -219,7 +224,9 @@ def _missing(keys: Sequence[Key], paths: Mapping[Key, Path]) -> list[Key]:
     return [key for key in keys if key not in paths or not paths[key].exists()]
 
 
-def _build(builder: ProgramBuilder, keys: Sequence[Key], paths: Mapping[Key, Path]) -> tuple[dict[Key, Program], int]:
+def _build(
+    builder: ProgramBuilder, keys: Sequence[Key], paths: Mapping[Key, Path], check: Callable[[], None] = lambda: None
+) -> tuple[dict[Key, Program], int]:
     missing = _missing(keys, paths)
 
     def make(key: Key) -> tuple[Key, jax.stages.Compiled, bool]:
@@ -228,6 +235,7 @@ def _build(builder: ProgramBuilder, keys: Sequence[Key], paths: Mapping[Key, Pat
                 return key, builder.load(key, paths[key]), False
             except Exception as error:  # a damaged pickle may raise anything
                 logger.warning("kept program %s can't be loaded (%r): compiling it again", paths[key], error)
+        check()
         compiled = builder.compile(key)
         if key in paths:
             builder.store(compiled, paths[key])

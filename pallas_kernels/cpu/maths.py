@@ -96,15 +96,23 @@ def sums(f: Function, vectors: Sequence[Value]) -> Value:
 
 def transposed(f: Function, rows: Sequence[Value]) -> list[Value]:
     """The columns of 16 vectors of 16 lanes."""
-    rows = list(rows)
-    for step in (8, 4, 2, 1):
-        low = [i if not i & step else i - step + 16 for i in range(16)]
-        high = [i + step if not i & step else i + 16 for i in range(16)]
-        for i in range(16):
-            if not i & step:
-                a, b = rows[i], rows[i + step]
-                rows[i], rows[i + step] = f.shuffle(a, b, low), f.shuffle(a, b, high)
-    return rows
+    # One by one and two by two within each quarter, then quarters: each of these patterns is one instruction
+    quarters = range(0, 16, 4)
+    numbers = [[q + i for q in quarters for i in pattern] for pattern in ((0, 16, 1, 17), (2, 18, 3, 19))]
+    twos = [[q + i for q in quarters for i in pattern] for pattern in ((0, 1, 16, 17), (2, 3, 18, 19))]
+    places = [[*range(q, q + 4), *range(q + 8, q + 12), *range(q + 16, q + 20), *range(q + 24, q + 28)] for q in (0, 4)]
+    fours = []
+    for group in quarters:
+        a, b, c, d = rows[group : group + 4]
+        halves = [(f.shuffle(a, b, lanes), f.shuffle(c, d, lanes)) for lanes in numbers]
+        fours.append([f.shuffle(left, right, lanes) for left, right in halves for lanes in twos])
+    columns: list[Value] = [rows[0]] * 16
+    for i, (a, b, c, d) in enumerate(zip(*fours, strict=True)):
+        for j, lanes in enumerate(places):
+            left, right = f.shuffle(a, b, lanes), f.shuffle(c, d, lanes)
+            for k, outer in enumerate(places):
+                columns[i + 4 * j + 8 * k] = f.shuffle(left, right, outer)
+    return columns
 
 
 def from_bf16(f: Function, bits: Value) -> Value:

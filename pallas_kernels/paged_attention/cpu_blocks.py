@@ -13,7 +13,7 @@ holds two neighbours along the sum; else everything is float32.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from pallas_kernels.cpu import maths
@@ -40,13 +40,16 @@ CHUNK = 512
 """Tokens whose sums are made apart, so that threads can share a long row."""
 STRIP = 6
 """Rows that advance together at most: as many as registers have room for."""
+# The peak of nothing: lower than any logit, and so far above a masked one that this has no weight.
+_UNSEEN = MASKED / 10
 _WIDE = 4
 BLOCK = _WIDE * LANES
 
 
 class Blocks(NamedTuple):
-    """One row of the batch and one KV head, and memory for a block of it. `sees_from` is the first position that any
-    of its queries sees; `exact` says that bfloat16 is multiplied as it is."""
+    """One row of the batch and one KV head, and memory for a block of it: `offsets` are where its groups of 16 tokens
+    stand in the pool. `sees_from` is the first position that any of its queries sees; `exact` says that bfloat16 is
+    multiplied as it is."""
 
     work: Work
     facts: Attention
@@ -56,6 +59,7 @@ class Blocks(NamedTuple):
     keys: Value
     values: Value
     weights: Value
+    offsets: Value
     exact: bool
 
 
@@ -72,7 +76,18 @@ def make_blocks(
     exact = facts.dtype == facts.kv_dtype == "bfloat16" and "avx512bf16" in features
     size = 2 if exact else 4
     keys, values = (f.stack(BLOCK * facts.head_dim * size) for _ in range(2))
-    return Blocks(work, facts, row, head, sees_from, keys, values, f.stack(STRIP * BLOCK * size), exact)
+    return Blocks(
+        work,
+        facts,
+        row,
+        head,
+        sees_from,
+        keys,
+        values,
+        f.stack(STRIP * BLOCK * size),
+        f.stack(BLOCK // LANES * 8),
+        exact,
+    )
 
 
 def query_bytes(blocks: Blocks) -> int:
@@ -99,7 +114,7 @@ def clear_state(f: Function, state: Value, facts: Attention) -> None:
     """A row that has seen nothing."""
     for i in range(facts.vectors):
         f.store(zero(f), state, 64 * i)
-    f.store(f.constant(VECTOR, MASKED), state, 4 * facts.head_dim)
+    f.store(f.constant(VECTOR, _UNSEEN), state, 4 * facts.head_dim)
     f.store(zero(f), state, 4 * facts.head_dim + 64)
 
 
@@ -128,38 +143,88 @@ def finish(f: Function, state: Value, sink: Value, out: Value, facts: Attention)
     store_row(f, [f.load(VECTOR, state, 64 * i) * share for i in range(facts.vectors)], out, facts.dtype, paired=False)
 
 
-def lay_out(
-    f: Function, blocks: Blocks, at: Value, end: Value, ask: Callable[[Value, Value, int], None] | None = None
-) -> None:
-    """The keys and values of a block as both products take them, tokens `at` to `end`. Values that no query sees are
-    zeros, as they may be NaN. `ask(i, token, count)` is called beside the reading of tokens of group `i`."""
-    facts, work, exact = blocks.facts, blocks.work, blocks.exact
-    per_step = 2 if exact else 1
+def lay_out_keys(f: Function, blocks: Blocks, at: Value, end: Value) -> None:
+    """The keys of tokens `at` to `end` as the product with queries takes them."""
+    facts, work = blocks.facts, blocks.work
 
     def group(i: Value) -> None:
-        position = at + i * LANES
-        offset = token_offset(f, work, facts, blocks.row, blocks.head, position)
-        _lay_out_keys(f, f.at(work.keys, offset), f.at(blocks.keys, i * 64), facts, exact)
-        tokens = f.at(work.values, offset)
-        to = f.at(blocks.values, i * (LANES * facts.head_dim * (2 if exact else 4)))
+        offset = token_offset(f, work, facts, blocks.row, blocks.head, at + i * LANES)
+        f.store(offset, blocks.offsets, i * 8)
+        _lay_out_group(f, f.at(work.keys, offset), f.at(blocks.keys, i * 64), facts, blocks.exact)
 
-        def step(j: Value) -> None:
-            own = []
-            if ask is not None:
-                ask(i, j * per_step, per_step)
-            for token in range(per_step):
-                t = j * per_step + token
-                seen = (position + t < end) & (position + t >= blocks.sees_from)
-                own.append((seen, f.at(tokens, t * facts.kv_row_bytes)))
-            _lay_out_values(f, own, f.at(to, j * (facts.head_dim * 4)), facts, exact)
-
-        f.loop((f.least(end - position, LANES) + (per_step - 1)) // per_step, step)
-
-    first = (f.most(blocks.sees_from, at) - at) // LANES
-    f.loop((end - at + (LANES - 1)) // LANES, group, start=first)
+    f.loop((end - at + (LANES - 1)) // LANES, group, start=_first_seen(f, blocks, at) // LANES)
 
 
-def _lay_out_keys(f: Function, tokens: Value, to: Value, facts: Attention, exact: bool) -> None:
+def lay_out_values(f: Function, blocks: Blocks, at: Value, end: Value) -> None:
+    """Their values as the product with weights takes them; after `lay_out_keys`."""
+
+    def step(k: Value, masked: bool) -> Sequence[Value]:
+        for i, column in enumerate(_values(f, blocks, at, end, k, range(blocks.facts.vectors), masked)):
+            f.store(column, blocks.values, k * (blocks.facts.head_dim * 4) + 64 * i)
+        return ()
+
+    _each_step(f, blocks, at, end, step)
+
+
+def _first_seen(f: Function, blocks: Blocks, at: Value) -> Value:
+    """The first token of a block that any query sees."""
+    return f.constant(I64, 0) if blocks.facts.window is None else f.most(blocks.sees_from, at) - at
+
+
+def _each_step(
+    f: Function,
+    blocks: Blocks,
+    at: Value,
+    end: Value,
+    body: Callable[..., Sequence[Value]],
+    *carried: Value,
+) -> list[Value]:
+    """`body(step, masked, *carried)` for each token of a block that is seen, or for each pair of neighbours where
+    bfloat16 is multiplied as it is; of a pair that is `masked` only one may be seen."""
+    first, count = _first_seen(f, blocks, at), end - at
+
+    def run(start: Value, stop: Value, masked: bool, before: Sequence[Value]) -> list[Value]:
+        return f.loop(stop, lambda k, *values: body(k, masked, *values), *before, start=start)
+
+    if not blocks.exact:
+        return run(first, count, False, carried)
+    stop = (count + 1) // 2
+    if blocks.facts.window is None:
+        return run(count // 2, stop, True, run(first, count // 2, False, carried))
+    whole = f.least((first + 1) // 2, stop)
+    begun = run(first // 2, whole, True, carried)
+    done = run(whole, count // 2, False, begun)
+    return run(f.most(whole, count // 2), stop, True, done)
+
+
+def _values(
+    f: Function, blocks: Blocks, at: Value, end: Value, step: Value, columns: range, masked: bool
+) -> Iterator[Value]:
+    """The values of a step, some registers of them. Those that no query sees are zeros, as they may be NaN."""
+    facts, per_step = blocks.facts, 2 if blocks.exact else 1
+    token = step * per_step
+    offset = f.load(I64, blocks.offsets, token // LANES * 8) + token % LANES * facts.kv_row_bytes
+    rows = [f.at(blocks.work.values, offset + i * facts.kv_row_bytes) for i in range(per_step)]
+    if not blocks.exact:
+        for i in columns:
+            yield from load_row(f, f.at(rows[0], i * LANES * facts.kv_bytes), facts.kv_dtype, LANES, paired=False)
+        return
+    lanes = [lane // 2 + LANES * (lane % 2) for lane in range(2 * LANES)]
+    seen = []
+    for i in range(per_step):
+        position = at + token + i
+        mask = position < end
+        if facts.window is not None:
+            mask = mask & (position >= blocks.sees_from)
+        seen.append(f.spread(mask, LANES))
+    for i in columns:
+        pair = [f.load(HALVES, row, 32 * i) for row in rows]
+        if masked:
+            pair = [f.select(mask, half, 0) for mask, half in zip(seen, pair, strict=True)]
+        yield f.shuffle(pair[0], pair[1], lanes)
+
+
+def _lay_out_group(f: Function, tokens: Value, to: Value, facts: Attention, exact: bool) -> None:
     """Of 16 tokens, a word of each side by side."""
     words = facts.head_dim // 2 if exact else facts.head_dim
     for first in range(0, words, LANES):
@@ -177,59 +242,75 @@ def _lay_out_keys(f: Function, tokens: Value, to: Value, facts: Attention, exact
             f.store(column, to, (first + i) * (BLOCK * 4))
 
 
-def _lay_out_values(
-    f: Function, tokens: Sequence[tuple[Value, Value]], to: Value, facts: Attention, exact: bool
-) -> None:
-    """Of a token, or of two neighbours, each with whether it is seen."""
-    for i in range(facts.vectors):
-        if exact:
-            pair = []
-            for seen, pointer in tokens:
-                row = f.load(HALVES, pointer, 32 * i)
-                pair.append(f.select(f.spread(seen, LANES), row, 0))
-            lanes = [lane // 2 + LANES * (lane % 2) for lane in range(2 * LANES)]
-            f.store(f.shuffle(pair[0], pair[1], lanes), to, 64 * i)
-        else:
-            seen, pointer = tokens[0]
-            (row,) = load_row(f, f.at(pointer, i * LANES * facts.kv_bytes), facts.kv_dtype, LANES, paired=False)
-            f.store(f.select(f.spread(seen, LANES), row, 0.0), to, 64 * i)
-
-
 def advance(
-    f: Function, blocks: Blocks, queries: Value, states: Value, asked: Sequence[Value], at: Value, end: Value
+    f: Function,
+    blocks: Blocks,
+    queries: Value,
+    states: Value,
+    asked: Sequence[Value],
+    at: Value,
+    end: Value,
+    ask: Callable[[Value, int], None] | None = None,
 ) -> None:
-    """Rows of queries below each other, which ask from positions `asked`, over the block that is laid out."""
+    """Rows of queries below each other, which ask from positions `asked`, over a block whose keys are laid out.
+
+    Its values must be so too, but with `ask`: then they are read where they are, and `ask(token, count)` is called
+    beside each.
+    """
     facts, exact = blocks.facts, blocks.exact
     size = 2 if exact else 4
     words = f.constant(I64, facts.head_dim * size // 4)
-    nothing = [[zero(f)] * _WIDE] * len(asked)
-    none = f.constant(I64, 0)
-    logits = _product(f, queries, facts.head_dim * size, blocks.keys, BLOCK * 4, none, words, nothing, exact)
+    nothing = [zero(f)] * (_WIDE * len(asked))
+
+    def keys(k: Value) -> list[Value]:
+        return [f.load(WORDS if exact else VECTOR, blocks.keys, k * (BLOCK * 4) + 64 * i) for i in range(_WIDE)]
+
+    def multiply(left: Value, stride: int, k: Value, columns: Sequence[Value], sums: Sequence[Value]) -> list[Value]:
+        """Adds the products of a word of each row, in every lane, with registers of words."""
+        out = []
+        for r in range(len(asked)):
+            word = f.spread(f.load(I32 if exact else F32, left, k * 4 + r * stride), LANES)
+            for column, total in zip(columns, sums[r * len(columns) :], strict=False):
+                out.append(f.dot_bf16(column, word, total) if exact else f.fma(column, word, total))
+        return out
+
+    stride = query_bytes(blocks)
+    logits = f.loop(words, lambda k, *sums: multiply(queries, stride, k, keys(k), sums), *nothing)
     keeps = []
     for r, position in enumerate(asked):
-        keep, shares = _weigh(f, logits[r], f.at(states, r * state_bytes(facts)), at, position, facts)
+        state = f.at(states, r * state_bytes(facts))
+        keep, shares = _weigh(f, logits[r * _WIDE : (r + 1) * _WIDE], state, at, position, facts)
         keeps.append(keep)
         for i, share in enumerate(shares):
             if exact:
                 f.store(f.to_bf16(share), blocks.weights, r * BLOCK * 2 + 32 * i)
             else:
                 f.store(share, blocks.weights, r * BLOCK * 4 + 64 * i)
-    first_step = f.most(blocks.sees_from, at) - at
-    steps = end - at
-    if exact:
-        first_step, steps = first_step // 2, (steps + 1) // 2
-    row_bytes = facts.head_dim * 4
     for first in range(0, facts.vectors, _WIDE):
-        count = min(_WIDE, facts.vectors - first)
-        sums = [
-            [f.at(states, r * state_bytes(facts) + 64 * (first + i)) for i in range(count)] for r in range(len(asked))
-        ]
-        start = [[f.load(VECTOR, pointer) * keep for pointer in own] for own, keep in zip(sums, keeps, strict=True)]
-        values = f.at(blocks.values, 64 * first)
-        done = _product(f, blocks.weights, BLOCK * size, values, row_bytes, first_step, steps, start, exact)
-        for own, row in zip(sums, done, strict=True):
-            for pointer, value in zip(own, row, strict=True):
-                f.store(value, pointer)
+        columns = range(first, min(first + _WIDE, facts.vectors))
+
+        def in_pool(k: Value, masked: bool, *sums: Value, columns: range = columns) -> list[Value]:
+            if columns.start == 0 and ask is not None:
+                ask(k * (2 if exact else 1), 2 if exact else 1)
+            values = list(_values(f, blocks, at, end, k, columns, masked))
+            return multiply(blocks.weights, BLOCK * size, k, values, sums)
+
+        def laid_out(k: Value, *sums: Value, columns: range = columns) -> list[Value]:
+            kind, row = WORDS if exact else VECTOR, k * (facts.head_dim * 4)
+            values = [f.load(kind, blocks.values, row + 64 * i) for i in columns]
+            return multiply(blocks.weights, BLOCK * size, k, values, sums)
+
+        places = [f.at(states, r * state_bytes(facts) + 64 * i) for r in range(len(asked)) for i in columns]
+        start = [f.load(VECTOR, place) * keeps[i // len(columns)] for i, place in enumerate(places)]
+        if ask is not None:
+            done = _each_step(f, blocks, at, end, in_pool, *start)
+        else:
+            begin, count = _first_seen(f, blocks, at), end - at
+            if exact:
+                begin, count = begin // 2, (count + 1) // 2
+            done = f.loop(count, laid_out, *start, start=begin)
+        for place, total in zip(places, done, strict=True):
+            f.store(total, place)
 
 
 def _weigh(
@@ -248,36 +329,8 @@ def _weigh(
     high = f.most(f.most(logits[0], logits[1]), f.most(logits[2], logits[3]))
     peak = f.most(old, maths.everywhere(f, high, f.most))
     keep = maths.exp(f, old - peak)
-    # A chunk's first block may have nothing that a row sees, and then masked is the peak
-    shares = [f.select(mask, maths.exp(f, x - peak), 0.0) for mask, x in zip(seen, logits, strict=True)]
+    shares = [maths.exp(f, x - peak) for x in logits]
     total = f.fma(total, keep, (shares[0] + shares[1]) + (shares[2] + shares[3]))
     f.store(peak, state, 4 * facts.head_dim)
     f.store(total, state, 4 * facts.head_dim + 64)
     return keep, shares
-
-
-def _product(
-    f: Function,
-    left: Value,
-    left_stride: int,
-    right: Value,
-    right_stride: int,
-    first: Value,
-    steps: Value,
-    start: list[list[Value]],
-    exact: bool,
-) -> list[list[Value]]:
-    """`start` and the products of rows of words, each in every lane, with registers of words."""
-    count = len(start[0])
-
-    def step(k: Value, *sums: Value) -> list[Value]:
-        columns = [f.load(WORDS if exact else VECTOR, right, k * right_stride + 64 * i) for i in range(count)]
-        out = []
-        for r in range(len(start)):
-            word = f.spread(f.load(I32 if exact else F32, left, k * 4 + r * left_stride), LANES)
-            for column, total in zip(columns, sums[r * count :], strict=False):
-                out.append(f.dot_bf16(column, word, total) if exact else f.fma(column, word, total))
-        return out
-
-    done = f.loop(steps, step, *(x for row in start for x in row), start=first)
-    return [done[r * count : (r + 1) * count] for r in range(len(start))]

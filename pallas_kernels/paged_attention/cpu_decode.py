@@ -16,7 +16,7 @@ from pallas_kernels.paged_attention.cpu_blocks import (
     advance,
     clear_state,
     finish,
-    lay_out,
+    lay_out_keys,
     make_blocks,
     merge_state,
     put_query,
@@ -100,20 +100,27 @@ def decode(f: Function, item: Value, work: Work, facts: Attention, features: fro
 
             f.loop(_GROUPS, aim)
 
-            def ask(i: Value, token: Value, count: int) -> None:
-                offset = f.load(I64, ahead, i * 8) + token * facts.kv_row_bytes
+            def ask(token: Value, count: int) -> None:
+                offset = f.load(I64, ahead, token // LANES * 8) + token % LANES * facts.kv_row_bytes
                 for t in range(count):
                     _fetch_token(f, work, offset + t * facts.kv_row_bytes, facts)
 
-            lay_out(f, own, at, stop, ask)
+            lay_out_keys(f, own, at, stop)
 
             def strip(s: Value) -> None:
                 first = s * _strip(facts)
                 rows = f.at(states, first * state_bytes(facts))
                 asked = [length - 1] * _strip(facts)
-                advance(f, own, f.at(queries, first * query_bytes(own)), rows, asked, at, stop)
+                advance(f, own, f.at(queries, first * query_bytes(own)), rows, asked, at, stop, ask)
 
             f.loop(_num_rows(facts) // _strip(facts), strip)
+            # What wasn't asked for beside a token of this block
+            groups = (stop - at + (LANES - 1)) // LANES
+            f.loop(
+                _GROUPS,
+                lambda i: _fetch(f, work, row, next_head, next_at + i * LANES, next_end, facts),
+                start=groups,
+            )
 
         f.loop(end, block, start=begin, step=BLOCK)
         counter = f.at(work.counters, (first_task * work.kv_heads + head) * 8)
@@ -157,6 +164,7 @@ def _fetch(f: Function, work: Work, row: Value, head: Value, position: Value, en
 
     def fetch() -> None:
         offset = token_offset(f, work, facts, row, head, position)
+
         f.loop(LANES, lambda i: _fetch_token(f, work, offset + i * facts.kv_row_bytes, facts))
 
     f.when(position < end, fetch)

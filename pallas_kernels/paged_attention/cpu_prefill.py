@@ -14,7 +14,8 @@ from pallas_kernels.paged_attention.cpu_blocks import (
     advance,
     clear_state,
     finish,
-    lay_out,
+    lay_out_keys,
+    lay_out_values,
     make_blocks,
     merge_state,
     put_query,
@@ -132,7 +133,8 @@ def _start(f: Function, tile: _Tile, blocks: Blocks, q: Value, stride: Value) ->
 def _block(f: Function, tile: _Tile, blocks: Blocks, states: Value, at: Value, end: Value) -> None:
     """All rows that see anything of a block."""
     group = blocks.facts.group
-    lay_out(f, blocks, at, end)
+    lay_out_keys(f, blocks, at, end)
+    lay_out_values(f, blocks, at, end)
 
     def strip(s: Value) -> None:
         begin = s * STRIP

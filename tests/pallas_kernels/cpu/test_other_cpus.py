@@ -14,10 +14,12 @@ import pytest
 
 from pallas_kernels.cpu import Kernel, cpu_features, refusal
 from pallas_kernels.cpu.compile import optimized
+from pallas_kernels.normalization.cpu import LogSumExp, RmsNorm
 from pallas_kernels.packed_matmul.cpu import PackedMatmul
 from pallas_kernels.paged_attention.backends import Problem, Target, choose_backend
 from pallas_kernels.paged_attention.cpu import PagedAttention
 from pallas_kernels.paged_attention.cpu_tiles import Attention
+from pallas_kernels.sampling.cpu import DrawTokens
 
 LINUX, MAC = ("aarch64-unknown-linux-gnu", "generic"), ("arm64-apple-darwin", "apple-m1")
 KERNELS: list[Kernel] = [
@@ -39,6 +41,9 @@ KERNELS: list[Kernel] = [
         )
         for dtype, window, soft_cap, sinks in (("bfloat16", None, None, False), ("float32", 32, 30.0, True))
     ),
+    RmsNorm("bfloat16", 1e-5),
+    LogSumExp(),
+    DrawTokens(),
 ]
 QUICK = (KERNELS[0], KERNELS[3])
 C_LIBRARY = {"malloc", "free", "usleep", "memcpy", "memset", "bzero"}

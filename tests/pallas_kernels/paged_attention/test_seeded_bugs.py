@@ -78,7 +78,7 @@ SEEDS = [
     Seed("off-by-one-page", "cpu", "cpu_tiles", "position // facts.page_size)", "(position + 1) // facts.page_size)"),
     Seed("place-of-another-layer", "cpu", "cpu_tiles", " + work.first_entry", ""),
     Seed("one-token-too-many", "cpu", "cpu_decode", "[length - 1]", "[length]"),
-    Seed("a-neighbour-beyond-the-end", "cpu", "cpu_blocks", "(position + t < end) & ", "", PAIRS),
+    Seed("a-neighbour-beyond-the-end", "cpu", "cpu_blocks", "mask = position < end", "mask = position <= end", PAIRS),
     Seed("a-chunk-left-out", "cpu", "cpu_decode", "stride), facts), start=1)", "stride), facts), start=2)", LONG),
     Seed(
         "a-chunk-not-rescaled",
@@ -91,8 +91,21 @@ SEEDS = [
     Seed("window-begins-late", "cpu", "cpu_decode", "length - facts.window, 0", "length + 1 - facts.window, 0", WINDOW),
     Seed("not-causal", "cpu", "cpu_blocks", "position <= splat(f, asked)", "position <= splat(f, asked + 1)"),
     Seed("window-one-too-wide", "cpu", "cpu_blocks", "(position > splat", "(position >= splat", WINDOW),
-    Seed("a-neighbour-before-the-window", "cpu", "cpu_blocks", " & (position + t >= blocks.sees_from)", "", PAIRS),
-    Seed("old-sums-not-rescaled", "cpu", "cpu_blocks", "f.load(VECTOR, pointer) * keep", "f.load(VECTOR, pointer)"),
+    Seed(
+        "a-neighbour-before-the-window",
+        "cpu",
+        "cpu_blocks",
+        "(position >= blocks.sees_from)",
+        "(position + 1 >= blocks.sees_from)",
+        PAIRS,
+    ),
+    Seed(
+        "old-sums-not-rescaled",
+        "cpu",
+        "cpu_blocks",
+        "f.load(VECTOR, place) * keeps[i // len(columns)]",
+        "f.load(VECTOR, place)",
+    ),
 ]
 
 
