@@ -163,7 +163,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float,
         Meta(
             description="seconds without a finished step, while work waits, or without any sign of life, until /health "
-            "turns 503"
+            "turns 503; 30 at most for an engine with nothing to do"
         ),
     ] = 300.0
     profile_dir: Annotated[

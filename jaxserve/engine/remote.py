@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
@@ -47,10 +48,11 @@ WORKER = "jaxserve.worker"
 
 Answer = EngineStats | int | Profile
 
-# How often who waits for an answer looks whether there can be one, and how long an engine that has nothing to do may be
-# silent before it isn't waited for: it says that it lives every second.
+# How often a wait for an answer checks whether there can be one.
 _LOOK = 1.0
-_IDLE_SILENCE = 10.0
+# An engine with nothing to do says every second that it lives. After ten without, no answer of it is waited for, and
+# after thirty its health is bad, if the watchdog isn't quicker.
+_IDLE_SILENCE, _IDLE_ALARM = 10.0, 30.0
 
 
 class EngineClient:
@@ -123,12 +125,7 @@ class EngineClient:
     @property
     def health(self) -> str | None:
         """None while the engine makes progress or says that it has nothing to do, else what is wrong."""
-        if self._dead is not None:
-            return self._dead
-        limit, silence = self._watchdog_timeout, self._silence()
-        if self._streams and self._clock() - self._last_progress > limit:
-            return f"no step finished for {limit:g} s while {len(self._streams)} requests are open"
-        return f"the engine was not heard for {limit:g} s" if silence > limit else None
+        return self._problem(_IDLE_ALARM)
 
     def submit(self, request: EngineRequest) -> RequestStream:
         """Hand a request over; its events come through the stream, a refusal (such as a full queue) too.
@@ -144,7 +141,7 @@ class EngineClient:
 
         `watch` is called with the first event of each and with the last, which may be the same.
         """
-        self._require_health()
+        self._require()
         if not self._streams:
             self._last_progress = self._clock()
         streams: dict[str, RequestStream] = {}
@@ -260,21 +257,28 @@ class EngineClient:
             self._receive()  # what has come while this process itself was busy
         return self._clock() - self._last_heard
 
-    def _require_health(self) -> None:
+    def _problem(self, idle_limit: float) -> str | None:
+        """What is wrong; an engine that has nothing to do may be silent for `idle_limit` seconds."""
         if self._dead is not None:
-            raise EngineDeadError(self._dead)
-        if self.health is not None:
-            raise EngineUnresponsiveError(self.health)
+            return self._dead
+        limit, silence = self._watchdog_timeout, self._silence()
+        if self._streams and self._clock() - self._last_progress > limit:
+            return f"no step finished for {limit:g} s while {len(self._streams)} requests are open"
+        if silence > limit:
+            return f"the engine was not heard for {limit:g} s"
+        if self._is_idle and not self._streams and silence > idle_limit:
+            return f"the engine was not heard for {idle_limit:g} s, with nothing to do"
+        return None
 
-    def _require_answers(self) -> None:
-        """Raises where an answer can't be expected: sooner than `health` changes if the engine has nothing to do."""
-        self._require_health()
-        if self._is_idle and not self._streams and self._silence() > _IDLE_SILENCE:
-            raise EngineUnresponsiveError(f"the engine was not heard for {_IDLE_SILENCE:g} s, with nothing to do")
+    def _require(self, idle_limit: float = math.inf) -> None:
+        """Raises where nothing can be expected of the engine."""
+        problem = self._problem(idle_limit)
+        if problem is not None:
+            raise EngineDeadError(problem) if self._dead is not None else EngineUnresponsiveError(problem)
 
     async def _ask(self, command: Callable[[int], Command], timeout: float) -> Answer:
         """Send a command that is answered under the number given to it."""
-        self._require_answers()
+        self._require(_IDLE_SILENCE)
         number = next(self._numbers)
         question = command(number)
         if isinstance(question, StartProfile):
@@ -286,7 +290,7 @@ class EngineClient:
                 while not answer.done():
                     await asyncio.wait((answer,), timeout=_LOOK)
                     if not answer.done():
-                        self._require_answers()
+                        self._require(_IDLE_SILENCE)
             return answer.result()
         finally:
             del self._answers[number]

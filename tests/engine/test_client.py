@@ -276,6 +276,8 @@ async def test_a_frozen_engine_with_nothing_open_shows() -> None:
         for ask in (client.flush_cache, client.refresh_stats, client.start_profile, client.stop_profile):
             with pytest.raises(EngineUnresponsiveError, match="was not heard for 10 s, with nothing to do"):
                 await ask(timeout=60.0)
+        now = 31.0
+        assert client.health == "the engine was not heard for 30 s, with nothing to do"
         now = 301.0
         assert client.health == "the engine was not heard for 300 s"
         with pytest.raises(EngineUnresponsiveError, match="was not heard for 300 s"):
