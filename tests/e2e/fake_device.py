@@ -24,7 +24,7 @@ from jaxserve.server.run import serve
 from jaxserve.server.serving import Loaded
 from jaxserve.step_plan import Capacity, StepPlan
 from tests.engine.fake_executor import VOCAB, FakeExecutor
-from tests.server.tiny import TEMPLATE, tiny_template, tiny_tokenizer
+from tests.server.tiny import TEMPLATE, TinyTemplate, tiny_tokenizer
 
 # A device as fast as this still lets requests queue up behind it.
 _STEP_SECONDS = {"slow": 0.03}
@@ -94,7 +94,7 @@ async def load(engine_config: EngineConfig, server_config: ServerConfig) -> Load
     """A tokenizer of bytes, and the engine process."""
     tokenizer = tiny_tokenizer()
     engine = await launch_engine(engine_config, module="tests.e2e.fake_device")
-    return Loaded(engine, tokenizer, tiny_template(tokenizer), TEMPLATE)
+    return Loaded(engine, tokenizer, TinyTemplate(tokenizer), TEMPLATE)
 
 
 if __name__ == "__main__":
