@@ -1,7 +1,7 @@
 """What not every operating system has, and what stands for it elsewhere: the one place that knows which one this is.
 
-jaxserve is made for Linux. On macOS all of it runs, on Windows all but `jaxserve serve`; what a caller gets differs in
-speed at most, and in what becomes of the children of a process that is killed.
+jaxserve is made for Linux. On macOS nothing of it is missing, on Windows `jaxserve serve` is; what a caller gets there
+differs in speed at most, and in what becomes of the children of a process that is killed.
 """
 
 from __future__ import annotations
