@@ -55,10 +55,11 @@ class ServerProcess:
         return answer
 
     def family(self) -> list[int]:
-        """The server's process and its children."""
+        """The server's process and its engines'."""
         pids = [self.process.pid]
         children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        return pids + [int(pid) for path in children for pid in path.read_text().split()]
+        pids += [int(pid) for path in children for pid in path.read_text().split()]
+        return [pid for pid in pids if not renders_templates(pid)]
 
     def terminate(self) -> int:
         self.process.send_signal(signal.SIGTERM)
@@ -81,6 +82,11 @@ def serving(*arguments: str) -> Iterator[ServerProcess]:
     finally:
         if server.process.poll() is None:
             server.terminate()
+
+
+def renders_templates(pid: int) -> bool:
+    """Whether a process is the server's third, which has no part in what these tests are about."""
+    return b"jaxserve.text.template_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def has_jax(pid: int) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from tests.e2e.server_process import ServerProcess, has_jax, serving
@@ -66,6 +67,7 @@ def test_streamed_equals_unstreamed(client: openai.OpenAI, script: str) -> None:
 def test_only_the_engine_has_jax(server: ServerProcess) -> None:
     pids = server.family()
     assert [has_jax(pid) for pid in pids] == [False, True], pids
+    assert [has_jax(child.pid) for child in psutil.Process(server.process.pid).children()].count(True) == 1
 
 
 def test_a_third_hangs_up_and_nothing_leaks(server: ServerProcess) -> None:
