@@ -6,6 +6,7 @@ differs in speed at most, and in what becomes of the children of a process that 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -96,6 +97,14 @@ def lock_file(file: IO[Any], *, wait: bool) -> bool:
         except BlockingIOError:
             return False
     return True
+
+
+def limit_memory(nbytes: int) -> None:
+    """Give this process no more address space than that, where the system can, and have it leave no core file."""
+    if resource is not None:
+        for limit, most in ((resource.RLIMIT_AS, nbytes), (resource.RLIMIT_CORE, 0)):
+            with contextlib.suppress(ValueError, OSError):  # macOS knows the first, and refuses it
+                resource.setrlimit(limit, (most, most))
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

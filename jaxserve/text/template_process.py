@@ -10,10 +10,8 @@ Both ends are here: what the child is told and answers is seen nowhere else.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import resource
 import signal
 import struct
 import sys
@@ -21,6 +19,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
+from jaxserve import host
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.chat_template import ChatTemplate, Message
 
@@ -173,9 +172,7 @@ def _main() -> None:
     """The child: reads a template, then conversations, until nothing more comes."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a service manager's word to all: the server still drains
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    for limit, most in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_CORE, 0)):
-        with contextlib.suppress(ValueError, OSError):  # not every system has them
-            resource.setrlimit(limit, (most, most))
+    host.limit_memory(MEMORY_BYTES)
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     first = _read(requests)
     if first is None:
