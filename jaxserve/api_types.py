@@ -210,7 +210,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     `quantization` is gguf where weights are kept as a GGUF file has them, else none. Of each device's memory, weights
     take `weight_bytes`; `free_bytes` were left once all was allocated, of which the programs take `working_bytes` while
     they run; `memory_bound` says that more of it would have made the KV cache larger. `working_bytes` is the compiler's
-    figure and a margin then, else an estimate.
+    figure and a margin then, else an estimate. `deterministic`: a request gives the same bits whatever it is batched
+    with.
     """
 
     max_model_len: int

@@ -143,9 +143,9 @@ def _prepare(config: EngineConfig, nodes: Nodes | None) -> _Device:
             sizes.wanted_context,
         )
     _say_weights(deployment)
-    logger.info(
-        "deterministic inference: %s", deployment.indeterminate or "yes, a request gives the same bits in any batch"
-    )
+    why_not = deployment.indeterminate
+    answer = f"no, {why_not}" if why_not else "yes, a request gives the same bits in any batch"
+    logger.info("deterministic inference: %s", answer)
     if config.kv_cache_dtype != "auto":
         logger.info("KV cache: %s, without scales: numbers beyond 448 are clipped", deployment.state.kv.keys.dtype.name)
     rows = row_specs(deployment.state)

@@ -64,6 +64,7 @@ def test_a_request_gives_the_same_bits_in_any_company(folder: Path) -> None:
     requests = _requests()
     programs = {"model": str(folder), "program_cache_dir": str(folder / "programs")}
     with LLM(**programs, **SETTINGS, disable_radix_cache=True, disable_overlap_schedule=True) as llm:
+        assert llm._engine.info.deterministic
         alone = [_found(llm, [request])[0] for request in requests]
     crowd = {"chunked_prefill_size": 40, "cuda_graph_bs": [3, 12], "max_total_tokens": 576}
     with LLM(**programs, **SETTINGS, **crowd, schedule_conservativeness=0.0) as llm:

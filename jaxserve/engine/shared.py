@@ -78,7 +78,7 @@ class SharedEngine:
             self.engine.abort(request_ids)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """End requests whose events nobody reads any more."""
+        """End requests, and drop what events they still bring."""
         with self._alone():
             open_ids = [request_id for request_id in request_ids if self._queues.pop(request_id, None) is not None]
             self.engine.abort(open_ids)

@@ -31,7 +31,7 @@ _HIDING = {"cuda": "CUDA_VISIBLE_DEVICES", "tpu": "TPU_VISIBLE_CHIPS"}
 
 def attach(config: EngineConfig, join: Callable[[], None] | None = None) -> list[Any]:
     """The jax devices there are to run on, of all processes where `join` makes this one of several. Raises
-    `ConfigError` where there is none, and for one process of several that nobody joins."""
+    `ConfigError` if there is none, or if `nnodes` asks for several processes and `join` is not given."""
     if join is None and config.nnodes > 1:
         raise ConfigError(
             f"nnodes={config.nnodes}: only `jaxserve serve` runs one mesh in several processes; leave it out"

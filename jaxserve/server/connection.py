@@ -175,6 +175,6 @@ class Connection(HttpToolsProtocol):
 
 
 def _disconnect(cycle: RequestResponseCycle) -> None:
-    """Tell whoever answers a request that its client hears nothing more."""
+    """Tell the handler of a request that its client is gone."""
     cycle.disconnected = True
     cycle.message_event.set()

@@ -47,7 +47,7 @@ async def encode(
 
 
 async def off_loop[T](serving: Serving, size: int, work: Callable[[], T]) -> T:
-    """Does work on so many characters or ids: at once, or where that takes long on a thread."""
+    """Runs `work` on `size` characters or ids: on the event loop where they are few, else on a thread."""
     if size <= _SHORT:
         return work()
     loop = asyncio.get_running_loop()
@@ -90,7 +90,7 @@ def check_prompt(ids: Sequence[int], info: EngineInfo, *, param: str) -> None:
 
 
 def check_length(num_tokens: int, info: EngineInfo, *, param: str, at_least: bool = False) -> None:
-    """Raises unless so many tokens fit the context."""
+    """Raises `ContextLengthError` if `num_tokens` exceed the context."""
     if num_tokens > info.max_model_len:
         raise ContextLengthError(
             f"This model's maximum context length is {info.max_model_len} tokens. However, your {param} resulted in "

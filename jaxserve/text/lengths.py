@@ -34,7 +34,7 @@ class TextLengths:
         self._strips = any(token.lstrip or token.rstrip for token in added)
 
     def least_tokens(self, text: str) -> int:
-        """Tokenizing `text` makes so many tokens or more; 0 where nothing is known."""
+        """The fewest tokens that `text` can have; 0 if there is no bound."""
         if not self._longest:
             return 0
         counted = "".join(text.split()) if self._strips else text

@@ -91,7 +91,7 @@ class Tokenizer:
         return offsets
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens that `text` has at least, found by its length; 0 where this tokenizer has none."""
+        """The fewest tokens that `text` can have, from its length alone; 0 if the tokenizer has no such bound."""
         return self._lengths.least_tokens(text)
 
     @functools.cached_property
