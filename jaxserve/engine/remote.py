@@ -73,7 +73,7 @@ class EngineClient:
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._numbers = itertools.count()
         self._last_progress = self._last_heard = clock()
-        self._is_idle = False
+        self._is_idle = True  # until something is asked of it
         self._is_closed = False
         self._dead: str | None = None
         self.info: EngineInfo
