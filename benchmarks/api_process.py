@@ -38,8 +38,8 @@ from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.engine.client import EngineClient
 from jaxserve.model_source import resolve
 from jaxserve.observability import log
-from jaxserve.server.run import serve
-from jaxserve.server.serving import Loaded
+from jaxserve.server.lifecycle import serve
+from jaxserve.server.server_state import Loaded
 from jaxserve.text.template_process import TemplateProcess
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 

@@ -26,16 +26,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.api_types import EngineRequest, SamplingParams
-from jaxserve.engine.loop import EngineLoop
-from jaxserve.engine.process import _Server
-from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.transport import Add, ClientTransport, EngineTransport
+from jaxserve.engine.core.loop import EngineLoop
+from jaxserve.engine.process.main import _Server
+from jaxserve.engine.process.transport import Add, ClientTransport, EngineTransport
+from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.observability.timeline import HOST_PHASES, Timeline
-from jaxserve.runtime.buckets import decode_buckets, token_buckets
-from jaxserve.runtime.calls import DeviceCalls
-from jaxserve.runtime.executor import DeviceExecutor
-from jaxserve.runtime.programs import UPDATE_KEY, program_keys
-from jaxserve.runtime.step import StepOutput
+from jaxserve.runtime.execution.device_commands import DeviceCalls
+from jaxserve.runtime.execution.executor import DeviceExecutor
+from jaxserve.runtime.programs.builder import UPDATE_KEY, program_keys
+from jaxserve.runtime.step.buckets import decode_buckets, token_buckets
+from jaxserve.runtime.step.step import StepOutput
 from jaxserve.step_plan import Capacity
 
 PAGE, TOKEN, PROMPT = 16, 17, 32

@@ -49,8 +49,8 @@ def load(model: str, dtype: str, part: str, count: bool) -> dict[str, Any]:
     from jaxserve.model_source import read_config, resolve
     from jaxserve.models.config import parse_model_config
     from jaxserve.models.registry import family
-    from jaxserve.runtime.mesh import make_mesh, shardings
-    from jaxserve.runtime.programs import dtype_of
+    from jaxserve.runtime.devices.mesh import make_mesh, shardings
+    from jaxserve.runtime.programs.builder import dtype_of
     from jaxserve.weights import build, open_weights
 
     source = resolve(model)

@@ -30,13 +30,13 @@ from unittest import mock
 
 from benchmarks.scheduler import simulate
 from jaxserve.config.schema import EngineConfig
-from jaxserve.engine import placement
-from jaxserve.engine.nodes import Nodes
-from jaxserve.engine.rank import Rank
-from jaxserve.engine.request import Request
+from jaxserve.engine.multihost.process_group import Nodes
+from jaxserve.engine.scheduling import rank_router
+from jaxserve.engine.scheduling.rank import Rank
+from jaxserve.engine.scheduling.request import Request
 
 if TYPE_CHECKING:
-    from jaxserve.runtime.batch import ProgramKey
+    from jaxserve.runtime.step.batch import ProgramKey
 
 SHAPES = ["1x1", "1x2", "1x4", "1x8", "2x1", "2x2", "2x4", "4x1", "4x2", "8x1"]
 ROWS, STEPS, ROUNDS = 16, 150, 4
@@ -58,7 +58,7 @@ def time_step(shape: str, model: str) -> dict[str, Any]:
     from jax.sharding import NamedSharding, PartitionSpec
 
     from jaxserve.api_types import EngineRequest, SamplingParams
-    from jaxserve.runtime.mesh import DATA_AXIS, make_mesh
+    from jaxserve.runtime.devices.mesh import DATA_AXIS, make_mesh
     from jaxserve.worker import build_engine
 
     data, tensor = map(int, shape.split("x"))
@@ -144,13 +144,13 @@ def placements(count: int, traces: Sequence[str]) -> list[dict[str, Any]]:
     rows = []
     for trace in traces:
         for name, function in (("in turn", in_turn), ("load", by_load), ("prefix", by_prefix)):
-            with mock.patch("jaxserve.engine.planner.by_cost", function):
+            with mock.patch("jaxserve.engine.scheduling.planner.by_cost", function):
                 rows.append({"placement": name, **simulate(trace, count, RANKS, policy="fcfs")})
-        for weight in (0, 16, placement.SEQUENCE_TOKENS, 256):
-            with mock.patch.object(placement, "SEQUENCE_TOKENS", weight):
+        for weight in (0, 16, rank_router.SEQUENCE_TOKENS, 256):
+            with mock.patch.object(rank_router, "SEQUENCE_TOKENS", weight):
                 rows.append({"placement": f"cost, {weight} a sequence", **simulate(trace, count, RANKS, policy="fcfs")})
         for weight in (0, 1, 2, 8):
-            with mock.patch.object(placement, "CACHED_WEIGHT", weight):
+            with mock.patch.object(rank_router, "CACHED_WEIGHT", weight):
                 rows.append({"placement": f"cost, cached x {weight}", **simulate(trace, count, RANKS, policy="fcfs")})
     return rows
 
@@ -162,8 +162,8 @@ def _meet(node_rank: int, address: str) -> Nodes:
 
 def follow(address: str) -> None:
     """The other end of `broadcasts`: what each command says is answered with how many bytes it was."""
-    from jaxserve.runtime.calls import DeviceCalls, Following
-    from jaxserve.runtime.programs import Key
+    from jaxserve.runtime.execution.device_commands import DeviceCalls, Following
+    from jaxserve.runtime.programs.builder import Key
 
     nodes = _meet(1, address)
     key: Key = _decode_key(0)
@@ -175,15 +175,15 @@ def follow(address: str) -> None:
 
 
 def _decode_key(size: int) -> ProgramKey:
-    from jaxserve.runtime.batch import ProgramKey
+    from jaxserve.runtime.step.batch import ProgramKey
 
     return ProgramKey("decode", size, True)
 
 
 def broadcasts(counts: Sequence[int]) -> list[dict[str, Any]]:
     """A row for each number of sequences, from a follower in a process of its own."""
-    from jaxserve.runtime import batch
-    from jaxserve.runtime.calls import DeviceCalls, LeadingCalls
+    from jaxserve.runtime.execution.device_commands import DeviceCalls, LeadingCalls
+    from jaxserve.runtime.step import batch
     from jaxserve.step_plan import Capacity, Chunk, StepPlan
 
     with socket.create_server(("127.0.0.1", 0)) as free:

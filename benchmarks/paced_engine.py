@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, FinishReason, TokenEvent, TokenLogprobs, Usage
-from jaxserve.engine.launch import Started, read_order, write_frame
-from jaxserve.engine.transport import Abort, Add, Command, EngineTransport, ReadStats, StatsReading, StepEvents
+from jaxserve.engine.process.launch_protocol import Started, read_order, write_frame
+from jaxserve.engine.process.transport import Abort, Add, Command, EngineTransport, ReadStats, StatsReading, StepEvents
 
 FOLDER = "PACED_ENGINE"
 

@@ -33,8 +33,8 @@ from benchmarks import scheduler, serving_cpu
 from benchmarks.scheduler import POOL, Arrival, answer, capacity_of, request_of, scheduler_of, step_seconds
 from jaxserve import host
 from jaxserve.api_types import TokenEvent
-from jaxserve.engine import replica_placement
-from jaxserve.engine.replica_placement import ReplicaPlacement
+from jaxserve.engine.client import replica_router
+from jaxserve.engine.client.replica_router import ReplicaPlacement
 from jaxserve.step_plan import StepPlan, StepResult
 from tests.tiny_model import write_tiny_model
 
@@ -182,7 +182,7 @@ def placements(count: int, traces: Sequence[str]) -> list[dict[str, Any]]:
         for name, kind in (("in turn", InTurn), ("load", ByLoad), ("prefix", ByPrefix)):
             rows.append({"placement": name, **simulate(trace, count, kind)})
         for weight in (0, 1, 2, 4, 8):
-            with mock.patch.object(replica_placement, "CACHED_WEIGHT", weight):
+            with mock.patch.object(replica_router, "CACHED_WEIGHT", weight):
                 rows.append({"placement": f"cost, cached x {weight}", **simulate(trace, count, ReplicaPlacement)})
         mesh = scheduler.simulate(trace, count // 8 * 8, REPLICAS, policy="fcfs")
         names = ("trace", "simulated_s", "output_tok_s", "hit_rate", "retractions")

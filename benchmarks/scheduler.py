@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from jaxserve.api_types import EngineRequest, SamplingParams
-from jaxserve.engine.policy import Policy
-from jaxserve.engine.scheduler import Scheduler
-from jaxserve.runtime.batch import build, choose_program, step_shape
-from jaxserve.runtime.buckets import decode_buckets, token_buckets
+from jaxserve.engine.scheduling.policy import Policy
+from jaxserve.engine.scheduling.scheduler import Scheduler
+from jaxserve.runtime.step.batch import build, choose_program, step_shape
+from jaxserve.runtime.step.buckets import decode_buckets, token_buckets
 from jaxserve.step_plan import Capacity, StepPlan, StepResult
 
 PAGE, STOP, TOKEN = 16, 2, 17

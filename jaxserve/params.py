@@ -16,7 +16,8 @@ Path = tuple[str | int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """A parameter before it exists. `axes` names each dimension (or None); `runtime/mesh.py` maps names to mesh axes.
+    """A parameter before it exists. `axes` names each dimension (or None); `runtime/devices/mesh.py` maps names
+    to mesh axes.
 
     `init` is what `--load-format dummy` fills it with; `normal` has standard deviation `scale`.
 

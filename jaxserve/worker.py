@@ -24,32 +24,32 @@ from jax.sharding import Mesh
 from jaxserve import model_source
 from jaxserve.api_types import EngineInfo
 from jaxserve.config.schema import EngineConfig
-from jaxserve.engine.greeting import differences, listed
-from jaxserve.engine.loop import EngineLoop
-from jaxserve.engine.nodes import Nodes
-from jaxserve.engine.process import run
-from jaxserve.engine.profiling import Profiling
-from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.core.loop import EngineLoop
+from jaxserve.engine.core.profiling import Profiling
+from jaxserve.engine.multihost.handshake import differences, listed
+from jaxserve.engine.multihost.process_group import Nodes
+from jaxserve.engine.process.main import run
+from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import parse_model_config
 from jaxserve.observability.timeline import Timeline
-from jaxserve.runtime.attach import attach
-from jaxserve.runtime.bundle import Manifest, load_bundle, read_manifest, sized_like_bundle
-from jaxserve.runtime.calls import Calls, DeviceCalls, Following, LeadingCalls
-from jaxserve.runtime.deployment import Deployment, deploy
-from jaxserve.runtime.device import facts_of_devices, free_bytes
-from jaxserve.runtime.distributed import devices_of_all, join_processes, settle
-from jaxserve.runtime.executor import DeviceExecutor
-from jaxserve.runtime.fit import deploy_or_advise
-from jaxserve.runtime.host_pool import HostPool, host_pages
-from jaxserve.runtime.mesh import make_mesh, shardings
-from jaxserve.runtime.page_copies import row_specs
-from jaxserve.runtime.profiler import JaxProfiler
-from jaxserve.runtime.program_set import ProgramSet
-from jaxserve.runtime.programs import CompileCounter, ProgramBuilder, build_programs
-from jaxserve.runtime.sizes import Sizes
-from jaxserve.runtime.state import DeviceState, make_state
-from jaxserve.runtime.working_memory import sized_by_compiler
+from jaxserve.runtime.devices.attach import attach
+from jaxserve.runtime.devices.device import facts_of_devices, free_bytes
+from jaxserve.runtime.devices.distributed import devices_of_all, join_processes, settle
+from jaxserve.runtime.devices.mesh import make_mesh, shardings
+from jaxserve.runtime.execution.device_commands import Calls, DeviceCalls, Following, LeadingCalls
+from jaxserve.runtime.execution.executor import DeviceExecutor
+from jaxserve.runtime.execution.host_pool import HostPool, host_pages
+from jaxserve.runtime.execution.profiler import JaxProfiler
+from jaxserve.runtime.programs.builder import CompileCounter, ProgramBuilder, build_programs
+from jaxserve.runtime.programs.bundle import Manifest, load_bundle, read_manifest, sized_like_bundle
+from jaxserve.runtime.programs.program_set import ProgramSet
+from jaxserve.runtime.sizing.deployment import Deployment, deploy
+from jaxserve.runtime.sizing.memory_advice import deploy_or_advise
+from jaxserve.runtime.sizing.sizes import Sizes
+from jaxserve.runtime.sizing.temp_memory import sized_by_compiler
+from jaxserve.runtime.step.page_copies import row_specs
+from jaxserve.runtime.step.state import DeviceState, make_state
 from jaxserve.weights import WeightReader, build, check_tensors, open_weights, stored_types
 
 logger = logging.getLogger("jaxserve.worker")

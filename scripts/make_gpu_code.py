@@ -22,8 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton as plt
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.runtime.compiled import instructions
-from jaxserve.runtime.topology import target_mesh
+from jaxserve.runtime.devices.topology import target_mesh
+from jaxserve.runtime.programs.inspection import instructions
 
 FIXTURE = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "gpu_code.bin"
 OUT = jax.ShapeDtypeStruct((64, 64), jnp.float32)

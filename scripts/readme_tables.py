@@ -10,13 +10,13 @@ from pathlib import Path
 from starlette.testclient import TestClient
 
 from jaxserve.cli.bench import SUBCOMMANDS
-from jaxserve.cli.flags import description
+from jaxserve.cli.common.flags import description
 from jaxserve.cli.main import COMMANDS
 from jaxserve.config import aliases
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.config.settings import Config, as_flag, settings
 from jaxserve.server.app import make_app
-from jaxserve.server.serving import Serving
+from jaxserve.server.server_state import Serving
 
 README = Path(__file__).parents[1] / "README.md"
 

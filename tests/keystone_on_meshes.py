@@ -16,8 +16,8 @@ import jax
 
 from jaxserve.api_types import FinishReason
 from jaxserve.config.schema import EngineConfig
-from jaxserve.engine.loop import EngineLoop
-from jaxserve.engine.nodes import Nodes
+from jaxserve.engine.core.loop import EngineLoop
+from jaxserve.engine.multihost.process_group import Nodes
 from jaxserve.worker import build_engine
 from tests.test_keystone import FULL, _check, _random_request, _run, sampled_requests
 from tests.tiny_model import write_tiny_model

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 
-from jaxserve.engine.nodes import Nodes
+from jaxserve.engine.multihost.process_group import Nodes
 from jaxserve.worker import build_follower
 from tests.keystone_on_meshes import on_mesh, settings
 

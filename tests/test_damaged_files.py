@@ -22,7 +22,7 @@ from jaxserve.model_source.gguf_metadata import GGUFMetadata
 from jaxserve.models.config import ModelConfig, parse_model_config
 from jaxserve.models.registry import family
 from jaxserve.text.chat_template import ChatTemplate
-from jaxserve.text.pieces import byte_alphabet
+from jaxserve.text.token_bytes import byte_alphabet
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.weights import check_tensors, open_weights
 from jaxserve.weights.arrays import flatten

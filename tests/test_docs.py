@@ -12,18 +12,18 @@ import pytest
 from jaxserve.cli import convert, doctor, serve
 from jaxserve.cli.bench import SUBCOMMANDS
 from jaxserve.config.schema import EngineConfig, ServerConfig
-from jaxserve.engine.policy import LPM_MAX_WAITING, MAX_OVERTAKEN, Policy
+from jaxserve.engine.scheduling.policy import LPM_MAX_WAITING, MAX_OVERTAKEN, Policy
 from jaxserve.observability.log import decode_line, prefill_line
 from jaxserve.observability.metrics import Metrics
 from jaxserve.server.app import make_app
 from jaxserve.server.openai.protocol import ChatRequest
-from jaxserve.server.serving import Serving
+from jaxserve.server.server_state import Serving
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TUNING = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
 
-BENCH = {f"bench {name}": importlib.import_module(f"jaxserve.cli.bench_{name}") for name in SUBCOMMANDS}
+BENCH = {f"bench {name}": importlib.import_module(f"jaxserve.cli.bench.{name}") for name in SUBCOMMANDS}
 
 
 @pytest.fixture(params=PAGES, ids=lambda page: page.name)

@@ -1,4 +1,6 @@
-"""Who may import whom, as ARCHITECTURE.md says, over the syntax trees; and what starts without jax, in processes."""
+"""Which module may import which, as docs/architecture.md says, read from the syntax trees; and what starts without jax,
+checked in processes.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 GROUND = {"accelerators", "errors", "host", "api_types", "step_plan", "params", "model_source"}
 BASE = GROUND | {"config", "observability"}
 
-# What each room may import of jaxserve besides itself. `engine.client` alone stands for that one module. What `cli` has
-# of the runtime it imports when a command runs: it starts without jax.
+# What each room may import of jaxserve besides itself. Of the engine, other rooms see only `engine.client`. What `cli`
+# uses of the runtime is imported when a command runs, so that it starts without jax.
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     "config": GROUND,
@@ -35,6 +37,19 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "__init__": {"llm", "api_types", "config"},
 }
+# The folders and files inside a room, lowest first: each imports only itself and those before it. Files of the same
+# tuple may import each other.
+ORDER_INSIDE = {
+    "jaxserve.engine": ["kv_cache", "scheduling", "core", "multihost", "process", "client"],
+    "jaxserve.runtime": ["devices", "step", "programs", "sizing", "execution", "convert"],
+    "jaxserve.bench": ["datasets", "load", "results", "processes", "engine", "sweep", "tune"],
+    "jaxserve.cli": ["common", "bench", ("chat", "compile", "config", "convert", "doctor", "generate", "plan", "pull",
+                                         "serve"), "main"],
+    "jaxserve.server": ["errors", "server_state", "http", "generation", "openai", "sglang", "admin", "app", "follower",
+                        "lifecycle"],
+    "pallas_kernels.paged_attention": ["layout", "problem", ("pages", "tuning", "write"), "reference", "cpu", "triton",
+                                       "mosaic_gpu", "mosaic_tpu", "backends", "api"],
+}  # fmt: skip
 WITHOUT_JAX = {*BASE, "engine", "text", "server", "llm", "bench", "cli", "__main__", "__init__"}
 JAX = {"jax", "jaxlib", "flax", "jaxtyping", "orbax", "pallas_kernels"}
 
@@ -81,6 +96,23 @@ def test_a_module_imports_only_what_its_room_may(module: str, path: Path) -> Non
             assert inner.split(".")[0] in allowed or inner in allowed, f"{module} imports {name}"
         elif room in WITHOUT_JAX:
             assert name.split(".")[0] not in JAX, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("room", ORDER_INSIDE)
+def test_folders_inside_a_room_import_only_those_below(room: str) -> None:
+    level = {
+        name: index
+        for index, names in enumerate(ORDER_INSIDE[room])
+        for name in ([names] if isinstance(names, str) else names)
+    }
+    for module, path in modules(room.replace(".", "/")):
+        importer = module.removeprefix(room).removeprefix(".").split(".")[0]
+        if importer in ("", "__init__"):
+            continue
+        for name in imported(path):
+            inner = name.removeprefix(f"{room}.").split(".")[0]
+            if name.startswith(f"{room}.") and inner != importer:
+                assert level[inner] <= level[importer], f"{module} imports {name}"
 
 
 def test_the_kernels_know_nothing_of_jaxserve() -> None:

@@ -19,13 +19,13 @@ import pytest
 
 from jaxserve.api_types import EngineInfo, EngineRequest, FinishReason, SamplingParams, TokenEvent, TokenLogprobs
 from jaxserve.config.schema import EngineConfig
-from jaxserve.engine.loop import EngineLoop
+from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.models.config import ModelConfig, parse_model_config
 from jaxserve.models.registry import family
-from jaxserve.runtime import batch as batches
-from jaxserve.runtime.batch import ProgramKey
-from jaxserve.runtime.mesh import shardings
-from jaxserve.runtime.programs import program_keys
+from jaxserve.runtime.devices.mesh import shardings
+from jaxserve.runtime.programs.builder import program_keys
+from jaxserve.runtime.step import batch as batches
+from jaxserve.runtime.step.batch import ProgramKey
 from jaxserve.step_plan import Capacity, SlotOpen, StepPlan
 from jaxserve.weights.dummy import dummy_params
 from jaxserve.worker import build_engine

@@ -15,7 +15,7 @@ from jaxserve.cli.main import COMMANDS
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 PARSERS = {
-    **{f"bench {name}": importlib.import_module(f"jaxserve.cli.bench_{name}") for name in SUBCOMMANDS},
+    **{f"bench {name}": importlib.import_module(f"jaxserve.cli.bench.{name}") for name in SUBCOMMANDS},
     "chat": chat,
     "compile": compile,
     "config explain": config,

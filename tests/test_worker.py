@@ -15,9 +15,9 @@ from jaxserve import worker
 from jaxserve.api_types import EngineInfo
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.runtime.deployment import deploy, read_model, read_stored
-from jaxserve.runtime.device import DeviceFacts
-from jaxserve.runtime.programs import ProgramBuilder
+from jaxserve.runtime.devices.device import DeviceFacts
+from jaxserve.runtime.programs.builder import ProgramBuilder
+from jaxserve.runtime.sizing.deployment import deploy, read_model, read_stored
 from pallas_kernels.paged_attention import Target
 from tests.tiny_model import SETTINGS
 from tests.weights.conftest import GOLDEN

@@ -16,9 +16,9 @@ from device_sections.run import Run
 from jaxserve.api_types import EngineRequest, SamplingParams
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.client import InProcessEngine
-from jaxserve.runtime.deployment import deploy, read_model
-from jaxserve.runtime.device import facts_of_device
-from jaxserve.runtime.roofline import Roofline, roofline
+from jaxserve.runtime.devices.device import facts_of_device
+from jaxserve.runtime.sizing.deployment import deploy, read_model
+from jaxserve.runtime.sizing.roofline import Roofline, roofline
 
 # (prompt tokens, output tokens, requests)
 _WORKLOADS = ((128, 128, 1024), (1000, 1000, 512), (2048, 128, 512))

@@ -13,12 +13,12 @@ from device_sections.models import config_of
 from device_sections.run import Run
 from jaxserve.config.schema import EngineConfig
 from jaxserve.models.config import parse_model_config
-from jaxserve.runtime.batch import ProgramKey, packing, step_shape
-from jaxserve.runtime.deployment import Deployment, deploy
-from jaxserve.runtime.device import facts_of_device
-from jaxserve.runtime.mesh import make_mesh, shardings
-from jaxserve.runtime.programs import ProgramBuilder
-from jaxserve.runtime.state import make_state
+from jaxserve.runtime.devices.device import facts_of_device
+from jaxserve.runtime.devices.mesh import make_mesh, shardings
+from jaxserve.runtime.programs.builder import ProgramBuilder
+from jaxserve.runtime.sizing.deployment import Deployment, deploy
+from jaxserve.runtime.step.batch import ProgramKey, packing, step_shape
+from jaxserve.runtime.step.state import make_state
 
 
 def dispatch(run: Run) -> None:

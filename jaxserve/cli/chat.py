@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from jaxserve.cli import flags
-from jaxserve.cli.parser import HelpFormatter, Parser
-from jaxserve.cli.sampling import NUMBERS, add_sampling, sampling_params
+from jaxserve.cli.common import flags
+from jaxserve.cli.common.parser import HelpFormatter, Parser
+from jaxserve.cli.common.sampling import NUMBERS, add_sampling, sampling_params
 from jaxserve.errors import InvalidRequestError
 
 if TYPE_CHECKING:

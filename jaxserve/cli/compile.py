@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from jaxserve.cli import flags
-from jaxserve.cli.parser import HelpFormatter, Parser
-from jaxserve.cli.table import span, table
+from jaxserve.cli.common import flags
+from jaxserve.cli.common.parser import HelpFormatter, Parser
+from jaxserve.cli.common.table import span, table
 from jaxserve.config.data_parallel import when_serving
 from jaxserve.config.threads import threads_of_each
 from jaxserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxserve.config.load import Loaded
-    from jaxserve.runtime.compiled import KernelReport, ProgramReport
+    from jaxserve.runtime.programs.inspection import KernelReport, ProgramReport
 
 _HEADER = ("program", "seconds", "temp MiB", "aliased MiB", "collectives", "kernels")
 _KERNEL_HEADER = ("kernel", "programs")
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
 def required_target(name: str | None) -> str:
     """Raises `ConfigError` naming those there are where none was given."""
     if name is None:
-        from jaxserve.runtime.target import target_names
+        from jaxserve.runtime.devices.target import target_names
 
         raise ConfigError(f"say for which device: --target {{{','.join(target_names())}}}")
     return name
@@ -83,14 +83,14 @@ def required_target(name: str | None) -> str:
 def _for_target(loaded: Loaded, name: str, only: str, as_json: bool) -> int:
     # XLA's notes on its own estimates would bury the table.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    from jaxserve.runtime import offline
+    from jaxserve.runtime.sizing import aot
 
-    deployment = offline.deploy_on_target(when_serving(loaded.engine), name)
-    keys = offline.chosen_keys(deployment, only)
-    builder = offline.builder_for_target(deployment, name)
+    deployment = aot.deploy_on_target(when_serving(loaded.engine), name)
+    keys = aot.chosen_keys(deployment, only)
+    builder = aot.builder_for_target(deployment, name)
     print(f"{loaded.engine.model} on {deployment.num_devices} x {name}: {len(keys)} programs, "
           f"attention: {deployment.backend.name} ({deployment.backend.reason})", file=sys.stderr)  # fmt: skip
-    reports = watched(offline.compile_programs(builder, keys), [str(key) for key in keys])
+    reports = watched(aot.compile_programs(builder, keys), [str(key) for key in keys])
     show(reports, as_json, {"target": name, "devices": deployment.num_devices, "model": loaded.engine.model})
     return 1 if any(report.fault for report in reports) else 0
 
@@ -100,18 +100,19 @@ def _into_folder(loaded: Loaded, folder: Path, as_json: bool) -> int:
     if config.dp_mode == "replicas":
         # On a CPU a program is made for the threads that it will have.
         os.environ |= threads_of_each(os.environ, config.dp_size)
-    from jaxserve.runtime import bundle, offline
-    from jaxserve.runtime.own_files import ForeignFileError, check_own, make_own
+    from jaxserve.runtime.programs import bundle
+    from jaxserve.runtime.programs.own_files import ForeignFileError, check_own, make_own
+    from jaxserve.runtime.sizing import aot
 
     try:
         make_own(folder)
         check_own(folder)
     except (OSError, ForeignFileError) as error:
         raise ConfigError(f"--output {folder}: {error}") from None
-    deployment, builder = offline.deploy_on_device(config)
-    keys = offline.chosen_keys(deployment)
+    deployment, builder = aot.deploy_on_device(config)
+    keys = aot.chosen_keys(deployment)
     (folder / bundle.MANIFEST).unlink(missing_ok=True)
-    reports = watched(offline.compile_programs(builder, keys, folder), [str(key) for key in keys])
+    reports = watched(aot.compile_programs(builder, keys, folder), [str(key) for key in keys])
     show(reports, as_json, {"output": str(folder), "device": builder.facts()["device"], "model": loaded.engine.model})
     if any(report.fault for report in reports):
         return 1

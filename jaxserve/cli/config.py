@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from jaxserve.cli import flags
-from jaxserve.cli.parser import HelpFormatter, Parser
+from jaxserve.cli.common import flags
+from jaxserve.cli.common.parser import HelpFormatter, Parser
 from jaxserve.config.explain import as_rows, as_text
 from jaxserve.errors import ConfigError
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from jaxserve import model_source
-from jaxserve.cli import flags
-from jaxserve.cli.parser import HelpFormatter, Parser
+from jaxserve.cli.common import flags
+from jaxserve.cli.common.parser import HelpFormatter, Parser
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.cli.parser import HelpFormatter, Parser
+from jaxserve.cli.common.parser import HelpFormatter, Parser
 from jaxserve.errors import ConfigError, JaxserveError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def watch(
 
 def report(samples: Sequence[Sample], settings: Settings, notes: Sequence[str]) -> str:
     """What was seen and what to do about it, as text."""
-    from jaxserve.observability.advice import MIN_BUSY, advise, busy
+    from jaxserve.observability.tuning_rules import MIN_BUSY, advise, busy
 
     lines = [*notes, _summary(samples), ""]
     found = advise(samples, settings)

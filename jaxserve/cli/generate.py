@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from jaxserve.cli import flags
-from jaxserve.cli.parser import HelpFormatter, Parser
-from jaxserve.cli.sampling import NUMBERS, add_sampling, sampling_params
+from jaxserve.cli.common import flags
+from jaxserve.cli.common.parser import HelpFormatter, Parser
+from jaxserve.cli.common.sampling import NUMBERS, add_sampling, sampling_params
 from jaxserve.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ import os
 import sys
 
 import jaxserve
-from jaxserve.cli.dispatch import USER_ERROR, command_parser, dispatch
+from jaxserve.cli.common.dispatch import USER_ERROR, command_parser, dispatch
 from jaxserve.errors import ConfigError, InvalidRequestError, JaxserveError, ModelNotFoundError
 
 COMMANDS = {

@@ -10,14 +10,14 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.cli import flags
+from jaxserve.cli.common import flags
+from jaxserve.cli.common.parser import HelpFormatter, Parser
+from jaxserve.cli.common.table import table
 from jaxserve.cli.compile import add_target, required_target
-from jaxserve.cli.parser import HelpFormatter, Parser
-from jaxserve.cli.table import table
 from jaxserve.config.data_parallel import when_serving
 
 if TYPE_CHECKING:
-    from jaxserve.runtime.plan import Plan
+    from jaxserve.runtime.sizing.capacity_report import Plan
 
 _GIB = 2**30
 
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     flags.arguments(loaded)
     name = required_target(arguments.target)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    from jaxserve.runtime.plan import make_plan
+    from jaxserve.runtime.sizing.capacity_report import make_plan
 
     plan = make_plan(when_serving(loaded.engine), name, ask_compiler=arguments.compile)
     print(json.dumps(as_json(plan), indent=2) if arguments.json else as_text(plan))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxserve import model_source
-from jaxserve.cli.parser import HelpFormatter, Parser
+from jaxserve.cli.common.parser import HelpFormatter, Parser
 from jaxserve.config.schema import DEFAULT_MODEL
 
 

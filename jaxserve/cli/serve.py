@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 from jaxserve import host
-from jaxserve.cli import flags
-from jaxserve.cli.parser import HelpFormatter, Parser
+from jaxserve.cli.common import flags
+from jaxserve.cli.common.parser import HelpFormatter, Parser
 from jaxserve.observability import log
 
 logger = logging.getLogger(__name__)
@@ -29,10 +29,10 @@ def main(argv: list[str]) -> int:
         logger.warning(note)
 
     if loaded.engine.node_rank > 0:
-        from jaxserve.server.follow import follow
+        from jaxserve.server.follower import follow
 
         return follow(loaded.engine)
 
-    from jaxserve.server.run import serve
+    from jaxserve.server.lifecycle import serve
 
     return serve(loaded.engine, loaded.server)

@@ -17,6 +17,9 @@ from jaxserve.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
+DEFAULT_MEM_FRACTION = 0.88
+"""Share of a device's memory that weights and KV cache may take unless `mem_fraction_static` says otherwise."""
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the engine: the model, its memory, its step. Raises `ConfigError` naming the field and the limit."""

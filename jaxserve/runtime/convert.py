@@ -15,7 +15,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource, read_config
 from jaxserve.models.config import parse_model_config
 from jaxserve.models.registry import family
-from jaxserve.runtime.programs import dtype_of
+from jaxserve.runtime.programs.builder import dtype_of
 from jaxserve.weights import open_weights
 from jaxserve.weights.arrays import flatten
 from jaxserve.weights.manifest import write_manifest

@@ -11,20 +11,21 @@ from starlette.middleware import Middleware
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from jaxserve.server import admin, native
-from jaxserve.server.auth import BearerAuth
-from jaxserve.server.endpoint import Bodiless, Post
+from jaxserve.server.admin import routes as admin
+from jaxserve.server.admin.openapi import Operation, document
+from jaxserve.server.admin.profile import Profile, StartProfileRequest, StopProfileRequest, start_profile, stop_profile
 from jaxserve.server.errors import to_http
-from jaxserve.server.generate import generate
-from jaxserve.server.generate_protocol import GenerateOutput, GenerateRequest
-from jaxserve.server.http import Exchange
+from jaxserve.server.http.auth import BearerAuth
+from jaxserve.server.http.bodies import Exchange
+from jaxserve.server.http.endpoint import Bodiless, Post
+from jaxserve.server.http.request_id import RequestId
 from jaxserve.server.openai import models, protocol, responses
 from jaxserve.server.openai.chat import chat_completions
 from jaxserve.server.openai.completions import completions
-from jaxserve.server.openapi import Operation, document
-from jaxserve.server.profile import Profile, StartProfileRequest, StopProfileRequest, start_profile, stop_profile
-from jaxserve.server.request_id import RequestId
-from jaxserve.server.serving import Serving
+from jaxserve.server.server_state import Serving
+from jaxserve.server.sglang import tokenize
+from jaxserve.server.sglang.generate import generate
+from jaxserve.server.sglang.generate_protocol import GenerateOutput, GenerateRequest
 
 type BodilessHandler = Callable[[Serving, Exchange], Awaitable[None]]
 type PostHandler = Callable[[Serving, Exchange, Any], Coroutine[Any, Any, None]]
@@ -120,24 +121,26 @@ _POSTS: tuple[tuple[Operation, PostHandler], ...] = (
         generate,
     ),
     (
-        Operation("POST", "/tokenize", "Text to ids", body=native.TokenizeRequest, response=native.TokenizeResponse),
-        native.tokenize,
+        Operation(
+            "POST", "/tokenize", "Text to ids", body=tokenize.TokenizeRequest, response=tokenize.TokenizeResponse
+        ),
+        tokenize.tokenize,
     ),
     (
         Operation(
-            "POST", "/detokenize", "Ids to text", body=native.DetokenizeRequest, response=native.DetokenizeResponse
+            "POST", "/detokenize", "Ids to text", body=tokenize.DetokenizeRequest, response=tokenize.DetokenizeResponse
         ),
-        native.detokenize,
+        tokenize.detokenize,
     ),
     (
         Operation(
             "POST",
             "/abort_request",
             "End an open request, or all",
-            body=native.AbortRequest,
-            response=native.AbortResponse,
+            body=tokenize.AbortRequest,
+            response=tokenize.AbortResponse,
         ),
-        native.abort_request,
+        tokenize.abort_request,
     ),
     (
         Operation(

@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.gguf_config import token_id
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
-from jaxserve.text.parts import TokenizerParts
+from jaxserve.text.tokenizer_parts import TokenizerParts
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 

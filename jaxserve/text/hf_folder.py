@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import Fields, read_json
-from jaxserve.text.parts import TokenizerParts
+from jaxserve.text.tokenizer_parts import TokenizerParts
 
 
 def tokenizer_from_folder(folder: Path) -> TokenizerParts:

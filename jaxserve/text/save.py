@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxserve.model_source import ModelSource, tokenizer_files
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
-from jaxserve.text.parts import TokenizerParts
+from jaxserve.text.tokenizer_parts import TokenizerParts
 
 
 def save_tokenizer(source: ModelSource, folder: Path) -> None:

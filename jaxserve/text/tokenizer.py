@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.model_source import ModelSource
-from jaxserve.text.lengths import TextLengths
-from jaxserve.text.parts import TokenizerParts
-from jaxserve.text.pieces import PieceTable, piece_table
+from jaxserve.text.min_tokens import TextLengths
+from jaxserve.text.token_bytes import PieceTable, piece_table
+from jaxserve.text.tokenizer_parts import TokenizerParts
 
 _ID_OUT_OF_RANGE = "token ids must be in [0, 2^32)"
 

@@ -19,7 +19,7 @@ import numpy as np
 from jaxserve.params import ParamSpec, Path, Placement, Window, dotted
 from jaxserve.quant import EMBEDDING, HEAD, packed_weights
 from jaxserve.weights.arrays import WeightReader, build, flatten
-from jaxserve.weights.faults import listed, refuse_misfit
+from jaxserve.weights.mismatch import listed, refuse_misfit
 from jaxserve.weights.packed import Blocks, fill_packed, placed_in_blocks
 from jaxserve.weights.source import BlockSource, TensorSource
 

@@ -12,7 +12,7 @@ import msgspec
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import CHECKPOINT
-from jaxserve.weights.faults import listed
+from jaxserve.weights.mismatch import listed
 
 PARAMS = "params"
 """The Orbax checkpoint inside the folder."""

@@ -23,9 +23,9 @@ from jaxserve.errors import ConfigError
 from jaxserve.host import read_at
 from jaxserve.params import ParamSpec, Path, Window, dotted
 from jaxserve.weights.arrays import WeightReader, flatten
-from jaxserve.weights.faults import refuse_misfit
 from jaxserve.weights.finite import check_finite
 from jaxserve.weights.manifest import PARAMS, Manifest, read_manifest
+from jaxserve.weights.mismatch import refuse_misfit
 
 _OPEN_CHUNKS = 256
 """Files that stay open: a part of a parameter may be a few rows of all of its chunks."""

@@ -5,13 +5,11 @@ from pallas_kernels.paged_attention.backends import (
     REFERENCE,
     Backend,
     BackendName,
-    Problem,
-    Target,
     choose_backend,
-    target_of,
 )
 from pallas_kernels.paged_attention.layout import KVLayout, PagedKV, kv_layout
 from pallas_kernels.paged_attention.pages import read_pages, write_pages
+from pallas_kernels.paged_attention.problem import Problem, Target, target_of
 
 __all__ = [
     "REFERENCE",

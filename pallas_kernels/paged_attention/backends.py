@@ -6,10 +6,8 @@ import dataclasses
 import importlib
 from typing import Any, Literal, Protocol, cast, get_args
 
-import jax
-import numpy as np
-
 from pallas_kernels.paged_attention.layout import KVLayout
+from pallas_kernels.paged_attention.problem import CPU, Problem, Target
 
 BackendName = Literal["reference", "cpu", "triton", "mosaic_tpu", "mosaic_gpu"]
 
@@ -19,32 +17,7 @@ _PREFERRED: dict[str, tuple[BackendName, ...]] = {
     "gpu": ("triton", "reference"),
     "tpu": ("mosaic_tpu", "reference"),
 }
-_CPU: tuple[BackendName, ...] = ("cpu", "reference")
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """The device that kernels are compiled for, attached or not. `capability` is CUDA's, as (9, 0).
-
-    `blocks` are block sizes that the caller wants instead of tuned ones: (`decode` or `prefill`, name, size) each.
-    """
-
-    platform: str
-    kind: str = ""
-    capability: tuple[int, int] | None = None
-    blocks: frozenset[tuple[str, str, int]] = frozenset()
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """What a model asks of attention on one shard, known before anything is compiled."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    page_size: int
-    dtype: np.dtype
-    kv_dtype: np.dtype
+_ON_A_CPU: tuple[BackendName, ...] = ("cpu", "reference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +26,7 @@ class Backend:
 
     name: BackendName
     reason: str = dataclasses.field(default="", compare=False)
-    target: Target = Target("cpu")
+    target: Target = CPU
 
     @property
     def interpret(self) -> bool:
@@ -69,8 +42,8 @@ class Backend:
         """Of the layout's pages of a layer, as many as its kernels can reach on one of `shards` of its heads."""
         if self.name != "triton":
             return layout.num_pages
-        # Here, as a backend's file imports this one
-        from pallas_kernels.paged_attention.triton import addressable
+        # Imported when needed, as in `backend_module`.
+        from pallas_kernels.paged_attention.triton.backend import addressable
 
         page = layout.num_layers * layout.num_kv_heads // shards * layout.page_size * layout.lanes
         return addressable(layout.num_pages * page, layout.dtype) // page
@@ -88,23 +61,15 @@ class BackendModule(Protocol):
 
 def backend_module(name: BackendName) -> BackendModule:
     """The file of a backend; imported when asked for, as each brings another compiler's front end."""
-    return cast(BackendModule, importlib.import_module(f"pallas_kernels.paged_attention.{name}"))
-
-
-def target_of(device: Any) -> Target:
-    """The target that a jax device is, or a device of a topology that isn't attached."""
-    capability = getattr(device, "compute_capability", None)
-    if capability is None:
-        return Target(device.platform, device.device_kind)
-    major, _, minor = str(capability).partition(".")
-    return Target(device.platform, device.device_kind, (int(major), int(minor)))
+    file = name if name == "reference" else f"{name}.backend"
+    return cast(BackendModule, importlib.import_module(f"pallas_kernels.paged_attention.{file}"))
 
 
 def choose_backend(target: Target, problem: Problem, requested: str = "auto") -> Backend:
     """The backend for a deployment. Raises ValueError where the one asked for can't do it, with the reason."""
     if requested == "auto":
         refused: list[str] = []
-        for name in _PREFERRED.get(target.platform, _CPU):
+        for name in _PREFERRED.get(target.platform, _ON_A_CPU):
             refusal = backend_module(name).refusal(problem, target)
             if refusal is None:
                 reason = "; ".join([f"the best for {target.kind or target.platform}", *refused])
@@ -121,8 +86,3 @@ def choose_backend(target: Target, problem: Problem, requested: str = "auto") ->
 
 
 REFERENCE = Backend("reference", "the default of this function")
-
-
-def is_float8(dtype: Any) -> bool:
-    """Whether a dtype is the fp8 that KV caches are kept in (e4m3)."""
-    return bool(np.dtype(dtype) == jax.numpy.float8_e4m3fn)

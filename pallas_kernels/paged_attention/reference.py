@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.paged_attention.backends import Problem, Target
 from pallas_kernels.paged_attention.layout import PagedKV
+from pallas_kernels.paged_attention.problem import Problem, Target
 from pallas_kernels.paged_attention.write import write_kv
 
 DECODE_ROWS = 16

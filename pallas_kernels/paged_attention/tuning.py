@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pallas_kernels.paged_attention.backends import Problem, Target
+from pallas_kernels.paged_attention.problem import Problem, Target
 
 Kind = Literal["decode", "prefill"]
 

@@ -7,8 +7,8 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention.backends import is_float8
 from pallas_kernels.paged_attention.layout import PagedKV, in_lanes
+from pallas_kernels.paged_attention.problem import is_float8
 
 FLOAT8_MAX = 448.0
 

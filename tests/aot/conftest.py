@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import jax
 import pytest
 
-from jaxserve.cli.table import span, table
-from jaxserve.runtime.compiled import KernelReport
+from jaxserve.cli.common.table import span, table
+from jaxserve.runtime.programs.inspection import KernelReport
 
 HEADER = (
     "target", "model", "program", "seconds", "temp MiB", "alias MiB",

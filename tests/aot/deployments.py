@@ -6,10 +6,10 @@ from typing import Any
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.models.config import parse_model_config
-from jaxserve.runtime.deployment import Deployment, deploy
-from jaxserve.runtime.device import facts_of_target
-from jaxserve.runtime.programs import ProgramBuilder
-from jaxserve.runtime.topology import target_mesh
+from jaxserve.runtime.devices.device import facts_of_target
+from jaxserve.runtime.devices.topology import target_mesh
+from jaxserve.runtime.programs.builder import ProgramBuilder
+from jaxserve.runtime.sizing.deployment import Deployment, deploy
 
 LLAMA_8B_TWO_LAYERS = {
     "architectures": ["LlamaForCausalLM"],

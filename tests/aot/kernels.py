@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from jaxserve.runtime.compiled import KernelReport, instructions, own_kernels_of
-from jaxserve.runtime.target import load_target
+from jaxserve.runtime.devices.target import load_target
+from jaxserve.runtime.programs.inspection import KernelReport, instructions, own_kernels_of
 
 
 def fitting_kernels(compiled: Any, target: str) -> tuple[KernelReport, ...]:

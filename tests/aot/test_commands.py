@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxserve.cli.main import main
-from jaxserve.runtime.target import target_names
+from jaxserve.runtime.devices.target import target_names
 from tests.aot.deployments import LLAMA_8B_TWO_LAYERS
 
 pytestmark = pytest.mark.aot

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import pytest
 
-from jaxserve.runtime.batch import ProgramKey
-from jaxserve.runtime.compiled import compile_and_read, instructions
-from jaxserve.runtime.memory import usable_bytes
-from jaxserve.runtime.mesh import device_bytes
-from jaxserve.runtime.program_set import Key
-from jaxserve.runtime.programs import UPDATE_KEY
+from jaxserve.runtime.devices.mesh import device_bytes
+from jaxserve.runtime.programs.builder import UPDATE_KEY
+from jaxserve.runtime.programs.inspection import compile_and_read, instructions
+from jaxserve.runtime.programs.program_set import Key
+from jaxserve.runtime.sizing.memory import usable_bytes
+from jaxserve.runtime.step.batch import ProgramKey
 from tests.aot.conftest import Row
 from tests.aot.deployments import DECODE_ROWS, LLAMA_70B, MIXED_TOKENS, deployed, deployment
 

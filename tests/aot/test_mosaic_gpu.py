@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.runtime.batch import ProgramKey
-from jaxserve.runtime.topology import target_mesh
+from jaxserve.runtime.devices.topology import target_mesh
+from jaxserve.runtime.step.batch import ProgramKey
 from pallas_kernels.paged_attention import PagedKV, Problem, choose_backend, paged_attention, target_of
 from tests.aot.conftest import Row
 from tests.aot.deployments import LLAMA_8B_TWO_LAYERS, deployment

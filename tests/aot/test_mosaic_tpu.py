@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.runtime.compiled import instructions, own_kernels_of
-from jaxserve.runtime.topology import target_mesh
+from jaxserve.runtime.devices.topology import target_mesh
+from jaxserve.runtime.programs.inspection import instructions, own_kernels_of
 from pallas_kernels.paged_attention import PagedKV, Problem, choose_backend, kv_layout, paged_attention, target_of
 from tests.aot.conftest import Row
 

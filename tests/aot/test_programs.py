@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import pytest
 
-from jaxserve.runtime.batch import ProgramKey
-from jaxserve.runtime.compiled import compile_and_read
-from jaxserve.runtime.mesh import device_bytes
-from jaxserve.runtime.program_set import Key
-from jaxserve.runtime.programs import READ_KEY, UPDATE_KEY, WRITE_KEY
+from jaxserve.runtime.devices.mesh import device_bytes
+from jaxserve.runtime.programs.builder import READ_KEY, UPDATE_KEY, WRITE_KEY
+from jaxserve.runtime.programs.inspection import compile_and_read
+from jaxserve.runtime.programs.program_set import Key
+from jaxserve.runtime.step.batch import ProgramKey
 from tests.aot.conftest import Row
 from tests.aot.deployments import (
     DECODE_ROWS,

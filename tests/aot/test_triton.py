@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.runtime.compiled import instructions
-from jaxserve.runtime.topology import target_mesh
+from jaxserve.runtime.devices.topology import target_mesh
+from jaxserve.runtime.programs.inspection import instructions
 from pallas_kernels.paged_attention import PagedKV, Problem, choose_backend, paged_attention, target_of
 from tests.aot.conftest import Row
 from tests.aot.kernels import fitting_kernels

@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 
 import pytest_asyncio
 
-from jaxserve.bench.backends import CHAT, COMPLETIONS, RequestWriter
-from jaxserve.bench.client import Client
-from jaxserve.bench.http import Pool
+from jaxserve.bench.load.backends import CHAT, COMPLETIONS, RequestWriter
+from jaxserve.bench.load.client import Client
+from jaxserve.bench.load.http_client import Pool
 from tests.bench.known_server import KnownServer
 
 

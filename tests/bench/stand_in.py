@@ -90,7 +90,7 @@ def load(argv: list[str]) -> None:
     speed = 1.1 ** min(settings["max_running_requests"] // 8, 2)
     if 3 in (settings["cuda_graph_bs"] or ()):
         speed *= 1.1
-    from tests.bench.results import serve_result  # numpy is slow to import, and the server needs none
+    from tests.bench.result_files import serve_result  # numpy is slow to import, and the server needs none
 
     result = serve_result(
         given.seed, ttft=0.1 / speed, itl=0.02 / speed, requests=given.num_prompts, clients=given.max_concurrency
@@ -99,8 +99,8 @@ def load(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    from jaxserve.bench.sweep import Commands
-    from jaxserve.cli import bench_sweep, bench_tune
+    from jaxserve.bench.sweep.run_sweep import Commands
+    from jaxserve.cli.bench import sweep, tune
     from jaxserve.errors import JaxserveError
 
     name, rest = argv[0], argv[1:]
@@ -108,7 +108,7 @@ def main(argv: list[str]) -> int:
         {"serve": serve, "load": load}[name](rest)
         return 0
     try:
-        return {"sweep": bench_sweep, "tune": bench_tune}[name].main(rest, Commands(SERVE, LOAD))
+        return {"sweep": sweep, "tune": tune}[name].main(rest, Commands(SERVE, LOAD))
     except JaxserveError as error:
         print(error, file=sys.stderr)
         return 2

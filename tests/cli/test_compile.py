@@ -20,10 +20,10 @@ from jaxserve.cli.main import main
 from jaxserve.config.settings import as_flag
 from jaxserve.errors import ConfigError
 from jaxserve.observability import log
-from jaxserve.runtime import offline
-from jaxserve.runtime.compiled import KernelReport, ProgramReport
-from jaxserve.runtime.mesh import make_mesh
-from jaxserve.runtime.programs import ProgramBuilder
+from jaxserve.runtime.devices.mesh import make_mesh
+from jaxserve.runtime.programs.builder import ProgramBuilder
+from jaxserve.runtime.programs.inspection import KernelReport, ProgramReport
+from jaxserve.runtime.sizing import aot
 from tests.cli.model_folder import write_config
 from tests.tiny_model import tiny_settings
 
@@ -40,7 +40,7 @@ def _logging_stays() -> Iterator[None]:
 
 @pytest.fixture
 def argv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(offline, "target_mesh", lambda name, **shape: make_mesh(jax.devices("cpu"), **shape))
+    monkeypatch.setattr(aot, "target_mesh", lambda name, **shape: make_mesh(jax.devices("cpu"), **shape))
     model = write_config(tmp_path / "small.json", **SMALL)
     flags = ["--attention-backend", "reference", "--max-running-requests", "4", "--cuda-graph-bs", "4"]
     return ["compile", model, "--target", "nvidia-h200", "--chunked-prefill-size", "16", "--dtype", "float32", *flags]

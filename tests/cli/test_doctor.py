@@ -13,7 +13,7 @@ from jaxserve.api_types import EngineStats
 from jaxserve.cli import doctor
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.observability.metrics import Metrics
-from tests.server.test_metrics import INFO
+from tests.server.admin.test_metrics import INFO
 
 BUSY = EngineStats(num_running=8, num_waiting=50, token_usage=0.95, num_pages=40)
 

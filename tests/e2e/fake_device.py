@@ -12,16 +12,16 @@ import time
 from typing import Any
 
 from jaxserve.api_types import EngineInfo
-from jaxserve.cli import flags
 from jaxserve.cli import serve as command
+from jaxserve.cli.common import flags
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.engine.client import launch_engine
-from jaxserve.engine.loop import EngineLoop
-from jaxserve.engine.process import run
-from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.core.loop import EngineLoop
+from jaxserve.engine.process.main import run
+from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.observability import log
-from jaxserve.server.run import serve
-from jaxserve.server.serving import Loaded
+from jaxserve.server.lifecycle import serve
+from jaxserve.server.server_state import Loaded
 from jaxserve.step_plan import Capacity, StepPlan
 from tests.engine.fake_executor import VOCAB, FakeExecutor
 from tests.server.tiny import TEMPLATE, TinyTemplate, tiny_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxserve.bench.step_times import read_step_times
+from jaxserve.bench.engine.step_times import read_step_times
 from jaxserve.observability.timeline import HOST_PHASES
 from tests.e2e.server_process import serving
 

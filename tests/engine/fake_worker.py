@@ -9,10 +9,10 @@ from typing import Any
 
 from jaxserve.api_types import EngineInfo
 from jaxserve.config.schema import EngineConfig
-from jaxserve.engine.loop import EngineLoop
-from jaxserve.engine.process import run
-from jaxserve.engine.profiling import Profiling
-from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.core.loop import EngineLoop
+from jaxserve.engine.core.profiling import Profiling
+from jaxserve.engine.process.main import run
+from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.errors import ConfigError, ModelNotFoundError
 from jaxserve.step_plan import Capacity, StepPlan, StepResult
 from tests.engine.fake_executor import VOCAB, FakeExecutor

@@ -8,10 +8,10 @@ from typing import get_args
 import pytest
 
 from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenEvent
-from jaxserve.engine.host_tier import WritePolicy
-from jaxserve.engine.loop import EngineLoop
-from jaxserve.engine.policy import Policy
-from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.core.loop import EngineLoop
+from jaxserve.engine.kv_cache.host_tier import WritePolicy
+from jaxserve.engine.scheduling.policy import Policy
+from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.step_plan import Capacity
 from tests.engine.fake_executor import VOCAB, FakeExecutor, run_alone
 

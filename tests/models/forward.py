@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxserve.layers.batch import TokenBatch
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family
-from jaxserve.runtime.mesh import make_mesh, partitions
+from jaxserve.runtime.devices.mesh import make_mesh, partitions
 from pallas_kernels.paged_attention import REFERENCE, PagedKV
 
 PAGE_SIZE = 16

@@ -11,7 +11,7 @@ import pytest
 from jaxserve.model_source import resolve
 from jaxserve.models.config import parse_model_config
 from jaxserve.models.registry import family
-from jaxserve.runtime.mesh import shardings
+from jaxserve.runtime.devices.mesh import shardings
 from jaxserve.weights.load import load_params
 from jaxserve.weights.open import open_source
 from tests.models.forward import cpu_mesh, prompt_logits

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.observability.metrics import Metrics
-from tests.server.test_metrics import INFO, STATS
+from tests.server.admin.test_metrics import INFO, STATS
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "configs" / "grafana" / "jaxserve.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]

@@ -6,7 +6,7 @@ from jaxserve.api_types import EngineStats
 from jaxserve.errors import JaxserveError
 from jaxserve.observability.metrics import Metrics
 from jaxserve.observability.sample import Sample, Settings, read_sample, read_settings
-from tests.server.test_metrics import INFO, STATS
+from tests.server.admin.test_metrics import INFO, STATS
 
 
 def rendered(stats: EngineStats = STATS) -> str:

@@ -14,22 +14,22 @@ from jax.sharding import PartitionSpec
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.models.registry import family
-from jaxserve.runtime import sampling
-from jaxserve.runtime.batch import ProgramKey, build, step_shape
-from jaxserve.runtime.compiled import instructions
-from jaxserve.runtime.deployment import deploy
-from jaxserve.runtime.device import DeviceFacts
-from jaxserve.runtime.host_pool import HostPool
-from jaxserve.runtime.mesh import TENSOR_AXIS, make_mesh, shardings
-from jaxserve.runtime.page_copies import PAGES_A_COPY, row_specs
-from jaxserve.runtime.programs import READ_KEY, UPDATE_KEY, WRITE_KEY, ProgramBuilder
-from jaxserve.runtime.state import make_state
-from jaxserve.runtime.step import StepContext
-from jaxserve.runtime.update import pack_open
+from jaxserve.runtime.devices.device import DeviceFacts
+from jaxserve.runtime.devices.mesh import TENSOR_AXIS, make_mesh, shardings
+from jaxserve.runtime.execution.host_pool import HostPool
+from jaxserve.runtime.programs.builder import READ_KEY, UPDATE_KEY, WRITE_KEY, ProgramBuilder
+from jaxserve.runtime.programs.inspection import instructions
+from jaxserve.runtime.sizing.deployment import deploy
+from jaxserve.runtime.step import sampling
+from jaxserve.runtime.step.batch import ProgramKey, build, step_shape
+from jaxserve.runtime.step.page_copies import PAGES_A_COPY, row_specs
+from jaxserve.runtime.step.slot_update import pack_open
+from jaxserve.runtime.step.state import make_state
+from jaxserve.runtime.step.step import StepContext
 from jaxserve.step_plan import StepPlan
 from jaxserve.weights.dummy import dummy_params
 from pallas_kernels.paged_attention import REFERENCE, Target
-from tests.runtime.test_sampling import VOCAB, _rows
+from tests.runtime.step.test_sampling import VOCAB, _rows
 from tests.runtime.tiny import CAPACITY, F32, model, opening, prefill, specs
 
 SAMPLING = [

@@ -13,10 +13,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxserve.api_types import SamplingParams
 from jaxserve.models.config import ModelConfig, parse_model_config
 from jaxserve.models.registry import family
-from jaxserve.runtime.mesh import make_mesh, shardings
-from jaxserve.runtime.programs import ProgramBuilder
-from jaxserve.runtime.state import DeviceState, make_state, state_specs
-from jaxserve.runtime.step import StepContext
+from jaxserve.runtime.devices.mesh import make_mesh, shardings
+from jaxserve.runtime.programs.builder import ProgramBuilder
+from jaxserve.runtime.step.state import DeviceState, make_state, state_specs
+from jaxserve.runtime.step.step import StepContext
 from jaxserve.step_plan import Capacity, Chunk, SlotOpen
 from jaxserve.weights.dummy import dummy_params
 from pallas_kernels.paged_attention import REFERENCE

@@ -16,8 +16,8 @@ import pytest
 
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.server.app import make_app
-from jaxserve.server.run import Http
-from jaxserve.server.serving import Loaded, Serving
+from jaxserve.server.lifecycle import Http
+from jaxserve.server.server_state import Loaded, Serving
 from tests.server.fake_engine import FakeEngine
 from tests.server.tiny import TEMPLATE, VOCAB_SIZE, TinyTemplate, tiny_tokenizer
 

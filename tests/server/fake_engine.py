@@ -23,7 +23,7 @@ from jaxserve.api_types import (
     TokenLogprobs,
     Usage,
 )
-from jaxserve.engine.profiling import Profiling
+from jaxserve.engine.core.profiling import Profiling
 from jaxserve.errors import EngineDeadError
 
 MAX_MODEL_LEN = 512

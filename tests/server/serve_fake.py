@@ -13,8 +13,8 @@ import sys
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.errors import ConfigError
 from jaxserve.observability import log
-from jaxserve.server.run import serve
-from jaxserve.server.serving import Loaded
+from jaxserve.server.lifecycle import serve
+from jaxserve.server.server_state import Loaded
 from tests.server.fake_engine import FakeEngine
 from tests.server.tiny import TEMPLATE, VOCAB_SIZE, TinyTemplate, tiny_tokenizer
 

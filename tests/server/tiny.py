@@ -9,9 +9,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.text.chat_template import ChatTemplate, Message
-from jaxserve.text.parts import TokenizerParts
-from jaxserve.text.pieces import byte_alphabet
+from jaxserve.text.token_bytes import byte_alphabet
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.tokenizer_parts import TokenizerParts
 
 SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>"]
 BOS_ID, START_ID, END_ID = 256, 257, 258

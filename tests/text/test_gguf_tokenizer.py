@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource
 from jaxserve.text.gguf_tokenizer import _SPLITS
-from jaxserve.text.pieces import byte_alphabet
+from jaxserve.text.token_bytes import byte_alphabet
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from tests.model_source.gguf_files import write_gguf
 

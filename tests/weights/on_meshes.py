@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxserve.model_source import ModelSource, read_config, resolve
 from jaxserve.models.config import parse_model_config
 from jaxserve.models.registry import family
-from jaxserve.runtime.mesh import make_mesh, shardings
+from jaxserve.runtime.devices.mesh import make_mesh, shardings
 from jaxserve.weights.arrays import WeightReader, build, flatten
 from jaxserve.weights.load import checkpoint_reader
 from jaxserve.weights.open import open_source, open_weights

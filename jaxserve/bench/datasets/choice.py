@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxserve.bench.datasets import conversations, files, synthetic, trace
 from jaxserve.bench.datasets.lengths import Span, span
-from jaxserve.bench.prompts import Conversation
-from jaxserve.bench.vocabulary import Vocabulary
+from jaxserve.bench.datasets.prompts import Conversation
+from jaxserve.bench.datasets.vocabulary import Vocabulary
 from jaxserve.errors import ConfigError
 from jaxserve.text.tokenizer import Tokenizer
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.bench.prompts import Conversation, Prompt
-from jaxserve.bench.vocabulary import Vocabulary
+from jaxserve.bench.datasets.prompts import Conversation, Prompt
+from jaxserve.bench.datasets.vocabulary import Vocabulary
 
 
 def random_turns(

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from jaxserve.bench.datasets.conversations import as_conversation
-from jaxserve.bench.prompts import Content, Conversation, alone
-from jaxserve.bench.vocabulary import Vocabulary
+from jaxserve.bench.datasets.prompts import Content, Conversation, alone
+from jaxserve.bench.datasets.vocabulary import Vocabulary
 from jaxserve.errors import ConfigError
 
 _SHORTEST = 4

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.bench.datasets.lengths import Span
-from jaxserve.bench.prompts import Conversation, alone
-from jaxserve.bench.vocabulary import Vocabulary
+from jaxserve.bench.datasets.prompts import Conversation, alone
+from jaxserve.bench.datasets.vocabulary import Vocabulary
 from jaxserve.errors import ConfigError
 
 

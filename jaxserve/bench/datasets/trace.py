@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from jaxserve.bench.datasets.files import json_lines
-from jaxserve.bench.prompts import Conversation, alone
-from jaxserve.bench.vocabulary import Vocabulary
+from jaxserve.bench.datasets.prompts import Conversation, alone
+from jaxserve.bench.datasets.vocabulary import Vocabulary
 from jaxserve.errors import ConfigError
 
 TOKENS_A_HASH = 512

@@ -10,9 +10,11 @@ import time
 import msgspec
 
 from jaxserve.server.errors import to_http
-from jaxserve.server.generation import Generation
-from jaxserve.server.http import Exchange
-from jaxserve.server.messages import render
+from jaxserve.server.generation.generation import Generation
+from jaxserve.server.generation.prompts import check_prompt, encode, engine_requests, output_limit
+from jaxserve.server.http.bodies import Exchange
+from jaxserve.server.http.sse import DONE, EventStream
+from jaxserve.server.openai.chat_messages import render
 from jaxserve.server.openai.chunks import Chunks
 from jaxserve.server.openai.logprobs import chat_logprobs
 from jaxserve.server.openai.protocol import ChatRequest
@@ -25,9 +27,7 @@ from jaxserve.server.openai.responses import (
     ChatResponse,
     total_usage,
 )
-from jaxserve.server.prompts import check_prompt, encode, engine_requests, output_limit
-from jaxserve.server.serving import Loaded, Serving
-from jaxserve.server.sse import DONE, EventStream
+from jaxserve.server.server_state import Loaded, Serving
 from jaxserve.text.output import OutputDelta
 
 

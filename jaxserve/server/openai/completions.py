@@ -10,13 +10,8 @@ import msgspec
 from jaxserve.api_types import EngineInfo, SamplingParams, TokenLogprobs
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.errors import to_http
-from jaxserve.server.generation import Generation
-from jaxserve.server.http import Exchange
-from jaxserve.server.openai.chunks import Chunks
-from jaxserve.server.openai.logprobs import completion_logprobs, extend, prompt_logprobs, prompt_offsets
-from jaxserve.server.openai.protocol import CompletionRequest
-from jaxserve.server.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, total_usage
-from jaxserve.server.prompts import (
+from jaxserve.server.generation.generation import Generation
+from jaxserve.server.generation.prompts import (
     check_length,
     check_number,
     check_prompt,
@@ -25,8 +20,13 @@ from jaxserve.server.prompts import (
     off_loop,
     output_limit,
 )
-from jaxserve.server.serving import Loaded, Serving
-from jaxserve.server.sse import DONE, EventStream
+from jaxserve.server.http.bodies import Exchange
+from jaxserve.server.http.sse import DONE, EventStream
+from jaxserve.server.openai.chunks import Chunks
+from jaxserve.server.openai.logprobs import completion_logprobs, extend, prompt_logprobs, prompt_offsets
+from jaxserve.server.openai.protocol import CompletionRequest
+from jaxserve.server.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, total_usage
+from jaxserve.server.server_state import Loaded, Serving
 from jaxserve.text.output import OutputDelta
 
 DEFAULT_MAX_TOKENS = 16

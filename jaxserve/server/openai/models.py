@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from jaxserve.server.errors import unknown_model
-from jaxserve.server.http import Exchange
+from jaxserve.server.http.bodies import Exchange
 from jaxserve.server.openai.responses import ModelCard, ModelList
-from jaxserve.server.serving import Serving
+from jaxserve.server.server_state import Serving
 
 
 async def list_models(serving: Serving, exchange: Exchange) -> None:

@@ -25,7 +25,7 @@ from jaxserve.api_types import (
     TopP,
 )
 from jaxserve.errors import InvalidRequestError
-from jaxserve.server.fields import (
+from jaxserve.server.http.fields import (
     MAX_SEQUENCES,
     TOKEN_KEY,
     LogitBias,
@@ -49,7 +49,7 @@ from jaxserve.server.fields import (
     only,
     refuse_asking,
 )
-from jaxserve.server.known_fields import KnownOpenAI
+from jaxserve.server.openai.known_fields import KnownOpenAI
 from jaxserve.text.stop_regex import check_patterns
 
 ROLES = ("system", "developer", "user", "assistant")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.bench.prompts import Conversation
-from jaxserve.cli.bench_datasets import add_datasets, chosen_dataset
-from jaxserve.cli.parser import Parser
+from jaxserve.bench.datasets.prompts import Conversation
+from jaxserve.cli.bench.dataset_flags import add_datasets, chosen_dataset
+from jaxserve.cli.common.parser import Parser
 from jaxserve.errors import ConfigError
 from tests.bench.word_tokenizer import word_tokenizer
 

@@ -16,9 +16,9 @@ from pallas_kernels.cpu import Kernel, cpu_features, refusal
 from pallas_kernels.cpu.compile import optimized
 from pallas_kernels.normalization.cpu import LogSumExp, RmsNorm
 from pallas_kernels.packed_matmul.cpu import PackedMatmul
-from pallas_kernels.paged_attention.backends import Problem, Target, choose_backend
-from pallas_kernels.paged_attention.cpu import PagedAttention
-from pallas_kernels.paged_attention.cpu_tiles import Attention
+from pallas_kernels.paged_attention import Problem, Target, choose_backend
+from pallas_kernels.paged_attention.cpu.backend import PagedAttention
+from pallas_kernels.paged_attention.cpu.tiles import Attention
 from pallas_kernels.sampling.cpu import DrawTokens
 
 LINUX, MAC = ("aarch64-unknown-linux-gnu", "generic"), ("arm64-apple-darwin", "apple-m1")

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.cpu.emit import Module
-from pallas_kernels.paged_attention import Backend, BackendName, PagedKV, cpu, kv_layout, paged_attention
-from pallas_kernels.paged_attention.cpu_blocks import CHUNK
+from pallas_kernels.paged_attention import Backend, BackendName, PagedKV, kv_layout, paged_attention
+from pallas_kernels.paged_attention.cpu import backend as cpu
+from pallas_kernels.paged_attention.cpu.blocks import CHUNK
 from tests.pallas_kernels.paged_attention import test_paged_attention as suite
 from tests.pallas_kernels.paged_attention.cases import CASES, Case, make_batch
 

@@ -19,16 +19,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from pallas_kernels.paged_attention import (
-    Problem,
-    Target,
-    choose_backend,
-    mosaic_gpu,
-    mosaic_gpu_convert,
-    mosaic_gpu_decode,
-    mosaic_gpu_parts,
-    mosaic_gpu_prefill,
-)
+from pallas_kernels.paged_attention import Problem, Target, choose_backend
+from pallas_kernels.paged_attention.mosaic_gpu import backend as mosaic_gpu
+from pallas_kernels.paged_attention.mosaic_gpu import convert, decode, parts, prefill
 from tests.pallas_kernels.paged_attention import test_paged_attention as suite
 from tests.pallas_kernels.paged_attention.cases import CASES, Case, make_batch
 
@@ -113,7 +106,7 @@ PREFILL = Case("prefill", ((140, 40), (290, 70)), 0, **SHORT)
 # With several blocks for each slot that is converted into: a loader that waits for nobody is found out by the third.
 DECODE_FP8 = Case("decode", ((300, 1),), 1, decode_only=True, **FP8, **{**SHORT, "head_dim": 256})
 PREFILL_FP8 = Case("prefill", ((40, 40), (1100, 70)), 0, **FP8, **SHORT)
-MODULES = {"decode": mosaic_gpu_decode, "prefill": mosaic_gpu_prefill}
+MODULES = {"decode": decode, "prefill": prefill}
 BUGS = {
     "read-before-it-arrived": (DECODE, "plgpu.barrier_wait(k_ring.arrived.at[slot])", "pass"),
     "read-before-it-was-converted": (DECODE_FP8, "plgpu.barrier_wait(v_ring.arrived.at[slot])", "pass"),
@@ -145,7 +138,7 @@ def test_the_suite_finds_a_block_overwritten_before_it_is_free(
     case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the loader both kernels share."""
-    spoilt = _spoilt(mosaic_gpu_parts, "@pl.when(i - low >= stages)", "@pl.when(i < low)")
+    spoilt = _spoilt(parts, "@pl.when(i - low >= stages)", "@pl.when(i < low)")
     monkeypatch.setattr(MODULES[case.name], "fill_rings", spoilt.fill_rings)
     assert _found(case, capsys)
 
@@ -164,7 +157,7 @@ def test_the_suite_finds_a_bug_where_fp8_is_converted(
     right: str, wrong: str, case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In what both kernels' loaders do then."""
-    spoilt = _spoilt(mosaic_gpu_convert, right, wrong)
+    spoilt = _spoilt(convert, right, wrong)
     monkeypatch.setattr(MODULES[case.name], "convert_rings", spoilt.convert_rings)
     assert _found(case, capsys)
 

@@ -134,11 +134,11 @@ SEEDS = {
 @pytest.mark.parametrize("bug", SEEDS)
 def test_a_seeded_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seed = SEEDS[bug]
-    module = importlib.import_module(f"{PACKAGE}.mosaic_tpu_{seed.file}")
+    module = importlib.import_module(f"{PACKAGE}.mosaic_tpu.{seed.file}")
     source = Path(str(module.__file__)).read_text()
     assert source.count(seed.old) == 1
-    for name in ("mosaic_tpu", "mosaic_tpu_kernel", "mosaic_tpu_memory"):
-        monkeypatch.delitem(sys.modules, f"{PACKAGE}.{name}", raising=False)
+    for name in ("backend", "kernel", "memory"):
+        monkeypatch.delitem(sys.modules, f"{PACKAGE}.mosaic_tpu.{name}", raising=False)
     seeded = types.ModuleType(module.__name__)
     monkeypatch.setitem(sys.modules, module.__name__, seeded)
     exec(compile(source.replace(seed.old, seed.new), str(module.__file__), "exec"), seeded.__dict__)

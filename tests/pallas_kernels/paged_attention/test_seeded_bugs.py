@@ -45,56 +45,56 @@ class Seed:
 
 
 SEEDS = [
-    Seed("off-by-one-page", "triton", "triton_tiles", "lax.div(position, size)", "lax.div(position + 1, size)"),
-    Seed("place-of-another-layer", "triton", "triton_tiles", " + pool.layer[0] * attention.num_pages", ""),
-    Seed("stale-places", "triton", "triton_decode", "tile_at(tile + 1)", "tile_at(tile)"),
-    Seed("one-token-too-many", "triton", "triton_decode", "position < length", "position <= length"),
+    Seed("off-by-one-page", "triton", "triton.tiles", "lax.div(position, size)", "lax.div(position + 1, size)"),
+    Seed("place-of-another-layer", "triton", "triton.tiles", " + pool.layer[0] * attention.num_pages", ""),
+    Seed("stale-places", "triton", "triton.decode", "tile_at(tile + 1)", "tile_at(tile)"),
+    Seed("one-token-too-many", "triton", "triton.decode", "position < length", "position <= length"),
     Seed(
         "values-not-masked",
         "triton",
-        "triton_decode",
+        "triton.decode",
         "values = load_rows(pool.values, (at,), held, attention)",
         "values = load_rows(pool.values, (at,), None, attention)",
     ),
-    Seed("a-split-left-out", "triton", "triton_decode", "lax.fori_loop(0, used,", "lax.fori_loop(1, used,"),
-    Seed("not-causal", "triton", "triton_prefill", " & (position[None, :] <= asked[:, None])", ""),
+    Seed("a-split-left-out", "triton", "triton.decode", "lax.fori_loop(0, used,", "lax.fori_loop(1, used,"),
+    Seed("not-causal", "triton", "triton.prefill", " & (position[None, :] <= asked[:, None])", ""),
     Seed(
         "masks-begin-a-tile-late",
         "triton",
-        "triton_prefill",
+        "triton.prefill",
         "lax.div(asked_first + 1, block)",
         "pl.cdiv(asked_first + 1, block)",
     ),
     Seed(
         "window-one-too-wide",
         "triton",
-        "triton_prefill",
+        "triton.prefill",
         "seen &= position[None, :] > asked",
         "seen &= position[None, :] >= asked",
         WINDOW,
     ),
-    Seed("padding-written", "triton", "triton_write", "live = slot >= 0", "live = there"),
-    Seed("scale-of-values-left-out", "triton", "triton_prefill", "kv_scale(pool, 1, kv_head)", "1.0", FP8),
-    Seed("off-by-one-page", "cpu", "cpu_tiles", "position // facts.page_size)", "(position + 1) // facts.page_size)"),
-    Seed("place-of-another-layer", "cpu", "cpu_tiles", " + work.first_entry", ""),
-    Seed("one-token-too-many", "cpu", "cpu_decode", "[length - 1]", "[length]"),
-    Seed("a-neighbour-beyond-the-end", "cpu", "cpu_blocks", "mask = position < end", "mask = position <= end", PAIRS),
-    Seed("a-chunk-left-out", "cpu", "cpu_decode", "stride), facts), start=1)", "stride), facts), start=2)", LONG),
+    Seed("padding-written", "triton", "triton.write", "live = slot >= 0", "live = there"),
+    Seed("scale-of-values-left-out", "triton", "triton.prefill", "kv_scale(pool, 1, kv_head)", "1.0", FP8),
+    Seed("off-by-one-page", "cpu", "cpu.tiles", "position // facts.page_size)", "(position + 1) // facts.page_size)"),
+    Seed("place-of-another-layer", "cpu", "cpu.tiles", " + work.first_entry", ""),
+    Seed("one-token-too-many", "cpu", "cpu.decode", "[length - 1]", "[length]"),
+    Seed("a-neighbour-beyond-the-end", "cpu", "cpu.blocks", "mask = position < end", "mask = position <= end", PAIRS),
+    Seed("a-chunk-left-out", "cpu", "cpu.decode", "stride), facts), start=1)", "stride), facts), start=2)", LONG),
     Seed(
         "a-chunk-not-rescaled",
         "cpu",
-        "cpu_blocks",
+        "cpu.blocks",
         "f.load(VECTOR, state, at) * keep",
         "f.load(VECTOR, state, at)",
         LONG,
     ),
-    Seed("window-begins-late", "cpu", "cpu_decode", "length - facts.window, 0", "length + 1 - facts.window, 0", WINDOW),
-    Seed("not-causal", "cpu", "cpu_blocks", "position <= splat(f, asked)", "position <= splat(f, asked + 1)"),
-    Seed("window-one-too-wide", "cpu", "cpu_blocks", "(position > splat", "(position >= splat", WINDOW),
+    Seed("window-begins-late", "cpu", "cpu.decode", "length - facts.window, 0", "length + 1 - facts.window, 0", WINDOW),
+    Seed("not-causal", "cpu", "cpu.blocks", "position <= splat(f, asked)", "position <= splat(f, asked + 1)"),
+    Seed("window-one-too-wide", "cpu", "cpu.blocks", "(position > splat", "(position >= splat", WINDOW),
     Seed(
         "a-neighbour-before-the-window",
         "cpu",
-        "cpu_blocks",
+        "cpu.blocks",
         "(position >= blocks.sees_from)",
         "(position + 1 >= blocks.sees_from)",
         PAIRS,
@@ -102,7 +102,7 @@ SEEDS = [
     Seed(
         "old-sums-not-rescaled",
         "cpu",
-        "cpu_blocks",
+        "cpu.blocks",
         "f.load(VECTOR, place) * keeps[i // len(columns)]",
         "f.load(VECTOR, place)",
     ),
@@ -132,7 +132,7 @@ def _plant(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, module)
     exec(compile(source.replace(seed.old, seed.new), spec.origin, "exec"), module.__dict__)
     if seed.backend == "cpu":  # a process keeps what it has compiled under a name
-        facts = importlib.import_module(f"{PACKAGE}.cpu_tiles").Attention
+        facts = importlib.import_module(f"{PACKAGE}.cpu.tiles").Attention
         name, suffix = facts.name.fget, seed.bug.replace("-", "_")
         monkeypatch.setattr(facts, "name", property(lambda self: f"{name(self)}_{suffix}"))
 
@@ -150,5 +150,5 @@ def test_a_seeded_bug_is_found(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("backend", sorted({seed.backend for seed in SEEDS}))
 def test_without_a_seed_the_cases_pass(backend: BackendName, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     suite._skip_refused(case, backend)
-    _plant(Seed("none", backend, backend, "def refusal(", "def refusal("), monkeypatch)
+    _plant(Seed("none", backend, f"{backend}.backend", "def refusal(", "def refusal("), monkeypatch)
     suite._check(case, make_batch(case), backend)

@@ -1,0 +1,217 @@
+"""Flags of `jaxserve bench serve` but for the datasets', under the names that vLLM's tool has."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from jaxserve.bench.load.backends import BACKENDS
+from jaxserve.bench.results.metrics import METRICS
+from jaxserve.cli.bench.dataset_flags import add_datasets
+from jaxserve.cli.common.parser import HelpFormatter, Parser
+from jaxserve.cli.common.sampling import NUMBERS
+from jaxserve.errors import ConfigError
+
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+)  # fmt: skip
+_GOALS = ("ttft", "tpot", "e2el")
+_SIX_HOURS = 6 * 3600.0
+_EPILOG = """\
+Every answer is streamed. Tokens are those the server counts (usage); TTFT, TPOT and E2EL begin when the request is
+sent, after it waited for --max-concurrency. Failed and cut requests are counted and in no average. Ctrl-C ends the run
+and prints what was measured until then. Exit code 1: no request was answered well."""
+
+
+def serve_parser(description: str) -> Parser:
+    """All flags."""
+    parser = Parser(prog="jaxserve bench serve", description=description, formatter_class=HelpFormatter, epilog=_EPILOG)
+    _add_server(parser)
+    add_datasets(parser)
+    _add_load(parser)
+    _add_sampling(parser)
+    _add_result(parser)
+    return parser
+
+
+def _add_server(parser: Parser) -> None:
+    group = parser.add_argument_group("server")
+    add = group.add_argument
+    add(
+        "--backend",
+        choices=tuple(BACKENDS),
+        default="openai",
+        metavar="NAME",
+        help=f"route and form of requests: {', '.join(BACKENDS)} (default openai, which is completions)",
+    )
+    add("--base-url", metavar="URL", help="where the server listens, instead of --host and --port")
+    add("--host", default="127.0.0.1", metavar="TEXT", help="(default 127.0.0.1)")
+    add("--port", type=int, default=8000, metavar="N", help="(default 8000)")
+    add("--endpoint", metavar="PATH", help="default: the backend's, /v1/completions or /v1/chat/completions")
+    add("--model", metavar="NAME", help="name or path of the model; default: the first of /v1/models")
+    add("--served-model-name", metavar="NAME", help="what requests call it, where that is not --model")
+    add("--tokenizer", metavar="NAME", help="built-in name, folder, .gguf file or hub id; default: the model's")
+    add("--header", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="sent with every request")
+    add("--api-key", metavar="TEXT", help="bearer key; default: OPENAI_API_KEY of the environment")
+    add(
+        "--extra-body",
+        type=_object,
+        default={},
+        metavar="JSON",
+        help="fields that go over those of every request; null takes one away",
+    )
+    add("--insecure", action="store_true", help="take any certificate over https")
+    add("--no-keep-alive", action="store_true", help="a new connection for every request")
+    add(
+        "--request-timeout",
+        type=float,
+        default=_SIX_HOURS,
+        metavar="X",
+        help="seconds a request may take in all (default 6 hours)",
+    )
+    add(
+        "--stall-timeout",
+        type=float,
+        default=300.0,
+        metavar="X",
+        help="seconds of silence after which a stream that has begun counts as failed (default 300)",
+    )
+    add(
+        "--ready-check-timeout-sec",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="wait so long for the server to listen and answer one request (default 0: it must listen)",
+    )
+    add("--request-id-prefix", default="bench-", metavar="TEXT", help="of X-Request-Id (default bench-)")
+    add("--profile", action="store_true", help="POST /start_profile before the run and /stop_profile after it")
+
+
+def _add_load(parser: Parser) -> None:
+    group = parser.add_argument_group("load")
+    add = group.add_argument
+    add(
+        "--request-rate",
+        type=float,
+        default=math.inf,
+        metavar="X",
+        help="requests (or conversations) a second; inf sends all at once (default)",
+    )
+    add(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="shape of the gamma distribution of the gaps: 1 is a Poisson process, less is burstier (default 1)",
+    )
+    add("--max-concurrency", type=int, metavar="N", help="requests open at once; default: no limit")
+    add("--ramp-up-strategy", choices=("linear", "exponential"), help="how the rate changes over the run")
+    add("--ramp-up-start-rps", type=float, metavar="X", help="rate it begins with")
+    add("--ramp-up-end-rps", type=float, metavar="X", help="rate it ends with")
+    add("--num-warmups", type=int, default=0, metavar="N", help="requests sent before, which aren't measured")
+    add(
+        "--self-timed",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="keep a trace's own times (default for timed-trace)",
+    )
+
+
+def _add_sampling(parser: Parser) -> None:
+    group = parser.add_argument_group("sampling", "What isn't given is left to the server.")
+    for name in SAMPLING:
+        kind, text = NUMBERS[name]
+        metavar = "X" if kind is float else "N"
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
+    group.add_argument("--logprobs", type=int, metavar="N", help="ask for the log probabilities of so many tokens")
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="answers have the length asked for (always, in traces)"
+    )
+    group.add_argument("--per-request-seed", action="store_true", help="request i carries the seed --seed + i")
+
+
+def _add_result(parser: Parser) -> None:
+    group = parser.add_argument_group("result")
+    add = group.add_argument
+    add(
+        "--goodput",
+        nargs="+",
+        type=_goal,
+        default=[],
+        metavar="METRIC:MS",
+        help=f"also count requests within all these limits, of {', '.join(_GOALS)}",
+    )
+    add(
+        "--percentile-metrics",
+        type=_metrics,
+        default=METRICS,
+        metavar="NAMES",
+        help=f"which latencies are reported (default {','.join(METRICS)})",
+    )
+    add(
+        "--metric-percentiles",
+        type=_percentiles,
+        default=(50.0, 90.0, 95.0, 99.0),
+        metavar="NUMBERS",
+        help="their percentiles (default 50,90,95,99)",
+    )
+    add("--output-json", "--output-file", type=Path, metavar="FILE", help="write the whole result, with raw records")
+    add("--save-result", action="store_true", help="write a JSON file of figures, named after load, model and time")
+    add("--save-detailed", action="store_true", help="with raw records in it")
+    add("--save-generated-texts", action="store_true", help="with the answers' texts in what is written")
+    add("--result-dir", type=Path, metavar="DIR", help="where --save-result writes (default: here)")
+    add("--result-filename", metavar="NAME", help="its name")
+    add("--label", metavar="TEXT", help="begins its name (default: the backend)")
+    add("--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="also kept in it")
+    add("--disable-tqdm", action="store_true", help="no progress bar")
+
+
+def pairs(flag: str, items: list[str]) -> dict[str, str]:
+    """KEY=VALUE arguments. Raises `ConfigError`."""
+    for item in items:
+        if "=" not in item:
+            raise ConfigError(f"{flag} takes KEY=VALUE, got {item!r}")
+    return {key.strip(): value.strip() for key, _, value in (item.partition("=") for item in items)}
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} should be a JSON object")
+    return value
+
+
+def _goal(text: str) -> tuple[str, float]:
+    metric, _, limit = text.partition(":")
+    milliseconds = _number(limit)
+    if metric not in _GOALS or milliseconds is None or milliseconds < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} should be one of {', '.join(f'{goal}:MS' for goal in _GOALS)}")
+    return metric, milliseconds
+
+
+def _metrics(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in METRICS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: the metrics are {','.join(METRICS)}")
+    return names
+
+
+def _percentiles(text: str) -> tuple[float, ...]:
+    values = [_number(number) for number in text.split(",")]
+    known = tuple(value for value in values if value is not None and 0 <= value <= 100)
+    if len(known) < len(values):
+        raise argparse.ArgumentTypeError(f"{text!r} should be numbers from 0 to 100, with commas between them")
+    return known
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,129 @@
+"""Flags from the schema and the table of aliases: one for each setting, its other names, and `--config`.
+
+It only says how a flag is written; what it means and whether it is right is decided in `config/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxserve.cli.common.parser import Parser
+from jaxserve.config import aliases
+from jaxserve.config.load import Given, Loaded, resolve
+from jaxserve.config.schema import EngineConfig
+from jaxserve.config.settings import Setting, as_flag, as_key, settings
+from jaxserve.errors import ConfigError
+from jaxserve.observability import log
+
+logger = logging.getLogger(__name__)
+
+
+def add_settings(parser: Parser, *, hidden: Collection[str] = (), only: Collection[str] | None = None) -> None:
+    """A flag for every setting, or for those in `only`, under all its names, but for the names in `hidden`."""
+    parser.set_defaults(given=())
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="YAML file of settings (keys are the flags' names); flags go over it",
+    )
+    engine = parser.add_argument_group("engine")
+    server = parser.add_argument_group("server")
+    for setting in settings().values():
+        if only is not None and setting.name not in only:
+            continue
+        group = engine if setting.owner is EngineConfig else server
+        names = [name for name in (setting.name, *aliases.renames(setting.name)) if name not in hidden]
+        _add(group, setting, names)
+    for name, alias in aliases.ALIASES.items() if only is None else ():
+        if isinstance(alias, aliases.Switch):
+            _add_switch(parser, [name], argparse.SUPPRESS)
+        elif isinstance(alias, aliases.Choice):
+            parser.add_argument(as_flag(name), action=_Give, help=argparse.SUPPRESS)
+
+
+def add_model(parser: Parser) -> None:
+    """The model as a positional argument, as vLLM's `serve` has it."""
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
+
+
+def loaded(arguments: argparse.Namespace) -> Loaded:
+    """The configuration that parsed arguments make. Raises `ConfigError`."""
+    given: tuple[Given, ...] = arguments.given
+    model = getattr(arguments, "model_argument", None)
+    if model is not None:
+        if any(value.key == "model" for value in given):
+            raise ConfigError(f"the model is named twice, by --model and by {model!r}; keep one")
+        given = (*given, Given("model", model, "flag", "MODEL"))
+    return resolve(given, arguments.config)
+
+
+def arguments(loaded: Loaded) -> dict[str, Any]:
+    """What was set, as arguments of `LLM`; the server's own settings, which a profile may hold, mean nothing there.
+
+    Only warnings are logged unless a log level was asked for: the terminal belongs to the answer.
+    """
+    given = {value.setting.name: value for value in loaded.values if value.source != "default"}
+    log.setup(loaded.engine.log_level if "log_level" in given else "warning")
+    for note in loaded.notes:
+        logger.warning(note)
+    return {
+        name: value.value
+        for name, value in given.items()
+        if value.setting.owner is EngineConfig or name == "chat_template"
+    }
+
+
+def description(setting: Setting) -> str:
+    """The help of a flag, with its default where the text doesn't say it."""
+    if setting.default is None or setting.is_switch:
+        return setting.description
+    return f"{setting.description} (default {setting.default})"
+
+
+def _add(group: argparse._ArgumentGroup, setting: Setting, names: list[str]) -> None:
+    text = description(setting).replace("%", "%%")
+    if setting.is_switch:
+        _add_switch(group, names, text)
+        return
+    options = [option for name in names for option in _options(name)]
+    group.add_argument(
+        *options, action=_Give, nargs="+" if setting.is_list else None, metavar=_metavar(setting), help=text
+    )
+
+
+def _add_switch(group: argparse._ActionsContainer, names: list[str], text: str) -> None:
+    options = [option for name in names for option in _options(name)]
+    group.add_argument(*options, action=_Give, nargs=0, const=True, help=text)
+    group.add_argument(*[f"--no-{name.replace('_', '-')}" for name in names], action=_Give, nargs=0, const=False,
+                       help=argparse.SUPPRESS)  # fmt: skip
+
+
+def _options(name: str) -> list[str]:
+    return [as_flag(name), f"-{name}"] if len(name) == 2 else [as_flag(name)]
+
+
+def _metavar(setting: Setting) -> str:
+    if setting.choices:
+        return "{" + ",".join(setting.choices) + "}"
+    return {int: "N", float: "X"}.get(setting.kind, "N" if setting.is_list else "TEXT")
+
+
+class _Give(argparse.Action):
+    """Appends what was written to `given`, under the name it was written with."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        assert option_string is not None
+        name, value = (option_string, values) if self.const is None else (option_string, self.const)
+        key = as_key(name) if self.const is not False else as_key(name).removeprefix("no_")
+        namespace.given = (*namespace.given, Given(key, value, "flag", option_string))

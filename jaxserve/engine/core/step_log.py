@@ -1,0 +1,86 @@
+"""Says in the log what the engine is doing: a line for each step that computes prompts, one for every so many decodes.
+
+It counts and formats; it changes nothing and is quiet while the engine is idle.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from jaxserve.api_types import EngineStats
+from jaxserve.engine.scheduling.scheduler import Scheduler
+from jaxserve.observability.log import decode_line, prefill_line
+from jaxserve.step_plan import StepPlan
+
+logger = logging.getLogger("jaxserve.engine")
+
+
+class StepLog:
+    """`interval` decode steps go by between two decode lines; `clock` gives seconds."""
+
+    def __init__(self, scheduler: Scheduler, interval: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._scheduler = scheduler
+        self._interval = interval
+        self._clock = clock
+        self._num_decode_steps = 0
+        self._since: float | None = None
+        self._before = EngineStats()
+        self._hits_before = 0
+
+    def planned(self, plan: StepPlan) -> None:
+        """A step has been dispatched."""
+        chunks = plan.chunks
+        if len(chunks) > plan.num_decodes and logger.isEnabledFor(logging.INFO):
+            stats = self._scheduler.stats()
+            logger.info(
+                prefill_line(
+                    new_seq=len(plan.opens),
+                    new_token=sum(chunk.length for chunk in chunks[plan.num_decodes :]),
+                    # Not what the plan's requests found: what is computed again after a retraction is no hit.
+                    cached_token=stats.cache_hit_tokens - self._hits_before,
+                    token_usage=stats.token_usage,
+                    running=stats.num_running,
+                    queued=stats.num_waiting,
+                    hit_rate=stats.cache_hit_tokens / max(stats.cache_query_tokens, 1),
+                )
+            )
+            self._hits_before = stats.cache_hit_tokens
+
+    def committed(self, plan: StepPlan) -> None:
+        """A step has ended and its tokens are counted."""
+        if self._since is None:
+            self._restart(self._scheduler.stats())
+        if not plan.num_decodes:
+            return
+        self._num_decode_steps += 1
+        if self._num_decode_steps >= self._interval:
+            stats, before = self._scheduler.stats(), self._before
+            seconds = self._clock() - (self._since or 0.0)
+            tokens = stats.generation_tokens - before.generation_tokens
+            used = stats.num_pages - stats.num_free_pages - stats.num_evictable_pages
+            rows = stats.decode_bucket_rows - before.decode_bucket_rows
+            logger.info(
+                decode_line(
+                    running=stats.num_running,
+                    tokens=used * self._scheduler.page_size,
+                    token_usage=stats.token_usage,
+                    throughput=tokens / seconds if seconds > 0 else 0.0,
+                    queued=stats.num_waiting,
+                    fine=stats.coarse_decode_steps == before.coarse_decode_steps,
+                    bucket=self._scheduler.last_decode_bucket,
+                    padding=1.0 - (stats.decode_rows - before.decode_rows) / rows if rows else 0.0,
+                )
+            )
+            self._restart(stats)
+
+    def idle(self) -> None:
+        """Nothing is left to do: the pause that follows is nobody's throughput."""
+        self._since = None
+        self._num_decode_steps = 0
+
+    def _restart(self, stats: EngineStats) -> None:
+        self._since = self._clock()
+        self._before = stats
+        self._num_decode_steps = 0

@@ -1,0 +1,146 @@
+"""From what a person asked for to the sizes of a deployment: batch, chunk, buckets, pool, context."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from jaxserve.config.schema import EngineConfig
+from jaxserve.models.config import ModelConfig
+from jaxserve.runtime.devices.device import DeviceFacts
+from jaxserve.runtime.sizing import memory
+from jaxserve.runtime.sizing.memory import Footprint
+from jaxserve.runtime.step.buckets import decode_buckets, fine_decode_rows, token_buckets
+from jaxserve.step_plan import Capacity
+from pallas_kernels.paged_attention import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What the programs hold, the budgets the scheduler keeps within it, in tokens a step, and the memory it is for.
+
+    `wanted_context` is what was asked for, before it was fitted to the pool; more memory would make a `memory_bound`
+    pool larger.
+    """
+
+    capacity: Capacity
+    chunked_prefill_size: int
+    max_prefill_tokens: int
+    max_num_batched_tokens: int
+    footprint: Footprint
+    wanted_context: int
+    memory_bound: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    """By platform: requests that run at once, tokens of a prefill chunk and of the smallest mixed program, and the size
+    up to which decode programs are finely spaced."""
+
+    running: int
+    chunk: int
+    smallest_bucket: int
+    max_fine: int | None
+
+
+_CPU = Defaults(running=32, chunk=512, smallest_bucket=64, max_fine=None)
+_ACCELERATOR = Defaults(running=256, chunk=2048, smallest_bucket=256, max_fine=160)
+_PROMPT_LOGPROB_TOKENS = 128
+
+
+def defaults_of(device: DeviceFacts) -> Defaults:
+    """What holds where nothing was asked for."""
+    return _CPU if device.platform == "cpu" else _ACCELERATOR
+
+
+def resolve_sizes(
+    config: EngineConfig,
+    model: ModelConfig,
+    device: DeviceFacts,
+    *,
+    weight_bytes: int,
+    slot_bytes: int,
+    bytes_per_token: int,
+    activations: int | None = None,
+    tensor: int = 1,
+    data: int = 1,
+    replicas: int = 1,
+) -> Sizes:
+    """Fill in every size that was left open; bytes are those of one of `data * tensor` devices, requests and pages
+    those of one data-parallel rank. `activations` is the programs' working memory, where it is known already; a machine
+    is shared by so many `replicas`.
+
+    Raises `ConfigError`: `NoRoomError` where nothing fits.
+    """
+    defaults = defaults_of(device)
+    running = config.max_running_requests or defaults.running
+    chunk = config.chunked_prefill_size or defaults.chunk
+    longest = config.context_length or model.max_position_embeddings
+    widest = min(config.max_num_batched_tokens or (longest if chunk < 0 else chunk), max(longest, running))
+    footprint = Footprint(
+        weights=weight_bytes,
+        state=running * slot_bytes,
+        activations=activations or _activation_bytes(model, device.platform, widest, running, tensor),
+        kv_per_token=bytes_per_token,
+    )
+    pool = memory.plan_pool(
+        config,
+        footprint,
+        platform=device.platform,
+        memory_bytes=device.memory_bytes,
+        model_context=model.max_position_embeddings,
+        max_running=running,
+        num_devices=data * tensor * replicas,
+    )
+    # -1 disables chunking: a step then holds the longest prompt there can be.
+    chunk = pool.context_length if chunk < 0 else min(chunk, pool.context_length)
+    batched = config.max_num_batched_tokens or chunk
+    largest = min(batched, max(pool.context_length, running))
+    max_fine = config.cuda_graph_max_bs or defaults.max_fine
+    capacity = Capacity(
+        num_slots=running,
+        num_pages=pool.num_pages,
+        page_size=config.page_size,
+        max_model_len=pool.context_length,
+        decode_buckets=decode_buckets(running, max_fine=max_fine, asked=config.cuda_graph_bs),
+        token_buckets=token_buckets(largest, smallest=defaults.smallest_bucket),
+        prompt_logprob_tokens=max(_PROMPT_LOGPROB_TOKENS, 2 * running),
+        num_ranks=data,
+        fine_decode_rows=fine_decode_rows(running, max_fine=max_fine, asked=config.cuda_graph_bs),
+    )
+    prefill = min(config.max_prefill_tokens or chunk, largest)
+    return Sizes(capacity, min(chunk, largest), prefill, largest, footprint, longest, pool.memory_bound)
+
+
+def attention_problem(
+    config: EngineConfig, model: ModelConfig, *, dtype: np.dtype, kv_dtype: np.dtype, tensor: int = 1
+) -> Problem:
+    """What each shard asks of the attention kernel."""
+    return Problem(
+        heads=model.num_heads // tensor,
+        kv_heads=model.num_kv_heads * model.kv_replicas // tensor,
+        head_dim=model.head_dim,
+        page_size=config.page_size,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+    )
+
+
+# Copies of a shard's logits that the sampler holds at once: seen in compiled programs.
+_LOGIT_COPIES = {"tpu": 7}
+_LOGIT_COPIES_ELSEWHERE = 4
+
+
+def _activation_bytes(model: ModelConfig, platform: str, tokens: int, rows: int, tensor: int) -> int:
+    """A generous guess of a step's working memory: the layers' activations, or the sampler's float32 logits after them.
+
+    `tests/aot` holds it against the compiler's own figure.
+    """
+    heads = model.num_heads + 2 * model.num_kv_heads * model.kv_replicas
+    widest = max(2 * model.intermediate_size, heads * model.head_dim) // tensor
+    layers = tokens * (widest * 4 + model.hidden_size * 16)
+    logits = rows * model.padded_vocab_size * 4 // tensor
+    copies = _LOGIT_COPIES.get(platform, _LOGIT_COPIES_ELSEWHERE)
+    most = max(layers, copies * logits + tokens * model.hidden_size * 8)
+    return most + most // 16

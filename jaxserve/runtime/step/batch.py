@@ -1,0 +1,181 @@
+"""From a `StepPlan` to the packed `StepInput` of a program, and back from packed to a `TokenBatch` inside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Literal
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from jaxserve.layers.batch import TokenBatch
+from jaxserve.runtime.step.buckets import smallest_fitting
+from jaxserve.runtime.step.input_packing import Field, Packing
+from jaxserve.runtime.step.state import DeviceState
+from jaxserve.step_plan import Capacity, Chunk, StepPlan
+
+Kind = Literal["decode", "mixed", "prompt_logprobs"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramKey:
+    """Which program runs a step. `size` is rows for `decode`, tokens otherwise; `greedy` has no sampler."""
+
+    kind: Kind
+    size: int
+    greedy: bool
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.size}-{'greedy' if self.greedy else 'full'}"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepShape:
+    """The static sizes of a step program."""
+
+    key: ProgramKey
+    tokens: int
+    rows: int
+    pages: int
+
+    @property
+    def decode_only(self) -> bool:
+        """Whether every row is a decode, so that a row is a token."""
+        return self.key.kind == "decode"
+
+
+@flax.struct.dataclass
+class StepInput:
+    """A step as its program sees it. `samples[r]`: row r draws a token after its last position."""
+
+    batch: TokenBatch
+    slots: Int[Array, " rows"]
+    samples: Bool[Array, " rows"]
+    targets: Int[Array, " tokens"] | None
+
+
+def choose_program(plan: StepPlan, capacity: Capacity) -> ProgramKey:
+    """The smallest program of the closed set that holds the plan, on the rank that has most of it."""
+    chunks, ranks = plan.chunks, capacity.num_ranks
+    if len(chunks) == plan.num_decodes:
+        return ProgramKey("decode", smallest_fitting(capacity.decode_buckets, plan.most_rows(ranks)), plan.greedy)
+    if any(chunk.logits > 1 or chunk.target is not None for chunk in chunks):
+        return ProgramKey("prompt_logprobs", capacity.prompt_logprob_tokens, False)
+    return ProgramKey("mixed", smallest_fitting(capacity.token_buckets, plan.most_tokens(ranks)), False)
+
+
+def step_shape(key: ProgramKey, capacity: Capacity) -> StepShape:
+    """Sizes that follow from a program's key."""
+    if key.kind == "decode":
+        return StepShape(key, key.size, key.size, key.size)
+    rows = min(capacity.num_slots, key.size)
+    return StepShape(key, key.size, rows, rows + -(-key.size // capacity.page_size))
+
+
+@functools.cache
+def packing(shape: StepShape) -> Packing:
+    """The table of fields of a step program's input."""
+    fields = [
+        Field("num_decodes"),
+        Field("num_seqs"),
+        Field("slots", shape.rows, fill=-1),
+        Field("page_slots", shape.pages, fill=-1),
+        Field("page_columns", shape.pages),
+        Field("page_ids", shape.pages),
+    ]
+    if not shape.decode_only:
+        fields += [Field("ends", shape.rows), Field("samples", shape.rows), Field("tokens", shape.tokens)]
+    if shape.key.kind == "prompt_logprobs":
+        fields.append(Field("targets", shape.tokens))
+    return Packing(fields)
+
+
+def build(plan: StepPlan, shape: StepShape, capacity: Capacity) -> np.ndarray:
+    """The packed inputs of all ranks, `[ranks, size]`."""
+    table = packing(shape)
+    by_rank: list[list[Chunk]] = [[] for _ in range(capacity.num_ranks)]
+    for chunk in plan.chunks:
+        by_rank[chunk.rank].append(chunk)
+    return np.stack([table.pack(_fields(chunks, shape, capacity)) for chunks in by_rank])
+
+
+def _fields(chunks: list[Chunk], shape: StepShape, capacity: Capacity) -> dict[str, list[int]]:
+    page_slots: list[int] = []
+    page_columns: list[int] = []
+    page_ids: list[int] = []
+    for chunk in chunks:
+        pages = chunk.new_pages[0]
+        if pages:
+            first = -(-chunk.start // capacity.page_size)
+            page_slots += [chunk.slot] * len(pages)
+            page_columns += range(first, first + len(pages))
+            page_ids += pages
+    fields = {
+        "num_decodes": [sum(chunk.tokens is None for chunk in chunks)],
+        "num_seqs": [len(chunks)],
+        "slots": [chunk.slot for chunk in chunks],
+        "page_slots": page_slots,
+        "page_columns": page_columns,
+        "page_ids": page_ids,
+    }
+    if shape.decode_only:
+        return fields
+    tokens: list[int] = []
+    ends: list[int] = []
+    for chunk in chunks:
+        tokens += chunk.tokens if chunk.tokens is not None else [0]
+        ends.append(len(tokens))
+    ends += [len(tokens)] * (shape.rows - len(ends))
+    fields |= {"ends": ends, "samples": [int(chunk.sample) for chunk in chunks], "tokens": tokens}
+    if shape.key.kind == "prompt_logprobs":
+        targets: list[int] = []
+        for chunk in chunks:
+            targets += (chunk.tokens or [0])[1:]
+            targets.append(chunk.target or 0)
+        fields["targets"] = targets
+    return fields
+
+
+@jax.named_scope("read_input")
+def read(packed: jax.Array, state: DeviceState, shape: StepShape) -> tuple[StepInput, DeviceState]:
+    """Inside the program: unpack, append new pages to the page tables, take each row's state by its slot.
+
+    The device's own sequence lengths and last tokens are the authority: the host may be a step behind.
+    """
+    fields = packing(shape).unpack(packed)
+    slots = state.seq_lens.shape[0]
+    at = jnp.where(fields["page_slots"] < 0, slots, fields["page_slots"])
+    page_tables = state.page_tables.at[at, fields["page_columns"]].set(fields["page_ids"], mode="drop")
+    state = dataclasses.replace(state, page_tables=page_tables)
+    row_slots = jnp.maximum(fields["slots"], 0)
+    row = jnp.arange(shape.rows, dtype=jnp.int32)
+    token = jnp.arange(shape.tokens, dtype=jnp.int32)
+    last = state.last_tokens[row_slots]
+    if shape.decode_only:
+        starts = jnp.minimum(jnp.arange(shape.rows + 1, dtype=jnp.int32), fields["num_seqs"])
+        samples, tokens, token_row = row < fields["num_seqs"], last, token
+    else:
+        starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), fields["ends"]])
+        samples = fields["samples"] != 0
+        token_row = jnp.searchsorted(fields["ends"], token, side="right", method="compare_all").astype(jnp.int32)
+        token_row = jnp.minimum(token_row, shape.rows - 1)
+        tokens = jnp.where(token < fields["num_decodes"], last[token_row], fields["tokens"])
+    live = row < fields["num_seqs"]
+    kv_lens = jnp.where(live, state.seq_lens[row_slots] + starts[1:] - starts[:-1], 0)
+    positions = jnp.where(token < starts[-1], kv_lens[token_row] - starts[token_row + 1] + token, 0)
+    batch = TokenBatch(
+        tokens=tokens,
+        positions=positions,
+        page_table=page_tables[row_slots],
+        query_starts=starts,
+        kv_lens=kv_lens,
+        num_decodes=fields["num_decodes"],
+        num_seqs=fields["num_seqs"],
+        decode_only=shape.decode_only,
+    )
+    inputs = StepInput(batch, jnp.where(live, row_slots, slots), samples & live, fields.get("targets"))
+    return inputs, state

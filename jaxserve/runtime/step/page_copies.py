@@ -1,0 +1,67 @@
+"""The two programs of the host tier: they take pages out of the pool and put them back, a fixed number at a time.
+
+As every program does, both are given the state and return it. A page travels as one row over all layers and heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxserve.runtime.devices.mesh import DATA_AXIS, partitions
+from jaxserve.runtime.step.state import ArraySpec, DeviceState, all_ranks, one_rank
+from pallas_kernels.paged_attention import read_pages, write_pages
+
+PAGES_A_COPY = 8
+"""Pages that one call copies. Those of a larger number are read for nothing where only one is wanted."""
+
+Rows = tuple[jax.Array, ...]
+
+
+def row_specs(state_specs: DeviceState) -> tuple[ArraySpec, ...]:
+    """The rows of one call: `[ranks, pages, layers, kv_heads, page_size, lanes]`, for each array of the pool."""
+    kv = state_specs.kv
+    heads = 2 if kv.page_major else 1
+    return tuple(
+        ArraySpec(
+            (pool.shape[0], PAGES_A_COPY, kv.num_layers, pool.shape[heads], *pool.shape[3:]),
+            pool.dtype,
+            ("ranks", None, None, pool.axes[heads], None, None),  # type: ignore[attr-defined]
+        )
+        for pool in kv.pools
+    )
+
+
+def make_read_pages(mesh: Mesh, specs: DeviceState) -> Callable[[DeviceState, jax.Array], tuple[DeviceState, Rows]]:
+    """The function `(state, pages) -> (state, rows)`, over global arrays; of pages below 0 it gives anything."""
+
+    def body(state: DeviceState, pages: jax.Array) -> tuple[DeviceState, Rows]:
+        return state, all_ranks(read_pages(one_rank(state.kv), one_rank(pages)))
+
+    parts = partitions(specs)
+    return jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(parts, PartitionSpec(DATA_AXIS)),
+        out_specs=(parts, partitions(row_specs(specs))),
+        check_vma=False,
+    )
+
+
+def make_write_pages(mesh: Mesh, specs: DeviceState) -> Callable[[DeviceState, jax.Array, Rows], DeviceState]:
+    """The function `(state, pages, rows) -> state`, over global arrays; pages below 0 are left out."""
+
+    def body(state: DeviceState, pages: jax.Array, rows: Rows) -> DeviceState:
+        kv = write_pages(one_rank(state.kv), one_rank(pages), one_rank(rows))
+        return state.replace(kv=all_ranks(kv))  # type: ignore[attr-defined]
+
+    parts = partitions(specs)
+    return jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(parts, PartitionSpec(DATA_AXIS), partitions(row_specs(specs))),
+        out_specs=parts,
+        check_vma=False,
+    )

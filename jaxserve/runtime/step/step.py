@@ -1,0 +1,187 @@
+"""The step: embed, layers, head, sample, in one program over the whole mesh.
+
+`step` and `update` are one `shard_map` each: everything inside is one rank's view of one shard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxserve.layers.embedding import shard_index, without_padding
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.registry import family
+from jaxserve.runtime.devices.mesh import DATA_AXIS, partitions
+from jaxserve.runtime.step import batch as batches
+from jaxserve.runtime.step import sampling
+from jaxserve.runtime.step.batch import StepInput, StepShape
+from jaxserve.runtime.step.sampling import Logprobs
+from jaxserve.runtime.step.slot_update import update
+from jaxserve.runtime.step.state import DeviceState, SamplingRows, all_ranks, one_rank
+from pallas_kernels.paged_attention import Backend
+
+PROMPT_LOGIT_ROWS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class StepContext:
+    """Static facts of every step of a deployment.
+
+    `sample_rows` bounds the rows whose logits exist at once; groups of rows past the live ones are skipped. None takes
+    all rows at once, as a GPU likes it.
+    """
+
+    model: ModelConfig
+    backend: Backend
+    sample_rows: int | None
+
+
+@flax.struct.dataclass
+class StepOutput:
+    """What the host fetches. `num_tokens[r]` of `tokens[r]` are valid; logprobs only from programs that have them."""
+
+    tokens: Int[Array, "rows 1"]
+    num_tokens: Int[Array, " rows"]
+    logprobs: Logprobs | None
+    prompt_logprobs: Logprobs | None
+
+
+def make_step(
+    context: StepContext,
+    shape: StepShape,
+    mesh: Mesh,
+    param_specs: Any,
+    state_specs: DeviceState,
+    *,
+    gathered: bool = False,
+) -> Callable[..., tuple[DeviceState, StepOutput]]:
+    """The function `(params, state, packed) -> (state, output)` of one program, over global arrays.
+
+    With `gathered`, every device has the output of all ranks: what one process can't read from another's devices.
+    """
+
+    def body(params: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, StepOutput]:
+        new_state, output = step(params, one_rank(state), one_rank(packed), context, shape)
+        if gathered:
+            return all_ranks(new_state), jax.tree.map(lambda x: lax.all_gather(x, DATA_AXIS), output)
+        return all_ranks(new_state), all_ranks(output)
+
+    # What profiles and compiled programs are called by.
+    body.__name__ = str(shape.key).replace("-", "_")
+    state_parts = partitions(state_specs)
+    ranks = PartitionSpec(DATA_AXIS)
+    return jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(partitions(param_specs), state_parts, ranks),
+        out_specs=(state_parts, PartitionSpec() if gathered else ranks),
+        check_vma=False,
+    )
+
+
+def make_update(mesh: Mesh, state_specs: DeviceState) -> Callable[[DeviceState, jax.Array], DeviceState]:
+    """The function `(state, packed) -> state` that opens a slot, over global arrays."""
+    parts = partitions(state_specs)
+    return jax.shard_map(
+        update, mesh=mesh, in_specs=(parts, PartitionSpec(DATA_AXIS)), out_specs=parts, check_vma=False
+    )
+
+
+def step(
+    params: Any, state: DeviceState, packed: jax.Array, context: StepContext, shape: StepShape
+) -> tuple[DeviceState, StepOutput]:
+    """One rank's step."""
+    model = family(context.model)
+    inputs, state = batches.read(packed, state, shape)
+    x = model.embed(params, inputs.batch)
+    hidden, kv = model.forward(context.model, params, x, inputs.batch, state.kv, context.backend)
+    prompt_logprobs = None
+    if inputs.targets is not None:
+        prompt_logprobs = _prompt_logprobs(model, params, hidden, inputs, context)
+    last = jnp.maximum(inputs.batch.query_starts[1:] - 1, 0)
+    wanted = hidden.at[last].get(mode="promise_in_bounds") if not shape.decode_only else hidden
+    tokens, logprobs = _sample_rows(model, params, wanted, inputs, state, context, shape)
+    with jax.named_scope("write_state"):
+        drawn = jnp.where(inputs.samples, inputs.slots, state.seq_lens.shape[0])
+        counts = state.counts
+        if not shape.key.greedy:
+            counts = counts.at[drawn, shard_index(tokens, counts.shape[1])].add(1, mode="drop")
+        state = dataclasses.replace(
+            state,
+            kv=kv,
+            last_tokens=state.last_tokens.at[drawn].set(tokens, mode="drop"),
+            seq_lens=state.seq_lens.at[inputs.slots].set(inputs.batch.kv_lens, mode="drop"),
+            counts=counts,
+        )
+    return state, StepOutput(tokens[:, None], inputs.samples.astype(jnp.int32), logprobs, prompt_logprobs)
+
+
+def _sample_rows(
+    model: ModuleType,
+    params: Any,
+    hidden: Float[Array, "rows dim"],
+    inputs: StepInput,
+    state: DeviceState,
+    context: StepContext,
+    shape: StepShape,
+) -> tuple[Int[Array, " rows"], Logprobs | None]:
+    """Head and sampler, for at most `context.sample_rows` rows at a time and as many groups as there are live rows."""
+    size = min(context.sample_rows or shape.rows, shape.rows)
+    padding = -shape.rows % size
+    hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
+    slots = jnp.pad(jnp.minimum(inputs.slots, state.seq_lens.shape[0] - 1), (0, padding))
+    lengths = jnp.pad(inputs.batch.kv_lens, (0, padding))
+
+    def group(start: Array | int) -> tuple[Array, Logprobs | None]:
+        states, at, length = (lax.dynamic_slice_in_dim(x, start, size) for x in (hidden, slots, lengths))
+        logits = without_padding(model.head(params, states), context.model.vocab_size)
+        if shape.key.greedy:
+            return sampling.greedy(logits), None
+        rows: SamplingRows = jax.tree.map(lambda x: x[at], state.sampling)
+        return sampling.sample(logits, rows, state.counts[at], length)
+
+    if size == shape.rows:
+        return group(0)
+    empty = jax.tree.map(
+        lambda s: jnp.zeros((shape.rows + padding, *s.shape[1:]), s.dtype), jax.eval_shape(lambda: group(0))
+    )
+
+    def body(i: Array, filled: Any) -> Any:
+        return jax.tree.map(
+            lambda all_rows, some: lax.dynamic_update_slice_in_dim(all_rows, some, i * size, axis=0),
+            filled,
+            group(i * size),
+        )
+
+    filled = lax.fori_loop(0, (inputs.batch.num_seqs + size - 1) // size, body, empty)
+    tokens, logprobs = jax.tree.map(lambda x: x[: shape.rows], filled)
+    return tokens, logprobs
+
+
+def _prompt_logprobs(
+    model: ModuleType, params: Any, hidden: Float[Array, "tokens dim"], inputs: StepInput, context: StepContext
+) -> Logprobs:
+    """Log probabilities of each position's next token, a block of positions at a time: never `[tokens, vocab]`."""
+    tokens = hidden.shape[0]
+    padding = -tokens % PROMPT_LOGIT_ROWS
+    assert inputs.targets is not None
+    blocks = (
+        jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, PROMPT_LOGIT_ROWS, hidden.shape[1]),
+        jnp.pad(inputs.targets, (0, padding)).reshape(-1, PROMPT_LOGIT_ROWS),
+    )
+
+    def scored(block: tuple[Array, Array]) -> Logprobs:
+        logits = without_padding(model.head(params, block[0]), context.model.vocab_size)
+        return sampling.logprobs(logits, block[1])
+
+    found = lax.map(scored, blocks)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], found)

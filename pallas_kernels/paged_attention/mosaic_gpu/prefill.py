@@ -1,0 +1,329 @@
+"""Prefill on NVIDIA GPUs by Mosaic GPU: a work list of tiles of queries over paged keys and values.
+
+The rows of a tile are the query heads of one KV head, of some tokens of one sequence. Two warpgroups attend, half a
+tile each (or one, where heads are large), and share the blocks of keys and values that another one copies. Queries are
+laid out anew before: a tile is one copy then, which has to begin at a multiple of eight rows, so sequences do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention.layout import PagedKV
+from pallas_kernels.paged_attention.mosaic_gpu.convert import convert_rings
+from pallas_kernels.paged_attention.mosaic_gpu.parts import (
+    LOG2E,
+    MASKED,
+    PIECE,
+    TILE,
+    TILE_ROWS,
+    Attention,
+    add_values,
+    ceil_div,
+    clear_outside,
+    fill_rings,
+    logits_base_2,
+    normalize,
+    products,
+    scale_of,
+    scales_of,
+    share_registers,
+    start_softmax,
+    weigh,
+)
+
+
+class _Tiles(NamedTuple):
+    """The work list, padded: of each tile its row of the batch, where its queries lie and how many rows of them it has
+    (none in padding), and the position of its first token. And of each packed row, and each token, where it comes from.
+    """
+
+    row: Int[Array, " tiles"]
+    start: Int[Array, " tiles"]
+    rows: Int[Array, " tiles"]
+    position: Int[Array, " tiles"]
+    source: Int[Array, " packed_rows"]
+    packed: Int[Array, " tokens"]
+    tile: Int[Array, " tokens"]
+    tile_row: Int[Array, " tokens"]
+
+
+def prefill(
+    q: Float[Array, "tokens heads head_dim"],
+    kv: PagedKV,
+    layer: int | Int[Array, ""],
+    page_table: Int[Array, "rows max_pages"],
+    query_starts: Int[Array, " rows_plus_1"],
+    kv_lens: Int[Array, " rows"],
+    num_decodes: Int[Array, ""],
+    num_seqs: Int[Array, ""],
+    sinks: Float[Array, " heads"] | None,
+    attention: Attention,
+) -> Float[Array, "tokens heads head_dim"]:
+    """The output of the tokens of rows `[num_decodes, num_seqs)`; of the others it is unspecified."""
+    tokens, _, head_dim = q.shape
+    kv_heads, group = attention.kv_heads, attention.group
+    tile_rows = attention.warpgroups * TILE_ROWS
+    padding = 0 if _tokens_a_tile(group, tile_rows) else -group % PIECE
+    attention = dataclasses.replace(attention, group=group + padding)
+    tiles = _tiles(tokens, group + padding, tile_rows, query_starts, kv_lens, num_decodes, num_seqs)
+    by_head = q.reshape(tokens, kv_heads, group, head_dim).swapaxes(0, 1)
+    by_head = jnp.pad(by_head, ((0, 0), (0, 0), (0, padding), (0, 0))).reshape(kv_heads, -1, head_dim)
+    queries = by_head.at[:, tiles.source].get(mode="promise_in_bounds")
+    out, lse = _attend_tiles(queries, tiles, kv, layer, page_table, kv_lens, attention, with_lse=sinks is not None)
+    lanes = jnp.arange(group, dtype=jnp.int32)
+    out = out.at[:, tiles.packed[:, None] + lanes].get(mode="promise_in_bounds")
+    if sinks is not None:
+        total = lse.at[:, tiles.tile[:, None], tiles.tile_row[:, None] + lanes].get(mode="promise_in_bounds")
+        sink = sinks.reshape(kv_heads, 1, group) * LOG2E
+        out = out / (1.0 + jnp.exp2(sink - total))[..., None]
+    return out.swapaxes(0, 1).reshape(q.shape).astype(q.dtype)
+
+
+def _tokens_a_tile(group: int, tile_rows: int) -> int:
+    """As many as fit, so that tiles begin at multiples of eight rows; none where those are too many."""
+    step = PIECE // math.gcd(group, PIECE)
+    return tile_rows // group // step * step
+
+
+def _tiles(
+    tokens: int,
+    group: int,
+    tile_rows: int,
+    query_starts: Int[Array, " rows_plus_1"],
+    kv_lens: Int[Array, " rows"],
+    num_decodes: Int[Array, ""],
+    num_seqs: Int[Array, ""],
+) -> _Tiles:
+    per_tile = _tokens_a_tile(group, tile_rows)
+    num_rows = kv_lens.shape[0]
+    row_ids = jnp.arange(num_rows, dtype=jnp.int32)
+    query_lens = query_starts[1:] - query_starts[:-1]
+    query_lens = jnp.where((row_ids >= num_decodes) & (row_ids < num_seqs), query_lens, 0)
+    packed_lens = ceil_div(query_lens * group, PIECE) * PIECE
+    packed_ends = jnp.cumsum(packed_lens, dtype=jnp.int32)
+    packed_starts = packed_ends - packed_lens
+    tile_counts = ceil_div(query_lens, per_tile)
+    tile_ends = jnp.cumsum(tile_counts, dtype=jnp.int32)
+    tile_starts = tile_ends - tile_counts
+
+    def row_of(ends: Array, at: Array) -> Array:
+        row = jnp.searchsorted(ends, at, side="right", method="compare_all").astype(jnp.int32)
+        return jnp.minimum(row, num_rows - 1)
+
+    most_rows = min(num_rows, tokens)
+    # The last tiles of a sequence have most to read, so they go first: tiles are counted from the end.
+    index = jnp.arange(-(-tokens // per_tile) + most_rows, dtype=jnp.int32)
+    index = tile_ends[-1] - 1 - index
+    live = index >= 0
+    index = jnp.maximum(index, 0)
+    row = row_of(tile_ends, index)
+    offset = (index - tile_starts[row]) * per_tile
+    packed_rows = -(-tokens * group // PIECE) * PIECE + most_rows * PIECE + tile_rows
+    at = jnp.arange(packed_rows, dtype=jnp.int32)
+    source_row = row_of(packed_ends, at)
+    source = query_starts[source_row] * group + at - packed_starts[source_row]
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    token_row = row_of(query_starts[1:], token)
+    within = jnp.clip(token - query_starts[token_row], 0, jnp.maximum(query_lens[token_row] - 1, 0))
+    return _Tiles(
+        row=row,
+        start=packed_starts[row] + offset * group,
+        rows=jnp.where(live, jnp.minimum(query_lens[row] - offset, per_tile) * group, 0),
+        position=kv_lens[row] - query_lens[row] + offset,
+        source=jnp.minimum(source, tokens * group - 1),
+        packed=packed_starts[token_row] + within * group,
+        tile=jnp.clip(tile_ends[-1] - 1 - tile_starts[token_row] - within // per_tile, 0, live.shape[0] - 1),
+        tile_row=within % per_tile * group,
+    )
+
+
+def _attend_tiles(
+    q: Float[Array, "kv_heads packed_rows head_dim"],
+    tiles: _Tiles,
+    kv: PagedKV,
+    layer: int | Int[Array, ""],
+    page_table: Int[Array, "rows max_pages"],
+    kv_lens: Int[Array, " rows"],
+    attention: Attention,
+    *,
+    with_lse: bool,
+) -> tuple[Float[Array, "kv_heads packed_rows head_dim"], Any]:
+    """The output, packed as the queries are, and the log-sum-exps (to base 2) `[kv_heads, tiles, rows_a_tile]`."""
+    kv_heads, _, head_dim = q.shape
+    block, group, window = attention.block, attention.group, attention.window
+    warpgroups = attention.warpgroups
+    tile_rows = warpgroups * TILE_ROWS
+    per_tile = _tokens_a_tile(group, tile_rows)
+    num_tiles = tiles.row.shape[0]
+    # One loop instead of two keeps the sums of large heads in registers.
+    mask_all = window is not None or warpgroups == 1
+
+    def body(
+        row_ref: Any,
+        start_ref: Any,
+        rows_ref: Any,
+        position_ref: Any,
+        lens_ref: Any,
+        layer_ref: Any,
+        table_ref: Any,
+        q_ref: Any,
+        keys_ref: Any,
+        values_ref: Any,
+        scales_ref: Any,
+        out_ref: Any,
+        lse_ref: Any,
+        q_smem: Any,
+        k_ring: Any,
+        v_ring: Any,
+        lse_smem: Any,
+        p_smem: Any,
+        q_arrived: Any,
+        v_clear: Any,
+    ) -> None:
+        tile, head, warpgroup = (lax.axis_index(name) for name in ("tile", "head", "warpgroup"))
+        row, rows, asked = row_ref[tile], rows_ref[tile], position_ref[tile]
+        length = lens_ref[row]
+        live = rows > 0
+        end = jnp.minimum(length, asked + per_tile)
+        high = ceil_div(end, block)
+        first_seen = jnp.int32(0) if window is None else jnp.maximum(asked - (window - 1), 0)
+        low = lax.div(first_seen, jnp.int32(block))
+
+        @pl.when(live & (warpgroup < warpgroups))
+        def _attend() -> None:
+            share_registers(attention, attends=True)
+            first_row = warpgroup * TILE_ROWS
+            start_row = pl.multiple_of(start_ref[tile] + first_row, PIECE)
+            mine = q_smem.at[warpgroup]
+            plgpu.copy_gmem_to_smem(q_ref.at[head, pl.ds(start_row, TILE_ROWS)], mine, q_arrived.at[warpgroup])
+            plgpu.barrier_wait(q_arrived.at[warpgroup])
+            key_scale = scale_of(scales_ref, 0, head)
+
+            def step(i: jax.Array, state: Any, masked: bool) -> Any:
+                slot, start = attention.slot(i - low), i * block
+                clears = masked and not attention.converts
+                if clears:
+                    # Before there are logits: registers are scarce then.
+                    plgpu.barrier_wait(v_ring.arrived.at[slot])
+
+                    @pl.when((start + block > length) | (start < first_seen))
+                    def _() -> None:
+                        @pl.when(warpgroup == 0)
+                        def _() -> None:
+                            clear_outside(v_ring.blocks.at[slot], start, first_seen, length)
+
+                        plgpu.barrier_arrive(v_clear)
+                        plgpu.barrier_wait(v_clear)
+
+                plgpu.barrier_wait(k_ring.arrived.at[slot])
+                z = logits_base_2(attention, products(mine, k_ring.blocks.at[slot]), key_scale)
+                plgpu.barrier_arrive(k_ring.free.at[slot])
+                if masked:
+                    tile_row = plgpu.broadcasted_iota(jnp.int32, z.shape, 0, layout=TILE) + first_row
+                    query = _divide(tile_row, group) + asked
+                    position = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=TILE) + start
+                    seen = position <= query
+                    if window is not None:
+                        seen = seen & (position > query - window)
+                    z = jnp.where(seen, z, MASKED)
+                weights, out, peak, total = weigh(z, *state)
+                weights = weights.astype(q.dtype)
+                if attention.p_smem:
+                    p_smem[warpgroup] = weights
+                    plgpu.commit_smem()
+                    weights = p_smem.at[warpgroup]
+                if not clears:
+                    plgpu.barrier_wait(v_ring.arrived.at[slot])
+                out = add_values(attention, out, weights, v_ring.blocks.at[slot])
+                plgpu.barrier_arrive(v_ring.free.at[slot])
+                return out, peak, total
+
+            # Blocks that all queries of the tile see in full need no mask; with a window few are of that kind.
+            full = low if mask_all else jnp.minimum(lax.div(asked + 1, jnp.int32(block)), high)
+            state = start_softmax(head_dim)
+            if not mask_all:
+                state = lax.fori_loop(low, full, lambda i, state: step(i, state, masked=False), state)
+            state = lax.fori_loop(full, high, lambda i, state: step(i, state, masked=True), state)
+            out, lse = normalize(scale_of(scales_ref, 1, head), *state)
+            mine[...] = out.astype(q.dtype)
+            if with_lse:
+                lse_smem[warpgroup] = lse
+            plgpu.commit_smem()
+            if with_lse:
+                plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ref.at[head, tile, pl.ds(first_row, TILE_ROWS)])
+            whole = rows - first_row >= TILE_ROWS
+
+            @pl.when(whole)
+            def _() -> None:
+                plgpu.copy_smem_to_gmem(mine, out_ref.at[head, pl.ds(start_row, TILE_ROWS)])
+
+            @pl.when(jnp.logical_not(whole))
+            def _() -> None:
+                # What follows belongs to the next sequence, or to the next tile of this one.
+                for piece in range(0, TILE_ROWS, PIECE):
+
+                    @pl.when(first_row + piece < rows)
+                    def _(piece: int = piece) -> None:
+                        at = pl.multiple_of(start_row + piece, PIECE)
+                        plgpu.copy_smem_to_gmem(mine.at[pl.ds(piece, PIECE)], out_ref.at[head, pl.ds(at, PIECE)])
+
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(live & (warpgroup == warpgroups))
+        def _load() -> None:
+            first_entry = layer_ref[0] * kv.num_pages
+            last_page = lax.div(length - 1, jnp.int32(attention.page_size))
+
+            def entry(page: jax.Array) -> jax.Array:
+                return first_entry + table_ref[row, jnp.minimum(page, last_page)]
+
+            rings = (keys_ref, k_ring), (values_ref, v_ring)
+            if attention.converts:
+                convert_rings(attention, rings, head, entry, low, high, (first_seen, length))
+            else:
+                fill_rings(attention, rings, head, entry, low, high)
+
+    ring = attention.ring(kv.keys.dtype)
+    kernel = attention.kernel(
+        body,
+        "paged_prefill",
+        out_type=(
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((kv_heads, num_tiles, tile_rows), jnp.float32),
+        ),
+        scratch_types=(
+            attention.smem(warpgroups, TILE_ROWS, head_dim),
+            ring,
+            ring,
+            plgpu.SMEM((warpgroups, TILE_ROWS), jnp.float32),
+            attention.smem(warpgroups, TILE_ROWS if attention.p_smem else PIECE, block),
+            plgpu.Barrier(num_barriers=warpgroups),
+            plgpu.Barrier(num_arrivals=warpgroups),
+        ),
+        grid=(num_tiles, kv_heads),
+        grid_names=("tile", "head"),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+    )
+    layers = jnp.full((1,), layer, jnp.int32)
+    return kernel(
+        *(tiles.row, tiles.start, tiles.rows, tiles.position, kv_lens, layers, page_table),
+        *(q, kv.keys, kv.values, scales_of(kv, layer)),
+    )
+
+
+def _divide(x: jax.Array, by: int) -> jax.Array:
+    """Rows of a tile by the size of a group: exact for what is smaller than 2^16 / 16."""
+    if by == 1:
+        return x
+    return lax.shift_right_logical(x * (2**16 // by + 1), jnp.full_like(x, 16))

@@ -1,0 +1,182 @@
+"""The Triton backend: NVIDIA GPUs from Ampere on, by Pallas' Triton lowering.
+
+A KV write, a decode kernel and, in programs that have prefill chunks, a prefill kernel. What they can do and with
+which block sizes is decided here; the kernels stand in `triton_decode.py` and `triton_prefill.py`.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention.layout import PagedKV
+from pallas_kernels.paged_attention.problem import Problem, Target, is_float8
+from pallas_kernels.paged_attention.triton.decode import DecodeBlocks, decode
+from pallas_kernels.paged_attention.triton.prefill import PrefillBlocks, prefill
+from pallas_kernels.paged_attention.triton.tiles import Attention, PoolRefs, flat
+from pallas_kernels.paged_attention.triton.write import write
+from pallas_kernels.paged_attention.tuning import tuned_blocks
+from pallas_kernels.paged_attention.write import token_slots
+
+MAX_GROUP = 16
+DTYPES = ("float32", "bfloat16", "float16")
+
+# Streaming multiprocessors of the chips a serving machine has; others are taken for as large as Hopper.
+_CORES = {(8, 0): 108, (8, 6): 84, (8, 9): 142}
+_PROGRAMS_A_CORE = 4
+
+_MAX_SPLITS = 64
+_SPLIT_TOKENS = 128
+_SPARE_SPLITS = 4
+_LONG_SPLIT_TOKENS = 2048
+
+
+def refusal(problem: Problem, target: Target) -> str | None:
+    """Why not, by name: the device, a type, the head size, the ratio of heads, the page size."""
+    if target.platform not in ("cuda", "gpu", "cpu"):
+        return f"triton compiles for NVIDIA GPUs, not for {target.platform}"
+    capability = target.capability
+    if target.platform != "cpu" and (capability is None or capability < (8, 0)):
+        return (
+            f"triton needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, not {target.kind or 'this one'}"
+        )
+    if problem.dtype.name not in DTYPES:
+        return f"triton computes in {', '.join(DTYPES)}, not in {problem.dtype.name}"
+    if is_float8(problem.kv_dtype):
+        if capability is not None and capability < (8, 9):
+            return f"an fp8 KV cache needs compute capability 8.9 (Ada) or newer, not {target.kind}"
+    elif problem.kv_dtype.name not in DTYPES:
+        return f"triton reads KV caches of {', '.join(DTYPES)} and float8_e4m3fn, not of {problem.kv_dtype.name}"
+    if not 16 <= problem.head_dim <= 256 or problem.head_dim % 8:
+        return f"triton takes heads of 16 to 256 in steps of 8, not of {problem.head_dim}"
+    if problem.heads % problem.kv_heads or problem.heads // problem.kv_heads > MAX_GROUP:
+        return f"triton takes up to {MAX_GROUP} query heads a KV head, not {problem.heads} for {problem.kv_heads}"
+    if problem.page_size & (problem.page_size - 1):
+        return f"triton takes pages whose size is a power of two, not of {problem.page_size} tokens"
+    return None
+
+
+def paged_attention(
+    q: Float[Array, "tokens heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    kv: PagedKV,
+    layer: int | Int[Array, ""],
+    page_table: Int[Array, "rows max_pages"],
+    query_starts: Int[Array, " rows_plus_1"],
+    kv_lens: Int[Array, " rows"],
+    num_decodes: Int[Array, ""],
+    num_seqs: Int[Array, ""],
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Float[Array, " heads"] | None,
+    decode_only: bool,
+    target: Target,
+    interpret: bool,
+) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
+    """See `api.paged_attention`."""
+    tokens, heads, head_dim = q.shape
+    kv_heads, entries = kv.keys.shape[:2]
+    problem = Problem(heads, kv_heads, head_dim, kv.page_size, q.dtype, kv.keys.dtype)
+    attention = Attention(
+        kv_heads, heads // kv_heads, head_dim, kv.page_size, kv.num_pages, entries, scale, window, soft_cap
+    )
+    _check_addressable(kv)
+    layers = jnp.full((1,), layer, jnp.int32)
+    slots = token_slots(tokens, kv.page_size, page_table, query_starts, kv_lens, num_seqs)
+    kv = write(k, v, kv, layers, slots, attention, interpret=interpret)
+    pool = PoolRefs(flat(kv.keys), flat(kv.values), kv.scales, layers, page_table)
+    rows = min(tokens, page_table.shape[0])
+    decode_blocks = decode_blocks_for(problem, target, rows=rows)
+    out = decode(q, pool, kv_lens, num_decodes, sinks, attention, decode_blocks, interpret=interpret)
+    if not decode_only:
+        blocks = prefill_blocks_for(problem, target)
+        out = prefill(
+            q, out, pool, query_starts, kv_lens, num_decodes, num_seqs, sinks, attention, blocks, interpret=interpret
+        )
+    return out, kv
+
+
+def decode_blocks_for(problem: Problem, target: Target, *, rows: int) -> DecodeBlocks:
+    """Tuned or by rule, with splits that fill the device."""
+    sizes = tuned_blocks(target, "triton", "decode", problem) or _decode_sizes(problem, target)
+    programs = _PROGRAMS_A_CORE * _CORES.get(target.capability or (9, 0), 132)
+    splits, min_tokens = pl.cdiv(programs, rows * problem.kv_heads), _SPLIT_TOKENS
+    if splits < _SPARE_SPLITS:
+        # The device is full; but a long row among short ones would be waited for, so it alone is split.
+        splits, min_tokens = _SPARE_SPLITS, _LONG_SPLIT_TOKENS
+    return DecodeBlocks(splits=min(splits, _MAX_SPLITS), min_tiles=max(1, min_tokens // sizes["block_kv"]), **sizes)
+
+
+def prefill_blocks_for(problem: Problem, target: Target) -> PrefillBlocks:
+    """Tuned or by rule."""
+    return PrefillBlocks(**(tuned_blocks(target, "triton", "prefill", problem) or _prefill_sizes(problem, target)))
+
+
+def candidates(kind: str, problem: Problem, target: Target) -> list[dict[str, int]]:
+    """What to time on a device for the tuned table; what doesn't compile there is passed over."""
+    if kind == "decode":
+        return [
+            {"block_kv": block_kv, "num_warps": num_warps, "num_stages": num_stages}
+            for block_kv in (32, 64, 128)
+            for num_warps in (2, 4, 8)
+            for num_stages in (3, 4)
+        ]
+    return [
+        {"block_q": block_q, "block_kv": block_kv, "num_warps": num_warps, "num_stages": num_stages}
+        for block_q in (64, 128)
+        for block_kv in (32, 64, 128)
+        for num_warps in (4, 8)
+        for num_stages in (2, 3)
+    ]
+
+
+def _decode_sizes(problem: Problem, target: Target) -> dict[str, int]:
+    """Tiles of 16 KiB of keys and as many of values, two of each in flight. Half of that in a small shared memory, and
+    in float32, which is multiplied without tensor cores and takes more registers."""
+    halved = _small_shared_memory(target) or problem.dtype.itemsize == 4
+    tile_bytes = 8 * 1024 if halved else 16 * 1024
+    block_kv = tile_bytes // (pl.next_power_of_2(problem.head_dim) * problem.dtype.itemsize)
+    return {"block_kv": min(128, max(16, block_kv)), "num_warps": 4, "num_stages": 3}
+
+
+def _prefill_sizes(problem: Problem, target: Target) -> dict[str, int]:
+    """The largest tiles that compile without a register spilled. Before Hopper the queries too are in registers."""
+    lanes = pl.next_power_of_2(problem.head_dim)
+    if problem.dtype.itemsize == 4:
+        sizes = (32, 32, 8, 2) if lanes <= 64 else (16, 16, 4, 2)
+    elif target.capability is not None and (target.capability < (9, 0) or _small_shared_memory(target)):
+        # There fp8 is converted in registers that it has to share with the queries.
+        block_kv = (64 if lanes <= 64 else 32) // (2 if is_float8(problem.kv_dtype) else 1)
+        sizes = (128, block_kv, 8, 3) if lanes <= 128 else (32, block_kv, 8, 2)
+    else:
+        sizes = (128, 128, 8, 3) if lanes <= 64 else (128, 64, 8, 3) if lanes == 128 else (128, 32, 8, 3)
+    return dict(zip(PrefillBlocks._fields, sizes))
+
+
+def _small_shared_memory(target: Target) -> bool:
+    """Whether a program has the 99 KiB of GPUs that aren't a data centre's largest: 8.6, 8.9, 12.x."""
+    return target.capability is not None and target.capability[0] in (8, 12) and target.capability != (8, 0)
+
+
+def addressable(elements: int, dtype: np.dtype) -> int:
+    """Of the elements of a pool's keys (or values), as many as kernels can reach.
+
+    Pallas' Triton lowering counts them in 32 bits with a sign wherever an array has at most 4 GiB, which is too few for
+    fp8 between 2 and 4 GiB.
+    """
+    if elements >= 2**31 and elements * dtype.itemsize <= 2**32:
+        return 2**31 - 1
+    return elements
+
+
+def _check_addressable(kv: PagedKV) -> None:
+    if addressable(kv.keys.size, kv.keys.dtype) < kv.keys.size:
+        raise ValueError(
+            f"the triton attention backend can't address an fp8 KV pool whose keys take {kv.keys.nbytes / 2**30:.2f} "
+            "GiB, between 2 and 4 GiB: give it fewer or more tokens, or choose attention backend 'reference'"
+        )

@@ -1,0 +1,69 @@
+"""KV write on Triton: new keys and values go into their pages in place, in one kernel for both."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention.layout import PagedKV
+from pallas_kernels.paged_attention.problem import is_float8
+from pallas_kernels.paged_attention.triton.tiles import Attention, Ref, flat, load_rows, store_rows
+from pallas_kernels.paged_attention.write import FLOAT8_MAX
+
+TOKENS = 16
+
+
+class _New(NamedTuple):
+    keys: Ref
+    values: Ref
+    slots: Ref
+    scales: Ref | None
+    layer: Ref
+
+
+def write(
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    kv: PagedKV,
+    layer: Int[Array, " 1"],
+    slots: Int[Array, " tokens"],
+    attention: Attention,
+    *,
+    interpret: bool,
+) -> PagedKV:
+    """The pool with each token in its slot of the layer, those of a negative slot left out."""
+    pools = flat(kv.keys), flat(kv.values)
+    keys, values = pl.pallas_call(
+        functools.partial(_write, attention=attention),
+        grid=(attention.kv_heads, pl.cdiv(k.shape[0], TOKENS)),
+        out_shape=tuple(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
+        input_output_aliases={0: 0, 1: 1},
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="paged_attention_write",
+    )(*pools, _New(k, v, slots, kv.scales, layer))
+    return kv.with_pools([keys.reshape(kv.keys.shape), values.reshape(kv.values.shape)])
+
+
+def _write(_keys: Ref, _values: Ref, new: _New, keys: Ref, values: Ref, *, attention: Attention) -> None:
+    kv_head, layer = pl.program_id(0), new.layer[0]
+    token = pl.program_id(1) * TOKENS + lax.iota(jnp.int32, TOKENS)
+    there = token < new.slots.shape[0]
+    slot = plgpu.load(new.slots.at[token], mask=there, other=-1)
+    live = slot >= 0
+    at = (kv_head * attention.entries + layer * attention.num_pages) * attention.page_size + slot
+    at = jnp.where(live, at, keys.shape[0])
+    for which, (source, pool) in enumerate(((new.keys, keys), (new.values, values))):
+        rows = load_rows(source, (token, kv_head), live, attention)
+        if new.scales is not None:
+            rows = rows.astype(jnp.float32) / new.scales[which, layer, kv_head]
+        if is_float8(pool.dtype):
+            rows = jnp.clip(rows, -FLOAT8_MAX, FLOAT8_MAX)
+        store_rows(pool, (at,), rows, live, attention)

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.bench.engine.one_batch import run_batch
+from jaxserve.errors import BenchRunError
+from tests.server.fake_engine import FakeEngine
+
+
+async def test_phases_add_up() -> None:
+    engine = FakeEngine(300)
+    times = await run_batch(engine, [[1, 2], [3]], name="x", output_len=5)
+    assert [request.request_id for request in engine.submitted] == ["x-0", "x-1"]
+    assert all(request.sampling.ignore_eos and request.sampling.max_tokens == 5 for request in engine.submitted)
+    assert 0 < times.first <= times.prefill < times.latency
+    assert times.latency == times.prefill + times.decode
+
+
+async def test_prefill_lasts_until_the_last_sequence_has_begun() -> None:
+    engine = FakeEngine(300, tokens_per_step=4)
+    times = await run_batch(engine, [[1]], name="x", output_len=4)
+    assert times.first == times.prefill
+    assert times.decode < times.prefill
+
+
+async def test_a_request_that_fails_is_no_measurement() -> None:
+    engine = FakeEngine(300, refuse=lambda request: "queue full" if request.prompt_ids == [9] else None)
+    with pytest.raises(BenchRunError, match="gave a request up: queue full"):
+        await run_batch(engine, [[1], [9]], name="x", output_len=3)
+
+
+async def test_an_answer_that_is_cut_is_no_measurement() -> None:
+    engine = FakeEngine(300)
+    engine.hold()
+    import asyncio
+
+    running = asyncio.ensure_future(run_batch(engine, [[1]], name="x", output_len=3))
+    await engine.wait_for(lambda: bool(engine.submitted))
+    engine.abort(["x-0"])
+    with pytest.raises(BenchRunError, match="0 tokens instead of 3"):
+        await running

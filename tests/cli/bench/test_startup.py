@@ -1,0 +1,52 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.bench.engine.startup import Start
+from jaxserve.cli.bench import startup
+from jaxserve.cli.main import main
+
+
+def test_what_it_prints_and_writes(monkeypatch, tmp_path: Path, capsys) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def start(flags: list[str], log: Path, *, timeout: float) -> Start:
+        settings = json.loads(Path(flags[1]).read_text())
+        cold = settings["program_cache_dir"] not in {one["program_cache_dir"] for one in seen}
+        seen.append(settings)
+        total = (20.0 if cold else 5.0) + len(seen)
+        return Start(total, 1.0, {"imports": 2.0, "programs": total - 3.0, "engine": total - 1.0}, 7, 7 * cold)
+
+    monkeypatch.setattr(startup, "start_once", start)
+    monkeypatch.setattr(startup.model_source, "resolve", lambda model: None)
+    path = tmp_path / "result.json"
+    counts = ["--num-cold", "2", "--num-warm", "3"]
+    assert main(["bench", "startup", *counts, "--page-size", "32", "--output-json", str(path)]) == 0
+    assert len(seen) == 5
+    assert all(settings["page_size"] == 32 for settings in seen)
+    assert not Path(seen[0]["program_cache_dir"]).exists()
+    result = json.loads(path.read_text())
+    assert result["settings"] == {"page_size": 32}
+    assert result["cold"]["median"]["total"] == 21.5
+    assert result["warm"]["median"]["total"] == 9.0
+    assert [one["num_compiled_programs"] for one in result["warm"]["starts"]] == [0, 0, 0]
+    text = capsys.readouterr().out
+    assert "7 of 7 programs compiled in a cold start, 0 of 7 programs compiled in a warm start" in text
+    [row] = [line.split()[-2:] for line in text.splitlines() if line.startswith("from the command")]
+    assert row == ["21.50", "9.00"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num-cold", "0"], "--num-cold must be at least 1"),
+        (["--program-cache-dir", "x"], "--program-cache-dir is what the starts themselves set"),
+        (["--port", "8001"], "--port is what the starts themselves set"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_one_line(flags: list[str], message: str, capsys) -> None:
+    assert main(["bench", "startup", *flags]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from jaxserve.engine.core.loop import EngineLoop
+from jaxserve.engine.core.step_log import StepLog
+from jaxserve.engine.scheduling.scheduler import Scheduler
+from jaxserve.errors import EngineDeadError
+from jaxserve.step_plan import StepPlan, StepResult
+from tests.engine.conftest import make_capacity, make_request
+from tests.engine.fake_executor import FakeExecutor
+
+
+class _Recording(FakeExecutor):
+    def __init__(self) -> None:
+        super().__init__(make_capacity())
+        self.calls: list[str] = []
+
+    def dispatch(self, plan: StepPlan) -> Any:
+        self.calls.append("dispatch")
+        return super().dispatch(plan)
+
+    def collect(self, handle: object) -> StepResult:
+        self.calls.append("collect")
+        return super().collect(handle)
+
+
+def _loop(executor: FakeExecutor, **options: Any) -> EngineLoop:
+    scheduler = Scheduler(executor.capacity, chunked_prefill_size=32, max_prefill_tokens=32, max_num_batched_tokens=64)
+    return EngineLoop(scheduler, executor, **options)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "calls"),
+    [
+        (True, ["dispatch", "dispatch", "collect", "dispatch", "collect", "collect"]),
+        (False, ["dispatch", "collect"] * 3),
+    ],
+)
+def test_one_step_is_in_flight_while_the_next_is_planned(overlap: bool, calls: list[str]) -> None:
+    executor = _Recording()
+    loop = _loop(executor, overlap=overlap)
+    loop.add(make_request("a", max_tokens=3))
+    while loop.has_work:
+        loop.step()
+    assert executor.calls == calls
+
+
+def test_flush_takes_in_what_is_under_way() -> None:
+    executor = _Recording()
+    loop = _loop(executor)
+    loop.add(make_request("a", max_tokens=3))
+    assert loop.step() == []
+    assert len(loop.flush()) == 1
+    assert executor.calls == ["dispatch", "collect"]
+    assert loop.flush() == []
+
+
+@pytest.mark.parametrize("method", ["dispatch", "collect"])
+def test_a_failing_device_ends_the_loop_for_good(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = _Recording()
+
+    def fail(_: object) -> StepResult:
+        monkeypatch.undo()
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(executor, method, fail)
+    loop = _loop(executor, overlap=False)
+    loop.add(make_request("a"))
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="a step failed: MemoryError: no more"):
+            loop.step()
+
+
+def test_log_lines(caplog: pytest.LogCaptureFixture) -> None:
+    executor = _Recording()
+    loop = _loop(executor, overlap=False, decode_log_interval=4)
+    now = iter(range(100))
+    loop._log = StepLog(loop._scheduler, 4, clock=lambda: float(next(now)))
+    loop.add(make_request("a", 6, max_tokens=6))
+    loop.add(make_request("b", 5, max_tokens=6))
+    with caplog.at_level(logging.INFO, "jaxserve.engine"):
+        while loop.has_work:
+            loop.step()
+    assert caplog.messages == [
+        "Prefill batch. #new-seq: 2, #new-token: 11, #cached-token: 0, token usage: 0.06, #running-req: 2, "
+        "#queue-req: 0, cache hit rate: 0.00%",
+        "Decode batch. #running-req: 2, #token: 24, token usage: 0.09, gen throughput (token/s): 8.00, #queue-req: 0, "
+        "cuda graph: True, bucket: 2, padding: 0.00%",
+    ]
+
+
+def test_a_pause_is_not_counted_into_the_throughput(caplog: pytest.LogCaptureFixture) -> None:
+    executor = _Recording()
+    loop = _loop(executor, overlap=False, decode_log_interval=4)
+    now = 0.0
+    loop._log = StepLog(loop._scheduler, 4, clock=lambda: now)
+    with caplog.at_level(logging.INFO, "jaxserve.engine"):
+        for name in "ab":
+            loop.add(make_request(name, max_tokens=5))
+            while loop.has_work:
+                loop.step()
+                now += 1.0
+            now += 1000.0
+    throughputs = [message for message in caplog.messages if message.startswith("Decode")]
+    assert len(throughputs) == 2
+    assert all("(token/s): 1.00," in line for line in throughputs)
+
+
+def test_stats_say_what_the_device_says() -> None:
+    executor = _Recording()
+    executor.compiles_after_ready = 3
+    assert _loop(executor).stats().compiles_after_ready == 3

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import os
+import select
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from jaxserve.api_types import EngineStats, FinishReason, TokenEvent
+from jaxserve.engine.core.loop import EngineLoop
+from jaxserve.engine.process.main import _Server
+from jaxserve.engine.process.transport import (
+    Abort,
+    Add,
+    ClientTransport,
+    Command,
+    EngineTransport,
+    Idle,
+    Message,
+    ReadStats,
+    Shutdown,
+    StatsReading,
+    StepEvents,
+)
+from jaxserve.engine.scheduling.scheduler import Scheduler
+from tests.engine.conftest import make_capacity, make_request
+from tests.engine.fake_executor import FakeExecutor, run_alone
+
+
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="t") as directory:
+        yield Path(directory)
+
+
+def _receive(client: ClientTransport, count: int) -> list[Message]:
+    messages: list[Message] = []
+    while len(messages) < count:
+        select.select([client], [], [], 60)
+        messages += client.receive()
+    return messages
+
+
+def _commands(engine: EngineTransport, count: int) -> list[Command]:
+    commands: list[Command] = []
+    while len(commands) < count:
+        commands += engine.receive(wait=True) or []
+    return commands
+
+
+def test_each_client_gets_its_own_and_one_message_a_step(sockets: Path) -> None:
+    commands = f"ipc://{sockets}/commands"
+    addresses = [f"ipc://{sockets}/client-{i}" for i in range(2)]
+    lifeline, parent = os.pipe()
+    scheduler = Scheduler(make_capacity(), chunked_prefill_size=32, max_prefill_tokens=32, max_num_batched_tokens=64)
+    loop = EngineLoop(scheduler, FakeExecutor(make_capacity()), overlap=False)
+    with (
+        ClientTransport(commands, addresses[0]) as first,
+        EngineTransport(commands, addresses, lifeline) as engine,
+        ClientTransport(commands, addresses[1]) as second,
+    ):
+        mine = [make_request(name, max_tokens=3, client=0) for name in ("a", "b")]
+        theirs = make_request("c", max_tokens=3, client=1)
+        first.send(Add(mine))
+        first.send(ReadStats(0, 7))
+        server = _Server(loop, engine)
+        for command in _commands(engine, 2):
+            server._obey(command)
+        second.send(Add([theirs, make_request("a", client=1)]))
+        second.send(Abort(["nobody"]))
+        for command in _commands(engine, 2):
+            server._obey(command)
+        while loop.has_work:
+            server._route(loop.step())
+            server._publish()
+        [reading, *steps] = _receive(first, 4)
+        assert isinstance(reading, StatsReading)
+        assert reading.number == 7
+        assert [{event.request_id for event in step.events} for step in steps if isinstance(step, StepEvents)] == [
+            {"a", "b"}
+        ] * 3
+        others = [step for step in _receive(second, 3) if isinstance(step, StepEvents)]
+        assert [event.request_id for event in others[0].events] == ["a", "c"], "the refusal goes to the newcomer"
+        assert others[0].events[0].finish_reason is FinishReason.ERROR
+        tokens = [token for step in others for event in step.events for token in event.token_ids]
+        assert tokens == run_alone(theirs, 64).token_ids
+    os.close(parent)
+    os.close(lifeline)
+
+
+def test_the_end_of_the_lifeline_wakes_the_engine(sockets: Path) -> None:
+    lifeline, parent = os.pipe()
+    with EngineTransport(f"ipc://{sockets}/commands", [], lifeline) as engine:
+        assert engine.receive(wait=False) == []
+        os.close(parent)
+        assert engine.receive(wait=True) is None
+    os.close(lifeline)
+
+
+def test_messages_wait_for_whoever_is_not_there_yet(sockets: Path) -> None:
+    lifeline, parent = os.pipe()
+    commands, address = f"ipc://{sockets}/commands", f"ipc://{sockets}/client-0"
+    message = StepEvents([TokenEvent("a", [1, 2])], EngineStats(num_steps=3))
+    with EngineTransport(commands, [address], lifeline) as engine:
+        engine.send(0, message)
+        with ClientTransport(commands, address) as client:
+            assert _receive(client, 1) == [message]
+    os.close(parent)
+    os.close(lifeline)
+
+
+class _Scripted:
+    """A transport whose commands are written down before."""
+
+    num_clients = 1
+
+    def __init__(self, *turns: list[Command] | None) -> None:
+        self.turns = list(turns)
+        self.waits: list[bool] = []
+        self.sent: list[Message] = []
+
+    def receive(self, *, wait: bool, timeout: float | None = None) -> list[Command] | None:
+        assert timeout == 1.0, "nothing to wake up for but the next sign of life"
+        self.waits.append(wait)
+        assert len(self.waits) < 20, "turning without end"
+        # While there is work nothing comes in.
+        return self.turns.pop(0) if wait else []
+
+    def send(self, client: int, message: Message) -> None:
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize("end", [None, [Shutdown()]])
+def test_the_engine_sleeps_when_idle_and_only_then(end: list[Command] | None) -> None:
+    scheduler = Scheduler(make_capacity(), chunked_prefill_size=32, max_prefill_tokens=32, max_num_batched_tokens=64)
+    loop = EngineLoop(scheduler, FakeExecutor(make_capacity()), overlap=False)
+    transport = _Scripted([Add([make_request("a", max_tokens=3)])], [Abort(["nobody"])], [], end)
+    _Server(loop, cast(EngineTransport, transport)).run()
+    assert transport.waits == [True, False, False, True, True, True]
+    assert [type(message) for message in transport.sent] == [StepEvents] * 3 + [Idle], "one message a step"

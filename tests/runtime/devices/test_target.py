@@ -1,0 +1,56 @@
+"""Every kind of device that can be named: its facts are whole and agree with what the compiler is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.runtime.devices.target import load_target, target_names
+
+
+def test_the_targets_there_are() -> None:
+    assert target_names() == [
+        "nvidia-a100-80",
+        "nvidia-b200",
+        "nvidia-h100",
+        "nvidia-h200",
+        "nvidia-l4",
+        "nvidia-l40s",
+        "tpu-v5e",
+        "tpu-v6e",
+        "tpu-v7",
+    ]
+
+
+@pytest.mark.parametrize("name", target_names())
+def test_a_target_has_its_facts_and_holds_one_to_eight_devices(name: str) -> None:
+    target = load_target(name)
+    assert 15e9 < target.memory_bytes < 200e9
+    assert 2e11 < target.memory_bandwidth < 1e13
+    assert 1e14 < target.peak_flops["bfloat16"] <= target.peak_flops.get("float8", 1e18)
+    assert all(target.topology(count) for count in range(1, 9))
+    assert (target.target_config is not None) == (target.platform == "cuda")
+    if target.target_config is not None:
+        assert target.compute_capability is not None
+        major, minor = target.compute_capability.split(".")
+        assert f'device_description_str: "{target.device_kind}"' in target.target_config
+        assert f"major: {major} minor: {minor}" in target.target_config
+        assert f"device_memory_size: {target.memory_bytes}" in target.target_config
+        assert f"memory_bandwidth: {target.memory_bandwidth}" in target.target_config
+
+
+def test_the_smallest_topology_that_holds_the_devices_is_taken() -> None:
+    assert load_target("tpu-v6e").topology(3) == load_target("tpu-v6e").topology(4)
+    assert load_target("nvidia-h200").topology(3)["topology"] == "1x1x3"
+
+
+def test_more_devices_than_a_host_has_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'nvidia-h200' has no topology of 16 devices: 8 are the most"):
+        load_target("nvidia-h200").topology(16)
+
+
+def test_an_unknown_target_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"'zz' is not known; there are: nvidia-a100-80, .*tpu-v7"):
+        load_target("zz")
+    with pytest.raises(ConfigError, match="did you mean nvidia-h100"):
+        load_target("nvidia-h10")

@@ -1,0 +1,45 @@
+"""Meshes of devices that aren't attached; `tests/aot` compiles for them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from jax.experimental import topologies
+
+from jaxserve.errors import ConfigError
+from jaxserve.runtime.devices.target import load_target
+from jaxserve.runtime.devices.topology import target_mesh
+
+
+def _without_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in load_target(name).environment.items():
+        monkeypatch.setenv(variable, value)
+
+
+@pytest.mark.parametrize(("name", "extra"), [("nvidia-h200", "cuda13"), ("tpu-v6e", "tpu")])
+def test_a_missing_compiler_is_an_error_that_says_what_to_install(
+    name: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(**_: Any) -> None:
+        raise RuntimeError("no plugin")
+
+    _without_environment(name, monkeypatch)
+    monkeypatch.setattr(topologies, "get_topology_desc", missing)
+    with pytest.raises(ConfigError, match=rf"no plugin.*install 'jaxserve\[{extra}\]'"):
+        target_mesh(name)
+
+
+def test_a_mesh_of_some_of_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def four(**arguments: Any) -> Any:
+        asked.update(arguments)
+        return SimpleNamespace(devices=["a", "b", "c", "d"])
+
+    _without_environment("tpu-v6e", monkeypatch)
+    monkeypatch.setattr(topologies, "get_topology_desc", four)
+    mesh = target_mesh("tpu-v6e", tensor=3)
+    assert mesh.devices.tolist() == [["a", "b", "c"]]
+    assert asked["topology_name"] == "v6e:2x2"

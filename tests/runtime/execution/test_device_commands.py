@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+import numpy as np
+
+from jaxserve.runtime.execution.device_commands import DeviceCalls, Following, LeadingCalls
+from jaxserve.runtime.programs.builder import READ_KEY, UPDATE_KEY, WRITE_KEY
+from jaxserve.runtime.step.batch import ProgramKey
+
+DECODE = ProgramKey("decode", 4, True)
+
+
+class Host:
+    """Stands for the host pool, whose own tests are elsewhere: rows are numbers."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Any] = {}
+
+    def take(self, slots: list[list[int]], rows: Any) -> None:
+        self.rows[str(slots)] = rows
+
+    def give(self, slots: list[list[int]]) -> Any:
+        return self.rows[str(slots)]
+
+    def take_arrived(self) -> None: ...
+
+
+def _programs(log: list[Any]) -> dict[Any, Any]:
+    """Each adds what it was given to a state that is a number."""
+
+    def step(params: int, state: int, packed: np.ndarray) -> tuple[int, int]:
+        log.append(("step", packed.tolist()))
+        return state + params * int(packed.sum()), state
+
+    def update(state: int, packed: np.ndarray) -> int:
+        log.append(("update", packed.tolist()))
+        return state + int(packed.sum())
+
+    def read(state: int, packed: np.ndarray) -> tuple[int, int]:
+        log.append(("read", packed.tolist()))
+        return state, state * 2
+
+    def write(state: int, packed: np.ndarray, rows: int) -> int:
+        log.append(("write", packed.tolist(), rows))
+        return state + rows
+
+    return {DECODE: step, UPDATE_KEY: update, READ_KEY: read, WRITE_KEY: write}
+
+
+def test_a_follower_makes_the_same_calls_with_the_same_bytes() -> None:
+    sent: list[bytes] = []
+    logs: list[list[Any]] = [[], []]
+    here, there = (DeviceCalls(3, 1, _programs(log), Host()) for log in logs)  # type: ignore[arg-type]
+    leader = LeadingCalls(here, sent.append)
+    packed = np.arange(6, dtype=np.int32).reshape(2, 3)
+    leader.update(packed)
+    leader.step(DECODE, packed * 2)
+    leader.save(packed + 1, [[1], []])
+    leader.step(DECODE, packed)
+    leader.load(packed - 7, [[1], []])
+    leader.step(DECODE, -packed)
+    following = Following(there, _programs([]), 2, lambda reason: None)
+    for command in sent:
+        following.obey(command)
+    assert logs[0] == logs[1]
+    assert len(logs[0]) == 6
+    assert here._state == there._state
+
+
+def test_a_call_is_sent_before_it_is_made() -> None:
+    log: list[Any] = []
+    calls = LeadingCalls(DeviceCalls(1, 0, _programs(log)), lambda _: log.append("sent"))
+    calls.step(DECODE, np.zeros((1, 1), np.int32))
+    assert log == ["sent", ("step", [[0]])]
+
+
+def test_a_step_that_fails_on_a_follower_is_told() -> None:
+    class Poisoned:
+        def block_until_ready(self) -> None:
+            raise RuntimeError("out of memory")
+
+    programs = {DECODE: lambda params, state, packed: (state, Poisoned())}
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    following = Following(DeviceCalls(0, 0, programs), programs, 1, told.put)  # type: ignore[arg-type]
+    sent: list[bytes] = []
+    LeadingCalls(DeviceCalls(0, 0, programs), sent.append).step(DECODE, np.zeros((1, 1), np.int32))  # type: ignore[arg-type]
+    following.obey(sent[0])
+    assert told.get(timeout=60) == "a step failed: RuntimeError: out of memory"

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import pytest
+
+from jaxserve.config.schema import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.runtime.execution.host_pool import HostPool, host_pages
+from jaxserve.runtime.step.state import ArraySpec
+
+SPECS = [
+    ArraySpec((1, 2, 3), np.dtype(jnp.bfloat16), (None,) * 3),
+    ArraySpec((1, 2), np.dtype("f4"), (None,) * 2),
+]
+TWO_RANKS = [ArraySpec((2, 3), np.dtype("f4"), ("ranks", None))]
+
+
+def _rows(first: float, second: float) -> tuple[Any, ...]:
+    values = jnp.asarray([[first, second]], jnp.float32)
+    return jnp.broadcast_to(values[..., None], (1, 2, 3)).astype(jnp.bfloat16), values
+
+
+def _held(pool: HostPool, slot: int) -> list[float]:
+    wide, flat = pool.give([[slot]])
+    assert (wide.dtype, flat.dtype) == (SPECS[0].dtype, SPECS[1].dtype)
+    return [*wide[0, 0].astype(float).tolist(), float(flat[0, 0])]
+
+
+def test_the_last_row_that_was_sent_to_a_slot_stays() -> None:
+    pool = HostPool(SPECS, 5)
+    for value in range(100):
+        pool.take([[value % 3, 4]], _rows(value, 50 + value))
+    assert [_held(pool, slot) for slot in (0, 1, 2, 4)] == [[99.0] * 4, [97.0] * 4, [98.0] * 4, [149.0] * 4]
+
+
+def test_slots_are_local_to_a_rank() -> None:
+    pool = HostPool(TWO_RANKS, 4)
+    pool.take([[0, 1], [1]], (jnp.asarray([[1.0, 2.0, 0.0], [3.0, 0.0, 0.0]]),))
+    pool.take([[], [0, 2]], (jnp.asarray([[9.0, 9.0, 9.0], [4.0, 5.0, 0.0]]),))
+    [rows] = pool.give([[1, 0], [2, 1, 0]])
+    assert rows[0, :2].tolist() == [2.0, 1.0]
+    assert rows[1].tolist() == [5.0, 3.0, 4.0]
+
+
+def test_rows_that_were_given_stay_as_they_are() -> None:
+    pool = HostPool(SPECS, 2)
+    pool.take([[0, 1]], _rows(1.0, 2.0))
+    _, given = pool.give([[1, 0]])
+    pool.take([[0, 1]], _rows(3.0, 4.0))
+    pool.take_arrived()
+    assert _held(pool, 0) == [3.0] * 4
+    assert given.tolist() == [[2.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 0),
+        ({"enable_hierarchical_cache": True}, 200),
+        ({"enable_hierarchical_cache": True, "hicache_ratio": 0.5}, 50),
+        ({"enable_hierarchical_cache": True, "hicache_size": 1e-6}, 100),
+    ],
+)
+def test_how_many_pages_the_host_gets(settings: dict[str, Any], expected: int) -> None:
+    assert host_pages(EngineConfig(**settings), 100, SPECS) == expected  # a page is 10 bytes
+
+
+def test_sizes_that_no_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"hicache_ratio=0.001 is less than one page"):
+        host_pages(EngineConfig(enable_hierarchical_cache=True, hicache_ratio=0.001), 100, SPECS)
+    memory = type("Memory", (), {"available": 1000})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    with pytest.raises(ConfigError, match=r"hicache_ratio=2 comes to .* lower it to --hicache-ratio 0\.90"):
+        host_pages(EngineConfig(enable_hierarchical_cache=True), 100, SPECS)
+    with pytest.raises(ConfigError, match=r"hicache_size=3 comes to .* lower it to --hicache-size"):
+        host_pages(EngineConfig(enable_hierarchical_cache=True, hicache_size=3.0), 100, SPECS)

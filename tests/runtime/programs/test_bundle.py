@@ -1,0 +1,109 @@
+"""A bundle loads where all that its programs depend on is the same, and says what differs where it isn't."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+import pytest
+
+from jaxserve.config.schema import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.runtime.programs.builder import UPDATE_KEY, program_path
+from jaxserve.runtime.programs.bundle import load_bundle, read_manifest, sized_like_bundle, write_manifest
+from jaxserve.runtime.step.slot_update import pack_open
+from tests.runtime.tiny import CAPACITY, builder, opening, zero_state
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of one program."""
+    folder = tmp_path_factory.mktemp("bundle")
+    builder().store(builder().compile(UPDATE_KEY), program_path(folder, UPDATE_KEY))
+    write_manifest(folder, EngineConfig(model="tiny", page_size=4), builder(), [UPDATE_KEY])
+    return folder
+
+
+def _edited(whole: Path, folder: Path, edit: Any) -> Path:
+    manifest = json.loads((whole / "manifest.json").read_text())
+    edit(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    program_path(folder, UPDATE_KEY).write_bytes(program_path(whole, UPDATE_KEY).read_bytes())
+    return folder
+
+
+def test_the_manifest_says_what_it_is_of(whole: Path) -> None:
+    manifest = read_manifest(whole)
+    assert (manifest.model, manifest.settings) == ("tiny", {"model": "tiny", "page_size": 4})
+    assert manifest.programs == ["update"]
+    assert manifest.pool_tokens == CAPACITY.num_pages * CAPACITY.page_size
+    assert {"model", "sizes", "jax", "jaxlib", "device", "XLA_FLAGS", "sources"} <= set(manifest.facts)
+    assert manifest.facts["jax"] == jax.__version__
+
+
+def test_its_programs_run(whole: Path) -> None:
+    [program] = load_bundle(whole, read_manifest(whole), builder(), [UPDATE_KEY]).values()
+    state = program(zero_state(CAPACITY), next(pack_open(opening(2, prompt=[1], num_cached_tokens=3)))[None])
+    assert np.asarray(state.seq_lens)[0].tolist() == [0, 0, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "why"),
+    [
+        (("jaxlib",), "0.1", "jaxlib is '0.1' in the bundle and"),
+        (("sizes", "num_slots"), 9, "sizes.num_slots is 9 in the bundle and 4 here"),
+        (("model", "norm_eps"), 0.5, "model.norm_eps is 0.5 in the bundle and 1e-05 here"),
+        (("device",), "tpu TPU v5 lite", "device is 'tpu TPU v5 lite' in the bundle and 'cpu cpu' here"),
+        (("sources",), "old", "sources is 'old' in the bundle"),
+        (("gone",), 1, "gone is 1 in the bundle and None here"),
+    ],
+)
+def test_what_differs_is_named(path: tuple[str, ...], value: object, why: str, whole: Path, tmp_path: Path) -> None:
+    def edit(manifest: dict[str, Any]) -> None:
+        facts = manifest["facts"]
+        for name in path[:-1]:
+            facts = facts[name]
+        facts[path[-1]] = value
+
+    folder = _edited(whole, tmp_path, edit)
+    with pytest.raises(ConfigError) as refused:
+        load_bundle(folder, read_manifest(folder), builder(), [UPDATE_KEY])
+    assert why in str(refused.value)
+    assert f"jaxserve compile --output {folder}" in str(refused.value)
+
+
+def test_another_deployment_is_refused(whole: Path) -> None:
+    other = builder(msgspec.structs.replace(CAPACITY, decode_buckets=(4,)))
+    with pytest.raises(ConfigError, match=r"sizes.decode_buckets is \[2, 4\] in the bundle and \[4\] here"):
+        load_bundle(whole, read_manifest(whole), other, [UPDATE_KEY])
+
+
+@pytest.mark.parametrize("damage", ["missing", "garbage"])
+def test_a_program_that_can_not_be_loaded_is_refused(damage: str, whole: Path, tmp_path: Path) -> None:
+    folder = _edited(whole, tmp_path, lambda manifest: None)
+    if damage == "missing":
+        program_path(folder, UPDATE_KEY).unlink()
+    else:
+        program_path(folder, UPDATE_KEY).write_bytes(b"x" * 100)
+    with pytest.raises(ConfigError, match=r"update\.xla can't be loaded"):
+        load_bundle(folder, read_manifest(folder), builder(), [UPDATE_KEY])
+
+
+def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path, whole: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is no bundle: manifest\.json can't be read"):
+        read_manifest(tmp_path)
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is no bundle"):
+        read_manifest(tmp_path)
+    with pytest.raises(ConfigError, match="has format 2"):
+        read_manifest(_edited(whole, tmp_path, lambda manifest: manifest.update(format=2)))
+
+
+def test_the_pool_is_the_bundles_unless_it_was_asked_for(whole: Path) -> None:
+    manifest = read_manifest(whole)
+    assert sized_like_bundle(EngineConfig(), manifest).max_total_tokens == 80
+    assert sized_like_bundle(EngineConfig(max_total_tokens=16), manifest).max_total_tokens == 16

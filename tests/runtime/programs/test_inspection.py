@@ -1,0 +1,169 @@
+"""Reading a compiled program: what is in it, and a pool that is copied is found out."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jaxserve.runtime.programs.builder import UPDATE_KEY, ProgramBuilder
+from jaxserve.runtime.programs.inspection import (
+    Instruction,
+    KernelReport,
+    compile_and_read,
+    instructions,
+    own_kernels_of,
+)
+from jaxserve.runtime.step.batch import ProgramKey
+from jaxserve.step_plan import Capacity
+from tests.runtime.tiny import builder
+
+CAPACITY = Capacity(
+    num_slots=4,
+    num_pages=4096,
+    page_size=16,
+    max_model_len=64,
+    decode_buckets=(4,),
+    token_buckets=(16,),
+    prompt_logprob_tokens=8,
+)
+DECODE = ProgramKey("decode", 4, True)
+GPU_CODE = Path(__file__).parents[2] / "fixtures" / "gpu_code.bin"
+TEXT = """\
+ENTRY %main (x: f32[128,128]) -> f32[128,128] {
+  %x.1 = f32[128,128]{1,0} parameter(0)
+  %step.1 = f32[2,8]{1,0} custom-call(%x.1), custom_call_target="__gpu$xla.gpu.triton", \
+output_to_operand_aliasing={{}: (1, {})}, metadata={op_name="jit(step)/paged_attention/decode/pallas_call"}
+  %split.1 = f32[2,8]{1,0} custom-call(%x.1), custom_call_target="mosaic_gpu_v2", metadata={op_name="a/split/mpmd_map"}
+  %tpu.1 = bf16[4]{0} custom-call(%x.1), custom_call_target="tpu_custom_call", metadata={op_name="k/pallas_call"}, \
+backend_config={"scoped_memory_configs":[{"memory_space":"1","offset":"1000","size":"9000"}],"custom_call_config":{}, \
+"used_scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"5096"}]}
+  %gemm = (f32[4]{0}, s8[64]{0}) custom-call(%x.1), custom_call_target="__cublas$lt$matmul$f8"
+  %own = f32[4]{0} custom-call(%x.1), custom_call_target="llvm_paged_attention_decode_3x64_0123456789abcdef"
+  %sums = f32[4]{0} custom-call(%x.1), custom_call_target="llvm_packed_matmul_16"
+  %other = f32[4]{0} custom-call(%x.1), custom_call_target="AllocateBuffer"
+  %sum-start = f32[4]{0} all-reduce-start(%tpu.1)
+  ROOT %copy = f32[128,128]{1,0} copy(%x.1)
+}
+"""
+
+
+def test_instructions_of_a_text() -> None:
+    assert list(instructions(TEXT)) == [
+        Instruction("parameter", 16384, "x.1"),
+        Instruction("custom-call", 16, "step.1", aliased=True, kernel="decode (triton)", language="triton"),
+        Instruction("custom-call", 16, "split.1", kernel="split (mosaic gpu)", language="mosaic gpu"),
+        Instruction("custom-call", 4, "tpu.1", kernel="k (mosaic tpu)", language="mosaic tpu", vmem_bytes=4096),
+        Instruction("custom-call", 64, "gemm", kernel="cublas lt matmul f8"),
+        Instruction("custom-call", 4, "own", kernel="paged_attention_decode_3x64 (llvm)"),
+        Instruction("custom-call", 4, "sums", kernel="packed_matmul_16 (llvm)"),
+        Instruction("custom-call", 4, "other"),
+        Instruction("all-reduce-start", 4, "sum-start"),
+        Instruction("copy", 16384, "copy"),
+    ]
+
+
+class _Serialized:
+    """A compiled program of which only the machine code is asked for."""
+
+    def __init__(self, payload: bytes | None) -> None:
+        self.payload = payload
+
+    def runtime_executable(self) -> _Serialized:
+        return self
+
+    def serialize(self) -> bytes:
+        if self.payload is None:
+            raise RuntimeError("UNIMPLEMENTED: serialize\nand more")
+        return self.payload
+
+
+def _calls(*names: str) -> list[Instruction]:
+    return [Instruction("custom-call", 1, name, kernel="doubling (triton)", language="triton") for name in names]
+
+
+OTHERS = [
+    Instruction("custom-call", 1, "gemm", kernel="cublas lt matmul f8"),
+    Instruction("custom-call", 4, "tpu", kernel="k (mosaic tpu)", language="mosaic tpu", vmem_bytes=4096),
+]
+
+
+def test_what_kernels_take_is_read_from_the_machine_code() -> None:
+    program = _Serialized(GPU_CODE.read_bytes())
+    found, unread = own_kernels_of(program, [*_calls("pallas_call.3", "pallas_call.5"), *OTHERS])
+    assert found == (
+        KernelReport("doubling (triton)", 2, registers=40, stack_bytes=0, shared_bytes=0, threads=128),
+        KernelReport("k (mosaic tpu)", 1, vmem_bytes=4096),
+    )
+    assert unread is None
+    # As the program has it, this name stands for two kernels.
+    found, _ = own_kernels_of(program, _calls("pallas_call.3", "pallas_call.4"))
+    assert [(one.calls, one.stack_bytes) for one in found] == [(1, 0), (1, 176)]
+
+
+@pytest.mark.parametrize(
+    ("payload", "why"),
+    [
+        (None, "RuntimeError: UNIMPLEMENTED: serialize"),
+        (b"another format", "a serialized program holds no Riegeli file"),
+        (GPU_CODE.read_bytes(), "1 of 2 calls have no machine code, such as pallas_call.9"),
+    ],
+)
+def test_what_can_not_be_read_is_left_out_with_the_reason(payload: bytes | None, why: str) -> None:
+    found, unread = own_kernels_of(_Serialized(payload), [*_calls("pallas_call.3", "pallas_call.9"), *OTHERS])
+    assert found == (KernelReport("doubling (triton)", 2), KernelReport("k (mosaic tpu)", 1, vmem_bytes=4096))
+    assert unread == why
+
+
+def test_a_program_without_kernels_of_ours_is_not_serialized() -> None:
+    assert own_kernels_of(None, [Instruction("copy", 1, "copy"), OTHERS[0]]) == ((), None)
+
+
+@pytest.mark.parametrize("key", [UPDATE_KEY, DECODE], ids=str)
+def test_a_good_program(key: Any) -> None:
+    report, compiled = compile_and_read(builder(CAPACITY), key)
+    assert compiled is not None
+    assert report.fault is None
+    assert (report.name, report.collectives) == (str(key), {})
+    assert report.alias_bytes > 2**20
+
+
+def test_a_program_that_does_not_build_is_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any, key: Any) -> None:
+        raise RuntimeError("no such instruction\nand more")
+
+    monkeypatch.setattr(ProgramBuilder, "compile", fail)
+    report, compiled = compile_and_read(builder(CAPACITY), DECODE)
+    assert compiled is None
+    assert report.fault == "RuntimeError: no such instruction"
+
+
+class _Undonated(ProgramBuilder):
+    def compile(self, key: Any) -> jax.stages.Compiled:
+        state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), self.state_specs)
+        return jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s)).lower(state).compile()
+
+
+class _Turned(ProgramBuilder):
+    def compile(self, key: Any) -> jax.stages.Compiled:
+        """All is donated, but the pool is turned around and back on the way."""
+        state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), self.state_specs)
+
+        def turned(s: Any) -> Any:
+            keys = jax.lax.optimization_barrier(s.kv.keys.swapaxes(1, 2).copy())
+            keys = jax.lax.optimization_barrier(jax.numpy.cumsum(keys, axis=1)).swapaxes(1, 2)
+            return dataclasses.replace(s, kv=dataclasses.replace(s.kv, keys=keys))
+
+        return jax.jit(turned, donate_argnums=0).lower(state).compile()
+
+
+@pytest.mark.parametrize(("kind", "fault"), [(_Undonated, "the state is copied"), (_Turned, "the KV pool is copied")])
+def test_a_pool_that_is_copied_is_a_fault(kind: type[ProgramBuilder], fault: str) -> None:
+    good = builder(CAPACITY)
+    bad = kind(good.context, CAPACITY, good.mesh, good.param_specs, good.state_specs)
+    report, _ = compile_and_read(bad, DECODE)
+    assert report.fault is not None
+    assert report.fault.startswith(fault)

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.runtime.execution.host_pool import HostPool
+from jaxserve.runtime.programs.builder import READ_KEY, WRITE_KEY
+from jaxserve.runtime.step.page_copies import PAGES_A_COPY, row_specs
+from jaxserve.runtime.step.state import DeviceState
+from tests.runtime.tiny import CAPACITY, builder, specs, zero_state
+
+LAYERS = 2
+
+
+@functools.cache
+def _program(key: str) -> Any:
+    return builder().compile(key)
+
+
+def _random_state() -> DeviceState:
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: jnp.asarray(rng.integers(0, 99, x.shape), x.dtype), zero_state(CAPACITY))
+
+
+def _pages(*pages: int) -> np.ndarray:
+    return np.array([[*pages, *[-1] * (PAGES_A_COPY - len(pages))]], np.int32)
+
+
+def test_pages_go_to_the_host_and_come_back_in_other_places() -> None:
+    state = _random_state()
+    before = jax.tree.map(np.array, state)
+    host = HostPool(row_specs(specs(CAPACITY)), 10)
+    state, rows = _program(READ_KEY)(state, _pages(7, 2, 19))
+    host.take([[9, 0, 4]], rows)
+    for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(state)):
+        np.testing.assert_array_equal(one, other)
+    state = _program(WRITE_KEY)(state, _pages(3, 5), host.give([[4, 9]]))
+    for name in ("keys", "values"):
+        expected = getattr(before.kv, name)
+        for layer in range(LAYERS):
+            at = layer * CAPACITY.num_pages
+            expected[:, :, [at + 3, at + 5]] = expected[:, :, [at + 19, at + 7]]
+        np.testing.assert_array_equal(getattr(state.kv, name), expected)
+    for one, other in zip(jax.tree.leaves(before.replace(kv=None)), jax.tree.leaves(state.replace(kv=None))):
+        np.testing.assert_array_equal(one, other)

@@ -1,0 +1,23 @@
+"""Split over devices a step gives the same: the vocabulary, heads and feed-forward of the collectives' rooms."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", ["step", "sampler", "collectives"])
+def test_on_shards(check: str) -> None:
+    flags = "--xla_backend_optimization_level=0"  # small programs are compiled longer than they run
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "XLA_FLAGS": flags}
+    command = [sys.executable, "-m", "tests.runtime.on_shards", check]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "as it should be\n"

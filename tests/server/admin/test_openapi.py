@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import httpx
+import pytest
+from starlette.routing import Route
+
+from jaxserve.config.schema import EngineConfig, ServerConfig
+from jaxserve.server.admin.schemas import _numbers_to
+from jaxserve.server.app import make_app
+from jaxserve.server.server_state import Serving
+from tests.server.conftest import Served, new_serving, over_asgi
+
+
+@pytest.fixture
+async def document(served: Served) -> dict[str, Any]:
+    return (await served.http.get("/openapi.json")).json()
+
+
+async def test_it_covers_all_routes_and_no_others(document: dict[str, Any]):
+    serving, _ = new_serving()
+    routes = {
+        (route.path.replace(":path}", "}"), method.lower())
+        for route in make_app(serving).routes
+        if isinstance(route, Route)
+        for method in route.methods - {"HEAD"}
+    }
+    assert routes == {(path, method) for path, item in document["paths"].items() for method in item}
+
+
+async def test_every_reference_leads_somewhere(document: dict[str, Any]):
+    def references(node: Any) -> list[str]:
+        if isinstance(node, dict):
+            own = [node["$ref"]] if isinstance(node.get("$ref"), str) else []
+            return own + [name for value in node.values() for name in references(value)]
+        if isinstance(node, list):
+            return [name for value in node for name in references(value)]
+        return []
+
+    found = references(document)
+    assert found
+    for reference in found:
+        node: Any = document
+        for part in reference.removeprefix("#/").split("/"):
+            node = node[part]
+
+
+async def test_required_parts_of_openapi_31(document: dict[str, Any]):
+    assert document["openapi"].startswith("3.1.")
+    assert {"title", "version"} <= set(document["info"])
+    operations = [operation for item in document["paths"].values() for operation in item.values()]
+    assert len({operation["operationId"] for operation in operations}) == len(operations)
+    for path, item in document["paths"].items():
+        for operation in item.values():
+            assert operation["responses"]
+            names = {parameter["name"] for parameter in operation.get("parameters", ())}
+            assert names == {part[1:-1] for part in path.split("/") if part.startswith("{")}
+
+
+async def test_every_field_that_may_be_left_out_may_be_null(document: dict[str, Any]):
+    schemas = document["components"]["schemas"]
+    for name in ("CompletionRequest", "ChatRequest", "GenerateRequest", "GenerateSampling", "TokenizeRequest"):
+        for field, schema in schemas[name]["properties"].items():
+            if field not in schemas[name]["required"] and ("enum" in schema or "anyOf" in schema or "type" in schema):
+                choices = [*schema.get("enum", ()), *(one.get("type") for one in schema.get("anyOf", ()))]
+                assert None in choices or "null" in choices, (name, field)
+
+
+async def test_fields_are_described(document: dict[str, Any]):
+    schemas = document["components"]["schemas"]
+    assert "prompt" in schemas["CompletionRequest"]["required"]
+    assert schemas["CompletionRequest"]["additionalProperties"] is False
+    assert {"messages", "max_completion_tokens", "top_k"} <= set(schemas["ChatRequest"]["properties"])
+
+
+async def test_the_key_is_mentioned_where_it_is_asked_for():
+    async with over_asgi(api_key="k") as served:
+        headers = {"authorization": "Bearer k"}
+        document = (await served.http.get("/openapi.json", headers=headers)).json()
+    assert document["paths"]["/v1/completions"]["post"]["security"] == [{"bearer": []}]
+    assert "security" not in document["paths"]["/health"]["get"]
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "logprobs": True},
+    "/generate": {"text": "a", "return_logprob": True},
+    "/tokenize": {"messages": [{"role": "user", "content": "a"}]},
+    "/detokenize": {"tokens": [1]},
+    "/abort_request": {"rid": "nobody"},
+}
+# Their values have a condition with another field.
+OTHERS = {"messages", "text", "input_ids", "prompt", "sampling_params", "stream_options"}
+SUMS = {"max_tokens", "max_completion_tokens", "min_tokens"}
+
+
+def at_the_edges(schema: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Values that a schema just allows, and values that it just doesn't."""
+    good: list[Any] = []
+    bad: list[Any] = []
+    if "anyOf" in schema:
+        for one in schema["anyOf"]:
+            more_good, more_bad = at_the_edges(one)
+            good, bad = good + more_good, bad + more_bad
+        return good, bad
+    if "enum" in schema:
+        return schema["enum"], [{"no": "such"}]
+    kind = schema.get("type")
+    if kind in ("integer", "number"):
+        step = 1 if kind == "integer" else 0.25
+        for name, sign in (("minimum", -1), ("maximum", 1)):
+            if name in schema:
+                good.append(schema[name])
+                bad.append(schema[name] + sign * step)
+        if "exclusiveMinimum" in schema:
+            bad.append(schema["exclusiveMinimum"])
+            good.append(schema["exclusiveMinimum"] + step)
+        return [*good, 1], [*bad, "1", True]
+    if kind == "boolean":
+        return [True, False], [0, "true"]
+    if kind == "string":
+        length = schema.get("maxLength")
+        good = ["a" * max(schema.get("minLength", 0), 1)] + ([] if length is None else ["a" * length])
+        return good, ([""] if schema.get("minLength") else []) + ([] if length is None else ["a" * (length + 1)])
+    if kind == "array":
+        good_items, bad_items = at_the_edges(schema.get("items", {}))
+        good, bad = [[item] for item in good_items], [[item] for item in bad_items]
+        if "maxItems" in schema and good_items:
+            good.append([good_items[-1]] * schema["maxItems"])
+            bad.append([good_items[-1]] * (schema["maxItems"] + 1))
+    return good, bad
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_the_document_is_as_strict_as_the_server(path: str):
+    async with over_asgi(engine={"max_model_len": 48}) as served:
+        document = (await served.http.get("/openapi.json")).json()
+        reference = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        schemas = document["components"]["schemas"]
+        schema = schemas[reference.rsplit("/", 1)[1]]
+        assert schema["additionalProperties"] is False
+        checked = [((), name, one) for name, one in schema["properties"].items() if name not in OTHERS]
+        if path == "/v1/chat/completions":
+            checked = [one for one in checked if one[1] not in SUMS]
+        if path == "/generate":
+            checked += [
+                (("sampling_params",), name, one) for name, one in schemas["GenerateSampling"]["properties"].items()
+            ]
+        for where, name, one in checked:
+            good, bad = at_the_edges(one)
+            for status, values in ((200, good), (400, bad)):
+                for value in values:
+                    inner = {name: value}
+                    for outer in where:
+                        inner = {outer: inner}
+                    response = await served.http.post(path, json=BODIES[path] | inner)
+                    # A model that isn't served is a 404.
+                    got = 400 if name == "model" and response.status_code == 404 else response.status_code
+                    assert got == status, (name, value, response.text)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/completions", {"prompt": [72.0, 239.0], "n": 1.0}, 200),
+        ("/v1/completions", {"prompt": [72.5]}, 400),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"258": 1}}, 200),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"0258": 1}}, 400),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"mood": 1}},
+            200,
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"mo": 1}},
+            400,
+        ),
+        ("/generate", {}, 400),
+        ("/tokenize", {"prompt": "a", "continue_final_message": True}, 400),
+        ("/abort_request", {"rid": None}, 400),
+    ],
+)
+async def test_what_edges_do_not_show(served: Served, path: str, body: dict[str, Any], status: int):
+    assert (await served.http.post(path, json=body)).status_code == status
+
+
+def test_the_numbers_of_token_keys():
+    for last in (0, 5, 9, 10, 99, 100, 258, 1000, 49151):
+        pattern = re.compile(_numbers_to(last))
+        numbers = [number for number in range(last + 1100) if pattern.search(str(number))]
+        assert numbers == list(range(last + 1))
+        assert not pattern.search("01")
+
+
+async def test_before_the_model_is_loaded_the_bounds_are_wide(served: Served):
+    serving = Serving(ServerConfig(), EngineConfig())
+    transport = httpx.ASGITransport(make_app(serving))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        starting = (await http.get("/openapi.json")).json()["components"]["schemas"]["DetokenizeRequest"]
+        serving.load(served.serving.require())
+        loaded = (await http.get("/openapi.json")).json()["components"]["schemas"]["DetokenizeRequest"]
+    assert starting["properties"]["tokens"]["items"]["maximum"] == 2**31 - 1
+    assert loaded["properties"]["tokens"]["items"]["maximum"] == 258

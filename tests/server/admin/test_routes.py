@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from jaxserve.config.schema import EngineConfig, ServerConfig
+from jaxserve.server.server_state import Serving
+from tests.server.conftest import Served, over_asgi
+
+PROMPT = {"prompt": "a", "max_tokens": 2}
+
+
+async def test_ready(served: Served):
+    assert (await served.http.get("/health")).json() == {"status": "ok"}
+    assert (await served.http.get("/ready")).json() == {"status": "ready"}
+
+
+async def test_starting():
+    import httpx
+
+    from jaxserve.server.app import make_app
+
+    serving = Serving(ServerConfig(), EngineConfig())
+    transport = httpx.ASGITransport(make_app(serving))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        for path in ("/health", "/ready"):
+            response = await http.get(path)
+            assert (response.status_code, response.json()) == (503, {"status": "starting"})
+        response = await http.post("/v1/completions", json=PROMPT)
+        assert response.status_code == 503
+        assert "starting" in response.json()["error"]["message"]
+        assert response.headers["retry-after"]
+        assert (await http.post("/flush_cache")).status_code == 503
+        for path in ("/metrics", "/server_info", "/version", "/v1/models", "/openapi.json"):
+            assert (await http.get(path)).status_code == 200, path
+
+
+async def test_draining_refuses_new_requests_and_finishes_open_ones(served: Served):
+    served.engine.hold()
+    task = asyncio.ensure_future(served.http.post("/v1/completions", json=PROMPT))
+    await served.engine.wait_for(lambda: len(served.engine.submitted) == 1)
+    served.serving.drain()
+    assert (await served.http.get("/health")).status_code == 200
+    assert (await served.http.get("/ready")).status_code == 503
+    refused = await served.http.post("/v1/completions", json=PROMPT)
+    assert refused.status_code == 503
+    assert "shutting down" in refused.json()["error"]["message"]
+    served.engine.release()
+    assert (await task).json()["usage"]["completion_tokens"] == 2
+
+
+async def test_an_unhealthy_engine_says_why(served: Served):
+    served.engine.health = "no step finished for 300 s"
+    for path in ("/health", "/ready"):
+        response = await served.http.get(path)
+        assert response.status_code == 503
+    assert (await served.http.get("/health")).json()["reason"] == "no step finished for 300 s"
+
+
+async def test_a_dead_engine(served: Served):
+    served.engine.die("engine process ended with code -9")
+    assert "code -9" in (await served.http.get("/health")).json()["reason"]
+    served.serving.die("engine process ended with code -9")
+    assert (await served.http.post("/v1/completions", json=PROMPT)).json()["error"]["code"] == "engine_dead"
+    for path in ("/metrics", "/server_info", "/v1/models"):
+        assert (await served.http.get(path)).status_code == 200
+
+
+async def test_server_info():
+    async with over_asgi(api_key="secret") as served:
+        headers = {"authorization": "Bearer secret"}
+        served.engine.hold()
+        task = asyncio.ensure_future(served.http.post("/v1/completions", json=PROMPT, headers=headers))
+        await served.engine.wait_for(lambda: len(served.engine.submitted) == 1)
+        response = await served.http.get("/server_info", headers=headers)
+        assert "secret" not in response.text
+        info = response.json()
+        assert info["open_requests"] == 1
+        assert info["stats"]["num_running"] == 1
+        assert info["stats"]["integrity_errors"] == []
+        assert info["stats_are_fresh"] is True
+        assert info["engine"]["max_model_len"] == 512
+        assert info["engine"]["max_total_num_tokens"] == 1024
+        assert info["engine_config"]["page_size"] == 16
+        assert info["server_config"]["served_model_name"] == "tiny"
+        assert info["phase"] == "ready"
+        served.engine.release()
+        await task
+        assert (await served.http.get("/server_info", headers=headers)).json()["open_requests"] == 0
+
+
+async def test_a_hung_engine_does_not_hang_the_look_at_it(served: Served):
+    async def never(timeout: float) -> None:
+        raise TimeoutError
+
+    served.engine.refresh_stats = never
+    info = (await served.http.get("/server_info")).json()
+    assert info["stats_are_fresh"] is False
+    assert info["stats"]["num_pages"] == 64
+    assert (await served.http.get("/metrics")).status_code == 200
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_flush_cache(served: Served, method: str):
+    answer = await served.http.request(method, "/flush_cache")
+    assert (answer.status_code, answer.text) == (200, "Cache flushed: 12 pages given back.\n")
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert served.engine.num_flushes == 1
+
+
+async def test_flush_cache_says_why_it_could_not(served: Served):
+    async def never(timeout: float) -> int:
+        raise TimeoutError
+
+    flush, served.engine.flush_cache = served.engine.flush_cache, never
+    answer = await served.http.post("/flush_cache")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    served.engine.flush_cache = flush
+    served.engine.die("engine process ended with code -9")
+    answer = await served.http.post("/flush_cache")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+    allowed = (await served.http.put("/flush_cache")).headers["allow"]
+    assert set(allowed.split(", ")) == {"GET", "HEAD", "POST"}
+
+
+async def test_version(served: Served):
+    import jaxserve
+
+    assert (await served.http.get("/version")).json() == {"version": jaxserve.__version__}
+
+
+async def test_the_tokenizer_routes(served: Served):
+    answer = await served.http.post("/tokenize", json={"prompt": "añ", "return_token_strs": True})
+    assert answer.json() == {
+        "count": 3,
+        "max_model_len": 512,
+        "tokens": [97, 195, 177],
+        "token_strs": ["a", "bytes:\\xc3", "bytes:\\xb1"],
+    }
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    tokens = (await served.http.post("/tokenize", json=chat)).json()["tokens"]
+    text = (await served.http.post("/detokenize", json={"tokens": tokens})).json()
+    assert text == {"prompt": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"}
+    await served.http.post("/v1/chat/completions", json=chat | {"max_tokens": 1})
+    assert served.engine.submitted[0].prompt_ids == tokens
+    assert (await served.http.post("/tokenize", json={"prompt": ""})).json()["tokens"] == []
+    for body, param in [
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": []}, "prompt"),
+        ({"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"promt": "a"}, "promt"),
+    ]:
+        answer = await served.http.post("/tokenize", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    for tokens in ([-1], [259], [10**30]):
+        answer = await served.http.post("/detokenize", json={"tokens": tokens})
+        assert answer.status_code == 400
+        assert str(tokens[0]) in answer.json()["error"]["message"]

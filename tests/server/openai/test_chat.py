@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Served, over_asgi
+from tests.server.openai.test_completions import events
+from tests.server.tiny import START_ID, tiny_tokenizer
+
+DEEP = functools.reduce(lambda inner, _: [inner], range(960), "deep")
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+async def chat(served: Served, status: int = 200, **body: Any) -> dict[str, Any]:
+    response = await served.http.post("/v1/chat/completions", json={"messages": HELLO} | body)
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+async def stream(served: Served, **body: Any) -> list[dict[str, Any]]:
+    response = await served.http.post("/v1/chat/completions", json={"messages": HELLO, "stream": True} | body)
+    assert response.status_code == 200, response.text
+    return events(response)
+
+
+def prompt_of(served: Served) -> str:
+    return tiny_tokenizer().decode(served.engine.submitted[-1].prompt_ids, skip_special_tokens=False)
+
+
+async def test_the_openai_shape(served: Served):
+    answer = await chat(served, max_tokens=3)
+    assert answer.pop("id").startswith("chatcmpl-")
+    assert answer.pop("created") > 1_700_000_000
+    usage = answer.pop("usage")
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 3
+    message = {"role": "assistant", "content": "klm", "refusal": None}
+    assert answer == {
+        "object": "chat.completion",
+        "model": "tiny",
+        "system_fingerprint": None,
+        "choices": [
+            {
+                "index": 0,
+                "message": message,
+                "logprobs": None,
+                "finish_reason": "length",
+                "stop_reason": None,
+                "matched_stop": None,
+            }
+        ],
+    }
+
+
+async def test_messages_go_through_the_template(served: Served):
+    await chat(
+        served,
+        max_tokens=1,
+        messages=[
+            {"role": "developer", "content": "be kind"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": None, "refusal": None, "tool_calls": None, "audio": None},
+            {"role": "user", "content": "c", "name": "Ann"},
+        ],
+    )
+    assert prompt_of(served) == (
+        "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n"
+        "<|im_start|>assistant\n<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert served.engine.submitted[0].prompt_ids[0] == START_ID
+
+
+async def test_template_arguments(served: Served):
+    await chat(served, max_tokens=1, chat_template_kwargs={"mood": "merry"}, documents=[{"text": "x"}])
+    assert "[merry]1 documents" in prompt_of(served)
+    await chat(served, max_tokens=1, add_generation_prompt=False)
+    assert prompt_of(served).endswith("<|im_end|>\n")
+    messages = [*HELLO, {"role": "assistant", "content": "It is"}]
+    await chat(served, max_tokens=1, continue_final_message=True, messages=messages)
+    assert prompt_of(served).endswith("<|im_start|>assistant\nIt is")
+
+
+async def test_the_default_limit_is_what_the_context_leaves(served: Served):
+    answer = await chat(served)
+    assert answer["usage"]["total_tokens"] == served.engine.info.max_model_len
+    assert (await chat(served, max_completion_tokens=2))["usage"]["completion_tokens"] == 2
+    both = await chat(served, max_completion_tokens=4, max_tokens=3)
+    assert both["usage"]["completion_tokens"] == 3
+
+
+async def test_logprobs(served: Served):
+    answer = await chat(served, max_tokens=2, logprobs=True, top_logprobs=2)
+    first = answer["choices"][0]["logprobs"]["content"][0]
+    assert first == {
+        "token": "k",
+        "logprob": pytest.approx(-1.07),
+        "bytes": [ord("k")],
+        "top_logprobs": [
+            {"token": "k", "logprob": pytest.approx(-1.07), "bytes": [ord("k")]},
+            {"token": "l", "logprob": -9999.0, "bytes": [ord("l")]},
+        ],
+    }
+    none = await chat(served, max_tokens=2, logprobs=True)
+    assert [entry["top_logprobs"] for entry in none["choices"][0]["logprobs"]["content"]] == [[], []]
+
+
+async def test_a_stream_begins_with_the_role_and_ends_with_one_reason_a_choice(served: Served):
+    chunks = await stream(served, max_tokens=3, n=2, stream_options={"include_usage": True})
+    *chunks, usage = chunks
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 6
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    for index in (0, 1):
+        mine = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert all(set(choice["delta"]) == {"content"} for choice in mine[1:])
+        # vLLM's clients want text with the reason; `test_streamed_equals_unstreamed` sees that nothing is lost.
+        assert mine[-1]["delta"]["content"]
+        assert [choice["finish_reason"] for choice in mine] == [None] * (len(mine) - 1) + ["length"]
+
+
+@pytest.mark.parametrize("body", [{}, {"stop": "mno"}, {"logprobs": True}, {"return_token_ids": True}], ids=str)
+async def test_a_stream_may_count_its_tokens_all_along(served: Served, body: dict[str, Any]):
+    """vLLM's option, which guidellm sends with every request."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, end = await stream(served, max_tokens=12, n=2, stream_options=options, **body)
+    prompt = end["usage"]["prompt_tokens"]
+    total = 0
+    for index in (0, 1):
+        usages = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        counts = [usage["completion_tokens"] for usage in usages]
+        assert counts[0] == 0
+        assert counts == sorted(counts)
+        assert len(set(counts)) > 2
+        assert all(usage["prompt_tokens"] == prompt for usage in usages)
+        assert all(usage["total_tokens"] == prompt + usage["completion_tokens"] for usage in usages)
+        total += counts[-1]
+    assert end["usage"]["completion_tokens"] == total
+    *chunks, end = await stream(served, max_tokens=3, stream_options={"continuous_usage_stats": True})
+    assert "usage" not in chunks[0] | end
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"n": 2}, {"stop": "mno"}, {"logprobs": True, "top_logprobs": 3}, {"return_token_ids": True}],
+)
+async def test_streamed_equals_unstreamed(served: Served, body: dict[str, Any]):
+    whole = await chat(served, max_tokens=12, **body)
+    chunks = await stream(served, max_tokens=12, stream_options={"include_usage": True}, **body)
+    assert chunks[-1]["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["delta"].get("content", "") for c in mine) == choice["message"]["content"]
+        assert mine[-1]["finish_reason"] == choice["finish_reason"]
+        if choice["logprobs"]:
+            assert [e for c in mine if c["logprobs"] for e in c["logprobs"]["content"]] == choice["logprobs"]["content"]
+        if "token_ids" in choice:
+            assert [t for c in mine for t in c.get("token_ids", ())] == choice["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"messages": []}, "messages", "empty"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "tool"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "got `int`"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "required"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0]",
+            "image_url",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+            "messages[0].tool_calls",
+            "not supported",
+        ),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "<= 20, got 21"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "-1"),
+        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"tool_choice": "required"}, "tool_choice", "none"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", '{"type":"text"}'),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking", "template"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "field of its own"),
+        ({"chat_template_kwargs": {"mood": DEEP}}, "chat_template_kwargs", "too deep"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "both"),
+        ({"max_tokens": -1}, "max_tokens", "-1"),
+    ],
+)
+async def test_refusals_name_the_field(served: Served, body: dict[str, Any], param: str, words: str):
+    error = (await chat(served, status=400, **body))["error"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert words in error["message"]
+    assert not served.engine.submitted
+
+
+async def test_a_model_without_a_template_says_what_to_use():
+    async with over_asgi(None) as served:
+        error = (await chat(served, status=400))["error"]
+    assert "/v1/completions" in error["message"]
+
+
+async def test_harmless_fields_are_accepted(served: Served):
+    await chat(
+        served,
+        max_tokens=1,
+        user="u",
+        metadata={"a": "b"},
+        store=False,
+        service_tier="auto",
+        safety_identifier="s",
+        prompt_cache_key="k",
+        parallel_tool_calls=True,
+        tool_choice="none",
+        tools=[],
+        response_format={"type": "text"},
+        modalities=["text"],
+        best_of=1,
+        priority=0,
+    )
+
+
+async def test_openai_client(live: Served):
+    async with live.openai() as client:
+        answer = await client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=4)
+        assert answer.choices[0].message.content == "klmn"
+        # What comes back can be sent again as it is.
+        again = [*HELLO, answer.choices[0].message.model_dump(), *HELLO]
+        await client.chat.completions.create(model="tiny", messages=again, max_tokens=4)
+        chunks = await client.chat.completions.create(
+            model="tiny", messages=HELLO, max_tokens=4, stream=True, stream_options={"include_usage": True}
+        )
+        received = [chunk async for chunk in chunks]
+        assert "".join(c.choices[0].delta.content or "" for c in received if c.choices) == "klmn"
+        assert received[-1].usage.completion_tokens == 4
+        assert [model.id async for model in client.models.list()] == ["tiny"]
+        assert (await client.models.retrieve("tiny")).id == "tiny"
+
+
+async def test_openai_client_in_threads(live: Served):
+    import openai
+
+    def work() -> str:
+        with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+            parts = client.completions.create(model="tiny", prompt="hello", max_tokens=4, stream=True)
+            return "".join(part.choices[0].text for part in parts)
+
+    assert await asyncio.gather(*(asyncio.to_thread(work) for _ in range(4))) == ["hijk"] * 4

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+
+from jaxserve.text.min_tokens import TextLengths
+from jaxserve.text.token_bytes import byte_alphabet
+from tests.text import small_tokenizers
+
+SHORTENED = ["\u212a", "\U0001d400", "a\u0308\u0304", "\u1100\u1161\u11a8", "\uff21", "A", " ", "▁", "<pad>", "日本"]
+
+
+def over_bytes(normalizer: Any = None, missing: int | None = None, **added: bool) -> tokenizers.Tokenizer:
+    """Bytes, `aaaaaaaa`, and two added tokens."""
+    alphabet = [char for value, char in byte_alphabet().items() if value != missing]
+    vocab = [*alphabet, "aa", "aaaa", "aaaaaaaa"]
+    merges = [("a", "a"), ("aa", "aa"), ("aaaa", "aaaa")]
+    backend = tokenizers.Tokenizer(models.BPE({token: index for index, token in enumerate(vocab)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    backend.add_tokens([AddedToken("<pad>", normalized=False, **added), AddedToken("日本", normalized=True)])
+    return backend
+
+
+BOUNDED = {
+    "bytes": over_bytes(),
+    "nfc": over_bytes(normalizers.NFC()),
+    "nfkc lower": over_bytes(normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])),
+    "replace": over_bytes(normalizers.Replace("aaaa", "a")),
+    "no token for a byte": over_bytes(missing=ord("A")),
+    "strips": over_bytes(rstrip=True),
+    "byte fallback": small_tokenizers.sentencepiece()._backend,
+    "trained": small_tokenizers.byte_level()._backend,
+}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_no_text_has_fewer_tokens(name: str) -> None:
+    backend, lengths = BOUNDED[name], TextLengths(BOUNDED[name])
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.lists(st.sampled_from(SHORTENED) | st.text(max_size=4), max_size=8), st.integers(1, 40))
+    def check(parts: list[str], times: int) -> None:
+        text = "".join(parts) * times
+        assert lengths.least_tokens(text) <= len(backend.encode(text, add_special_tokens=False))
+
+    check()
+    assert lengths.least_tokens("b" * 10_000) > 100
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        small_tokenizers.words()._backend,
+        over_bytes(normalizers.StripAccents()),
+        over_bytes(normalizers.Replace("a", "")),
+        over_bytes(normalizers.NFKC(), missing=ord("A")),
+        over_bytes(normalizers.Replace(tokenizers.Regex("a+"), "a")),
+    ],
+    ids=["words", "strip accents", "replace by nothing", "drop what is normalized", "replace a pattern"],
+)
+def test_a_tokenizer_that_may_drop_text_has_no_bound(backend: tokenizers.Tokenizer) -> None:
+    assert TextLengths(backend).least_tokens("b" * 10_000) == 0
+
+
+def test_a_token_takes_any_white_space_beside_it() -> None:
+    assert TextLengths(over_bytes()).least_tokens("<pad>" + " " * 10_000) > 1000
+    assert TextLengths(over_bytes(rstrip=True)).least_tokens("<pad>" + " " * 10_000) == 1
+
+
+def test_other_threads_go_on_while_a_text_is_tokenized() -> None:
+    tokenizer, ticks, done = small_tokenizers.byte_level(), 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not done.is_set():
+            ticks += 1
+            time.sleep(0.0001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    before = ticks
+    tokenizer.encode("Hello world, " * 20_000)
+    during = ticks - before
+    done.set()
+    thread.join()
+
+    assert during > 20
