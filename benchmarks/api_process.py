@@ -1,11 +1,11 @@
-"""What the API process costs: a real server (HTTP, SSE, SmolLM2's tokenizer, metrics) whose engine is `paced_engine`,
-which sends tokens at a set rate, read by a client process that does nothing but note when bytes arrived.
+"""Measures the API process: a real server (HTTP, SSE, SmolLM2's tokenizer, metrics) over `paced_engine`, which sends
+tokens at a fixed rate, and a client process that only notes when bytes arrive.
 
-By load: the share of one core that the API process takes, microseconds of it a token, and the latency it adds, from
-the engine's sending of a step's message to a client's receiving each token in it. Processor time is what the kernel
-counted for the process; latencies are of the wall, so of whatever else the machine does ("no core": the part of the
-time that the process was ready to run and had to wait): on a busy machine, run it under `chrt --fifo 5`. Medians over
-rounds.
+For each load it reports medians over rounds of the share of one core that the API process uses, its microseconds per
+token, and the latency it adds: from the engine's sending of a step's message to a client's receiving of each token in
+it. Processor time is the kernel's count for the process. Latencies are wall time and include other activity of the
+machine ("no_core_percent": the share of time in which the process was ready but had to wait for a core); on a busy
+machine run it under `chrt --fifo 5`.
 
     python -m benchmarks.api_process --rounds 5 --json benchmarks/results/cpu/api_process.json
 """
@@ -34,24 +34,25 @@ from typing import Any
 import uvloop
 
 from benchmarks.paced_engine import FOLDER
+from jaxserve.cli.common.table import format_records
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.engine.client import EngineClient
 from jaxserve.model_source import resolve
 from jaxserve.observability import log
 from jaxserve.server.lifecycle import serve
-from jaxserve.server.server_state import Loaded
+from jaxserve.server.server_state import LoadedModel
 from jaxserve.text.template_process import TemplateProcess
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 
 MODEL = EngineConfig().model
-TOKEN_BYTES = 5  # of every token given out, so that text says how many tokens it is
+TOKEN_BYTES = 5  # every token has this length, so that the length of a text gives its number of tokens
 SETTLE = 1.0
 WORDS = "the server reads a prompt of some sixty four tokens and then it streams what the engine says, word by word, "
 
 
 @dataclasses.dataclass(frozen=True)
-class Load:
-    """So many streams of one route, each at `rate` tokens a second."""
+class StreamLoad:
+    """A number of streams on one route, each at `rate` tokens per second."""
 
     name: str
     route: str
@@ -63,38 +64,29 @@ class Load:
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _STOPS = {"stop": ["\n\nQuestion:", "###", "<end>"]}
 LOADS = (
-    Load("completions", _COMPLETIONS, 64, 31.25),
-    Load("chat", _CHAT, 64, 31.25),
-    Load("chat, stop strings", _CHAT, 64, 31.25, _STOPS),
-    Load("chat, 5 logprobs", _CHAT, 64, 31.25, {"logprobs": True, "top_logprobs": 5}),
-    Load("completions", _COMPLETIONS, 256, 30.0),
-    Load("chat", _CHAT, 256, 30.0),
-    Load("chat, a fast engine", _CHAT, 256, 200.0),
+    StreamLoad("completions", _COMPLETIONS, 64, 31.25),
+    StreamLoad("chat", _CHAT, 64, 31.25),
+    StreamLoad("chat, stop strings", _CHAT, 64, 31.25, _STOPS),
+    StreamLoad("chat, 5 logprobs", _CHAT, 64, 31.25, {"logprobs": True, "top_logprobs": 5}),
+    StreamLoad("completions", _COMPLETIONS, 256, 30.0),
+    StreamLoad("chat", _CHAT, 256, 30.0),
+    StreamLoad("chat, a fast engine", _CHAT, 256, 200.0),
 )
 
-COLUMNS = {
-    "load": ("load", 18, ""),
-    "streams": ("streams", 7, ""),
-    "tok_s": ("tok/s", 6, ".0f"),
-    "cpu_percent": ("CPU %", 5, ".1f"),
-    "cpu_us_per_token": ("us/token", 8, ".1f"),
-    "added_ms_p50": ("added ms p50", 12, ".2f"),
-    "added_ms_p99": ("p99", 6, ".2f"),
-    "no_core_percent": ("no core %", 9, ".1f"),
-    "client_cpu_percent": ("client %", 8, ".1f"),
-}
+COLUMNS = ("load", "streams", "tok_s", "cpu_percent", "cpu_us_per_token", "added_ms_p50", "added_ms_p99",
+           "no_core_percent", "client_cpu_percent")  # fmt: skip
 
 
-async def load_tokenizer_only(engine_config: EngineConfig, server_config: ServerConfig) -> Loaded:
-    """The model's tokenizer and template, and the paced engine."""
+async def load_tokenizer_only(engine_config: EngineConfig, server_config: ServerConfig) -> LoadedModel:
+    """Load the model's tokenizer and template, and start the paced engine."""
     tokenizer = load_tokenizer(resolve(engine_config.model))
     template = tokenizer.chat_template or ""
     engine = await EngineClient.launch(engine_config, module="benchmarks.paced_engine")
-    return Loaded(engine, tokenizer, TemplateProcess(template, tokenizer.special_tokens), template)
+    return LoadedModel(engine, tokenizer, TemplateProcess(template, tokenizer.special_tokens), template)
 
 
-class Reader(asyncio.Protocol):
-    """One stream: sends its request and keeps what comes with when it came."""
+class StreamReader(asyncio.Protocol):
+    """One stream: sends its request and keeps the received bytes with their arrival times."""
 
     def __init__(self, message: bytes) -> None:
         self._message = message
@@ -116,7 +108,7 @@ class Reader(asyncio.Protocol):
                 future.set_result(None)
 
     def token_times(self) -> tuple[str, list[float]]:
-        """The response's id, and when each token came. Raises `SystemExit` for an answer that isn't whole."""
+        """Return the response's id and the arrival time of each token. Raises `SystemExit` for an incomplete answer."""
         body = b"".join(data for _, data in self.pieces)
         if not body.startswith(b"HTTP/1.1 200") or body.count(b"data: [DONE]\n\n") != 1:
             sys.exit(f"a stream did not end well: {body[:300]!r} … {body[-300:]!r}")
@@ -136,27 +128,27 @@ class Reader(asyncio.Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Usage:
-    """What the kernel has counted for a process by `when`: seconds on a core, seconds of waiting for one."""
+class CpuUsage:
+    """The kernel's counts for a process at the time `when`: seconds on a core, and seconds of waiting for one."""
 
     when: float
     cpu: float
     waited: float
 
     @classmethod
-    def of(cls, pid: int) -> Usage:
+    def of(cls, pid: int) -> CpuUsage:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         waited = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
         return cls(time.monotonic(), cpu, waited)
 
 
-async def read_streams(port: int, pid: int, load: Load, seconds: float) -> dict[str, Any]:
-    """All streams from their start to their end; what the server used in `seconds` of it when all of them flow."""
+async def read_streams(port: int, pid: int, load: StreamLoad, seconds: float) -> dict[str, Any]:
+    """Read all streams to their end and measure the server for `seconds` while all of them run."""
     max_tokens = int(load.rate * (seconds + 3 * SETTLE))
     body: dict[str, Any] = {"model": MODEL, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     body |= {"stream_options": {"include_usage": True}} | load.options
-    readers: list[Reader] = []
+    readers: list[StreamReader] = []
     loop = asyncio.get_running_loop()
     for number in range(load.streams):
         text = f"{number}: {3 * WORDS}"
@@ -164,19 +156,20 @@ async def read_streams(port: int, pid: int, load: Load, seconds: float) -> dict[
         content = json.dumps(body).encode()
         head = f"POST {load.route} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
         message = head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content
-        readers.append((await loop.create_connection(lambda message=message: Reader(message), "127.0.0.1", port))[1])
+        _, reader = await loop.create_connection(lambda message=message: StreamReader(message), "127.0.0.1", port)
+        readers.append(reader)
     await asyncio.gather(*(reader.begun for reader in readers))
     await asyncio.sleep(SETTLE)
-    gc.disable()  # a pause of this process would be counted as the server's
-    before, own_before = Usage.of(pid), time.process_time()
+    gc.disable()  # a pause of this process would count as latency of the server
+    before, own_before = CpuUsage.of(pid), time.process_time()
     await asyncio.sleep(seconds)
-    after, own_after = Usage.of(pid), time.process_time()
+    after, own_after = CpuUsage.of(pid), time.process_time()
     await asyncio.gather(*(reader.ended for reader in readers))
     gc.enable()
     streams = [reader.token_times() for reader in readers]
     wrong = [len(times) for _, times in streams if len(times) != max_tokens]
     if wrong:
-        sys.exit(f"{len(wrong)} of {load.streams} streams had another number of tokens than {max_tokens}: {wrong[:5]}")
+        sys.exit(f"{len(wrong)} of {load.streams} streams did not have {max_tokens} tokens: {wrong[:5]}")
     return {
         "window": [before.when, after.when],
         "cpu_s": after.cpu - before.cpu,
@@ -186,8 +179,8 @@ async def read_streams(port: int, pid: int, load: Load, seconds: float) -> dict[
     }
 
 
-def measured(result: dict[str, Any], steps: dict[str, Any]) -> dict[str, float]:
-    """One round's figures, from what the client saw and when the engine sent it."""
+def round_figures(result: dict[str, Any], steps: dict[str, Any]) -> dict[str, float]:
+    """Return the figures of one round from the client's arrival times and the engine's sending times."""
     sent, first_step = steps["sent"], steps["first_step"]
     start, end = result["window"]
     added: list[float] = []
@@ -211,7 +204,7 @@ def measured(result: dict[str, Any], steps: dict[str, Any]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def server(folder: Path, port: int) -> Iterator[int]:
-    """The API process over a paced engine; its process id."""
+    """Start the API process over a paced engine; yield its process id."""
     command = [sys.executable, "-m", "benchmarks.api_process", "--serve", str(port)]
     process = subprocess.Popen(command, env={**os.environ, FOLDER: str(folder)})
     try:
@@ -231,7 +224,7 @@ def server(folder: Path, port: int) -> Iterator[int]:
 
 
 def token_ids(tokenizer: Tokenizer) -> list[int]:
-    """Words of four letters and the space before: the usual length of an English token."""
+    """Return the ids of words of four letters with a leading space: the usual length of an English token."""
     assert tokenizer.pieces is not None
     found = []
     for token in range(tokenizer.vocab_size):
@@ -241,15 +234,15 @@ def token_ids(tokenizer: Tokenizer) -> list[int]:
     return found
 
 
-def measure(load: Load, ids: list[int], port: int, rounds: int, seconds: float) -> dict[str, Any]:
-    """Medians over rounds, on one server."""
+def measure(load: StreamLoad, ids: list[int], port: int, rounds: int, seconds: float) -> dict[str, Any]:
+    """Return medians over rounds on one server."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "settings.json").write_text(json.dumps({"steps_per_second": load.rate, "token_ids": ids}))
         with server(folder, port) as pid:
             results = [uvloop.run(read_streams(port, pid, load, seconds)) for _ in range(rounds)]
         steps = json.loads((folder / "steps.json").read_text())
-    runs = [measured(result, steps) for result in results]
+    runs = [round_figures(result, steps) for result in results]
     medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
     return {"load": load.name, "streams": load.streams, **medians, "rounds": runs}
 
@@ -257,24 +250,19 @@ def measure(load: Load, ids: list[int], port: int, rounds: int, seconds: float) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=6.0, help="measured of each round")
+    parser.add_argument("--seconds", type=float, default=6.0, help="measured seconds of each round")
     parser.add_argument("--only", type=int, nargs="*", choices=range(len(LOADS)), help="loads by number")
     parser.add_argument("--port", type=int, default=8070)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--serve", type=int, metavar="PORT", help="be the server: for this script itself")
+    parser.add_argument("--serve", type=int, metavar="PORT", help="run the server; used by this script itself")
     args = parser.parse_args()
     if args.serve is not None:
         log.setup("warning")
         sys.exit(serve(EngineConfig(), ServerConfig(port=args.serve), load=load_tokenizer_only))
     ids = token_ids(load_tokenizer(resolve(MODEL)))
     chosen = [LOADS[number] for number in args.only] if args.only else LOADS
-    rows = []
-    print("  ".join(f"{title:>{width}}" for title, width, _ in COLUMNS.values()))
-    for load in chosen:
-        row = measure(load, ids, args.port, args.rounds, args.seconds)
-        rows.append(row)
-        cells = (f"{row[key]:>{width}{form}}" for key, (_, width, form) in COLUMNS.items())
-        print("  ".join(cells), flush=True)
+    rows = [measure(load, ids, args.port, args.rounds, args.seconds) for load in chosen]
+    print(format_records(rows, COLUMNS, decimals=2))
     if args.json:
         args.json.write_text(json.dumps({"seconds": args.seconds, "loads": rows}, indent=2) + "\n")
 

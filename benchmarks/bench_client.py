@@ -1,7 +1,7 @@
-"""Is the client of `jaxserve bench serve` honest and light? Against a server of known times in a process of its own.
+"""Measures the accuracy and the cost of the client of `jaxserve bench serve`, against a server with known times.
 
-Two loads: a few streams, for the error of TTFT and TPOT, by the server's own record of when it sent; and 500 streams of
-20 tokens/s, for the client's share of a core, the lateness of its loop, and how long tokens lay in its socket.
+Two loads: a few streams show the errors of TTFT and TPOT against the server's own record; 500 streams of 20 tokens/s
+show the client's share of a core, the lateness of its loop, and how long tokens waited in its socket.
 
     python -m benchmarks.bench_client
 """
@@ -29,8 +29,8 @@ TTFT = 0.2
 
 
 def bench(port: int, streams: int, tokens: int) -> dict[str, Any]:
-    """The JSON of `jaxserve bench serve`; the streams begin spread over one interval, as those of a server do not all
-    come in the same instant."""
+    """Run `jaxserve bench serve` and return its JSON. Streams start at an even rate over two seconds, because the
+    requests of a real server don't all arrive in the same instant."""
     behaviour = {"known": {"ttft": TTFT, "itl": ITL}}
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
@@ -47,23 +47,23 @@ def bench(port: int, streams: int, tokens: int) -> dict[str, Any]:
 
 
 def compare(port: int, measured: dict[str, Any]) -> dict[str, Any]:
-    """Errors against what the server wrote down, in milliseconds and as shares."""
+    """Return the errors against the server's record, in milliseconds and as shares."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/sent") as answer:
         sent = json.load(answer)
-    ttft, tpot, lay = [], [], []
+    ttft, tpot, waits = [], [], []
     for record in measured["records"]:
         assert record["status"] == "ok", record["error"]
         there = sent[record["id"]]
         tokens = there["tokens"]
-        ttft.append((record["first_token"] - record["start"], tokens[0] - there["came"]))
+        ttft.append((record["first_token"] - record["start"], tokens[0] - there["arrived"]))
         seen = record["token_times"]
         tpot.append(((seen[-1] - seen[0]) / (len(seen) - 1), (tokens[-1] - tokens[0]) / (len(tokens) - 1)))
-        # The first token's delay is the reference: the clocks of both have one origin, but the run's start isn't told
-        lay += [(b - seen[0]) - (a - tokens[0]) for a, b in zip(tokens, seen)]
+        # Relative to the first token's delay: both processes share a clock, but the start of the run is unknown.
+        waits += [(b - seen[0]) - (a - tokens[0]) for a, b in zip(tokens, seen)]
     return {
         "ttft": error(ttft),
         "tpot": error(tpot),
-        "token_delay_against_first_ms": dict(zip(("p50", "p99", "max"), 1e3 * np.percentile(lay, (50, 99, 100)))),
+        "token_delay_against_first_ms": dict(zip(("p50", "p99", "max"), 1e3 * np.percentile(waits, (50, 99, 100)))),
     }
 
 
@@ -78,7 +78,7 @@ def error(pairs: list[tuple[float, float]]) -> dict[str, float]:
 
 
 def run(streams: int, tokens: int) -> dict[str, Any]:
-    """One load on a fresh server."""
+    """Run one load on a new server."""
     with in_a_process() as port:
         measured = bench(port, streams, tokens)
         return {
@@ -94,7 +94,7 @@ def run(streams: int, tokens: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--streams", type=int, default=500)
-    parser.add_argument("--seconds", type=float, default=12.0, help="that each of the many streams lasts")
+    parser.add_argument("--seconds", type=float, default=12.0, help="duration of each of the many streams")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/cpu/bench_client.json")
     args = parser.parse_args()
     report = {

@@ -1,7 +1,7 @@
-"""Attention of a whole step on this CPU, backend `cpu` beside XLA's `reference`: SmolLM2-135M's 30 layers, bfloat16.
+"""Measures the attention of a whole step on this CPU: backend `cpu` against `reference`, SmolLM2-135M, bfloat16.
 
-A program has 30 calls on one pool, each layer in pages of its own, in random order; nothing else. Both are run in turn,
-so that what else the machine does meets both.
+A program has only the 30 attention calls of the layers on one pool, with pages in random order. The two backends run in
+turn, so that other activity of the machine affects both alike.
 
     python -m benchmarks.cpu_attention --rounds 15
 """
@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.cli.common.table import format_table
 from pallas_kernels.cpu import cpu_features
 from pallas_kernels.paged_attention import Backend, BackendName, PagedKV, kv_layout, paged_attention, target_of
 
@@ -64,19 +65,19 @@ def main() -> None:
     parser.add_argument("--output", default=str(OUTPUT))
     args = parser.parse_args()
     report: dict[str, Any] = {"rounds": args.rounds, "machine_load_at_start": os.getloadavg()[0], "shapes": []}
-    print(f"{'':26} {'reference ms':>14} {'cpu ms':>14} {'times':>6} {'compile s':>14}")
+    rows = []
     for shape in SHAPES:
-        row = measure(shape, args.rounds)
-        report["shapes"].append({"shape": str(shape), **row})
-        ms = [f"{row[name]['ms']:.2f} ({row[name]['least_ms']:.2f})" for name in BACKENDS]
-        seconds = " / ".join(f"{row[name]['compile_s']:.1f}" for name in BACKENDS)
-        ratio = row["reference"]["ms"] / row["cpu"]["ms"]
-        print(f"{shape!s:26} {ms[0]:>14} {ms[1]:>14} {ratio:6.1f} {seconds:>14}", flush=True)
+        found = measure(shape, args.rounds)
+        report["shapes"].append({"shape": str(shape), **found})
+        ms = [f"{found[name]['ms']:.2f} ({found[name]['least_ms']:.2f})" for name in BACKENDS]
+        seconds = " / ".join(f"{found[name]['compile_s']:.1f}" for name in BACKENDS)
+        rows.append([str(shape), *ms, f"{found['reference']['ms'] / found['cpu']['ms']:.1f}", seconds])
+    print(format_table(("", "reference ms", "cpu ms", "times", "compile s"), rows))
     Path(args.output).write_text(json.dumps(report, indent=2) + "\n")
 
 
 def measure(shape: Shape, rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds a step, median and least, and what compiling took, of both backends."""
+    """Return the median and minimum milliseconds per step and the compile time of both backends."""
     steps: dict[BackendName, Callable[[], None]] = {}
     out: dict[str, dict[str, float]] = {}
     for name in BACKENDS:
@@ -96,7 +97,7 @@ def measure(shape: Shape, rounds: int) -> dict[str, dict[str, float]]:
 
 
 def compiled(shape: Shape, name: BackendName) -> Callable[[], None]:
-    """A step of a backend, to be run again and again on a pool of its own."""
+    """Compile a step of a backend; return a function that runs it on its own pool."""
     rng = np.random.default_rng(0)
     used = -(-shape.length // PAGE)
     num_pages = shape.shared + shape.rows * (used - shape.shared)
@@ -143,7 +144,7 @@ def compiled(shape: Shape, name: BackendName) -> Callable[[], None]:
 
 
 def _compiler_options() -> dict[str, int]:
-    """As the engine compiles."""
+    """Return the compiler options of the engine."""
     return {"xla_cpu_prefer_vector_width": 512} if "avx512f" in cpu_features() else {}
 
 

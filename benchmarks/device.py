@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Measures an accelerator and what jaxserve makes of it, in one command that is bounded in time.
+"""Measures an accelerator and jaxserve on it, in one command with a time limit.
 
     python benchmarks/device.py --minutes 30
-    python benchmarks/device.py --wheels DIR        # packages that the machine lacks, as wheels
-    python benchmarks/device.py --interpret-tiny    # a dry run of every section on a CPU, which measures nothing
+    python benchmarks/device.py --wheels DIR        # wheels of packages that are missing on the machine
+    python benchmarks/device.py --interpret-tiny    # a dry run of every section on a CPU, without measuring
 
-Each section is a process of its own with a share of the time: one that fails, hangs or runs out of memory is reported,
-keeps the rows that it had, and the others go on. Rows go to benchmarks/results/<device>/device.json; the last thing
-printed is one table, with a ratio wherever there is something to hold a figure against.
+Each section is a process with a share of the time. A section that fails, hangs or runs out of memory is reported and
+keeps its rows, and the others continue. Rows go to benchmarks/results/<device>/device.json; at the end the script
+prints one table, with a ratio for each figure that has a reference.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-# Name of a section (module.function under device_sections), and its share of the time.
+# The sections (module.function under device_sections) and their shares of the time.
 SECTIONS = {
     "machine.rates": 1,
     "kernels.correctness": 4,
@@ -48,12 +48,12 @@ NEEDED = {
 
 
 def main() -> int:
-    """Returns 1 where a section failed."""
+    """Run the command; return 1 if a section failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30.0, help="bound on the whole run (default 30)")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="some sections")
-    parser.add_argument("--wheels", type=Path, help="a folder of wheels of what this machine lacks")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="where JSON goes")
+    parser.add_argument("--minutes", type=float, default=30.0, help="time limit of the whole run (default 30)")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="run only these sections")
+    parser.add_argument("--wheels", type=Path, help="folder with wheels of packages missing here")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder for JSON files")
     parser.add_argument("--interpret-tiny", action="store_true", help="a dry run on a CPU: kernels are interpreted")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
@@ -65,11 +65,11 @@ def main() -> int:
 
 
 def run_section(name: str, rows: Path, seconds: float, tiny: bool) -> int:
-    """In the process of a section: its rows are appended to a file as they are found."""
-    from device_sections.run import Run
+    """Run a section in its own process; it appends its rows to a file as it finds them."""
+    from device_sections.run import SectionRun
 
     module, function = name.split(".")
-    run = Run(rows, time.monotonic() + seconds, tiny)
+    run = SectionRun(rows, time.monotonic() + seconds, tiny)
     getattr(importlib.import_module(f"device_sections.{module}"), function)(run)
     return 0
 
@@ -105,7 +105,8 @@ def run_all(arguments: argparse.Namespace) -> int:
 
 
 def one_section(name: str, rows: Path, seconds: float, tiny: bool, environment: dict[str, str]) -> str | None:
-    """Why it failed, or None. A section watches its own time; one that hangs is ended a little later."""
+    """Run a section; return why it failed, or None. It limits its own time; if it hangs, it is killed a little
+    later."""
     if seconds < 1:
         return "no time was left"
     print(f"== {name}, at most {seconds:.0f} s", file=sys.stderr, flush=True)
@@ -122,11 +123,11 @@ def one_section(name: str, rows: Path, seconds: float, tiny: bool, environment: 
     if process.returncode == 0:
         return None
     lines = [line for line in errors.strip().splitlines() if line.strip()]
-    return f"exit code {process.returncode}: {lines[-1] if lines else 'it said nothing'}"
+    return f"exit code {process.returncode}: {lines[-1] if lines else 'it printed nothing'}"
 
 
 def install(wheels: Path, folder: Path) -> str:
-    """Install what is missing here from a folder of wheels, and return the path to import it from."""
+    """Install the missing packages from a folder of wheels, and return the PYTHONPATH to import them from."""
     missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
         options = ["--no-index", "--find-links", str(wheels), "--target", str(folder), "--no-deps", "-q"]
@@ -135,16 +136,26 @@ def install(wheels: Path, folder: Path) -> str:
 
 
 def print_table(device: str, rows: list[dict[str, Any]], faults: list[dict[str, str]], tiny: bool) -> None:
-    """All rows; a ratio is value over reference, and `goal` what it should reach."""
+    """Print all rows; `ratio` is the value over the reference in column "of", `goal` the ratio to reach."""
+    from jaxserve.cli.common.table import format_table
+
     print(f"\n{device}" + (": A DRY RUN, NO FIGURE WAS MEASURED" if tiny else ""))
-    line = "{:<22} {:<44} {:>12} {:<9} {:>12} {:>7} {:>7}  {}".format
-    print(line("section", "what", "value", "unit", "of", "ratio", "goal", "note"))
+    lines = []
     for row in rows:
-        ratio = row["value"] / row["reference"] if row["reference"] else None
-        held = (_number(row["reference"]), "" if ratio is None else f"{ratio:.2f}", _number(row["goal"]))
-        print(line(row["section"], row["name"], _number(row["value"]), row["unit"], *held, row["note"]).rstrip())
+        ratio = f"{row['value'] / row['reference']:.2f}" if row["reference"] else ""
+        cells = (
+            _number(row["value"]),
+            row["unit"],
+            _number(row["reference"]),
+            ratio,
+            _number(row["goal"]),
+            row["note"],
+        )
+        lines.append((row["section"], row["name"], *cells))
+    header = ("section", "what", "value", "unit", "of", "ratio", "goal", "note")
+    print(format_table(header, lines, left=(0, 1, 3, 7)))
     for fault in faults:
-        print(f"{fault['section']:<22} FAILED: {fault['fault']}")
+        print(f"{fault['section']}  FAILED: {fault['fault']}")
 
 
 def _number(value: float | None) -> str:

@@ -1,11 +1,10 @@
-"""How long a model's weights take to be on their devices, and what is read for it: from the source, and from the folder
-that `jaxserve convert` makes of it.
+"""Measures how long loading a model's weights takes and how many bytes it reads: from the source, and from the folder
+that `jaxserve convert` writes.
 
-A load is what an engine does between its config and its programs: imports what this format alone needs, opens the
-checkpoint, checks it, reads it. Processes of the two forms take turns, and each loads several times; the first time
-isn't counted, as it brings files into the page cache and memory from the host. Medians are shown, of wall time and of
-processor time, which neighbours disturb less. Bytes are counted in a process that isn't timed. A part is what one
-process of eight (or as many as split the model) does, each with one device of a tensor-parallel mesh.
+A load covers the imports of the format, and opening, checking and reading the checkpoint. Processes of the two forms
+take turns, and each loads several times; the first load isn't counted, because it fills the page cache. Figures are
+medians of wall time and of processor time, which other processes disturb less. Bytes are counted in a separate process.
+A part of "1 of N" is the load of one process of N, each with one device of a tensor-parallel mesh.
 
     python benchmarks/load.py --json benchmarks/results/cpu/load.json
 """
@@ -28,6 +27,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from jaxserve.cli.common.table import format_records
+
 BUILTIN = "smollm2-135m-instruct"
 SHARDS = (8, 6, 4, 3, 2)
 LOADS = 5
@@ -41,17 +42,17 @@ MODEL = {
 
 
 def load(model: str, dtype: str, part: str, count: bool) -> dict[str, Any]:
-    """Load it in this process, all of it or one shard: the times that takes or, with `count`, the bytes it reads."""
+    """Load the whole model or one shard in this process; return the times or, with `count`, the bytes read."""
     import jax
 
     import jaxserve.worker
     from jaxserve.config.schema import EngineConfig
     from jaxserve.model_source import read_config, resolve
     from jaxserve.models.config import parse_model_config
+    from jaxserve.models.dtypes import dtype_of
     from jaxserve.models.registry import family
     from jaxserve.runtime.devices.mesh import make_mesh, shardings
-    from jaxserve.runtime.programs.builder import dtype_of
-    from jaxserve.weights import build, open_weights
+    from jaxserve.weights import build_params, open_weights
 
     source = resolve(model)
     config = parse_model_config(read_config(source))
@@ -64,7 +65,7 @@ def load(model: str, dtype: str, part: str, count: bool) -> dict[str, Any]:
         reader = open_weights(source, config, abstract)
         if part != "whole":
             return _one_shard(abstract, where, reader)
-        return sum(array.nbytes for array in jax.tree.leaves(build(abstract, where, reader)))
+        return sum(array.nbytes for array in jax.tree.leaves(build_params(abstract, where, reader)))
 
     if count:
         with _counting() as read:
@@ -77,7 +78,7 @@ def load(model: str, dtype: str, part: str, count: bool) -> dict[str, Any]:
     once()
     seconds, cpu_seconds = [], []
     for _ in range(LOADS):
-        gc.collect()  # else the arrays of the load before are freed some time during this one
+        gc.collect()  # free the arrays of the previous load before this one starts
         start, cpu_start = time.perf_counter(), time.process_time()
         once()
         seconds.append(time.perf_counter() - start + imports)
@@ -87,7 +88,7 @@ def load(model: str, dtype: str, part: str, count: bool) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _counting() -> Iterator[list[int]]:
-    """The bytes that are read of safetensors and GGUF files, and of a folder's chunks."""
+    """Yield a counter of the bytes read from safetensors, GGUF and Orbax files."""
     import numpy as np
 
     from jaxserve.weights import orbax
@@ -113,18 +114,18 @@ def _counting() -> Iterator[list[int]]:
 
 
 def _one_shard(abstract: Any, where: Any, reader: Any) -> int:
-    """What `build` does where this process has the first of the mesh's devices alone."""
+    """Run `build` as a process that has only the first of the mesh's devices; return the loaded bytes."""
     import jax
 
-    from jaxserve.weights import build
+    from jaxserve.weights import build_params
 
     first = jax.devices()[0]
 
-    class Mine(jax.sharding.NamedSharding):
+    class FirstDeviceSharding(jax.sharding.NamedSharding):
         def addressable_devices_indices_map(self, shape: tuple[int, ...]) -> Any:
             return {first: self.devices_indices_map(shape)[first]}
 
-    shards = jax.tree.map(lambda sharding: Mine(sharding.mesh, sharding.spec), where)
+    shards = jax.tree.map(lambda sharding: FirstDeviceSharding(sharding.mesh, sharding.spec), where)
     kept: list[jax.Array] = []
 
     def keep(shape: Any, sharding: Any, arrays: list[jax.Array], dtype: Any) -> jax.Array:
@@ -132,7 +133,7 @@ def _one_shard(abstract: Any, where: Any, reader: Any) -> int:
         return arrays[0]
 
     with mock.patch("jax.make_array_from_single_device_arrays", keep):
-        build(abstract, shards, reader)
+        build_params(abstract, shards, reader)
     return sum(array.nbytes for array in kept)
 
 
@@ -144,7 +145,7 @@ def _stored_bytes(stored_type: str, elements: int) -> int:
 
 
 def write_model(folder: Path, dtype: str) -> None:
-    """A model with weights of random bits around nought, as Hugging Face has them."""
+    """Write a model with random weights in Hugging Face's format."""
     import ml_dtypes
     import numpy as np
     from safetensors.numpy import save_file
@@ -158,7 +159,7 @@ def write_model(folder: Path, dtype: str) -> None:
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
     config = parse_model_config(MODEL)
     tensors = {}
-    for name, placement in family(config).placements(config).items():
+    for name, placement in family(config).tensor_mappings(config).items():
         rows, columns = placement.shape[0], int(np.prod(placement.shape[1:]))
         if name.endswith((".weight",)) and len(placement.shape) > 2 and "o_proj" not in name:
             rows, columns = int(np.prod(placement.shape[:-1])), placement.shape[-1]
@@ -168,7 +169,7 @@ def write_model(folder: Path, dtype: str) -> None:
 
 
 def measure(name: str, source: str, dtype: str, target: Path, rounds: int) -> list[dict[str, Any]]:
-    """Convert it, and load both forms in turns."""
+    """Convert the model and load both forms in turn; return a row for each part."""
     command = [sys.executable, "-m", "jaxserve", "convert", source, "--dtype", dtype, "--output", str(target)]
     start = time.perf_counter()
     subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
@@ -209,8 +210,8 @@ def _in_a_process(model: str, dtype: str, part: str, *, count: bool) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=5, help="processes of each form that are timed")
-    parser.add_argument("--model", help=f"instead of {BUILTIN} and two that are made: a model, loaded as bfloat16")
+    parser.add_argument("--rounds", type=int, default=5, help="timed processes of each form")
+    parser.add_argument("--model", help=f"a model to load as bfloat16, instead of {BUILTIN} and two generated models")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--load", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", help=argparse.SUPPRESS)
@@ -231,16 +232,9 @@ def main() -> None:
             rows += measure(name, source, "bfloat16", Path(folder) / f"converted-{i}", args.rounds)
     names = ["model", "part", "loaded_mb", "source_read_mb", "orbax_read_mb", "source_s", "orbax_s", "faster",
              "source_cpu_s", "orbax_cpu_s"]  # fmt: skip
-    _table(rows, names)
+    print(format_records(rows, names, decimals=2))
     if args.json:
         args.json.write_text(json.dumps({"rounds": args.rounds, "dtype": "bfloat16", "loads": rows}, indent=2) + "\n")
-
-
-def _table(rows: list[dict[str, Any]], names: list[str]) -> None:
-    cells = [names, *[[f"{row[n]:.2f}" if isinstance(row[n], float) else str(row[n]) for n in names] for row in rows]]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
-    for row in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths)))
 
 
 if __name__ == "__main__":

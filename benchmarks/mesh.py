@@ -1,12 +1,11 @@
-"""What a mesh costs and what placement gives: steps on simulated CPU devices by mesh shape, traces over four
-data-parallel ranks with a device that is a formula, and what it takes to tell a follower in another process of a step.
+"""Measures the cost of a mesh and the effect of placement, on the CPU.
 
-The first table compares medians of a decode step of 16 requests: a ratio of 2 means twice as long as on one device. All
-devices share this machine's cores, so that it shows what the mesh adds, never what more devices would save. The second
-replays the traces of `benchmarks/scheduler.py`: our placement with several weights of a sequence and of a cached token,
-and others that look at one thing alone. The third sends the input of a decode step of so many sequences over a real
-link: `send` is what the scheduling thread spends on it, `round_trip` the time until a follower has decoded it and
-answered.
+"broadcasts" sends the input of a decode step to a follower in another process: `send` is the time of the scheduling
+thread, `round_trip` the time until the follower has decoded the input and answered. "steps" compares medians of a
+decode step of 16 requests by mesh shape on simulated devices: a ratio of 2 means twice as long as on one device. The
+devices share this machine's cores, so it shows what the mesh adds, not what more devices would save. "placements"
+replays the traces of `benchmarks/scheduler.py` over four data-parallel ranks with a simulated device: our placement
+with several weights of a sequence and of a cached token, and placements that use one criterion only.
 
     python benchmarks/mesh.py --json benchmarks/results/cpu/mesh.json
 """
@@ -17,7 +16,6 @@ import argparse
 import json
 import logging
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,14 +27,16 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from benchmarks.scheduler import simulate
+from jaxserve import host
+from jaxserve.cli.common.table import format_records
 from jaxserve.config.schema import EngineConfig
-from jaxserve.engine.multihost.process_group import Nodes
+from jaxserve.engine.multihost.process_group import ProcessGroup
 from jaxserve.engine.scheduling import rank_router
 from jaxserve.engine.scheduling.rank import Rank
 from jaxserve.engine.scheduling.request import Request
 
 if TYPE_CHECKING:
-    from jaxserve.runtime.step.batch import ProgramKey
+    from jaxserve.runtime.step.batch import StepKey
 
 SHAPES = ["1x1", "1x2", "1x4", "1x8", "2x1", "2x2", "2x4", "4x1", "4x2", "8x1"]
 ROWS, STEPS, ROUNDS = 16, 150, 4
@@ -52,7 +52,7 @@ MODEL = {
 
 
 def time_step(shape: str, model: str) -> dict[str, Any]:
-    """Medians of one shape, in this process: the whole step, and what of it puts its input on the devices."""
+    """Return the median milliseconds of a step of one shape, and of putting its input on the devices."""
     import jax
     import numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
@@ -97,7 +97,7 @@ def time_step(shape: str, model: str) -> dict[str, Any]:
 
 
 def steps_by_shape(shapes: Sequence[str]) -> list[dict[str, Any]]:
-    """Each shape in a process of its own, with as many simulated devices as it takes; the best of some rounds, as the
+    """Time each shape in its own process with as many simulated devices; keep the best of several rounds, because the
     machine is shared."""
     best: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -124,27 +124,27 @@ def steps_by_shape(shapes: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def in_turn(request: Request, ranks: Sequence[Rank], pending: Sequence[int]) -> list[Rank]:
-    """One rank after the other, by arrival."""
+    """Choose one rank after the other, by arrival."""
     return sorted(ranks, key=lambda rank: (rank.index - request.arrival) % RANKS)
 
 
 def by_load(request: Request, ranks: Sequence[Rank], pending: Sequence[int]) -> list[Rank]:
-    """Where the fewest sequences run."""
+    """Prefer the rank with the fewest running sequences."""
     return sorted(ranks, key=lambda rank: len(rank.prefilling) + len(rank.decoding))
 
 
 def by_prefix(request: Request, ranks: Sequence[Rank], pending: Sequence[int]) -> list[Rank]:
-    """Where most of the prompt is cached; the first rank where nowhere any is."""
+    """Prefer the rank with the longest cached prefix; the first rank if there is none."""
     fill, limit = request.fill_tokens, request.num_reusable_tokens
     return sorted(ranks, key=lambda rank: -rank.cache.match_length(request.namespace, fill, limit))
 
 
 def placements(count: int, traces: Sequence[str]) -> list[dict[str, Any]]:
-    """Every placement on every trace; times are simulated."""
+    """Simulate every placement on every trace."""
     rows = []
     for trace in traces:
         for name, function in (("in turn", in_turn), ("load", by_load), ("prefix", by_prefix)):
-            with mock.patch("jaxserve.engine.scheduling.planner.by_cost", function):
+            with mock.patch("jaxserve.engine.scheduling.planner.rank_by_cost", function):
                 rows.append({"placement": name, **simulate(trace, count, RANKS, policy="fcfs")})
         for weight in (0, 16, rank_router.SEQUENCE_TOKENS, 256):
             with mock.patch.object(rank_router, "SEQUENCE_TOKENS", weight):
@@ -155,39 +155,38 @@ def placements(count: int, traces: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def _meet(node_rank: int, address: str) -> Nodes:
+def _meet(node_rank: int, address: str) -> ProcessGroup:
     config = EngineConfig(tp_size=2, nnodes=2, node_rank=node_rank, dist_init_addr=address)
-    return Nodes.meet(config, lambda reason: print(reason, file=sys.stderr))
+    return ProcessGroup.connect(config, lambda reason: print(reason, file=sys.stderr))
 
 
 def follow(address: str) -> None:
-    """The other end of `broadcasts`: what each command says is answered with how many bytes it was."""
-    from jaxserve.runtime.execution.device_commands import DeviceCalls, Following
-    from jaxserve.runtime.programs.builder import Key
+    """Run the other end of `broadcasts`: answer each command with the size of its input."""
+    from jaxserve.runtime.execution.device_commands import FollowerExecutor, LocalCommands
+    from jaxserve.runtime.programs.program_set import ProgramKey
 
     nodes = _meet(1, address)
-    key: Key = _decode_key(0)
-    calls = DeviceCalls(None, None, {key: lambda params, state, packed: (packed.size, None)})  # type: ignore[arg-type]
-    following = Following(calls, {key: None}, 1, print)
+    key: ProgramKey = _decode_key(0)
+    calls = LocalCommands(None, None, {key: lambda params, state, packed: (packed.size, None)})  # type: ignore[arg-type]
+    follower = FollowerExecutor(calls, {key: None}, 1, print)
     while True:
-        following.obey(nodes.next_command())
+        follower.execute(nodes.next_command())
         nodes.agree(calls._state, max)
 
 
-def _decode_key(size: int) -> ProgramKey:
-    from jaxserve.runtime.step.batch import ProgramKey
+def _decode_key(size: int) -> StepKey:
+    from jaxserve.runtime.step.batch import StepKey
 
-    return ProgramKey("decode", size, True)
+    return StepKey("decode", size, True)
 
 
 def broadcasts(counts: Sequence[int]) -> list[dict[str, Any]]:
-    """A row for each number of sequences, from a follower in a process of its own."""
-    from jaxserve.runtime.execution.device_commands import DeviceCalls, LeadingCalls
+    """Measure broadcasts to a follower in another process; return a row for each number of sequences."""
+    from jaxserve.runtime.execution.device_commands import BroadcastCommands, LocalCommands
     from jaxserve.runtime.step import batch
     from jaxserve.step_plan import Capacity, Chunk, StepPlan
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{host.free_port()}"
     follower = subprocess.Popen([sys.executable, "-m", "benchmarks.mesh", "--follow", address])
     nodes = _meet(0, address)
     rows = []
@@ -202,10 +201,10 @@ def broadcasts(counts: Sequence[int]) -> list[dict[str, Any]]:
             for i in range(count)
         ]  # fmt: skip
         plan = StepPlan(opens=[], chunks=chunks, closes=[], num_decodes=count, greedy=True)
-        packed = batch.build(plan, batch.step_shape(_decode_key(count), capacity), capacity)
+        packed = batch.pack_step(plan, batch.step_shape(_decode_key(count), capacity), capacity)
         key = _decode_key(0)
-        nothing = DeviceCalls(None, None, {key: lambda params, state, packed: (None, None)})  # type: ignore[arg-type]
-        leading = LeadingCalls(nothing, nodes.broadcast)
+        nothing = LocalCommands(None, None, {key: lambda params, state, packed: (None, None)})  # type: ignore[arg-type]
+        leading = BroadcastCommands(nothing, nodes.broadcast)
         send, trip = [], []
         for _ in range(BROADCASTS):
             start = time.perf_counter()
@@ -224,7 +223,7 @@ def broadcasts(counts: Sequence[int]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--requests", type=int, default=4000, help="of each of the runs over a trace")
+    parser.add_argument("--requests", type=int, default=4000, help="requests of each run over a trace")
     parser.add_argument("--traces", nargs="*", default=list(TRACES), choices=list(TRACES))
     parser.add_argument("--shapes", nargs="*", default=SHAPES, choices=SHAPES)
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS), help="others stay in --json")
@@ -244,27 +243,17 @@ def main() -> None:
         report = json.loads(args.json.read_text())
     if "broadcasts" in args.parts:
         report["broadcasts"] = broadcasts(SEQUENCES)
-        _table(report["broadcasts"], list(report["broadcasts"][0]))
-    if "steps" in args.parts:
+        print(format_records(report["broadcasts"]), end="\n\n")
+    if "steps" in args.parts and args.shapes:
         report["steps"] = steps_by_shape(args.shapes)
-        _table(report["steps"], list(report["steps"][0]) if report["steps"] else [])
+        print(format_records(report["steps"]), end="\n\n")
     if "placements" in args.parts:
         report["placements"] = placements(args.requests, args.traces)
-        _table(
-            report["placements"],
-            ["trace", "placement", "simulated_s", "output_tok_s", "hit_rate", "decode_padding", "mixed_padding",
-             "retractions", "queue_s_median", "queue_s_p99"],
-        )  # fmt: skip
+        columns = ["trace", "placement", "simulated_s", "output_tok_s", "hit_rate", "decode_padding", "mixed_padding",
+                   "retractions", "queue_s_median", "queue_s_p99"]  # fmt: skip
+        print(format_records(report["placements"], columns))
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
-
-
-def _table(rows: list[dict[str, Any]], names: list[str]) -> None:
-    cells = [names, *[[f"{row[n]:.3f}" if isinstance(row[n], float) else str(row[n]) for n in names] for row in rows]]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
-    for row in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths)))
-    print()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""An engine process that computes nothing: at the ZeroMQ border it looks like the real one, and every step, a set
-number of times a second, each open request gets one token, all in one message.
+"""An engine process that computes nothing: it speaks the real engine's ZeroMQ protocol, and sends every open request
+one token per step, a fixed number of times per second, all in one message.
 
 `api_process.py` starts servers over it. The folder named by $PACED_ENGINE holds `settings.json` (`steps_per_second`,
-`token_ids` to give out in turn); in it, at its end, the engine leaves `steps.json`: when each step's message was sent
+and the `token_ids` to send in turn). At its end the engine writes `steps.json` there: when each step's message was sent
 (`time.monotonic`, one clock for all processes of a machine) and which step gave each request its first token.
 """
 
@@ -15,14 +15,14 @@ import time
 from pathlib import Path
 
 from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, FinishReason, TokenEvent, TokenLogprobs, Usage
-from jaxserve.engine.process.launch_protocol import Started, read_order, write_frame
+from jaxserve.engine.process.launch_protocol import Started, read_order, write_message
 from jaxserve.engine.process.transport import Abort, Add, Command, EngineTransport, ReadStats, StatsReading, StepEvents
 
 FOLDER = "PACED_ENGINE"
 
 
 class PacedEngine:
-    """The open requests, and the clock by which their tokens come."""
+    """The open requests, and the clock of the steps."""
 
     def __init__(self, transport: EngineTransport, steps_per_second: float, token_ids: list[int]) -> None:
         self._transport = transport
@@ -35,7 +35,7 @@ class PacedEngine:
         self.first_step: dict[str, int] = {}
 
     def run(self) -> None:
-        """Until told to end, or the parent is gone."""
+        """Run until told to stop, or until the parent process ends."""
         due = time.monotonic()
         while True:
             wait = due - time.monotonic()
@@ -47,7 +47,7 @@ class PacedEngine:
             now = time.monotonic()
             if (self._open and now >= due) or self._ended:
                 self._step()
-                # Steps that the machine made late aren't made up for: a burst would be this engine's fault.
+                # Late steps are not made up for: this would send bursts.
                 due = max(due + self._interval, now)
 
     def _obey(self, command: Command) -> bool:
@@ -97,10 +97,10 @@ def _last(request: EngineRequest, tokens: list[int], given: int, reason: FinishR
 
 
 def main() -> None:
-    """Be the engine process that the order on stdin asks for."""
+    """Run the engine process that the order on stdin describes."""
     order = read_order(sys.stdin.fileno())
     if order is None:
-        sys.exit("no order to start came on stdin: this module is run by benchmarks/api_process.py")
+        sys.exit("got no order to start on stdin: this module is run by benchmarks/api_process.py")
     folder = Path(os.environ[FOLDER])
     settings = json.loads((folder / "settings.json").read_text())
     info = EngineInfo(
@@ -117,7 +117,7 @@ def main() -> None:
         startup_seconds={},
     )
     with EngineTransport(order.command_address, order.client_addresses, sys.stdin.fileno()) as transport:
-        write_frame(order.report_fd, Started(info))
+        write_message(order.report_fd, Started(info))
         engine = PacedEngine(transport, settings["steps_per_second"], settings["token_ids"])
         engine.run()
     (folder / "steps.json").write_text(json.dumps({"sent": engine.sent, "first_step": engine.first_step}))

@@ -1,7 +1,7 @@
-"""What the prefix cache does for the time to the first token: SmolLM2-135M, prompts of 500 shared and 100 own tokens.
+"""Measures how the prefix cache shortens the time to the first token: SmolLM2-135M, 500 shared and 100 unique tokens.
 
-Two servers, one of them with `--disable-radix-cache`, are loaded in turn, the other one stopped meanwhile; medians of
-the rounds are compared. Every round has a system prompt of its own, which its first request brings into the cache.
+Two servers, one of them with `--disable-radix-cache`, are loaded in turn while the other one is stopped; the script
+compares medians over rounds. Every round has a new system prompt, which its first request brings into the cache.
 
     python -m benchmarks.prefix_cache --rounds 5
 """
@@ -17,11 +17,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving_cpu import REPOSITORY, Load, measure, server
+from benchmarks.serving_cpu import REPOSITORY, ServingLoad, measure, server
+from jaxserve.cli.common.table import format_table
 
 MODEL = "smollm2-135m-instruct"
 LOADS = {
-    f"{clients}": Load(clients=clients, requests=max(8, 2 * clients), prompt_tokens=600, output_tokens=4, shared=500)
+    f"{clients}": ServingLoad(clients, requests=max(8, 2 * clients), prompt_tokens=600, output_tokens=4, shared=500)
     for clients in (1, 4, 16)
 }
 
@@ -44,10 +45,11 @@ def main() -> None:
             pid, _ = stack.enter_context(server(command, port, f"prefix-cache-{name}"))
             servers[name] = (pid, port, MODEL)
         report["results"] = measure(servers, LOADS, args.rounds)
-    print(f"{'clients':>8} {'TTFT ms with':>13} {'without':>9} {'less':>6}")
+    rows = []
     for load in LOADS:
         ours, bare = (report["results"][name][load]["ttft_ms"] for name in ("with", "without"))
-        print(f"{load:>8} {ours:13.1f} {bare:9.1f} {1 - ours / bare:6.1%}")
+        rows.append([load, f"{ours:.1f}", f"{bare:.1f}", f"{1 - ours / bare:.1%}"])
+    print(format_table(("clients", "TTFT ms with", "without", "less"), rows))
     Path(args.output).write_text(json.dumps(report, indent=2) + "\n")
 
 

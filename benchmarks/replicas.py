@@ -1,10 +1,10 @@
-"""`--dp-mode replicas`: what its placement gives, and the two forms of data parallelism side by side.
+"""Measures the placement of `--dp-mode replicas`, and compares it with data parallelism in a mesh.
 
-The first table replays traces over four replicas whose device is a formula (`benchmarks/scheduler.py`), each with its
-own clock: our placement with several weights of a cached token, others that look at one thing alone, and four ranks of
-a mesh in lock step. `balance` is the tokens computed on the replica that computed most, over the mean. The second loads
-real servers on this machine in turn: one engine, two ranks of a mesh, two replicas, and two replicas that each take all
-threads. Their model has the shapes of SmolLM2-135M, made-up weights, and `--layers` layers.
+The first table replays traces over four replicas with simulated devices (`benchmarks/scheduler.py`), each with its own
+clock: our placement with several weights of a cached token, placements that use one criterion only, and four ranks of a
+mesh in lock step. `balance` is the most tokens computed by one replica, divided by the mean. The second table loads
+real servers on this machine in turn: one engine, two ranks of a mesh, two replicas, and two replicas that each use all
+threads. Their model has the shapes of SmolLM2-135M, dummy weights, and `--layers` layers.
 
     python benchmarks/replicas.py --json benchmarks/results/cpu/replicas.json
 """
@@ -33,23 +33,16 @@ from benchmarks import scheduler, serving_cpu
 from benchmarks.scheduler import POOL, Arrival, answer, capacity_of, request_of, scheduler_of, step_seconds
 from jaxserve import host
 from jaxserve.api_types import TokenEvent
+from jaxserve.cli.common.table import format_records
 from jaxserve.engine.client import replica_router
-from jaxserve.engine.client.replica_router import ReplicaPlacement
+from jaxserve.engine.client.replica_router import ReplicaRouter
 from jaxserve.step_plan import StepPlan, StepResult
 from tests.tiny_model import write_tiny_model
 
 REPLICAS, SLOTS = 4, 256
 TRACES = ("shared-prefix", "multi-turn", "samples", "one-prefix", "uniform", "long-context", "full-length")
-SERVE = [
-    "--load-format",
-    "dummy",
-    "--device",
-    "cpu",
-    "--context-length",
-    "1024",
-    "--chunked-prefill-size",
-    "64",
-]  # few programs
+# A small chunk keeps the number of programs low.
+SERVE = ["--load-format", "dummy", "--device", "cpu", "--context-length", "1024", "--chunked-prefill-size", "64"]
 ONE = ["--dp-size", "1", "--max-running-requests", "32", "--cuda-graph-bs", "32"]
 TWO = ["--dp-size", "2", "--max-running-requests", "16", "--cuda-graph-bs", "16", "--dp-mode"]
 FORMS: dict[str, tuple[list[str], dict[str, str]]] = {
@@ -67,7 +60,7 @@ LOADS = ("16", "32 shared prefix")
 
 
 def samples(rng: random.Random, count: int) -> Iterator[Arrival]:
-    """Eight samples at a time of prompts of 400 tokens that share nothing."""
+    """Yield prompts of 400 tokens that share nothing, eight requests for each."""
     for i in range(count // 8):
         prompt = rng.choices(range(100, 30_000), k=400)
         for _ in range(8):
@@ -75,15 +68,15 @@ def samples(rng: random.Random, count: int) -> Iterator[Arrival]:
 
 
 def one_prefix(rng: random.Random, count: int) -> Iterator[Arrival]:
-    """The same 1,024 tokens before 64 of one's own, and long answers."""
+    """Yield 64 unique tokens after the same 1,024 tokens, with long answers."""
     prefix = rng.choices(range(100, 30_000), k=1024)
     for i in range(count):
         outputs = rng.randint(64, 256)
         yield Arrival(i * 0.012, prefix + rng.choices(range(100, 30_000), k=64), outputs, outputs)
 
 
-class InTurn(ReplicaPlacement):
-    """One replica after the other."""
+class InTurn(ReplicaRouter):
+    """Chooses one replica after the other."""
 
     def __init__(self, *args: Any, **sizes: Any) -> None:
         super().__init__(*args, **sizes)
@@ -93,22 +86,22 @@ class InTurn(ReplicaPlacement):
         return next(self._turns)
 
 
-class ByLoad(ReplicaPlacement):
-    """Where the fewest requests are open."""
+class ByLoad(ReplicaRouter):
+    """Chooses the replica with the fewest open requests."""
 
     def _best(self, cached: Sequence[int]) -> int:
         return min(range(REPLICAS), key=lambda replica: self._loads[replica].num_open)
 
 
-class ByPrefix(ReplicaPlacement):
-    """Where most of the prompt is cached; where the fewest are open if nowhere any is."""
+class ByPrefix(ReplicaRouter):
+    """Chooses the replica with the longest cached prefix; with equal ones, the fewest open requests."""
 
     def _best(self, cached: Sequence[int]) -> int:
         return min(range(REPLICAS), key=lambda replica: (-cached[replica], self._loads[replica].num_open))
 
 
 class Replica:
-    """A scheduler and its device, as far on in time as its own steps have brought it."""
+    """A scheduler and its simulated device, with a clock of its own."""
 
     def __init__(self, watch: Callable[[TokenEvent], None]) -> None:
         capacity = capacity_of(SLOTS // REPLICAS, POOL // REPLICAS)
@@ -120,7 +113,7 @@ class Replica:
         self._in_flight: list[tuple[StepPlan, StepResult]] = []
 
     def advance(self, until: float) -> None:
-        """Step until that time, or there is nothing left to do."""
+        """Step until that time, or until there is no work left."""
         while self.now < until and (self.scheduler.has_work or self._in_flight):
             plan = self.scheduler.plan()
             if plan is not None:
@@ -139,11 +132,11 @@ class Replica:
             self._watch(event)
 
 
-def simulate(trace: str, count: int, kind: type[ReplicaPlacement]) -> dict[str, Any]:
-    """A trace over the replicas to its end; times are simulated."""
+def simulate(trace: str, count: int, kind: type[ReplicaRouter]) -> dict[str, Any]:
+    """Run a trace over the replicas to its end, in simulated time."""
     capacity = capacity_of(SLOTS // REPLICAS, POOL // REPLICAS)
     placed = kind(REPLICAS, num_slots=capacity.num_slots, num_pages=capacity.num_pages, page_size=capacity.page_size)
-    replicas = [Replica(placed.watch) for _ in range(REPLICAS)]
+    replicas = [Replica(placed.observe) for _ in range(REPLICAS)]
     arrived: dict[str, float] = {}
     for number, arrival in enumerate(scheduler.TRACES[trace](random.Random(0), count)):
         for replica in replicas:
@@ -175,7 +168,7 @@ def simulate(trace: str, count: int, kind: type[ReplicaPlacement]) -> dict[str, 
 
 
 def placements(count: int, traces: Sequence[str]) -> list[dict[str, Any]]:
-    """Every placement on every trace, and the lock step."""
+    """Simulate every placement on every trace, and the mesh in lock step."""
     rows = []
     scheduler.TRACES |= {"samples": samples, "one-prefix": one_prefix}
     for trace in traces:
@@ -183,7 +176,7 @@ def placements(count: int, traces: Sequence[str]) -> list[dict[str, Any]]:
             rows.append({"placement": name, **simulate(trace, count, kind)})
         for weight in (0, 1, 2, 4, 8):
             with mock.patch.object(replica_router, "CACHED_WEIGHT", weight):
-                rows.append({"placement": f"cost, cached x {weight}", **simulate(trace, count, ReplicaPlacement)})
+                rows.append({"placement": f"cost, cached x {weight}", **simulate(trace, count, ReplicaRouter)})
         mesh = scheduler.simulate(trace, count // 8 * 8, REPLICAS, policy="fcfs")
         names = ("trace", "simulated_s", "output_tok_s", "hit_rate", "retractions")
         rows.append({"placement": "mesh, in lock step", **{name: mesh[name] for name in names}})
@@ -191,10 +184,10 @@ def placements(count: int, traces: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def forms(layers: int, rounds: int, port: int) -> dict[str, Any]:
-    """Tokens a second of real servers of each form, loaded in turn while the others are stopped."""
+    """Measure output tokens per second of real servers of each form, loaded in turn while the others are stopped."""
     servers, starts = {}, {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        model = str(write_tiny_model(Path(folder)))  # whose tokenizer will do: prompts are ids
+        model = str(write_tiny_model(Path(folder)))  # only for its tokenizer: prompts are ids
         (Path(folder) / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": layers}))
         for number, (name, (flags, environment)) in enumerate(FORMS.items()):
             command = ["env", *(f"{key}={value}" for key, value in environment.items())]
@@ -202,7 +195,7 @@ def forms(layers: int, rounds: int, port: int) -> dict[str, Any]:
             pid, starts[name] = stack.enter_context(serving_cpu.server([*command, *flags], port + number, "jaxserve"))
             servers[name] = (pid, port + number, model)
         results: dict[str, Any] = {name: {load: {"rounds": []} for load in LOADS} for name in servers}
-        for round_ in range(-1, rounds):  # the first is to warm up
+        for round_ in range(-1, rounds):  # the first round warms up
             for load, (name, (pid, own, _)) in itertools.product(LOADS, servers.items()):
                 with serving_cpu.paused([other for other, _, _ in servers.values() if other != pid]):
                     found = asyncio.run(serving_cpu.run(own, model, serving_cpu.LOADS[load], seed=round_ + 1))
@@ -221,47 +214,34 @@ def forms(layers: int, rounds: int, port: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--requests", type=int, default=4000, help="of each of the runs over a trace")
+    parser.add_argument("--requests", type=int, default=4000, help="requests of each run over a trace")
     parser.add_argument("--traces", nargs="*", default=list(TRACES), choices=list(TRACES))
-    parser.add_argument("--rounds", type=int, default=5, help="of the loads on real servers; 0 leaves them out")
-    parser.add_argument("--layers", type=int, default=30, help="of the model of the real servers")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds on real servers; 0 skips them")
+    parser.add_argument("--layers", type=int, default=30, help="layers of the real servers' model")
     parser.add_argument("--port", type=int, default=8060)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     logging.getLogger("jaxserve").setLevel(logging.ERROR)
     report: dict[str, Any] = {"requests": args.requests, "replicas": REPLICAS}
     report["placements"] = placements(args.requests, args.traces)
-    _table(report["placements"])
+    print(format_records(report["placements"]))
     if args.rounds:
         report["machine"] = f"{host.num_cores()} cores, load {os.getloadavg()[0]:.1f} at the start"
         report["forms"] = forms(args.layers, args.rounds, args.port)
-        _table(
-            [
-                {
-                    "load": load,
-                    "form": name,
-                    "output_tok_s": results[load]["output_tok_s"],
-                    "least": min(results[load]["rounds"]),
-                    "most": max(results[load]["rounds"]),
-                }
-                for load in LOADS
-                for name, results in report["forms"]["results"].items()
-            ]
-        )
+        rows = [
+            {
+                "load": load,
+                "form": name,
+                "output_tok_s": results[load]["output_tok_s"],
+                "least": min(results[load]["rounds"]),
+                "most": max(results[load]["rounds"]),
+            }
+            for load in LOADS
+            for name, results in report["forms"]["results"].items()
+        ]
+        print(f"\n{format_records(rows)}")
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
-
-
-def _table(rows: Sequence[dict[str, Any]]) -> None:
-    if not rows:
-        return
-    names = list(rows[0])
-    shown = [[row.get(name, "") for name in names] for row in rows]
-    cells = [names, *[[f"{x:.3f}" if isinstance(x, float) else str(x) for x in row] for row in shown]]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
-    for row in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths)))
-    print()
 
 
 if __name__ == "__main__":

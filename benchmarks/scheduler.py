@@ -1,10 +1,9 @@
-"""The real scheduler on synthetic traces, with a device that is a formula: what a step costs the host, and what the
-knobs of the tuning guides do.
+"""Measures the real scheduler on synthetic traces with a simulated device: host time per step, and the effect of the
+settings in the tuning guides.
 
-Three tables: milliseconds of plan, build and commit by batch size and queue; for each trace and policy, how full the
-cache was, what it hit, who was retracted and how long requests waited; the same for values of
-`--schedule-conservativeness`. Seconds of the traces are simulated: a step takes 8 ms, 20 us a decode, 60 us a prefill
-token.
+Three tables: milliseconds of plan, build and commit by batch size and queue; for each trace and policy the cache usage,
+hit rate, retractions and waiting times; the same for values of `--schedule-conservativeness`. Seconds of traces are
+simulated: a step takes 8 ms, plus 20 us per decode and 60 us per prefill token.
 
     python benchmarks/scheduler.py --json benchmarks/results/cpu/scheduler.json
 """
@@ -12,6 +11,7 @@ token.
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import itertools
 import json
@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from jaxserve.api_types import EngineRequest, SamplingParams
+from jaxserve.cli.common.table import format_records
 from jaxserve.engine.scheduling.policy import Policy
 from jaxserve.engine.scheduling.scheduler import Scheduler
-from jaxserve.runtime.step.batch import build, choose_program, step_shape
+from jaxserve.runtime.step.batch import choose_program, pack_step, step_shape
 from jaxserve.runtime.step.buckets import decode_buckets, token_buckets
 from jaxserve.step_plan import Capacity, StepPlan, StepResult
 
@@ -36,7 +37,7 @@ POOL = 48_000
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """A request of a trace, when it comes, and how many tokens it gives before it stops by itself."""
+    """A request of a trace: its arrival time, and the number of tokens it generates before its stop token."""
 
     at: float
     prompt: list[int]
@@ -45,21 +46,21 @@ class Arrival:
 
 
 def uniform(rng: random.Random, count: int) -> Iterator[Arrival]:
-    """Prompts of 32 to 512 tokens that share nothing."""
+    """Yield prompts of 32 to 512 tokens that share nothing."""
     for i in range(count):
         outputs = rng.randint(16, 128)
         yield Arrival(i * 0.013, _ids(rng, rng.randint(32, 512)), outputs, outputs)
 
 
 def shared_prefix(rng: random.Random, count: int) -> Iterator[Arrival]:
-    """One of 200 system prompts of 512 tokens, and 64 of one's own."""
+    """Yield 64 unique tokens after one of 200 system prompts of 512 tokens."""
     systems = [_ids(rng, 512) for _ in range(200)]
     for i in range(count):
         yield Arrival(i * 0.006, rng.choice(systems) + _ids(rng, 64), 48, 48)
 
 
 def multi_turn(rng: random.Random, count: int) -> Iterator[Arrival]:
-    """Chats of five turns of 64 tokens in and out, in any order between chats."""
+    """Yield chats of five turns of 64 tokens in and out, with the turns of all chats mixed."""
     chats: list[list[int]] = []
     for i in range(count):
         if not chats or len(chats) < 300:
@@ -73,19 +74,19 @@ def multi_turn(rng: random.Random, count: int) -> Iterator[Arrival]:
 
 
 def long_context(rng: random.Random, count: int) -> Iterator[Arrival]:
-    """Every eighth prompt has 6,000 tokens, the others 64."""
+    """Yield prompts of 64 tokens, with 6,000 in every eighth."""
     for i in range(count):
         yield Arrival(i * 0.08, _ids(rng, 6000 if i % 8 == 0 else 64), 64, 64)
 
 
 def early_stop(rng: random.Random, count: int) -> Iterator[Arrival]:
-    """Everybody asks for 1,024 tokens and stops after 20 to 120."""
+    """Yield requests for 1,024 tokens that stop after 20 to 120."""
     for i in range(count):
         yield Arrival(i * 0.011, _ids(rng, 128), 1024, rng.randint(20, 120))
 
 
 def full_length(rng: random.Random, count: int) -> Iterator[Arrival]:
-    """Short prompts, and all of the 128 to 900 tokens that were asked for."""
+    """Yield short prompts that generate all of the 128 to 900 requested tokens."""
     for i in range(count):
         outputs = rng.randint(128, 900)
         yield Arrival(i * 0.04, _ids(rng, rng.randint(16, 128)), outputs, outputs)
@@ -106,13 +107,13 @@ def _ids(rng: random.Random, count: int) -> list[int]:
 
 
 def capacity_of(slots: int, tokens: int, num_ranks: int = 1) -> Capacity:
-    """An accelerator's programs, with slots and a pool of so many tokens on each rank."""
+    """Return the program sizes of an accelerator, with `slots` and a pool of `tokens` on each rank."""
     return Capacity(
         num_slots=slots,
         num_pages=tokens // PAGE,
         page_size=PAGE,
         max_model_len=8192,
-        decode_buckets=decode_buckets(slots, max_fine=160, asked=None),
+        decode_buckets=decode_buckets(slots, max_fine=160, requested=None),
         token_buckets=token_buckets(2048, smallest=256),
         prompt_logprob_tokens=2 * slots,
         fine_decode_rows=160,
@@ -121,19 +122,19 @@ def capacity_of(slots: int, tokens: int, num_ranks: int = 1) -> Capacity:
 
 
 def scheduler_of(capacity: Capacity, **settings: Any) -> Scheduler:
-    """As the worker makes it."""
+    """Create a scheduler as the worker does."""
     limits = dict.fromkeys(("chunked_prefill_size", "max_prefill_tokens", "max_num_batched_tokens"), 2048)
     return Scheduler(capacity, **limits, **settings)
 
 
 def request_of(number: int, prompt: list[int], max_tokens: int) -> EngineRequest:
-    """A greedy request."""
+    """Return a greedy request."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     return EngineRequest(request_id=f"r{number}", prompt_ids=prompt, sampling=sampling, stop_ids=(STOP,))
 
 
 def simulate(trace: str, count: int, num_ranks: int = 1, **settings: Any) -> dict[str, Any]:
-    """Run a trace to its end; figures are over the whole of it, times simulated. Ranks share slots and pool evenly."""
+    """Run a trace to its end in simulated time and return its figures. Ranks share slots and pool evenly."""
     capacity = capacity_of(256 // num_ranks, POOL // num_ranks, num_ranks)
     now = 0.0
     scheduler = scheduler_of(capacity, clock=lambda: now, **settings)
@@ -191,14 +192,14 @@ def simulate(trace: str, count: int, num_ranks: int = 1, **settings: Any) -> dic
 
 
 def step_seconds(plan: StepPlan, rank: int) -> float:
-    """What a step takes on a rank."""
+    """Return the simulated seconds of a step on a rank."""
     decodes = sum(chunk.rank == rank for chunk in plan.chunks[: plan.num_decodes])
     prefilled = sum(chunk.length for chunk in plan.chunks[plan.num_decodes :] if chunk.rank == rank)
     return 8e-3 + 2e-5 * decodes + 6e-5 * prefilled
 
 
 def answer(plan: StepPlan, left: dict[str, int]) -> StepResult:
-    """Each request draws tokens until it has given what the trace says, then its stop token."""
+    """Return a step's result: each request gets tokens up to its number in the trace, then its stop token."""
     tokens: list[list[int]] = []
     for chunk in plan.chunks:
         if not chunk.sample:
@@ -210,21 +211,22 @@ def answer(plan: StepPlan, left: dict[str, int]) -> StepResult:
 
 
 def step_costs(num_running: int, num_waiting: int, steps: int = 1000) -> dict[str, float]:
-    """Median milliseconds of a decode step's parts, one step ahead, with `num_waiting` in the queue."""
+    """Return median milliseconds of a decode step's parts, planned one step ahead, with `num_waiting` in the queue."""
     capacity = capacity_of(num_running, num_running * (32 + steps + 64))
     scheduler = scheduler_of(capacity, policy="lpm", conservativeness=0.0)
     for i in range(num_running + num_waiting):
         scheduler.add(request_of(i, list(range(i, i + 32)), 4096))
     times: dict[str, list[float]] = {"plan": [], "build": [], "commit": []}
     in_flight: StepPlan | None = None
+    endless: dict[str, int] = collections.defaultdict(lambda: 1 << 40)
     while len(times["plan"]) < steps:
         start = time.perf_counter()
         plan = scheduler.plan()
         planned = time.perf_counter()
         assert plan is not None
-        build(plan, step_shape(choose_program(plan, capacity), capacity), capacity)
+        pack_step(plan, step_shape(choose_program(plan, capacity), capacity), capacity)
         built = time.perf_counter()
-        result = answer(in_flight, _Forever()) if in_flight is not None else None
+        result = answer(in_flight, endless) if in_flight is not None else None
         before = time.perf_counter()
         if in_flight is not None and result is not None:
             scheduler.commit(in_flight, result)
@@ -239,21 +241,16 @@ def step_costs(num_running: int, num_waiting: int, steps: int = 1000) -> dict[st
     return {"running": num_running, "waiting": num_waiting, **medians, "together": 1e3 * statistics.median(total)}
 
 
-class _Forever(dict[str, int]):
-    def __missing__(self, key: str) -> int:
-        return 1 << 40
-
-
 def match_cost(tokens: int = 8192, repeats: int = 200) -> float:
-    """Median milliseconds to find a cached prompt of so many tokens in a tree of other prompts."""
+    """Return the median milliseconds to match a cached prompt of `tokens` tokens in a tree of several prompts."""
     scheduler = scheduler_of(capacity_of(8, 64 * tokens))
     [rank] = scheduler._ranks
     cache, pool = rank.cache, rank.pool
     rng = random.Random(0)
     prompts = [_ids(rng, tokens) for _ in range(16)]
     for prompt in prompts:
-        for cut in (tokens // 2, tokens):  # each is found in two runs
-            cache.adopt("", prompt[:cut], pool.allocate(cut // PAGE), 0)
+        for cut in (tokens // 2, tokens):  # each prompt is two nodes of the tree
+            cache.insert("", prompt[:cut], pool.allocate(cut // PAGE), 0)
     times = []
     for i in range(repeats):
         prompt = list(prompts[i % 16])
@@ -266,41 +263,28 @@ def match_cost(tokens: int = 8192, repeats: int = 200) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--requests", type=int, default=4000, help="of each of the 38 runs over a trace")
+    parser.add_argument("--requests", type=int, default=4000, help="requests of each run over a trace")
     parser.add_argument("--traces", nargs="*", default=list(TRACES), choices=list(TRACES))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    logging.getLogger("jaxserve").setLevel(logging.ERROR)  # retractions are counted, not listed
+    logging.getLogger("jaxserve").setLevel(logging.ERROR)  # hides the log line of each retraction
     report: dict[str, Any] = {"requests": args.requests, "pool_tokens": POOL}
     report["step_ms"] = [step_costs(n, waiting) for n in (16, 64, 256, 1024) for waiting in (0, 10_000)]
     report["match_8k_ms"] = match_cost()
-    _table(report["step_ms"])
-    print(f"radix match of an 8,192-token prompt: {report['match_8k_ms']:.3f} ms\n")
+    print(format_records(report["step_ms"]))
+    print(f"\nradix match of an 8,192-token prompt: {report['match_8k_ms']:.3f} ms\n")
     report["policies"] = [
         simulate(trace, args.requests, policy=policy) for trace in args.traces for policy in get_args(Policy)
     ]
-    _table(report["policies"])
+    print(format_records(report["policies"]), end="\n\n")
     values = (0.1, 0.3, 1.0, 1.3)
     report["conservativeness"] = [
         simulate(trace, args.requests, policy="fcfs", conservativeness=value)
         for trace, value in itertools.product(("early-stop", "full-length"), values)
     ]
-    _table(report["conservativeness"])
+    print(format_records(report["conservativeness"]))
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
-
-
-def _table(rows: list[dict[str, Any]]) -> None:
-    names = list(rows[0])
-    cells = [names, *[[_cell(row[name]) for name in names] for row in rows]]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
-    for row in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths)))
-    print()
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else "-" if value is None else str(value)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""jaxserve beside vLLM on this CPU: SmolLM2-135M, under four loads, in one run.
+"""Compares jaxserve with vLLM on this CPU: SmolLM2-135M under four loads.
 
-Both servers stay up and are loaded in turn, the other one stopped meanwhile, so that what else the machine does falls
-on both alike; medians of the rounds are compared. Without `--peer DIR` (a folder made by
+Both servers stay up and are loaded in turn while the other one is stopped, so that other activity of the machine
+affects both alike; the script compares medians over rounds. Without `--peer DIR` (a folder made by
 shared/tools/peer_vllm_cpu.sh) only jaxserve is measured.
 
     python benchmarks/serving_cpu.py --peer /tmp/peer --rounds 5
@@ -29,12 +29,14 @@ from typing import Any
 import httpx
 import psutil
 
+from jaxserve.cli.common.table import format_table
+
 REPOSITORY = Path(__file__).parents[1]
 
 
 @dataclasses.dataclass(frozen=True)
-class Load:
-    """`requests` of so many prompt tokens, the first `shared` of them the same in all, `clients` at a time."""
+class ServingLoad:
+    """`requests` requests from `clients` clients; the first `shared` of the prompt tokens are equal in all of them."""
 
     clients: int
     requests: int
@@ -44,16 +46,16 @@ class Load:
 
 
 LOADS = {
-    "1": Load(clients=1, requests=2, prompt_tokens=128, output_tokens=64),
-    "16": Load(clients=16, requests=32, prompt_tokens=128, output_tokens=64),
-    "1 long prompt": Load(clients=1, requests=3, prompt_tokens=1000, output_tokens=4),
-    "32 shared prefix": Load(clients=32, requests=64, prompt_tokens=600, output_tokens=64, shared=500),
+    "1": ServingLoad(clients=1, requests=2, prompt_tokens=128, output_tokens=64),
+    "16": ServingLoad(clients=16, requests=32, prompt_tokens=128, output_tokens=64),
+    "1 long prompt": ServingLoad(clients=1, requests=3, prompt_tokens=1000, output_tokens=4),
+    "32 shared prefix": ServingLoad(clients=32, requests=64, prompt_tokens=600, output_tokens=64, shared=500),
 }
 
 
 @contextlib.contextmanager
 def server(command: list[str], port: int, name: str) -> Iterator[tuple[int, float]]:
-    """A server process and the seconds until its /health said 200."""
+    """Start a server; yield its process id and the seconds until /health returned 200."""
     log = Path(tempfile.gettempdir()) / f"{name}-{port}.log"
     start = time.monotonic()
     with log.open("w") as file:
@@ -76,10 +78,9 @@ def server(command: list[str], port: int, name: str) -> Iterator[tuple[int, floa
 
 
 async def one_request(port: int, model: str, prompt: list[int], output_tokens: int) -> dict[str, float]:
-    """Seconds to the first token and to the last, and how many came.
+    """Send one request; return the seconds to the first and the last token, and the number of tokens.
 
-    Reads the socket itself: a comfortable client's own work, on the two cores the servers compute on, would be measured
-    with theirs.
+    Reads the socket itself: a general HTTP client would take time from the servers on the same two cores.
     """
     body = json.dumps(
         {
@@ -109,8 +110,8 @@ async def one_request(port: int, model: str, prompt: list[int], output_tokens: i
     return {"ttft": first, "end": last, "tokens": tokens}
 
 
-async def run(port: int, model: str, load: Load, seed: int) -> dict[str, float]:
-    """The load once, with prompts of its own for each seed."""
+async def run(port: int, model: str, load: ServingLoad, seed: int) -> dict[str, float]:
+    """Run the load once, with new prompts for each seed, and return its figures."""
     rng = random.Random(seed)
     shared = [rng.randrange(100, 49000) for _ in range(load.shared)]
     own = load.prompt_tokens - load.shared
@@ -133,9 +134,9 @@ async def run(port: int, model: str, load: Load, seed: int) -> dict[str, float]:
 
 
 def measure(
-    servers: dict[str, tuple[int, int, str]], loads: dict[str, Load], rounds: int
+    servers: dict[str, tuple[int, int, str]], loads: dict[str, ServingLoad], rounds: int
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Medians over rounds by server and load; the servers take turns within a round."""
+    """Return medians over rounds by server and load; the servers take turns within a round."""
     samples: dict[str, dict[str, list[dict[str, float]]]] = {name: {load: [] for load in loads} for name in servers}
     for round_ in range(-1, rounds):
         for load_name, load in loads.items():
@@ -156,15 +157,15 @@ def measure(
     }
 
 
-def family(root: int) -> list[int]:
-    """A process and all below it."""
+def process_tree(root: int) -> list[int]:
+    """Return the ids of a process and all its descendants."""
     return [root, *(child.pid for child in psutil.Process(root).children(recursive=True))]
 
 
 @contextlib.contextmanager
 def paused(roots: list[int]) -> Iterator[None]:
-    """Stops servers that are not being measured: one that spins while idle would slow the other."""
-    pids = [pid for root in roots for pid in family(root)]
+    """Stop the servers that are not measured: one that spins while idle would slow the other."""
+    pids = [pid for root in roots for pid in process_tree(root)]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -175,8 +176,8 @@ def paused(roots: list[int]) -> Iterator[None]:
 
 
 def processes_with_jax(root: int) -> list[str]:
-    """Which processes of a server have jax's library mapped; none where the system doesn't say what is."""
-    processes = [psutil.Process(pid) for pid in family(root)]
+    """Return the commands of a server's processes that have jax's library mapped; none if the system can't tell."""
+    processes = [psutil.Process(pid) for pid in process_tree(root)]
     return [
         " ".join(process.cmdline()[1:])
         for process in processes
@@ -186,10 +187,10 @@ def processes_with_jax(root: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--peer", help="folder of peer_vllm_cpu.sh, with its environment and model")
+    parser.add_argument("--peer", help="folder made by peer_vllm_cpu.sh, with vLLM's environment and model")
     parser.add_argument("--peer-script", default=str(REPOSITORY.parent / "shared/tools/peer_vllm_cpu.sh"))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--load", action="append", choices=list(LOADS), help="only this one; may be given again")
+    parser.add_argument("--load", action="append", choices=list(LOADS), help="run only this load; may be repeated")
     parser.add_argument("--port", type=int, default=8050)
     parser.add_argument("--output", default=str(REPOSITORY / "benchmarks/results/cpu/serving_cpu.json"))
     args = parser.parse_args()
@@ -223,15 +224,16 @@ def main() -> None:
 def print_report(report: dict[str, Any]) -> None:
     print(f"start to ready: first {report['start_first_s']:.1f} s, cached {report['start_cached_s']:.1f} s", end="")
     print(f", vLLM {report['start_peer_s']:.1f} s" if "start_peer_s" in report else "")
-    print(f"{'load':>17} {'server':>10} {'output tok/s':>13} {'TTFT ms':>9} {'TPOT ms':>9}")
+    keys = ("output_tok_s", "ttft_ms", "tpot_ms")
+    rows = []
     for load in report["loads"]:
-        for name, results in report["results"].items():
-            row = results[load]
-            print(f"{load:>17} {name:>10} {row['output_tok_s']:13.1f} {row['ttft_ms']:9.1f} {row['tpot_ms']:9.1f}")
-        if "vllm" in report["results"]:
-            ours, peer = report["results"]["jaxserve"][load], report["results"]["vllm"][load]
-            ratios = [ours[key] / peer[key] for key in ("output_tok_s", "ttft_ms", "tpot_ms")]
-            print(f"{load:>17} {'ratio':>10} {ratios[0]:13.2f} {ratios[1]:9.2f} {ratios[2]:9.2f}")
+        by_server = {name: results[load] for name, results in report["results"].items()}
+        rows += [[load, name, *(f"{row[key]:.1f}" for key in keys)] for name, row in by_server.items()]
+        if "vllm" in by_server:
+            rows.append(
+                [load, "ratio", *(f"{by_server['jaxserve'][key] / by_server['vllm'][key]:.2f}" for key in keys)]
+            )
+    print(format_table(("load", "server", "output tok/s", "TTFT ms", "TPOT ms"), rows, left=(0, 1)))
     print(f"processes with jax: {report['processes_with_jax']}; {report['compiles_after_ready']}")
 
 

@@ -1,7 +1,8 @@
-"""What text costs: start-up of the tokenizer, and each token of a stream on its way to the client.
+"""Measures text processing: loading the tokenizer, and detokenizing each token of a stream.
 
-The default model's tokenizer, natural text in many scripts and random ids (junk bytes, the worst case). A token's cost
-must not grow with the output, so the first and the last tenth of a long one are timed apart.
+It uses the default model's tokenizer on natural text in many scripts and on random ids (invalid bytes, the worst case).
+The cost of a token must not grow with the output, so the first and the last tenth of a long output are timed
+separately.
 
     python benchmarks/text.py
 """
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenEvent
+from jaxserve.cli.common.table import format_table
 from jaxserve.config.schema import DEFAULT_MODEL
 from jaxserve.model_source import read_config, resolve
 from jaxserve.text.chat_template import ChatTemplate
@@ -46,7 +48,7 @@ def seconds(action: Callable[[], object]) -> float:
 
 
 def push_times(tokenizer: Tokenizer, ids: list[int], stops: tuple[str, ...]) -> list[float]:
-    """Seconds a token takes over each tenth of the output, one token an event as in a running server."""
+    """Return the seconds per token over each tenth of the output, with one token per event as in a running server."""
     sampling = SamplingParams(max_tokens=TOKENS, stop=stops)
     processor = OutputProcessor(tokenizer, EngineRequest(request_id="r", prompt_ids=ids[:100], sampling=sampling))
     events = [TokenEvent("r", [token_id]) for token_id in ids]
@@ -93,8 +95,7 @@ def main() -> None:
                 rows[f"token, {kind}, {name}, {label} tenth of {TOKENS} (µs)"] = 1e6 * statistics.median(
                     times[part] for times in rounds
                 )
-    for label, value in rows.items():
-        print(f"{label:<60} {value:>10.2f}")
+    print(format_table(("", "median"), [(label, f"{value:.2f}") for label, value in rows.items()]))
     Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
     Path(arguments.output).write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n")
 

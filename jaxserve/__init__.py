@@ -1,4 +1,4 @@
-"""A serving engine for large language models on JAX. Names are imported when first used, so that importing is quick."""
+"""A serving engine for large language models on JAX. Public names are imported on first use: importing it is fast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 __all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
 
-_HOMES = {
+_MODULES = {
     "LLM": "jaxserve.llm",
     "SamplingParams": "jaxserve.api_types",
     "EngineConfig": "jaxserve.config.schema",
@@ -22,6 +22,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

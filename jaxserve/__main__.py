@@ -1,4 +1,4 @@
-"""`python -m jaxserve` is `jaxserve`."""
+"""Runs the `jaxserve` command as `python -m jaxserve`."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""What crosses the border between a client (API process, `LLM`) and the engine.
+"""The messages between a client of the engine (an API process or `LLM`) and the engine.
 
-Everything here is frozen and encodes to msgpack. Nothing here knows text: ids in, ids out.
+All are frozen and can be encoded as msgpack. They hold token ids, never text.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ MAX_LOGIT_BIAS = 300
 MAX_STOP_IDS = 16
 MAX_STOP_CHARACTERS = 4096
 
-# Steps are counted by how many tokens they computed, up to each of these and beyond: vLLM's buckets.
+# Upper bounds of a histogram of steps by the tokens they computed: vLLM's buckets.
 STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended; the values are OpenAI's where OpenAI has one."""
+    """The reason why a request ended, as OpenAI names it if it has a name for it."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -31,7 +31,8 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
-# What a field may hold. The server decodes by these types and puts them into its schema; `SamplingParams` checks them.
+# Types with the bounds of request fields. The server decodes requests by them and has them in its schema;
+# `SamplingParams` checks them again.
 TokenCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
 TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
@@ -46,12 +47,12 @@ _BIAS, _TOKEN_ID = Meta(ge=-100.0, le=100.0), Meta(ge=0, le=2**31 - 1)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How the tokens of one request are chosen. Raises `InvalidRequestError` naming the field that is out of range.
+    """How to choose the tokens of one request. Raises `InvalidRequestError` naming a field that is out of range.
 
-    `temperature` 0 is greedy. `top_k` 0 or -1 means all. `logprobs` and `prompt_logprobs` count the alternatives wanted
-    beside each token (0 to 20), `None` none at all. Log probabilities are those of the model, before penalties,
-    temperature and truncation. The randomness of a request depends on `seed`, the sample and the position alone.
-    `stop_regex` are patterns that end the output as `stop` strings do.
+    `temperature` 0 is greedy. `top_k` 0 or -1 means all tokens. `logprobs` and `prompt_logprobs` are the number of
+    alternatives to report with each token (0 to 20); None reports no log probabilities. These are those of the model,
+    before penalties, temperature and truncation. The randomness of a request depends on `seed`, the sample and the
+    position alone. `stop_regex` are patterns that end the output as `stop` strings do.
     """
 
     max_tokens: TokenCount = 16
@@ -82,7 +83,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 _in_range(name, value, bounds)
         if self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
-                f"min_tokens must be in [0, {self.max_tokens}], the most tokens there may be, got {self.min_tokens}",
+                f"min_tokens must be in [0, max_tokens={self.max_tokens}], got {self.min_tokens}",
                 param="min_tokens",
             )
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
@@ -110,7 +111,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken, with nothing changing the logits and no log probabilities wanted."""
+        """Whether to take the likeliest token of unchanged logits, without log probabilities."""
         return (
             self.temperature == 0.0
             and not self.penalized
@@ -121,7 +122,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def penalized(self) -> bool:
-        """Whether the counts of earlier tokens change the logits."""
+        """Whether penalties change the logits, so that earlier tokens must be counted."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
@@ -143,7 +144,7 @@ def _in_range(name: str, value: float, bounds: Meta) -> None:
     low, high = bounds.gt if bounds.ge is None else bounds.ge, bounds.le
     assert low is not None
     assert high is not None
-    # NaN is within no bounds. (math.isfinite raises for an int that no float can hold.)
+    # NaN fails both comparisons. (math.isfinite would raise for an int that no float can hold.)
     inside = (low < value if bounds.ge is None else low <= value) and value <= high
     if isinstance(value, bool) or not inside:
         left = "(" if bounds.ge is None else "["
@@ -151,10 +152,10 @@ def _in_range(name: str, value: float, bounds: Meta) -> None:
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to compute. `n` samples of a prompt are `n` of these with one `group_id` and `sample` 0 to n-1.
+    """One sequence to compute. `n` samples of a prompt are `n` requests with one `group_id` and `sample` 0 to n-1.
 
-    `stop_ids` is the whole set of ids that end the output: the model's own (unless `ignore_eos`) and the request's.
-    `client` is the index of the API process the events go to.
+    `stop_ids` are all ids that end the output: the model's own (unless `ignore_eos`) and those of the request. `client`
+    is the index of the API process that gets the events.
     """
 
     request_id: str
@@ -169,7 +170,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """The log probability of one token, and those of the likeliest alternatives, best first."""
+    """The log probability of one token, and those of the likeliest tokens at its position, best first."""
 
     token_id: int
     logprob: float
@@ -178,7 +179,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
-    """Token counts of one sequence. `cached_tokens` of the prompt came from the prefix cache."""
+    """The token counts of one sequence. `cached_tokens` of the prompt were found in the prefix cache."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -186,11 +187,11 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
-    """What a client sees of a request: new tokens, and exactly once, last, a `finish_reason`.
+    """New tokens of a request, for its client. Only the last event of a request has a `finish_reason`.
 
-    A token that ended the output by being a stop id is in `token_ids` and named by `stop_id`. `prompt_logprobs` comes
-    once, with the first event; its first entry is None, as nothing precedes the first token. `queue_seconds` comes with
-    the first event too: how long the request waited in the engine before it first ran.
+    A stop id that ended the output is the last of `token_ids` and also `stop_id`. Only the first event has
+    `prompt_logprobs`, whose first entry is None, as nothing precedes the first token, and `queue_seconds`, the time
+    that the request waited in the engine before it first ran.
     """
 
     request_id: str
@@ -205,13 +206,12 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine is, said once when it is ready. Sizes are in tokens; times in seconds by start-up phase.
+    """Facts about an engine, sent once when it is ready. Sizes are in tokens; times in seconds, by start-up phase.
 
-    `quantization` is gguf where weights are kept as a GGUF file has them, else none. Of each device's memory, weights
-    take `weight_bytes`; `free_bytes` were left once all was allocated, of which the programs take `working_bytes` while
-    they run; `memory_bound` says that more of it would have made the KV cache larger. `working_bytes` is the compiler's
-    figure and a margin then, else an estimate. `deterministic`: a request gives the same bits whatever it is batched
-    with.
+    `quantization` is gguf if weights are kept quantized as in a GGUF file, else none. On each device, weights take
+    `weight_bytes`, and `free_bytes` were left after all was allocated; running programs take `working_bytes` of these.
+    `memory_bound` says that the KV cache would be larger with more memory; `working_bytes` is then the compiler's
+    figure plus a margin, else an estimate. `deterministic` says that a request gives the same bits in any batch.
     """
 
     max_model_len: int
@@ -236,12 +236,12 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_total_num_tokens(self) -> int:
-        """Tokens of KV cache the pool holds."""
+        """The number of tokens that the KV cache holds."""
         return self.num_pages * self.page_size
 
 
-class Profile(msgspec.Struct, frozen=True, array_like=True):
-    """A profile: the folder that its files are in, or will be, and how many steps ended while it was recorded."""
+class ProfileInfo(msgspec.Struct, frozen=True, array_like=True):
+    """The folder of a profile, whose files may not be written yet, and how many steps ended while it was recorded."""
 
     directory: str
     num_steps: int = 0
@@ -251,19 +251,24 @@ class Profile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A reading of the engine, sent with the events of a step and when asked for. Counters only ever grow.
+    """The metrics of an engine, sent with the events of a step and on request. Counters never decrease.
 
-    `num_deferred` of the waiting ones wait for a prefix that another request computes. Pages are free, cached and
-    evictable, or in use; `token_usage` is the share in use. `cache_query_tokens` counts the prompt tokens of requests
-    that started, `cache_hit_tokens` those of them that were found in the prefix cache; what is computed again after a
-    retraction counts in neither. `num_host_pages_used` of `num_host_pages` pages of host memory hold what the cache
-    keeps there; so far `host_save_pages` were copied to it and `host_load_pages` from it. `decode_rows` of
-    `decode_bucket_rows` rows of the decode programs that ran were live, and `mixed_tokens` of `mixed_bucket_tokens`
-    tokens of the mixed ones: the rest was padding. `coarse_decode_steps` of `decode_steps` ran beyond the finely spaced
-    programs (`cuda graph: False` in the log). Of `num_preemptions` requests that were sent back to the queue,
-    `num_retractions` were for want of KV cache, the others for a higher priority. All steps together computed
-    `step_tokens`; `steps_by_tokens` counts the steps of so many, for each of `STEP_TOKEN_BUCKETS` and for more. Only in
-    a reading that was asked for: how many decode steps had so many rows, and what the audit of the books found.
+    - Of the `num_waiting` requests, `num_deferred` wait for a prefix that another request computes.
+    - A page is free, evictable (cached but unused) or in use; `token_usage` is the share in use.
+    - `cache_query_tokens` counts the prompt tokens of requests that started, `cache_hit_tokens` those found in the
+      prefix cache. Tokens computed again after a retraction count in neither.
+    - `num_host_pages_used` of `num_host_pages` pages of host memory are in use; `host_save_pages` were copied to it and
+      `host_load_pages` from it.
+    - `decode_rows` of `decode_bucket_rows` rows of the decode programs that ran were live, and `mixed_tokens` of
+      `mixed_bucket_tokens` tokens of the mixed ones; the rest was padding.
+    - `coarse_decode_steps` of `decode_steps` were larger than the finely spaced programs (`cuda graph: False` in the
+      log).
+    - `num_preemptions` requests were sent back to the queue: `num_retractions` because the KV cache was full, the
+      others for a request of higher priority.
+    - `step_tokens` is the sum over all steps; `steps_by_tokens` counts the steps in each of `STEP_TOKEN_BUCKETS`, and
+      last those beyond.
+    - Only metrics sent on request have `decode_steps_by_rows` and `integrity_errors`, the faults that the integrity
+      check found.
     """
 
     num_running: int = 0
@@ -298,16 +303,16 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     decode_steps_by_rows: dict[int, int] = {}
 
 
-class ReplicaReading(msgspec.Struct, frozen=True):
-    """One engine process: its process id, and the last reading that came from it."""
+class ReplicaStats(msgspec.Struct, frozen=True):
+    """The process id of an engine process, and the last metrics received from it."""
 
     pid: int
     stats: EngineStats
 
 
 class Devices(msgspec.Struct, frozen=True, kw_only=True):
-    """What jax finds to run on: `platform` is cpu, gpu or tpu; a TPU chip may be several devices. `problem` says why
-    there is none."""
+    """The devices that jax finds. `platform` is cpu, gpu or tpu; a TPU chip may be several devices. If there are none,
+    `problem` says why."""
 
     platform: str = ""
     num_devices: int = 0

@@ -1,20 +1,20 @@
-"""The error tree. Every error a person can cause is named here; `server/errors.py` maps them to HTTP in one place."""
+"""The error classes of jaxserve. `server/errors.py` maps them to HTTP responses in one place."""
 
 
 class JaxserveError(Exception):
-    """Anything jaxserve raises on purpose."""
+    """Base class of all errors that jaxserve raises on purpose."""
 
 
 class ConfigError(JaxserveError, ValueError):
-    """A flag, YAML key, model config or checkpoint that can't be served; says the value, the limit and what to do."""
+    """An unusable flag, YAML key, model config or checkpoint; the message names the value, the limit and what to do."""
 
 
 class ModelNotFoundError(JaxserveError, ValueError):
-    """`--model` names nothing that can be opened from here."""
+    """`--model` names no model that can be opened from this machine."""
 
 
 class InvalidRequestError(JaxserveError, ValueError):
-    """A request that can't be served as it stands. `param` names the field at fault, where there is one."""
+    """An invalid request. `param` is the name of the invalid field, or None."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -26,11 +26,11 @@ class QueueFullError(JaxserveError):
 
 
 class EngineDeadError(JaxserveError):
-    """The engine process has ended; nothing that was open can be finished."""
+    """The engine process has ended; open requests can't be finished."""
 
 
 class EngineUnresponsiveError(JaxserveError):
-    """The engine process is there but makes no progress, or gives no sign of life; it may go on later."""
+    """The engine process runs but makes no progress or sends no sign of life; it may recover."""
 
 
 class RequestFailedError(JaxserveError):
@@ -38,4 +38,4 @@ class RequestFailedError(JaxserveError):
 
 
 class BenchRunError(JaxserveError):
-    """A server or a client that a benchmark started has failed; says the last lines of its log."""
+    """A server or client that a benchmark started has failed; the message has the last lines of its log."""

@@ -1,7 +1,7 @@
-"""What not every operating system has, and what stands for it elsewhere: the one place that knows which one this is.
+"""Functions that differ between operating systems: the only module that checks which one this is.
 
-jaxserve is made for Linux. On macOS nothing of it is missing, on Windows `jaxserve serve` is; what a caller gets there
-differs in speed at most, and in what becomes of the children of a process that is killed.
+jaxserve is made for Linux. On macOS everything works; on Windows `jaxserve serve` does not. Elsewhere than on Linux,
+these functions may be slower, and children of a killed process may survive it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -27,24 +28,24 @@ except ImportError:
     fcntl = resource = None  # type: ignore[assignment]
 
 _PR_SET_PDEATHSIG = 1
-# macOS names no limit of open files, and refuses more than these.
-_OPEN_MAX = 10_240
+# macOS reports no limit of open files, but refuses more than these.
+_MAX_OPEN_FILES = 10_240
 # macOS refuses to read 2 GiB at once.
-_READ_MAX = 1 << 30
-_SEEKING = threading.Lock()
-# Of the path of a socket, macOS takes 103 bytes, Linux 107.
-_SOCKET_PATH_MAX = 103
+_MAX_READ_BYTES = 1 << 30
+_SEEK_LOCK = threading.Lock()
+# The path of a socket may have 103 bytes on macOS, 107 on Linux.
+_MAX_SOCKET_PATH = 103
 
 
 def num_cores() -> int:
-    """The CPU cores that this process may use; where the system doesn't say, all there are."""
+    """Return the number of CPU cores that this process may use; all cores if the system doesn't report it."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cpu_info() -> str:
-    """The CPU's name and features as the kernel has them; empty where it keeps no such file."""
+    """Return the CPU's name and features from /proc/cpuinfo; an empty string if there is no such file."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -53,24 +54,38 @@ def cpu_info() -> str:
     return "\n".join(sorted(set(lines)))
 
 
-def die_with_parent(number: signal.Signals) -> None:
-    """Have the kernel send this process a signal when its parent ends, even by kill -9; on Linux only."""
+def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
+    """Let the kernel send this process a signal when its parent ends, even by kill -9; only on Linux.
+
+    Raise `SystemExit` if the parent has ended already.
+    """
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent_pid:
+        sys.exit(f"the parent process {parent_pid} has ended already")
+
+
+def free_port() -> int:
+    """Return a port of the loopback on which nothing listens now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
 
 
 def read_at(file: int, out: memoryview, at: int) -> int:
-    """Read into `out` what stands from byte `at` on in a file that other threads read too; returns how many bytes, 0 at
-    the end. Raises `OSError`."""
-    out = out[:_READ_MAX]
+    """Read from byte `at` of a file into `out`; return the number of bytes, 0 at the end of the file.
+
+    Other threads may read the file at the same time. Raise `OSError`.
+    """
+    out = out[:_MAX_READ_BYTES]
     if hasattr(os, "preadv"):
         return os.preadv(file, [out], at)
     if hasattr(os, "pread"):
         read = os.pread(file, len(out), at)
     else:
-        with _SEEKING:
+        with _SEEK_LOCK:
             os.lseek(file, at, os.SEEK_SET)
             read = os.read(file, len(out))
     out[: len(read)] = read
@@ -78,18 +93,18 @@ def read_at(file: int, out: memoryview, at: int) -> int:
 
 
 def make_socket_folder(longest_name: str) -> str:
-    """A new folder that only this user may enter, whose path leaves room for sockets with names up to this one."""
+    """Create a folder that only this user may enter, with a path short enough for a socket named `longest_name`."""
     folder = tempfile.mkdtemp(prefix="jaxserve-")
-    if len(os.fsencode(os.path.join(folder, longest_name))) > _SOCKET_PATH_MAX:
+    if len(os.fsencode(os.path.join(folder, longest_name))) > _MAX_SOCKET_PATH:
         os.rmdir(folder)
         folder = tempfile.mkdtemp(prefix="jaxserve-", dir="/tmp")
     return folder
 
 
 def lock_file(file: IO[Any], *, wait: bool) -> bool:
-    """Lock an open file against other processes until it is closed; False where another one has it, unless `wait`.
+    """Lock an open file against other processes until it is closed.
 
-    On Windows nothing is locked.
+    If another process has the lock, wait for it, or return False without `wait`. On Windows nothing is locked.
     """
     if fcntl is not None:
         try:
@@ -100,15 +115,15 @@ def lock_file(file: IO[Any], *, wait: bool) -> bool:
 
 
 def limit_memory(nbytes: int) -> None:
-    """Give this process no more address space than that, where the system can, and have it leave no core file."""
+    """Limit the address space of this process, if the system can, and disable core files."""
     if resource is not None:
         for limit, most in ((resource.RLIMIT_AS, nbytes), (resource.RLIMIT_CORE, 0)):
-            with contextlib.suppress(ValueError, OSError):  # macOS knows the first, and refuses it
+            with contextlib.suppress(ValueError, OSError):  # macOS has RLIMIT_AS, but refuses to set it
                 resource.setrlimit(limit, (most, most))
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's, or Python's own where that isn't built."""
+    """Return an event loop of uvloop, or of asyncio if uvloop is not installed."""
     try:
         import uvloop
     except ImportError:
@@ -119,17 +134,17 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def allow_open_files() -> None:
-    """Let this process have as many open files as the system gives one: each connection is a file."""
+def raise_open_file_limit() -> None:
+    """Raise the limit of open files to the system's maximum, because each connection is a file."""
     if resource is not None:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         except (ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_MAX, most))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES, most))
 
 
-def check_servers_run() -> None:
-    """Raises `ConfigError` on Windows: a server and its engine share pipes and signals that it doesn't have."""
+def check_can_serve() -> None:
+    """Raise `ConfigError` on Windows, which lacks pipes and signals that a server and its engine need."""
     if sys.platform == "win32":
-        raise ConfigError("jaxserve serve runs on Linux and macOS; on Windows, in WSL2")
+        raise ConfigError("jaxserve serve runs on Linux and macOS only; on Windows, use WSL2")

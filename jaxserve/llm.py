@@ -1,7 +1,7 @@
 """Offline generation: `LLM` runs the engine in the caller's process and turns prompts into texts.
 
-It owns prompts in and `RequestOutput`s out: tokenizing, the chat template, samples of one prompt, the progress bar.
-What runs when is the engine's business, stop strings and text are `text/`'s.
+Owns tokenizing, the chat template, grouping the samples of a prompt, and the progress bar. The engine schedules the
+requests; `text/` detokenizes and finds stop strings.
 """
 
 from __future__ import annotations
@@ -18,15 +18,23 @@ import msgspec
 from tqdm import tqdm
 
 from jaxserve import model_source
-from jaxserve.api_types import EngineRequest, FinishReason, Profile, SamplingParams, TokenEvent, TokenLogprobs, Usage
-from jaxserve.config.data_parallel import in_one_process
+from jaxserve.api_types import (
+    EngineRequest,
+    FinishReason,
+    ProfileInfo,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprobs,
+    Usage,
+)
+from jaxserve.config.data_parallel import require_single_process
 from jaxserve.config.load import from_arguments
 from jaxserve.config.schema import DEFAULT_MODEL, ServerConfig
 from jaxserve.engine.client import InProcessEngine, SharedEngine
 from jaxserve.errors import ConfigError, InvalidRequestError, RequestFailedError
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.output import OutputDelta, OutputProcessor
-from jaxserve.text.requests import check_ids, engine_requests
+from jaxserve.text.requests import check_ids, sample_requests
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -37,7 +45,7 @@ Message = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class CompletionOutput:
-    """One sample of a prompt. `logprobs` has an entry a token when `SamplingParams.logprobs` asks for them."""
+    """One sample of a prompt. `logprobs` has one entry per token if `SamplingParams.logprobs` is set, else is None."""
 
     index: int
     text: str
@@ -49,7 +57,7 @@ class CompletionOutput:
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
-    """What came of one prompt. `prompt` is None where ids were given; `usage` counts all samples."""
+    """The outputs of one prompt. `prompt` is None if it was given as ids; `usage` counts all samples."""
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -59,11 +67,11 @@ class RequestOutput:
 
 
 class LLM:
-    """A model, loaded and ready. Settings are those of `jaxserve serve`, by their own or another engine's names:
-    `LLM("folder", max_running_requests=8)`. Raises `ConfigError`, `ModelNotFoundError`.
+    """A loaded model that generates text. Raises `ConfigError`, `ModelNotFoundError`.
 
-    Use it as a context manager, or `close` it, to give its memory back. Several threads may use it at once: what they
-    ask for runs in one batch.
+    Settings are those of `jaxserve serve`, by their own names or by those of other engines:
+    `LLM("folder", max_running_requests=8)`. Use it as a context manager, or call `close`, to free its memory. Several
+    threads may use it at once; their requests run in one batch.
     """
 
     def __init__(self, model: str | Path = DEFAULT_MODEL, **settings: Any) -> None:
@@ -74,7 +82,7 @@ class LLM:
                 raise ConfigError(f"{name} is a setting of `jaxserve serve`; LLM has no server")
         for note in loaded.notes:
             logger.warning(note)
-        config = in_one_process(loaded.engine, "LLM")
+        config = require_single_process(loaded.engine, "LLM")
         self._tokenizer = load_tokenizer(model_source.resolve(config.model))
         self._template = _chat_template(self._tokenizer, loaded.server.chat_template)
         self._engine = SharedEngine(InProcessEngine.start(config))
@@ -89,20 +97,17 @@ class LLM:
         priority: int | Sequence[int] = 0,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Continue prompts (texts or lists of ids), all in one running batch; the outputs are in the prompts' order.
+        """Continue prompts (texts or lists of ids), all in one batch; return the outputs in the prompts' order.
 
-        With `schedule_policy="priority"` a higher `priority` goes first; only prompts of one `cache_salt` share cached
-        prefixes. Raises `InvalidRequestError` before anything runs, `RequestFailedError` when the engine gives a
-        request up.
+        With `schedule_policy="priority"`, prompts of higher `priority` run first. Only prompts with the same
+        `cache_salt` share cached prefixes. Raises `InvalidRequestError` before anything runs, and `RequestFailedError`
+        if the engine can't finish a request.
         """
-        many = _as_list(prompts)
-        jobs = [
-            dataclasses.replace(self._job(prompt, params), priority=each, cache_salt=cache_salt)
-            for prompt, params, each in zip(
-                many, _one_each(sampling_params, len(many)), _priorities(priority, len(many)), strict=True
-            )
-        ]
-        return self._run(jobs, use_tqdm)
+        prompts = _as_list(prompts)
+        params = _per_prompt("sampling_params", sampling_params, len(prompts))
+        priorities = _per_prompt("priorities", priority, len(prompts))
+        tasks = [self._prepare(*each, cache_salt) for each in zip(prompts, params, priorities, strict=True)]
+        return self._run(tasks, use_tqdm)
 
     def chat(
         self,
@@ -114,7 +119,7 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, through the model's chat template. Raises as `generate` does."""
+        """Answer one conversation or several, using the model's chat template. Raises as `generate` does."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         options = {
             "add_generation_prompt": add_generation_prompt,
@@ -122,48 +127,48 @@ class LLM:
             **(chat_template_kwargs or {}),
         }
         texts = [self._render(conversation, options) for conversation in conversations]  # type: ignore[arg-type]
-        params = _one_each(sampling_params, len(texts))
-        jobs = [
-            dataclasses.replace(self._job(self._encode_rendered(text), each), prompt=text)
+        params = _per_prompt("sampling_params", sampling_params, len(texts))
+        tasks = [
+            dataclasses.replace(self._prepare(self._encode_rendered(text), each), prompt=text)
             for text, each in zip(texts, params, strict=True)
         ]
-        return self._run(jobs, use_tqdm)
+        return self._run(tasks, use_tqdm)
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """The ids of the prompt that the chat template makes of a conversation; options are the template's."""
+        """Return the prompt's ids for a conversation; `options` are passed to the chat template."""
         return self._encode_rendered(self._render(messages, options))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[OutputDelta]:
-        """Continue one prompt, piece by piece as it comes. Closing the iterator aborts the request."""
-        params = sampling_params or SamplingParams()
-        if params.n != 1:
-            raise InvalidRequestError(f"stream gives one sample, n must be 1, got {params.n}", param="n")
-        return self._stream(self._job(prompt, params))
+        """Continue one prompt; yield each piece of text as it is generated. Closing the iterator aborts the request."""
+        task = self._prepare(prompt, sampling_params)
+        if task.params.n != 1:
+            raise InvalidRequestError(f"stream returns one sample: n must be 1, got {task.params.n}", param="n")
+        return self._stream(task)
 
     @property
     def max_model_len(self) -> int:
-        """The longest prompt plus output, in tokens."""
+        """The maximum length of a prompt with its output, in tokens."""
         return self._engine.info.max_model_len
 
     def flush_cache(self) -> int:
-        """Forget every cached prefix, as after a change of what the cache was computed from; the pages given back."""
+        """Drop every cached prefix, for example after the weights have changed; return the number of freed pages."""
         return self._engine.flush_cache()
 
     def start_profile(
         self, output_dir: str | None = None, *, num_steps: int | None = None, with_stack: bool = False
-    ) -> Profile:
+    ) -> ProfileInfo:
         """Record a profile into `profile_dir`, as `/start_profile` does, until `stop_profile` or for `num_steps` steps.
 
-        Raises `InvalidRequestError` when `profile_dir` isn't set, or one runs already.
+        Raises `InvalidRequestError` if `profile_dir` isn't set or a profile is being recorded already.
         """
         return self._engine.start_profile(output_dir, num_steps=num_steps, with_stack=with_stack)
 
-    def stop_profile(self) -> Profile:
-        """End the profile and wait until it is written. Raises `InvalidRequestError` when none runs."""
+    def stop_profile(self) -> ProfileInfo:
+        """End the profile and wait until it is written. Raises `InvalidRequestError` if none is being recorded."""
         return self._engine.stop_profile()
 
     def close(self) -> None:
-        """Stop the engine and give its memory back."""
+        """Stop the engine and free its memory."""
         self._engine.close()
 
     def __enter__(self) -> LLM:
@@ -178,10 +183,12 @@ class LLM:
         return self._template.render([dict(message) for message in messages], **options)
 
     def _encode_rendered(self, text: str) -> list[int]:
-        """A template writes its special tokens itself, so none are added."""
+        """Return the ids of a rendered template, which writes its special tokens itself: none are added."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
+    def _prepare(
+        self, prompt: Prompt, params: SamplingParams | None, priority: int = 0, cache_salt: str | None = None
+    ) -> _PromptTask:
         text = prompt if isinstance(prompt, str) else None
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
@@ -196,22 +203,22 @@ class LLM:
                 "tokens; shorten the prompt, or raise context_length",
                 param="prompt",
             )
-        return _Job(text, ids, params)
+        return _PromptTask(text, ids, params or SamplingParams(), priority, cache_salt)
 
-    def _requests(self, job: _Job) -> list[EngineRequest]:
+    def _requests(self, task: _PromptTask) -> list[EngineRequest]:
         name = f"llm-{next(self._numbers)}"
-        return engine_requests(
+        return sample_requests(
             name,
-            job.ids,
-            job.params,
+            task.ids,
+            task.params,
             self._tokenizer,
             self._engine.info,
-            priority=job.priority,
-            cache_salt=job.cache_salt,
+            priority=task.priority,
+            cache_salt=task.cache_salt,
         )
 
-    def _run(self, jobs: list[_Job], use_tqdm: bool) -> list[RequestOutput]:
-        samples = [[_Sample(request) for request in self._requests(job)] for job in jobs]
+    def _run(self, tasks: list[_PromptTask], use_tqdm: bool) -> list[RequestOutput]:
+        samples = [[_SampleDeltas(request) for request in self._requests(task)] for task in tasks]
         by_id = {sample.request.request_id: sample for group in samples for sample in group}
         with tqdm(total=len(by_id), desc="generate", unit="seq", disable=not use_tqdm, dynamic_ncols=True) as bar:
             num_tokens = 0
@@ -220,14 +227,17 @@ class LLM:
                 num_tokens += len(delta.token_ids)
                 if delta.finish_reason is not None and bar.update():
                     bar.set_postfix_str(f"{num_tokens / bar.format_dict['elapsed']:.0f} tok/s")
-        return [_output(job, group) for job, group in zip(jobs, samples, strict=True)]
+        return [_build_output(task, group) for task, group in zip(tasks, samples, strict=True)]
 
-    def _stream(self, job: _Job) -> Generator[OutputDelta]:
-        for _, delta in self._deltas(self._requests(job)):
+    def _stream(self, task: _PromptTask) -> Generator[OutputDelta]:
+        for _, delta in self._deltas(self._requests(task)):
             yield delta
 
     def _deltas(self, requests: list[EngineRequest]) -> Generator[tuple[str, OutputDelta]]:
-        """Run requests to their ends, yielding what comes of each; those still open when it is closed are aborted."""
+        """Run requests and yield (request id, delta) pairs until all have ended.
+
+        Closing the generator aborts the requests that are still running.
+        """
         processors = {request.request_id: OutputProcessor(self._tokenizer, request) for request in requests}
         ended: dict[str, OutputDelta] = {}
         try:
@@ -239,48 +249,48 @@ class LLM:
                     else:
                         delta = processors[event.request_id].push(event)
                         if delta.abort:
-                            # What only the engine knows of it comes with its own last event.
+                            # The engine's last event of this request still brings the cached tokens
                             ended[event.request_id] = delta
                             self._engine.abort([event.request_id])
                             continue
                     if delta.finish_reason is FinishReason.ERROR:
-                        raise RequestFailedError(delta.error or "the engine gave the request up")
+                        raise RequestFailedError(delta.error or "the engine could not finish the request")
                     if delta.finish_reason is not None:
                         del processors[event.request_id]
                     yield event.request_id, delta
         finally:
             if processors:
-                self._engine.forget(processors)
+                self._engine.discard(processors)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Job:
-    """One prompt as it is run."""
+class _PromptTask:
+    """One prompt, tokenized and checked, with its parameters."""
 
     prompt: str | None
     ids: list[int]
     params: SamplingParams
-    priority: int = 0
-    cache_salt: str | None = None
+    priority: int
+    cache_salt: str | None
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sample:
-    """One sequence of a prompt, and what has come of it."""
+class _SampleDeltas:
+    """The request of one sample of a prompt, with the deltas received so far."""
 
     request: EngineRequest
     deltas: list[OutputDelta] = dataclasses.field(default_factory=list)
 
 
-def _output(job: _Job, samples: list[_Sample]) -> RequestOutput:
-    outputs = [_completion(index, sample.deltas, job.params) for index, sample in enumerate(samples)]
+def _build_output(task: _PromptTask, samples: list[_SampleDeltas]) -> RequestOutput:
+    outputs = [_build_completion(index, sample.deltas, task.params) for index, sample in enumerate(samples)]
     usages = [delta.usage for sample in samples for delta in sample.deltas if delta.usage is not None]
     return RequestOutput(
-        prompt=job.prompt,
-        prompt_token_ids=job.ids,
+        prompt=task.prompt,
+        prompt_token_ids=task.ids,
         outputs=outputs,
         usage=Usage(
-            prompt_tokens=len(job.ids),
+            prompt_tokens=len(task.ids),
             completion_tokens=sum(usage.completion_tokens for usage in usages),
             cached_tokens=usages[0].cached_tokens,
         ),
@@ -288,7 +298,7 @@ def _output(job: _Job, samples: list[_Sample]) -> RequestOutput:
     )
 
 
-def _completion(index: int, deltas: list[OutputDelta], params: SamplingParams) -> CompletionOutput:
+def _build_completion(index: int, deltas: list[OutputDelta], params: SamplingParams) -> CompletionOutput:
     last = deltas[-1]
     assert last.finish_reason is not None
     return CompletionOutput(
@@ -302,7 +312,7 @@ def _completion(index: int, deltas: list[OutputDelta], params: SamplingParams) -
 
 
 def _with_cached_tokens(delta: OutputDelta, last: TokenEvent) -> OutputDelta:
-    """The last delta of a sequence that a stop string ended, with what the engine's own last event adds to it."""
+    """Return the delta that a stop string ended, with the cached tokens of the engine's last event."""
     if delta.usage is None or last.usage is None:
         return delta
     usage = msgspec.structs.replace(delta.usage, cached_tokens=last.usage.cached_tokens)
@@ -310,26 +320,19 @@ def _with_cached_tokens(delta: OutputDelta, last: TokenEvent) -> OutputDelta:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as several: a list of numbers is one prompt of ids."""
+    """Return one prompt or several as a list of prompts; a list of integers is one prompt of ids."""
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise InvalidRequestError(f"{len(params)} sampling_params for {count} prompts; give one, or one for each")
-    return list(params)
-
-
-def _priorities(priority: int | Sequence[int], count: int) -> list[int]:
-    if isinstance(priority, int):
-        return [priority] * count
-    if len(priority) != count:
-        raise InvalidRequestError(f"{len(priority)} priorities for {count} prompts; give one, or one for each")
-    return list(priority)
+def _per_prompt[T](name: str, value: T | Sequence[T], count: int) -> list[T]:
+    """Return one value for each of `count` prompts, from one for all or one for each."""
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequestError(f"{len(value)} {name} for {count} prompts; give one, or one for each")
+    return list(value)
 
 
 def _chat_template(tokenizer: Tokenizer, file: str | None) -> ChatTemplate:

@@ -1,4 +1,4 @@
-"""One declaration of a parameter gives its shape, dtype, logical axes and initializer."""
+"""Declares parameters: one `ParamSpec` gives a parameter's shape, dtype, logical axes and initializer."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Path = tuple[str | int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """A parameter before it exists. `axes` names each dimension (or None); `runtime/devices/mesh.py` maps names
-    to mesh axes.
+    """The declaration of a parameter.
 
-    `init` is what `--load-format dummy` fills it with; `normal` has standard deviation `scale`.
+    `axes` names each dimension (or None); `runtime/devices/mesh.py` maps the names to mesh axes. `init` is the value
+    that `--load-format dummy` fills it with; `normal` has standard deviation `scale`.
 
-    It may be larger on a mesh than where it is stored, so that it can be split evenly; `shape` is that on the mesh.
-    Each stored KV head stands there `kv_replicas` times, with an equal part of what the next axis holds of it, but for
-    that axis' last `kv_shared` entries, which every replica has. `padding` rows of zeros follow along the first axis.
+    A parameter may be larger on a mesh than in a checkpoint, so that it can be split evenly; `shape` is the one on the
+    mesh. There each stored KV head is repeated `kv_replicas` times. The next axis is split evenly between the replicas,
+    except for its last `kv_shared` entries, which every replica has. `padding` rows of zeros follow on the first axis.
 
-    Where it is a linear layer's weight, a product sums over its last `inputs` dimensions.
+    If it is a linear layer's weight, a product sums over its last `inputs` dimensions; else `inputs` is 0.
     """
 
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class ParamSpec:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Its shape in a checkpoint, whatever the mesh."""
+        """The shape in a checkpoint, which doesn't depend on the mesh."""
         shape = list(self.shape)
         shape[0] -= self.padding
         if self.kv_replicas > 1:
@@ -53,8 +53,10 @@ class ParamSpec:
         return tuple(shape)
 
     def windows(self, index: Window) -> Iterator[tuple[Window, Window]]:
-        """What a shard is made of: the part of the parameter at `index`, as windows of what is stored and, beside each,
-        where it stands in the shard. What no window covers is zero."""
+        """Yield the stored windows that make up a shard, each with its window in the shard.
+
+        `index` is the shard's part of the parameter on the mesh. What no window covers is zero.
+        """
         bounds = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]
         stored = [slice(*bound) for bound in bounds]
         inside = [slice(0, stop - start) for start, stop in bounds]
@@ -88,11 +90,10 @@ class ParamSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
-    """Where one checkpoint tensor goes: reshaped to `shape` and written at `index` of the parameter at `path`.
+class TensorMapping:
+    """The place of a checkpoint tensor: it is reshaped to `shape` and written at `index` of the parameter at `path`.
 
-    `shape` has the rank of the parameter at `path`; `index` holds the start of each dimension, in
-    `ParamSpec.stored_shape`.
+    `shape` has the parameter's rank; `index` holds the start in each dimension of `ParamSpec.stored_shape`.
     """
 
     path: Path
@@ -102,7 +103,7 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class KVSpec:
-    """A group of layers that share one page table. `window` is None for full attention, else tokens seen back."""
+    """A group of layers that share one page table. `window` is a sliding window in tokens, None for full attention."""
 
     num_layers: int
     num_kv_heads: int
@@ -111,12 +112,12 @@ class KVSpec:
 
 
 def path_of(keys: tuple[Any, ...]) -> Path:
-    """A path from jax' keys of it."""
+    """Return a path as a tuple of names and indices, from jax's keys."""
     return tuple(_part(key) for key in keys)
 
 
 def dotted(path: Path) -> str:
-    """A path as messages show it: `layers.0.attention.qkv`."""
+    """Return a path as messages show it: `layers.0.attention.qkv`."""
     return ".".join(str(part) for part in path)
 
 

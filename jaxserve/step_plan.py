@@ -1,7 +1,7 @@
-"""What the scheduler asks of the device for one step, and what comes back.
+"""The interface between the scheduler and the device: the plan of a step, its result, and the executor that runs it.
 
-Both wings know this module and nothing of each other. A plan is plain integers: it can be built by a test, printed,
-or sent to another process.
+The engine and the runtime both import this module, and neither imports the other. A plan holds plain integers: a test
+can build it, print it or send it to another process.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from jaxserve.api_types import SamplingParams, TokenLogprobs
 
 
 class SlotOpen(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """A request takes a slot. `cached_pages`, by KV group, hold the first `num_cached_tokens` of its tokens.
+    """Assigns a slot to a request. `cached_pages`, by KV group, hold the first `num_cached_tokens` of its tokens.
 
-    `output_ids` are tokens it had produced before it was retracted; penalties count them as output.
+    `output_ids` are the tokens that it produced before it was retracted; penalties count them as output.
     """
 
     slot: int
@@ -33,13 +33,13 @@ class SlotOpen(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """`length` tokens of one request from position `start` on; a decode is a chunk of length 1 whose `tokens` is None.
+    """The tokens of one request to compute in a step: `length` of them, from position `start` on.
 
-    `tokens` None means the slot's last token, which may still be on the device only. `new_pages`, by KV group, are
-    appended to the slot's page table before the chunk runs. `logits` is how many trailing positions want them: 0 (more
-    prefill follows), 1 (decode, end of prefill), `length` (log probabilities of the prompt). `sample` says whether a
-    token is drawn after the last position. `target` is the token that follows the chunk, where the prompt's log
-    probabilities are wanted and the prompt goes on.
+    `tokens` is None for a decode, a chunk of length 1: its token is the slot's last one, which may be on the device
+    only. `new_pages`, by KV group, are appended to the slot's page table before the chunk runs. `logits` is the number
+    of trailing positions that need logits: 0 (more prefill follows), 1 (decode, end of prefill) or `length` (log
+    probabilities of the prompt). `sample` says whether a token is drawn after the last position. `target` is the prompt
+    token that follows the chunk, if log probabilities of the prompt are wanted.
     """
 
     request_id: str
@@ -54,16 +54,15 @@ class Chunk(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     target: int | None = None
 
 
-Copy = tuple[int, int, int]
-"""A page that is copied, with the rank it belongs to: (rank, from, to)."""
+PageCopy = tuple[int, int, int]
+"""The copy of a page of a rank, as (rank, source, target)."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """One step of all ranks: slots that open, chunks to run (decodes first), slots that close before it, as (rank,
-    slot). `greedy` allows the program that has no sampler.
+    """One step of all ranks: slots to open, chunks to run (decodes first), and slots to close before, as (rank, slot).
 
-    Before all of it, pages are copied to slots of host memory, in the order of `saves`, and after that from there, in
-    that of `loads`.
+    `greedy` allows the program that has no sampler. Before anything else, pages are copied to slots of host memory, in
+    the order of `saves`, and then from host memory, in the order of `loads`.
     """
 
     opens: list[SlotOpen]
@@ -71,17 +70,17 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     closes: list[tuple[int, int]]
     num_decodes: int
     greedy: bool
-    saves: list[Copy] = []
-    loads: list[Copy] = []
+    saves: list[PageCopy] = []
+    loads: list[PageCopy] = []
 
-    def most_rows(self, num_ranks: int) -> int:
-        """Chunks of the rank that has most of them: all ranks run the program that holds it."""
+    def max_rank_rows(self, num_ranks: int) -> int:
+        """Return the largest number of chunks of a rank: all ranks run a program that holds that many."""
         if num_ranks == 1:
             return len(self.chunks)
         return max(Counter(chunk.rank for chunk in self.chunks).values(), default=0)
 
-    def most_tokens(self, num_ranks: int) -> int:
-        """Tokens of the rank that has most of them."""
+    def max_rank_tokens(self, num_ranks: int) -> int:
+        """Return the largest number of tokens of a rank."""
         if num_ranks == 1:
             return sum(chunk.length for chunk in self.chunks)
         tokens = [0] * num_ranks
@@ -91,10 +90,11 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """What a step produced, aligned with the chunks of its plan.
+    """The results of a step, by the index of the chunk in its plan.
 
-    `tokens[i]` are the tokens chunk i drew (none where `sample` was False). `logprobs[i]` are theirs when the request
-    wants them; `prompt_logprobs[i]` those of the tokens that follow each position of the chunk.
+    `tokens[i]` are the tokens that chunk i drew, none if its `sample` is False. If the request wants them,
+    `logprobs[i]` are the log probabilities of these tokens, and `prompt_logprobs[i]` those of the prompt tokens that
+    follow each position of the chunk.
     """
 
     tokens: list[list[int]]
@@ -103,11 +103,11 @@ class StepResult(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What the programs of a deployment can hold; the scheduler plans within it.
+    """The sizes that the programs of a deployment can hold, per rank; the scheduler plans within them.
 
-    `decode_buckets` are row counts, `token_buckets` token counts of mixed steps, each ascending; a step fits into the
-    largest. Up to `fine_decode_rows` decode buckets are finely spaced. `prompt_logprob_tokens` bounds a step that
-    computes log probabilities of prompts. All of it is per rank, of which there are `num_ranks`.
+    `decode_buckets` are row counts of decode steps, `token_buckets` token counts of mixed steps, both ascending; no
+    step may exceed the largest. Decode buckets up to `fine_decode_rows` are finely spaced. `prompt_logprob_tokens`
+    bounds the tokens of a step that computes log probabilities of prompts.
     """
 
     num_slots: int

@@ -1,6 +1,6 @@
-"""Joins a scheduler to an executor: the only module that knows both wings.
+"""Builds an engine: the only module that imports both the scheduler (`engine/`) and the executor (`runtime/`).
 
-`python -m jaxserve.worker` is the engine process; `build_engine` makes the same engine in the caller's.
+`python -m jaxserve.worker` is the engine process; `build_engine` builds the same engine in the caller's process.
 """
 
 from __future__ import annotations
@@ -26,40 +26,47 @@ from jaxserve.api_types import EngineInfo
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.core.profiling import Profiling
-from jaxserve.engine.multihost.handshake import differences, listed
-from jaxserve.engine.multihost.process_group import Nodes
+from jaxserve.engine.multihost.process_group import ProcessGroup
 from jaxserve.engine.process.main import run
 from jaxserve.engine.scheduling.scheduler import Scheduler
+from jaxserve.error_texts import join_differences
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import parse_model_config
 from jaxserve.observability.timeline import Timeline
 from jaxserve.runtime.devices.attach import attach
 from jaxserve.runtime.devices.device import facts_of_devices, free_bytes
-from jaxserve.runtime.devices.distributed import devices_of_all, join_processes, settle
+from jaxserve.runtime.devices.distributed import devices_of_all, join_processes, resolve_local_devices
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
-from jaxserve.runtime.execution.device_commands import Calls, DeviceCalls, Following, LeadingCalls
+from jaxserve.runtime.execution.device_commands import (
+    BroadcastCommands,
+    DeviceCommands,
+    FollowerExecutor,
+    LocalCommands,
+)
 from jaxserve.runtime.execution.executor import DeviceExecutor
 from jaxserve.runtime.execution.host_pool import HostPool, host_pages
 from jaxserve.runtime.execution.profiler import JaxProfiler
-from jaxserve.runtime.programs.builder import CompileCounter, ProgramBuilder, build_programs
-from jaxserve.runtime.programs.bundle import Manifest, load_bundle, read_manifest, sized_like_bundle
+from jaxserve.runtime.programs.builder import ProgramBuilder
+from jaxserve.runtime.programs.bundle import BundleManifest, load_bundle, read_manifest, sized_like_bundle
+from jaxserve.runtime.programs.compile_counter import CompileCounter
+from jaxserve.runtime.programs.program_cache import build_programs
 from jaxserve.runtime.programs.program_set import ProgramSet
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
 from jaxserve.runtime.sizing.memory_advice import deploy_or_advise
 from jaxserve.runtime.sizing.sizes import Sizes
-from jaxserve.runtime.sizing.temp_memory import sized_by_compiler
+from jaxserve.runtime.sizing.temp_memory import size_pool_by_compiler
 from jaxserve.runtime.step.page_copies import row_specs
 from jaxserve.runtime.step.state import DeviceState, make_state
-from jaxserve.weights import WeightReader, build, check_tensors, open_weights, stored_types
+from jaxserve.weights import WeightReader, build_params, check_tensors, open_weights, stored_types
 
 logger = logging.getLogger("jaxserve.worker")
 
-# Facts of programs that may differ between the processes of a mesh: hosts needn't be the same.
-_OF_ONE_PROCESS = {"process", "cpu", "python"}
+# Facts of programs that may differ between the processes of a mesh, because hosts may differ.
+_PER_PROCESS_FACTS = {"process", "cpu", "python"}
 
 
-class _Phases:
-    """Seconds each phase of the start took."""
+class _PhaseTimer:
+    """Measures the seconds of each phase of start-up."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -72,44 +79,52 @@ class _Phases:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Device:
-    """What is ready on the devices of this process."""
+class _EngineParts:
+    """The loaded model and compiled programs on the devices of this process."""
 
     deployment: Deployment
     programs: ProgramSet
-    calls: DeviceCalls
+    calls: LocalCommands
     num_host_pages: int
     info: EngineInfo
 
 
-def build_engine(config: EngineConfig, nodes: Nodes | None = None) -> tuple[EngineLoop, EngineInfo]:
-    """Load, compile and allocate; everything that can be refused is refused here. `nodes` are the processes of a mesh,
-    of which this is number 0."""
-    made = _prepare(config, nodes)
-    calls: Calls = made.calls if nodes is None else LeadingCalls(made.calls, nodes.broadcast)
+def build_engine(config: EngineConfig, nodes: ProcessGroup | None = None) -> tuple[EngineLoop, EngineInfo]:
+    """Load, compile and allocate. All errors of the configuration are raised here.
+
+    `nodes` are the processes of a mesh, in which this one has rank 0.
+    """
+    parts = _prepare(config, nodes)
+    calls: DeviceCommands = parts.calls if nodes is None else BroadcastCommands(parts.calls, nodes.broadcast)
     timeline = Timeline()
-    elsewhere = int if nodes is None else lambda: nodes.compiles_elsewhere
-    executor = DeviceExecutor(calls, made.deployment.capacity, timeline, made.programs.fitting, elsewhere)
+    elsewhere = int if nodes is None else lambda: nodes.peer_compiles
+    executor = DeviceExecutor(calls, parts.deployment.capacity, timeline, parts.programs.substitute, elsewhere)
     if nodes is not None:
-        with nodes.within(config.dist_timeout, "the first step over all processes"):
-            executor.rehearse()
-    profiling = Profiling(JaxProfiler(timeline, made.programs), config.profile_dir)
-    return _loop(config, made.deployment.sizes, executor, made.num_host_pages, timeline, profiling), made.info
+        with nodes.time_limit(config.dist_timeout, "the first step over all processes"):
+            executor.warm_up()
+    profiling = Profiling(JaxProfiler(timeline, parts.programs), config.profile_dir)
+    loop = _make_loop(config, parts.deployment.sizes, executor, parts.num_host_pages, timeline, profiling)
+    return loop, parts.info
 
 
-def build_follower(config: EngineConfig, nodes: Nodes) -> tuple[Callable[[bytes], None], EngineInfo]:
-    """The same without a scheduler: what does the calls that process 0 broadcasts."""
-    made = _prepare(config, nodes)
+def build_follower(config: EngineConfig, nodes: ProcessGroup) -> tuple[Callable[[bytes], None], EngineInfo]:
+    """Build the engine of a node with a rank above 0, without a scheduler.
+
+    Return the function that runs the calls broadcast by node rank 0.
+    """
+    parts = _prepare(config, nodes)
     compiles = CompileCounter()
     nodes.own_compiles = lambda: compiles.count
-    following = Following(made.calls, made.programs, made.deployment.capacity.num_ranks, nodes.fail_by_itself)
-    return following.obey, made.info
+    following = FollowerExecutor(
+        parts.calls, parts.programs, parts.deployment.capacity.num_ranks, nodes.fail_after_cause
+    )
+    return following.execute, parts.info
 
 
-def _prepare(config: EngineConfig, nodes: Nodes | None) -> _Device:
-    phases = _Phases()
+def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
+    phases = _PhaseTimer()
     with phases("device"):
-        devices, local = _devices(config, nodes)
+        devices, local = _find_devices(config, nodes)
         device = local[0]
     with phases("model"):
         source = model_source.resolve(config.model)
@@ -126,28 +141,28 @@ def _prepare(config: EngineConfig, nodes: Nodes | None) -> _Device:
     deployment = deploy_or_advise(config, model, facts, stored)
     mesh = make_mesh(devices, data=deployment.data, tensor=deployment.tensor)
     if nodes is not None:
-        settle(mesh)
+        resolve_local_devices(mesh)
     with phases("memory"):
-        deployment = sized_by_compiler(deployment, mesh, _cache_dir(config))
+        deployment = size_pool_by_compiler(deployment, mesh, _cache_dir(config))
         if nodes is not None:
-            deployment = _agreed(deployment, mesh, nodes)
+            deployment = _agree_on_deployment(deployment, mesh, nodes)
     backend, sizes = deployment.backend, deployment.sizes
     logger.info(
-        "device: %s%s; attention: %s (%s)", _of_mesh(deployment), device.device_kind, backend.name, backend.reason
+        "device: %s%s; attention: %s (%s)", _mesh_prefix(deployment), device.device_kind, backend.name, backend.reason
     )
     if sizes.capacity.max_model_len < sizes.wanted_context:
         logger.info(
-            "context length fitted to the KV cache: %d tokens instead of %d; more memory for the cache "
+            "context length reduced to fit the KV cache: %d tokens instead of %d; more memory for the cache "
             "(--mem-fraction-static, --max-total-tokens) allows more",
             sizes.capacity.max_model_len,
             sizes.wanted_context,
         )
-    _say_weights(deployment)
-    why_not = deployment.indeterminate
-    answer = f"no, {why_not}" if why_not else "yes, a request gives the same bits in any batch"
+    _log_weights(deployment)
+    obstacle = deployment.nondeterminism
+    answer = f"no, {obstacle}" if obstacle else "yes, a request gives the same bits in any batch"
     logger.info("deterministic inference: %s", answer)
     if config.kv_cache_dtype != "auto":
-        logger.info("KV cache: %s, without scales: numbers beyond 448 are clipped", deployment.state.kv.keys.dtype.name)
+        logger.info("KV cache: %s, without scales: values beyond 448 are clipped", deployment.state.kv.keys.dtype.name)
     rows = row_specs(deployment.state)
     num_host_pages = host_pages(config, sizes.capacity.num_pages, rows)
     with phases("weights"):
@@ -158,14 +173,14 @@ def _prepare(config: EngineConfig, nodes: Nodes | None) -> _Device:
         params = pool.submit(_load, deployment.params, weights, shardings(mesh, deployment.params), phases)
         state = pool.submit(_allocate, deployment.state, shardings(mesh, deployment.state), phases)
         with phases("programs"):
-            # A GPU would stop for each program that is loaded, and processes must choose the same.
+            # Not on a GPU, which would pause for each program, nor in a mesh, whose processes must choose alike.
             behind = nodes is None and device.platform == "cpu"
             programs, compiled = _programs(deployment, deployment.builder(mesh), bundle, behind, params)
     host = HostPool(rows, num_host_pages, mesh) if num_host_pages else None
-    calls = DeviceCalls(params.result(), state.result(), programs, host, mesh)
+    calls = LocalCommands(params.result(), state.result(), programs, host, mesh)
     if nodes is not None:
-        nodes.get_ready()
-    _say_programs(programs, compiled)
+        nodes.wait_until_all_ready()
+    _log_programs(programs, compiled)
     free = free_bytes(device)
     logger.info(
         "max_total_num_tokens=%d, chunked_prefill_size=%d, max_prefill_tokens=%d, max_running_requests=%d, "
@@ -201,15 +216,15 @@ def _prepare(config: EngineConfig, nodes: Nodes | None) -> _Device:
         free_bytes=free,
         working_bytes=sizes.footprint.activations,
         memory_bound=sizes.memory_bound,
-        quantization="gguf" if deployment.packing.kept else "none",
+        quantization="gguf" if deployment.packing.quantized else "none",
         weight_bytes=sizes.footprint.weights,
-        deterministic=not deployment.indeterminate,
+        deterministic=not deployment.nondeterminism,
     )
-    return _Device(deployment, programs, calls, num_host_pages, info)
+    return _EngineParts(deployment, programs, calls, num_host_pages, info)
 
 
-def _devices(config: EngineConfig, nodes: Nodes | None) -> tuple[list[Any], list[Any]]:
-    """Those of the mesh, or all there are; and this process' own of them."""
+def _find_devices(config: EngineConfig, nodes: ProcessGroup | None) -> tuple[list[Any], list[Any]]:
+    """Return the devices of the mesh (without `nodes`, of this machine), and those that belong to this process."""
     if nodes is None:
         devices = attach(config)
         return devices, devices
@@ -225,40 +240,40 @@ def _devices(config: EngineConfig, nodes: Nodes | None) -> tuple[list[Any], list
     return devices, [device for device in devices if device.process_index == nodes.rank]
 
 
-def _agreed(deployment: Deployment, mesh: Mesh, nodes: Nodes) -> Deployment:
-    """The deployment with a pool that every process has room for. Raises `ConfigError` where programs would differ."""
+def _agree_on_deployment(deployment: Deployment, mesh: Mesh, nodes: ProcessGroup) -> Deployment:
+    """Reduce the KV cache to what fits every process. Raise `ConfigError` if the processes' programs would differ."""
     capacity = deployment.capacity
     tokens = nodes.agree(capacity.num_pages * capacity.page_size, min)
     if tokens < capacity.num_pages * capacity.page_size:
         config = msgspec.structs.replace(deployment.config, max_total_tokens=tokens)
         deployment = deploy(config, deployment.model, deployment.device, stored=deployment.stored)
-    facts = {name: value for name, value in deployment.builder(mesh).facts().items() if name not in _OF_ONE_PROCESS}
+    facts = {name: value for name, value in deployment.builder(mesh).facts().items() if name not in _PER_PROCESS_FACTS}
 
     def check(everywhere: list[dict[str, Any]]) -> None:
         for rank, theirs in enumerate(everywhere):
-            if found := differences(theirs, everywhere[0]):
-                raise ConfigError(f"node rank {rank} would run other programs than node rank 0: {listed(found)}")
+            if found := join_differences(theirs, everywhere[0], there="there", here="on node rank 0"):
+                raise ConfigError(f"node rank {rank} would run other programs than node rank 0: {found}")
 
     nodes.agree(facts, check)
     return deployment
 
 
-def _of_mesh(deployment: Deployment) -> str:
+def _mesh_prefix(deployment: Deployment) -> str:
     if deployment.num_devices == 1:
         return ""
     return f"{deployment.num_devices} (data parallel {deployment.data} x tensor parallel {deployment.tensor}) x "
 
 
-def _say_weights(deployment: Deployment) -> None:
-    """How they are kept, where the checkpoint has them quantized."""
+def _log_weights(deployment: Deployment) -> None:
+    """Log how quantized weights of the checkpoint are kept."""
     packing = deployment.packing
     if packing.reason:
         logger.info("weights: dequantized to %s; %s", deployment.dtype.name, packing.reason)
-    if packing.kept:
-        widths = Counter(packing.kept.values())
+    if packing.quantized:
+        widths = Counter(packing.quantized.values())
         logger.info(
             "weights: %d of %d linear layers kept in the file's blocks (%s); %.1f MiB in all, dequantized to %s %.1f",
-            len(packing.kept),
+            len(packing.quantized),
             packing.num_linears,
             ", ".join(f"{widths[bits]} in {bits} bits" for bits in sorted(widths)),
             deployment.sizes.footprint.weights / 2**20,
@@ -267,20 +282,20 @@ def _say_weights(deployment: Deployment) -> None:
         )
 
 
-def _load(specs: Any, weights: WeightReader, where: Any, phases: _Phases) -> Any:
+def _load(specs: Any, weights: WeightReader, where: Any, phases: _PhaseTimer) -> Any:
     with phases("weights"):
-        return build(specs, where, weights)
+        return build_params(specs, where, weights)
 
 
-def _allocate(specs: DeviceState, where: DeviceState, phases: _Phases) -> DeviceState:
+def _allocate(specs: DeviceState, where: DeviceState, phases: _PhaseTimer) -> DeviceState:
     with phases("state"):
         return jax.block_until_ready(make_state(specs, where))
 
 
 def _programs(
-    deployment: Deployment, builder: ProgramBuilder, bundle: Manifest | None, behind: bool, params: Future[Any]
+    deployment: Deployment, builder: ProgramBuilder, bundle: BundleManifest | None, behind: bool, params: Future[Any]
 ) -> tuple[ProgramSet, int]:
-    """All programs, and how many had to be compiled. Where `params` fails meanwhile, so does this."""
+    """Return all programs, and how many were compiled. If `params` fails meanwhile, raise its error."""
 
     def check() -> None:
         if params.done():
@@ -288,14 +303,14 @@ def _programs(
 
     config = deployment.config
     if bundle is None or config.programs is None:
-        return build_programs(builder, deployment.all_keys, _cache_dir(config), behind=behind, check=check)
-    return ProgramSet(load_bundle(Path(config.programs), bundle, builder, deployment.all_keys)), 0
+        return build_programs(builder, deployment.program_keys, _cache_dir(config), background=behind, check=check)
+    return ProgramSet(load_bundle(Path(config.programs), bundle, builder, deployment.program_keys)), 0
 
 
-def _say_programs(programs: ProgramSet, compiled: int) -> None:
-    if coming := programs.num_coming:
+def _log_programs(programs: ProgramSet, compiled: int) -> None:
+    if pending := programs.num_pending:
         total = len(programs)
-        logger.info("programs: %d, of them %d loaded; the others follow while it serves", total, total - coming)
+        logger.info("programs: %d, of them %d loaded; the others are loaded while serving", total, total - pending)
     else:
         logger.info("programs: %d, of them %d compiled now, the others loaded", len(programs), compiled)
 
@@ -303,10 +318,10 @@ def _say_programs(programs: ProgramSet, compiled: int) -> None:
 def _cache_dir(config: EngineConfig) -> Path | None:
     if config.disable_program_cache:
         return None
-    return Path(config.program_cache_dir) if config.program_cache_dir else model_source.home() / "programs"
+    return Path(config.program_cache_dir) if config.program_cache_dir else model_source.jaxserve_home() / "programs"
 
 
-def _loop(
+def _make_loop(
     config: EngineConfig,
     sizes: Sizes,
     executor: DeviceExecutor,

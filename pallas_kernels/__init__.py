@@ -1,4 +1,4 @@
-"""Kernels of jaxserve: one folder each, with the public function, the XLA reference that is its contract, and backends.
+"""Kernels of jaxserve: a folder each, with the public function, the XLA reference that is its contract, and backends.
 
-Knows jax and numpy only.
+Nothing here imports jaxserve.
 """

@@ -1,15 +1,15 @@
-"""Makes the golden fixtures: tiny random checkpoints with Hugging Face's logits, and SmolLM2's greedy tokens.
+"""Creates the golden fixtures: tiny random checkpoints with Hugging Face's logits, and SmolLM2's greedy tokens.
 
-Owns `tests/fixtures/golden/*` and `tests/fixtures/smollm2_greedy.json`; knows nothing of jaxserve, which is what is
-measured against them. It needs torch, so it runs in an environment of its own (a small torch exists for 3.11 only):
+Owns `tests/fixtures/golden/*` and `tests/fixtures/smollm2_greedy.json`. It doesn't use jaxserve, because jaxserve is
+tested against them. It needs torch, so it runs in a separate environment (a small torch exists for 3.11 only):
 
     PYENV_VERSION=3.11.7 python3 -m venv .venv-ref
     .venv-ref/bin/pip install torch==2.13.0 "transformers>=5.19,<6" safetensors gguf accelerate
     .venv-ref/bin/python scripts/make_golden.py                        # the tiny models
     .venv-ref/bin/python scripts/make_golden.py --gguf SmolLM2.gguf    # and SmolLM2's greedy tokens
 
-Every folder is read back by Hugging Face from the files as committed, so the logits belong to the very config.json and
-weights beside them. A fixture whose feature (scaling, window, norm, bias) leaves the logits unchanged is an error.
+Hugging Face reads every folder back from its files, so the logits belong to exactly the config.json and weights there.
+A fixture whose feature (scaling, window, norm, bias) leaves the logits unchanged is an error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LLAMA = {**BASE, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 SMALL = {**LLAMA, "num_hidden_layers": 1, "vocab_size": 64, "tie_word_embeddings": True, "head_dim": 16}
 QWEN2 = {**BASE, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-6}
 
-# Fields are as each style of checkpoint on the hub writes them: transformers 4 has `rope_theta` and `rope_scaling`
+# Each config has the fields of one style of checkpoint on the hub: transformers 4 has `rope_theta` and `rope_scaling`
 # (whose kind was once called `type`) and often no `head_dim`; transformers 5 has `rope_parameters`.
 MODELS: dict[str, dict[str, Any]] = {
     "llama2": {**LLAMA, "num_attention_heads": 2, "num_key_value_heads": 2, "torch_dtype": "float32"},
@@ -129,7 +129,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama_head_dim": {**SMALL, "head_dim": 24, "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}},
     "llama_sharded": {**SMALL, "tie_word_embeddings": False},
 }
-# What is taken away from a fixture to see that it matters.
+# Changes that must alter a fixture's logits: they remove its feature.
 WITHOUT: dict[str, dict[str, Any]] = {
     "llama3": {"rope_scaling": None},
     "mistral": {"sliding_window": None},
@@ -143,7 +143,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
 
 
 def random_weights(model: torch.nn.Module, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Weights large enough that every part of the model moves the logits; norms around one, biases not zero."""
+    """Return weights large enough that every part of the model affects the logits; norms near one, biases not zero."""
     weights = {}
     for name, value in model.state_dict().items():
         noise = torch.randn(value.shape, generator=generator, dtype=torch.float32)
@@ -159,7 +159,7 @@ def random_weights(model: torch.nn.Module, generator: torch.Generator) -> dict[s
 
 
 def write_sharded(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Three files and an index, a layer's tensors spread over them as real checkpoints do at a border."""
+    """Write three files and an index; as in real checkpoints, a layer's tensors may be in different files."""
     names = sorted(weights)
     files = [f"model-{i + 1:05d}-of-00003.safetensors" for i in range(3)]
     weight_map = {name: files[i * 3 // len(names)] for i, name in enumerate(names)}
@@ -172,7 +172,7 @@ def write_sharded(folder: Path, weights: dict[str, torch.Tensor]) -> None:
 def read_back(
     folder: Path, weights: dict[str, torch.Tensor], override: dict[str, Any] | None = None
 ) -> torch.nn.Module:
-    """The folder as Hugging Face reads it, in float32 with eager attention."""
+    """Load the folder with Hugging Face, in float32 with eager attention; `override` replaces config fields."""
     config = AutoConfig.from_pretrained(folder)
     if override is not None:
         raw = json.loads((folder / "config.json").read_text()) | override
@@ -193,12 +193,12 @@ def read_back(
 
 @torch.no_grad()
 def logits_of(model: torch.nn.Module, sequences: list[np.ndarray]) -> list[np.ndarray]:
-    """Logits of every position, one sequence at a time."""
+    """Return the logits of every position, one sequence at a time."""
     return [model(torch.from_numpy(ids)[None].long()).logits[0].float().numpy() for ids in sequences]
 
 
 def make_model(name: str, seed: int) -> None:
-    """Writes one fixture folder: config.json, weights, and golden.npz with `ids_N` and `logits_N`."""
+    """Write one fixture folder: config.json, weights, and golden.npz with `ids_N` and `logits_N`."""
     raw = MODELS[name]
     folder = FIXTURES / "golden" / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -256,7 +256,7 @@ PROMPTS: list[tuple[str, str]] = [
 
 @torch.no_grad()
 def make_greedy(gguf: Path, steps: int = 64) -> None:
-    """SmolLM2's greedy tokens in float32, with the gap between the two best logits of each step."""
+    """Write SmolLM2's greedy tokens in float32, with the gap between the two best logits of each step."""
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     packed = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = packed.config
@@ -289,8 +289,8 @@ def make_greedy(gguf: Path, steps: int = 64) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--gguf", type=Path, help="SmolLM2-135M-Instruct's GGUF: also make its greedy tokens")
-    parser.add_argument("--skip-models", action="store_true", help="leave the tiny models as they are")
+    parser.add_argument("--gguf", type=Path, help="SmolLM2-135M-Instruct's GGUF file: also create its greedy tokens")
+    parser.add_argument("--skip-models", action="store_true", help="don't create the tiny models")
     args = parser.parse_args()
     if not args.skip_models:
         for seed, name in enumerate(MODELS):

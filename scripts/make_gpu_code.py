@@ -1,11 +1,12 @@
-"""Makes the fixture of compiled kernels: a program for an H200, as jax serializes it, and what its kernels are called.
+"""Makes the fixture of compiled kernels: a program for an H200, as jax serializes it, and the names of its kernels.
 
-Owns `tests/fixtures/gpu_code.bin`, and prints what the test that reads it names: the calls of kernels, and what
-`ptxas -v` says of Mosaic's. It needs the CUDA compiler, but no GPU:
+Owns `tests/fixtures/gpu_code.bin`, and prints what the test of it expects: the calls of kernels, and the output of
+`ptxas -v` for Mosaic's. Needs the CUDA compiler, but no GPU:
 
     JAX_PLATFORMS=cpu .venv-aot/bin/python scripts/make_gpu_code.py
 
-XLA, where it is told to refuse kernels that spill registers, refuses `spilling` and no other, or there is no fixture.
+If XLA is told to refuse kernels that spill registers, it must refuse `spilling` and no other; otherwise the script
+fails and writes no fixture.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def doubling(x: Any, out: Any) -> None:
 
 
 def spilling(x: Any, out: Any) -> None:
-    """More values than the registers of one warp hold."""
+    """Use more values than the registers of one warp hold."""
     out[...] = jnp.dot(x[...], x[...].T) + jnp.exp(x[...])
 
 
@@ -53,7 +54,7 @@ def triton(kernel: Any, num_warps: int) -> Any:
 
 
 def lowered(*kernels: Any) -> jax.stages.Lowered:
-    """A program of kernels, each of which takes what the one before it gave."""
+    """Lower a program of kernels, each of which takes the previous one's result."""
     mesh = target_mesh("nvidia-h200")
     x = jax.ShapeDtypeStruct(OUT.shape, OUT.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 

@@ -1,1 +1,1 @@
-"""The sections of `benchmarks/device.py`, each a function that takes a `Run`."""
+"""The sections of `benchmarks/device.py`, each a function that takes a `SectionRun`."""

@@ -1,4 +1,4 @@
-"""The engine with made-up weights: how it starts, what it puts out, and how long a step of decodes takes."""
+"""The engine with dummy weights: start-up times, decode steps, and offline throughput."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from device_sections.machine import COPY, MATMUL
 from device_sections.models import write_model
-from device_sections.run import Run
+from device_sections.run import SectionRun
 from jaxserve.api_types import EngineRequest, SamplingParams
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.client import InProcessEngine
@@ -25,22 +25,22 @@ _WORKLOADS = ((128, 128, 1024), (1000, 1000, 512), (2048, 128, 512))
 _STEPS = ((128, 1024), (1, 1024), (32, 1024), (64, 1024), (256, 1024), (64, 4096), (128, 4096))
 
 
-def qwen3_0_6b(run: Run) -> None:
-    """Qwen3-0.6B's shape."""
+def qwen3_0_6b(run: SectionRun) -> None:
+    """Measure Qwen3-0.6B's shape."""
     _model(run, "Qwen3-0.6B")
 
 
-def llama_3_2_1b(run: Run) -> None:
-    """Llama-3.2-1B's shape."""
+def llama_3_2_1b(run: SectionRun) -> None:
+    """Measure Llama-3.2-1B's shape."""
     _model(run, "Llama-3.2-1B")
 
 
-def llama_3_1_8b(run: Run) -> None:
-    """Llama-3.1-8B's shape."""
+def llama_3_1_8b(run: SectionRun) -> None:
+    """Measure Llama-3.1-8B's shape."""
     _model(run, "Llama-3.1-8B")
 
 
-def _model(run: Run, name: str) -> None:
+def _model(run: SectionRun, name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings: dict[str, Any] = {"model": write_model(name, run.tiny, Path(folder)), "load_format": "dummy"}
         settings |= {"disable_radix_cache": True, "log_level": "warning", "program_cache_dir": f"{folder}/programs"}
@@ -66,8 +66,8 @@ def _model(run: Run, name: str) -> None:
             engine.close()
 
 
-def _limits(run: Run, config: EngineConfig) -> Roofline | None:
-    """What the rates allow that were measured on this device."""
+def _limits(run: SectionRun, config: EngineConfig) -> Roofline | None:
+    """Return the roofline of the bandwidth and matmul rate measured on this device."""
     copy, matmul = run.found(COPY), run.found(MATMUL)
     if copy is None or matmul is None:
         return None
@@ -92,15 +92,15 @@ def _requests(engine: InProcessEngine, count: int, prompt: int, output: int) -> 
 
 
 def _decode_step(
-    run: Run, engine: InProcessEngine, name: str, batch: int, context: int, limits: Roofline | None
+    run: SectionRun, engine: InProcessEngine, name: str, batch: int, context: int, limits: Roofline | None
 ) -> None:
-    """Steps between the last prompt's end and the first request's: all rows decode."""
+    """Measure steps in which all rows decode: from the end of the last prefill to the end of the first request."""
     steps = 4 if run.tiny else 48
     names = _requests(engine, batch, context, steps + 16)
     started: set[str] = set()
     while len(started) < batch and run.left > 0:
         started |= {event.request_id for event in engine.step() if event.token_ids}
-    # Those that were prefilled first have decoded for a while.
+    # The requests prefilled first have already decoded some tokens.
     tokens, rounds, start = 0, 0, time.perf_counter()
     while rounds < steps and tokens < steps * batch and engine.has_work:
         tokens += sum(len(event.token_ids) for event in engine.step())
@@ -110,14 +110,14 @@ def _decode_step(
     while engine.has_work:
         engine.step()
     limit = None if limits is None else limits.decode_seconds(batch, context)
-    # The ratio is of speeds: the roofline's time over the measured one.
+    # The ratio compares speeds: the roofline's time over the measured one.
     run.row(f"{name} decode {batch} x {context}: steps/s", 1 / seconds, "1/s",
             reference=None if limit is None else 1 / limit, goal=0.75 if (batch, context) == (128, 1024) else None,
             note=f"{seconds * 1e3:.2f} ms a step, {batch / seconds:,.0f} tok/s")  # fmt: skip
 
 
-def _throughput(run: Run, engine: InProcessEngine, name: str, prompt: int, output: int, count: int) -> None:
-    """All requests at once; where time runs out, what was put out until then."""
+def _throughput(run: SectionRun, engine: InProcessEngine, name: str, prompt: int, output: int, count: int) -> None:
+    """Measure all requests submitted at once; if time runs out, the output until then."""
     names = _requests(engine, count, prompt, output)
     tokens, start = 0, time.perf_counter()
     while engine.has_work and run.left > 5:

@@ -1,4 +1,4 @@
-"""Paged attention as the device runs it: right on every case of the suite, then how fast."""
+"""Paged attention on the device: correctness on every case of the test suite, then speed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from device_sections.machine import COPY, MATMUL
-from device_sections.run import Run, seconds_per_call
-from pallas_kernels.paged_attention import Backend, BackendName, Problem, Target, kv_layout, paged_attention, target_of
+from device_sections.run import SectionRun, seconds_per_call
+from pallas_kernels.paged_attention import (
+    Backend,
+    BackendName,
+    KernelTarget,
+    Problem,
+    kv_layout,
+    paged_attention,
+    target_of,
+)
 from pallas_kernels.paged_attention.backends import backend_module
-from pallas_kernels.paged_attention.layout import in_lanes
+from pallas_kernels.paged_attention.layout import as_pool_rows
 from tests.pallas_kernels.paged_attention import naive
 from tests.pallas_kernels.paged_attention.cases import CASES, Batch, Case, make_batch
 
@@ -33,13 +41,13 @@ _VARIED = [
         Case("prefill", ((130, 130), (140, 12), (300, 70)), 0, kv_dtype=kv_dtype, **_LLAMA_LIKE),
     )
 ]
-# Of what is measured over fp8.
+# The batch size of measurements with an fp8 cache.
 _BATCH = 128
 _BF16, _FP8 = np.dtype(jnp.bfloat16), np.dtype(jnp.float8_e4m3fn)
 
 
-def correctness(run: Run) -> None:
-    """Every backend on every case that it doesn't refuse here, natively, against float64."""
+def correctness(run: SectionRun) -> None:
+    """Compare every backend with float64 on every case that it supports here, without interpretation."""
     target = target_of(run.device)
     for name in get_args(BackendName):
         refused, wrong, right, skipped = 0, [], 0, 0
@@ -60,8 +68,8 @@ def correctness(run: Run) -> None:
             _variants(run, name, target)
 
 
-def _variants(run: Run, name: BackendName, target: Target) -> None:
-    """Every set of block sizes that tuning may choose, such as those whose weights stay in registers, on one case."""
+def _variants(run: SectionRun, name: BackendName, target: KernelTarget) -> None:
+    """Check every set of block sizes that tuning may choose on one case of each kind."""
     for case in _VARIED:
         kind, problem = case.name, _problem(case)
         if backend_module(name).refusal(problem, target) is not None:
@@ -82,8 +90,8 @@ def _variants(run: Run, name: BackendName, target: Target) -> None:
             run.row(f"{label} wrong", 0, "", note=fault)
 
 
-def _cases(name: BackendName, target: Target) -> Iterator[Case]:
-    """The suite's, and in bfloat16 those that a backend refuses in float32; models are in bfloat16."""
+def _cases(name: BackendName, target: KernelTarget) -> Iterator[Case]:
+    """Yield the suite's cases; those that a backend supports only in bfloat16 are changed to it."""
     for case in CASES:
         if case.dtype == "float32" and backend_module(name).refusal(_problem(case), target) is not None:
             yield dataclasses.replace(case, name=f"{case.name}, bfloat16", dtype="bfloat16")
@@ -97,7 +105,7 @@ def _problem(case: Case) -> Problem:
 
 
 def _fault(
-    case: Case, name: BackendName, run: Run, blocks: frozenset[tuple[str, str, int]] = frozenset()
+    case: Case, name: BackendName, run: SectionRun, blocks: frozenset[tuple[str, str, int]] = frozenset()
 ) -> str | None:
     try:
         batch = make_batch(case)
@@ -111,12 +119,12 @@ def _fault(
                       sinks=batch.sinks)  # fmt: skip
         expected = naive.attention(case, batch)
         error = float(np.abs(np.asarray(out)[: len(expected)].astype(np.float64) - expected).max(initial=0.0))
-    except Exception as error:  # a kernel that can't run is a wrong one
+    except Exception as error:  # a kernel that can't run counts as wrong
         return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
     return None if error <= _TOLERANCE[case.dtype] else f"error {error:.3g}"
 
 
-def _layout_platform(name: str, run: Run) -> str:
+def _layout_platform(name: str, run: SectionRun) -> str:
     return "tpu" if name == "mosaic_tpu" else run.device.platform
 
 
@@ -133,12 +141,12 @@ def _pool_of(case: Case, batch: Batch, platform: str) -> Any:
     )
     arrays = (jnp.zeros(shape, layout.dtype) for shape in (layout.shape, layout.values_shape))
     kv = layout.paged_kv(*arrays, None if batch.scales is None else jnp.asarray(batch.scales))
-    pools = in_lanes(jnp.asarray(batch.keys), jnp.asarray(batch.values), kv)
+    pools = as_pool_rows(jnp.asarray(batch.keys), jnp.asarray(batch.values), kv)
     return kv.with_pools([pool.swapaxes(0, 1) for pool in pools] if kv.page_major else pools)
 
 
-def decode(run: Run) -> None:
-    """GB/s of keys and values over batch, context and page size, beside a copy's."""
+def decode(run: SectionRun) -> None:
+    """Measure decode in GB/s of keys and values by batch, context and page size; the reference is a copy's rate."""
     batches, contexts, pages = ((2,), (64,), (16,)) if run.tiny else ((64, 128, 256), (1024, 4096, 8192), (16, 64))
     shapes = list(itertools.product(pages, contexts, batches))
     for kv_dtype, chosen in ((_BF16, shapes), (_FP8, [shape for shape in shapes if shape[::2] == (pages[-1], _BATCH)])):
@@ -154,8 +162,8 @@ def decode(run: Run) -> None:
                 run.row(label, read / seconds / 1e9, "GB/s", reference=run.found(COPY), goal=goal)
 
 
-def prefill(run: Run) -> None:
-    """TFLOP/s of one causal prompt, beside a product's."""
+def prefill(run: SectionRun) -> None:
+    """Measure prefill in TFLOP/s of one causal prompt; the reference is the matmul rate."""
     pages, lengths = ((16,), (32,)) if run.tiny else ((16, 64), (2048, 4096, 8192, 16384))
     shapes = list(itertools.product(pages, lengths))
     for kv_dtype, chosen in ((_BF16, shapes), (_FP8, [] if run.tiny else shapes[-2:])):
@@ -174,8 +182,8 @@ def _over(kv_dtype: np.dtype) -> str:
     return " over fp8" if kv_dtype == _FP8 else ""
 
 
-def _usable(run: Run, kv_dtype: np.dtype) -> Iterator[BackendName]:
-    """Kernels that this device has; the portable one only where there is none other."""
+def _usable(run: SectionRun, kv_dtype: np.dtype) -> Iterator[BackendName]:
+    """Yield the kernels that support this device; the portable one only if there is no other."""
     problem = Problem(HEADS, KV_HEADS, HEAD_DIM, 16, _BF16, kv_dtype)
     able = [
         name for name in get_args(BackendName) if backend_module(name).refusal(problem, target_of(run.device)) is None
@@ -184,7 +192,13 @@ def _usable(run: Run, kv_dtype: np.dtype) -> Iterator[BackendName]:
 
 
 def _seconds(
-    run: Run, name: BackendName, rows: list[tuple[int, int]], page_size: int, kv_dtype: np.dtype, *, decode_only: bool
+    run: SectionRun,
+    name: BackendName,
+    rows: list[tuple[int, int]],
+    page_size: int,
+    kv_dtype: np.dtype,
+    *,
+    decode_only: bool,
 ) -> float:
     used = [-(-length // page_size) for length, _ in rows]
     layout = kv_layout(

@@ -1,18 +1,18 @@
-"""What the device itself reaches: the rates that everything else is held against."""
+"""The device's own rates, which are the references of all other sections."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-from device_sections.run import Run, seconds_per_call
+from device_sections.run import SectionRun, seconds_per_call
 
 COPY = "copy bandwidth"
 MATMUL = "bf16 matmul rate"
 
 
-def rates(run: Run) -> None:
-    """A copy of half a gigabyte, read and written, and a large product."""
+def rates(run: SectionRun) -> None:
+    """Measure a copy of half a gigabyte (read and written) and a large matrix product."""
     run.row("device", 1, "", note=run.device.device_kind)
     run.row("jax", 1, "", note=jax.__version__)
     size = 2**20 if run.tiny else 2**29

@@ -1,4 +1,4 @@
-"""Shapes of the models that are measured, with weights that are made up."""
+"""Shapes of the measured models; their weights are dummies."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hid
 
 
 def config_of(name: str, tiny: bool) -> dict[str, Any]:
-    """A model's config.json; of a dry run, what its family is like in miniature."""
+    """Return a model's config.json; for a dry run, a tiny model of the same family."""
     return {**MODELS[name], **(_TINY if tiny else {})}
 
 
 def write_model(name: str, tiny: bool, folder: Path) -> str:
-    """Write a folder without weights and return its path."""
+    """Write a model folder without weights and return its path."""
     (folder / "config.json").write_text(json.dumps(config_of(name, tiny)))
     return str(folder)

@@ -1,4 +1,4 @@
-"""Hugging Face transformers' own continuous batching, on the same machine and shape, where torch is there."""
+"""Hugging Face transformers' continuous batching on the same machine and shape, if torch is installed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from device_sections.models import config_of
-from device_sections.run import Run
+from device_sections.run import SectionRun
 
 
-def transformers(run: Run) -> None:
-    """Llama-3.2-1B's shape in bfloat16, 128 tokens in and 128 out."""
+def transformers(run: SectionRun) -> None:
+    """Measure Llama-3.2-1B's shape in bfloat16, 128 tokens in and 128 out."""
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
-        run.row("transformers", 0, "", note="torch or transformers isn't here: nothing to compare with")
+        run.row("transformers", 0, "", note="torch or transformers is not installed: nothing to compare with")
         return
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM

@@ -1,4 +1,4 @@
-"""What it costs to start a program: the host's share of a step before Python's own, and what command buffers save."""
+"""The cost of starting a program: the host time of a call, and the effect of command buffers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from device_sections.models import config_of
-from device_sections.run import Run
+from device_sections.run import SectionRun
 from jaxserve.config.schema import EngineConfig
 from jaxserve.models.config import parse_model_config
 from jaxserve.runtime.devices.device import facts_of_device
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
 from jaxserve.runtime.programs.builder import ProgramBuilder
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
-from jaxserve.runtime.step.batch import ProgramKey, packing, step_shape
+from jaxserve.runtime.step.batch import StepKey, step_packing, step_shape
 from jaxserve.runtime.step.state import make_state
 
 
-def dispatch(run: Run) -> None:
-    """A decode program of 8 rows of a Llama-3.2-1B that has nothing to do: time to call it, and time it takes."""
+def dispatch(run: SectionRun) -> None:
+    """Measure a decode program of Llama-3.2-1B with 8 empty rows: the time of the call and of the step."""
     config = EngineConfig(max_running_requests=8, cuda_graph_bs=(8,), max_total_tokens=512 if run.tiny else 2**15)
     made = deploy(config, parse_model_config(config_of("Llama-3.2-1B", run.tiny)), facts_of_device(run.device))
     builder = made.builder(make_mesh([run.device]))
@@ -38,12 +38,12 @@ def dispatch(run: Run) -> None:
 def _measure(
     made: Deployment, builder: ProgramBuilder, options: dict[str, Any] | None, *, calls: int
 ) -> tuple[float, float]:
-    key = ProgramKey("decode", 8, True)
+    key = StepKey("decode", 8, True)
     program = builder.lower(key).compile(options)
     where = shardings(builder.mesh, made.params)
     params = jax.tree.map(lambda s, at: jnp.zeros(s.shape, s.dtype, device=at), made.params, where)
     state = make_state(made.state, shardings(builder.mesh, made.state))
-    packed = np.zeros((1, packing(step_shape(key, made.capacity)).size), np.int32)
+    packed = np.zeros((1, step_packing(step_shape(key, made.capacity)).size), np.int32)
     state, output = program(params, state, packed)
     jax.block_until_ready(output)
     called, start = 0.0, time.perf_counter()

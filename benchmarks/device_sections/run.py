@@ -1,4 +1,4 @@
-"""What a section is given: where its rows go, how long it may take, and what the sections before it found."""
+"""The interface of a section: its rows, its time limit, and the rows of earlier sections."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import jax
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """`rows` is the file of all rows so far; `tiny` asks for a dry run that is over in seconds."""
+class SectionRun:
+    """The run of one section. `rows` is the file of all rows so far; `tiny` requests a dry run of a few seconds."""
 
     rows: Path
     end: float
@@ -23,12 +23,12 @@ class Run:
 
     @property
     def left(self) -> float:
-        """Seconds that are left to the section."""
+        """The seconds left to the section."""
         return self.end - time.monotonic()
 
     @property
     def device(self) -> Any:
-        """The device that is measured."""
+        """The measured device."""
         return jax.devices()[0]
 
     def row(
@@ -41,20 +41,20 @@ class Run:
         goal: float | None = None,
         note: str = "",
     ) -> None:
-        """Keep a figure, beside what it is held against."""
+        """Append a figure, with the reference to compare it with."""
         section = sys._getframe(1).f_globals["__name__"].rpartition(".")[2]
         found = {"section": section, "name": name, "value": value, "unit": unit}
         with self.rows.open("a") as file:
             file.write(json.dumps({**found, "reference": reference, "goal": goal, "note": note}) + "\n")
 
     def found(self, name: str) -> float | None:
-        """A figure of a section before, if it got that far."""
+        """Return a figure of an earlier section, or None if it is missing."""
         rows = map(json.loads, self.rows.read_text().splitlines())
         return next((row["value"] for row in rows if row["name"] == name), None)
 
 
 def seconds_per_call(step: Callable[[Any], Any], state: Any, *, calls: int) -> tuple[float, Any]:
-    """Time of `state = step(state)` in a chain that the device runs without waiting for the host."""
+    """Return the seconds per `state = step(state)`, in a chain that never waits for the host, and the last state."""
     state = jax.block_until_ready(step(state))
     start = time.perf_counter()
     for _ in range(calls):

@@ -1,4 +1,4 @@
-"""Measures servers from outside: datasets, arrivals, the load client, and what is made of its records.
+"""Benchmarks: datasets, arrival times, the load client, and statistics over the requests it recorded.
 
-Nothing here imports jax, and nothing of the engine or the server: what is measured may be anybody's.
+Nothing here imports jax, the engine or the server, so that any OpenAI-compatible server can be measured.
 """

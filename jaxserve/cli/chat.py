@@ -1,6 +1,6 @@
-"""`jaxserve chat`: a conversation in the terminal, through the model's chat template.
+"""`jaxserve chat`: a conversation in the terminal with the model's chat template.
 
-Ctrl-C stops the answer, not the program; what was said so far stays in the conversation.
+Ctrl-C stops the answer, not the program; the partial answer stays in the conversation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from jaxserve.cli.common import flags
-from jaxserve.cli.common.parser import HelpFormatter, Parser
+from jaxserve.cli.common.parser import Parser
 from jaxserve.cli.common.sampling import NUMBERS, add_sampling, sampling_params
 from jaxserve.errors import InvalidRequestError
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from jaxserve.api_types import SamplingParams
     from jaxserve.llm import LLM
 
-_HELP = "/clear forgets the conversation, /exit ends; Ctrl-C stops an answer"
+_HELP = "/clear starts a new conversation, /exit quits; Ctrl-C stops an answer"
 
 
 def parser() -> Parser:
-    """The flags of `jaxserve chat`."""
-    parser = Parser(prog="jaxserve chat", description=__doc__, formatter_class=HelpFormatter, epilog=_HELP)
-    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    """Return the parser of `jaxserve chat`."""
+    parser = Parser(prog="jaxserve chat", description=__doc__, epilog=_HELP)
+    parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     add_sampling(parser, temperature=0.7)
     flags.add_settings(parser, hidden=NUMBERS)
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Run it; returns the exit code."""
+    """Run the command and return the exit code."""
     arguments = parser().parse(argv)
-    settings = flags.arguments(flags.loaded(arguments))
+    settings = flags.llm_arguments(flags.config_from_arguments(arguments))
     sampling_params(arguments)
 
     from jaxserve.llm import LLM
@@ -55,27 +55,27 @@ def main(argv: list[str]) -> int:
                 params = sampling_params(arguments, max_tokens=max(llm.max_model_len - len(ids), 1))
                 messages.append({"role": "assistant", "content": _answer(llm, ids, params)})
             except InvalidRequestError as error:
-                _say(f"{error} (/clear starts anew)")
+                _say(f"{error} (/clear starts a new conversation)")
                 messages.pop()
     return 0
 
 
 def _answer(llm: LLM, ids: list[int], params: SamplingParams) -> str:
-    """Print the answer as it comes; what was printed is what was said, also when Ctrl-C stopped it."""
-    said: list[str] = []
+    """Print the answer as it arrives and return the printed text, also if Ctrl-C stops it."""
+    printed: list[str] = []
     try:
         with contextlib.closing(llm.stream(ids, params)) as deltas:
             for delta in deltas:
-                said.append(delta.text)
+                printed.append(delta.text)
                 print(delta.text, end="", flush=True)
     except KeyboardInterrupt:
         pass
     print()
-    return "".join(said)
+    return "".join(printed)
 
 
 def _lines() -> Iterator[str]:
-    """What a person writes, line by line, until Ctrl-D; an interrupted or empty line is asked for again."""
+    """Yield the user's lines until Ctrl-D; empty and interrupted lines are skipped."""
     terminal = sys.stdin.isatty()
     if terminal:
         import readline  # noqa: F401 - gives input() history and editing

@@ -1,11 +1,11 @@
 """`jaxserve compile`: compiles the programs of a deployment ahead of time.
 
-With --target for a device that isn't here, on any machine: it says how long each takes, the memory it needs, what it
-exchanges between devices and which kernels are in it; then what each kernel takes of a core: registers of a thread, its
-stack (where spilled registers lie) and shared memory of a block, on a TPU VMEM. It fails where a program doesn't build
-or would copy the KV pool.
---model may be a folder without weights, or a config.json. With --output for the device that is here: the programs are
-kept in a folder, and `jaxserve serve --programs DIR` starts with them and compiles nothing.
+With --target it compiles for a device that isn't here, on any machine. It shows for each program the compile time, the
+memory, the collectives and the kernels; then for each kernel the registers per thread, the stack (where spilled
+registers are) and the shared memory per block, or on a TPU the VMEM. It fails if a program doesn't build or would copy
+the KV pool. --model may be a folder without weights, or a config.json.
+With --output it compiles for the device of this machine and keeps the programs in a folder; `jaxserve serve --programs
+DIR` starts with them and compiles nothing.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from jaxserve.cli.common import flags
-from jaxserve.cli.common.parser import HelpFormatter, Parser
-from jaxserve.cli.common.table import span, table
-from jaxserve.config.data_parallel import when_serving
-from jaxserve.config.threads import threads_of_each
+from jaxserve.cli.common.parser import Parser
+from jaxserve.cli.common.table import format_range, format_table
+from jaxserve.config.data_parallel import resolve_dp_mode
+from jaxserve.config.threads import divide_threads
 from jaxserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxserve.config.load import Loaded
+    from jaxserve.config.load import LoadedConfig
     from jaxserve.runtime.programs.inspection import KernelReport, ProgramReport
 
 _HEADER = ("program", "seconds", "temp MiB", "aliased MiB", "collectives", "kernels")
@@ -39,13 +39,13 @@ _TPU_HEADER = ("VMEM KiB",)
 
 
 def parser() -> Parser:
-    """The flags of `jaxserve compile`."""
-    parser = Parser(prog="jaxserve compile", description=__doc__, formatter_class=HelpFormatter)
+    """Return the parser of `jaxserve compile`."""
+    parser = Parser(prog="jaxserve compile", description=__doc__)
     add_target(parser)
+    parser.add_argument("--output", metavar="DIR", type=Path, help="folder for the programs of this machine's device")
     parser.add_argument(
-        "--output", metavar="DIR", type=Path, help="keep programs for the device that is here in a folder"
+        "--only", metavar="PATTERN", default="*", help="compile only these programs, e.g. 'decode-64-*'"
     )
-    parser.add_argument("--only", metavar="PATTERN", default="*", help="programs by name, such as 'decode-64-*'")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     flags.add_model(parser)
     flags.add_settings(parser)
@@ -53,67 +53,69 @@ def parser() -> Parser:
 
 
 def add_target(parser: Parser) -> None:
-    """The device that isn't here."""
+    """Add the flag for a device that isn't here."""
     parser.add_argument("--target", metavar="NAME", help="a device that isn't here, such as nvidia-h200 or tpu-v6e")
 
 
 def main(argv: list[str]) -> int:
-    """Run it; returns 1 where a program didn't build or copies the KV pool."""
+    """Run the command; return 1 if a program doesn't build or copies the KV pool."""
     arguments = parser().parse(argv)
-    loaded = flags.loaded(arguments)
-    flags.arguments(loaded)
+    loaded = flags.config_from_arguments(arguments)
+    flags.llm_arguments(loaded)
     if arguments.output is None:
         return _for_target(loaded, required_target(arguments.target), arguments.only, arguments.json)
     if arguments.target is not None:
         raise ConfigError("--target and --output: programs for a device that isn't here can't be kept, only compiled")
     if arguments.only != "*":
-        raise ConfigError("--only and --output: a folder of programs is whole or of no use")
+        raise ConfigError("--only and --output: a folder of programs must hold all of them; leave out --only")
     return _into_folder(loaded, arguments.output, arguments.json)
 
 
 def required_target(name: str | None) -> str:
-    """Raises `ConfigError` naming those there are where none was given."""
+    """Return `name`. Raises `ConfigError` that lists all targets if it is None."""
     if name is None:
         from jaxserve.runtime.devices.target import target_names
 
-        raise ConfigError(f"say for which device: --target {{{','.join(target_names())}}}")
+        raise ConfigError(f"name the device: --target {{{','.join(target_names())}}}")
     return name
 
 
-def _for_target(loaded: Loaded, name: str, only: str, as_json: bool) -> int:
-    # XLA's notes on its own estimates would bury the table.
+def _for_target(loaded: LoadedConfig, name: str, only: str, as_json: bool) -> int:
+    # Hide XLA's log lines about its own estimates.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     from jaxserve.runtime.sizing import aot
 
-    deployment = aot.deploy_on_target(when_serving(loaded.engine), name)
-    keys = aot.chosen_keys(deployment, only)
+    deployment = aot.deploy_on_target(resolve_dp_mode(loaded.engine), name)
+    keys = aot.matching_keys(deployment, only)
     builder = aot.builder_for_target(deployment, name)
     print(f"{loaded.engine.model} on {deployment.num_devices} x {name}: {len(keys)} programs, "
           f"attention: {deployment.backend.name} ({deployment.backend.reason})", file=sys.stderr)  # fmt: skip
-    reports = watched(aot.compile_programs(builder, keys), [str(key) for key in keys])
-    show(reports, as_json, {"target": name, "devices": deployment.num_devices, "model": loaded.engine.model})
+    reports = collect_reports(aot.compile_programs(builder, keys), [str(key) for key in keys])
+    print_reports(reports, as_json, {"target": name, "devices": deployment.num_devices, "model": loaded.engine.model})
     return 1 if any(report.fault for report in reports) else 0
 
 
-def _into_folder(loaded: Loaded, folder: Path, as_json: bool) -> int:
-    config = when_serving(loaded.engine)
+def _into_folder(loaded: LoadedConfig, folder: Path, as_json: bool) -> int:
+    config = resolve_dp_mode(loaded.engine)
     if config.dp_mode == "replicas":
-        # On a CPU a program is made for the threads that it will have.
-        os.environ |= threads_of_each(os.environ, config.dp_size)
+        # A CPU program is compiled for its number of threads: use that of one replica.
+        os.environ |= divide_threads(os.environ, config.dp_size)
     from jaxserve.runtime.programs import bundle
-    from jaxserve.runtime.programs.own_files import ForeignFileError, check_own, make_own
+    from jaxserve.runtime.programs.own_files import UntrustedFileError, check_owner, make_private_folder
     from jaxserve.runtime.sizing import aot
 
     try:
-        make_own(folder)
-        check_own(folder)
-    except (OSError, ForeignFileError) as error:
+        make_private_folder(folder)
+        check_owner(folder)
+    except (OSError, UntrustedFileError) as error:
         raise ConfigError(f"--output {folder}: {error}") from None
     deployment, builder = aot.deploy_on_device(config)
-    keys = aot.chosen_keys(deployment)
+    keys = aot.matching_keys(deployment)
     (folder / bundle.MANIFEST).unlink(missing_ok=True)
-    reports = watched(aot.compile_programs(builder, keys, folder), [str(key) for key in keys])
-    show(reports, as_json, {"output": str(folder), "device": builder.facts()["device"], "model": loaded.engine.model})
+    reports = collect_reports(aot.compile_programs(builder, keys, folder), [str(key) for key in keys])
+    print_reports(
+        reports, as_json, {"output": str(folder), "device": builder.facts()["device"], "model": loaded.engine.model}
+    )
     if any(report.fault for report in reports):
         return 1
     bundle.write_manifest(folder, loaded.engine, builder, keys)
@@ -121,8 +123,8 @@ def _into_folder(loaded: Loaded, folder: Path, as_json: bool) -> int:
     return 0
 
 
-def watched(reports: Iterable[ProgramReport], names: Sequence[str]) -> list[ProgramReport]:
-    """All of them in the order of their names, under a progress bar; a fault is told as it is found."""
+def collect_reports(reports: Iterable[ProgramReport], names: Sequence[str]) -> list[ProgramReport]:
+    """Return all reports in the order of `names`; show progress, and each fault as soon as it is found."""
     done: list[ProgramReport] = []
     with tqdm(total=len(names), desc="Compiling programs", unit="program", file=sys.stderr, dynamic_ncols=True) as bar:
         for report in reports:
@@ -134,21 +136,21 @@ def watched(reports: Iterable[ProgramReport], names: Sequence[str]) -> list[Prog
     return sorted(done, key=lambda report: names.index(report.name))
 
 
-def show(reports: Sequence[ProgramReport], as_json: bool, about: Mapping[str, object]) -> None:
-    """The tables, or the same as JSON; faults last."""
+def print_reports(reports: Sequence[ProgramReport], as_json: bool, about: Mapping[str, object]) -> None:
+    """Print the tables, or the same as JSON; faults come last."""
     if unread := next((report for report in reports if report.unread), None):
-        print(f"what kernels take of a core can't be read out of {unread.name}: {unread.unread}", file=sys.stderr)
+        print(f"the resources of kernels can't be read from {unread.name}: {unread.unread}", file=sys.stderr)
     if as_json:
         print(json.dumps({**about, "programs": [dataclasses.asdict(report) for report in reports]}, indent=2))
         return
-    print(table(_HEADER, [_row(report) for report in reports], left=(0, 4, 5)))
+    print(format_table(_HEADER, [_row(report) for report in reports], left=(0, 4, 5)))
     if kernels := _kernel_table(reports):
         print(f"\n{kernels}")
     faults = [report for report in reports if report.fault]
     for report in faults:
         print(f"\n{report.name} can't be used: {report.fault}")
     total = sum(report.seconds for report in reports)
-    print(f"\n{len(reports) - len(faults)} of {len(reports)} programs are good, {total:.0f} s of compiling in all")
+    print(f"\n{len(reports) - len(faults)} of {len(reports)} programs are good, {total:.0f} s of compiling in total")
 
 
 def _row(report: ProgramReport) -> tuple[str, ...]:
@@ -165,7 +167,7 @@ def _row(report: ProgramReport) -> tuple[str, ...]:
 
 
 def _kernel_table(reports: Sequence[ProgramReport]) -> str:
-    """What each kernel of ours takes, over all programs; nothing where none is in them."""
+    """Return the resources of each of our kernels over all programs; "" if there are none."""
     kernels: dict[str, list[KernelReport]] = {}
     programs: collections.Counter[str] = collections.Counter()
     for report in reports:
@@ -178,20 +180,20 @@ def _kernel_table(reports: Sequence[ProgramReport]) -> str:
     rows = [
         (name, str(programs[name]), *(_vmem(found) if on_tpu else _of_gpu(found))) for name, found in kernels.items()
     ]
-    return table(_KERNEL_HEADER + (_TPU_HEADER if on_tpu else _GPU_HEADER), rows)
+    return format_table(_KERNEL_HEADER + (_TPU_HEADER if on_tpu else _GPU_HEADER), rows)
 
 
 def _of_gpu(found: Sequence[KernelReport]) -> tuple[str, ...]:
     return (
-        span(one.registers for one in found),
-        span(one.stack_bytes for one in found),
-        span((_kib(one.shared_bytes) for one in found), "{:.1f}"),
-        span(one.threads for one in found),
+        format_range(one.registers for one in found),
+        format_range(one.stack_bytes for one in found),
+        format_range((_kib(one.shared_bytes) for one in found), "{:.1f}"),
+        format_range(one.threads for one in found),
     )
 
 
 def _vmem(found: Sequence[KernelReport]) -> tuple[str, ...]:
-    return (span((_kib(one.vmem_bytes) for one in found), "{:.0f}"),)
+    return (format_range((_kib(one.vmem_bytes) for one in found), "{:.0f}"),)
 
 
 def _kib(size: int | None) -> float | None:

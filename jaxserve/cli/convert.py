@@ -1,9 +1,9 @@
-"""`jaxserve convert`: writes a model as a folder that loads fast, onto any mesh.
+"""`jaxserve convert`: writes a model as a folder that loads fast onto any mesh.
 
-It holds an Orbax checkpoint, the model's config and its tokenizer.
+The folder holds an Orbax checkpoint, the model's config and its tokenizer.
 
-MODEL may be whatever `serve` takes. The folder is written whole or not at all, under another name until it is done, and
-an existing one is never touched. `jaxserve serve --model DIR` takes it, also on another machine.
+MODEL may be anything that `serve` accepts. The folder gets its name only when it is complete, and an existing folder is
+never changed. `jaxserve serve --model DIR` loads it, also on another machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from jaxserve import model_source
 from jaxserve.cli.common import flags
-from jaxserve.cli.common.parser import HelpFormatter, Parser
+from jaxserve.cli.common.parser import Parser
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 
@@ -27,22 +27,22 @@ _SETTINGS = ("model", "load_format", "dtype", "random_seed", "log_level")
 
 
 def parser() -> Parser:
-    """The flags of `jaxserve convert`."""
-    parser = Parser(prog="jaxserve convert", description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("--output", metavar="DIR", type=Path, help="the folder to make; must not exist yet")
+    """Return the parser of `jaxserve convert`."""
+    parser = Parser(prog="jaxserve convert", description=__doc__)
+    parser.add_argument("--output", metavar="DIR", type=Path, help="the folder to create; must not exist yet")
     flags.add_model(parser)
     flags.add_settings(parser, only=_SETTINGS)
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Run it; prints the folder and returns the exit code."""
+    """Run the command: print the folder and return the exit code."""
     arguments = parser().parse(argv)
-    loaded = flags.loaded(arguments)
-    flags.arguments(loaded)
+    loaded = flags.config_from_arguments(arguments)
+    flags.llm_arguments(loaded)
     output: Path | None = arguments.output
     if output is None:
-        raise ConfigError("say where to: --output DIR")
+        raise ConfigError("name the folder to create: --output DIR")
     with new_folder(output.expanduser()) as folder:
         _convert(loaded.engine, folder)
     print(output)
@@ -53,9 +53,9 @@ def main(argv: list[str]) -> int:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which stands at `path` once it is left without an error, and else is removed.
+    """Yield a temporary folder that is renamed to `path` at the end, or removed after an error.
 
-    Raises `ConfigError` where something is at `path` already, or nothing can be made there.
+    Raises `ConfigError` if `path` exists already or can't be created.
     """
     if os.path.lexists(path):
         raise ConfigError(f"--output {path} exists already; choose another folder, or remove it")
@@ -63,7 +63,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise ConfigError(f"--output {path} can't be made: {error}") from error
+        raise ConfigError(f"--output {path} can't be created: {error}") from error
     try:
         yield partial
         partial.rename(path)
@@ -74,8 +74,8 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def _convert(config: EngineConfig, folder: Path) -> None:
-    from jaxserve.runtime.convert import convert
     from jaxserve.text.save import save_tokenizer
+    from jaxserve.weights.convert import convert
 
     source = model_source.resolve(config.model)
     save_tokenizer(source, folder)

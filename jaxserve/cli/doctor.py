@@ -1,6 +1,7 @@
-"""`jaxserve doctor`: watches a running server for a while and gives the tuning guides' advice for what it saw.
+"""`jaxserve doctor`: watches a running server for a while and gives the advice of the tuning guides.
 
-It reads /metrics, /health and, for the settings, /server_info (--api-key if the server has one); it changes nothing.
+It reads /metrics, /health and, for the settings, /server_info (with --api-key if the server has one). It changes
+nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.cli.common.parser import HelpFormatter, Parser
+from jaxserve.cli.common.parser import Parser
 from jaxserve.errors import ConfigError, JaxserveError
 
 if TYPE_CHECKING:
@@ -25,27 +26,27 @@ _INDENT = "  "
 
 
 def parser() -> Parser:
-    """The flags of `jaxserve doctor`."""
-    parser = Parser(prog="jaxserve doctor", description=__doc__, formatter_class=HelpFormatter)
+    """Return the parser of `jaxserve doctor`."""
+    parser = Parser(prog="jaxserve doctor", description=__doc__)
     parser.add_argument("url", metavar="URL", help="where the server listens, such as http://127.0.0.1:8000")
     parser.add_argument("--seconds", type=float, default=30.0, metavar="X", help="how long to watch (default 30)")
-    parser.add_argument("--interval", type=float, default=1.0, metavar="X", help="seconds between looks (default 1)")
-    parser.add_argument("--api-key", metavar="TEXT", help="the server's --api-key, to read its settings")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="X", help="seconds between samples (default 1)")
+    parser.add_argument("--api-key", metavar="TEXT", help="the server's --api-key, needed to read its settings")
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Run it; returns 0 when the server served all the while, 1 when it has ended."""
+    """Run the command; return 0 if the server served the whole time, 1 if it stopped."""
     arguments = parser().parse(argv)
     if arguments.interval <= 0 or arguments.seconds < arguments.interval:
         raise ConfigError(
             f"--seconds is {arguments.seconds:g} and --interval {arguments.interval:g}: the interval must be above 0 "
-            "and fit into the time"
+            "and at most --seconds"
         )
     import httpx
 
     headers = {} if arguments.api_key is None else {"authorization": f"Bearer {arguments.api_key}"}
-    with httpx.Client(base_url=_base(arguments.url), headers=headers, timeout=_TIMEOUT) as client:
+    with httpx.Client(base_url=_base_url(arguments.url), headers=headers, timeout=_TIMEOUT) as client:
         print(f"watching {client.base_url} for {arguments.seconds:g} s", file=sys.stderr)
         samples, settings, notes = watch(client, arguments.seconds, arguments.interval)
     print(report(samples, settings, notes))
@@ -60,10 +61,10 @@ def watch(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[list[Sample], Settings, list[str]]:
-    """Look at the server until the time is over, it ends, or Ctrl-C. Raises `JaxserveError` if it never answers."""
+    """Sample the server until the time is over, it stops, or Ctrl-C. Raises `JaxserveError` if it never answers."""
     from jaxserve.observability.sample import read_sample, read_settings
 
-    metrics, problem = _look(client)
+    metrics, problem = _read_metrics(client)
     if metrics is None:
         raise JaxserveError(f"{client.base_url} does not serve: {problem}")
     info, note = _server_info(client)
@@ -73,7 +74,7 @@ def watch(
     try:
         while problem is None and (passed := clock() - start) < seconds:
             sleep(min(interval, seconds - passed))
-            newer, problem = _look(client)
+            newer, problem = _read_metrics(client)
             metrics = newer or metrics
             samples.append(read_sample(metrics, clock() - start, problem))
     except KeyboardInterrupt:
@@ -82,16 +83,18 @@ def watch(
 
 
 def report(samples: Sequence[Sample], settings: Settings, notes: Sequence[str]) -> str:
-    """What was seen and what to do about it, as text."""
-    from jaxserve.observability.tuning_rules import MIN_BUSY, advise, busy
+    """Return the summary and the advice as text."""
+    from jaxserve.observability.tuning_rules import MIN_BUSY, apply_rules, busy_samples
 
     lines = [*notes, _summary(samples), ""]
-    found = advise(samples, settings)
+    found = apply_rules(samples, settings)
     for advice in found:
         lines += [f"{advice.rule.upper()}: {advice.figure}", f"{_INDENT}{advice.what_to_do}", ""]
-    working = len(busy(samples))
+    working = len(busy_samples(samples))
     if working < MIN_BUSY:
-        lines.append(f"There was work in {working} of {len(samples)} samples: too little to judge by; ask under load.")
+        lines.append(
+            f"There was work in {working} of {len(samples)} samples: too little for advice; repeat under load."
+        )
     elif not found:
         lines.append(f"HEALTHY: {working} of {len(samples)} samples had work, and no rule of the guides applies.")
     return "\n".join(textwrap.fill(line, 110, subsequent_indent=_INDENT) for line in lines).rstrip()
@@ -114,8 +117,8 @@ def _summary(samples: Sequence[Sample]) -> str:
     )
 
 
-def _look(client: httpx.Client) -> tuple[str | None, str | None]:
-    """The text of /metrics if the server has work to measure, and why it does not serve if it doesn't."""
+def _read_metrics(client: httpx.Client) -> tuple[str | None, str | None]:
+    """Return the text of /metrics and the reason why the server does not serve; None for what is unknown or not so."""
     import httpx
 
     try:
@@ -129,20 +132,23 @@ def _look(client: httpx.Client) -> tuple[str | None, str | None]:
 
 
 def _server_info(client: httpx.Client) -> tuple[dict[str, Any] | None, str | None]:
-    """The settings, or a note that says why they are unknown."""
+    """Return the settings, or a note that says why they are unknown."""
     import httpx
 
     try:
         answer = client.get("/server_info")
         if answer.status_code == 401:
-            return None, "The server's settings are unknown: /server_info wants its key, give it with --api-key."
+            return (
+                None,
+                "The server's settings are unknown: /server_info needs its key; give it with --api-key.",
+            )
         info: dict[str, Any] = answer.raise_for_status().json()
         return info, None
     except (httpx.HTTPError, ValueError) as error:
         return None, f"The server's settings are unknown: /server_info: {error or type(error).__name__}"
 
 
-def _base(url: str) -> str:
-    """The server's own address, from what a person may have copied."""
+def _base_url(url: str) -> str:
+    """Return the server's base address from a URL that may name a route."""
     url = url if "://" in url else f"http://{url}"
     return url.rstrip("/").removesuffix("/metrics").removesuffix("/v1")

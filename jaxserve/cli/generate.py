@@ -6,24 +6,24 @@ import contextlib
 import sys
 
 from jaxserve.cli.common import flags
-from jaxserve.cli.common.parser import HelpFormatter, Parser
+from jaxserve.cli.common.parser import Parser
 from jaxserve.cli.common.sampling import NUMBERS, add_sampling, sampling_params
 from jaxserve.errors import ConfigError
 
 
 def parser() -> Parser:
-    """The flags of `jaxserve generate`."""
-    parser = Parser(prog="jaxserve generate", description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("prompt", nargs="?", help="the text to continue; read from standard input if left out")
+    """Return the parser of `jaxserve generate`."""
+    parser = Parser(prog="jaxserve generate", description=__doc__)
+    parser.add_argument("prompt", nargs="?", help="the text to continue (default: read from standard input)")
     add_sampling(parser, max_tokens=128, temperature=0.0)
     flags.add_settings(parser, hidden=NUMBERS)
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Run it; returns the exit code."""
+    """Run the command and return the exit code."""
     arguments = parser().parse(argv)
-    settings = flags.arguments(flags.loaded(arguments))
+    settings = flags.llm_arguments(flags.config_from_arguments(arguments))
     params = sampling_params(arguments)
     prompt = _prompt(arguments.prompt)
 

@@ -1,6 +1,6 @@
-"""Entry point: runs the command, turns our errors into one line and an exit code.
+"""The entry point: runs a command and turns our errors into one line and an exit code.
 
-Nothing here imports more than argparse, so that `jaxserve --help` answers at once.
+Nothing here imports more than argparse, so that `jaxserve --help` is fast.
 """
 
 from __future__ import annotations
@@ -9,25 +9,23 @@ import os
 import sys
 
 import jaxserve
-from jaxserve.cli.common.dispatch import USER_ERROR, command_parser, dispatch
+from jaxserve.cli.common.dispatch import INTERRUPTED, USER_ERROR, command_parser, dispatch
 from jaxserve.errors import ConfigError, InvalidRequestError, JaxserveError, ModelNotFoundError
 
 COMMANDS = {
-    "serve": "serve a model over HTTP, with OpenAI's routes",
+    "serve": "serve a model over HTTP with OpenAI's routes",
     "generate": "continue one prompt, streamed to the terminal",
     "chat": "talk with a model in the terminal",
-    "plan": "say what fits a device that isn't here, and how fast it can be at best",
-    "compile": "compile every program for a device that isn't here, or into a bundle for this one",
-    "convert": "write a model as an Orbax checkpoint that loads fast, onto any mesh",
-    "pull": "fetch a model into the cache ahead of time",
-    "doctor": "watch a running server and say which settings to turn",
-    "bench": "measure servers and engines: what clients see, and where the time goes",
-    "config": "explain every setting: its value and where it comes from",
+    "plan": "show whether a model fits a device that isn't here, and its highest possible speed",
+    "compile": "compile all programs for a device that isn't here, or into a bundle for this one",
+    "convert": "write a model as an Orbax checkpoint that loads fast onto any mesh",
+    "pull": "download a model into the cache ahead of time",
+    "doctor": "watch a running server and advise which settings to change",
+    "bench": "measure servers and engines: latency and throughput, and where the time goes",
+    "config": "show the value of every setting and where it comes from",
 }
 
-_WHAT = "A serving engine for large language models on JAX: NVIDIA GPUs, TPUs, and a plain CPU."
-
-INTERRUPTED = 130
+_DESCRIPTION = "A serving engine for large language models on JAX: NVIDIA GPUs, TPUs, and a plain CPU."
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    parser = command_parser("jaxserve", _WHAT, COMMANDS)
+    parser = command_parser("jaxserve", _DESCRIPTION, COMMANDS)
     parser.add_argument("--version", action="version", version=f"jaxserve {jaxserve.__version__}")
     return dispatch(parser, COMMANDS, "jaxserve.cli.", argv)
 

@@ -1,7 +1,7 @@
-"""`jaxserve plan`: whether a model fits a device that isn't here, what is left for KV, and how fast it can be.
+"""`jaxserve plan`: shows whether a model fits a device that isn't here, its KV cache, and its highest possible speed.
 
 It compiles nothing (with --compile, the largest programs): --model may be a folder without weights, or a config.json.
-What doesn't fit is told with the flags that would make it fit.
+If something doesn't fit, it names the flags that would make it fit.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli.common import flags
-from jaxserve.cli.common.parser import HelpFormatter, Parser
-from jaxserve.cli.common.table import table
+from jaxserve.cli.common.parser import Parser
+from jaxserve.cli.common.table import format_table
 from jaxserve.cli.compile import add_target, required_target
-from jaxserve.config.data_parallel import when_serving
+from jaxserve.config.data_parallel import resolve_dp_mode
 
 if TYPE_CHECKING:
-    from jaxserve.runtime.sizing.capacity_report import Plan
+    from jaxserve.runtime.sizing.capacity_report import CapacityReport
 
 _GIB = 2**30
 
 
 def parser() -> Parser:
-    """The flags of `jaxserve plan`."""
-    parser = Parser(prog="jaxserve plan", description=__doc__, formatter_class=HelpFormatter)
+    """Return the parser of `jaxserve plan`."""
+    parser = Parser(prog="jaxserve plan", description=__doc__)
     add_target(parser)
-    parser.add_argument("--compile", action="store_true", help="ask the compiler for the largest working memory")
+    parser.add_argument("--compile", action="store_true", help="measure the working memory of the largest programs")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     flags.add_model(parser)
     flags.add_settings(parser)
@@ -34,21 +34,21 @@ def parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Run it; what can't be served at all is an error, what is cut to fit is told."""
+    """Run the command. A model that can't be served at all is an error; limits lowered to fit are reported."""
     arguments = parser().parse(argv)
-    loaded = flags.loaded(arguments)
-    flags.arguments(loaded)
+    loaded = flags.config_from_arguments(arguments)
+    flags.llm_arguments(loaded)
     name = required_target(arguments.target)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    from jaxserve.runtime.sizing.capacity_report import make_plan
+    from jaxserve.runtime.sizing.capacity_report import report_capacity
 
-    plan = make_plan(when_serving(loaded.engine), name, ask_compiler=arguments.compile)
+    plan = report_capacity(resolve_dp_mode(loaded.engine), name, ask_compiler=arguments.compile)
     print(json.dumps(as_json(plan), indent=2) if arguments.json else as_text(plan))
     return 0
 
 
-def as_text(plan: Plan) -> str:
-    """The plan for a person."""
+def as_text(plan: CapacityReport) -> str:
+    """Return the plan as text."""
     made, capacity, footprint = plan.deployment, plan.deployment.capacity, plan.deployment.sizes.footprint
     pool = plan.rank_tokens * footprint.kv_per_token
     used = footprint.weights + footprint.state + plan.temp_bytes + pool
@@ -57,8 +57,8 @@ def as_text(plan: Plan) -> str:
         ("state by slot", footprint.state, f"{capacity.num_slots} slots"),
         ("largest working memory", plan.temp_bytes, plan.temp_source),
         ("KV pool", pool, f"{plan.rank_tokens:,} tokens in {capacity.num_pages:,} pages of {capacity.page_size}"),
-        ("left", plan.usable_bytes - used, f"of {plan.usable_bytes / _GIB:.2f} GiB that may be used"),
-        ("not to be used", plan.target.memory_bytes - plan.usable_bytes, "--mem-fraction-static"),
+        ("left", plan.usable_bytes - used, f"of {plan.usable_bytes / _GIB:.2f} GiB usable"),
+        ("reserved", plan.target.memory_bytes - plan.usable_bytes, "--mem-fraction-static"),
     ]
     rows = [(name, f"{size / _GIB:.2f}", note) for name, size, note in memory]
     peak = plan.limits.peak_flops
@@ -66,41 +66,41 @@ def as_text(plan: Plan) -> str:
         f"{made.config.model} in {made.dtype.name} on {plan.num_devices} x {plan.target.name}{_ranks(plan)} "
         f"({plan.target.memory_bytes / _GIB:.1f} GiB, {plan.target.memory_bandwidth / 1e12:.2f} TB/s, "
         f"{'no figure for' if peak is None else f'{peak / 1e12:.0f} TFLOP/s in'} {made.dtype.name}, each)",
-        table(("memory of a device", "GiB", ""), rows, left=(0, 2)),
+        format_table(("memory of a device", "GiB", ""), rows, left=(0, 2)),
         f"KV cache: {footprint.kv_per_token / 1024:.1f} KiB a token on each device\n"
         f"largest context: {capacity.max_model_len:,} tokens\n"
         f"largest batch: {plan.num_slots} requests; "
-        + ", ".join(f"{plan.requests_of(context)} of {context:,} tokens" for context in plan.contexts),
-        "decode, tokens a second at best (down: batch, across: context)\n" + _decode_table(plan),
+        + ", ".join(f"{plan.max_requests(context)} of {context:,} tokens" for context in plan.contexts),
+        "decode, tokens a second at best (rows: batch, columns: context)\n" + _decode_table(plan),
         "prefill, tokens a second at best: " + _prefill_line(plan),
     ]
-    parts += [f"doesn't fit: {misfit.what}\n  would fit with: {' or '.join(misfit.fixes)}" for misfit in plan.misfits]
+    parts += [f"doesn't fit: {one.problem}\n  would fit with: {' or '.join(one.fixes)}" for one in plan.shortfalls]
     return "\n\n".join(parts)
 
 
-def _ranks(plan: Plan) -> str:
+def _ranks(plan: CapacityReport) -> str:
     data, tensor, replicas = plan.deployment.data, plan.deployment.tensor, plan.deployment.replicas
     if replicas > 1:
         return f", {replicas} replicas x tensor parallel {tensor}"
     return f", data parallel {data} x tensor parallel {tensor}" if data > 1 else ""
 
 
-def _decode_table(plan: Plan) -> str:
+def _decode_table(plan: CapacityReport) -> str:
     rows = []
     for batch in plan.batches:
         limits = (plan.decode_limit(batch, context) for context in plan.contexts)
         rows.append((f"{batch}", *("-" if limit is None else f"{limit:,.0f}" for limit in limits)))
-    return table(("", *(f"{context:,}" for context in plan.contexts)), rows, left=())
+    return format_table(("", *(f"{context:,}" for context in plan.contexts)), rows, left=())
 
 
-def _prefill_line(plan: Plan) -> str:
+def _prefill_line(plan: CapacityReport) -> str:
     found = [(context, plan.prefill_limit(context)) for context in plan.contexts]
     known = [f"{limit:,.0f} for prompts of {context:,}" for context, limit in found if limit is not None]
-    return ", ".join(known) or f"there is no peak rate of {plan.deployment.dtype.name} for this device"
+    return ", ".join(known) or f"the peak rate of {plan.deployment.dtype.name} on this device is unknown"
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan for a program; bytes are of one device."""
+def as_json(plan: CapacityReport) -> dict[str, Any]:
+    """Return the plan as JSON; sizes in bytes are per device."""
     made, footprint = plan.deployment, plan.deployment.sizes.footprint
     return {
         "model": made.config.model,
@@ -132,5 +132,5 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "prefill_tokens_per_second": [
             {"length": context, "limit": plan.prefill_limit(context)} for context in plan.contexts
         ],
-        "misfits": [{"what": misfit.what, "fixes": misfit.fixes} for misfit in plan.misfits],
+        "misfits": [{"what": one.problem, "fixes": one.fixes} for one in plan.shortfalls],
     }

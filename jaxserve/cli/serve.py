@@ -6,32 +6,32 @@ import logging
 
 from jaxserve import host
 from jaxserve.cli.common import flags
-from jaxserve.cli.common.parser import HelpFormatter, Parser
+from jaxserve.cli.common.parser import Parser
 from jaxserve.observability import log
 
 logger = logging.getLogger(__name__)
 
 
 def parser() -> Parser:
-    """The flags of `jaxserve serve`."""
-    parser = Parser(prog="jaxserve serve", description=__doc__, formatter_class=HelpFormatter)
+    """Return the parser of `jaxserve serve`."""
+    parser = Parser(prog="jaxserve serve", description=__doc__)
     flags.add_model(parser)
     flags.add_settings(parser)
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Run it; returns the server's exit code."""
-    loaded = flags.loaded(parser().parse(argv))
-    host.check_servers_run()
+    """Run the command and return the server's exit code."""
+    loaded = flags.config_from_arguments(parser().parse(argv))
+    host.check_can_serve()
     log.setup(loaded.engine.log_level)
     for note in loaded.notes:
         logger.warning(note)
 
     if loaded.engine.node_rank > 0:
-        from jaxserve.server.follower import follow
+        from jaxserve.server.follower import run_follower
 
-        return follow(loaded.engine)
+        return run_follower(loaded.engine)
 
     from jaxserve.server.lifecycle import serve
 

@@ -1,8 +1,8 @@
-"""The one table of other engines' names: what each comes to here.
+"""The table of other engines' setting names and what each means here.
 
-A name is a rename of ours, or a switch or value whose promised effect is in force anyway, sets something of ours, or is
-refused with the reason and the counterpart. Nothing is accepted that then does nothing: what isn't in this table or in
-the schema is an error. Keys are written with underscores; flags, YAML keys and `LLM` arguments all go through here.
+A foreign name is another name for one of our settings, sets one of them, is accepted because its effect always holds
+here, or is refused with a reason. No name is accepted and then ignored: a name that is neither in this table nor in the
+schema is an error. Keys are written with underscores; flags, YAML keys and `LLM` arguments all go through here.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from jaxserve.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class InForce:
-    """Accepted: what it promises holds here already. `why` says how, in one log line."""
+    """Accepted, because its effect always holds here. `why` explains it in one log line."""
 
     why: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Sets:
-    """Accepted: the same is reached by setting `key` of ours to `value`."""
+    """Accepted: sets our setting `key` to `value`, which has the same effect."""
 
     key: str
     value: object
 
 
 @dataclasses.dataclass(frozen=True)
-class Refused:
-    """Not accepted: `why` says what holds instead and what to do."""
+class RefusedName:
+    """Not accepted: `why` explains what jaxserve does instead and what to write."""
 
     why: str
 
 
-Outcome = InForce | Sets | Refused
+Outcome = InForce | Sets | RefusedName
 
 
 @dataclasses.dataclass(frozen=True)
-class Rename:
-    """Another name of the setting `to`."""
+class RenameAlias:
+    """Another name of our setting `to`."""
 
     to: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Switch:
+class SwitchAlias:
     """A true-or-false setting: `--name` is `on`, `--no-name` is `off`."""
 
     on: Outcome
@@ -55,119 +55,123 @@ class Switch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """A setting with a value: `known` values first, else `other`."""
+class ChoiceAlias:
+    """A setting with a value: its outcome is in `known`, else it is `other`."""
 
     other: Outcome
     known: Mapping[str, Outcome] = dataclasses.field(default_factory=lambda: types.MappingProxyType({}))
 
 
-Alias = Rename | Switch | Choice
+Alias = RenameAlias | SwitchAlias | ChoiceAlias
 
-_NO_SPECULATION = Choice(Refused("speculative decoding is not built yet"))
-_ONE = types.MappingProxyType({"1": InForce("1 is all there is so far")})
-
-
-def _not_built(what: str) -> Switch:
-    return Switch(on=Refused(f"{what} not built yet"), off=InForce(f"{what} not built yet"))
+_NO_SPECULATION = ChoiceAlias(RefusedName("speculative decoding is not built yet"))
+_ONE = types.MappingProxyType({"1": InForce("only 1 is supported so far")})
 
 
-_PRIORITIES = Switch(
-    on=Sets("schedule_policy", "priority"), off=InForce("--schedule-policy priority alone makes priorities count")
+def _not_built(what: str) -> SwitchAlias:
+    return SwitchAlias(on=RefusedName(f"{what} not built yet"), off=InForce(f"{what} not built yet"))
+
+
+_PRIORITIES = SwitchAlias(
+    on=Sets("schedule_policy", "priority"), off=InForce("priorities count only with --schedule-policy priority")
 )
 
 ALIASES: Mapping[str, Alias] = types.MappingProxyType(
     {
-        "model_path": Rename("model"),
-        "seed": Rename("random_seed"),
-        "tensor_parallel_size": Rename("tp_size"),
-        "tp": Rename("tp_size"),
-        "data_parallel_size": Rename("dp_size"),
-        "dp": Rename("dp_size"),
-        "nccl_init_addr": Rename("dist_init_addr"),
-        "master_addr": Choice(Refused("write --dist-init-addr HOST:PORT, the same on every node")),
-        "master_port": Choice(Refused("write --dist-init-addr HOST:PORT, the same on every node")),
-        "distributed_executor_backend": Choice(
-            Refused("jaxserve starts one process on each node itself: --nnodes, --node-rank, --dist-init-addr"),
+        "model_path": RenameAlias("model"),
+        "seed": RenameAlias("random_seed"),
+        "tensor_parallel_size": RenameAlias("tp_size"),
+        "tp": RenameAlias("tp_size"),
+        "data_parallel_size": RenameAlias("dp_size"),
+        "dp": RenameAlias("dp_size"),
+        "nccl_init_addr": RenameAlias("dist_init_addr"),
+        "master_addr": ChoiceAlias(RefusedName("write --dist-init-addr HOST:PORT, the same on every node")),
+        "master_port": ChoiceAlias(RefusedName("write --dist-init-addr HOST:PORT, the same on every node")),
+        "distributed_executor_backend": ChoiceAlias(
+            RefusedName("jaxserve runs one process on each node: use --nnodes, --node-rank, --dist-init-addr"),
             {"mp": InForce("each node runs a process of its own"), "uni": InForce("one process drives its devices")},
         ),
-        "max_model_len": Rename("context_length"),
-        "context_len": Rename("context_length"),
-        "block_size": Rename("page_size"),
-        "gpu_memory_utilization": Rename("mem_fraction_static"),
-        "max_num_seqs": Rename("max_running_requests"),
-        "cuda_graph_sizes": Rename("cuda_graph_bs"),
-        "cudagraph_capture_sizes": Rename("cuda_graph_bs"),
-        "max_cudagraph_capture_size": Rename("cuda_graph_max_bs"),
-        "enable_chunked_prefill": Switch(
+        "max_model_len": RenameAlias("context_length"),
+        "context_len": RenameAlias("context_length"),
+        "block_size": RenameAlias("page_size"),
+        "gpu_memory_utilization": RenameAlias("mem_fraction_static"),
+        "max_num_seqs": RenameAlias("max_running_requests"),
+        "cuda_graph_sizes": RenameAlias("cuda_graph_bs"),
+        "cudagraph_capture_sizes": RenameAlias("cuda_graph_bs"),
+        "max_cudagraph_capture_size": RenameAlias("cuda_graph_max_bs"),
+        "enable_chunked_prefill": SwitchAlias(
             on=InForce("prompts are always prefilled in chunks, together with decodes"),
             off=Sets("chunked_prefill_size", -1),
         ),
-        "enable_mixed_chunk": Switch(
+        "enable_mixed_chunk": SwitchAlias(
             on=InForce("a step always carries its decodes and prefill chunks together"),
-            off=Refused("a step always carries its decodes and prefill chunks together"),
+            off=RefusedName("a step always carries its decodes and prefill chunks together"),
         ),
-        "async_scheduling": Switch(
+        "async_scheduling": SwitchAlias(
             on=Sets("disable_overlap_schedule", False), off=Sets("disable_overlap_schedule", True)
         ),
-        "enable_prefix_caching": Switch(on=Sets("disable_radix_cache", False), off=Sets("disable_radix_cache", True)),
-        "enable_cache_report": Switch(
+        "enable_prefix_caching": SwitchAlias(
+            on=Sets("disable_radix_cache", False), off=Sets("disable_radix_cache", True)
+        ),
+        "enable_cache_report": SwitchAlias(
             on=InForce("usage.prompt_tokens_details.cached_tokens is always reported"),
             off=InForce("usage.prompt_tokens_details.cached_tokens is always reported, as OpenAI does"),
         ),
-        "enable_torch_compile": Switch(
+        "enable_torch_compile": SwitchAlias(
             on=InForce("every step is one program, compiled before the server is ready"),
-            off=Refused("every step is one program, compiled before the server is ready"),
+            off=RefusedName("every step is one program, compiled before the server is ready"),
         ),
-        "enforce_eager": Switch(
-            on=Refused("only programs that were compiled ahead are run; there is no eager mode"),
-            off=InForce("only programs that were compiled ahead are run"),
+        "enforce_eager": SwitchAlias(
+            on=RefusedName("only programs compiled ahead of time are run; there is no eager mode"),
+            off=InForce("only programs compiled ahead of time are run"),
         ),
-        "disable_cuda_graph": Switch(
-            on=Refused("only programs that were compiled ahead are run; --cuda-graph-bs chooses their sizes"),
-            off=InForce("only programs that were compiled ahead are run"),
+        "disable_cuda_graph": SwitchAlias(
+            on=RefusedName("only programs compiled ahead of time are run; --cuda-graph-bs chooses their sizes"),
+            off=InForce("only programs compiled ahead of time are run"),
         ),
-        "enable_metrics": Switch(
-            on=InForce("/metrics is always served"), off=Refused("/metrics is always served; leave the flag out")
+        "enable_metrics": SwitchAlias(
+            on=InForce("/metrics is always served"), off=RefusedName("/metrics is always served; leave the flag out")
         ),
-        "disable_log_stats": Switch(
+        "disable_log_stats": SwitchAlias(
             on=Sets("log_level", "warning"), off=InForce("batch lines and preemption counts are logged")
         ),
-        "disable_log_requests": Switch(
+        "disable_log_requests": SwitchAlias(
             on=InForce("the contents of requests are never logged"),
-            off=Refused("the contents of requests are never logged"),
+            off=RefusedName("the contents of requests are never logged"),
         ),
-        "enable_log_requests": Switch(
-            on=Refused("the contents of requests are never logged"),
+        "enable_log_requests": SwitchAlias(
+            on=RefusedName("the contents of requests are never logged"),
             off=InForce("the contents of requests are never logged"),
         ),
-        "swap_space": Choice(
-            InForce("a preempted request is kept and recomputed; no swap space is needed, and none set aside")
+        "swap_space": ChoiceAlias(
+            InForce("a preempted request is recomputed later; no swap space is needed or reserved")
         ),
-        "scheduling_policy": Rename("schedule_policy"),
+        "scheduling_policy": RenameAlias("schedule_policy"),
         "priority_scheduling": _PRIORITIES,
         "enable_priority_scheduling": _PRIORITIES,
-        "q": Rename("quantization"),
-        "pipeline_parallel_size": Choice(Refused("pipeline stages are not built yet: only 1 is supported"), _ONE),
-        "pp_size": Choice(Refused("pipeline stages are not built yet: only 1 is supported"), _ONE),
-        "ep_size": Choice(Refused("expert parallelism is not built yet: only 1 is supported"), _ONE),
+        "q": RenameAlias("quantization"),
+        "pipeline_parallel_size": ChoiceAlias(
+            RefusedName("pipeline stages are not built yet: only 1 is supported"), _ONE
+        ),
+        "pp_size": ChoiceAlias(RefusedName("pipeline stages are not built yet: only 1 is supported"), _ONE),
+        "ep_size": ChoiceAlias(RefusedName("expert parallelism is not built yet: only 1 is supported"), _ONE),
         "enable_expert_parallel": _not_built("expert parallelism is"),
         "enable_dp_attention": _not_built("data-parallel attention is"),
-        "api_server_count": Choice(Refused("one API process is all there is so far"), _ONE),
+        "api_server_count": ChoiceAlias(RefusedName("only one API process is supported so far"), _ONE),
         "enable_lora": _not_built("LoRA is"),
         "speculative_algorithm": _NO_SPECULATION,
         "speculative_config": _NO_SPECULATION,
         "speculative_method": _NO_SPECULATION,
         "speculative_model": _NO_SPECULATION,
         "num_speculative_tokens": _NO_SPECULATION,
-        "trust_remote_code": Switch(
-            on=Refused("code that comes with a checkpoint is never run; leave the flag out"),
+        "trust_remote_code": SwitchAlias(
+            on=RefusedName("code that comes with a checkpoint is never run; leave the flag out"),
             off=InForce("code that comes with a checkpoint is never run"),
         ),
     }
 )
 
-_OTHER_KERNEL = "it is a kernel of another engine; --attention-backend auto picks ours by platform"
+_OTHER_KERNEL = "it is a kernel of another engine; --attention-backend auto chooses ours by platform"
 
 COUNTERPARTS: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
     {
@@ -183,26 +187,26 @@ COUNTERPARTS: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
                 "awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "gptq_marlin", "int8",
                 "modelopt", "modelopt_fp4", "mxfp4", "torchao", "w8a8_fp8", "w8a8_int8",
             ),
-            "only the blocks of a GGUF file are kept quantized so far: --quantization gguf",
+            "only the quantized blocks of a GGUF file are supported so far: --quantization gguf",
         ),
         "kv_cache_dtype": dict.fromkeys(
-            ("bfloat16", "bf16", "float16", "float32", "fp32"), "--kv-cache-dtype auto has the type of --dtype"
+            ("bfloat16", "bf16", "float16", "float32", "fp32"), "--kv-cache-dtype auto uses the type of --dtype"
         )
         | dict.fromkeys(
             ("fp8_e5m2", "fp4_e2m1", "nvfp4", "int8", "fp8_inc", "fp8_ds_mla"),
-            "of quantized caches only e4m3 is built: --kv-cache-dtype fp8_e4m3",
+            "the only quantized KV cache type is e4m3: --kv-cache-dtype fp8_e4m3",
         ),
-        "dtype": dict.fromkeys(("half", "float16", "fp16"), "bfloat16 is the 16-bit type here: --dtype bfloat16")
+        "dtype": dict.fromkeys(("half", "float16", "fp16"), "the 16-bit type is bfloat16: --dtype bfloat16")
         | dict.fromkeys(("bf16",), "write --dtype bfloat16")
         | dict.fromkeys(("float", "fp32"), "write --dtype float32"),
     }
 )  # fmt: skip
-"""Values of our own settings that people know from elsewhere, with what to write instead."""
+"""Values of our own settings that other engines accept, with what to write here instead."""
 
 
-def outcome(alias: Switch | Choice, value: object, place: str) -> Outcome:
-    """What a foreign setting with this value comes to. Raises `ConfigError` when a switch is neither true nor false."""
-    if isinstance(alias, Choice):
+def outcome(alias: SwitchAlias | ChoiceAlias, value: object, place: str) -> Outcome:
+    """Return the outcome of a foreign setting with this value. Raise `ConfigError` if a switch is not true or false."""
+    if isinstance(alias, ChoiceAlias):
         return alias.known.get(str(value), alias.other)
     if not isinstance(value, bool):
         raise ConfigError(f"{place} must be true or false, got {value!r}")
@@ -210,5 +214,5 @@ def outcome(alias: Switch | Choice, value: object, place: str) -> Outcome:
 
 
 def renames(key: str) -> list[str]:
-    """The other names of one of our settings."""
-    return [name for name, alias in ALIASES.items() if alias == Rename(key)]
+    """Return the other names of one of our settings."""
+    return [name for name, alias in ALIASES.items() if alias == RenameAlias(key)]

@@ -1,4 +1,4 @@
-"""Says what every setting came to and why: the table and the JSON of `jaxserve config explain`."""
+"""Formats the value and origin of every setting, as text and JSON, for `jaxserve config explain`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from jaxserve.config.load import Loaded, Value
+from jaxserve.config.load import LoadedConfig, SettingValue
 from jaxserve.config.schema import EngineConfig
 
 _SECRET = frozenset({"api_key"})
 
 
-def as_rows(loaded: Loaded) -> list[dict[str, Any]]:
-    """One row a setting, in the schema's order, ready for JSON."""
+def as_rows(loaded: LoadedConfig) -> list[dict[str, Any]]:
+    """Return one row per setting, in the schema's order, ready for JSON."""
     return [
         {
             "key": value.setting.name,
-            "value": shown(value),
+            "value": printable_value(value),
             "source": value.source,
             "place": value.place,
             "alias": value.alias,
@@ -28,8 +28,8 @@ def as_rows(loaded: Loaded) -> list[dict[str, Any]]:
     ]
 
 
-def as_text(loaded: Loaded, width: int = 100) -> Iterable[str]:
-    """The same for a terminal: value and origin on one line, the description below, then the notes."""
+def as_text(loaded: LoadedConfig, width: int = 100) -> Iterable[str]:
+    """Yield lines for a terminal: value and origin of each setting, its description below, then the notes."""
     for value in loaded.values:
         yield f"{value.setting.name} = {_readable(value)}  [{_origin(value)}]"
         yield from textwrap.wrap(value.setting.description, width, initial_indent="    ", subsequent_indent="    ")
@@ -38,21 +38,21 @@ def as_text(loaded: Loaded, width: int = 100) -> Iterable[str]:
     yield from loaded.notes
 
 
-def shown(value: Value) -> object:
-    """The value as it may be printed: a secret is masked, a tuple is a list."""
+def printable_value(value: SettingValue) -> object:
+    """Return the value for printing: secrets masked, tuples as lists."""
     if value.setting.name in _SECRET and value.value is not None:
         return "***"
     return list(value.value) if isinstance(value.value, tuple) else value.value
 
 
-def _readable(value: Value) -> str:
-    plain = shown(value)
+def _readable(value: SettingValue) -> str:
+    plain = printable_value(value)
     if plain is None:
         return "not set"
     return str(plain).lower() if isinstance(plain, bool) else str(plain)
 
 
-def _origin(value: Value) -> str:
+def _origin(value: SettingValue) -> str:
     if value.source == "default":
         return "default"
     alias = f", alias {value.alias}" if value.alias else ""

@@ -1,4 +1,4 @@
-"""Finds what a person meant to write. Used by flags, YAML keys and commands alike."""
+"""Suggests the correct spelling of a flag, YAML key or command."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 
-def nearest(name: str, right: Iterable[str]) -> str:
-    """`; did you mean …?` with the right name that is spelled most like this one, or nothing."""
-    close = difflib.get_close_matches(name, sorted(right), n=1)
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean …?` with the known name closest to `name`, or an empty string."""
+    close = difflib.get_close_matches(name, sorted(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""

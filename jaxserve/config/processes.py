@@ -1,4 +1,4 @@
-"""The settings of a mesh over several processes: where they meet, and which sizes can be spread over them."""
+"""Checks the settings of a mesh over several processes: its address, and sizes that divide evenly."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from jaxserve.errors import ConfigError
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT` or `[IPv6]:PORT`. Raises `ConfigError`."""
+    """Return host and port of `HOST:PORT` or `[IPv6]:PORT`. Raise `ConfigError`."""
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if not colon or not host or (":" in host and not bracketed):
@@ -17,28 +17,28 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def check_processes(*, nnodes: int, node_rank: int, address: str | None, tensor: int, data: int, mode: str) -> None:
-    """Raises `ConfigError` where the settings don't belong together, or the sizes can't be spread evenly."""
+    """Raise `ConfigError` if the settings contradict each other, or if the sizes can't be divided evenly."""
     if not 0 <= node_rank < nnodes:
-        most = "only 0 is there" if nnodes == 1 else f"it must be in [0, {nnodes - 1}]"
-        raise ConfigError(f"node_rank={node_rank} with nnodes={nnodes}: {most}")
+        allowed = "it must be 0" if nnodes == 1 else f"it must be in [0, {nnodes - 1}]"
+        raise ConfigError(f"node_rank={node_rank} with nnodes={nnodes}: {allowed}")
     if address is not None:
         parse_address(address)
     if nnodes == 1:
         if address is not None:
-            raise ConfigError("dist_init_addr is where several processes meet: set nnodes to how many, or leave it out")
+            raise ConfigError("dist_init_addr is for several processes: set nnodes to their number, or leave it out")
         return
     if address is None:
         raise ConfigError(
-            f"nnodes={nnodes} needs dist_init_addr: HOST:PORT of a free port of node rank 0, the same on every node"
+            f"nnodes={nnodes} needs dist_init_addr: HOST:PORT with a free port of node rank 0, the same on every node"
         )
     if mode == "replicas" and data > 1:
-        raise ConfigError(f"dp_mode=replicas starts its engines on one machine, and nnodes={nnodes}: leave it out")
+        raise ConfigError(f"dp_mode=replicas runs on one machine only, but nnodes={nnodes}: leave one of them out")
     if not _spreads(tensor, data, nnodes):
         nearest = [(t, d) for t, d in ((nnodes * tensor, data), (tensor, nnodes * data), (nnodes, 1), (1, nnodes))]
         fits = dict.fromkeys(f"tp_size={t} dp_size={d}" for t, d in nearest if _spreads(t, d, nnodes))
         raise ConfigError(
-            f"tp_size={tensor} and dp_size={data} can't be spread over nnodes={nnodes}: each process has whole ranks, "
-            f"or an equal part of one; what can: {' or '.join(fits)}"
+            f"tp_size={tensor} and dp_size={data} can't be divided over nnodes={nnodes}: each process must have whole "
+            f"ranks, or an equal part of one; possible: {' or '.join(fits)}"
         )
 
 

@@ -1,7 +1,7 @@
-"""What a person can set. Field names are flags (`--chunked-prefill-size`) and YAML keys; descriptions are the help.
+"""All settings. Field names are flags (`--chunked-prefill-size`) and YAML keys; descriptions are the help texts.
 
-The names are SGLang's; `aliases.py` holds vLLM's and older ones. None means "chosen at start-up", and the choice is
-logged. Validation that needs no model happens here; what needs the model or the device fails at start-up.
+The names are SGLang's; `aliases.py` has vLLM's and older ones. None means "chosen at start-up", and the choice is
+logged. Checks that need no model are made here; checks that need the model or the device are made at start-up.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ DEFAULT_MEM_FRACTION = 0.88
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the engine: the model, its memory, its step. Raises `ConfigError` naming the field and the limit."""
+    """Settings of the engine: the model, its memory, its steps. Raises `ConfigError` naming the field and the limit."""
 
     model: Annotated[
         str, Meta(description="a built-in name, a Hugging Face or converted folder, a .gguf file, or a hub id")
     ] = DEFAULT_MODEL
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "orbax", "dummy"],
-        Meta(description="where weights come from; dummy makes them up from config.json and --random-seed"),
+        Meta(description="format of the weights; dummy: random weights from config.json and --random-seed"),
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"], Meta(description="type of weights and activations; auto is bfloat16")
@@ -37,81 +37,83 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quantization: Annotated[
         Literal["auto", "none", "gguf"],
         Meta(
-            description="how weights that a GGUF file has in blocks are kept: gguf, as they are, and products read "
-            "them so; none, dequantized to dtype; auto is gguf where that can be: on a CPU, with bfloat16, not split"
+            description="how quantized weights of a GGUF file are kept; gguf: in the file's blocks, which matrix "
+            "products read directly; none: dequantized to dtype; auto: gguf where supported (on a CPU, with bfloat16, "
+            "tp_size 1), else none"
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8", "fp8_e4m3"],
         Meta(
-            description="type of the KV cache; auto is dtype; fp8 and fp8_e4m3 are the same, at half of bfloat16's size"
+            description="type of the KV cache; auto is dtype; fp8 and fp8_e4m3 are the same, half the size of bfloat16"
         ),
     ] = "auto"
-    random_seed: Annotated[int, Meta(description="seed of dummy weights and of requests that bring none")] = 0
+    random_seed: Annotated[int, Meta(description="seed of dummy weights, and of requests without a seed")] = 0
     device: Annotated[
-        Literal["auto", "cpu", "cuda", "tpu"], Meta(description="platform to run on; auto is the best jax finds")
+        Literal["auto", "cpu", "cuda", "tpu"], Meta(description="platform to run on; auto: the best that jax finds")
     ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "reference", "cpu", "triton", "mosaic_tpu", "mosaic_gpu"],
-        Meta(description="paged attention kernel; auto picks by platform"),
+        Meta(description="paged attention kernel; auto chooses by platform"),
     ] = "auto"
     tp_size: Annotated[
-        int, Meta(description="tensor-parallel size: devices that share each layer's heads and MLP, and the vocabulary")
+        int, Meta(description="tensor-parallel size: number of devices that share each layer and the vocabulary")
     ] = 1
     dp_size: Annotated[
-        int, Meta(description="data-parallel size: ranks of tp_size devices, with requests and a KV cache of their own")
+        int, Meta(description="data-parallel size: number of ranks, each with tp_size devices and its own KV cache")
     ] = 1
     dp_mode: Annotated[
         Literal["auto", "mesh", "replicas"],
         Meta(
-            description="how ranks run: mesh, all in one program in lock step; replicas, each in an engine process of "
-            "its own; auto is replicas for `jaxserve serve`, mesh where there is one process"
+            description="how data-parallel ranks run; mesh: all in one program, in lock step; replicas: each in its "
+            "own engine process; auto: replicas for `jaxserve serve` on one node, else mesh"
         ),
     ] = "auto"
     nnodes: Annotated[
-        int, Meta(description="processes (one for each host) that share one mesh of tp_size * dp_size devices")
+        int, Meta(description="number of processes, one per host, that share one mesh of tp_size * dp_size devices")
     ] = 1
     node_rank: Annotated[
-        int, Meta(description="which of nnodes this process is; 0 schedules and answers HTTP, the others follow it")
+        int, Meta(description="number of this process among nnodes; 0 schedules and serves HTTP, the others follow it")
     ] = 0
     dist_init_addr: Annotated[
         str | None,
-        Meta(description="HOST:PORT of node rank 0 where the processes of a mesh meet, the same for all"),
+        Meta(description="HOST:PORT of node rank 0, to which the processes of a mesh connect; the same on every node"),
     ] = None
     dist_timeout: Annotated[
-        float, Meta(description="seconds a process waits at its start for the others of a mesh, and for the first step")
+        float, Meta(description="seconds to wait at start-up for the other processes of a mesh, and for the first step")
     ] = 120.0
     context_length: Annotated[
         int | None,
-        Meta(description="longest prompt plus output in tokens; default: the model's, fitted to the KV cache"),
+        Meta(description="maximum tokens of prompt plus output; default: the model's, reduced to fit the KV cache"),
     ] = None
-    page_size: Annotated[int, Meta(description="tokens a page of the KV cache holds")] = 16
+    page_size: Annotated[int, Meta(description="tokens per page of the KV cache")] = 16
     mem_fraction_static: Annotated[
-        float | None, Meta(description="share of device memory for weights and KV cache; default 0.88")
+        float | None, Meta(description="share of device memory for weights and KV cache; default: 0.88")
     ] = None
     max_total_tokens: Annotated[
         int | None,
-        Meta(description="tokens of KV cache of a rank; default: what memory allows (on a CPU at most 512 MiB in all)"),
+        Meta(description="KV cache tokens per rank; default: what memory allows (on a CPU at most 512 MiB in all)"),
     ] = None
     max_running_requests: Annotated[
-        int | None, Meta(description="requests that run at once on a rank; default 32 on a CPU, 256 elsewhere")
+        int | None, Meta(description="maximum running requests per rank; default: 32 on a CPU, else 256")
     ] = None
     max_queued_requests: Annotated[
-        int | None, Meta(description="requests that may wait; one more is answered 503. Default: no limit")
+        int | None, Meta(description="maximum waiting requests; further ones are answered 503; default: no limit")
     ] = None
     chunked_prefill_size: Annotated[
         int | None,
-        Meta(description="most prompt tokens a step, of a rank; -1 disables chunking. Default 512 on a CPU, else 2048"),
+        Meta(description="maximum prompt tokens per step and rank; -1: no chunking; default: 512 on a CPU, else 2048"),
     ] = None
     max_prefill_tokens: Annotated[
-        int | None, Meta(description="also bounds the prompt tokens of a step; default: chunked_prefill_size")
+        int | None,
+        Meta(description="another limit of the prompt tokens per step and rank; default: chunked_prefill_size"),
     ] = None
     max_num_batched_tokens: Annotated[
-        int | None, Meta(description="most tokens of a step, decodes included; default: fits chunked_prefill_size")
+        int | None, Meta(description="maximum tokens per step, decodes included; default: fits chunked_prefill_size")
     ] = None
     cuda_graph_max_bs: Annotated[
         int | None,
-        Meta(description="decode batches up to this size get finely spaced programs (160; CPU: few)"),
+        Meta(description="decode batches up to this size get finely spaced programs; default: 160; on a CPU, few"),
     ] = None
     cuda_graph_bs: Annotated[
         tuple[int, ...] | None, Meta(description="sizes of the decode programs, instead of the default spacing")
@@ -119,17 +121,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     schedule_policy: Annotated[
         Literal["lpm", "fcfs", "priority", "shortest-prefill-first", "random"],
         Meta(
-            description="which waiting request starts next; lpm: the longest cached prefix, first come first served "
-            "while more than 128 wait; priority: higher `priority` first, preempting lower"
+            description="order in which waiting requests start; lpm: longest cached prefix first (fcfs while more than "
+            "128 wait); fcfs: first come, first served; priority: higher `priority` first, preempting lower ones"
         ),
     ] = "lpm"
     schedule_conservativeness: Annotated[
         float,
-        Meta(description="how much room is kept for the output of what runs: lower admits more, higher retracts less"),
+        Meta(description="room kept for the output of running requests; lower starts more, higher retracts fewer"),
     ] = 1.0
-    disable_radix_cache: Annotated[bool, Meta(description="compute every prompt in full, cache nothing")] = False
+    disable_radix_cache: Annotated[bool, Meta(description="disable prefix caching: compute every prompt in full")] = (
+        False
+    )
     enable_hierarchical_cache: Annotated[
-        bool, Meta(description="keep cached pages in host memory when the device needs their room, and bring them back")
+        bool, Meta(description="keep pages evicted from the device's KV cache in host memory, and load them on demand")
     ] = False
     hicache_ratio: Annotated[float, Meta(description="pages in host memory, as a multiple of those on the device")] = (
         2.0
@@ -140,41 +144,43 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     hicache_write_policy: Annotated[
         Literal["write_through", "write_back"],
         Meta(
-            description="when pages are copied to host memory: as soon as they are computed, so that eviction costs "
-            "nothing, or when they are evicted, so that host memory holds other pages than the device"
+            description="when pages are copied to host memory; write_through: once computed, so that eviction costs "
+            "nothing; write_back: when evicted, so that host memory holds other pages than the device"
         ),
     ] = "write_through"
     disable_overlap_schedule: Annotated[
-        bool, Meta(description="plan a step only after the one before it has ended; for comparison")
+        bool, Meta(description="plan each step only after the previous one has ended; for comparisons")
     ] = False
     enable_deterministic_inference: Annotated[
         bool,
         Meta(
-            description="refuse to start unless a request gives the same bits whatever it is batched with; on a CPU it "
-            "does so anyway, where a line at start says so"
+            description="refuse to start unless a request's result is the same, bit for bit, in any batch; on a CPU it "
+            "usually is without this flag: the log at start-up says so"
         ),
     ] = False
     programs: Annotated[
         str | None,
-        Meta(description="a folder of programs that `jaxserve compile --output` made; then nothing is compiled"),
+        Meta(description="folder of programs made by `jaxserve compile --output`; then nothing is compiled"),
     ] = None
     program_cache_dir: Annotated[
-        str | None, Meta(description="where compiled programs are kept; default $JAXSERVE_HOME/programs")
+        str | None, Meta(description="folder for compiled programs; default: $JAXSERVE_HOME/programs")
     ] = None
-    disable_program_cache: Annotated[bool, Meta(description="compile at every start, keep nothing on disk")] = False
+    disable_program_cache: Annotated[bool, Meta(description="compile at every start; write no programs to disk")] = (
+        False
+    )
     watchdog_timeout: Annotated[
         float,
         Meta(
-            description="seconds without a finished step, while work waits, or without any sign of life, until /health "
-            "turns 503; 30 at most for an engine with nothing to do"
+            description="seconds without a finished step while requests are open, or without a sign of life from the "
+            "engine, until /health answers 503; at most 30 for an idle engine"
         ),
     ] = 300.0
     profile_dir: Annotated[
-        str | None, Meta(description="where /start_profile writes profiles; without it none can be taken")
+        str | None, Meta(description="folder where /start_profile writes profiles; required for profiling")
     ] = None
     decode_log_interval: Annotated[int, Meta(description="decode steps between two 'Decode batch' log lines")] = 40
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="least severe log line that is written")
+        Literal["debug", "info", "warning", "error"], Meta(description="lowest severity of log lines that are written")
     ] = "info"
 
     def __post_init__(self) -> None:
@@ -195,7 +201,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
         if self.nnodes > 1 and self.programs is not None:
             raise ConfigError(
-                f"programs={self.programs}: a mesh of nnodes={self.nnodes} compiles its own; leave it out"
+                f"programs={self.programs}: with nnodes={self.nnodes} every process compiles; leave programs out"
             )
         self._check_hierarchical_cache()
         sizes = self.cuda_graph_bs
@@ -204,14 +210,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def _check_hierarchical_cache(self) -> None:
         if self.enable_hierarchical_cache and self.disable_radix_cache:
-            raise ConfigError("enable_hierarchical_cache and disable_radix_cache: nothing is cached then; keep one")
+            raise ConfigError("enable_hierarchical_cache needs the cache that disable_radix_cache disables; keep one")
         if not self.enable_hierarchical_cache and (
             (self.hicache_ratio, self.hicache_size, self.hicache_write_policy) != (2.0, None, "write_through")
         ):
             raise ConfigError("hicache_ratio, hicache_size and hicache_write_policy need enable_hierarchical_cache")
 
 
-# What no machine has, or a 32-bit index can't reach; how much fits this one is known only when it is sized.
+# Limits that no machine reaches, or that a 32-bit index can't exceed; the real limits are known at start-up.
 _MOST = 2**31 - 1
 _MOST_BYTES = 2**62
 _MOST_SECONDS = 1e8
@@ -245,7 +251,7 @@ _ENGINE_RANGES: _Ranges = {
 def _check_ranges(config: msgspec.Struct, ranges: _Ranges) -> None:
     for name, (low, high) in ranges.items():
         value = getattr(config, name)
-        if value is not None and not low <= value <= high:  # so that NaN is refused
+        if value is not None and not low <= value <= high:  # written so that NaN is refused too
             least = "more than 0" if low == _ABOVE_0 else f"at least {low}"
             limit = f"at most {high}" if value > high else least
             raise ConfigError(f"{name} must be {limit}, got {value}")
@@ -255,23 +261,29 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Settings of the HTTP server. Raises `ConfigError` naming the field and the limit."""
 
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Meta(description="port to listen on; 0 takes a free one")] = 8000
+    port: Annotated[int, Meta(description="port to listen on; 0 chooses a free one")] = 8000
     served_model_name: Annotated[
-        str | None, Meta(description="name in /v1/models and in responses; default: --model as given")
+        str | None, Meta(description="model name in /v1/models and in responses; default: --model as given")
     ] = None
-    api_key: Annotated[str | None, Meta(description="bearer key that /v1 and the admin routes ask for")] = None
-    chat_template: Annotated[str | None, Meta(description="a Jinja file instead of the model's chat template")] = None
-    max_body_bytes: Annotated[int, Meta(description="largest request body; a larger one is answered 413")] = 16 * 2**20
+    api_key: Annotated[str | None, Meta(description="bearer key required by /v1 and the admin routes")] = None
+    chat_template: Annotated[str | None, Meta(description="Jinja file to use instead of the model's chat template")] = (
+        None
+    )
+    max_body_bytes: Annotated[int, Meta(description="maximum size of a request body; larger ones are answered 413")] = (
+        16 * 2**20
+    )
     max_header_bytes: Annotated[
-        int, Meta(description="largest target and headers of a request; larger ones are answered 431")
+        int, Meta(description="maximum size of a request's target and headers; larger ones are answered 431")
     ] = 64 * 2**10
     request_read_timeout: Annotated[
-        float, Meta(description="seconds a request may take to arrive, headers and body; then it is answered 408")
+        float, Meta(description="seconds a request's headers and body may take to arrive, else it is answered 408")
     ] = 60.0
     keep_alive_timeout: Annotated[
         float, Meta(description="seconds a connection stays open after a response, for the next request")
     ] = 5.0
-    drain_timeout: Annotated[float, Meta(description="seconds that open requests get to finish after SIGTERM")] = 30.0
+    drain_timeout: Annotated[float, Meta(description="seconds that open requests may take to finish after SIGTERM")] = (
+        30.0
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -1,7 +1,7 @@
-"""The schema read as a list: one `Setting` for each field of the configuration structs.
+"""The schema as a list: one `Setting` for each field of the configuration structs.
 
-Flags, YAML keys, help texts and the README's tables all come from here, so there is no second list to keep in step.
-What a value means, and whether it is in range, is the schema's business.
+Flags, YAML keys, help texts and the tables in docs/reference are all made from this list. The schema itself defines the
+meaning and the range of values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Config = EngineConfig | ServerConfig
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One thing a person can set. `kind` is its type without None; None means "chosen at start-up"."""
+    """One setting. `kind` is its type without None; if `optional`, None means "chosen at start-up"."""
 
     name: str
     owner: type[Config]
@@ -35,7 +35,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """The flag that sets it."""
+        """The flag that sets it, such as `--page-size`."""
         return as_flag(self.name)
 
     @property
@@ -50,12 +50,12 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values it may take, where these are few."""
+        """The allowed values, if they are a fixed list."""
         return typing.get_args(self.kind) if typing.get_origin(self.kind) is Literal else ()
 
     @property
     def expects(self) -> str:
-        """What a value must be, in words."""
+        """A description of valid values for error messages."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.is_list:
@@ -63,13 +63,13 @@ class Setting:
         return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[self.kind]
 
     def convert(self, value: object, place: str) -> object:
-        """The value in the field's own type; `place` is what a person wrote it as. Raises `ConfigError`."""
+        """Convert a value to the field's type; `place` is where it was written. Raise `ConfigError`."""
         if value is None and self.optional:
             return None
         return self._convert(value, place, strict=True)
 
     def parse(self, text: str | list[str], place: str) -> object:
-        """The value of a flag, from its text. Raises `ConfigError`."""
+        """Convert the text of a flag to the field's type. Raise `ConfigError`."""
         if isinstance(text, list):
             parts = [part for item in text for part in item.split(",") if part]
             return self._convert(parts, place, strict=False)
@@ -79,7 +79,7 @@ class Setting:
         try:
             converted: object = msgspec.convert(value, self.kind, strict=strict)
         except msgspec.ValidationError:
-            raise ConfigError(f"{place} must be {self.expects}, got {_shown(value)}") from None
+            raise ConfigError(f"{place} must be {self.expects}, got {_quoted(value)}") from None
         if isinstance(converted, float) and not math.isfinite(converted):
             raise ConfigError(f"{place} must be a finite number, got {converted}")
         return converted
@@ -87,7 +87,7 @@ class Setting:
 
 @functools.cache
 def settings() -> Mapping[str, Setting]:
-    """Every setting by name, in the schema's order."""
+    """Return every setting by name, in the schema's order."""
     return types.MappingProxyType(
         {
             field.name: _setting(owner, field)
@@ -98,12 +98,12 @@ def settings() -> Mapping[str, Setting]:
 
 
 def as_flag(name: str) -> str:
-    """`max_queued_requests` as `--max-queued-requests`, `q` as `-q`."""
+    """Return the flag for a name: `--max-queued-requests` for `max_queued_requests`, `-q` for `q`."""
     return ("--" if len(name) > 1 else "-") + name.replace("_", "-")
 
 
 def as_key(name: str) -> str:
-    """A flag or YAML key, hyphens or underscores, as the name of a field."""
+    """Return the field name for a flag or YAML key, with hyphens or underscores."""
     return name.lstrip("-").replace("-", "_")
 
 
@@ -117,5 +117,5 @@ def _setting(owner: type[Config], field: msgspec.structs.FieldInfo) -> Setting:
     return Setting(field.name, owner, kinds[0], len(members) > 1, field.default, meta.description)
 
 
-def _shown(value: object) -> str:
+def _quoted(value: object) -> str:
     return ",".join(value) if isinstance(value, list) and all(isinstance(v, str) for v in value) else repr(value)

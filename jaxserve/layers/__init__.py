@@ -1,4 +1,4 @@
-"""Building blocks of models: pure functions of one rank's view, inside the step's `shard_map`.
+"""The building blocks of models: pure functions of one rank's shard, called inside the step's `shard_map`.
 
-`linear`, `embedding` and `runtime/sampling` are the only places that write collectives.
+Collectives are used only in `linear`, `embedding` and `runtime/step/sampling`.
 """

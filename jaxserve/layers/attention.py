@@ -19,7 +19,10 @@ from pallas_kernels.paged_attention import Backend, PagedKV, paged_attention
 
 @flax.struct.dataclass
 class AttentionParams:
-    """Weights of one layer. `qkv` keeps each KV head with its group of query heads, so that shards split by KV head."""
+    """The attention weights of one layer.
+
+    `qkv` stores each KV head together with its group of query heads, so that shards are split by KV head.
+    """
 
     qkv: Float[Array, "kv_heads group_plus_2 head_dim dim"] | PackedWeight
     output: Float[Array, "dim kv_heads group head_dim"] | PackedWeight
@@ -31,7 +34,7 @@ class AttentionParams:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSettings:
-    """Static facts of one attention layer; layers with equal ones share a trace."""
+    """The static settings of an attention layer; layers with equal settings share a trace."""
 
     window: int | None
     norm_eps: float
@@ -48,14 +51,14 @@ def self_attention(
     rotation: tuple[Array, Array],
     settings: AttentionSettings,
 ) -> tuple[Float[Array, "tokens dim"], PagedKV]:
-    """Attend from the batch's tokens to their sequences; their keys and values are written to `kv`."""
+    """Attend from the batch's tokens to their sequences, and write their keys and values to `kv`."""
     kv_heads, rows, head_dim, _ = params.qkv.shape
     group = rows - 2
     tokens = batch.num_tokens
     bias = None if params.qkv_bias is None else params.qkv_bias.reshape(-1)
     qkv = linear(x, params.qkv.reshape(kv_heads * rows * head_dim, -1), bias)
     qkv = qkv.reshape(tokens, kv_heads, rows, head_dim)
-    # Queries and their key are normed and turned as one array: half the kernels, the same numbers.
+    # Queries and keys are normalized and rotated as one array: half the kernels, the same numbers.
     qk = qkv[:, :, : group + 1]
     if params.q_norm is not None and params.k_norm is not None:
         norms = jnp.concatenate([jnp.tile(params.q_norm, (group, 1)), params.k_norm[None]])

@@ -1,4 +1,4 @@
-"""The tokens of a step as a model sees them."""
+"""The tokens of one step, as the input of a model."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from jaxtyping import Array, Int
 
 @flax.struct.dataclass
 class TokenBatch:
-    """Ragged rows of tokens over paged KV; see `pallas_kernels.paged_attention` for what the fields mean together.
+    """Ragged rows of tokens over paged KV; `pallas_kernels.paged_attention` describes how the fields work together.
 
-    `decode_only` is static: a promise that every row has one token. Padding tokens come last, at position 0.
+    `decode_only` is static and promises that every row has one token. Padding tokens come last, at position 0.
     """
 
     tokens: Int[Array, " tokens"]
@@ -24,5 +24,5 @@ class TokenBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the batch, padding included."""
+        """The number of tokens, padding included."""
         return int(self.tokens.shape[0])

@@ -1,4 +1,4 @@
-"""Token embedding and output head, both split over the vocabulary."""
+"""The token embedding and the output head, both split over the vocabulary."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.linear import TENSOR_AXIS, linear, tensor_rank
-from pallas_kernels.packed_matmul import PackedWeight, rows_of
+from pallas_kernels.packed_matmul import PackedWeight, gather_rows
 
 
 def shard_index(tokens: Int[Array, "..."], shard_size: int) -> Int[Array, "..."]:
-    """Where tokens stand in this shard of the vocabulary; `shard_size`, one past its end, for those that don't."""
+    """Return the rows of tokens in this shard of the vocabulary; `shard_size`, one past its end, for other tokens."""
     local = tokens - tensor_rank() * shard_size
     return jnp.where((local >= 0) & (local < shard_size), local, shard_size)
 
@@ -21,15 +21,15 @@ def shard_index(tokens: Int[Array, "..."], shard_size: int) -> Int[Array, "..."]
 def embed(
     tokens: Int[Array, " tokens"], table: Float[Array, "vocab_shard dim"] | PackedWeight
 ) -> Float[Array, "tokens dim"]:
-    """Rows of the table; a shard gives zeros for tokens of other shards, and the sum over shards is the row."""
+    """Return the tokens' rows of the table: a shard gives zeros for tokens of other shards, and shards are summed."""
     local = shard_index(tokens, table.shape[0])
     if isinstance(table, PackedWeight):
-        return lax.psum(rows_of(table, local), TENSOR_AXIS)
+        return lax.psum(gather_rows(table, local), TENSOR_AXIS)
     return lax.psum(table.at[local].get(mode="fill", fill_value=0), TENSOR_AXIS)
 
 
-def without_padding(logits: Float[Array, "rows vocab_shard"], vocab_size: int) -> Float[Array, "rows vocab_shard"]:
-    """Logits under which ids that only pad the vocabulary are never drawn; as they are where nothing pads it."""
+def mask_padding(logits: Float[Array, "rows vocab_shard"], vocab_size: int) -> Float[Array, "rows vocab_shard"]:
+    """Set the logits of ids that only pad the vocabulary to -inf, so that these are never drawn."""
     size = logits.shape[1]
     if size * lax.axis_size(TENSOR_AXIS) == vocab_size:
         return logits
@@ -41,5 +41,5 @@ def without_padding(logits: Float[Array, "rows vocab_shard"], vocab_size: int) -
 def logits(
     x: Float[Array, "rows dim"], table: Float[Array, "vocab_shard dim"] | PackedWeight
 ) -> Float[Array, "rows vocab_shard"]:
-    """This shard's part of the logits, in float32."""
+    """Return this shard's part of the logits, in float32."""
     return linear(x, table, out_dtype=jnp.float32)

@@ -12,7 +12,7 @@ from pallas_kernels.packed_matmul import PackedWeight, packed_matmul
 
 TENSOR_AXIS = "tensor"
 _LANES = 64
-_MOST_TERMS = 64
+_MAX_TERMS = 64
 
 
 def linear(
@@ -22,7 +22,7 @@ def linear(
     *,
     out_dtype: Any = None,
 ) -> Float[Array, "tokens out_dim"]:
-    """`x @ weight.T + bias`. Column-parallel: each shard gives its own part of the output, nothing is exchanged."""
+    """Return `x @ weight.T + bias`. Column-parallel: each shard computes its own part of the output."""
     dtype = jnp.dtype(out_dtype or x.dtype)
     out = packed_matmul(x, weight).astype(dtype) if isinstance(weight, PackedWeight) else _product(x, weight, dtype)
     return out if bias is None else out + bias.astype(out.dtype)
@@ -40,14 +40,14 @@ def _product(x: Array, weight: Array, out_dtype: jnp.dtype) -> Array:
 
 
 def _one_row_on_cpu(x: Float[Array, "1 in_dim"], weight: Float[Array, "out_dim in_dim"]) -> Float[Array, "1 out_dim"]:
-    """One bfloat16 row, accumulated in float32, as fast as memory gives the weights: XLA's own takes 20 times longer.
+    """Multiply one bfloat16 row, accumulating in float32, at the speed of memory; XLA's own product is 20 times slower.
 
-    Each output is `lanes` partial sums side by side, written out term by term, so that the compiler vectorizes over the
-    lanes and reads each weight once, in order; the barrier keeps it from doing the last sum in the same loop.
+    Each output has `lanes` partial sums side by side, written out term by term, so that the compiler vectorizes over
+    the lanes and reads each weight once, in order. The barrier keeps it from doing the last sum in the same loop.
     """
     out_dim, in_dim = weight.shape
     lanes = _lanes(in_dim)
-    if lanes is None:  # of two rows XLA's product is as fast as the memory again
+    if lanes is None:  # XLA's product of two rows runs at the speed of memory
         twice = jnp.tile(x, (2, 1))
         return lax.dot_general(twice, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)[:1]
     row = x.astype(jnp.float32)[0]
@@ -58,9 +58,9 @@ def _one_row_on_cpu(x: Float[Array, "1 in_dim"], weight: Float[Array, "out_dim i
 
 
 def _lanes(in_dim: int) -> int | None:
-    """Partial sums side by side: a divisor of `in_dim` that leaves few enough terms to compile quickly."""
+    """Return the number of partial sums, a divisor of `in_dim`; None if every one gives too many terms to compile."""
     for lanes in range(_LANES, in_dim + 1, _LANES):
-        if in_dim % lanes == 0 and in_dim // lanes <= _MOST_TERMS:
+        if in_dim % lanes == 0 and in_dim // lanes <= _MAX_TERMS:
             return lanes
     return None
 
@@ -70,11 +70,11 @@ def row_parallel(
     weight: Float[Array, "out_dim in_shard"] | PackedWeight,
     bias: Float[Array, " out_dim"] | None = None,
 ) -> Float[Array, "tokens out_dim"]:
-    """The product of an input that is split over the tensor axis: partial sums are added over the shards."""
+    """Return the product of an input that is split over the tensor axis, by adding the partial sums of all shards."""
     out = lax.psum(linear(x, weight), TENSOR_AXIS)
     return out if bias is None else out + bias.astype(out.dtype)
 
 
 def tensor_rank() -> Array:
-    """This shard's index on the tensor axis."""
+    """Return this shard's index on the tensor axis."""
     return lax.axis_index(TENSOR_AXIS).astype(jnp.int32)

@@ -17,7 +17,7 @@ def gated_mlp(
     gate_up_bias: Float[Array, "2 ffn_shard"] | None = None,
     down_bias: Float[Array, " dim"] | None = None,
 ) -> Float[Array, "tokens dim"]:
-    """`down(silu(gate(x)) * up(x))`, gate and up in one product."""
+    """Return `down(silu(gate(x)) * up(x))`; gate and up are one product."""
     width = gate_up.shape[1]
     bias = None if gate_up_bias is None else gate_up_bias.reshape(-1)
     both = linear(x, gate_up.reshape(2 * width, -1), bias)

@@ -9,15 +9,15 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import normalization
-from pallas_kernels.cpu import where_possible
+from pallas_kernels.cpu import kernel_or_fallback
 
 
 def rms_norm(x: Float[Array, "... dim"], weight: Float[Array, "... dim"], eps: float) -> Float[Array, "... dim"]:
     """Scale the last dimension to unit mean square, in float32, then by `weight` (it may broadcast) in `x`'s dtype."""
-    if not normalization.takes_rms_norm(x, weight):
+    if not normalization.supports_rms_norm(x, weight):
         return _rms_norm(x, weight, eps)
     kernel, otherwise = (functools.partial(norm, eps=eps) for norm in (normalization.rms_norm, _rms_norm))
-    return where_possible(kernel, otherwise, x, weight)
+    return kernel_or_fallback(kernel, otherwise, x, weight)
 
 
 def _rms_norm(x: Array, weight: Array, eps: float) -> Array:

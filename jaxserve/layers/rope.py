@@ -1,6 +1,6 @@
-"""Rotary position embedding (Su et al. 2021) and its stretchings: linear, Llama 3's, YaRN (Peng et al. 2023).
+"""Rotary position embedding (Su et al. 2021) and its scalings: linear, Llama 3's, YaRN (Peng et al. 2023).
 
-Frequencies are computed on the host in float32, as Hugging Face does, so that logits agree.
+Frequencies are computed on the host in float32, as Hugging Face does, so that logits are equal.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: base frequency and how it is stretched. `kind` is Hugging Face's `rope_type`."""
+    """The base frequency of a rotary embedding and its scaling. `kind` is Hugging Face's `rope_type`."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -33,7 +33,7 @@ class RopeConfig:
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Inverse frequencies `[head_dim / 2]` (float32) and the factor on cos and sin."""
+    """Return the inverse frequencies, `[head_dim / 2]` in float32, and the factor on cos and sin."""
     base = np.float32(rope.theta) ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
     inverse = (1.0 / base).astype(np.float32)
     match rope.kind:
@@ -56,8 +56,8 @@ def _llama3(inverse: np.ndarray, rope: RopeConfig) -> np.ndarray:
         rope.high_freq_factor - rope.low_freq_factor
     )
     blended = (1 - blend) * inverse / rope.factor + blend * inverse
-    stretched = np.where(wavelength > longest, inverse / rope.factor, blended)
-    return np.where(wavelength < shortest, inverse, stretched).astype(np.float32)
+    scaled = np.where(wavelength > longest, inverse / rope.factor, blended)
+    return np.where(wavelength < shortest, inverse, scaled).astype(np.float32)
 
 
 def _yarn(inverse: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -91,7 +91,7 @@ def _yarn_scale(rope: RopeConfig) -> float:
 def rotation(
     positions: Int[Array, " tokens"], rope: RopeConfig, head_dim: int
 ) -> tuple[Float[Array, "tokens 1 2 half"], Float[Array, "tokens 1 2 half"]]:
-    """Cosines and signed sines of the step's positions for both halves of a head, shared by all layers."""
+    """Return cosines and signed sines of the step's positions, for both halves of a head; all layers share them."""
     inverse, scale = frequencies(rope, head_dim)
     angle = positions.astype(jnp.float32)[:, None, None] * jnp.asarray(inverse)
     cos, sin = jnp.cos(angle) * scale, jnp.sin(angle) * scale
@@ -103,9 +103,9 @@ def rotate(
     cos: Float[Array, "tokens 1 2 half"],
     sin: Float[Array, "tokens 1 2 half"],
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Turn each pair (i, i + head_dim / 2) by the position's angle, in float32.
+    """Rotate each pair (i, i + head_dim / 2) by the position's angle, in float32.
 
-    The halves are swapped by a reversal and not by a concatenation, so that the whole is one elementwise kernel.
+    The halves are swapped by a reversal instead of a concatenation, so that everything is one elementwise kernel.
     """
     halves = x.reshape(*x.shape[:-1], 2, -1).astype(jnp.float32)
     return (halves * cos + jnp.flip(halves, axis=-2) * sin).astype(x.dtype).reshape(x.shape)

@@ -1,33 +1,33 @@
-"""From what a person writes after `--model` to files on this machine, and to the model's config.
+"""Finds the files of the model that `--model` names, and reads its config.
 
-`resolve` finds or fetches the files, `read_config` gives the Hugging Face style config of either kind, `pull` fetches a
-built-in model. Never opens weights or tokenizers, never imports jax.
+`resolve` finds or downloads the files, `read_config` returns the config in Hugging Face's form for every kind of file,
+`pull` downloads a built-in model. Never opens weights or tokenizers, never imports jax.
 """
 
-from jaxserve.model_source.builtin import BUILTIN_MODELS, home, pull
+from jaxserve.model_source.builtin import BUILTIN_MODELS, jaxserve_home, pull
 from jaxserve.model_source.source import (
-    CHECKPOINT,
+    CHECKPOINT_FILE,
     ModelSource,
-    config_of,
-    gguf_of,
+    fetch_config,
+    find_tokenizer_files,
     orbax_hint,
     read_config,
     resolve,
-    tokenizer_files,
-    tokenizer_source,
+    resolve_gguf,
+    resolve_tokenizer,
 )
 
 __all__ = [
     "BUILTIN_MODELS",
-    "CHECKPOINT",
+    "CHECKPOINT_FILE",
     "ModelSource",
-    "config_of",
-    "gguf_of",
-    "home",
+    "fetch_config",
+    "find_tokenizer_files",
+    "jaxserve_home",
     "orbax_hint",
     "pull",
     "read_config",
     "resolve",
-    "tokenizer_files",
-    "tokenizer_source",
+    "resolve_gguf",
+    "resolve_tokenizer",
 ]

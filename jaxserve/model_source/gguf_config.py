@@ -1,4 +1,4 @@
-"""Makes the Hugging Face style config of a model from its GGUF metadata. Refuses by name what it doesn't know."""
+"""Makes a config in Hugging Face's form from the metadata of a GGUF file; a key that it doesn't know is an error."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from jaxserve.model_source.fields import (
     HEAD_DIM,
     HEADS,
     LAYERS,
+    NON_NEGATIVE,
     NORM_EPSILON,
     POSITIVE,
+    ROPE_FACTOR,
     ROPE_THETA,
-    STRETCH,
-    WEIGHT,
     WIDTH,
     Fields,
     Range,
-    shown,
+    abbreviate,
 )
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
 
@@ -28,7 +28,7 @@ _ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
 }
-# Keys under the architecture's name that are read below or don't change the mathematics
+# Keys under the architecture's name that are read below, or that don't change the mathematics
 _KNOWN_KEYS = {
     "vocab_size",
     "context_length",
@@ -54,31 +54,31 @@ _KNOWN_KEYS = {
     "tensor_data_layout",
 }
 
-_OR_NONE = Range(0, CONTEXT.most)
+_NON_NEGATIVE_LENGTH = Range(0, CONTEXT.most)
 
 
 def config_from_gguf(metadata: GGUFMetadata) -> dict[str, Any]:
-    """The config.json that the model would have. Raises `ConfigError` naming the architecture or key at fault.
+    """Return the config.json that the model would have. Raise `ConfigError` naming the architecture or key at fault.
 
-    Llama 3's scaled frequencies are not parameters in a GGUF file but a tensor of divisors, `rope_freqs.weight`: they
-    become `rope_scaling = {"rope_type": "factors", "factors": [...]}`, frequency i being divided by factor i.
+    A GGUF file stores Llama 3's scaled frequencies as a tensor of divisors, `rope_freqs.weight`. They become
+    `rope_scaling = {"rope_type": "factors", "factors": [...]}`: frequency i is divided by factor i.
     """
     architecture = metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         raise ConfigError(
-            f"{metadata.path}: GGUF architecture {shown(architecture)} is not supported; "
+            f"{metadata.path}: GGUF architecture {abbreviate(architecture)} is not supported; "
             f"supported: {', '.join(_ARCHITECTURES)}"
         )
     _refuse_unknown_keys(metadata, str(architecture))
     class_name, model_type = _ARCHITECTURES[str(architecture)]
-    reader = _Keys(metadata, f"{architecture}.")
+    reader = _ArchitectureKeys(metadata, f"{architecture}.")
     hidden_size, (num_heads, num_kv_heads) = reader.integer("embedding_length", WIDTH), head_counts(metadata)
-    window = reader.integer("attention.sliding_window", _OR_NONE, 0)
+    window = reader.integer("attention.sliding_window", _NON_NEGATIVE_LENGTH, 0)
     if window:
-        class_name, model_type = _windowed(metadata, model_type)
+        class_name, model_type = _sliding_window_class(metadata, model_type)
     tensors = metadata.tensors
     if "token_embd.weight" not in tensors:
-        raise ConfigError(f"{metadata.path} has no tensor token_embd.weight: it holds no complete model")
+        raise ConfigError(f"{metadata.path} has no tensor token_embd.weight: it isn't a complete model")
     embedding = tensors["token_embd.weight"].shape
     if len(embedding) != 2:
         raise ConfigError(f"{metadata.path}: tensor token_embd.weight has {len(embedding)} dimensions instead of 2")
@@ -109,20 +109,20 @@ def config_from_gguf(metadata: GGUFMetadata) -> dict[str, Any]:
 
 
 def head_counts(metadata: GGUFMetadata) -> tuple[int, int]:
-    """How many heads queries have, and keys and values."""
-    reader = _Keys(metadata, f"{metadata.get('general.architecture')}.")
+    """Return the number of query heads and the number of KV heads."""
+    reader = _ArchitectureKeys(metadata, f"{metadata.get('general.architecture')}.")
     heads = reader.integer("attention.head_count", HEADS)
     return heads, reader.integer("attention.head_count_kv", HEADS, heads)
 
 
-def _windowed(metadata: GGUFMetadata, model_type: str) -> tuple[str, str]:
+def _sliding_window_class(metadata: GGUFMetadata, model_type: str) -> tuple[str, str]:
     if model_type != "llama":
         raise ConfigError(f"{metadata.path}: a sliding window is not supported for GGUF files of {model_type}")
     return "MistralForCausalLM", "mistral"
 
 
-class _Keys:
-    """The numbers under one architecture's prefix. An array over layers counts as one number if all are the same."""
+class _ArchitectureKeys:
+    """The keys under one architecture's prefix. An array with an element per layer is one value if all are equal."""
 
     def __init__(self, metadata: GGUFMetadata, prefix: str) -> None:
         self.metadata, self.prefix = metadata, prefix
@@ -144,7 +144,7 @@ class _Keys:
             return self.metadata.fields
         if len(set(per_layer)) != 1:
             raise ConfigError(
-                f"{self.metadata.path}: {key} differs between layers, which is not supported: {shown(per_layer)}"
+                f"{self.metadata.path}: {key} differs between layers, which is not supported: {abbreviate(per_layer)}"
             )
         return Fields({key: per_layer[0]}, self.metadata.fields.where)
 
@@ -155,14 +155,14 @@ def _refuse_unknown_keys(metadata: GGUFMetadata, architecture: str) -> None:
         if not key.startswith(prefix) or key.removeprefix(prefix) in _KNOWN_KEYS:
             continue
         value = metadata.get(key)
-        if value is None or value:  # zero and false switch a feature off
+        if value is None or value:  # zero and false mean that the feature is off
             raise ConfigError(
-                f"{metadata.path}: key {key} = {shown(value)} is not supported for GGUF files of architecture "
+                f"{metadata.path}: key {key} = {abbreviate(value)} is not supported for GGUF files of architecture "
                 f"{architecture}"
             )
 
 
-def _head_dim(reader: _Keys, default: int) -> int:
+def _head_dim(reader: _ArchitectureKeys, default: int) -> int:
     head_dim = reader.integer("attention.key_length", HEAD_DIM, default)
     for name in ("attention.value_length", "rope.dimension_count"):
         other = reader.integer(name, HEAD_DIM, head_dim)
@@ -185,9 +185,9 @@ def _attention_bias(metadata: GGUFMetadata, model_type: str) -> bool:
     return has["q"]
 
 
-def _rope_scaling(reader: _Keys) -> dict[str, Any] | None:
+def _rope_scaling(reader: _ArchitectureKeys) -> dict[str, Any] | None:
     kind, path = reader.text("rope.scaling.type"), reader.metadata.path
-    factor = reader.number("rope.scaling.factor", WEIGHT, reader.number("rope.scale_linear", WEIGHT, 1.0))
+    factor = reader.number("rope.scaling.factor", NON_NEGATIVE, reader.number("rope.scale_linear", NON_NEGATIVE, 1.0))
     if "rope_freqs.weight" in reader.metadata.tensors:
         if kind not in (None, "none", "llama3"):
             raise ConfigError(f"{path}: rope_freqs.weight together with rope scaling {kind!r} is not supported")
@@ -199,16 +199,16 @@ def _rope_scaling(reader: _Keys) -> dict[str, Any] | None:
         return None
     if kind != "yarn":
         raise ConfigError(f"{path}: rope scaling {kind!r} is not supported for GGUF files; supported: linear, yarn")
-    if factor not in STRETCH:
-        raise reader.metadata.fields.wrong(f"{reader.prefix}rope.scaling.factor", f"a number in {STRETCH}")
+    if factor not in ROPE_FACTOR:
+        raise reader.metadata.fields.error(f"{reader.prefix}rope.scaling.factor", f"a number in {ROPE_FACTOR}")
     scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
-    if (original := reader.integer("rope.scaling.original_context_length", _OR_NONE, 0)) > 0:
+    if (original := reader.integer("rope.scaling.original_context_length", _NON_NEGATIVE_LENGTH, 0)) > 0:
         scaling["original_max_position_embeddings"] = original
     for name in ("beta_fast", "beta_slow"):
         if f"{reader.prefix}rope.scaling.yarn_{name}" in reader.metadata:
             scaling[name] = reader.number(f"rope.scaling.yarn_{name}", POSITIVE)
     if (attn_factor := reader.number("rope.scaling.attn_factor", POSITIVE, 1.0)) != 1.0:
-        # llama.cpp multiplies it onto YaRN's own temperature, Hugging Face's attention_factor replaces that
+        # llama.cpp multiplies YaRN's own temperature by it; Hugging Face's attention_factor replaces that temperature
         scaling["attention_factor"] = attn_factor * (0.1 * math.log(factor) + 1.0)
     return scaling
 
@@ -219,6 +219,6 @@ def _token_ids(metadata: GGUFMetadata, vocab_size: int, *names: str) -> list[int
 
 
 def token_id(metadata: GGUFMetadata, name: str, vocab_size: int) -> int | None:
-    """The id of a special token; None if the file names none, which converters write as 2^32 - 1 too."""
+    """Return the id of a special token, or None if the file has none; converters also write that as 2^32 - 1."""
     found = metadata.fields.integer(f"tokenizer.ggml.{name}_token_id", Range(-1, 2**32 - 1), -1)
     return found if 0 <= found < vocab_size else None

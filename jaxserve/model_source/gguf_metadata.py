@@ -1,7 +1,7 @@
-"""Reads the key-values and the tensor table of a GGUF file, and nothing behind them.
+"""Reads the header of a GGUF file: its key-values and its tensor table.
 
-Arrays (a vocabulary of 150,000 strings) are decoded only when asked for, so that a config is read in milliseconds.
-Never reads or dequantizes weights, apart from a float32 tensor asked for by name. The format:
+Arrays (such as a vocabulary of 150,000 strings) are decoded only when asked for, so that a config is read in
+milliseconds. Weights are never read, except for a small float32 tensor that is asked for by name. The format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -45,7 +45,7 @@ _F32 = 0
 _MAX_RANK = 4
 _MAX_NAME, _MAX_TEXT = 1 << 10, 1 << 24
 _ALIGNMENT = Range(1, 1 << 20)
-_MAX_FACTORS = 1 << 14
+_MAX_TENSOR_VALUES = 1 << 14
 # ggml type -> (weights a block, bytes a block), for the types whose tensors can be checked against the file's size
 _BLOCKS = {
     0: (1, 4), 1: (1, 2), 30: (1, 2),
@@ -55,8 +55,8 @@ _BLOCKS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorInfo:
-    """A tensor's place in the file. `shape` is in numpy's order (rows first); `offset` counts from the file's start."""
+class GGUFTensorInfo:
+    """An entry of the tensor table. `shape` is in numpy's order (rows first); `offset` counts from the file's start."""
 
     name: str
     shape: tuple[int, ...]
@@ -75,13 +75,13 @@ class _ArrayRef:
 
 
 class GGUFMetadata:
-    """The metadata of one file. Raises `ConfigError` if it isn't a whole, little-endian GGUF file of version 2 or 3."""
+    """The metadata of one file. Raises `ConfigError` unless it is a complete little-endian GGUF 2 or 3 file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._values: dict[str, Scalar | _ArrayRef] = {}
         self._decoded: dict[str, list[Scalar]] = {}
-        tensors: dict[str, TensorInfo] = {}
+        tensors: dict[str, GGUFTensorInfo] = {}
         self.fields = Fields(self._values, str(path))
         try:
             with path.open("rb") as file:
@@ -93,12 +93,12 @@ class GGUFMetadata:
         try:
             self._parse(tensors)
         except UnicodeDecodeError as error:
-            raise self._damaged(f"its header can't be read ({error.reason})") from None  # it holds all it couldn't read
+            raise self._damaged(f"its header can't be read ({error.reason})") from None  # the error holds all the bytes
         except (struct.error, IndexError, KeyError, OverflowError, RecursionError) as error:
             raise self._damaged(f"its header can't be read ({error!r})") from error
-        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
+        self.tensors: Mapping[str, GGUFTensorInfo] = MappingProxyType(tensors)
 
-    def _parse(self, tensors: dict[str, TensorInfo]) -> None:
+    def _parse(self, tensors: dict[str, GGUFTensorInfo]) -> None:
         (version,) = _U32.unpack_from(self._data, 4)
         if version not in (2, 3):
             raise ConfigError(
@@ -119,7 +119,7 @@ class GGUFMetadata:
             name, position = self._string(position, _MAX_NAME)
             (rank,) = _U32.unpack_from(self._data, position)
             if rank > _MAX_RANK:
-                raise self._damaged(f"tensor {name} has {rank} dimensions; at most {_MAX_RANK} can be")
+                raise self._damaged(f"tensor {name} has {rank} dimensions; the most is {_MAX_RANK}")
             *dims, ggml_type, offset = struct.unpack_from(f"<{rank}QIQ", self._data, position + 4)
             position += 4 + 8 * rank + 12
             infos.append((name, tuple(reversed(dims)), ggml_type, offset))
@@ -131,7 +131,7 @@ class GGUFMetadata:
                 raise self._damaged(f"it has two tensors {name}")
             if offset % alignment:
                 raise self._damaged(f"tensor {name} begins at {offset}, which is no multiple of {alignment}")
-            tensors[name] = TensorInfo(name, shape, ggml_type, data_start + offset)
+            tensors[name] = GGUFTensorInfo(name, shape, ggml_type, data_start + offset)
             weights, block_bytes = _BLOCKS.get(ggml_type, (1, 0))
             end = data_start + offset + math.prod(shape) // weights * block_bytes
             if end > len(self._data):
@@ -186,12 +186,12 @@ class GGUFMetadata:
         return iter(self._values)
 
     def get(self, key: str) -> Scalar | None:
-        """A single value, or None if the key is missing or holds an array."""
+        """Return a single value, or None if the key is missing or holds an array."""
         value = self._values.get(key)
         return None if isinstance(value, _ArrayRef) else value
 
     def array(self, key: str) -> list[Scalar] | None:
-        """A whole array of scalars or strings, decoded at the first call; None if the key is missing or no array."""
+        """Return an array of scalars or strings, decoded at the first call; None if the key is missing or no array."""
         ref = self._values.get(key)
         if not isinstance(ref, _ArrayRef):
             return None
@@ -206,19 +206,21 @@ class GGUFMetadata:
             for _ in range(ref.count):
                 start = position + 8
                 position = start + unpack(data, position)[0]
-                # A vocabulary may hold pieces that are no valid UTF-8
+                # A vocabulary may hold pieces that are not valid UTF-8
                 values.append(data[start:position].decode(errors="replace"))
             return values
         if ref.element_type == _ARRAY:
-            raise ConfigError(f"{self.path}: key {key} holds arrays of arrays, which nothing here reads")
+            raise ConfigError(f"{self.path}: key {key} holds arrays of arrays, which are not supported")
         code = _SCALARS[ref.element_type].format[1:]
         return list(struct.unpack_from(f"<{ref.count}{code}", self._data, ref.offset))
 
     def float32_tensor(self, name: str) -> list[float]:
-        """The values of a small float32 tensor, flat."""
+        """Return the values of a small float32 tensor, flat."""
         info = self.tensors[name]
         if info.ggml_type != _F32:
             raise ConfigError(f"{self.path}: tensor {name} should be float32, its ggml type is {info.ggml_type}")
-        if math.prod(info.shape) > _MAX_FACTORS:
-            raise ConfigError(f"{self.path}: tensor {name} has {math.prod(info.shape)} values; {_MAX_FACTORS} can be")
+        if math.prod(info.shape) > _MAX_TENSOR_VALUES:
+            raise ConfigError(
+                f"{self.path}: tensor {name} has {math.prod(info.shape)} values; the most is {_MAX_TENSOR_VALUES}"
+            )
         return list(struct.unpack_from(f"<{math.prod(info.shape)}f", self._data, info.offset))

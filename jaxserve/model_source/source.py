@@ -1,4 +1,4 @@
-"""Says which files `--model` means, fetching them where they aren't here yet."""
+"""Finds the files of the model that `--model` names, and downloads those that aren't on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxserve.errors import ModelNotFoundError
-from jaxserve.model_source.builtin import BUILTIN_MODELS, builtin_path, is_pulled, nearest_builtin, pull
+from jaxserve.model_source.builtin import BUILTIN_MODELS, builtin_path, is_pulled, pull, suggest_builtin
 from jaxserve.model_source.fields import read_json
 from jaxserve.model_source.gguf_config import config_from_gguf
 from jaxserve.model_source.gguf_metadata import MAGIC, GGUFMetadata
@@ -19,16 +19,16 @@ _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 _HUB_FILES = ("*.safetensors", *_TOKENIZER_FILES)
 
 
-CHECKPOINT = "jaxserve_checkpoint.json"
-"""What a folder of `jaxserve convert` is known by."""
+CHECKPOINT_FILE = "jaxserve_checkpoint.json"
+"""The manifest of a folder of `jaxserve convert`, by which the folder is recognized."""
 _ORBAX_FILES = ("_CHECKPOINT_METADATA", "manifest.ocdbt", "_METADATA")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSource:
-    """Where a model lies on this machine: a Hugging Face folder, one GGUF file, or a folder of `jaxserve convert`.
+    """A model on this machine: a Hugging Face folder, one GGUF file, or a folder of `jaxserve convert`.
 
-    `name` is for people.
+    `name` is shown to people only.
     """
 
     path: Path
@@ -37,15 +37,15 @@ class ModelSource:
 
     @property
     def config_file(self) -> Path:
-        """The file that its config stands in."""
+        """The file that holds its config."""
         return self.path if self.kind == "gguf" else self.path / "config.json"
 
 
 def resolve(model: str, *, offline: bool = False) -> ModelSource:
-    """The files that `model` means: a built-in name, a folder, a .gguf file, or a hub id, tried in this order.
+    """Return the files of `model`: a built-in name, a folder, a .gguf file, or a hub id, tried in this order.
 
-    A built-in model or hub id that isn't here yet is downloaded, unless `offline`. Raises `ModelNotFoundError` that
-    says what was looked for and what to do.
+    A built-in or hub model that isn't on this machine is downloaded, unless `offline`. Raises `ModelNotFoundError`,
+    which says what was looked for and what to do.
     """
     if model in BUILTIN_MODELS:
         if offline and not is_pulled(model):
@@ -65,73 +65,84 @@ def resolve(model: str, *, offline: bool = False) -> ModelSource:
         return _folder(_hub_folder(model, offline), model)
     raise ModelNotFoundError(
         f"--model {model!r} is no built-in name, no folder or .gguf file here, and no hub id (org/name); "
-        f"{nearest_builtin(model)}"
+        f"{suggest_builtin(model)}"
     )
 
 
-def tokenizer_source(model: str) -> ModelSource:
-    """Where the tokenizer of a model lies: like `resolve`, but no weights are fetched from the hub for it, and a folder
-    may hold the tokenizer's files alone. Raises `ModelNotFoundError`."""
+def resolve_tokenizer(model: str) -> ModelSource:
+    """Return the files of a model's tokenizer. Raises `ModelNotFoundError`.
+
+    Like `resolve`, but downloads no weights from the hub, and accepts a folder that holds only the tokenizer's files.
+    """
     path = Path(model).expanduser()
     if path.is_dir():
         return ModelSource(path, "folder", path.resolve().name)
-    if model not in BUILTIN_MODELS and not path.exists() and _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
+    if _is_hub_id(model):
         return ModelSource(_hub_folder(model, offline=False, files=_TOKENIZER_FILES), "folder", model)
     return resolve(model)
 
 
-def tokenizer_files(folder: Path) -> list[Path]:
-    """The small files of a model's folder, of which its tokenizer is made; neither its config nor what tells of its
-    weights."""
-    others = ("config.json", CHECKPOINT)
+def find_tokenizer_files(folder: Path) -> list[Path]:
+    """Return the small files of a model's folder that its tokenizer needs, without its config and weight indices."""
+    others = ("config.json", CHECKPOINT_FILE)
     found = {file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()}
     return sorted(file for file in found if file.name not in others and not file.name.endswith(".index.json"))
 
 
 def read_config(source: ModelSource) -> dict[str, Any]:
-    """The model's config as in config.json; made from the metadata for a GGUF file. Raises `ConfigError`."""
+    """Return the model's config as in config.json; a GGUF file's is made from its metadata. Raises `ConfigError`."""
     if source.kind == "gguf":
         return config_from_gguf(GGUFMetadata(source.path))
     return read_json(source.config_file)
 
 
-def gguf_of(model: str) -> ModelSource | None:
-    """The GGUF file that `model` means, or None where it means something else. Raises `ModelNotFoundError`."""
+def resolve_gguf(model: str) -> ModelSource | None:
+    """Return the GGUF file that `model` names, or None if it names something else. Raises `ModelNotFoundError`."""
     path = Path(model).expanduser()
     is_gguf = model in BUILTIN_MODELS or (path.is_file() and path.suffix != ".json")
     return resolve(model) if is_gguf else None
 
 
-def config_of(model: str) -> dict[str, Any]:
-    """The config of whatever `--model` names, for those who need no weights: none are fetched from the hub for it, and
-    a config.json will do by itself. Raises `ModelNotFoundError`, `ConfigError`.
+def fetch_config(model: str) -> dict[str, Any]:
+    """Return the config of what `--model` names, for callers that need no weights.
+
+    Downloads no weights from the hub, and accepts a config.json by itself. Raises `ModelNotFoundError`, `ConfigError`.
     """
     path = Path(model).expanduser()
     if path.suffix == ".json" and path.is_file():
         return read_json(path)
-    if model not in BUILTIN_MODELS and not path.exists() and _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
+    if _is_hub_id(model):
         return read_json(_hub_folder(model, offline=False, files=["config.json"]) / "config.json")
     return read_config(resolve(model))
 
 
+def _is_hub_id(model: str) -> bool:
+    path = Path(model).expanduser()
+    is_local = model in BUILTIN_MODELS or path.exists() or path.suffix == ".gguf"
+    return not is_local and _HUB_ID.fullmatch(model) is not None
+
+
 def _folder(path: Path, name: str) -> ModelSource:
     if (path / "config.json").is_file():
-        return ModelSource(path, "orbax" if (path / CHECKPOINT).is_file() else "folder", name)
+        return ModelSource(path, "orbax" if (path / CHECKPOINT_FILE).is_file() else "folder", name)
     files = sorted(path.glob("*.gguf"))
     hint = f"; it holds {files[0].name}: pass that file itself" if files else orbax_hint(path)
     raise ModelNotFoundError(f"--model: folder {path} has no config.json, so it is no Hugging Face model folder{hint}")
 
 
 def orbax_hint(path: Path) -> str:
-    """What to say of an Orbax checkpoint that is no whole folder of `jaxserve convert`; empty where it isn't one."""
-    if (path.parent / CHECKPOINT).is_file():
-        return f"; it is a part of {path.parent}: pass that"
+    """Return a hint for an error message if `path` is an Orbax checkpoint but no complete folder of `jaxserve convert`.
+
+    Empty if it is no Orbax checkpoint.
+    """
+    if (path.parent / CHECKPOINT_FILE).is_file():
+        return f"; it is a part of {path.parent}: pass that folder"
     inner = next((each for each in [path, *sorted(path.glob("*/"))] if _is_orbax(each)), None)
-    if inner is None and not (path / CHECKPOINT).is_file():
+    if inner is None and not (path / CHECKPOINT_FILE).is_file():
         return ""
     return (
         f"; {inner or path} is an Orbax checkpoint, but only a whole folder of `jaxserve convert` can be served, with "
-        f"its config.json and {CHECKPOINT}: copy it again, or convert the model from what this was made of"
+        f"its config.json and {CHECKPOINT_FILE}: copy it again, or convert the model from what this was made of"
     )
 
 
@@ -149,7 +160,7 @@ def _gguf(path: Path) -> ModelSource:
 
 
 def _hub_folder(repo: str, offline: bool, files: Sequence[str] = _HUB_FILES) -> Path:
-    # Imported here because it costs start-up time that no local model should pay
+    # Imported here so that local models start without it
     import httpx
     from huggingface_hub import constants, errors, snapshot_download
 
@@ -167,8 +178,8 @@ def _hub_folder(repo: str, offline: bool, files: Sequence[str] = _HUB_FILES) -> 
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelNotFoundError(
-            f"the hub has no model {repo!r}, or it is private and HF_TOKEN gives no access. A folder was meant? "
-            f"There is none at {Path(repo).absolute()}"
+            f"the hub has no model {repo!r}, or it is private and HF_TOKEN gives no access. If a folder was meant: "
+            f"there is none at {Path(repo).absolute()}"
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         why = "downloads are off" if offline else "the hub can't be reached from here"

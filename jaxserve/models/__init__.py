@@ -1,1 +1,1 @@
-"""Model families: one file each, pure functions over parameter trees, and the registry that finds them."""
+"""Model families: one module of pure functions over parameter trees each, and the registry that finds them."""

@@ -1,7 +1,7 @@
-"""What a model is, read from Hugging Face's config.json (or the same dict made from GGUF metadata).
+"""Parses a model's config: Hugging Face's config.json, or the same dict made from GGUF metadata.
 
-A field that changes the mathematics and isn't built is refused by name. Fields that are neither known nor plainly
-harmless are refused too; the rest are named in a log line.
+A field that changes the mathematics in a way that isn't supported is refused by name, and so is an unknown field whose
+name suggests that it does. The other unknown fields are named in a log line.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from jaxserve.model_source.fields import (
     HEAD_DIM,
     HEADS,
     LAYERS,
+    NON_NEGATIVE,
     NORM_EPSILON,
     POSITIVE,
+    ROPE_FACTOR,
     ROPE_THETA,
-    STRETCH,
-    WEIGHT,
     WIDTH,
     Fields,
     Range,
-    shown,
+    abbreviate,
 )
 
 logger = logging.getLogger("jaxserve.models")
@@ -34,10 +34,11 @@ logger = logging.getLogger("jaxserve.models")
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of the Llama family. `windows[i]` is the sliding window of layer i, None where it sees everything.
+    """The config of a decoder of the Llama family.
 
-    `shards` is how many parts it is laid out for, and not the checkpoint's: KV heads are repeated and the vocabulary is
-    padded until they can be split into so many.
+    `windows[i]` is the sliding window of layer i in tokens, None for full attention. `shards` is the number of parts
+    that the parameters are laid out for, which the checkpoint doesn't know: KV heads are repeated and the vocabulary is
+    padded until both can be split into that number.
     """
 
     architecture: str
@@ -61,16 +62,16 @@ class ModelConfig:
 
     @property
     def kv_replicas(self) -> int:
-        """How many times each KV head stands, for shards that share it."""
+        """The number of copies of each KV head, one for each shard that shares it."""
         return max(1, self.shards // self.num_kv_heads)
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding and the head, over all shards."""
+        """The rows of the embedding and of the head, over all shards."""
         return -(-self.vocab_size // self.shards) * self.shards
 
     def splits_into(self, shards: int) -> bool:
-        """Whether heads and the MLP can be split into so many parts."""
+        """Return whether heads and the MLP can be split into `shards` parts."""
         kv = self.num_kv_heads
         even = self.num_heads % shards == self.intermediate_size % shards == 0
         return even and (kv % shards == 0 or shards % kv == 0)
@@ -83,7 +84,7 @@ _ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 
-_READ = {
+_SUPPORTED_FIELDS = {
     "architectures",
     "model_type",
     "vocab_size",
@@ -109,7 +110,7 @@ _READ = {
     "quantization_config",
 }
 
-_HARMLESS = {
+_HARMLESS_FIELDS = {
     "_name_or_path",
     "attention_dropout",
     "bos_token_id",
@@ -133,8 +134,8 @@ _HARMLESS = {
     "use_cache",
 }
 
-# A field with one of these in its name may well change the mathematics.
-_SUSPECT = (
+# An unknown field with one of these in its name may well change the mathematics.
+_SUSPECT_WORDS = (
     "act", "alibi", "attn", "attention", "bias", "cap", "clip", "conv", "embed", "expert", "head", "hidden", "layer",
     "logit", "mlp", "moe", "mult", "norm", "parallel", "position", "quant", "residual", "rope", "rotary", "router",
     "scal", "window",
@@ -148,13 +149,15 @@ _ROPE_KEYS = {
 
 
 def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-    """Read a config.json, which stands in the file `where`. Raises `ConfigError` naming what is missing, out of its
-    range, or can't be served."""
+    """Return the config of a model from its config.json, read from the file `where`.
+
+    Raises `ConfigError` naming the field that is missing, out of range or not supported.
+    """
     fields = Fields(raw, where)
     architecture = (fields.texts("architectures") or ["(none)"])[0]
     if architecture not in _ARCHITECTURES:
         raise ConfigError(
-            f"architecture {shown(architecture)} is not supported; supported: {', '.join(sorted(_ARCHITECTURES))}"
+            f"architecture {abbreviate(architecture)} is not supported; supported: {', '.join(sorted(_ARCHITECTURES))}"
         )
     family = _ARCHITECTURES[architecture]
     _refuse_unknown(raw)
@@ -163,7 +166,7 @@ def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mo
     if quantization := fields.object("quantization_config"):
         method = quantization.get("quant_method", "unnamed")
         raise ConfigError(
-            f"quantization_config ({shown(method)}) is not supported yet; use an unquantized checkpoint or a GGUF"
+            f"quantization_config ({abbreviate(method)}) is not supported yet; use an unquantized checkpoint or a GGUF"
         )
     heads = fields.integer("num_attention_heads", HEADS)
     hidden = fields.integer("hidden_size", WIDTH)
@@ -174,7 +177,7 @@ def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mo
         raise ConfigError(f"{where}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
     head_dim = fields.integer("head_dim", HEAD_DIM, hidden // heads)
     if head_dim % 2:
-        raise ConfigError(f"{where}: head_dim={head_dim} is odd: rotary embedding turns pairs of numbers")
+        raise ConfigError(f"{where}: head_dim={head_dim} is odd: rotary embedding rotates pairs of dimensions")
     layers = fields.integer("num_hidden_layers", LAYERS)
     max_position = fields.integer("max_position_embeddings", CONTEXT, 2048)
     biased = fields.boolean("attention_bias", False)
@@ -200,12 +203,18 @@ def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mo
 
 
 def _refuse_unknown(raw: Mapping[str, Any]) -> None:
-    unknown = [k for k in raw if k not in _READ and k not in _HARMLESS and raw[k] not in (None, False, "", [], {})]
-    suspect = sorted(k for k in unknown if any(word in k.lower() for word in _SUSPECT))
+    unknown = [
+        k
+        for k in raw
+        if k not in _SUPPORTED_FIELDS and k not in _HARMLESS_FIELDS and raw[k] not in (None, False, "", [], {})
+    ]
+    suspect = sorted(k for k in unknown if any(word in k.lower() for word in _SUSPECT_WORDS))
     if suspect:
         raise ConfigError(f"config.json has fields that jaxserve does not support: {', '.join(suspect)}")
     if unknown:
-        logger.info("config.json: fields taken as not changing the mathematics: %s", ", ".join(sorted(unknown)))
+        logger.info(
+            "config.json: ignored fields, assumed not to change the mathematics: %s", ", ".join(sorted(unknown))
+        )
 
 
 def _windows(fields: Fields, family: str, layers: int) -> tuple[int | None, ...]:
@@ -233,13 +242,13 @@ def _windows(fields: Fields, family: str, layers: int) -> tuple[int | None, ...]
 
 
 def _rope(fields: Fields, max_position: int, head_dim: int) -> RopeConfig:
-    """transformers 5 writes `rope_parameters`; 4 wrote `rope_theta` beside `rope_scaling`."""
+    """Return the rotary embedding: transformers 5 writes `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`."""
     raw = {**fields.object("rope_scaling"), **fields.object("rope_parameters")}
     scaling = Fields(raw, f"{fields.where}: rope scaling")
     theta = scaling.number("rope_theta", ROPE_THETA, fields.number("rope_theta", ROPE_THETA, 10000.0))
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     if kind not in ("default", "linear", "llama3", "yarn", "factors"):
-        raise ConfigError(f"rope_type {shown(kind)} is not supported; supported: default, linear, llama3, yarn")
+        raise ConfigError(f"rope_type {abbreviate(kind)} is not supported; supported: default, linear, llama3, yarn")
     odd = set(raw) - _ROPE_KEYS
     if odd:
         raise ConfigError(f"rope scaling has fields that jaxserve does not support: {', '.join(sorted(odd))}")
@@ -247,7 +256,7 @@ def _rope(fields: Fields, max_position: int, head_dim: int) -> RopeConfig:
         raise ConfigError(f"partial_rotary_factor={raw['partial_rotary_factor']} is not supported; only 1.0 is")
     original = scaling.integer("original_max_position_embeddings", CONTEXT, max_position)
     if raw.get("factor") is not None:
-        factor = scaling.number("factor", STRETCH)
+        factor = scaling.number("factor", ROPE_FACTOR)
     elif kind in ("linear", "llama3"):
         raise ConfigError(f"rope_type {kind!r} needs a factor")
     else:
@@ -264,8 +273,8 @@ def _rope(fields: Fields, max_position: int, head_dim: int) -> RopeConfig:
         attention_factor=(
             None if raw.get("attention_factor") is None else scaling.number("attention_factor", POSITIVE)
         ),
-        mscale=scaling.number("mscale", WEIGHT, 0.0),
-        mscale_all_dim=scaling.number("mscale_all_dim", WEIGHT, 0.0),
+        mscale=scaling.number("mscale", NON_NEGATIVE, 0.0),
+        mscale_all_dim=scaling.number("mscale_all_dim", NON_NEGATIVE, 0.0),
         truncate=scaling.boolean("truncate", True),
         factors=tuple(scaling.numbers("factors", POSITIVE)),
     )
@@ -275,7 +284,7 @@ def _rope(fields: Fields, max_position: int, head_dim: int) -> RopeConfig:
             raise ConfigError(f"{scaling.where}: {low}={least:g} should be less than {high}={most:g}")
     if kind == "factors" and len(config.factors) != head_dim // 2:
         raise ConfigError(
-            f"{scaling.where}: there are {len(config.factors)} factors, one for each of the {head_dim // 2} "
-            "frequencies is needed"
+            f"{scaling.where}: there are {len(config.factors)} factors; {head_dim // 2} are needed, one for "
+            "each frequency"
         )
     return config

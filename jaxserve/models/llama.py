@@ -1,4 +1,4 @@
-"""The Llama family by configuration: Llama 2 and 3, Mistral, SmolLM2, Qwen2 and 2.5 (biases), Qwen3 (q/k norms)."""
+"""The Llama family; its config covers Llama 2 and 3, Mistral, SmolLM2, Qwen2 and 2.5 (biases), Qwen3 (q/k norms)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from jaxserve.layers.mlp import gated_mlp
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import rotation
 from jaxserve.models.config import ModelConfig
-from jaxserve.params import Initializer, KVSpec, ParamSpec, Placement
+from jaxserve.params import Initializer, KVSpec, ParamSpec, TensorMapping
 from pallas_kernels.paged_attention import Backend, PagedKV
 
 
 @flax.struct.dataclass
 class LayerParams:
-    """Weights of one decoder layer; `gate_up` is `[2, ffn, dim]`."""
+    """The weights of one decoder layer. `gate_up` is `[2, ffn, dim]`."""
 
     attention_norm: Array
     attention: AttentionParams
@@ -37,7 +37,7 @@ class LayerParams:
 
 @flax.struct.dataclass
 class Params:
-    """All weights; `output` is None where the head is the embedding."""
+    """All weights of a model. `output` is None if the head is tied to the embedding."""
 
     embedding: Array
     layers: tuple[LayerParams, ...]
@@ -46,7 +46,7 @@ class Params:
 
 
 def abstract(config: ModelConfig, dtype: np.dtype) -> Params:
-    """The tree of parameters with a `ParamSpec` in the place of each array."""
+    """Return the tree of parameters, with a `ParamSpec` in the place of each array."""
 
     def spec(*dims: tuple[int, str | None], init: Initializer = "normal", **layout: Any) -> Any:
         fan_in = dims[-1][0]
@@ -65,7 +65,7 @@ def abstract(config: ModelConfig, dtype: np.dtype) -> Params:
     replicas = config.kv_replicas
     count = config.num_kv_heads * replicas
     kv_heads, group = (count, "kv_heads"), config.num_heads // count
-    # Keys and values are computed by every replica of their head, queries by one.
+    # Every replica of a KV head computes its keys and values; its queries are divided between the replicas.
     qkv: dict[str, Any] = {"kv_replicas": replicas, "kv_shared": 2}
 
     def layer() -> LayerParams:
@@ -95,54 +95,54 @@ def abstract(config: ModelConfig, dtype: np.dtype) -> Params:
 
 
 def kv_specs(config: ModelConfig) -> tuple[KVSpec, ...]:
-    """One group: windowed layers keep whole sequences too, and mask."""
+    """Return one group for all layers: layers with a sliding window also keep whole sequences, and mask."""
     return (KVSpec(config.num_layers, config.num_kv_heads * config.kv_replicas, config.head_dim),)
 
 
-def placements(config: ModelConfig) -> dict[str, Placement]:
-    """Where each checkpoint tensor goes, by its Hugging Face name."""
+def tensor_mappings(config: ModelConfig) -> dict[str, TensorMapping]:
+    """Return the mapping of each checkpoint tensor to its parameter, by Hugging Face name."""
     dim, ffn, vocab, head = config.hidden_size, config.intermediate_size, config.vocab_size, config.head_dim
     kv_heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
-    places = {
-        "model.embed_tokens.weight": Placement(("embedding",), (vocab, dim), (0, 0)),
-        "model.norm.weight": Placement(("norm",), (dim,), (0,)),
+    mappings = {
+        "model.embed_tokens.weight": TensorMapping(("embedding",), (vocab, dim), (0, 0)),
+        "model.norm.weight": TensorMapping(("norm",), (dim,), (0,)),
     }
     if not config.tie_word_embeddings:
-        places["lm_head.weight"] = Placement(("output",), (vocab, dim), (0, 0))
+        mappings["lm_head.weight"] = TensorMapping(("output",), (vocab, dim), (0, 0))
     for i in range(config.num_layers):
         at, name = ("layers", i), f"model.layers.{i}."
         attn, mlp = (*at, "attention"), f"{name}mlp."
-        places[f"{name}input_layernorm.weight"] = Placement((*at, "attention_norm"), (dim,), (0,))
-        places[f"{name}post_attention_layernorm.weight"] = Placement((*at, "mlp_norm"), (dim,), (0,))
+        mappings[f"{name}input_layernorm.weight"] = TensorMapping((*at, "attention_norm"), (dim,), (0,))
+        mappings[f"{name}post_attention_layernorm.weight"] = TensorMapping((*at, "mlp_norm"), (dim,), (0,))
         for part, rows, start in (("q", group, 0), ("k", 1, group), ("v", 1, group + 1)):
             proj = f"{name}self_attn.{part}_proj."
-            places[f"{proj}weight"] = Placement((*attn, "qkv"), (kv_heads, rows, head, dim), (0, start, 0, 0))
+            mappings[f"{proj}weight"] = TensorMapping((*attn, "qkv"), (kv_heads, rows, head, dim), (0, start, 0, 0))
             if config.qkv_bias:
-                places[f"{proj}bias"] = Placement((*attn, "qkv_bias"), (kv_heads, rows, head), (0, start, 0))
+                mappings[f"{proj}bias"] = TensorMapping((*attn, "qkv_bias"), (kv_heads, rows, head), (0, start, 0))
         proj = f"{name}self_attn.o_proj."
-        places[f"{proj}weight"] = Placement((*attn, "output"), (dim, kv_heads, group, head), (0, 0, 0, 0))
+        mappings[f"{proj}weight"] = TensorMapping((*attn, "output"), (dim, kv_heads, group, head), (0, 0, 0, 0))
         if config.output_bias:
-            places[f"{proj}bias"] = Placement((*attn, "output_bias"), (dim,), (0,))
+            mappings[f"{proj}bias"] = TensorMapping((*attn, "output_bias"), (dim,), (0,))
         if config.qk_norm:
-            places[f"{name}self_attn.q_norm.weight"] = Placement((*attn, "q_norm"), (head,), (0,))
-            places[f"{name}self_attn.k_norm.weight"] = Placement((*attn, "k_norm"), (head,), (0,))
+            mappings[f"{name}self_attn.q_norm.weight"] = TensorMapping((*attn, "q_norm"), (head,), (0,))
+            mappings[f"{name}self_attn.k_norm.weight"] = TensorMapping((*attn, "k_norm"), (head,), (0,))
         for part, start in (("gate", 0), ("up", 1)):
-            places[f"{mlp}{part}_proj.weight"] = Placement((*at, "gate_up"), (1, ffn, dim), (start, 0, 0))
+            mappings[f"{mlp}{part}_proj.weight"] = TensorMapping((*at, "gate_up"), (1, ffn, dim), (start, 0, 0))
             if config.mlp_bias:
-                places[f"{mlp}{part}_proj.bias"] = Placement((*at, "gate_up_bias"), (1, ffn), (start, 0))
-        places[f"{mlp}down_proj.weight"] = Placement((*at, "down"), (dim, ffn), (0, 0))
+                mappings[f"{mlp}{part}_proj.bias"] = TensorMapping((*at, "gate_up_bias"), (1, ffn), (start, 0))
+        mappings[f"{mlp}down_proj.weight"] = TensorMapping((*at, "down"), (dim, ffn), (0, 0))
         if config.mlp_bias:
-            places[f"{mlp}down_proj.bias"] = Placement((*at, "down_bias"), (dim,), (0,))
-    return places
+            mappings[f"{mlp}down_proj.bias"] = TensorMapping((*at, "down_bias"), (dim,), (0,))
+    return mappings
 
 
 def ignored(name: str) -> bool:
-    """Checkpoint tensors that carry nothing: frequencies that are computed, and the copy of a tied head."""
+    """Return whether a checkpoint tensor is not needed: frequencies, which are computed, or the copy of a tied head."""
     return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
 
 
 def embed(params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
-    """Token ids to vectors; apart from `forward`, so that rows can be overridden."""
+    """Return the embeddings of the batch's tokens; separate from `forward`, so that rows can be overridden."""
     return embedding.embed(batch.tokens, params.embedding)
 
 
@@ -154,12 +154,15 @@ def forward(
     kv: PagedKV,
     backend: Backend,
 ) -> tuple[Float[Array, "tokens dim"], PagedKV]:
-    """The layers and the last norm: vectors to hidden states. Unrolled, so that each layer's pages alias in place."""
-    turn = rotation(batch.positions, config.rope, config.head_dim)
+    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache.
+
+    The loop over layers is unrolled, so that each layer's pages are updated in place.
+    """
+    rope = rotation(batch.positions, config.rope, config.head_dim)
     for i, layer in enumerate(params.layers):
         settings = AttentionSettings(config.windows[i], config.norm_eps, backend)
         with jax.named_scope(f"layer_{i}"):
-            x, kv = _layer(x, layer, batch, kv, jnp.int32(i), turn, settings)
+            x, kv = _layer(x, layer, batch, kv, jnp.int32(i), rope, settings)
     with jax.named_scope("final_norm"):
         return rms_norm(x, params.norm, config.norm_eps), kv
 
@@ -171,17 +174,17 @@ def _layer(
     batch: TokenBatch,
     kv: PagedKV,
     index: Int[Array, ""],
-    turn: tuple[Array, Array],
+    rope: tuple[Array, Array],
     settings: AttentionSettings,
 ) -> tuple[Float[Array, "tokens dim"], PagedKV]:
-    """One decoder layer; jitted so that it is traced once for all layers, and inlined by the compiler."""
+    """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
     normed = rms_norm(x, params.attention_norm, settings.norm_eps)
-    attended, kv = self_attention(normed, params.attention, batch, kv, index, turn, settings)
+    attended, kv = self_attention(normed, params.attention, batch, kv, index, rope, settings)
     x = x + attended
     normed = rms_norm(x, params.mlp_norm, settings.norm_eps)
     return x + gated_mlp(normed, params.gate_up, params.down, params.gate_up_bias, params.down_bias), kv
 
 
 def head(params: Params, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:
-    """Hidden states to logits, float32."""
+    """Return the logits of hidden states, in float32."""
     return embedding.logits(hidden, params.embedding if params.output is None else params.output)

@@ -1,4 +1,4 @@
-"""Finds the family that serves an architecture."""
+"""Maps each supported architecture to the model family that implements it."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ _FAMILIES: dict[str, ModuleType] = {
 
 
 def family(config: ModelConfig) -> ModuleType:
-    """The module with `abstract, kv_specs, placements, ignored, embed, forward, head` for a parsed config."""
+    """Return the module with `abstract, kv_specs, tensor_mappings, ignored, embed, forward, head` for a config."""
     return _FAMILIES[config.architecture]

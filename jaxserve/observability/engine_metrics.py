@@ -1,6 +1,6 @@
-"""The engine's own statistics as Prometheus families, read at the moment of a scrape.
+"""The engine's statistics as Prometheus metric families, read at each scrape.
 
-Owns their names: vLLM's and SGLang's where they have one, both where they differ, under our prefix. Owns no numbers.
+Owns their names: those of vLLM and SGLang if they have one, both if they differ, with our prefix. Owns no numbers.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from jaxserve.observability.throughput import Throughput
 PREFIX = "jaxserve:"
 
 type Reading = tuple[EngineInfo, EngineStats]
+type ValuesByLabels = dict[tuple[str, ...], float]
 type Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
 
-_NOTHING = EngineInfo(
+_NO_ENGINE = EngineInfo(
     max_model_len=0,
     vocab_size=0,
     page_size=0,
@@ -42,17 +43,17 @@ _GAUGES: tuple[tuple[tuple[str, ...], str, Callable[[EngineInfo, EngineStats], f
     (("num_requests_waiting", "num_queue_reqs"), "Requests that wait for a slot", lambda i, s: s.num_waiting),
     (
         ("token_usage", "kv_cache_usage_perc"),
-        "Share of the KV cache in use, 0 to 1; cached pages that nobody uses count as free",
+        "Share of the KV cache in use, 0 to 1; cached pages that no request uses count as free",
         lambda i, s: s.token_usage,
     ),
     (
         ("num_used_tokens",),
-        "Tokens of KV cache in use, by whole pages",
+        "Tokens of KV cache in use, counted in whole pages",
         lambda i, s: (s.num_pages - s.num_free_pages - s.num_evictable_pages) * i.page_size,
     ),
     (
         ("num_evictable_tokens",),
-        "Tokens of KV cache that are cached, unused, and given up when room is needed",
+        "Tokens of KV cache that are cached but unused; they are evicted when room is needed",
         lambda i, s: s.num_evictable_pages * i.page_size,
     ),
     (
@@ -74,13 +75,13 @@ _GAUGES: tuple[tuple[tuple[str, ...], str, Callable[[EngineInfo, EngineStats], f
     ),
     (
         ("working_memory_bytes",),
-        "Memory of each device that the programs take while they run: the compiler's figure and a margin where memory "
-        "bounds the KV cache, else an estimate",
+        "Memory of each device that the programs take while they run: the compiler's figure plus a margin if memory "
+        "limits the KV cache, else an estimate",
         lambda i, s: i.working_bytes,
     ),
     (
         ("kv_cache_memory_bound",),
-        "1 where more memory would have made the KV cache larger",
+        "1 if more memory would make the KV cache larger, else 0",
         lambda i, s: float(i.memory_bound),
     ),
     (
@@ -90,12 +91,12 @@ _GAUGES: tuple[tuple[tuple[str, ...], str, Callable[[EngineInfo, EngineStats], f
     ),
     (
         ("cache_hit_rate",),
-        "Share of all prompt tokens so far that the prefix cache had, 0 to 1",
+        "Share of all prompt tokens so far that were found in the prefix cache, 0 to 1",
         lambda i, s: _share(s.cache_hit_tokens, s.cache_query_tokens),
     ),
     (
         ("spec_accept_length",),
-        "Tokens that a decode step brings a request, on average; 1 where nothing is drafted",
+        "Tokens that a decode step generates per request, on average; 1 without speculative decoding",
         lambda i, s: 1.0,
     ),
 )
@@ -104,22 +105,22 @@ _COUNTERS: tuple[tuple[tuple[str, ...], str, Callable[[EngineInfo, EngineStats],
     (("generation_tokens",), "Tokens generated", lambda i, s: s.generation_tokens),
     (
         ("prefix_cache_queries",),
-        "Prompt tokens looked up in the prefix cache, once a request",
+        "Prompt tokens looked up in the prefix cache, once per request",
         lambda i, s: s.cache_query_tokens,
     ),
     (
         ("prefix_cache_hits", "cached_tokens"),
-        "Prompt tokens found in the prefix cache; what is computed again after a retraction never counts",
+        "Prompt tokens found in the prefix cache; tokens computed again after a retraction never count",
         lambda i, s: s.cache_hit_tokens,
     ),
     (
         ("num_preemptions",),
-        "Running requests sent back to the queue, for want of KV cache or for a higher priority",
+        "Running requests sent back to the queue, for lack of KV cache or for a higher priority",
         lambda i, s: s.num_preemptions,
     ),
     (
         ("num_retracted_reqs",),
-        "Running requests sent back to the queue for want of KV cache",
+        "Running requests sent back to the queue for lack of KV cache",
         lambda i, s: s.num_retractions,
     ),
     (
@@ -142,8 +143,11 @@ _COUNTERS: tuple[tuple[tuple[str, ...], str, Callable[[EngineInfo, EngineStats],
 
 
 class EngineCollector:
-    """`reading` gives what the engine is and how it stands, None while there is none; `cache_config` are the settings
-    of the KV cache to be told beside its sizes."""
+    """Collects the engine's metrics.
+
+    `reading` returns the engine's facts and statistics, or None while there is no engine; `cache_config` holds settings
+    of the KV cache that are reported together with its sizes.
+    """
 
     def __init__(
         self,
@@ -158,40 +162,43 @@ class EngineCollector:
         self._throughput = throughput
 
     def collect(self) -> Iterator[Family]:
-        """The families as Prometheus wants them."""
-        info, stats = self._reading() or (_NOTHING, EngineStats())
+        """Yield the metric families, as Prometheus's registry asks for them."""
+        info, stats = self._reading() or (_NO_ENGINE, EngineStats())
         for names, text, value in _GAUGES:
             for name in names:
-                yield self._gauge(name, text, value(info, stats))
+                yield self._family(GaugeMetricFamily, name, text, {(): value(info, stats)})
         for names, text, count in _COUNTERS:
             for name in names:
-                yield self._counter(name, text, count(info, stats))
+                yield self._family(CounterMetricFamily, name, text, {(): count(info, stats)})
+        text = "Tokens generated per second, over the last 10 s"
         for name in ("gen_throughput", "avg_generation_throughput_toks_per_s"):
-            yield self._gauge(name, "Tokens generated a second, over the last 10 s", self._throughput.generation())
-        text = "Prompt tokens processed a second, over the last 10 s"
-        yield self._gauge("avg_prompt_throughput_toks_per_s", text, self._throughput.prompt())
-        yield from self._labelled(stats)
-        yield self._info("engine_info", "What is served, always 1", _engine_labels(info))
+            yield self._family(GaugeMetricFamily, name, text, {(): self._throughput.generation()})
+        text = "Prompt tokens processed per second, over the last 10 s"
+        rate = self._throughput.prompt()
+        yield self._family(GaugeMetricFamily, "avg_prompt_throughput_toks_per_s", text, {(): rate})
+        yield from self._labelled_families(stats)
+        yield self._info("engine_info", "The engine's settings, always 1", _engine_labels(info))
         text = "Sizes and settings of the KV cache, always 1"
         yield self._info("cache_config_info", text, _cache_labels(info) | dict(self._cache_config))
         yield self._step_tokens(stats)
 
-    def _labelled(self, s: EngineStats) -> Iterator[Family]:
-        waiting = {"capacity": s.num_waiting - s.num_deferred, "deferred": s.num_deferred}
-        text = "Requests that wait: for room, or for a prefix that another one is computing"
-        yield self._gauges("num_requests_waiting_by_reason", text, "reason", waiting)
-        steps = {"True": s.decode_steps - s.coarse_decode_steps, "False": s.coarse_decode_steps}
-        text = "Decode steps within the finely spaced programs of --cuda-graph-max-bs (True) and beyond (False)"
-        yield self._counters("decode_steps", text, "cuda_graph", steps)
-        used = {"decode": s.decode_rows, "mixed": s.mixed_tokens}
-        sizes = {"decode": s.decode_bucket_rows, "mixed": s.mixed_bucket_tokens}
-        text = "Rows of decode programs, and tokens of mixed ones, that were put to use"
-        yield self._counters("bucket_used", text, "kind", used)
-        padding = {kind: sizes[kind] - used[kind] for kind in used}
-        yield self._counters("bucket_padding", "Rows, and tokens, of those programs that were padding", "kind", padding)
-        shares = {kind: _share(used[kind], sizes[kind]) for kind in used}
-        text = "Share of those rows, and tokens, that were put to use so far, 0 to 1"
-        yield self._gauges("bucket_occupancy", text, "kind", shares)
+    def _labelled_families(self, s: EngineStats) -> Iterator[Family]:
+        waiting: ValuesByLabels = {("capacity",): s.num_waiting - s.num_deferred, ("deferred",): s.num_deferred}
+        text = "Waiting requests: for room, or for a prefix that another request is computing"
+        yield self._family(GaugeMetricFamily, "num_requests_waiting_by_reason", text, waiting, "reason")
+        steps: ValuesByLabels = {("True",): s.decode_steps - s.coarse_decode_steps, ("False",): s.coarse_decode_steps}
+        text = "Decode steps within the finely spaced programs of --cuda-graph-max-bs (True) or beyond them (False)"
+        yield self._family(CounterMetricFamily, "decode_steps", text, steps, "cuda_graph")
+        used: ValuesByLabels = {("decode",): s.decode_rows, ("mixed",): s.mixed_tokens}
+        sizes: ValuesByLabels = {("decode",): s.decode_bucket_rows, ("mixed",): s.mixed_bucket_tokens}
+        text = "Rows of decode programs, and tokens of mixed ones, that were used"
+        yield self._family(CounterMetricFamily, "bucket_used", text, used, "kind")
+        padding: ValuesByLabels = {kind: sizes[kind] - used[kind] for kind in used}
+        text = "Rows of decode programs, and tokens of mixed ones, that were padding"
+        yield self._family(CounterMetricFamily, "bucket_padding", text, padding, "kind")
+        shares: ValuesByLabels = {kind: _share(used[kind], sizes[kind]) for kind in used}
+        text = "Share of the rows of decode programs, and of the tokens of mixed ones, that were used so far, 0 to 1"
+        yield self._family(GaugeMetricFamily, "bucket_occupancy", text, shares, "kind")
 
     def _step_tokens(self, s: EngineStats) -> Family:
         text = "Tokens that a step of the engine computed, of prompts and outputs"
@@ -202,34 +209,24 @@ class EngineCollector:
         return family
 
     def _info(self, name: str, text: str, labels: Mapping[str, str]) -> Family:
-        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name", *labels])
-        family.add_metric([self._model_name, *labels.values()], 1.0)
-        return family
+        return self._family(GaugeMetricFamily, name, text, {tuple(labels.values()): 1.0}, *labels)
 
-    def _gauge(self, name: str, text: str, value: float) -> Family:
-        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> Family:
-        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
-
-    def _gauges(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Family:
-        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name", label])
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        text: str,
+        values: ValuesByLabels,
+        *labels: str,
+    ) -> Family:
+        """Return a family of a value for each tuple of values of `labels`, in their order."""
+        family = kind(PREFIX + name, text, labels=["model_name", *labels])
         for key, value in values.items():
-            family.add_metric([self._model_name, key], value)
-        return family
-
-    def _counters(self, name: str, text: str, label: str, values: Mapping[str, int]) -> Family:
-        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", label])
-        for key, value in values.items():
-            family.add_metric([self._model_name, key], value)
+            family.add_metric([self._model_name, *key], value)
         return family
 
 
-def _share(part: int, whole: int) -> float:
+def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
@@ -246,7 +243,7 @@ def _engine_labels(info: EngineInfo) -> dict[str, str]:
 
 
 def _cache_labels(info: EngineInfo) -> dict[str, str]:
-    """Under vLLM's names, by which autoscalers and routers find the capacity."""
+    """Return the labels under vLLM's names, from which autoscalers and routers read the capacity."""
     return {
         "block_size": str(info.page_size),
         "num_gpu_blocks": str(info.num_pages),

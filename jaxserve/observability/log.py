@@ -1,6 +1,6 @@
-"""How jaxserve's log lines look: one format for every process, and the two lines that tell the state of the batch.
+"""The format of jaxserve's log lines, the same in every process, and the two lines that show the state of the batch.
 
-It owns the handler of the `jaxserve` logger and nothing else: other libraries keep their own loggers and levels.
+Owns only the handler of the `jaxserve` logger: other libraries keep their own loggers and levels.
 """
 
 from __future__ import annotations
@@ -13,23 +13,26 @@ _TIME = "%Y-%m-%d %H:%M:%S"
 
 
 def setup(level: str, process: str = "") -> None:
-    """Write lines of `jaxserve` loggers from `level` (debug, info, warning, error) up to stderr; may be repeated.
+    """Write the lines of `jaxserve` loggers from `level` (debug, info, warning, error) up to stderr.
 
-    Each says which `process` it is from, where there are several of a kind.
+    May be called again. Each line names `process` if it is given, for kinds of processes that run several times.
     """
     logger = logging.getLogger("jaxserve")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(_FORMAT.format(f" {process}" if process else ""), _TIME))
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
-    # A root handler of somebody else would write every line a second time.
+    # Else a handler of the root logger, set by another library, would write every line a second time
     logger.propagate = False
 
 
 def prefill_line(
     *, new_seq: int, new_token: int, cached_token: int, token_usage: float, running: int, queued: int, hit_rate: float
 ) -> str:
-    """The line of a step that computes prompts; `hit_rate` is that of all prompts since the start, 0 to 1."""
+    """Return the log line of a step that computes prompts.
+
+    `hit_rate` is the cache hit rate of all prompts since the start, 0 to 1.
+    """
     return (
         f"Prefill batch. #new-seq: {new_seq}, #new-token: {new_token}, #cached-token: {cached_token}, "
         f"token usage: {token_usage:.2f}, #running-req: {running}, #queue-req: {queued}, cache hit rate: {hit_rate:.2%}"
@@ -47,10 +50,10 @@ def decode_line(
     bucket: int,
     padding: float,
 ) -> str:
-    """The line that sums up the decode steps since the one before; `throughput` is in tokens a second.
+    """Return the log line of the decode steps since the previous such line.
 
-    `bucket` is the size of the program that ran last, `fine` whether it is one of the finely spaced ones, `padding` the
-    share of empty rows since the last line.
+    `throughput` is in tokens per second. `bucket` is the size of the program that ran last and `fine` whether it is one
+    of the finely spaced ones; `padding` is the share of empty rows since the previous line.
     """
     return (
         f"Decode batch. #running-req: {running}, #token: {tokens}, token usage: {token_usage:.2f}, "

@@ -1,7 +1,7 @@
-"""The Prometheus metrics. Owns the registry of the API process and how a request's times are counted.
+"""The Prometheus metrics of a server. Owns the registry of the API process, and measures the latencies of requests.
 
-The engine's own numbers are read when somebody scrapes (`engine_metrics`); latencies are measured here, where a
-client's wait is. Nothing global: two servers in one process have two registries.
+The engine's own numbers are read at each scrape (`engine_metrics`). Latencies are measured here, in the process that
+answers the client. Nothing is global: two servers in one process have two registries.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxserve.observability.throughput import Throughput
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# vLLM's buckets, in seconds, so that its dashboards fit.
+# vLLM's buckets, in seconds, so that its dashboards can be used.
 TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -34,16 +34,19 @@ E2E_BUCKETS = (
 N_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 TOKEN_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
-# Names that the same histogram also has in other engines' dashboards.
-_ALSO = {
+# Second names of some histograms, used by other engines' dashboards.
+_SECOND_NAMES = {
     "inter_token_latency_seconds": "time_per_output_token_seconds",
     "request_queue_time_seconds": "queue_time_seconds",
 }
 
 
 class Metrics:
-    """The metrics of one server. `reading` gives the engine's latest, or None while there is no engine; `cache_config`
-    are settings of the KV cache for `cache_config_info`."""
+    """The metrics of one server.
+
+    `reading` returns the engine's latest statistics, or None while there is no engine; `cache_config` holds settings of
+    the KV cache for `cache_config_info`.
+    """
 
     def __init__(
         self, model_name: str, reading: Callable[[], Reading | None], cache_config: Mapping[str, str] | None = None
@@ -55,8 +58,8 @@ class Metrics:
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             family = Histogram(PREFIX + name, text, ["model_name"], buckets=buckets, registry=self.registry)
-            if name in _ALSO:
-                self.registry.register(_Renamed(family, PREFIX + name, PREFIX + _ALSO[name]))
+            if name in _SECOND_NAMES:
+                self.registry.register(_RenamedHistogram(family, PREFIX + name, PREFIX + _SECOND_NAMES[name]))
             return family.labels(model_name)
 
         self.ttft = histogram("time_to_first_token_seconds", "From request to first token", TTFT_BUCKETS)
@@ -65,7 +68,9 @@ class Metrics:
             "request_time_per_output_token_seconds", "A request's mean time between two tokens", ITL_BUCKETS
         )
         self.e2e = histogram("e2e_request_latency_seconds", "From request to last token", E2E_BUCKETS)
-        self.queue = histogram("request_queue_time_seconds", "In the engine, before the first run", TTFT_BUCKETS)
+        self.queue = histogram(
+            "request_queue_time_seconds", "Waiting in the engine, before the first run", TTFT_BUCKETS
+        )
         self.prefill = histogram("request_prefill_time_seconds", "From the first run to the first token", TTFT_BUCKETS)
         self.decode = histogram("request_decode_time_seconds", "From the first token to the last", E2E_BUCKETS)
         self.inference = histogram(
@@ -74,39 +79,39 @@ class Metrics:
         self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS)
         self.generation_tokens = histogram("request_generation_tokens", "Tokens generated for a request", TOKEN_BUCKETS)
         self.max_tokens = histogram("request_params_max_tokens", "max_tokens of a sequence", TOKEN_BUCKETS)
-        self.n = histogram("request_params_n", "Samples asked for of a prompt", N_BUCKETS)
+        self.n = histogram("request_params_n", "Samples requested for a prompt", N_BUCKETS)
         finished = Counter(
             f"{PREFIX}request_success",
-            "Sequences that ended, by the reason why",
+            "Sequences that ended, by finish reason",
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
         self.finished = {reason: finished.labels(model_name, reason.value) for reason in FinishReason}
 
     def clock(self, arrival: float, request: EngineRequest) -> SequenceClock:
-        """The times of one sequence that is submitted now and whose request came at `arrival` (`perf_counter()`)."""
+        """Return the clock of a sequence that is submitted now; its request arrived at `arrival` (`perf_counter()`)."""
         return SequenceClock(self, arrival, request)
 
     @property
     def generation_throughput(self) -> float:
-        """Tokens generated a second, of late."""
+        """The tokens generated per second, over the last seconds."""
         return self._throughput.generation()
 
     def tick(self) -> None:
-        """To be called about once a second: throughputs are differences of readings."""
+        """Record a reading for the throughputs. Call it about once a second."""
         reading = self._reading()
         if reading is not None:
             self._throughput.record(time.perf_counter(), reading[1])
 
     def render(self) -> bytes:
-        """Prometheus' text format."""
+        """Return all metrics in Prometheus's text format."""
         self.tick()
         text: bytes = generate_latest(self.registry)
         return text
 
 
 class SequenceClock:
-    """Measures one sequence. Every sequence ends in exactly one `end`; later ones change nothing."""
+    """Measures the latencies of one sequence. Only the first `record_end` counts."""
 
     __slots__ = (
         *("_arrival", "_ended", "_first", "_last", "_metrics", "_num_tokens"),
@@ -124,8 +129,11 @@ class SequenceClock:
         self._last = 0.0
         self._ended = False
 
-    def tokens(self, count: int, queue_seconds: float | None = None) -> None:
-        """`count` tokens have come at once; the first time with the seconds that the request waited in the engine."""
+    def record_tokens(self, count: int, queue_seconds: float | None = None) -> None:
+        """Record `count` tokens that arrived at once.
+
+        The first call gives the seconds that the request waited in the engine's queue.
+        """
         if queue_seconds is not None:
             self._metrics.queue.observe(queue_seconds)
             self._started = self._submitted + queue_seconds
@@ -145,8 +153,8 @@ class SequenceClock:
                 self._metrics.itl.observe(gap)
             self._last = now
 
-    def end(self, reason: FinishReason) -> None:
-        """The sequence has ended."""
+    def record_end(self, reason: FinishReason) -> None:
+        """Record the end of the sequence."""
         if self._ended:
             return
         self._ended = True
@@ -169,8 +177,8 @@ class SequenceClock:
             metrics.inference.observe(max(self._last - self._started, 0.0))
 
 
-class _Renamed:
-    """The samples of a histogram under a second name."""
+class _RenamedHistogram:
+    """Collects the samples of a histogram under a second name."""
 
     def __init__(self, histogram: Histogram, name: str, second_name: str) -> None:
         self._histogram = histogram

@@ -1,4 +1,4 @@
-"""One look at a running server's metrics, as `jaxserve doctor` takes it. Owns which ones it reads; fetches nothing."""
+"""Parses the metrics of a running server, for `jaxserve doctor`. Owns which metrics are read; fetches nothing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from jaxserve.observability.engine_metrics import PREFIX
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:
-    """The server at `seconds` after the first look. `problem` is why it serves no more; its numbers are then the last
-    ones there were. Decode rows are those of the programs that ran: `decode_used` by sequences, the rest padding."""
+    """The state of a server `seconds` after the first sample.
+
+    `problem` is the reason why the server has stopped serving; the numbers are then its last ones. `decode_used` and
+    `decode_padding` count the rows of the decode programs that ran: those of sequences, and padding.
+    """
 
     seconds: float
     running: int
@@ -38,8 +41,10 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How the server was started, None where it does not say; memory in bytes of each device. Samples are of all
-    `num_ranks` data-parallel ranks, settings of each."""
+    """The settings of a server; None if the server doesn't report them. Memory is in bytes per device.
+
+    Settings apply to each of the `num_ranks` data-parallel ranks; samples count all ranks.
+    """
 
     schedule_policy: str | None = None
     schedule_conservativeness: float | None = None
@@ -49,13 +54,13 @@ class Settings:
     num_ranks: int = 1
 
 
-_MEMORY = ("available_gpu_mem_bytes", "working_memory_bytes", "kv_cache_memory_bound")
+_MEMORY_METRICS = ("available_gpu_mem_bytes", "working_memory_bytes", "kv_cache_memory_bound")
 
 
 def read_sample(metrics: str, seconds: float, problem: str | None = None) -> Sample:
-    """A sample out of the text of /metrics. Raises `JaxserveError` when it is not that of a jaxserve."""
+    """Return a sample from the text of /metrics. Raises `JaxserveError` if it isn't that of a jaxserve server."""
     values = {
-        (sample.name.removeprefix(PREFIX), frozenset(sample.labels.items()) - _model(sample.labels)): sample.value
+        (sample.name.removeprefix(PREFIX), frozenset(sample.labels.items()) - _model_label(sample.labels)): sample.value
         for family in text_string_to_metric_families(metrics)
         for sample in family.samples
         if sample.name.startswith(PREFIX)
@@ -90,14 +95,14 @@ def read_sample(metrics: str, seconds: float, problem: str | None = None) -> Sam
 
 
 def read_settings(metrics: str, server_info: Mapping[str, Any] | None) -> Settings:
-    """What /metrics says of the settings, and /server_info where it could be read."""
+    """Return the settings that /metrics reports, and those of /server_info if it could be read."""
     found = {
         sample.name.removeprefix(PREFIX): sample
         for family in text_string_to_metric_families(metrics)
         for sample in family.samples
-        if sample.name.removeprefix(PREFIX) in ("engine_info", *_MEMORY)
+        if sample.name.removeprefix(PREFIX) in ("engine_info", *_MEMORY_METRICS)
     }
-    free, working, bound = (found[name].value if name in found else 0 for name in _MEMORY)
+    free, working, bound = (found[name].value if name in found else 0 for name in _MEMORY_METRICS)
     config = (server_info or {}).get("engine_config") or {}
     return Settings(
         found["engine_info"].labels["schedule_policy"] if "engine_info" in found else None,
@@ -109,5 +114,5 @@ def read_settings(metrics: str, server_info: Mapping[str, Any] | None) -> Settin
     )
 
 
-def _model(labels: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+def _model_label(labels: Mapping[str, str]) -> frozenset[tuple[str, str]]:
     return frozenset(item for item in labels.items() if item[0] == "model_name")

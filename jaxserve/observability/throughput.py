@@ -1,4 +1,4 @@
-"""Tokens a second over the last moments, from readings of counters that only grow. Owns the readings; no clock."""
+"""Computes recent tokens per second from readings of counters that only grow. Reads no clock itself."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections import deque
 from jaxserve.api_types import EngineStats
 
 WINDOW = 10.0
-"""Seconds that a rate looks back."""
+"""The seconds that a rate spans."""
 
 
 class Throughput:
-    """Readings come at least once a second while it matters; a rate spans the last `WINDOW` of them."""
+    """The rates over the last `WINDOW` seconds. Needs a reading at least once a second."""
 
     def __init__(self) -> None:
         self._readings: deque[tuple[float, EngineStats]] = deque()
 
     def record(self, now: float, stats: EngineStats) -> None:
-        """Take a reading of the time `now`, in seconds."""
+        """Add a reading at the time `now`, in seconds."""
         readings = self._readings
         readings.append((now, stats))
         while len(readings) > 2 and readings[1][0] <= now - WINDOW:
             readings.popleft()
 
     def prompt(self) -> float:
-        """Prompt tokens a second, cached ones included."""
+        """Return the prompt tokens per second, cached ones included."""
         return self._rate("prompt_tokens")
 
     def generation(self) -> float:
-        """Generated tokens a second."""
+        """Return the generated tokens per second."""
         return self._rate("generation_tokens")
 
     def _rate(self, counter: str) -> float:

@@ -1,6 +1,6 @@
-"""What the engine's thread does when, as named spans that go nowhere until somebody watches.
+"""Marks what the engine's thread does as named spans, which are recorded only while a profiler watches.
 
-It owns the names and the switch. Who watches, and what becomes of a span, is the watcher's: a profiler's annotations.
+Owns the names of the spans and the switch. The watcher decides what a span does, such as writing a profiler annotation.
 """
 
 from __future__ import annotations
@@ -10,27 +10,30 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 HOST_PHASES = ("plan", "build", "dispatch", "wait", "commit", "serialize")
-"""Of a step: decide it, make its input, start it, wait for its tokens, book them, tell the clients."""
+"""The phases of a step: decide on it, build its input, start it, wait for its tokens, record them, send them out."""
 
 type Span = Callable[[str], AbstractContextManager[object]]
 
-_NOTHING = contextlib.nullcontext()
+_NO_SPAN = contextlib.nullcontext()
 
 
-def _unwatched(_: str) -> AbstractContextManager[object]:
-    return _NOTHING
+def _no_span(_: str) -> AbstractContextManager[object]:
+    return _NO_SPAN
 
 
 class Timeline:
-    """`with timeline.span("plan"): …` around each phase of a step; unwatched, it costs less than a microsecond."""
+    """Marks each phase of a step by `with timeline.span("plan"): …`.
+
+    A span costs less than a microsecond while nothing watches.
+    """
 
     def __init__(self) -> None:
-        self.span: Span = _unwatched
+        self.span: Span = _no_span
 
     def watch(self, span: Span) -> None:
-        """From the next span on, enter what `span` makes of its name."""
+        """From the next span on, enter the context manager that `span` returns for its name."""
         self.span = span
 
     def unwatch(self) -> None:
-        """From the next span on, nothing is made any more."""
-        self.span = _unwatched
+        """From the next span on, record nothing."""
+        self.span = _no_span

@@ -1,6 +1,6 @@
-"""Weights that are kept quantized: which of a model's are, and its tree of parameters with them in it."""
+"""Packed weights: chooses which weights of a model are packed, and builds its parameter tree with them."""
 
-from jaxserve.quant.formats import EMBEDDING, HEAD, Packing, Stored, choose
-from jaxserve.quant.transform import pack, packed_weights
+from jaxserve.quant.formats import EMBEDDING, HEAD, StoredTypes, WeightPacking, choose_packing
+from jaxserve.quant.transform import pack_specs, packed_weights
 
-__all__ = ["EMBEDDING", "HEAD", "Packing", "Stored", "choose", "pack", "packed_weights"]
+__all__ = ["EMBEDDING", "HEAD", "StoredTypes", "WeightPacking", "choose_packing", "pack_specs", "packed_weights"]

@@ -1,7 +1,7 @@
-"""Which linear layers of a model are packed, in how many bits, and why not in the blocks of the file where none is.
+"""Chooses which linear layers of a model are packed, and in how many bits.
 
-On a CPU all are that can be: what is in blocks as it is, what isn't in 16 bits, which changes no number. Decided from
-types and shapes alone, before anything is read: what is stored, and what multiplies by it.
+On a CPU every weight that can be packed is: quantized blocks of the file keep their bits, other weights are packed in
+16 bits, which changes no number. The choice needs only types and shapes, so it is made before any weight is read.
 """
 
 from __future__ import annotations
@@ -16,29 +16,32 @@ import jax
 import numpy as np
 
 from jaxserve.errors import ConfigError
-from jaxserve.params import ParamSpec, Path, Placement, path_of
+from jaxserve.params import ParamSpec, Path, TensorMapping, path_of
 from pallas_kernels.cpu import refusal
 from pallas_kernels.packed_matmul import BLOCK, STRIP, Bits
 
 BITS: Mapping[str, Bits] = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 8, "Q5_1": 8, "Q5_K": 8, "Q8_0": 8}
-"""Bits in which a stored type is packed; a type that isn't here is dequantized, or was never quantized."""
+"""The bits in which each stored type is packed; other types are dequantized, or were never quantized."""
 
 HEAD: Path = ("output",)
 EMBEDDING: Path = ("embedding",)
-"""What a tied head is made from: it has no tensor of its own."""
+"""A tied head is made from the embedding: it has no tensor of its own."""
 
-_DENSE = {"F64", "F32", "F16", "BF16"}
+_DENSE_TYPES = {"F64", "F32", "F16", "BF16"}
 
-Asked = Literal["auto", "none", "gguf"]
-Stored = Mapping[str, str]
-"""The types of a checkpoint's tensors by name; empty where it can't have blocks."""
+QuantizationSetting = Literal["auto", "none", "gguf"]
+StoredTypes = Mapping[str, str]
+"""The types of a checkpoint's tensors by name; empty for a file format without quantized blocks."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Packing:
-    """Bits by path of the parameters that are packed, of `num_linears` that are linear layers' weights; `dense` are
-    those of them that aren't. `reason` says why none is kept in its blocks, of a checkpoint that has them and where
-    nobody asked for that."""
+class WeightPacking:
+    """Which of the `num_linears` weights of linear layers are packed.
+
+    `bits` maps the paths of packed parameters to their bits; `dense` lists the weights of linear layers that aren't
+    packed. `reason` says why no weight stays quantized; it is empty if some do, if the checkpoint has no quantized
+    tensors, or if the setting is "none".
+    """
 
     bits: Mapping[Path, Bits] = dataclasses.field(default_factory=dict)
     num_linears: int = 0
@@ -46,83 +49,89 @@ class Packing:
     dense: tuple[Path, ...] = ()
 
     @property
-    def kept(self) -> dict[Path, Bits]:
-        """Those that stay quantized."""
+    def quantized(self) -> dict[Path, Bits]:
+        """The bits of the weights that stay quantized."""
         return {path: bits for path, bits in self.bits.items() if bits < 16}
 
 
-def choose(
-    asked: Asked,
+def choose_packing(
+    setting: QuantizationSetting,
     abstract: Any,
-    placements: Mapping[str, Placement],
-    stored: Stored,
+    mappings: Mapping[str, TensorMapping],
+    stored: StoredTypes,
     *,
     platform: str,
     dtype: np.dtype,
     tensor: int,
-) -> Packing:
-    """What is packed of a model with these `ParamSpec`s. Raises `ConfigError` where blocks were asked for and can't be
-    kept."""
+) -> WeightPacking:
+    """Choose the packing of a model with these `ParamSpec`s.
+
+    Raises `ConfigError` if the setting is "gguf" and no weight can stay quantized.
+    """
     obstacle = _obstacle(platform, dtype, tensor)
     linears = dict(_linears(abstract))
-    kept = {} if obstacle or asked == "none" else _bits_by_path(linears, placements, stored)
-    reason = "" if kept else obstacle or _nothing_to_keep(stored)
-    if asked == "gguf" and reason:
+    quantized = {} if obstacle or setting == "none" else _quantized_bits(linears, mappings, stored)
+    reason = "" if quantized else obstacle or _unpackable_reason(stored)
+    if setting == "gguf" and reason:
         raise ConfigError(f"quantization=gguf: {reason}; leave it at auto, or set none")
-    if asked == "none" or _DENSE.issuperset(stored.values()):
+    if setting == "none" or _DENSE_TYPES.issuperset(stored.values()):
         reason = ""
     tied = abstract.output is None
-    bits = kept if obstacle else kept | _dense_bits(abstract, linears.keys() - kept.keys(), linears)
+    bits = quantized if obstacle else quantized | _dense_bits(abstract, linears.keys() - quantized.keys(), linears)
     packed = {HEAD if tied and path == EMBEDDING else path for path in bits}
-    return Packing(bits, len(linears), reason, tuple(path for path in linears if path not in packed))
+    return WeightPacking(bits, len(linears), reason, tuple(path for path in linears if path not in packed))
 
 
 def _obstacle(platform: str, dtype: np.dtype, tensor: int) -> str:
     if platform != "cpu":
         return f"only a CPU multiplies by packed weights so far, and the device is a {platform}"
     if dtype == np.float32:
-        return "with dtype=float32 weights are dequantized, so that products are as exact"
+        return "with dtype=float32 weights are dequantized, so that products are exact in float32"
     if tensor > 1:
         return f"packed weights can't be split yet, and tp_size is {tensor}"
     if (why := refusal()) is not None:
-        return f"this machine can't compile the products that take packed weights: {why}"
+        return f"this machine can't compile the products of packed weights: {why}"
     return ""
 
 
-def _nothing_to_keep(stored: Stored) -> str:
+def _unpackable_reason(stored: StoredTypes) -> str:
     if not stored:
         return "the model has no quantized blocks: only GGUF files have them"
     found = ", ".join(sorted(set(stored.values())))
     return (
-        f"no linear layer of this file can be kept as it is stored (it holds {found}; {', '.join(BITS)} can, where "
-        f"there are a multiple of {STRIP} outputs and of {BLOCK} inputs)"
+        f"no linear layer of this file can be kept as it is stored (it holds {found}; {', '.join(BITS)} can be, with "
+        f"a multiple of {STRIP} outputs and of {BLOCK} inputs)"
     )
 
 
-def _bits_by_path(
-    linears: Mapping[Path, ParamSpec], placements: Mapping[str, Placement], stored: Stored
+def _quantized_bits(
+    linears: Mapping[Path, ParamSpec], mappings: Mapping[str, TensorMapping], stored: StoredTypes
 ) -> dict[Path, Bits]:
-    """The widest of the tensors that a parameter is made of; one that isn't packable leaves it dense."""
-    kinds: dict[Path, list[Bits | None]] = defaultdict(list)
-    for name, placement in placements.items():
-        kinds[placement.path].append(BITS.get(stored.get(name, "")))
+    """Return the bits by path of the weights that can stay quantized.
+
+    A parameter made of several tensors takes the widest one's bits, and stays dense if one of them can't be packed.
+    """
+    widths_by_path: dict[Path, list[Bits | None]] = defaultdict(list)
+    for name, mapping in mappings.items():
+        widths_by_path[mapping.path].append(BITS.get(stored.get(name, "")))
     found: dict[Path, Bits] = {}
     for path, spec in linears.items():
-        widths = kinds[EMBEDDING if path == HEAD and HEAD not in kinds else path]
+        widths = widths_by_path[EMBEDDING if path == HEAD and HEAD not in widths_by_path else path]
         known = [bits for bits in widths if bits is not None]
-        if known and len(known) == len(widths) and _fits(spec) and spec.shape[-1] % BLOCK == 0:
+        if known and len(known) == len(widths) and _is_packable(spec) and spec.shape[-1] % BLOCK == 0:
             found[path] = max(known)
     return found
 
 
 def _dense_bits(abstract: Any, paths: Iterable[Path], linears: Mapping[Path, ParamSpec]) -> dict[Path, Bits]:
-    """Those that are read as they are; a tied head is the embedding, which then is packed for both."""
+    """Return 16 bits for each of `paths` that can be packed; a tied head is packed together with the embedding."""
     tied = abstract.output is None
-    return {EMBEDDING if tied and path == HEAD else path: 16 for path in sorted(paths, key=str) if _fits(linears[path])}
+    packable = [path for path in sorted(paths, key=str) if _is_packable(linears[path])]
+    return {EMBEDDING if tied and path == HEAD else path: 16 for path in packable}
 
 
 def _linears(abstract: Any) -> Iterable[tuple[Path, ParamSpec]]:
-    """Weights of linear layers; a tied head as the parameter that it would be."""
+    """Yield the weights of linear layers; a tied head counts as a parameter of its own."""
     for keys, spec in jax.tree_util.tree_leaves_with_path(abstract):
         if spec.inputs:
             yield path_of(keys), spec
@@ -130,7 +139,7 @@ def _linears(abstract: Any) -> Iterable[tuple[Path, ParamSpec]]:
         yield HEAD, dataclasses.replace(abstract.embedding, inputs=1)
 
 
-def _fits(spec: ParamSpec) -> bool:
+def _is_packable(spec: ParamSpec) -> bool:
     split = len(spec.shape) - spec.inputs
     outputs, inputs = math.prod(spec.shape[:split]), math.prod(spec.shape[split:])
     return spec.stored_shape == spec.shape and inputs % BLOCK == 0 and outputs % STRIP == 0

@@ -1,4 +1,4 @@
-"""A model's tree of `ParamSpec`s with packed weights in the place of dense ones, and what is packed in such a tree."""
+"""Replaces dense weights in a model's tree of `ParamSpec`s by packed ones, and finds those in such a tree."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from jaxserve.quant.formats import HEAD
 from pallas_kernels.packed_matmul import Bits, PackedWeight, packed_shape
 
 
-def pack(abstract: Any, bits: Mapping[Path, Bits]) -> Any:
-    """The tree with a `PackedWeight` at each of the paths, whose `data` is the spec of its bytes. A head that is tied
-    to the embedding gets its own beside it."""
+def pack_specs(abstract: Any, bits: Mapping[Path, Bits]) -> Any:
+    """Return the tree with a `PackedWeight` at each of the paths; its `data` is the spec of its bytes.
+
+    A head that is tied to the embedding gets a packed weight of its own.
+    """
     if HEAD in bits and abstract.output is None:
         abstract = dataclasses.replace(abstract, output=dataclasses.replace(abstract.embedding, inputs=1))
 
-    def packed(keys: tuple[Any, ...], spec: ParamSpec) -> ParamSpec | PackedWeight:
+    def pack(keys: tuple[Any, ...], spec: ParamSpec) -> ParamSpec | PackedWeight:
         path = path_of(keys)
-        return _packed(spec, bits[path]) if path in bits else spec
+        return _pack_spec(spec, bits[path]) if path in bits else spec
 
-    return jax.tree_util.tree_map_with_path(packed, abstract)
+    return jax.tree_util.tree_map_with_path(pack, abstract)
 
 
 def packed_weights(tree: Any) -> dict[Path, PackedWeight]:
-    """The packed weights of a tree, by the path that a dense one would have."""
+    """Return the packed weights of a tree, by the path that the dense weight would have."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, PackedWeight))
     return {path_of(keys): leaf for keys, leaf in leaves if isinstance(leaf, PackedWeight)}
 
 
-def _packed(spec: ParamSpec, bits: Bits) -> PackedWeight:
-    split = len(spec.shape) - (spec.inputs or 1)  # of an embedding that is the head, too, the last one
+def _pack_spec(spec: ParamSpec, bits: Bits) -> PackedWeight:
+    split = len(spec.shape) - (spec.inputs or 1)  # an embedding that is the head too sums over its last dimension
     shape = packed_shape(math.prod(spec.shape[:split]), math.prod(spec.shape[split:]), bits)
     return PackedWeight(ParamSpec(shape, np.dtype(np.uint8), (None,) * len(shape)), spec.shape, bits)

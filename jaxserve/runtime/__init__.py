@@ -1,4 +1,4 @@
-"""What runs where: the mesh, the state on the device, the closed set of programs, and the executor that feeds them.
+"""Runs step plans on devices: the mesh, the state on the devices, the closed set of programs, and the executor.
 
-Knows step plans, never the scheduler.
+It imports the step plan, never the scheduler.
 """

@@ -1,4 +1,4 @@
-"""The one place that maps our error tree to HTTP, in OpenAI's nested form.
+"""The mapping of our error tree to HTTP, in OpenAI's nested form.
 
 Owns status codes, error types and the shape of an error body. Never decides whether something is an error, and never
 touches the engine.
@@ -23,12 +23,12 @@ from jaxserve.errors import (
 
 logger = logging.getLogger("jaxserve.server")
 
-# What an engine's ERROR event says when its queue is full; the rest of the message follows a colon.
+# The start of an engine's error when its queue is full; the rest of the message follows a colon.
 QUEUE_FULL_PREFIX = "queue full"
 
 
 class HttpError(JaxserveError):
-    """An answer other than 200: `status`, and the fields of OpenAI's error object."""
+    """A response other than 200: its `status` and the fields of OpenAI's error object."""
 
     def __init__(
         self,
@@ -49,24 +49,24 @@ class HttpError(JaxserveError):
         self.headers = headers
 
     def body(self) -> dict[str, Any]:
-        """The JSON object a client gets, in a response or as an event in the middle of a stream."""
+        """Return the JSON object sent to a client, as a response or as an event of a stream."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def encode(self) -> bytes:
-        """`body()` as JSON."""
+        """Return `body()` as JSON."""
         return msgspec.json.encode(self.body())
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt plus output do not fit the model's context."""
+    """The prompt and its output do not fit the model's context."""
 
 
 class UnavailableError(JaxserveError):
-    """The server can't take requests now: it is starting, or it is shutting down."""
+    """The server can't take requests now: it is starting, shutting down, or waiting for its engine."""
 
 
 def unknown_model(name: str, served: str) -> HttpError:
-    """404 for a `model` that is not the one served here."""
+    """Return a 404 for a `model` that this server does not serve."""
     shown = name if len(name) <= 200 else name[:200] + "…"
     return HttpError(
         404,
@@ -77,7 +77,7 @@ def unknown_model(name: str, served: str) -> HttpError:
 
 
 def body_too_large(limit: int) -> HttpError:
-    """413 for a request body of more than `limit` bytes."""
+    """Return a 413 for a request body of more than `limit` bytes."""
     return HttpError(
         413,
         f"The request body is larger than {limit} bytes; send less, or start the server with a larger --max-body-bytes",
@@ -87,7 +87,7 @@ def body_too_large(limit: int) -> HttpError:
 
 
 def headers_too_large(limit: int) -> HttpError:
-    """431 for a request whose target and headers are more than `limit` bytes."""
+    """Return a 431 for a request whose target and headers have more than `limit` bytes."""
     return HttpError(
         431,
         f"The request's target and headers are larger than {limit} bytes; send less, or start the server with a larger "
@@ -96,8 +96,8 @@ def headers_too_large(limit: int) -> HttpError:
     )
 
 
-def too_slow(seconds: float) -> HttpError:
-    """408 for a request that has not arrived whole after `seconds`."""
+def request_timed_out(seconds: float) -> HttpError:
+    """Return a 408 for a request that is still incomplete after `seconds`."""
     return HttpError(
         408,
         f"The request did not arrive within {seconds:g} s; send it faster, or start the server with a larger "
@@ -106,13 +106,13 @@ def too_slow(seconds: float) -> HttpError:
     )
 
 
-def not_http() -> HttpError:
-    """400 for what isn't HTTP/1.1."""
+def invalid_http() -> HttpError:
+    """Return a 400 for bytes that are not HTTP/1.1."""
     return HttpError(400, "This is not a valid HTTP/1.1 request", code="invalid_http")
 
 
-def wrong_api_key() -> HttpError:
-    """401 for a missing or wrong bearer key."""
+def invalid_api_key() -> HttpError:
+    """Return a 401 for a missing or wrong bearer key."""
     return HttpError(
         401,
         "Missing or wrong API key: send it as 'Authorization: Bearer KEY'",
@@ -122,8 +122,8 @@ def wrong_api_key() -> HttpError:
     )
 
 
-def failure_of(reason: str, *, engine_dead: bool) -> JaxserveError:
-    """The error a request ended with, from the `error` of its ERROR event."""
+def request_error(reason: str, *, engine_dead: bool) -> JaxserveError:
+    """Return the error for a request whose last event is an ERROR with this `reason`."""
     if engine_dead:
         return EngineDeadError(reason)
     if reason.startswith(QUEUE_FULL_PREFIX):
@@ -131,8 +131,8 @@ def failure_of(reason: str, *, engine_dead: bool) -> JaxserveError:
     return RequestFailedError(reason)
 
 
-def to_http(error: Exception) -> HttpError:
-    """What a client is told about `error`. Anything unexpected is a 500 that gives nothing away, and one log line."""
+def to_http_error(error: Exception) -> HttpError:
+    """Return the response for `error`. An unexpected error becomes a 500 without details; the log gets the details."""
     match error:
         case HttpError():
             return error
@@ -155,7 +155,7 @@ def to_http(error: Exception) -> HttpError:
             return HttpError(500, str(error), type="server_error", code="request_failed")
         case _:
             logger.error("unexpected error while serving a request", exc_info=error)
-            return HttpError(500, "Internal server error; the server's log says more", type="server_error")
+            return HttpError(500, "Internal server error; see the server's log", type="server_error")
 
 
 def _unavailable(message: str, code: str) -> HttpError:

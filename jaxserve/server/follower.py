@@ -1,6 +1,7 @@
-"""`jaxserve serve` with a node rank above 0: the life of a process without HTTP that watches a follower's engine.
+"""`jaxserve serve` with a node rank above 0: a process without HTTP that runs a follower's engine until it ends.
 
-A signal ends the whole service, as a mesh can't go on without one of its processes; so does the end of any other.
+A signal stops the whole service, since a mesh can't run without one of its processes; so does the end of any other
+process.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from jaxserve.errors import JaxserveError
 
 logger = logging.getLogger("jaxserve.server")
 
-_ENGINE_LEAVES_WITHIN = 10.0
+_ENGINE_STOP_SECONDS = 10.0
 
 
-def follow(config: EngineConfig) -> int:
-    """Follow node rank 0 until it ends, or until a signal; the exit code."""
+def run_follower(config: EngineConfig) -> int:
+    """Follow node rank 0 until it ends or a signal arrives. Return the exit code."""
     with asyncio.Runner(loop_factory=host.new_event_loop) as runner:
-        return runner.run(_life(config))
+        return runner.run(_run(config))
 
 
-async def _life(config: EngineConfig) -> int:
+async def _run(config: EngineConfig) -> int:
     from jaxserve.engine.client import launch_follower
 
     started = time.perf_counter()
@@ -53,8 +54,8 @@ async def _life(config: EngineConfig) -> int:
     logger.info("Ready: following node rank 0, in %.1f s", time.perf_counter() - started)
     await asyncio.wait((engine.ended, stopping), return_when=asyncio.FIRST_COMPLETED)
     if stopping.done():
-        logger.info("Told to end: the whole service ends")
-    await engine.stop(_ENGINE_LEAVES_WITHIN)
+        logger.info("Received a signal to stop: shutting down all nodes")
+    await engine.stop(_ENGINE_STOP_SECONDS)
     if engine.exit_code == 0 or stopping.done():
         return 0
     logger.error("The engine has ended: %s", engine.ended.result())

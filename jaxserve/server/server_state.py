@@ -1,7 +1,7 @@
-"""What all routes share: what is served, whether it can be served now, and the requests that are open.
+"""The state that all routes share: the loaded model, whether it can be served now, and the open requests.
 
-Owns the phase of the server (starting, ready, draining, dead) and the threads that tokenize long texts. Never speaks
-HTTP and never starts or stops a process.
+Owns the server's phase (starting, ready, draining, dead) and the threads that tokenize long texts. Never speaks HTTP
+and never starts or stops a process.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ class Abortable(Protocol):
     """An open request, as `/abort_request` and the end of a drain see it."""
 
     def abort(self) -> int:
-        """Ends what still runs; how many sequences that were."""
+        """Abort the sequences that still run and return their number."""
         ...
 
 
-class Renderer(Protocol):
-    """Makes prompts of conversations."""
+class PromptRenderer(Protocol):
+    """Renders conversations as prompts."""
 
     async def render(self, messages: Sequence[Message], **arguments: Any) -> str:
-        """See `ChatTemplate.render`."""
+        """Return the prompt; see `ChatTemplate.render`."""
         ...
 
     async def close(self) -> None:
-        """Gives back what it holds."""
+        """Free the renderer's resources."""
         ...
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """What stands once the server is ready. `template_source` is empty for a model without a chat template."""
+class LoadedModel:
+    """A running engine with its tokenizer and chat template; `template_source` is empty for a model without one."""
 
     engine: Engine
     tokenizer: Tokenizer
-    chat_template: Renderer
+    chat_template: PromptRenderer
     template_source: str
 
 
-class Serving:
-    """One served model. `load` makes it ready, `drain` and `die` end it."""
+class ServerState:
+    """The state of a server with one model. `set_loaded` makes it ready; `mark_draining` and `mark_dead` end it."""
 
     def __init__(self, config: ServerConfig, engine_config: EngineConfig) -> None:
         self.config = config
@@ -72,53 +72,53 @@ class Serving:
             "gpu_memory_utilization": str(engine_config.mem_fraction_static),
         }
         self.metrics = Metrics(self.model_name, self._reading, cache_config)
-        self.num_open = 0
+        self.num_open_requests = 0
         self.idle = asyncio.Event()
         self.idle.set()
-        self.tokenizing = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
-        self.tokenizing_large = ThreadPoolExecutor(1, thread_name_prefix="tokenize-large")
-        self._loaded: Loaded | None = None
+        self.tokenizer_threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+        self.large_tokenizer_threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize-large")
+        self._loaded: LoadedModel | None = None
         self._draining = False
-        self._death: str | None = None
-        self._open: dict[str, set[Abortable]] = {}
+        self._death_reason: str | None = None
+        self._open_by_id: dict[str, set[Abortable]] = {}
 
     @property
     def phase(self) -> Phase:
-        """Where the server is in its life."""
-        if self._death is not None:
+        """The server's current phase."""
+        if self._death_reason is not None:
             return "dead"
         if self._draining:
             return "draining"
         return "starting" if self._loaded is None else "ready"
 
     @property
-    def unhealthy(self) -> str | None:
-        """Why work does not progress, None when it does (or nothing is loaded yet)."""
-        if self._death is not None:
-            return self._death
+    def unhealthy_reason(self) -> str | None:
+        """Why the engine makes no progress; None while it does, and before the model is loaded."""
+        if self._death_reason is not None:
+            return self._death_reason
         return None if self._loaded is None else self._loaded.engine.health
 
     @property
-    def loaded(self) -> Loaded | None:
-        """The engine and its tokenizer, None while they are starting."""
+    def loaded(self) -> LoadedModel | None:
+        """The loaded model, None while it is loading."""
         return self._loaded
 
-    def load(self, loaded: Loaded) -> None:
-        """From now on requests are served."""
+    def set_loaded(self, loaded: LoadedModel) -> None:
+        """Serve requests from now on."""
         self._loaded = loaded
 
-    def drain(self) -> None:
-        """From now on new requests are refused; open ones go on."""
+    def mark_draining(self) -> None:
+        """Refuse new requests from now on; open ones continue."""
         self._draining = True
 
-    def die(self, reason: str) -> None:
-        """The engine has ended; nothing can be served any more."""
-        self._death = reason
+    def mark_dead(self, reason: str) -> None:
+        """Refuse every request from now on, since the engine has ended."""
+        self._death_reason = reason
 
-    def require(self) -> Loaded:
-        """What a request needs. Raises `UnavailableError` or `EngineDeadError` when it can't be had."""
-        if self._death is not None:
-            raise EngineDeadError(self._death)
+    def require_loaded(self) -> LoadedModel:
+        """Return the loaded model. Raises `UnavailableError` or `EngineDeadError` if it can't take requests now."""
+        if self._death_reason is not None:
+            raise EngineDeadError(self._death_reason)
         if self._draining:
             raise UnavailableError("The server is shutting down")
         if self._loaded is None:
@@ -126,38 +126,38 @@ class Serving:
         return self._loaded
 
     @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Counts a request as open until its response is written."""
-        self.num_open += 1
+    def count_open_request(self) -> Iterator[None]:
+        """Count a request as open until its response is written."""
+        self.num_open_requests += 1
         self.idle.clear()
         try:
             yield
         finally:
-            self.num_open -= 1
-            if not self.num_open:
+            self.num_open_requests -= 1
+            if not self.num_open_requests:
                 self.idle.set()
 
     @contextmanager
-    def abortable(self, names: tuple[str, ...], request: Abortable) -> Iterator[None]:
-        """Lets `abort` find `request` by any of `names`, of which some may be the same."""
-        for name in set(names):
-            self._open.setdefault(name, set()).add(request)
+    def abortable(self, ids: tuple[str, ...], request: Abortable) -> Iterator[None]:
+        """Let `abort` find `request` by any of `ids`, which may repeat."""
+        for request_id in set(ids):
+            self._open_by_id.setdefault(request_id, set()).add(request)
         try:
             yield
         finally:
-            for name in set(names):
-                self._open[name].discard(request)
-                if not self._open[name]:
-                    del self._open[name]
+            for request_id in set(ids):
+                self._open_by_id[request_id].discard(request)
+                if not self._open_by_id[request_id]:
+                    del self._open_by_id[request_id]
 
-    def abort(self, name: str) -> int:
-        """Ends the open requests of that name; how many sequences that were."""
-        return sum(request.abort() for request in self._open.get(name, ()))
+    def abort(self, request_id: str) -> int:
+        """Abort the open requests with this id and return the number of sequences aborted."""
+        return sum(request.abort() for request in self._open_by_id.get(request_id, ()))
 
     def abort_all(self) -> int:
-        """Ends every open request; how many sequences that were."""
+        """Abort every open request and return the number of sequences aborted."""
         everything: set[Abortable] = set()
-        return sum(request.abort() for request in everything.union(*self._open.values()))
+        return sum(request.abort() for request in everything.union(*self._open_by_id.values()))
 
     def _reading(self) -> Reading | None:
         return None if self._loaded is None else (self._loaded.engine.info, self._loaded.engine.stats)

@@ -1,7 +1,8 @@
-"""Renders a conversation as the text its model was trained on, by the model's own Jinja template.
+"""Renders a conversation as prompt text in the model's own format, with the model's Jinja template.
 
-Templates run in Jinja's immutable sandbox, set up as in transformers, for whose `apply_chat_template` they are written.
-Never tokenizes: the rendered text holds its special tokens, so encode it with `add_special_tokens=False`.
+Templates run in Jinja's immutable sandbox, configured as in transformers, since they are written for its
+`apply_chat_template`. Never tokenizes: the text contains its special tokens, so encode it with
+`add_special_tokens=False`.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from jaxserve.errors import ConfigError, InvalidRequestError
 type Message = Mapping[str, Any]
 
 _PROBE = "jaxserve-probe"
-_MARK = "jaxserve-the-message-goes-on "
+_END_MARK = "jaxserve-the-message-goes-on "
 _PRINTED_PARTS = ("'type': 'text'", '"type": "text"')
 
 
 class ChatTemplate:
-    """One template with the special tokens of one tokenizer. Raises `ConfigError` if `source_text` is no template.
+    """A template with the special tokens of a tokenizer. Raises `ConfigError` if `source_text` is not a valid template.
 
-    `source_text` None stands for a model without a template: every rendering then raises `InvalidRequestError`. Nothing
-    bounds how long one takes: `template_process` does.
+    With `source_text` None (a model without a template), every rendering raises `InvalidRequestError`. The time of a
+    rendering is not limited here, but in `template_process`.
     """
 
     def __init__(self, source_text: str | None, special_tokens: Mapping[str, str]) -> None:
@@ -40,7 +41,7 @@ class ChatTemplate:
         try:
             self._template = None if source_text is None else _environment().from_string(source_text)
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"the chat template is no valid Jinja: line {error.lineno}: {error.message}") from error
+            raise ConfigError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from error
         except (RecursionError, SyntaxError, MemoryError) as error:
             raise ConfigError(f"the chat template can't be compiled: {str(error) or type(error).__name__}") from error
 
@@ -53,12 +54,12 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt of a conversation. `kwargs` are further variables of the template (`chat_template_kwargs`).
+        """Return the prompt of a conversation. `kwargs` are further template variables (`chat_template_kwargs`).
 
-        A message's content is a text or a list of `{"type": "text", "text": …}` parts. A template that handles lists
-        gets them as they are, another gets their texts joined by line feeds; which one it is, is found out once by
-        rendering a message of either form. With `continue_final_message` the prompt ends where the last message does.
-        Raises `InvalidRequestError` with the template's own message where it fails.
+        A message's content is a text or a list of `{"type": "text", "text": …}` parts. A template that supports lists
+        gets them unchanged; any other gets their texts joined by line feeds. Rendering a message of each form shows
+        once whether it does. With `continue_final_message`, the prompt ends where the last message ends. Raises
+        `InvalidRequestError` with the template's own message if the template fails.
         """
         if self._template is None:
             raise InvalidRequestError(
@@ -118,36 +119,36 @@ class ChatTemplate:
         last = dict(messages[-1])
         content = last["content"]
         if isinstance(content, str):
-            last["content"] = content + _MARK
+            last["content"] = content + _END_MARK
         else:
-            last["content"] = [*content[:-1], {**content[-1], "text": content[-1]["text"] + _MARK}]
+            last["content"] = [*content[:-1], {**content[-1], "text": content[-1]["text"] + _END_MARK}]
         rendered = self._render([*messages[:-1], last], tools, False, kwargs)
-        end = rendered.rfind(_MARK.rstrip())
+        end = rendered.rfind(_END_MARK.rstrip())
         if end < 0:
             raise InvalidRequestError(
                 "continue_final_message: the chat template doesn't show the last message",
                 param="continue_final_message",
             )
-        # A template that trims the mark's own space would have trimmed the message's
-        return rendered[:end] if rendered.startswith(_MARK, end) else rendered[:end].rstrip()
+        # A template that trims the space at the mark's end would also have trimmed the end of the message
+        return rendered[:end] if rendered.startswith(_END_MARK, end) else rendered[:end].rstrip()
 
     def _prepare(self, message: Message) -> dict[str, Any]:
         content = message.get("content")
         if content is not None and not isinstance(content, str):
             texts = [_part_text(part) for part in content]
-            if self._format() == "text":
+            if self._find_content_format() == "text":
                 content = "\n".join(texts)
             else:
                 content = [{"type": "text", "text": text} for text in texts]
-        elif content and self._format() == "parts":
+        elif content and self._find_content_format() == "parts":
             content = [{"type": "text", "text": content}]
         return {**message, "content": content}
 
-    def _format(self) -> Literal["text", "parts", "both"]:
+    def _find_content_format(self) -> Literal["text", "parts", "both"]:
         if self._content_format is None:
             as_text = self._probe(_PROBE)
             as_parts = self._probe([{"type": "text", "text": _PROBE}])
-            # A template that only knows texts prints a list as Python or JSON does
+            # A template that supports only texts prints a list in Python's or JSON's notation
             if as_parts is None or _PROBE not in as_parts or any(printed in as_parts for printed in _PRINTED_PARTS):
                 self._content_format = "text"
             else:
@@ -171,7 +172,7 @@ def _part_text(part: object) -> str:
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether lists and objects are nested in each other more than a hundred times."""
+    """Return whether lists and objects are nested more than a hundred levels deep."""
     level = [value]
     for _ in range(100):
         level = [
@@ -183,8 +184,8 @@ def _is_deep(value: Any) -> bool:
     return bool(level)
 
 
-class _NothingAhead(CodeGenerator):
-    """Computes nothing when it compiles: an expression of constants may be huge, and what renders it has the bounds."""
+class _NoConstantFolding(CodeGenerator):
+    """Evaluates no constant expressions at compile time, as their results may be huge: only rendering is limited."""
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: CodeGenerator._FinalizeInfo) -> str:
         if not isinstance(node, nodes.TemplateData):
@@ -193,14 +194,14 @@ class _NothingAhead(CodeGenerator):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    code_generator_class = _NothingAhead
+    code_generator_class = _NoConstantFolding
 
 
 def _environment() -> _Environment:
     environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
-        extensions=[_Generation, "jinja2.ext.loopcontrols"],
+        extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
         optimized=False,
     )
     environment.filters["tojson"] = _tojson
@@ -209,10 +210,10 @@ def _environment() -> _Environment:
     return environment
 
 
-class _Generation(Extension):
-    """`{% generation %}` marks what training counts as the assistant's; here its body is shown and that is all."""
+class _GenerationTag(Extension):
+    """The block `{% generation %}`, which marks the assistant's text for training: renders its body unchanged."""
 
-    tags = {"generation"}  # noqa: RUF012 - an instance attribute would hide Jinja's own
+    tags = {"generation"}  # noqa: RUF012 - Jinja reads it from the class
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         next(parser.stream)
@@ -226,7 +227,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML, which no prompt wants
+    # Jinja's own filter escapes HTML, which is wrong in a prompt
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

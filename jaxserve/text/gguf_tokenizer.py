@@ -1,8 +1,8 @@
 """Builds a tokenizer from the metadata of a GGUF file.
 
-Byte-level BPE (`tokenizer.ggml.model` "gpt2") with the pre-tokenizer that `tokenizer.ggml.pre` names, and SentencePiece
-BPE ("llama"), whose merges follow from the scores of its pieces. Other kinds are refused by name. The names and regular
-expressions of pre-tokenizers are the models' own, as llama.cpp's converter catalogues them.
+Supports byte-level BPE (`tokenizer.ggml.model` "gpt2") with the pre-tokenizer named by `tokenizer.ggml.pre`, and
+SentencePiece BPE ("llama"), whose merges follow from the scores of its pieces. Any other kind is an error that names
+it. The names and regular expressions of pre-tokenizers are those of llama.cpp's converter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TEKKEN = (
 )
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _DIGITS = (r"\p{N}", _GPT2)
-# What splits a text before merging, one expression after the other, each match being a word of its own
+# The regular expressions that split a text before merging, applied in order; each match becomes a word
 _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "gpt2", "olmo"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
@@ -41,14 +41,14 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "tekken": (_TEKKEN,),
     "default": _DEFAULT,
 }
-_WHOLE_WORDS_FIRST = _BOS_BY_DEFAULT = {"llama-bpe", "llama3", "llama-v3", "tekken"}
-_COMPOSED = {"qwen2", "deepseek-r1-qwen"}
-# Files converted before a fix name only the end of the text as EOS; these end a turn wherever they exist
+_IGNORE_MERGES = _BOS_BY_DEFAULT = {"llama-bpe", "llama3", "llama-v3", "tekken"}
+_NFC_NORMALIZED = {"qwen2", "deepseek-r1-qwen"}
+# Files from older converters name only the end-of-text token as EOS; these tokens always end a turn too
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
 
 
 def tokenizer_from_gguf(metadata: GGUFMetadata) -> TokenizerParts:
-    """The tokenizer in the file. Raises `ConfigError` naming the kind or pre-tokenizer that isn't known."""
+    """Return the tokenizer of the file. Raises `ConfigError` naming a kind or pre-tokenizer that is not supported."""
     kind = metadata.get("tokenizer.ggml.model")
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
     if kind == "gpt2":
@@ -65,7 +65,7 @@ def tokenizer_from_gguf(metadata: GGUFMetadata) -> TokenizerParts:
     add_bos = metadata.get("tokenizer.ggml.add_bos_token")
     if add_bos is None:
         add_bos = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _BOS_BY_DEFAULT
-    _add_ends(
+    _add_bos_eos(
         backend,
         tokens[ids["bos"]] if add_bos and ids["bos"] is not None else None,
         tokens[ids["eos"]] if metadata.get("tokenizer.ggml.add_eos_token") and ids["eos"] is not None else None,
@@ -86,7 +86,9 @@ def tokenizer_from_gguf(metadata: GGUFMetadata) -> TokenizerParts:
 def _strings(metadata: GGUFMetadata, key: str) -> list[str]:
     values = metadata.array(key)
     if values is None:
-        raise ConfigError(f"{metadata.path} has no {key}: it holds no tokenizer. Use the model's Hugging Face folder")
+        raise ConfigError(
+            f"{metadata.path} has no {key}, so it holds no tokenizer. Use the model's Hugging Face folder"
+        )
     return [str(value) for value in values]
 
 
@@ -102,9 +104,9 @@ def _byte_level(metadata: GGUFMetadata, tokens: list[str]) -> tokenizers.Tokeniz
         metadata,
         vocab={token: index for index, token in enumerate(tokens)},
         merges=[(pair[0], pair[1]) for pair in pairs if len(pair) == 2],
-        ignore_merges=pre in _WHOLE_WORDS_FIRST,
+        ignore_merges=pre in _IGNORE_MERGES,
     )
-    if pre in _COMPOSED:
+    if pre in _NFC_NORMALIZED:
         backend.normalizer = normalizers.NFC()
     splits: list[Any] = [pre_tokenizers.Split(Regex(split), "isolated") for split in _SPLITS[str(pre)]]
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -147,8 +149,8 @@ def _bpe(metadata: GGUFMetadata, **arguments: Any) -> tokenizers.Tokenizer:
 
 
 def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """SentencePiece merges the neighbours that make the piece of the best score: each way to cut a piece in two is a
-    merge, ranked by the piece's score."""
+    """Return the BPE merges equal to SentencePiece's, which merges neighbours into the piece with the best score: every
+    split of a piece into two pieces is a merge, ranked by the piece's score."""
     ranked = []
     for piece, index in vocab.items():
         for cut in range(1, len(piece)):
@@ -165,7 +167,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types: list[An
         backend.add_tokens([AddedToken(token, special=special, normalized=False) for token in found])
 
 
-def _add_ends(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
+def _add_bos_eos(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
     if bos is None and eos is None:
         return
     backend.post_processor = TemplateProcessing(

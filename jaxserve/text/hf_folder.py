@@ -1,4 +1,4 @@
-"""Reads the tokenizer of a Hugging Face folder: tokenizer.json and the small JSON files around it."""
+"""Reads the tokenizer of a Hugging Face folder: tokenizer.json and its small companion files."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from jaxserve.text.tokenizer_parts import TokenizerParts
 
 
 def tokenizer_from_folder(folder: Path) -> TokenizerParts:
-    """The folder's tokenizer. Without a tokenizer.json, transformers converts what there is. Raises `ConfigError`."""
+    """Load the folder's tokenizer; without a tokenizer.json, transformers converts other files. Raises
+    `ConfigError`."""
     config = _read_json(folder / "tokenizer_config.json")
     special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json")) | _special_tokens(config)
     if (folder / "tokenizer.json").is_file():
-        backend = _from_file(folder / "tokenizer.json")
+        backend = _load_json_tokenizer(folder / "tokenizer.json")
         try:
-            _apply_added_ends(backend, config, special_tokens)
+            _apply_bos_eos(backend, config, special_tokens)
         except Exception as error:  # the bindings raise bare Exception
-            raise ConfigError(f"{folder / 'tokenizer.json'} holds no tokenizer that works: {error}") from error
+            raise ConfigError(f"{folder / 'tokenizer.json'} holds no working tokenizer: {error}") from error
     else:
-        backend, special_tokens = _converted(folder)
+        backend, special_tokens = _convert(folder)
     bos_id = backend.token_to_id(special_tokens.get("bos_token", ""))
     return TokenizerParts(
         backend=backend,
@@ -35,23 +36,23 @@ def tokenizer_from_folder(folder: Path) -> TokenizerParts:
     )
 
 
-def _from_file(path: Path) -> tokenizers.Tokenizer:
+def _load_json_tokenizer(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the bindings raise bare Exception, and where Rust panics a BaseException
+    except BaseException as error:  # the bindings raise bare Exception, and BaseException if Rust panics
         raise ConfigError(f"{path} can't be read as a tokenizer: {error}") from error
 
 
-def _converted(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    # Imported here because it takes seconds, which a folder with a tokenizer.json should not pay
+def _convert(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    # Imported here because it takes seconds, which only folders without a tokenizer.json need to spend
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         backend = tokenizer.backend_tokenizer
-    except Exception as error:  # of damaged files it raises anything
+    except Exception as error:  # damaged files can raise any error
         raise ConfigError(
             f"{folder} has no tokenizer.json, and transformers can't make one from its files: {error}. "
             "Add the model's tokenizer.json to the folder"
@@ -72,8 +73,8 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def _apply_added_ends(backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> None:
-    """Where tokenizer_config.json says whether BOS and EOS are added, it has the last word over tokenizer.json."""
+def _apply_bos_eos(backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> None:
+    """Add or omit BOS and EOS as tokenizer_config.json says; it has priority over tokenizer.json."""
     bare, framed = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
     first, last = (framed[0], framed[-1]) if framed else (None, None)
     texts: dict[str, str | None] = {}
@@ -95,7 +96,7 @@ def _apply_added_ends(backend: tokenizers.Tokenizer, config: dict[str, Any], spe
 
 
 def _eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
-    # generation_config.json is the newer word on what ends a generation; config.json only speaks where it is silent
+    # config.json counts only if generation_config.json, the newer file, has no end tokens
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         ids = ids or Fields(_read_json(folder / name), str(folder / name)).token_ids("eos_token_id")
@@ -115,7 +116,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     by_name = _named_templates(template)
     if by_name is None:
         fields = Fields(config, str(folder / "tokenizer_config.json"))
-        raise fields.wrong("chat_template", "a string, or a list of objects with a name and a template")
+        raise fields.error("chat_template", "a string, or a list of objects with a name and a template")
     return by_name.get("default") or (next(iter(by_name.values())) if len(by_name) == 1 else None)
 
 

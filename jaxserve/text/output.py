@@ -1,7 +1,7 @@
-"""Turns the engine's events of one request into what its client reads: text, counts, the reason for the end.
+"""Turns the engine's events of one request into the client's output: text, token counts, finish reason.
 
-The engine knows ids only, so stop strings are found here, in the client's process. Sends nothing itself: when a stop
-string ends the output, `OutputDelta.abort` asks the caller to stop the request in the engine.
+The engine knows ids only, so stop strings are found here, in the server's process. Sends nothing itself: when a stop
+string ends the output, `OutputDelta.abort` tells the caller to abort the request in the engine.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from jaxserve.text.tokenizer import Tokenizer
 
 
 class OutputDelta(msgspec.Struct):
-    """What one event adds. Text may lag behind `token_ids` while it could still become a character or a stop string.
+    """The output that one event adds. Text is held back while it could still become a character or a stop string.
 
-    `text_offsets[i]` is where the text of token i begins in the whole output, counted before anything is cut off by a
-    stop string. `stop_reason` is the stop string or pattern, or the id out of the request's own `stop_token_ids`, that
-    ended the output; None for the model's EOS, which `matched_stop` names too. `usage` comes with the `finish_reason`.
-    `abort`: the engine doesn't know yet that the request is over.
+    `text_offsets[i]` is where the text of token i begins in the whole output, before a stop string is cut off.
+    `stop_reason` is the stop string, pattern, or id from the request's `stop_token_ids` that ended the output; None for
+    the model's EOS, which only `matched_stop` names. `usage` is set together with `finish_reason`. `abort`: the request
+    has ended here and is to be aborted in the engine.
     """
 
     text: str = ""
@@ -37,10 +37,10 @@ class OutputDelta(msgspec.Struct):
 
 
 class OutputProcessor:
-    """The state of one request's output. Events are pushed in order, none after `finished`.
+    """The state of one request's output. Events must be pushed in order, and none after `finished`.
 
-    Stop strings count from the first token after `min_tokens`, and lie wholly in the text from there on. A stop id's
-    own token gives no text but is counted.
+    A stop string matches only in the text after the first `min_tokens` tokens. A stop id's token is counted but has no
+    text.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: EngineRequest) -> None:
@@ -61,11 +61,11 @@ class OutputProcessor:
 
     @property
     def finished(self) -> bool:
-        """Whether the last delta has been given."""
+        """Whether the last delta has been returned."""
         return self._finished
 
     def push(self, event: TokenEvent) -> OutputDelta:
-        """What the event adds to the output."""
+        """Return the output that the event adds."""
         assert not self._finished, f"request {self._request.request_id} got an event after its end"
         delta = OutputDelta(prompt_logprobs=event.prompt_logprobs, error=event.error)
         if event.usage is not None:
@@ -87,13 +87,15 @@ class OutputProcessor:
         return delta
 
     def _push_tokens(self, event: TokenEvent, delta: OutputDelta) -> str | None:
-        """Add the event's tokens up to the one that completes a stop string, which is returned."""
+        """Add the event's tokens up to one that completes a stop string, and return that string or None."""
         matched, last = None, len(event.token_ids) - 1
         for index, token_id in enumerate(event.token_ids):
             self._num_tokens += 1
             delta.token_ids.append(token_id)
             ends = index == last and token_id == event.stop_id
-            delta.text_offsets.append(self._num_chars + (0 if ends else self._detokenizer.num_broken_off(token_id)))
+            delta.text_offsets.append(
+                self._num_chars + (0 if ends else self._detokenizer.num_chars_from_held_bytes(token_id))
+            )
             if ends:
                 break
             matched = self._show(self._detokenizer.push((token_id,)), delta)
@@ -104,7 +106,7 @@ class OutputProcessor:
         return matched
 
     def _push_rest(self, delta: OutputDelta) -> str | None:
-        """Add what was held back, now that no more tokens come."""
+        """Add the held-back text at the end of the tokens, and return the stop string that it completes, or None."""
         matched = self._show(self._detokenizer.flush(), delta)
         if matched is None and self._stops is not None:
             delta.text += self._stops.flush()

@@ -1,4 +1,4 @@
-"""From the ids of a prompt and sampling parameters to what the engine is asked, for the server and `LLM` alike.
+"""Makes engine requests from the ids of a prompt and sampling parameters, for both the server and `LLM`.
 
 Owns the checks against the vocabulary and the set of ids that end an output. Never tokenizes and never submits.
 """
@@ -15,7 +15,7 @@ from jaxserve.text.tokenizer import Tokenizer
 MAX_PRIORITY = 2**31 - 1
 
 
-def engine_requests(
+def sample_requests(
     name: str,
     prompt_ids: list[int],
     sampling: SamplingParams,
@@ -25,9 +25,10 @@ def engine_requests(
     priority: int | None = None,
     cache_salt: str | None = None,
 ) -> list[EngineRequest]:
-    """The `n` sequences of one prompt, under `name` and their sample's number. Raises `InvalidRequestError`.
+    """Return the requests for the `n` samples of one prompt, named `name`-0, -1 and so on.
 
-    A higher `priority` is served first; only requests of one `cache_salt` find each other's prefixes in the cache.
+    A higher `priority` is served first; only requests with the same `cache_salt` share cached prefixes. Raises
+    `InvalidRequestError` for a value out of range.
     """
     check_patterns(sampling.stop_regex)
     stop_ids = _stop_ids(sampling, tokenizer, info.vocab_size)
@@ -50,7 +51,7 @@ def engine_requests(
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, *, param: str) -> None:
-    """Raises `InvalidRequestError` unless all of `ids` are in the model's vocabulary."""
+    """Raise `InvalidRequestError` unless all `ids` are in the model's vocabulary."""
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         wrong = next(token for token in ids if not 0 <= token < vocab_size)
         raise InvalidRequestError(
@@ -60,7 +61,7 @@ def check_ids(ids: Sequence[int], vocab_size: int, *, param: str) -> None:
 
 
 def _check_priority(priority: int, info: EngineInfo) -> None:
-    """Raises unless the engine heeds priorities: one that changes nothing would be silently ignored."""
+    """Raise if a priority would have no effect, since it would be silently ignored."""
     if abs(priority) > MAX_PRIORITY:
         raise InvalidRequestError(
             f"priority must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}], got {priority}", param="priority"

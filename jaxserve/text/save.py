@@ -1,7 +1,7 @@
-"""Takes a model's tokenizer along to another folder, as files that any reader of Hugging Face folders understands.
+"""Saves a model's tokenizer to another folder, as files that any reader of Hugging Face folders understands.
 
-A folder's files are copied as they are. A GGUF's tokenizer is written as tokenizer.json with the small files around it,
-so that the same text gives the same ids, ends of a generation and prompts of a conversation.
+A folder's files are copied unchanged. A GGUF's tokenizer is written as tokenizer.json with its small companion files,
+so that ids, end-of-generation ids and chat prompts stay the same.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from jaxserve.model_source import ModelSource, tokenizer_files
+from jaxserve.model_source import ModelSource, find_tokenizer_files
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
 from jaxserve.text.tokenizer_parts import TokenizerParts
 
 
 def save_tokenizer(source: ModelSource, folder: Path) -> None:
-    """Write it into `folder`, generation_config.json with it. Raises `ConfigError` where a GGUF's can't be built."""
+    """Save the tokenizer and generation_config.json to `folder`. Raises `ConfigError` if a GGUF's can't be built."""
     if source.kind != "gguf":
-        for file in tokenizer_files(source.path):
+        for file in find_tokenizer_files(source.path):
             shutil.copyfile(file, folder / file.name)
         return
     from jaxserve.text.gguf_tokenizer import tokenizer_from_gguf
@@ -31,7 +31,7 @@ def save_tokenizer(source: ModelSource, folder: Path) -> None:
 
 
 def _config(parts: TokenizerParts) -> dict[str, Any]:
-    # The template stands here and not in a file of its own: reading text turns its line ends into others
+    # The template goes here and not into its own file, since reading a text file converts its line ends
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **parts.special_tokens}
     return config if parts.chat_template is None else {**config, "chat_template": parts.chat_template}
 

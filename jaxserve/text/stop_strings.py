@@ -1,4 +1,4 @@
-"""Finds stop strings and patterns in a text that comes in parts, and holds back only what may still become one."""
+"""Finds stop strings and patterns in streamed text, and holds back only text that may still become one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from jaxserve.text.stop_regex import RegexMatcher
 
 
 class StopMatcher:
-    """The stop string or pattern that is complete first wins; of those complete at the same character, the longest.
+    """Finds the first stop string or pattern to be completed; of several completed by the same character, the longest.
 
-    So the result doesn't depend on how the text is cut into pushes. Each stop string has a Knuth-Morris-Pratt
+    So the result doesn't depend on how the text is divided into pushes. Each stop string has a Knuth-Morris-Pratt
     automaton: the cost is linear in the text, however long the stop strings are.
     """
 
@@ -19,14 +19,14 @@ class StopMatcher:
         self._patterns = RegexMatcher(patterns) if patterns else None
         self._stops = sorted(dict.fromkeys(stops), key=len, reverse=True)
         self._include_stop = include_stop
-        self._failures = [_failure(stop) for stop in self._stops]
+        self._failures = [_failure_lengths(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)  # how many characters of each stop string the text ends with
         self._first = {stop[0] for stop in self._stops}
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that can be shown, and the stop string or pattern that was found in it, after which nothing may be
-        pushed."""
+        """Return the text that is not held back, and the stop string or pattern found in it, if any. Nothing may be
+        pushed after a match."""
         if self._patterns is None and not self._held and self._first.isdisjoint(text):
             return text, None
         whole = self._held + text
@@ -48,7 +48,7 @@ class StopMatcher:
                 length = self._failures[index][length - 1]
             length += stop[length] == char
             if length == len(stop):
-                found = found or stop  # the longest stands first
+                found = found or stop  # the longest is first
                 length = self._failures[index][length - 1]
             self._matched[index] = length
         by_pattern = self._patterns.advance(char) if self._patterns else None
@@ -57,15 +57,15 @@ class StopMatcher:
         return len(found), found
 
     def flush(self) -> str:
-        """What was held back, once it is certain that no more text comes."""
+        """Return the held-back text at the end of the output."""
         held, self._held = self._held, ""
         self._matched = [0] * len(self._stops)
         return held
 
 
-@functools.lru_cache(maxsize=64)  # the samples of a request have the same
-def _failure(stop: str) -> list[int]:
-    """For each prefix of `stop`, the length of the longest proper prefix that it also ends with."""
+@functools.lru_cache(maxsize=64)  # all samples of a request share it
+def _failure_lengths(stop: str) -> list[int]:
+    """Return, for each prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
     failure, length = [0], 0
     for char in stop[1:]:
         while length and stop[length] != char:

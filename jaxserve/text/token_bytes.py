@@ -1,8 +1,8 @@
-"""The bytes that each token stands for, so that text can be put together token by token.
+"""The bytes of each token, so that a text can be decoded token by token.
 
-Two families of decoders cover the models of the field: byte-level BPE, whose tokens are bytes in GPT-2's printable
-alphabet, and SentencePiece with byte fallback, whose tokens are text with U+2581 for a space or single bytes `<0xAB>`.
-In both, a text is the bytes of its tokens one after another, read as UTF-8. Other decoders have no table.
+Two families of decoders cover nearly all models: byte-level BPE, whose tokens are bytes in GPT-2's printable alphabet,
+and SentencePiece with byte fallback, whose tokens are text with U+2581 for a space, or single bytes `<0xAB>`. In both,
+a text is the concatenated bytes of its tokens, read as UTF-8. Other decoders have no table.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ import tokenizers
 _SPACE = "▁"
 
 
-class PieceTable:
-    """Bytes by token id, looked up once each. `strips_leading_space`: the start of a text loses one space."""
+class TokenByteTable:
+    """The bytes of each token id, cached. With `strips_leading_space`, decoding drops one space at a text's start."""
 
     def __init__(self, backend: tokenizers.Tokenizer, byte_level: bool, strips_leading_space: bool) -> None:
         self._backend = backend
         self.byte_level = byte_level
-        self._pieces: dict[int, bytes] = {}
+        self._bytes_by_id: dict[int, bytes] = {}
         self.strips_leading_space = strips_leading_space
 
     def __getitem__(self, token_id: int) -> bytes:
-        piece = self._pieces.get(token_id)
-        if piece is None:
-            piece = self._pieces[token_id] = self._look_up(token_id)
-        return piece
+        value = self._bytes_by_id.get(token_id)
+        if value is None:
+            value = self._bytes_by_id[token_id] = self._look_up(token_id)
+        return value
 
     def _look_up(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
         if self.byte_level:
-            # A token outside the alphabet is an added one and stands for itself
+            # A token outside the alphabet is an added token, which stands for itself
             values = [_BYTE_OF_CHAR.get(char) for char in token]
             return token.encode() if None in values else bytes(value for value in values if value is not None)
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
@@ -46,31 +46,35 @@ class PieceTable:
         return str(token).replace(_SPACE, " ").encode()
 
 
-def piece_table(backend: tokenizers.Tokenizer) -> PieceTable | None:
-    """The table of this tokenizer, or None if its decoder is of neither family."""
-    if backend.decoder is None:
-        return None
-    steps = _flatten(json.loads(backend.decoder.__getstate__()))
+def token_byte_table(backend: tokenizers.Tokenizer) -> TokenByteTable | None:
+    """Return the table of this tokenizer, or None if its decoder belongs to neither family."""
+    steps = component_steps(backend.decoder)
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return PieceTable(backend, byte_level=True, strips_leading_space=False)
+        return TokenByteTable(backend, byte_level=True, strips_leading_space=False)
     if kinds not in (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]):
         return None
     if steps[0]["pattern"] != {"String": _SPACE} or steps[0]["content"] != " ":
         return None
     if kinds[-1] == "Strip" and (steps[3]["content"], steps[3]["start"], steps[3]["stop"]) != (" ", 1, 0):
         return None
-    return PieceTable(backend, byte_level=False, strips_leading_space=kinds[-1] == "Strip")
+    return TokenByteTable(backend, byte_level=False, strips_leading_space=kinds[-1] == "Strip")
 
 
-def _flatten(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    if decoder["type"] != "Sequence":
-        return [decoder]
-    return [step for part in decoder["decoders"] for step in _flatten(part)]
+def component_steps(component: Any) -> list[dict[str, Any]]:
+    """Return the configurations of a backend's decoder, normalizer or pre-tokenizer, with sequences flattened."""
+    return [] if component is None else _flatten(json.loads(component.__getstate__()))
+
+
+def _flatten(step: dict[str, Any]) -> list[dict[str, Any]]:
+    if step["type"] != "Sequence":
+        return [step]
+    parts = step.get("decoders") or step.get("normalizers") or step.get("pretokenizers") or []
+    return [inner for part in parts for inner in _flatten(part)]
 
 
 def byte_alphabet() -> dict[int, str]:
-    """GPT-2's printable character for each byte: printable Latin-1 stands for itself, the rest follows from U+0100."""
+    """Return GPT-2's printable character of each byte: itself if it is printable Latin-1, else one from U+0100 on."""
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in own]
     return {value: chr(value) for value in own} | {value: chr(256 + rank) for rank, value in enumerate(others)}

@@ -1,7 +1,7 @@
-"""Text to token ids and back, for whatever files the model came with.
+"""Encodes text to token ids and decodes them, for every file format of models.
 
-Owns nothing but a `tokenizers` backend and the facts around it (which ids end a generation, the chat template's text).
-Reading files is `hf_folder` and `gguf_tokenizer`; putting a stream together is `detokenizer`.
+Owns a `tokenizers` backend and the facts around it (the ids that end a generation, the chat template's source).
+`hf_folder` and `gguf_tokenizer` read the files; `detokenizer` decodes streams.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.model_source import ModelSource
-from jaxserve.text.min_tokens import TextLengths
-from jaxserve.text.token_bytes import PieceTable, piece_table
+from jaxserve.text.min_tokens import MinTokenCounter
+from jaxserve.text.token_bytes import TokenByteTable, token_byte_table
 from jaxserve.text.tokenizer_parts import TokenizerParts
 
 _ID_OUT_OF_RANGE = "token ids must be in [0, 2^32)"
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer:
-    """The tokenizer of a model. Raises `ConfigError` if its files hold none that can be used."""
+    """Load the tokenizer of a model. Raises `ConfigError` if its files have no usable one."""
     if source.kind == "gguf":
         from jaxserve.model_source.gguf_metadata import GGUFMetadata
         from jaxserve.text.gguf_tokenizer import tokenizer_from_gguf
@@ -31,7 +31,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 
 
 class Tokenizer:
-    """Encodes and decodes. `eos_ids` are all ids that end a generation; `special_tokens` what chat templates know."""
+    """Encodes and decodes text. `eos_ids` end a generation; `special_tokens` are variables of chat templates."""
 
     def __init__(self, parts: TokenizerParts) -> None:
         self._backend = parts.backend
@@ -45,11 +45,11 @@ class Tokenizer:
         self.skipped_ids = frozenset(
             token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
         )
-        self.pieces: PieceTable | None = piece_table(self._backend)
+        self.byte_table: TokenByteTable | None = token_byte_table(self._backend)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. `add_special_tokens` puts BOS (and EOS) where the model wants it; special tokens written in the
-        text are always recognized. Raises `InvalidRequestError` if the text can't be written as UTF-8."""
+        """Return the token ids of `text`. `add_special_tokens` adds BOS (and EOS) if the model uses it; special tokens
+        written in the text are always recognized. Raises `InvalidRequestError` if the text is not valid Unicode."""
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(
@@ -59,83 +59,84 @@ class Tokenizer:
         add_special_tokens: bool = True,
         check_count: Callable[[int], None] | None = None,
     ) -> list[list[int]]:
-        """Token ids of each text, in parallel where there are several. `check_count` gets each text's number of tokens
-        before any ids are made, and may raise.
+        """Return the token ids of each text. `check_count` is called with each number of tokens, before the lists of
+        ids are made, and may raise.
 
-        Other threads go on meanwhile: the backend's `encode` of a single text would hold the interpreter lock.
+        Other threads can run meanwhile, unlike with the backend's `encode`, which holds the interpreter lock.
         """
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             if any(not isinstance(text, str) for text in texts):
                 raise
-            raise InvalidRequestError("the text holds half a surrogate pair, which is no Unicode text") from error
+            raise InvalidRequestError("the text holds half a surrogate pair, so it is not valid Unicode") from error
         if check_count is not None:
             try:
                 for encoding in encodings:
                     check_count(len(encoding))
             except Exception:
-                encodings.clear()  # the error's traceback holds this frame for as long as it is handled
+                encodings.clear()  # the error's traceback keeps this frame alive
                 raise
         return [encoding.ids for encoding in encodings]
 
     def text_offsets(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Where in `text` each token of `encode(text)` begins, never before the token ahead of it. A token that was
-        added begins where the next one does."""
+        """Return where in `text` each token of `encode(text)` begins, in non-decreasing order. An added special token
+        begins where the next token does."""
         [encoding] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         offsets, end = [], 0
         for (start, stop), is_special in zip(encoding.offsets, encoding.special_tokens_mask):
-            # A tokenizer may leave a token's spaces out of its place, and has none for a token that it adds.
+            # The backend may leave spaces out of a token's range, and gives an added token an empty range.
             offsets.append(end if is_special and start == stop else min(start, end))
             end = max(end, stop)
         return offsets
 
-    def least_tokens(self, text: str) -> int:
-        """The fewest tokens that `text` can have, from its length alone; 0 if the tokenizer has no such bound."""
-        return self._lengths.least_tokens(text)
+    def min_num_tokens(self, text: str) -> int:
+        """Return the smallest number of tokens that `text` can have, from its length alone; 0 if there is no bound."""
+        return self._min_token_counter.min_num_tokens(text)
 
     @functools.cached_property
-    def _lengths(self) -> TextLengths:
-        return TextLengths(self._backend)
+    def _min_token_counter(self) -> MinTokenCounter:
+        return MinTokenCounter(self._backend)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of the ids, bytes that are no UTF-8 as U+FFFD.
+        """Return the text of the ids, with U+FFFD for invalid UTF-8.
 
-        Equals `tokenizers`' own decoding with one exception: in a run of SentencePiece byte tokens that isn't valid as
-        a whole, valid characters are kept, so that a stream can emit them before it knows how the run ends.
+        Equals the decoding of `tokenizers` with one exception: in an invalid run of SentencePiece byte tokens, valid
+        characters are kept, so that a stream can emit them before the run ends.
         """
-        if self.pieces is None or self.pieces.byte_level:
+        if self.byte_table is None or self.byte_table.byte_level:
             return self._decode_backend(list(ids), skip_special_tokens)
-        return self._decode_pieces(ids, self.pieces, skip_special_tokens)
+        return self._decode_bytes(ids, self.byte_table, skip_special_tokens)
 
     def _decode_backend(self, ids: list[int], skip_special_tokens: bool) -> str:
         try:
-            # Unlike `decode`, it lets other threads go on
+            # Unlike `decode`, it releases the interpreter lock
             return str(self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
         except OverflowError as error:
             raise InvalidRequestError(_ID_OUT_OF_RANGE) from error
 
-    def _decode_pieces(self, ids: Iterable[int], pieces: PieceTable, skip_special_tokens: bool) -> str:
+    def _decode_bytes(self, ids: Iterable[int], byte_table: TokenByteTable, skip_special_tokens: bool) -> str:
         skipped = self.skipped_ids if skip_special_tokens else frozenset[int]()
         try:
-            joined = b"".join([pieces[token_id] for token_id in ids if token_id not in skipped])
+            joined = b"".join([byte_table[token_id] for token_id in ids if token_id not in skipped])
         except OverflowError as error:
             raise InvalidRequestError(_ID_OUT_OF_RANGE) from error
         text = joined.decode(errors="replace")
-        return text.removeprefix(" ") if pieces.strips_leading_space else text
+        return text.removeprefix(" ") if byte_table.strips_leading_space else text
 
     def has_token(self, token_id: int) -> bool:
-        """Whether the id stands for a token; a model's vocabulary may be padded beyond the tokenizer's."""
+        """Return whether the id is a token: a model's vocabulary may be padded beyond the tokenizer's."""
         return self._backend.id_to_token(token_id) is not None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for, special tokens included."""
-        if self.pieces is not None:
-            return self.pieces[token_id]
+        """Return the bytes of one token, special or not."""
+        if self.byte_table is not None:
+            return self.byte_table[token_id]
         return self._decode_backend([token_id], False).encode()
 
     def token_text(self, token_id: int) -> str:
-        r"""One token as text, for log probabilities; `bytes:\xe4\xb8` for part of a character, as OpenAI writes it."""
+        r"""Return one token as text, for log probabilities; `bytes:\xe4\xb8` for part of a character, as OpenAI
+        does."""
         piece = self.token_bytes(token_id)
         try:
             return piece.decode()

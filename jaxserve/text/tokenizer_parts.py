@@ -1,4 +1,4 @@
-"""What a tokenizer is made of, whichever files it came from."""
+"""The parts of a tokenizer, in one form for all file formats."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import tokenizers
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerParts:
-    """`backend` does the work; `eos_ids` end a generation; `special_tokens` are the names and texts templates know
-    (`{"bos_token": "<s>"}`); `chat_template` is Jinja source."""
+    """A `tokenizers` backend and the facts that it doesn't hold: `eos_ids` end a generation, `special_tokens` are the
+    template variables for tokens (`{"bos_token": "<s>"}`), `chat_template` is Jinja source."""
 
     backend: tokenizers.Tokenizer
     eos_ids: tuple[int, ...]

@@ -1,12 +1,11 @@
-"""From a checkpoint to a model's parameters on their devices: `open_weights`, then `build`.
+"""Loads a checkpoint into a model's parameters on their devices: `open_weights`, then `build_params`.
 
-A format is one file here: a `TensorSource` where tensors have Hugging Face's names, else a `WeightReader`. Nothing here
-knows a model: names and places come from its family.
+Each file format has one module here: a `TensorSource` where tensors have Hugging Face names, else a `WeightReader`.
+Nothing here knows a model: tensor names and mappings come from the model family.
 """
 
-from jaxserve.weights.arrays import WeightReader, build
+from jaxserve.weights.arrays import WeightReader, build_params
 from jaxserve.weights.dummy import dummy_params
-from jaxserve.weights.load import load_params
 from jaxserve.weights.open import check_tensors, open_source, open_weights, stored_types
 from jaxserve.weights.source import TensorInfo, TensorSource
 
@@ -14,10 +13,9 @@ __all__ = [
     "TensorInfo",
     "TensorSource",
     "WeightReader",
-    "build",
+    "build_params",
     "check_tensors",
     "dummy_params",
-    "load_params",
     "open_source",
     "open_weights",
     "stored_types",

@@ -1,8 +1,8 @@
-"""From host buffers to jax arrays: each shard of a parameter is filled by a caller's function and put on its devices.
+"""Builds jax arrays from host buffers: a reader fills each shard of a parameter, and the shard goes to its devices.
 
-Owns what a process reads and holds while it loads: the shards of its own devices and no others, each once however many
-devices share it, at most two at a time (one a thread) besides those that have become jax arrays. On a CPU the array is
-the buffer itself (jax takes memory aligned to 64 bytes as it is), so nothing is held twice.
+Owns what a process reads and holds while it loads. It reads the shards of its own devices only, each one once however
+many devices share it, and holds at most two (one per thread) besides those that are jax arrays already. On a CPU the
+array is the buffer itself (jax uses memory aligned to 64 bytes without a copy), so nothing is held twice.
 """
 
 from __future__ import annotations
@@ -27,56 +27,60 @@ _ALIGNMENT = 64
 
 @dataclasses.dataclass(frozen=True)
 class WeightReader:
-    """Reads the parameters of a tree. `fill(path, spec, window, out)` writes a window of what is stored of one
-    (`ParamSpec.windows`) into `out`, from any thread; `order` is that in which its parameters are best read."""
+    """Reads the parameters of a tree.
+
+    `fill(path, spec, window, out)` writes one window of a stored parameter (see `ParamSpec.windows`) into `out`; any
+    thread may call it. `order` lists the indices of the tree's leaves in the order that reads fastest.
+    """
 
     fill: Fill
     order: tuple[int, ...]
 
 
 def flatten(abstract: Any) -> tuple[list[tuple[Path, ParamSpec]], Any]:
-    """The parameters of a tree with their paths (attribute names, keys and list indices), and the tree's structure."""
+    """Return a tree's parameters with their paths (attribute names, keys and list indices), and its structure."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
     return [(path_of(keys), spec) for keys, spec in leaves], structure
 
 
-def build(abstract: Any, shardings: Any, reader: WeightReader) -> Any:
-    """A tree of jax arrays like `abstract`, made of the shards of this process' devices."""
+def build_params(abstract: Any, shardings: Any, reader: WeightReader) -> Any:
+    """Return a tree of jax arrays like `abstract`, made of the shards of this process's devices."""
     leaves, structure = flatten(abstract)
     placed = jax.tree_util.tree_leaves(shardings)
     assert len(placed) == len(leaves), (len(placed), len(leaves))
     assert sorted(reader.order) == list(range(len(leaves)))
 
-    # Before threads ask: jax crashed where two at once were the first to (0.11.2, several processes)
-    devices = [_devices(spec, sharding) for (_, spec), sharding in zip(leaves, placed)]
+    # Computed before the threads start: jax 0.11.2 crashed, with several processes, where two threads at once made the
+    # first call
+    devices = [_devices_by_bounds(spec, sharding) for (_, spec), sharding in zip(leaves, placed)]
 
-    def make(i: int) -> jax.Array:
-        return _make(*leaves[i], placed[i], devices[i], reader.fill)
+    def build(i: int) -> jax.Array:
+        return _build_array(*leaves[i], placed[i], devices[i], reader.fill)
 
     arrays: list[jax.Array | None] = [None] * len(leaves)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="weights") as pool:
-        for i, array in zip(reader.order, pool.map(make, reader.order)):
+        for i, array in zip(reader.order, pool.map(build, reader.order)):
             arrays[i] = array
     return jax.tree_util.tree_unflatten(structure, arrays)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """An array that is not filled yet, in memory that jax takes as it is."""
+    """Return an uninitialized array in memory that jax uses without a copy."""
     nbytes = int(np.prod(shape)) * dtype.itemsize
     raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
-def _devices(spec: ParamSpec, sharding: jax.sharding.Sharding) -> dict[Bounds, list[jax.Device]]:
-    """This process' devices by what they hold of a parameter."""
+def _devices_by_bounds(spec: ParamSpec, sharding: jax.sharding.Sharding) -> dict[Bounds, list[jax.Device]]:
+    """Group this process's devices by the part of the parameter that they hold."""
     found: dict[Bounds, list[jax.Device]] = defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
         found[tuple(part.indices(size)[:2] for part, size in zip(index or (), spec.shape, strict=True))].append(device)
     return found
 
 
-def _make(
+def _build_array(
     path: Path, spec: ParamSpec, sharding: jax.sharding.Sharding, devices: dict[Bounds, list[jax.Device]], fill: Fill
 ) -> jax.Array:
     arrays = []

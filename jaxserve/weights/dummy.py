@@ -1,8 +1,8 @@
-"""Made-up weights, from `ParamSpec`s and a seed alone, for `--load-format dummy`.
+"""Generates random weights from `ParamSpec`s and a seed, for `--load-format dummy`.
 
-Each parameter depends on the seed and its own path only, not on the order or on what else the model has. Normal values
-come from one block of random numbers read at random offsets, so that a large model is made at the speed of a copy:
-good for benchmarks and tests of plumbing, and not independent draws.
+Each parameter depends only on the seed and its own path, not on the order or on the rest of the model. Normal values
+come from one block of random numbers that is read at random offsets, so a large model is generated at the speed of a
+copy. The values are therefore not independent draws, which is good enough for benchmarks and for tests of loading.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 import numpy as np
 
 from jaxserve.params import ParamSpec, Path, Window, dotted
-from jaxserve.weights.arrays import WeightReader, build, flatten
+from jaxserve.weights.arrays import WeightReader, build_params, flatten
 
 _BLOCK = 1 << 20
 _SEED_MASK = (1 << 64) - 1
 
 
 def dummy_params(abstract: Any, shardings: Any, seed: int) -> Any:
-    """The parameters of `abstract` as jax arrays on `shardings`, filled as each spec's `init` says."""
-    return build(abstract, shardings, dummy_reader(abstract, seed))
+    """Return the parameters of `abstract` as jax arrays on `shardings`, filled as each spec's `init` says."""
+    return build_params(abstract, shardings, dummy_reader(abstract, seed))
 
 
 def dummy_reader(abstract: Any, seed: int) -> WeightReader:
-    """What makes them up: any window of a parameter by itself, and the same values however it is split."""
+    """Return a reader that generates any window of a parameter; its values don't depend on how it is split."""
     leaves, _ = flatten(abstract)
     twice = np.tile(np.random.default_rng(seed & _SEED_MASK).standard_normal(_BLOCK, dtype=np.float32), 2)
     scaled = {
@@ -58,8 +58,10 @@ def dummy_reader(abstract: Any, seed: int) -> WeightReader:
 def _runs(
     shape: tuple[int, ...], window: Window, out: np.ndarray[Any, Any]
 ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
-    """The parts of `out` that stand side by side in an array of `shape` and in `out` itself, as vectors, each with the
-    place of its first element in that array."""
+    """Split `out`, a window of an array of `shape`, into runs that are contiguous in both.
+
+    Yields each run as a vector, with the flat index in that array of its first element.
+    """
     inner = out.ndim
     while inner > 1 and out.shape[inner - 1] == shape[inner - 1] and out[(0,) * (inner - 2)].flags.c_contiguous:
         inner -= 1

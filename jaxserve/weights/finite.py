@@ -1,6 +1,7 @@
-"""Refuses weights that are no numbers: one NaN makes every answer NaN, and of what was read wrongly some soon is one.
+"""Refuses weights that hold NaN or infinity.
 
-Owns the test of an array. It looks at each weight once, while what was read of it is still in a core's cache.
+One NaN in the weights makes every answer NaN, and data that was read wrongly soon contains one. Each weight is checked
+once, while the block that was read is still in a core's cache.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jaxserve.weights.source import BlockSource, TensorInfo, TensorSource, row_b
 
 
 class FiniteSource:
-    """Another source, whose tensors are checked as they are read. Raises `ConfigError` naming the tensor."""
+    """A source that checks the tensors of another one as they are read. Raises `ConfigError` naming the tensor."""
 
     def __init__(self, source: TensorSource) -> None:
         self._source = source
@@ -36,27 +37,27 @@ class FiniteSource:
 
 
 class FiniteBlockSource(FiniteSource):
-    """The same for one that has quantized tensors."""
+    """A `FiniteSource` for a source that has quantized tensors."""
 
     def __init__(self, source: BlockSource) -> None:
         super().__init__(source)
-        self._blocks = source
+        self._block_source = source
 
     def read_blocks(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
         """See `BlockSource`."""
         for block, part in row_blocks(window, out):
-            self._blocks.read_blocks(name, block, part)
+            self._block_source.read_blocks(name, block, part)
             for factor in ("scale", "minimum"):
                 check_finite(part[factor], name, self.description)
 
 
-def checked(source: TensorSource) -> TensorSource:
-    """`source` with its tensors checked."""
+def with_finite_check(source: TensorSource) -> TensorSource:
+    """Return a source that checks what it reads from `source`."""
     return FiniteBlockSource(source) if isinstance(source, BlockSource) else FiniteSource(source)
 
 
 def check_finite(values: np.ndarray[Any, Any], name: str, where: str) -> None:
-    """Raises unless all of `values`, of the tensor `name`, are numbers."""
+    """Raise `ConfigError` if `values`, which belong to tensor `name`, hold NaN or infinity."""
     if not is_finite(values):
         raise ConfigError(
             f"{where}: tensor {name} holds NaN or infinity (or numbers too large for {values.dtype}): the file is "
@@ -65,10 +66,10 @@ def check_finite(values: np.ndarray[Any, Any], name: str, where: str) -> None:
 
 
 def is_finite(values: np.ndarray[Any, Any]) -> bool:
-    """Whether there is neither NaN nor infinity in them.
+    """Return whether `values` hold neither NaN nor infinity.
 
-    As whole numbers of their size these two are the largest with the sign bit and without: numpy compares them as fast
-    as memory is read, also those of types that it doesn't know itself.
+    Seen as integers, NaN and infinity are the largest values with and without the sign bit. numpy compares integers at
+    the speed of memory, which also serves types that numpy itself doesn't know.
     """
     infinity = int(np.array(np.inf, values.dtype).view(f"u{values.itemsize}"))
     negative = infinity | 1 << (8 * values.itemsize - 1)

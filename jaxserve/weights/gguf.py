@@ -1,8 +1,8 @@
-"""A GGUF file as a `BlockSource`: Hugging Face's names and row order, blocks dequantized as they are read, or kept.
+"""A GGUF file as a `BlockSource`: blocks are dequantized as they are read, or kept quantized.
 
-Owns what llama.cpp's converter changed and this undoes: the names, and in files of architecture llama the order of the
-rows of q and k (it puts the two numbers that a rotation turns side by side; Hugging Face has them half a head apart).
-The header is `model_source`'s, the arithmetic of the quantized types `gguf_blocks`' and the `gguf` package's.
+Undoes what llama.cpp's converter changed: the tensor names, and in files of architecture llama the row order of q and k
+(llama.cpp puts the two numbers that a rotation turns side by side; Hugging Face has them half a head apart).
+`model_source` parses the header; `gguf_blocks` and the `gguf` package do the arithmetic of the quantized types.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from jaxserve.model_source.gguf_config import head_counts
-from jaxserve.model_source.gguf_metadata import GGUFMetadata
-from jaxserve.model_source.gguf_metadata import TensorInfo as GGUFTensor
+from jaxserve.model_source.gguf_metadata import GGUFMetadata, GGUFTensorInfo
 from jaxserve.params import Window
-from jaxserve.weights.gguf_blocks import as_blocks
+from jaxserve.weights.gguf_blocks import decode_blocks
 from jaxserve.weights.source import TensorInfo, row_blocks
 from pallas_kernels.packed_matmul import BLOCK
 
 _READABLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _TYPES = {kind.value: kind for kind in GGMLQuantizationType}
 
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_BLOCK = {
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -43,20 +42,20 @@ _BLOCK = {
     "ffn_down": "mlp.down_proj",
 }
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)")
-_FREQUENCIES = "rope_freqs.weight"
-"""Not a weight but part of the config, where `model_source` puts it."""
+_ROPE_FREQUENCIES = "rope_freqs.weight"
+"""Part of the config rather than a weight; `model_source` reads it."""
 
 
 class GGUFFile:
-    """The tensors of one GGUF file. Raises `ConfigError` if it isn't a whole GGUF file."""
+    """The tensors of one GGUF file. Raises `ConfigError` if the file isn't a complete GGUF file."""
 
     def __init__(self, path: Path) -> None:
         metadata = GGUFMetadata(path)
         self._path = path
         self._data = np.memmap(path, np.uint8, mode="r")
-        self._tensors = {_hf_name(name): info for name, info in metadata.tensors.items() if name != _FREQUENCIES}
+        self._tensors = {_hf_name(name): info for name, info in metadata.tensors.items() if name != _ROPE_FREQUENCIES}
         self._infos = {name: _info(tensor) for name, tensor in self._tensors.items()}
-        self._heads = _turned_heads(metadata)
+        self._permuted = _permuted_heads(metadata)
 
     @property
     def description(self) -> str:
@@ -69,7 +68,7 @@ class GGUFFile:
     def read(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
         """See `TensorSource`."""
         kind = _TYPES[self._tensors[name].ggml_type]
-        for raw, inside, part in self._parts(name, window, out, 1):
+        for raw, inside, part in self._row_parts(name, window, out, 1):
             # As one long row: the package works through groups of 16 rows, which is slow for short ones
             values = dequantize(raw.reshape(1, -1), kind).reshape(len(part), -1)
             part[...] = values[:, inside].reshape(part.shape)
@@ -78,21 +77,24 @@ class GGUFFile:
         """See `BlockSource`."""
         kind = _TYPES[self._tensors[name].ggml_type]
         elements, size = GGML_QUANT_SIZES[kind]
-        for raw, inside, part in self._parts(name, window, out, BLOCK):
+        for raw, inside, part in self._row_parts(name, window, out, BLOCK):
             stored = raw.reshape(len(part), -1, size)
             read = stored.shape[1] * (elements // BLOCK)
             if part.shape[1] == read:
-                as_blocks(stored, kind, part)
+                decode_blocks(stored, kind, part)
             else:
                 whole = np.empty((len(part), read), part.dtype)
-                as_blocks(stored, kind, whole)
+                decode_blocks(stored, kind, whole)
                 part[...] = whole[:, inside]
 
-    def _parts(
+    def _row_parts(
         self, name: str, window: Window, out: np.ndarray[Any, Any], unit: int
     ) -> Iterator[tuple[np.ndarray[Any, Any], slice, np.ndarray[Any, Any]]]:
-        """A window, of which the last dimension counts `unit` elements as one, in blocks of rows: the bytes that it
-        touches, which of what they hold is the window's, and the part of `out` that it fills."""
+        """Split a window into blocks of rows; its last dimension counts `unit` elements as one.
+
+        Yields for each: the bytes that it touches, the slice of their elements that belongs to the window, and the part
+        of `out` that it fills.
+        """
         tensor = self._tensors[name]
         block_elements, block_bytes = GGML_QUANT_SIZES[_TYPES[tensor.ggml_type]]
         rows, row_elements = tensor.shape[0], math.prod(tensor.shape[1:])
@@ -100,29 +102,29 @@ class GGUFFile:
         stored = self._data[tensor.offset : tensor.offset + rows * row_bytes].reshape(rows, row_bytes)
         order = self._row_order(name, rows)
         block = max(1, block_elements // unit)
-        first, last, inside = _columns(tensor.shape, window, block)
+        first, last, inside = _touched_columns(tensor.shape, window, block)
         touched = slice(first // block * block_bytes, last // block * block_bytes)
         for (rows_read, *_), part in row_blocks(window, out):
             yield stored[rows_read if order is None else order[rows_read], touched], inside, part
 
     def _row_order(self, name: str, rows: int) -> np.ndarray[Any, Any] | None:
-        """For each of Hugging Face's rows the file's row, or None where they are the same."""
-        heads = next((count for part, count in self._heads.items() if part in name), 0)
+        """Return the file's row for each of Hugging Face's rows, or None if the order is the same."""
+        heads = next((count for part, count in self._permuted.items() if part in name), 0)
         return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(rows) if heads else None
 
 
 def _hf_name(name: str) -> str:
-    """Hugging Face's name of a tensor; one that isn't known keeps its own and so turns up as left over."""
+    """Return a tensor's Hugging Face name; an unknown one keeps its own name and is later reported as left over."""
     match = _NAME.fullmatch(name)
     if match is None:
         return name
     layer, part, kind = match["layer"], match["part"], match["kind"]
     if layer is None:
-        return f"{_TOP[part]}.{kind}" if part in _TOP else name
-    return f"model.layers.{layer}.{_BLOCK[part]}.{kind}" if part in _BLOCK else name
+        return f"{_TOP_NAMES[part]}.{kind}" if part in _TOP_NAMES else name
+    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{kind}" if part in _LAYER_NAMES else name
 
 
-def _info(tensor: GGUFTensor) -> TensorInfo:
+def _info(tensor: GGUFTensorInfo) -> TensorInfo:
     kind = _TYPES.get(tensor.ggml_type)
     name = f"ggml type {tensor.ggml_type}" if kind is None else kind.name
     if kind is None or name not in _READABLE:
@@ -136,8 +138,8 @@ def _info(tensor: GGUFTensor) -> TensorInfo:
     return TensorInfo(tensor.shape, name, f"its rows are no multiple of {name}'s {block} elements" if broken else "")
 
 
-def _columns(shape: tuple[int, ...], window: Window, block: int) -> tuple[int, int, slice]:
-    """The elements of a row, in whole blocks, that a window reaches, and which of them are the window's."""
+def _touched_columns(shape: tuple[int, ...], window: Window, block: int) -> tuple[int, int, slice]:
+    """Return the bounds of the whole blocks of a row that a window touches, and the window's slice within them."""
     if len(shape) == 1:
         return 0, 1, slice(0, 1)
     start, stop = window[1].start, window[1].stop
@@ -145,8 +147,8 @@ def _columns(shape: tuple[int, ...], window: Window, block: int) -> tuple[int, i
     return first, last, slice(start - first, stop - first)
 
 
-def _turned_heads(metadata: GGUFMetadata) -> dict[str, int]:
-    """Heads of the projections whose rows llama.cpp reordered."""
+def _permuted_heads(metadata: GGUFMetadata) -> dict[str, int]:
+    """Return the head counts of the projections whose rows llama.cpp reordered, by a part of their names."""
     if metadata.get("general.architecture") != "llama":
         return {}
     heads, kv_heads = head_counts(metadata)

@@ -1,6 +1,6 @@
 """A Hugging Face folder as a `TensorSource`: safetensors, in one file or sharded with an index.
 
-Owns finding the files and their headers. The files are memory-mapped: a tensor's pages come from disk when it is read.
+Finds the files and reads their headers. The files are memory-mapped: a tensor is read from disk when it is asked for.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  numpy knows bfloat16, which safetensors asks it for, once this is imported
+import ml_dtypes  # noqa: F401  its import makes bfloat16 known to numpy, which safetensors needs
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import orbax_hint
-from jaxserve.model_source.fields import Fields, read_json, shown
+from jaxserve.model_source.fields import Fields, abbreviate, read_json
 from jaxserve.params import Window
 from jaxserve.weights.source import TensorInfo, row_blocks
 
@@ -24,13 +24,13 @@ _READABLE = ("F64", "F32", "F16", "BF16")
 
 
 class SafetensorsFolder:
-    """The safetensors of `folder`. Raises `ConfigError` naming the files that are missing or can't be read."""
+    """The tensors in the safetensors files of a folder. Raises `ConfigError` naming missing or broken files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, Any] = {}
         self._infos: dict[str, TensorInfo] = {}
-        for file, wanted in _files(folder).items():
+        for file, wanted in _files_to_open(folder).items():
             try:
                 opened: Any = safe_open(folder / file, framework="numpy")
             except (SafetensorError, OSError) as error:
@@ -63,32 +63,35 @@ def _info(stored: Any) -> TensorInfo:
     return TensorInfo(tuple(stored.get_shape()), kind, unreadable)
 
 
-def _files(folder: Path) -> dict[str, set[str] | None]:
-    """Each file to open, with the tensors to take from it (None: all)."""
+def _files_to_open(folder: Path) -> dict[str, set[str] | None]:
+    """Return the files to open, each with the names of the tensors to read from it (None: all)."""
     if (folder / _SINGLE).is_file():
         return {_SINGLE: None}
     if (folder / _INDEX).is_file():
-        return _indexed(folder)
+        return _files_in_index(folder)
     found = sorted(file.name for file in folder.glob("*.safetensors"))
     if len(found) == 1:
         return {found[0]: None}
     if found:
-        raise ConfigError(f"{folder} has {len(found)} safetensors files but no {_INDEX} that says which to read")
+        raise ConfigError(
+            f"{folder} has {len(found)} safetensors files but no {_INDEX} that says which tensors to read from each"
+        )
     others = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind))
     hint = f"; {others[0]} is not safetensors, convert it first" if others else orbax_hint(folder)
     raise ConfigError(f"{folder} has no {_SINGLE} and no {_INDEX}{hint} (--load-format dummy needs no weights)")
 
 
-def _indexed(folder: Path) -> dict[str, set[str] | None]:
+def _files_in_index(folder: Path) -> dict[str, set[str] | None]:
     index = Fields(read_json(folder / _INDEX), str(folder / _INDEX))
     weight_map = index.object("weight_map")
     if not weight_map:
-        raise index.wrong("weight_map", "an object that names a file for each tensor")
+        raise index.error("weight_map", "an object that names a file for each tensor")
     for file in weight_map.values():
-        # Names alone: what a link in the folder points to is for the owner of the folder to say
+        # Only the name is checked: a symbolic link in the folder may point anywhere, as the folder's owner decided
         if not isinstance(file, str) or Path(file).name != file or file in ("", "..") or not file.isprintable():
             raise ConfigError(
-                f"{index.where}: weight_map names the file {shown(file)}; only files of the folder itself are opened"
+                f"{index.where}: weight_map names the file {abbreviate(file)}; "
+                "only files of the folder itself are opened"
             )
     files: dict[str, set[str] | None] = {file: set() for file in sorted(set(weight_map.values()))}
     absent = [file for file in files if not (folder / file).is_file()]

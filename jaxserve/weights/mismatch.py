@@ -1,25 +1,25 @@
-"""How a checkpoint that doesn't fit its model is told: every fault at once, each with the names it concerns."""
+"""The error for a checkpoint that doesn't fit its model: it lists all mismatches at once, each with tensor names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from jaxserve.error_texts import join_first
 from jaxserve.errors import ConfigError
 
 _NAMES_SHOWN = 10
 
 
-def refuse_misfit(description: str, faults: Iterable[tuple[str, Sequence[str]]], advice: str) -> None:
-    """Raises `ConfigError` where there are any; a fault is what is wrong with some tensors, and their names."""
-    parts = [f"{_count(names)} {what}: {listed(names)}" for what, names in faults if names]
+def raise_mismatch(description: str, mismatches: Iterable[tuple[str, Sequence[str]]], advice: str) -> None:
+    """Raise `ConfigError` if any of `mismatches`, pairs of a description and tensor names, has names."""
+    parts = [f"{_count(names)} {what}: {join_names(names)}" for what, names in mismatches if names]
     if parts:
         raise ConfigError(f"{description} doesn't fit the model its config describes: {'; '.join(parts)}. {advice}")
 
 
-def listed(names: Sequence[str]) -> str:
-    """The first names and how many more there are."""
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more
+def join_names(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    return join_first(names, _NAMES_SHOWN)
 
 
 def _count(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Chooses the reader of a model's weights."""
+"""Opens a model's weights with the reader for their file format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family
 from jaxserve.weights.arrays import WeightReader
 from jaxserve.weights.dummy import dummy_reader
-from jaxserve.weights.finite import checked
+from jaxserve.weights.finite import with_finite_check
 from jaxserve.weights.gguf import GGUFFile
 from jaxserve.weights.hf import SafetensorsFolder
 from jaxserve.weights.load import check_names, checkpoint_reader
@@ -20,15 +20,15 @@ from jaxserve.weights.source import TensorSource
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
 
-_FOUND = {"folder": "safetensors", "gguf": "gguf", "orbax": "orbax"}
+_FORMAT_OF_KIND = {"folder": "safetensors", "gguf": "gguf", "orbax": "orbax"}
 
 
 def open_weights(
     source: ModelSource, model: ModelConfig, abstract: Any, *, load_format: LoadFormat = "auto", seed: int = 0
 ) -> WeightReader:
-    """What reads the parameters of `abstract`, a model's; only names, shapes and types have been looked at yet.
+    """Return a reader of the parameters of `abstract`; so far only names, shapes and types have been read.
 
-    Raises `ConfigError` if `load_format` asks for what the source isn't, or the two don't fit together.
+    Raises `ConfigError` if the source isn't of `load_format`, or its tensors don't fit the model.
     """
     module = family(model)
     dense = module.abstract(model, abstract.norm.dtype)
@@ -36,38 +36,41 @@ def open_weights(
         return packing_reader(abstract, dense, dummy_reader(dense, seed))
     _check_format(source, load_format)
     if source.kind == "orbax":
-        # Imported here because TensorStore costs start-up time that no other format should pay
+        # Imported here so that other formats start without it
         from jaxserve.weights.orbax import OrbaxCheckpoint
 
         return packing_reader(abstract, dense, OrbaxCheckpoint(source.path).reader(dense))
-    opened = checked(open_source(source))
-    return checkpoint_reader(abstract, opened, module.placements(model), ignored=module.ignored)
+    opened = with_finite_check(open_source(source))
+    return checkpoint_reader(abstract, opened, module.tensor_mappings(model), ignored=module.ignored)
 
 
 def check_tensors(source: ModelSource, model: ModelConfig, load_format: LoadFormat = "auto") -> None:
-    """Raises `ConfigError` unless a file's tensors are those that its config describes, by names and shapes: before
-    programs are compiled for a model that isn't there. What `convert` wrote is checked when it is opened."""
+    """Raise `ConfigError` if the names and shapes of a file's tensors are not those that its config describes.
+
+    Called before programs are compiled, so that a wrong file is found early. A folder of `jaxserve convert` is checked
+    when it is opened instead.
+    """
     if load_format != "dummy" and source.kind != "orbax":
         module = family(model)
-        check_names(open_source(source, load_format), module.placements(model), module.ignored)
+        check_names(open_source(source, load_format), module.tensor_mappings(model), module.ignored)
 
 
 def stored_types(source: ModelSource, load_format: LoadFormat = "auto") -> Mapping[str, str]:
-    """The type of each tensor where they may be quantized, which is in a GGUF file; empty elsewhere."""
+    """Return the stored type of each tensor of a GGUF file, where they may be quantized; empty for other formats."""
     if source.kind != "gguf" or load_format == "dummy":
         return {}
     return {name: info.stored_type for name, info in GGUFFile(source.path).infos.items()}
 
 
 def open_source(source: ModelSource, load_format: LoadFormat = "auto") -> TensorSource:
-    """The tensors of a GGUF file or a Hugging Face folder. Raises `ConfigError` as `open_weights` does."""
+    """Open the tensors of a GGUF file or a Hugging Face folder. Raises `ConfigError` as `open_weights` does."""
     _check_format(source, load_format)
     assert source.kind != "orbax", source
     return GGUFFile(source.path) if source.kind == "gguf" else SafetensorsFolder(source.path)
 
 
 def _check_format(source: ModelSource, load_format: LoadFormat) -> None:
-    found = _FOUND[source.kind]
+    found = _FORMAT_OF_KIND[source.kind]
     if load_format in ("auto", found):
         return
     if load_format == "orbax":

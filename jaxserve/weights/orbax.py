@@ -1,9 +1,9 @@
-"""Reads the checkpoint in a folder of `jaxserve convert`: any window of any parameter, so any mesh.
+"""Reads the checkpoint in a folder of `jaxserve convert`: any window of any parameter, so for any mesh.
 
-Orbax wrote it, as zarr arrays that are not compressed: each chunk is a file, and the file is the numbers. So they are
-read straight to where they belong, with neither Orbax nor TensorStore, which take longer to import than a small model
-takes to read. A shard may be made of several windows of what is stored (replicas of a KV head, a padded vocabulary),
-processes need no word with each other, and only what a window covers is read.
+Orbax wrote it as uncompressed zarr arrays: each chunk is a file that holds nothing but the numbers. They are read
+directly into the parameter, without Orbax or TensorStore, which take longer to import than a small model takes to read.
+A shard may be made of several stored windows (replicas of a KV head, a padded vocabulary). Only what a window covers is
+read, and processes need no communication.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import weakref
 from pathlib import Path as FilePath
 from typing import Any
 
-import ml_dtypes  # noqa: F401  numpy knows bfloat16 by name once this is imported
+import ml_dtypes  # noqa: F401  its import makes bfloat16 known to numpy by name
 import numpy as np
 
 from jaxserve.errors import ConfigError
@@ -24,30 +24,30 @@ from jaxserve.host import read_at
 from jaxserve.params import ParamSpec, Path, Window, dotted
 from jaxserve.weights.arrays import WeightReader, flatten
 from jaxserve.weights.finite import check_finite
-from jaxserve.weights.manifest import PARAMS, Manifest, read_manifest
-from jaxserve.weights.mismatch import refuse_misfit
+from jaxserve.weights.manifest import PARAMS_FOLDER, CheckpointManifest, read_manifest
+from jaxserve.weights.mismatch import raise_mismatch
 
 _OPEN_CHUNKS = 256
-"""Files that stay open: a part of a parameter may be a few rows of all of its chunks."""
+"""Chunk files kept open: one window of a parameter may touch a few rows of every chunk."""
 _BLOCK_BYTES = 1 << 18
-"""Read at a time where it has to be taken apart: small enough that it stays in a core's cache."""
+"""Bytes read at a time where only part of each row is needed: small enough to stay in a core's cache."""
 
 
 class OrbaxCheckpoint:
-    """A checkpoint that is open for reading. Raises `ConfigError` where its folder is not whole."""
+    """A checkpoint that is open for reading. Raises `ConfigError` if its folder is incomplete."""
 
     def __init__(self, folder: FilePath) -> None:
         self._folder = folder
         self._manifest = read_manifest(folder)
-        self._chunk = functools.lru_cache(_OPEN_CHUNKS)(_Chunk)
+        self._open_chunk = functools.lru_cache(_OPEN_CHUNKS)(_ChunkFile)
 
     def reader(self, abstract: Any) -> WeightReader:
-        """What reads the parameters of `abstract`, in the order they were written in.
+        """Return a reader of the parameters of `abstract`, in the order in which they were written.
 
-        Raises `ConfigError` naming those that are missing, left over, of the wrong shape, or of another type.
+        Raises `ConfigError` naming the parameters that are missing, left over, of the wrong shape, or of another type.
         """
         leaves, _ = flatten(abstract)
-        _check(self._folder, self._manifest, {dotted(path): spec for path, spec in leaves})
+        _check_parameters(self._folder, self._manifest, {dotted(path): spec for path, spec in leaves})
         position = {name: i for i, name in enumerate(self._manifest.parameters)}
         order = sorted(range(len(leaves)), key=lambda i: position[dotted(leaves[i][0])])
         return WeightReader(self._fill, tuple(order))
@@ -55,7 +55,7 @@ class OrbaxCheckpoint:
     def _fill(self, path: Path, spec: ParamSpec, window: Window, out: np.ndarray[Any, Any]) -> None:
         name = dotted(path)
         stored = self._manifest.parameters[name]
-        # As whole numbers: numpy copies types that it doesn't know itself one by one
+        # As integers: numpy copies elements of types that it doesn't know itself one by one
         bits = out.view(f"u{out.itemsize}")
         touched = [range(part.start // size, -(-part.stop // size)) for part, size in zip(window, stored.chunks)]
         for index in itertools.product(*touched):
@@ -66,9 +66,9 @@ class OrbaxCheckpoint:
             ]
             wanted = tuple(slice(low - start, high - start) for (low, high), start in zip(common, corner))
             inside = tuple(slice(low - part.start, high - part.start) for (low, high), part in zip(common, window))
-            file = self._folder / PARAMS / name / ".".join(map(str, index))
+            file = self._folder / PARAMS_FOLDER / name / ".".join(map(str, index))
             try:
-                self._chunk(file, stored.chunks).read(wanted, bits[inside])
+                self._open_chunk(file, stored.chunks).read(wanted, bits[inside])
             except OSError as error:
                 raise ConfigError(
                     f"{file}: {name} can't be read ({error}); copy the folder again from where it was made"
@@ -76,9 +76,11 @@ class OrbaxCheckpoint:
         check_finite(out, name, str(self._folder))
 
 
-class _Chunk:
-    """A file that is open: an array of the chunk's shape, row by row; the last ones of an axis are filled up to it.
-    Raises `OSError`."""
+class _ChunkFile:
+    """An open chunk file: an array of the chunk's shape, in row-major order. Raises `OSError`.
+
+    The last chunk of an axis is padded to the full shape.
+    """
 
     def __init__(self, path: FilePath, shape: tuple[int, ...]) -> None:
         self._shape = shape
@@ -86,11 +88,11 @@ class _Chunk:
         weakref.finalize(self, os.close, self._file)
 
     def read(self, window: Window, out: np.ndarray[Any, Any]) -> None:
-        """Writes a window into `out`, whole numbers of the type's size, whatever its strides. Raises `OSError`."""
+        """Write a window into `out`, an array of any strides of integers of the type's size. Raises `OSError`."""
         self._read(self._file, 0, self._shape, window, out)
 
     def _read(self, file: int, at: int, shape: tuple[int, ...], window: Window, out: np.ndarray[Any, Any]) -> None:
-        """A window of the array of `shape` that begins at byte `at`."""
+        """Write a window of the array of `shape` that begins at byte `at` of the file."""
         rows, *inner = window
         row_bytes = math.prod(shape[1:]) * out.itemsize
         if out.flags.c_contiguous and all(part == slice(0, size) for part, size in zip(inner, shape[1:])):
@@ -107,16 +109,16 @@ class _Chunk:
 
 
 def _read_bytes(file: int, at: int, out: np.ndarray[Any, Any]) -> None:
-    """All of `out`, which lies in one piece. Raises `OSError`, also where the file ends before."""
+    """Fill `out`, which is contiguous, from byte `at` on. Raises `OSError`, also if the file ends too early."""
     left = memoryview(out).cast("B")
     while left:
         count = read_at(file, left, at)
         if not count:
-            raise OSError(f"it ends at byte {at}")
+            raise OSError(f"the file ends at byte {at}")
         left, at = left[count:], at + count
 
 
-def _check(folder: FilePath, manifest: Manifest, specs: dict[str, ParamSpec]) -> None:
+def _check_parameters(folder: FilePath, manifest: CheckpointManifest, specs: dict[str, ParamSpec]) -> None:
     stored = manifest.parameters
     both = [name for name in stored if name in specs]
     shapes = {name: list(specs[name].stored_shape) for name in both}
@@ -126,7 +128,7 @@ def _check(folder: FilePath, manifest: Manifest, specs: dict[str, ParamSpec]) ->
     advice = "Check that config.json and the checkpoint belong together"
     if others and len(dtypes) == 1:
         advice = f"Start with --dtype {dtypes[0]}, or convert the model again with --dtype {wanted[0]}"
-    refuse_misfit(
+    raise_mismatch(
         str(folder),
         [
             ("missing", sorted(name for name in specs if name not in stored)),

@@ -1,8 +1,8 @@
-"""Writes parameters as an Orbax checkpoint: two are made at a time, and two more may be on their way out.
+"""Writes parameters as an Orbax checkpoint. Two are read at a time, and two more may still be being written.
 
-Owns how they lie there: in the model's own form, whatever mesh will read them, in chunks along the axis that shards are
-split by, so that a shard lies together on disk. Not compressed, and each chunk a file of its own (no OCDBT): weights
-hardly shrink, and files that are nothing but the numbers are read as fast as memory is copied.
+Owns their layout on disk: independent of any mesh, in chunks along the axis that shards are split by, so that a shard
+is contiguous. Nothing is compressed and each chunk is a file of its own (no OCDBT): weights hardly shrink, and files
+that hold nothing but numbers are read as fast as memory is copied.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from orbax.checkpoint import type_handlers
 
 from jaxserve.params import ParamSpec, Path, dotted
 from jaxserve.weights.arrays import THREADS, Fill, WeightReader, aligned_empty, flatten
-from jaxserve.weights.manifest import PARAMS, StoredParameter
+from jaxserve.weights.manifest import PARAMS_FOLDER, StoredParameter
 
-_PIECES = 16
+_MAX_PIECES = 16
 _CHUNK_BYTES = (1 << 20, 64 << 20)
-_RUN_BYTES = 1 << 10
-"""Of a row that is cut, that lie side by side: what is shorter takes longer to put together than a shard saves."""
+_MIN_RUN_BYTES = 1 << 10
+"""The least contiguous bytes of a row that is split: reading shorter pieces costs more than a shard saves."""
 
 
 @dataclasses.dataclass(frozen=True)
-class _Unread:
-    """A parameter that is read when it is written."""
+class _LazyParameter:
+    """A parameter that is read only when it is written."""
 
     path: Path
     spec: ParamSpec
 
 
-class _UnreadHandler(type_handlers.NumpyHandler):  # type: ignore[misc]
-    """Writes what numpy arrays would be, without having them all at once; anybody's Orbax restores them as such."""
+class _LazyHandler(type_handlers.NumpyHandler):  # type: ignore[misc]
+    """Writes each parameter as a numpy array, without holding all of them at once; any Orbax can restore them."""
 
-    def __init__(self, fill: Fill, written: Callable[[int], None]) -> None:
+    def __init__(self, fill: Fill, on_written: Callable[[int], None]) -> None:
         super().__init__()
         self._fill = fill
-        self._written = written
+        self._on_written = on_written
 
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
@@ -53,10 +53,10 @@ class _UnreadHandler(type_handlers.NumpyHandler):  # type: ignore[misc]
             await info.await_path_creation()
         with ThreadPoolExecutor(THREADS, thread_name_prefix="weights") as pool:
             for nbytes in pool.map(self._write, values, infos):
-                self._written(nbytes)
+                self._on_written(nbytes)
         return []
 
-    def _write(self, value: _Unread, info: Any) -> int:
+    def _write(self, value: _LazyParameter, info: Any) -> int:
         spec = value.spec
         array = aligned_empty(spec.stored_shape, spec.dtype)
         self._fill(value.path, spec, tuple(slice(0, length) for length in array.shape), array)
@@ -75,59 +75,61 @@ class _UnreadHandler(type_handlers.NumpyHandler):  # type: ignore[misc]
 
 
 def write_checkpoint(
-    folder: FilePath, abstract: Any, reader: WeightReader, written: Callable[[int], None]
+    folder: FilePath, abstract: Any, reader: WeightReader, on_written: Callable[[int], None]
 ) -> dict[str, StoredParameter]:
-    """Write all of `abstract` into a new folder inside `folder`; `written` is told the bytes of each that is done.
+    """Write all parameters of `abstract` into a new folder inside `folder`, and return what was stored.
 
-    Returns what is there now. `abstract` is that of a model laid out for one shard. Raises `OSError` or `ValueError`
-    where it can't be written.
+    `abstract` must be laid out for one shard. Calls `on_written` with the size in bytes of each parameter that is done.
+    Raises `OSError` or `ValueError` if it can't be written.
     """
     leaves, _ = flatten(abstract)
     assert all(spec.stored_shape == spec.shape for _, spec in leaves)
     ordered = [leaves[i] for i in reader.order]
-    handler = _UnreadHandler(reader.fill, written)
-    # Orbax warns where it has no handler of arrays
-    registry = type_handlers.create_type_handler_registry((jax.Array, type_handlers.ArrayHandler()), (_Unread, handler))
+    handler = _LazyHandler(reader.fill, on_written)
+    # Orbax warns if there is no handler for jax arrays
+    registry = type_handlers.create_type_handler_registry(
+        (jax.Array, type_handlers.ArrayHandler()), (_LazyParameter, handler)
+    )
     checkpointer = ocp.Checkpointer(
         ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False, type_handler_registry=registry)
     )
     orbax_log = logging.getLogger("absl")
-    orbax_log.addFilter(_is_news)
+    orbax_log.addFilter(_is_relevant)
     try:
-        checkpointer.save((folder / PARAMS).resolve(), args=ocp.args.PyTreeSave(_nested(ordered)))
+        checkpointer.save((folder / PARAMS_FOLDER).resolve(), args=ocp.args.PyTreeSave(_nest(ordered)))
     finally:
-        orbax_log.removeFilter(_is_news)
+        orbax_log.removeFilter(_is_relevant)
     return {
         dotted(path): StoredParameter(spec.stored_shape, spec.dtype.name, chunk_shape(spec)) for path, spec in ordered
     }
 
 
 def chunk_shape(spec: ParamSpec) -> tuple[int, ...]:
-    """The shape of the chunks that a parameter is stored in: pieces of the axis that it is split by."""
+    """Return the shape of the chunks that a parameter is stored in: pieces along the axis that it is split by."""
     shape = list(spec.stored_shape)
     nbytes, (least, most) = math.prod(shape) * spec.dtype.itemsize, _CHUNK_BYTES
     split = [axis for axis, name in enumerate(spec.axes) if name is not None]
     axis = split[0] if split else 0
     row = math.prod(shape[axis:]) * spec.dtype.itemsize
-    wanted = min(_PIECES, nbytes // least, row // _RUN_BYTES if axis else _PIECES) if split else 1
+    wanted = min(_MAX_PIECES, nbytes // least, row // _MIN_RUN_BYTES if axis else _MAX_PIECES) if split else 1
     pieces = 1
     while 2 * pieces <= wanted or nbytes > pieces * most:
-        pieces *= 2  # as shards mostly are
+        pieces *= 2  # numbers of shards are mostly powers of two
     shape[axis] = -(-shape[axis] // pieces)
     return tuple(shape)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Orbax warns that it finds no OCDBT files to merge, also where it was told to write none."""
+def _is_relevant(record: logging.LogRecord) -> bool:
+    """Drop Orbax's warning that it finds no OCDBT files to merge: it was told to write none."""
     return "OCDBT" not in record.getMessage()
 
 
-def _nested(leaves: Sequence[tuple[Path, ParamSpec]]) -> dict[str, Any]:
+def _nest(leaves: Sequence[tuple[Path, ParamSpec]]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for path, spec in leaves:
         *outer, last = map(str, path)
         inside = tree
         for name in outer:
             inside = inside.setdefault(name, {})
-        inside[last] = _Unread(path, spec)
+        inside[last] = _LazyParameter(path, spec)
     return tree

@@ -1,4 +1,4 @@
-"""Fills packed weights: what a checkpoint has is read, as much as stays in a core's cache, and packed."""
+"""Fills packed weights: reads parts of a checkpoint that fit in a core's cache, and packs them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.params import ParamSpec, Path, Placement, Window, dotted
+from jaxserve.params import ParamSpec, Path, TensorMapping, Window, dotted
 from jaxserve.quant import packed_weights
 from jaxserve.weights.arrays import WeightReader, flatten
 from jaxserve.weights.source import BLOCK_ELEMENTS, BlockSource, TensorInfo
@@ -20,12 +20,12 @@ from pallas_kernels.packed_matmul import BLOCK, BLOCK_DTYPE, STRIP, PackedWeight
 Read = Callable[[Window, np.ndarray[Any, Any]], None]
 
 
-class Blocks:
-    """The matrices of a checkpoint as its blocks: 32 neighbours of the last dimension are one element."""
+class BlockwiseSource:
+    """The quantized matrices of a checkpoint, whose last dimension counts blocks of 32 weights as one element."""
 
     def __init__(self, source: BlockSource) -> None:
         self._source = source
-        self._infos = {name: _in_blocks(info) for name, info in source.infos.items()}
+        self._infos = {name: _blockwise_info(info) for name, info in source.infos.items()}
 
     @property
     def description(self) -> str:
@@ -40,17 +40,20 @@ class Blocks:
         self._source.read_blocks(name, window, out)
 
 
-def placed_in_blocks(placement: Placement) -> Placement:
-    """The place of a tensor that is read as blocks."""
-    *shape, inner = placement.shape
-    *index, start = placement.index
-    assert (inner % BLOCK, start % BLOCK) == (0, 0), placement
-    return dataclasses.replace(placement, shape=(*shape, inner // BLOCK), index=(*index, start // BLOCK))
+def to_blockwise(mapping: TensorMapping) -> TensorMapping:
+    """Return the mapping of a tensor that is read as blocks."""
+    *shape, inner = mapping.shape
+    *index, start = mapping.index
+    assert (inner % BLOCK, start % BLOCK) == (0, 0), mapping
+    return dataclasses.replace(mapping, shape=(*shape, inner // BLOCK), index=(*index, start // BLOCK))
 
 
 def fill_packed(weight: PackedWeight, read: Read, out: np.ndarray[Any, Any]) -> None:
-    """Writes the bytes of a whole weight into `out`. `read` writes a window of the weight into an array: bfloat16 for
-    16 bits, else `BLOCK_DTYPE`, and then its last dimension counts blocks."""
+    """Write the bytes of a whole weight into `out`.
+
+    `read` writes a window of the weight into an array: of bfloat16 for 16 bits, else of `BLOCK_DTYPE`, where the last
+    dimension counts blocks.
+    """
     shape, dtype = weight.shape, np.dtype(jnp.bfloat16)
     if weight.bits != 16:
         shape, dtype = (*shape[:-1], shape[-1] // BLOCK), BLOCK_DTYPE
@@ -58,7 +61,7 @@ def fill_packed(weight: PackedWeight, read: Read, out: np.ndarray[Any, Any]) -> 
     most = BLOCK_ELEMENTS // math.prod(weight.shape[split:])
     inputs = math.prod(shape[split:])
     done = 0
-    for window in _windows(shape[:split], most):
+    for window in _strip_windows(shape[:split], most):
         outputs = [w.stop - w.start for w in window]
         rows = np.empty((math.prod(outputs), inputs), dtype)
         read((*window, *(slice(0, n) for n in shape[split:])), rows.reshape(*outputs, *shape[split:], copy=False))
@@ -72,7 +75,10 @@ def fill_packed(weight: PackedWeight, read: Read, out: np.ndarray[Any, Any]) -> 
 
 
 def packing_reader(abstract: Any, dense: Any, reader: WeightReader) -> WeightReader:
-    """What reads the parameters of `abstract`, 16-bit weights packed, from `reader`, which reads those of `dense`."""
+    """Return a reader of the parameters of `abstract`, which packs its 16-bit weights.
+
+    `reader` reads the parameters of `dense`, the same tree without packed weights.
+    """
     leaves, _ = flatten(abstract)
     packed = packed_weights(abstract)
     specs = dict(flatten(dense)[0])
@@ -90,9 +96,11 @@ def packing_reader(abstract: Any, dense: Any, reader: WeightReader) -> WeightRea
     return WeightReader(fill, tuple(sorted(range(len(owners)), key=lambda i: rank[owners[i]])))
 
 
-def _windows(shape: tuple[int, ...], most: int) -> Iterator[Window]:
-    """Windows of whole strips, in their order, that make up outputs of `shape`: of about `most`, and of a strip at
-    least."""
+def _strip_windows(shape: tuple[int, ...], most: int) -> Iterator[Window]:
+    """Yield windows of whole strips that together cover outputs of `shape`, in order.
+
+    Each has about `most` outputs, and at least one strip.
+    """
     axis = next(i for i in range(len(shape)) if i == len(shape) - 1 or math.prod(shape[i + 1 :]) <= most)
     while math.prod(shape[axis:]) % STRIP:
         axis -= 1
@@ -105,6 +113,6 @@ def _windows(shape: tuple[int, ...], most: int) -> Iterator[Window]:
             yield *(slice(i, i + 1) for i in outer), slice(start, min(start + step, shape[axis])), *whole
 
 
-def _in_blocks(info: TensorInfo) -> TensorInfo:
+def _blockwise_info(info: TensorInfo) -> TensorInfo:
     *shape, inner = info.shape
     return dataclasses.replace(info, shape=(*shape, inner // BLOCK))

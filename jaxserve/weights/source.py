@@ -1,6 +1,6 @@
-"""What a checkpoint looks like to the loader, whatever its file format: names, shapes, and a way to read one tensor.
+"""The interface of an open checkpoint, for every file format: tensor names, shapes, and how to read one tensor.
 
-Names are Hugging Face's. A source reads nothing but headers until it is asked for a tensor, and it never sees jax.
+Names are Hugging Face's. A source reads only headers until it is asked for a tensor, and it never uses jax.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ BLOCK_ELEMENTS = 1 << 17
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a checkpoint: its shape in Hugging Face's order, and the type it is stored in, as the file says it.
+    """One tensor of a checkpoint: its shape in Hugging Face's order, and the name that the file gives its stored type.
 
-    `unreadable` tells why the tensor can't be read (an unsupported type), or is empty.
+    `unreadable` says why the tensor can't be read (an unsupported type); it is empty if the tensor can be read.
     """
 
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class TensorInfo:
 
 
 class TensorSource(Protocol):
-    """A checkpoint that is open for reading; may be read from several threads."""
+    """A checkpoint that is open for reading. Several threads may read it at once."""
 
     @property
     def description(self) -> str:
@@ -38,28 +38,34 @@ class TensorSource(Protocol):
 
     @property
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Every tensor by name, in the order of the file."""
+        """All tensors by name, in the order of the file."""
 
     def read(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
-        """Writes a window of tensor `name`, a slice of each of its dimensions, into `out`, whatever its strides.
+        """Write a window of tensor `name`, a slice of each of its dimensions, into `out`.
 
-        `out` has the window's shape and any float type, values are converted to it. Only what the window covers is read
-        (in a quantized row: the blocks that it touches), and about `BLOCK_ELEMENTS` elements are held besides `out`.
+        `out` has the window's shape, any strides and any float type; values are converted to that type. Only what the
+        window covers is read (in a quantized row: the blocks that it touches), and besides `out` about `BLOCK_ELEMENTS`
+        elements are held in memory.
         """
 
 
 @runtime_checkable
 class BlockSource(TensorSource, Protocol):
-    """One that has quantized tensors."""
+    """A checkpoint that has quantized tensors."""
 
     def read_blocks(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
-        """Writes a window of a matrix as it is stored into `out`, `BLOCK_DTYPE`, whatever its strides; 32 neighbours of
-        the last dimension count as one, in the window as in `out`. The tensor's type must be one of `BLOCK_KINDS`."""
+        """Write a window of a quantized matrix into `out`, an array of `BLOCK_DTYPE` with any strides.
+
+        In the last dimension of the window and of `out`, one block of 32 weights counts as one element. The tensor's
+        type must be one of `BLOCK_KINDS`.
+        """
 
 
 def row_blocks(window: Window, out: np.ndarray[Any, Any]) -> Iterator[tuple[Window, np.ndarray[Any, Any]]]:
-    """The window in blocks of rows, of about `BLOCK_ELEMENTS` elements and at least one row, with the part of `out`
-    that each fills."""
+    """Split a window into blocks of rows, of about `BLOCK_ELEMENTS` elements and at least one row each.
+
+    Yields each block's window with the part of `out` that it fills.
+    """
     first, last = window[0].start, window[0].stop
     step = max(1, BLOCK_ELEMENTS // max(1, out[:1].size))
     for start in range(first, last, step):

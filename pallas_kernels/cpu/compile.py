@@ -1,8 +1,8 @@
-"""Kernels that this machine compiles for itself, by name, as XLA finds them.
+"""Compiles kernels for this machine's CPU and registers them by name, so that XLA finds them.
 
-A kernel is a frozen description that can write itself in LLVM's language. Whoever traces a program with one registers
-it on the way; whoever loads a program that another process compiled must register its kernels before. Compiled code
-stays for the life of the process, as XLA has its address.
+A kernel is a frozen description that can write itself as LLVM IR. Tracing a program registers the kernels it calls.
+Before a program that another process compiled is loaded, its kernels must be registered. Compiled code stays for the
+life of the process, because XLA keeps its address.
 """
 
 from __future__ import annotations
@@ -25,46 +25,49 @@ _ENGINES: list[Any] = []
 
 
 class Kernel(Protocol):
-    """One specialised kernel. Two with the same name are the same, in any process; it can be pickled."""
+    """One specialised kernel. Kernels of the same name are equal in any process; a kernel can be pickled."""
 
     @property
     def name(self) -> str:
-        """What XLA calls it: letters, digits and underscores."""
+        """XLA's name of the kernel: letters, digits and underscores."""
 
     def write(self, module: Module, features: frozenset[str]) -> None:
-        """Adds the handler `name` to a module, for a CPU with these features, as LLVM calls them."""
+        """Add the handler `name` to a module, for a CPU with these features (LLVM's names)."""
 
 
 def refusal() -> str | None:
-    """Why this machine can't compile kernels, or None."""
+    """Return why this machine can't compile kernels, or None."""
     try:
         import llvmlite.binding  # noqa: F401
     except (ImportError, OSError) as error:  # the package, or the library in it
         return f"the package llvmlite can't be loaded ({error})"
     if sys.platform == "win32":
-        return "their threads sleep by usleep, which Windows doesn't have"
+        return "the kernels' threads sleep by usleep, which Windows doesn't have"
     if sys.byteorder != "little" or sys.maxsize < 2**32:
-        return f"CPUs like {platform.machine()} are not supported"
+        return f"CPUs like {platform.machine()} are not supported: kernels need 64 bits, little-endian"
     return None
 
 
 def call(kernel: Kernel, results: Any, *operands: jax.Array, in_place: dict[int, int] | None = None) -> Any:
-    """The kernel's results, of the shapes and dtypes of `results`, in a program that is being traced. `in_place` says
-    which operands are, by number, results too: where they aren't used otherwise, nothing is copied."""
+    """Return the kernel's results, of the shapes and dtypes of `results`, in a program that is being traced.
+
+    `in_place` maps numbers of operands to numbers of the results that overwrite them. An operand without any other use
+    is not copied.
+    """
     register(kernel)
     traced: Callable[..., Any] = jax.ffi.ffi_call(kernel.name, results, input_output_aliases=in_place)
     return traced(*operands)
 
 
-def where_possible(kernel: Callable[..., Any], otherwise: Callable[..., Any], *operands: Any) -> Any:
-    """`kernel(*operands)` in a program for a CPU that compiles kernels, `otherwise(*operands)` in any other."""
+def kernel_or_fallback(kernel: Callable[..., Any], fallback: Callable[..., Any], *operands: Any) -> Any:
+    """Return `kernel(*operands)` in a program for a CPU that compiles kernels, `fallback(*operands)` in any other."""
     if jax.default_backend() != "cpu" or refusal() is not None:
-        return otherwise(*operands)
-    return jax.lax.platform_dependent(*operands, cpu=kernel, default=otherwise)
+        return fallback(*operands)
+    return jax.lax.platform_dependent(*operands, cpu=kernel, default=fallback)
 
 
 def register(kernel: Kernel) -> None:
-    """Compiles a kernel, once in a process, and tells XLA of it."""
+    """Compile a kernel and register it with XLA, once in a process."""
     with _LOCK:
         if kernel.name in _KERNELS:
             return
@@ -73,7 +76,7 @@ def register(kernel: Kernel) -> None:
 
 
 def kernels_in(program: str) -> list[Kernel]:
-    """The kernels that the text of a compiled program names, to be registered where it is loaded."""
+    """Return the kernels that the text of a compiled program names: a process that loads it must register them."""
     with _LOCK:
         return [kernel for name, kernel in sorted(_KERNELS.items()) if f'"{name}"' in program]
 
@@ -93,7 +96,7 @@ def _compile(kernel: Kernel) -> Any:
 
 
 def optimized(kernel: Kernel, machine: Any, features: frozenset[str]) -> Any:
-    """LLVM's module of a kernel for a machine with these features, which need not be this one."""
+    """Return LLVM's optimized module of a kernel, for a machine with these features, not necessarily this one."""
     import llvmlite.binding as llvm
 
     module = Module()
@@ -106,7 +109,7 @@ def optimized(kernel: Kernel, machine: Any, features: frozenset[str]) -> Any:
 
 
 def cpu_name() -> str:
-    """What LLVM calls this machine's CPU."""
+    """Return LLVM's name of this machine's CPU."""
     import llvmlite.binding as llvm
 
     name: str = llvm.get_host_cpu_name()
@@ -115,7 +118,7 @@ def cpu_name() -> str:
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    """What this machine's CPU has, by LLVM's names."""
+    """Return the features of this machine's CPU, by LLVM's names."""
     import llvmlite.binding as llvm
 
     return frozenset(name for name, there in llvm.get_host_cpu_features().items() if there)

@@ -1,9 +1,8 @@
-"""Writes functions in LLVM's language: values that can be added, loops and branches whose bodies are Python functions.
+"""Writes functions as LLVM IR: values with operators, and loops and branches whose bodies are Python functions.
 
-It knows arithmetic and control flow, and no kernel. What it writes is text, so that it can be read, tested, and
-compiled by whatever has LLVM. A Python number stands for a constant of the other operand's type, in every lane of a
-vector. Integers have no sign of their own; comparisons, division and conversions take them as signed, shifts and bytes
-as unsigned.
+Holds arithmetic and control flow, and no kernel. The output is text, so that it can be read, tested, and compiled by
+any LLVM. A Python number stands for a constant of the other operand's type, in every lane of a vector. Integer types
+have no sign: comparisons, division and conversions treat integers as signed, right shifts as unsigned.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pallas_kernels.cpu.types import BF16, I1, I32, I64, PTR, Number, Type
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-    """What an instruction gave, or a constant."""
+    """The result of an instruction, or a constant."""
 
     function: Function
     type: Type
@@ -73,8 +72,8 @@ class Value:
     def __ge__(self, other: Value | Number) -> Value:
         return self.function.compare("ge", self, other)
 
-    def same(self, other: Value | Number) -> Value:
-        """Whether it equals another one."""
+    def equals(self, other: Value | Number) -> Value:
+        """Compare for equality: `==` keeps its Python meaning."""
         return self.function.compare("eq", self, other)
 
 
@@ -88,13 +87,13 @@ class Module:
     def function(
         self, name: str, arguments: Sequence[Type], result: Type | None = None, *, public: bool = False
     ) -> Function:
-        """A new function, to be filled and ended by `ret`."""
+        """Return a new function without instructions; `ret` must end it."""
         function = Function(self, name, arguments, result, public)
         self._functions.append(function)
         return function
 
     def declare(self, name: str, text: str) -> None:
-        """One that LLVM or the C library has."""
+        """Declare a function of LLVM or the C library, unless the module defines one of that name."""
         if not any(function.name == name for function in self._functions):
             self._declared[name] = text
 
@@ -103,7 +102,7 @@ class Module:
 
 
 class Function:
-    """One function; instructions go to the end of its current block."""
+    """One function; each instruction is appended to its current basic block."""
 
     def __init__(self, module: Module, name: str, arguments: Sequence[Type], result: Type | None, public: bool) -> None:
         self.module = module
@@ -122,110 +121,108 @@ class Function:
         return f"define {self._linkage}{self.result or 'void'} @{self.name}({arguments}) nounwind {{\n{body}\n}}"
 
     def constant(self, kind: Type, number: Number | Sequence[Number]) -> Value:
-        """A number, or one for each lane."""
+        """Return a constant: one number for all lanes, or one for each."""
         return Value(self, kind, kind.literal(number))
 
     def binary(self, operation: str, left: Value, right: Value | Number) -> Value:
-        """An operation of two values of one type, by LLVM's name of it for integers."""
+        """Apply an operation to two values of one type; `operation` is LLVM's name of it for integers."""
         right = right if isinstance(right, Value) else self.constant(left.type, right)
         if left.type.is_float and operation in ("add", "sub", "mul", "div"):
             operation = f"f{operation}"
         return self._emit(left.type, f"{operation} {left.type} {left.ref}, {right.ref}")
 
     def compare(self, relation: str, left: Value, right: Value | Number) -> Value:
-        """A truth value, or one for each lane."""
+        """Return the truth value of a relation, or one for each lane."""
         right = right if isinstance(right, Value) else self.constant(left.type, right)
         signed = relation if relation == "eq" else f"s{relation}"
         code = f"fcmp o{relation}" if left.type.is_float else f"icmp {signed}"
         return self._emit(Type("i1", left.type.lanes), f"{code} {left.type} {left.ref}, {right.ref}")
 
     def select(self, condition: Value, yes: Value, no: Value | Number) -> Value:
-        """Either, by lane where the condition is a vector."""
+        """Return `yes` or `no`, lane by lane if the condition is a vector."""
         no = no if isinstance(no, Value) else self.constant(yes.type, no)
         operands = ", ".join(f"{value.type} {value.ref}" for value in (condition, yes, no))
         return self._emit(yes.type, f"select {operands}")
 
-    def least(self, left: Value, right: Value | Number) -> Value:
-        """The smaller of two numbers."""
-        right = right if isinstance(right, Value) else self.constant(left.type, right)
+    def minimum(self, left: Value, right: Value | Number) -> Value:
+        """Return the smaller of two numbers."""
         return self.select(left < right, left, right)
 
-    def most(self, left: Value, right: Value | Number) -> Value:
-        """The larger of two numbers."""
-        right = right if isinstance(right, Value) else self.constant(left.type, right)
+    def maximum(self, left: Value, right: Value | Number) -> Value:
+        """Return the larger of two numbers."""
         return self.select(left > right, left, right)
 
     def convert(self, operation: str, value: Value, kind: Type) -> Value:
-        """To another type, by LLVM's name of the conversion: zext, trunc, sitofp, fptosi, fpext, fptrunc, bitcast …"""
+        """Convert to another type, by LLVM's name of the conversion: zext, trunc, sitofp, fptosi, bitcast …"""
         return self._emit(kind, f"{operation} {value.type} {value.ref} to {kind}")
 
     def call(self, name: str, result: Type | None, *values: Value) -> Value:
-        """A function of this module, LLVM's, or the C library's; without a result, nothing that can be used."""
+        """Call a function of this module, of LLVM, or of the C library. If `result` is None, the value is unusable."""
         kinds = ", ".join(str(value.type) for value in values)
         self.module.declare(name, f"declare {result or 'void'} @{name}({kinds})")
         return self._call(f"@{name}", result, values)
 
     def call_pointer(self, pointer: Value, result: Type | None, *values: Value) -> Value:
-        """The function at an address."""
+        """Call the function at an address."""
         return self._call(pointer.ref, result, values)
 
     def fma(self, left: Value, right: Value, plus: Value) -> Value:
-        """`left * right + plus`, rounded once."""
+        """Return `left * right + plus`, rounded once."""
         suffix = f"v{left.type.lanes}f32" if left.type.lanes else "f32"
         return self.call(f"llvm.fma.{suffix}", left.type, left, right, plus)
 
     def dot_bf16(self, pairs: Value, others: Value, plus: Value) -> Value:
-        """`plus` and the products of two neighbours each, of 32 bfloat16; for CPUs with `avx512bf16`."""
+        """Return `plus` plus the products of neighbouring pairs of bfloat16; for CPUs with `avx512bf16`."""
         numbers = BF16.times(2 * plus.type.lanes)
         left, right = (self.convert("bitcast", value, numbers) for value in (pairs, others))
         return self.call("llvm.x86.avx512bf16.dpbf16ps.512", plus.type, plus, left, right)
 
     def at(self, pointer: Value, offset: Value | int) -> Value:
-        """`offset` bytes further."""
+        """Return a pointer `offset` bytes further."""
         offset = offset if isinstance(offset, Value) else self.constant(I64, offset)
         return self._emit(PTR, f"getelementptr i8, ptr {pointer.ref}, i64 {offset.ref}")
 
     def load(self, kind: Type, pointer: Value, offset: Value | int = 0) -> Value:
-        """What stands `offset` bytes after a pointer."""
+        """Load a value `offset` bytes after a pointer."""
         pointer = pointer if isinstance(offset, int) and offset == 0 else self.at(pointer, offset)
         return self._emit(kind, f"load {kind}, ptr {pointer.ref}, align {kind.alignment}")
 
     def store(self, value: Value, pointer: Value, offset: Value | int = 0) -> None:
-        """Puts a value `offset` bytes after a pointer."""
+        """Store a value `offset` bytes after a pointer."""
         pointer = pointer if isinstance(offset, int) and offset == 0 else self.at(pointer, offset)
         self._lines.append(f"  store {value.type} {value.ref}, ptr {pointer.ref}, align {value.type.alignment}")
 
     def to_bf16(self, numbers: Value) -> Value:
-        """Rounded to nearest bfloat16; for CPUs with `avx512bf16`."""
+        """Round to the nearest bfloat16; for CPUs with `avx512bf16`."""
         return self.call("llvm.x86.avx512bf16.cvtneps2bf16.512", BF16.times(numbers.type.lanes), numbers)
 
     def prefetch(self, pointer: Value) -> None:
-        """Asks for a line of memory that will be read soon."""
+        """Prefetch a cache line that will be read soon."""
         read, near, data = (self.constant(I32, number) for number in (0, 3, 1))
         self.call("llvm.prefetch.p0", None, pointer, read, near, data)
 
     def stack(self, nbytes: int) -> Value:
-        """Memory that lasts as long as the call."""
+        """Allocate memory that is valid until the function returns."""
         value = Value(self, PTR, self._name())
         self._stack.append(f"  {value.ref} = alloca [{nbytes} x i8], align 64")
         return value
 
     def fetch_add(self, pointer: Value, number: int) -> Value:
-        """What an integer in memory was before it grew, in one step for all threads."""
+        """Add to an integer in memory, atomically, and return its old value."""
         return self._emit(I64, f"atomicrmw add ptr {pointer.ref}, i64 {number} seq_cst")
 
     def load_shared(self, pointer: Value) -> Value:
-        """An integer that other threads write."""
+        """Load an integer that other threads write."""
         return self._emit(I64, f"load atomic i64, ptr {pointer.ref} seq_cst, align 8")
 
-    def spread(self, value: Value, lanes: int) -> Value:
-        """A number in every lane."""
+    def broadcast(self, value: Value, lanes: int) -> Value:
+        """Return a vector with the number in every lane."""
         kind = value.type.times(lanes)
         first = self._emit(kind, f"insertelement {kind} poison, {value.type} {value.ref}, i64 0")
         return self.shuffle(first, first, [0] * lanes)
 
     def shuffle(self, left: Value, right: Value, lanes: Sequence[int]) -> Value:
-        """Some lanes of two vectors side by side, by number."""
+        """Return a vector of chosen lanes; numbers count through `left`, then through `right`."""
         mask = self.constant(I32.times(len(lanes)), list(lanes))
         kind = Type(left.type.name, len(lanes))
         code = f"shufflevector {left.type} {left.ref}, {right.type} {right.ref}, {mask.type} {mask.ref}"
@@ -239,7 +236,7 @@ class Function:
         start: Value | int = 0,
         step: int = 1,
     ) -> list[Value]:
-        """`body(i, *carried)` gives what the next turn is given; the last ones are returned."""
+        """Run `body(i, *carried)` for each `i`; it returns the next carried values. Returns the last ones."""
         first = start if isinstance(start, Value) else self.constant(I64, start)
         last = stop if isinstance(stop, Value) else self.constant(I64, stop)
 
@@ -253,7 +250,7 @@ class Function:
     def loop_while(
         self, condition: Callable[..., Value], body: Callable[..., Sequence[Value]], *first: Value
     ) -> list[Value]:
-        """`body(*values)` gives the next values, while the condition holds for them; the last ones are returned."""
+        """Run `body(*values)` while the condition holds; it returns the next values. Returns the last ones."""
         head, inside, end = (self._label(part) for part in ("head", "body", "end"))
         before = self._block
         self._branch(head)
@@ -272,7 +269,7 @@ class Function:
         return values
 
     def when(self, condition: Value, body: Callable[[], None], otherwise: Callable[[], None] | None = None) -> None:
-        """Runs one of two bodies."""
+        """Run `body` if the condition holds, else `otherwise`."""
         yes, no, end = (self._label(part) for part in ("then", "else", "end"))
         self._branch_if(condition, yes, no)
         for label, some in ((yes, body), (no, otherwise)):
@@ -283,7 +280,7 @@ class Function:
         self._open(end)
 
     def ret(self, value: Value | None = None) -> None:
-        """Ends the function."""
+        """End the function and return `value`, if there is one."""
         self._lines.append("  ret void" if value is None else f"  ret {value.type} {value.ref}")
 
     def _call(self, target: str, result: Type | None, values: Sequence[Value]) -> Value:

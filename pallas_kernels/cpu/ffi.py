@@ -1,8 +1,8 @@
-"""The border to XLA: a function that XLA calls with buffers, and that shares its work among XLA's threads.
+"""The interface to XLA: a function that XLA calls with buffers, and that shares its work among XLA's threads.
 
-Owns the layout of XLA's structs (`xla/ffi/api/c_api.h`, which jaxlib has in its `include`; only ever extended at their
-ends) and the hand-over of items to threads. Whoever calls takes part, and takes items until none is left, so that a
-busy pool delays nothing; what a thread finds that comes too late is an empty list.
+Owns the layout of XLA's structs (`xla/ffi/api/c_api.h`, which jaxlib has in its `include`; they are only ever extended
+at their ends) and the distribution of items to threads. The calling thread works too, and takes items until none is
+left, so that a busy thread pool delays nothing. A thread that starts too late finds no items.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pallas_kernels.cpu.types import I32, I64, PTR, Type
 
 # XLA_FFI_CallFrame
 _EXTENSION, _API, _CONTEXT, _ARGUMENTS, _RESULTS = 8, 16, 24, 72, 112
-# XLA_FFI_Metadata_Extension, XLA_FFI_Metadata: where the handler says which version it was written for
+# XLA_FFI_Metadata_Extension, XLA_FFI_Metadata: the handler stores here which version it was written for
 _METADATA, _MAJOR, _MINOR = 24, 24, 28
 _VERSION = (0, 4)
 # XLA_FFI_Buffer
@@ -23,27 +23,27 @@ _DATA, _DIMS = 24, 40
 # XLA_FFI_Api: its functions
 _DESTROY_ERROR, _SCHEDULE, _NUM_THREADS = 64, 136, 144
 
-# A job: what is shared with threads that may come when the call is over
+# A job: memory shared with threads, which may start only after the call has returned
 _NEXT, _DONE, _USERS, _ITEMS, _CAPTURED = 0, 8, 16, 24, 32
-_TURNS_AWAKE = 50_000
-_NAP_MICROSECONDS = 10
+_SPIN_TURNS = 50_000
+_SLEEP_MICROSECONDS = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """An array of the call: where its bytes are, and its dimensions."""
+    """An array of the call: a pointer to its bytes, and one to its dimensions."""
 
     function: Function
     data: Value
     dims: Value
 
     def dim(self, axis: int) -> Value:
-        """The length of a dimension."""
+        """Return the length of a dimension."""
         return self.function.load(I64, self.dims, 8 * axis)
 
 
 class Call:
-    """A call in progress. `arguments` and `results` are its arrays, in their order; `num_threads` can work on it."""
+    """A call of XLA's. `arguments` and `results` are its arrays, in order; `num_threads` threads can work on it."""
 
     def __init__(self, function: Function, frame: Value, num_arguments: int, num_results: int) -> None:
         self.function = function
@@ -57,25 +57,27 @@ class Call:
         buffers = [f.load(PTR, pointers, 8 * i) for i in range(count)]
         return [Buffer(f, f.load(PTR, buffer, _DATA), f.load(PTR, buffer, _DIMS)) for buffer in buffers]
 
-    def share(self, num_items: Value, captured: Sequence[Value], work: Callable[..., None]) -> None:
-        """`work(function, item, *captured)` writes what is done for each item, in whatever order, by whatever thread;
-        the call goes on when all are done. Only integers and pointers can be captured. Once in a call."""
+    def parallel_for(self, num_items: Value, captured: Sequence[Value], work: Callable[..., None]) -> None:
+        """Run the code that `work(function, item, *captured)` writes for each item, in any order, on any thread.
+
+        Waits until all items are done. Only integers and pointers can be captured. Allowed once in a call.
+        """
         f = self.function
         task = _task(f.module, f"{f.name}_task", [value.type for value in captured], work)
-        helpers = f.most(f.least(self.num_threads, num_items) - 1, 0)
+        helpers = f.maximum(f.minimum(self.num_threads, num_items) - 1, 0)
         job = f.call("malloc", PTR, f.constant(I64, _CAPTURED + 8 * len(captured)))
         for at, value in ((_NEXT, 0), (_DONE, 0), (_USERS, helpers + 1), (_ITEMS, num_items)):
             f.store(value if isinstance(value, Value) else f.constant(I64, value), job, at)
         for i, value in enumerate(captured):
             f.store(value, job, _CAPTURED + 8 * i)
-        asked = self._message(task, job)
+        message = self._schedule_message(task, job)
         schedule = f.load(PTR, self._api, _SCHEDULE)
 
-        def ask(_: Value) -> None:
-            error = f.call_pointer(schedule, PTR, asked)
-            f.when(error.same(0), lambda: None, lambda: self._forgive(error, job))
+        def start_helper(_: Value) -> None:
+            error = f.call_pointer(schedule, PTR, message)
+            f.when(error.equals(0), lambda: None, lambda: self._remove_helper(error, job))
 
-        f.loop(helpers, ask)
+        f.loop(helpers, start_helper)
         f.call(f"{task}_items", None, job)
         self._wait(job, num_items)
         f.call(f"{task}_leave", None, job)
@@ -87,11 +89,11 @@ class Call:
         for at, value in ((0, f.constant(I64, 32)), (8, f.constant(PTR, 0)), (16, self._context), (24, count)):
             f.store(value, message, at)
         error = f.call_pointer(f.load(PTR, self._api, _NUM_THREADS), PTR, message)
-        f.when(error.same(0), lambda: None, lambda: self._destroy(error))
+        f.when(error.equals(0), lambda: None, lambda: self._destroy(error))
         return f.load(I64, count)
 
-    def _message(self, task: str, job: Value) -> Value:
-        """XLA_FFI_ThreadPool_Schedule_Args."""
+    def _schedule_message(self, task: str, job: Value) -> Value:
+        """Store an XLA_FFI_ThreadPool_Schedule_Args on the stack."""
         f = self.function
         message = f.stack(40)
         f.store(f.constant(I64, 40), message)
@@ -101,8 +103,8 @@ class Call:
         f.store(job, message, 32)
         return message
 
-    def _forgive(self, error: Value, job: Value) -> None:
-        """There is no such thread: the others do its part."""
+    def _remove_helper(self, error: Value, job: Value) -> None:
+        """Count one user less: XLA has no thread for it, and the others do its part."""
         self._destroy(error)
         self.function.fetch_add(self.function.at(job, _USERS), -1)
 
@@ -114,34 +116,37 @@ class Call:
         f.call_pointer(f.load(PTR, self._api, _DESTROY_ERROR), None, message)
 
     def _wait(self, job: Value, num_items: Value) -> None:
-        """Until all are done: awake for as long as an item takes, then in naps, as whoever has the last one may need
-        our core. (Where two neighbours kept both cores busy, giving way with `sched_yield` took half as long again.)"""
+        """Wait until all items are done: spin for about as long as an item takes, then sleep between looks.
+
+        The thread with the last item may need our core, so spinning has an end. (With other processes on both cores,
+        `sched_yield` took half as long again.)
+        """
         f = self.function
 
         def look(turns: Value) -> list[Value]:
-            f.when(turns > _TURNS_AWAKE, lambda: _drop(f.call("usleep", I32, f.constant(I32, _NAP_MICROSECONDS))))
+            f.when(turns > _SPIN_TURNS, lambda: _ignore(f.call("usleep", I32, f.constant(I32, _SLEEP_MICROSECONDS))))
             return [turns + 1]
 
         f.loop_while(lambda _: f.load_shared(f.at(job, _DONE)) < num_items, look, f.constant(I64, 0))
 
 
 def handler(module: Module, name: str, num_arguments: int, num_results: int, body: Callable[[Call], None]) -> None:
-    """The function `name` that XLA calls; `body` writes what it does with its arrays."""
+    """Add the function `name` that XLA calls; `body` writes what it does with its arrays."""
     f = module.function(name, [PTR], PTR, public=True)
     frame = f.arguments[0]
     extension = f.load(PTR, frame, _EXTENSION)
 
-    def introduce() -> None:
+    def store_version() -> None:
         metadata = f.load(PTR, extension, _METADATA)
         for at, number in zip((_MAJOR, _MINOR), _VERSION):
             f.store(f.constant(I32, number), metadata, at)
 
-    f.when(extension.same(0), lambda: body(Call(f, frame, num_arguments, num_results)), introduce)
+    f.when(extension.equals(0), lambda: body(Call(f, frame, num_arguments, num_results)), store_version)
     f.ret(f.constant(PTR, 0))
 
 
 def _task(module: Module, name: str, kinds: Sequence[Type], work: Callable[..., None]) -> str:
-    """What a thread does that was asked for help."""
+    """Write the function that a helping thread runs, and those it calls; return its name."""
     one = module.function(f"{name}_item", [I64, *kinds])
     work(one, *one.arguments)
     one.ret()
@@ -161,7 +166,7 @@ def _task(module: Module, name: str, kinds: Sequence[Type], work: Callable[..., 
 
     f = module.function(f"{name}_leave", [PTR])
     job = f.arguments[0]
-    f.when(f.fetch_add(f.at(job, _USERS), -1).same(1), lambda: _drop(f.call("free", None, job)))
+    f.when(f.fetch_add(f.at(job, _USERS), -1).equals(1), lambda: _ignore(f.call("free", None, job)))
     f.ret()
 
     f = module.function(name, [PTR])
@@ -171,5 +176,5 @@ def _task(module: Module, name: str, kinds: Sequence[Type], work: Callable[..., 
     return name
 
 
-def _drop(_: Value) -> None:
-    """Of a call that matters for what it does."""
+def _ignore(_: Value) -> None:
+    """Drop the value of a call that is made for its effect."""

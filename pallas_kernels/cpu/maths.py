@@ -1,4 +1,4 @@
-"""Functions of registers of float32 that no CPU has as an instruction, and sums over their lanes."""
+"""Functions of float32 vectors that no CPU has as an instruction, and operations across their lanes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pallas_kernels.cpu.emit import Function, Value
 from pallas_kernels.cpu.types import F32, I16, I32
 
 _LOWEST = -87.0
-# Adding it rounds to an integer, which then stands in the lowest bits.
+# Adding this rounds to an integer, which is then in the lowest bits.
 _ROUNDER = 1.5 * 2**23
 _LOG2_HIGH, _LOG2_LOW = 0.693359375, -2.12194440e-4
 # exp(r) = 1 + r + r^2 * p(r) for |r| <= log(2) / 2, as Cephes has it
@@ -23,7 +23,7 @@ _SQRT_HALF = 0.707106781186547524
 
 
 def exp(f: Function, x: Value) -> Value:
-    """To 1e-7 of its value up to x = 88; exactly 0 below -87."""
+    """Return the exponential, with a relative error of 1e-7 up to x = 88; exactly 0 below -87."""
     held = f.select(x < _LOWEST, f.constant(x.type, _LOWEST), x)  # NaN stays
     shifted = f.fma(held, f.constant(x.type, 1.4426950408889634), f.constant(x.type, _ROUNDER))
     whole = shifted - _ROUNDER
@@ -40,7 +40,7 @@ def exp(f: Function, x: Value) -> Value:
 
 
 def log(f: Function, x: Value) -> Value:
-    """To 1e-7 of its value, or near 1 of `1 - x`; of normal positive numbers alone."""
+    """Return the logarithm of positive normal numbers, to 1e-7 of its value, or near 1 of `1 - x`."""
     bits = f.convert("bitcast", x, I32.times(x.type.lanes))
     exponent = f.convert("sitofp", (bits >> 23) - 126, x.type)
     mantissa = f.convert("bitcast", (bits & 0x7FFFFF) | 0x3F000000, x.type)
@@ -57,13 +57,13 @@ def log(f: Function, x: Value) -> Value:
 
 
 def tanh(f: Function, x: Value) -> Value:
-    """To 1e-7, not of its value but of 1."""
-    e = exp(f, f.least(x + x, 80.0))
+    """Return the hyperbolic tangent, with an absolute error of 1e-7."""
+    e = exp(f, f.minimum(x + x, 80.0))
     return 1.0 - f.constant(x.type, 2.0) / (e + 1.0)
 
 
-def everywhere(f: Function, x: Value, operation: Callable[[Value, Value], Value]) -> Value:
-    """What an operation makes of all lanes, in each of them."""
+def reduce_lanes(f: Function, x: Value, operation: Callable[[Value, Value], Value]) -> Value:
+    """Reduce all lanes by an operation; every lane holds the result."""
     lanes = x.type.lanes
     step = lanes // 2
     while step:
@@ -72,8 +72,8 @@ def everywhere(f: Function, x: Value, operation: Callable[[Value, Value], Value]
     return x
 
 
-def sums(f: Function, vectors: Sequence[Value]) -> Value:
-    """The sums of 16 vectors of 16 lanes, side by side."""
+def lane_sums(f: Function, vectors: Sequence[Value]) -> Value:
+    """Return a vector of the sums of 16 vectors of 16 lanes."""
 
     def folded(pair: Sequence[Value], low: Sequence[int], high: Sequence[int]) -> Value:
         return f.shuffle(pair[0], pair[1], low) + f.shuffle(pair[0], pair[1], high)
@@ -94,9 +94,9 @@ def sums(f: Function, vectors: Sequence[Value]) -> Value:
     return vectors[0]
 
 
-def transposed(f: Function, rows: Sequence[Value]) -> list[Value]:
-    """The columns of 16 vectors of 16 lanes."""
-    # One by one and two by two within each quarter, then quarters: each of these patterns is one instruction
+def transpose(f: Function, rows: Sequence[Value]) -> list[Value]:
+    """Return the columns of 16 vectors of 16 lanes."""
+    # Lanes, then pairs of lanes within each quarter, then quarters: each of these shuffles is one instruction
     quarters = range(0, 16, 4)
     numbers = [[q + i for q in quarters for i in pattern] for pattern in ((0, 16, 1, 17), (2, 18, 3, 19))]
     twos = [[q + i for q in quarters for i in pattern] for pattern in ((0, 1, 16, 17), (2, 3, 18, 19))]
@@ -116,29 +116,20 @@ def transposed(f: Function, rows: Sequence[Value]) -> list[Value]:
 
 
 def from_bf16(f: Function, bits: Value) -> Value:
-    """The numbers whose bits these are, i16."""
+    """Return the float32 numbers of these bfloat16 bits, i16."""
     wide = f.convert("zext", bits, I32.times(bits.type.lanes)) << 16
     return f.convert("bitcast", wide, F32.times(bits.type.lanes))
 
 
 def pairs_from_bf16(f: Function, words: Value) -> tuple[Value, Value]:
-    """The lower and the upper numbers of words, i32, that hold two each."""
+    """Return the lower and the upper bfloat16 of each word, i32, as float32."""
     kind = F32.times(words.type.lanes)
     return f.convert("bitcast", words << 16, kind), f.convert("bitcast", words & -65536, kind)
 
 
 def to_bf16(f: Function, x: Value) -> Value:
-    """Bits, i16, rounded to nearest, ties to even."""
-    return f.convert("trunc", _rounded(f, x) >> 16, I16.times(x.type.lanes))
-
-
-def pairs_to_bf16(f: Function, low: Value, high: Value) -> Value:
-    """Words, i32, that hold two numbers each."""
-    return (_rounded(f, low) >> 16) | (_rounded(f, high) & -65536)
-
-
-def _rounded(f: Function, x: Value) -> Value:
-    """With the bits of a bfloat16 in the upper half of each word, and others in the lower."""
+    """Return the bits, i16, of the nearest bfloat16, ties to even."""
     bits = f.convert("bitcast", x, I32.times(x.type.lanes))
     odd = (bits >> 16) & 1
-    return f.select(x.same(x), bits + odd + 0x7FFF, f.constant(bits.type, 0x7FC00000))
+    rounded = f.select(x.equals(x), bits + odd + 0x7FFF, f.constant(bits.type, 0x7FC00000))
+    return f.convert("trunc", rounded >> 16, I16.times(x.type.lanes))

@@ -1,4 +1,4 @@
-"""The types of LLVM's language that kernels use, and their constants."""
+"""The types of LLVM IR that kernels use, and their constants."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Number = int | float
 
 @dataclasses.dataclass(frozen=True)
 class Type:
-    """A number, a pointer, or where `lanes` isn't 0, that many numbers in a register."""
+    """A number or a pointer; a vector of `lanes` numbers if `lanes` isn't 0."""
 
     name: str
     lanes: int = 0
@@ -21,26 +21,26 @@ class Type:
 
     @property
     def is_float(self) -> bool:
-        """Whether arithmetic on it is floating point."""
+        """Whether its numbers are floating point."""
         return self.name in ("float", "bfloat")
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
+        """Size in memory."""
         bits = {"float": 32, "bfloat": 16, "ptr": 64}.get(self.name) or int(self.name[1:])
         return max(self.lanes, 1) * bits // 8
 
     @property
     def alignment(self) -> int:
-        """That of one number: rows of a tensor may start anywhere."""
+        """Alignment of one number, also for vectors: rows of a tensor may start anywhere."""
         return Type(self.name).nbytes
 
     def times(self, lanes: int) -> Type:
-        """A vector of such numbers."""
+        """Return the type of a vector of `lanes` such numbers."""
         return Type(self.name, lanes)
 
     def literal(self, number: Number | Sequence[Number]) -> str:
-        """A number as LLVM reads it, or one for each lane."""
+        """Return a constant in LLVM's syntax: one number for all lanes, or one for each."""
         if not self.lanes:
             assert not isinstance(number, Sequence)
             return self._number(number)

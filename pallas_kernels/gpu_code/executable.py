@@ -1,9 +1,9 @@
 """Finds the kernels in a compiled program, as jax serializes it for an NVIDIA GPU.
 
-That is a Riegeli file in an envelope; one of its records is a Riegeli file again, whose records are pieces of XLA's
-`GpuExecutableProto`. Somewhere in it stand thunks, what is launched one after the other. One says in field 1 of its
-field 1 which instruction of the program it is, and holds the machine code in one of two shapes, which are recognized
-wherever they stand.
+A serialized program is a Riegeli file in an envelope. One of its records is again a Riegeli file, whose records are
+pieces of XLA's `GpuExecutableProto`. These contain thunks, the things that are launched one after another. Field 1 of a
+thunk's field 1 names the instruction of the program. The thunk holds the machine code in one of two forms, which are
+recognized at any depth.
 """
 
 from __future__ import annotations
@@ -14,11 +14,21 @@ from collections.abc import Collection, Iterator
 from pallas_kernels.gpu_code import cubin
 from pallas_kernels.gpu_code.cubin import ELF, Resources
 from pallas_kernels.gpu_code.riegeli import SIGNATURE, records
-from pallas_kernels.gpu_code.wire import Field, UnreadableError, fields
+from pallas_kernels.gpu_code.wire import MessageField, UnreadableError, fields
 
 
 def kernel_resources(serialized: bytes, instructions: Collection[str]) -> dict[str, Resources]:
-    """What the kernel of each of these instructions takes. Raises `UnreadableError` where that isn't known of all."""
+    """Return what the kernel of each of these instructions takes.
+
+    Raises `UnreadableError` if the program doesn't say it for all of them, or a package that reads it isn't installed.
+    """
+    try:
+        import cramjam  # noqa: F401
+        import elftools  # noqa: F401
+    except ImportError as error:
+        raise UnreadableError(
+            f"reading the kernels of a GPU needs the package {error.name}, which the extras cuda12 and cuda13 install"
+        ) from error
     envelope = serialized.find(SIGNATURE)
     if envelope < 0:
         raise UnreadableError("a serialized program holds no Riegeli file")
@@ -34,10 +44,10 @@ def kernel_resources(serialized: bytes, instructions: Collection[str]) -> dict[s
 
 
 def _kernels(data: bytes, instructions: Collection[str]) -> Iterator[tuple[str, Resources]]:
-    """Every kernel in a message that one of the instructions launches, and which."""
-    waiting: list[tuple[Field, str | None]] = [(Field(0, 0, len(data)), None)]
-    while waiting:
-        message, instruction = waiting.pop()
+    """Yield every kernel in a message that one of the instructions launches, with that instruction."""
+    pending: list[tuple[MessageField, str | None]] = [(MessageField(0, 0, len(data)), None)]
+    while pending:
+        message, instruction = pending.pop()
         inside = _fields(data, message)
         last = {field.number: field for field in inside}
         name = _text(data, _last(data, last.get(1)).get(1))
@@ -46,16 +56,16 @@ def _kernels(data: bytes, instructions: Collection[str]) -> Iterator[tuple[str, 
         if instruction and kernel:
             yield instruction, kernel
         else:
-            waiting += [(field, instruction) for field in inside if _holds_code(data, field)]
+            pending += [(field, instruction) for field in inside if _holds_code(data, field)]
 
 
-def _kernel(data: bytes, message: dict[int, Field]) -> Resources | None:
-    """What a message that is a kernel says of it."""
+def _kernel(data: bytes, message: dict[int, MessageField]) -> Resources | None:
+    """Return what a message says of its kernel, or None if the message is no kernel."""
     if _is_code(data, message.get(8)):
         # Mosaic GPU's.
         code, name, shared = message[8], message.get(9), message.get(10)
     else:
-        # Triton's: a CustomKernelProto, in whose specification the code has a message of its own.
+        # Triton's: a CustomKernelProto, in whose specification the code is in a message of its own.
         specification = _last(data, message.get(2))
         inner = _last(data, specification.get(2)).get(1)
         if inner is None or not _is_code(data, inner):
@@ -68,26 +78,26 @@ def _kernel(data: bytes, message: dict[int, Field]) -> Resources | None:
     return dataclasses.replace(resources, shared_bytes=resources.shared_bytes + at_launch)
 
 
-def _fields(data: bytes, field: Field) -> list[Field]:
-    """The fields inside one; none where it is no message."""
+def _fields(data: bytes, field: MessageField) -> list[MessageField]:
+    """Return the fields inside a field, or none if it is no message."""
     try:
         return list(fields(data, field.start, field.end)) if field.value is None else []
     except UnreadableError:
         return []
 
 
-def _last(data: bytes, field: Field | None) -> dict[int, Field]:
-    """The fields inside one by number, of each the last."""
+def _last(data: bytes, field: MessageField | None) -> dict[int, MessageField]:
+    """Return the last field of each number inside a field."""
     return {} if field is None else {inner.number: inner for inner in _fields(data, field)}
 
 
-def _text(data: bytes, field: Field | None) -> str:
+def _text(data: bytes, field: MessageField | None) -> str:
     return "" if field is None else data[field.start : field.end].decode(errors="replace")
 
 
-def _is_code(data: bytes, field: Field | None) -> bool:
+def _is_code(data: bytes, field: MessageField | None) -> bool:
     return field is not None and data.startswith(ELF, field.start, field.end)
 
 
-def _holds_code(data: bytes, field: Field) -> bool:
+def _holds_code(data: bytes, field: MessageField) -> bool:
     return data.find(ELF, field.start, field.end) > field.start

@@ -1,6 +1,6 @@
 """Records of a Riegeli file (https://github.com/google/riegeli/blob/master/doc/riegeli_records_file_format.md).
 
-Only what XLA writes: chunks of simple records, packed with Snappy or not at all. Checksums aren't looked at.
+Reads only what XLA writes: chunks of simple records, packed with Snappy or not at all. Checksums are not verified.
 """
 
 from __future__ import annotations
@@ -8,21 +8,22 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-from pallas_kernels.gpu_code.snappy import unpack
 from pallas_kernels.gpu_code.wire import UnreadableError, take, varint
 
 SIGNATURE = bytes.fromhex("83af70d10d884a3f")
 
-# Each block of a file begins with a header that says which chunk it stands in.
+# Each block of a file begins with a header that says which chunk it belongs to.
 _BLOCK_BYTES = 2**16
 _BLOCK_HEADER_BYTES = 24
 # Checksum, bytes of data, their checksum, type (one byte) and number of records, bytes of the records.
 _CHUNK_HEADER = struct.Struct("<5Q")
 _WITHOUT_RECORDS = {"s", "m", "p"}  # signature, metadata, padding
+# The most bytes that one byte of a Snappy block can become: a copy of 64 bytes takes 3.
+_SNAPPY_RATIO = 22
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """The records of a file. Raises `UnreadableError`."""
+    """Yield the records of a file. Raises `UnreadableError`."""
     if not data.startswith(SIGNATURE):
         raise UnreadableError("it doesn't begin as a Riegeli file does")
     blocks = range(0, len(data), _BLOCK_BYTES)
@@ -33,16 +34,16 @@ def records(data: bytes) -> Iterator[bytes]:
         chunk_type, count = chr(type_and_count & 0xFF), type_and_count >> 8
         at += _CHUNK_HEADER.size
         if chunk_type == "r":
-            yield from _simple(take(chunks, at, size), count)
+            yield from _simple_records(take(chunks, at, size), count)
         elif chunk_type not in _WITHOUT_RECORDS:
             raise UnreadableError(f"a Riegeli chunk of type {chunk_type!r}")
         at += size
 
 
-def _simple(data: bytes, count: int) -> Iterator[bytes]:
+def _simple_records(data: bytes, count: int) -> Iterator[bytes]:
     packing = take(data, 0, 1)
     size, at = varint(data, 1)
-    sizes, values = _unpacked(packing, take(data, at, size)), _unpacked(packing, data[at + size :])
+    sizes, values = _decompressed(packing, take(data, at, size)), _decompressed(packing, data[at + size :])
     at = start = 0
     for _ in range(count):
         size, at = varint(sizes, at)
@@ -52,13 +53,19 @@ def _simple(data: bytes, count: int) -> Iterator[bytes]:
         raise UnreadableError(f"{count} records fill {start} of {len(values)} bytes")
 
 
-def _unpacked(packing: bytes, data: bytes) -> bytes:
+def _decompressed(packing: bytes, data: bytes) -> bytes:
     if packing == b"\0":
         return data
     if packing != b"s":
         raise UnreadableError(f"Riegeli records packed with {packing!r}")
+    import cramjam
+
     size, at = varint(data, 0)
-    unpacked = unpack(data[at:])
-    if len(unpacked) != size:
-        raise UnreadableError(f"{len(unpacked)} bytes came out of Riegeli records of {size}")
-    return unpacked
+    unpacked_size, _ = varint(data, at)
+    # The library allocates what a block says of itself.
+    if unpacked_size != size or size > _SNAPPY_RATIO * len(data):
+        raise UnreadableError(f"a Snappy block of {len(data)} bytes says {unpacked_size} for Riegeli records of {size}")
+    try:
+        return bytes(cramjam.snappy.decompress_raw(data[at:]))
+    except cramjam.DecompressionError as error:
+        raise UnreadableError(f"a Snappy block is damaged: {error}") from error

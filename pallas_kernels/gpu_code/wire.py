@@ -1,4 +1,4 @@
-"""Bytes that somebody else wrote: pieces, integers, and the fields of a protobuf message."""
+"""Bytes of a foreign format: slices, integers, and the fields of a protobuf message."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _FIXED = {1: 8, 5: 4}  # bytes of a field, by wire type
 
 
 class UnreadableError(ValueError):
-    """Bytes that aren't what they should be, or are it in a form that isn't known here; says which."""
+    """Raised for bytes that are damaged, or in a form that isn't known here; the message says which."""
 
 
-class Field(NamedTuple):
-    """A field of a message: where its bytes stand, or what its integer is."""
+class MessageField(NamedTuple):
+    """A field of a message: where its bytes are, and its value if it is an integer."""
 
     number: int
     start: int
@@ -22,14 +22,14 @@ class Field(NamedTuple):
 
 
 def take(data: bytes, at: int, size: int) -> bytes:
-    """So many bytes. Raises `UnreadableError` where there are fewer."""
+    """Return `size` bytes from `at` on. Raises `UnreadableError` if there are fewer."""
     if at + size > len(data):
         raise UnreadableError(f"it ends at byte {len(data)}, before {size} bytes at {at}")
     return data[at : at + size]
 
 
 def varint(data: bytes, at: int) -> tuple[int, int]:
-    """An integer of 7 bits a byte, and where it ends. Raises `UnreadableError` where it doesn't."""
+    """Return the integer of 7 bits a byte at `at`, and where it ends. Raises `UnreadableError` if it has no end."""
     value = 0
     for shift, byte in enumerate(data[at : at + 10]):
         value |= (byte & 127) << 7 * shift
@@ -38,20 +38,20 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
     raise UnreadableError(f"an integer at byte {at} of {len(data)} has no end")
 
 
-def fields(data: bytes, start: int, end: int) -> Iterator[Field]:
-    """The fields of the message that stands there. Raises `UnreadableError` where none does."""
+def fields(data: bytes, start: int, end: int) -> Iterator[MessageField]:
+    """Yield the fields of the message in `data[start:end]`. Raises `UnreadableError` if there is no message."""
     at = start
     while at < end:
         key, at = varint(data, at)
         number, wire_type = key >> 3, key & 7
         if wire_type == 0:
             value, after = varint(data, at)
-            field = Field(number, at, after, value)
+            field = MessageField(number, at, after, value)
         elif wire_type == 2:
             size, at = varint(data, at)
-            field = Field(number, at, at + size)
+            field = MessageField(number, at, at + size)
         elif wire_type in _FIXED:
-            field = Field(number, at, at + _FIXED[wire_type])
+            field = MessageField(number, at, at + _FIXED[wire_type])
         else:
             raise UnreadableError(f"a field of wire type {wire_type}")
         if number == 0 or field.end > end:

@@ -1,4 +1,4 @@
-"""Root mean squares and log-sum-exps of rows. A row is one thread's, which adds in one order."""
+"""Kernels for RMS norms and log-sum-exps of rows. One thread handles a row and adds in a fixed order."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from pallas_kernels.cpu.types import F32, I1, I16, I64
 
 _LANES = 16
 _NUMBERS, _HALVES = F32.times(_LANES), I16.times(_LANES)
-# Enough for a thread that asking it pays
+# Enough work for an item to be worth starting a thread
 _ITEM_NUMBERS = 1 << 14
 _VECTORS = 4
 _BLOCK = _VECTORS * _LANES
 
 
-def takes_rms_norm(x: Float[Array, "*rows dim"], weight: Float[Array, "*some dim"]) -> bool:
-    """Whether `rms_norm` has these sizes and types."""
+def supports_rms_norm(x: Float[Array, "*rows dim"], weight: Float[Array, "*some dim"]) -> bool:
+    """Return whether `rms_norm` supports these sizes and types."""
     dtypes = {x.dtype.name, weight.dtype.name}
     return x.shape[-1] % _LANES == 0 and (dtypes == {"bfloat16"} or dtypes == {"float32"})
 
 
 def rms_norm(x: Float[Array, "*rows dim"], weight: Float[Array, "*some dim"], eps: float) -> Float[Array, "*rows dim"]:
-    """Each row at unit mean square, in float32, then times `weight` in `x`'s dtype. `weight` has one row, or one for
-    each index of the last dimensions of rows."""
+    """Scale each row to unit mean square, in float32, then multiply by `weight` in `x`'s dtype.
+
+    The shape of `weight` equals the last dimensions of `x`.
+    """
     dim = x.shape[-1]
     assert x.shape[x.ndim - weight.ndim :] == weight.shape, (x.shape, weight.shape)
     rows, weights = x.reshape(-1, dim), weight.reshape(-1, dim)
@@ -41,13 +43,13 @@ def rms_norm(x: Float[Array, "*rows dim"], weight: Float[Array, "*some dim"], ep
 
 
 def log_sum_exp(x: Float[Array, "rows some"]) -> Float[Array, "rows 1"]:
-    """The logarithm of the sum of exponentials of each row, float32."""
+    """Return the logarithm of the sum of exponentials of each row, float32."""
     return call(LogSumExp(), jax.ShapeDtypeStruct((len(x), 1), jnp.float32), x)
 
 
 @dataclasses.dataclass(frozen=True)
 class RmsNorm:
-    """See `rms_norm`."""
+    """The kernel of `rms_norm`."""
 
     dtype: str
     eps: float
@@ -59,26 +61,26 @@ class RmsNorm:
 
     def write(self, module: Module, features: frozenset[str]) -> None:
         """See `cpu.Kernel`."""
-        handler(module, self.name, 2, 1, lambda call: self._share(call, "avx512bf16" in features))
+        handler(module, self.name, 2, 1, lambda call: self._write_handler(call, "avx512bf16" in features))
 
-    def _share(self, call: Call, has_bf16: bool) -> None:
+    def _write_handler(self, call: Call, has_bf16: bool) -> None:
         f = call.function
         x, weight = call.arguments
         rows, dim = x.dim(0), x.dim(1)
         per_item = f.constant(I64, _ITEM_NUMBERS) // dim + 1
         captured = [x.data, weight.data, call.results[0].data, rows, dim, weight.dim(0), per_item]
 
-        def work(f: Function, item: Value, *given: Value) -> None:
-            x, weight, out, rows, dim, weights, per_item = given
+        def work(f: Function, item: Value, *captured: Value) -> None:
+            x, weight, out, rows, dim, weights, per_item = captured
             size = 2 if self.dtype == "bfloat16" else 4
 
             def row(r: Value) -> None:
                 own, to = (f.at(pointer, r * dim * size) for pointer in (x, out))
                 self._row(f, own, f.at(weight, r % weights * dim * size), to, dim, has_bf16)
 
-            f.loop(f.least((item + 1) * per_item, rows), row, start=item * per_item)
+            f.loop(f.minimum((item + 1) * per_item, rows), row, start=item * per_item)
 
-        call.share((rows + per_item - 1) // per_item, captured, work)
+        call.parallel_for((rows + per_item - 1) // per_item, captured, work)
 
     def _row(self, f: Function, x: Value, weight: Value, out: Value, dim: Value, has_bf16: bool) -> None:
         def add(at: Value, total: Value) -> Value:
@@ -86,7 +88,7 @@ class RmsNorm:
             return f.fma(number, number, total)
 
         (total,) = f.loop(dim, add, f.constant(_NUMBERS, 0.0), step=_LANES)
-        mean = maths.everywhere(f, total, operator.add) / f.spread(f.convert("sitofp", dim, F32), _LANES)
+        mean = maths.reduce_lanes(f, total, operator.add) / f.broadcast(f.convert("sitofp", dim, F32), _LANES)
         root = f.call("llvm.sqrt.v16f32", _NUMBERS, mean + self.eps)
         inverse = f.constant(_NUMBERS, 1.0) / root
 
@@ -109,7 +111,7 @@ class RmsNorm:
 
 @dataclasses.dataclass(frozen=True)
 class LogSumExp:
-    """See `log_sum_exp`."""
+    """The kernel of `log_sum_exp`."""
 
     @property
     def name(self) -> str:
@@ -118,18 +120,18 @@ class LogSumExp:
 
     def write(self, module: Module, features: frozenset[str]) -> None:
         """See `cpu.Kernel`."""
-        handler(module, self.name, 1, 1, _share_rows)
+        handler(module, self.name, 1, 1, _write_handler)
 
 
-def _share_rows(call: Call) -> None:
+def _write_handler(call: Call) -> None:
     x = call.arguments[0]
-    call.share(x.dim(0), [x.data, call.results[0].data, x.dim(1)], _log_sum_exp)
+    call.parallel_for(x.dim(0), [x.data, call.results[0].data, x.dim(1)], _log_sum_exp)
 
 
 def _log_sum_exp(f: Function, row: Value, x: Value, out: Value, count: Value) -> None:
     own = f.at(x, row * count * 4)
     whole = count // _BLOCK * _BLOCK
-    # What is left of the row, and nothing after it
+    # The end of the row that fills no whole block, padded with -inf
     rest = f.stack(_BLOCK * 4)
     for i in range(_VECTORS):
         f.store(f.constant(_NUMBERS, float("-inf")), rest, 64 * i)
@@ -142,9 +144,9 @@ def _log_sum_exp(f: Function, row: Value, x: Value, out: Value, count: Value) ->
         start = [f.constant(_NUMBERS, zero)] * _VECTORS
         chains = f.loop(whole, lambda at, *before: block(f.at(own, at * 4), *before), *start, step=_BLOCK)
         a, b, c, d = block(rest, *chains)
-        return maths.everywhere(f, operation(operation(a, b), operation(c, d)), operation)
+        return maths.reduce_lanes(f, operation(operation(a, b), operation(c, d)), operation)
 
-    peak = over(f.most, lambda x: x, -3e38)
+    peak = over(f.maximum, lambda x: x, -3e38)
     total = over(operator.add, lambda x: maths.exp(f, x - peak), 0.0)
     result = f.stack(_NUMBERS.nbytes)
     f.store(maths.log(f, total) + peak, result)

@@ -1,4 +1,4 @@
-"""Products with packed weights."""
+"""Matrix products with packed weights on a CPU."""
 
 from pallas_kernels.packed_matmul.api import packed_matmul
 from pallas_kernels.packed_matmul.layout import (
@@ -7,10 +7,10 @@ from pallas_kernels.packed_matmul.layout import (
     STRIP,
     Bits,
     PackedWeight,
+    gather_rows,
     pack_blocks,
     pack_dense,
     packed_shape,
-    rows_of,
     unpack,
 )
 
@@ -20,10 +20,10 @@ __all__ = [
     "STRIP",
     "Bits",
     "PackedWeight",
+    "gather_rows",
     "pack_blocks",
     "pack_dense",
     "packed_matmul",
     "packed_shape",
-    "rows_of",
     "unpack",
 ]

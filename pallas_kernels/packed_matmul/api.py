@@ -12,7 +12,7 @@ from pallas_kernels.packed_matmul.layout import BLOCK, STRIP, PackedWeight
 
 
 def packed_matmul(x: BFloat16[Array, "tokens in_dim"], weight: PackedWeight) -> Float[Array, "tokens out_dim"]:
-    """`x @ weight.T` with float32 sums, on a CPU."""
+    """Return `x @ weight.T` with float32 sums, on a CPU."""
     tokens, in_dim = x.shape
     strips, blocks, _ = weight.data.shape
     assert in_dim == blocks * BLOCK, (x.shape, weight.shape)

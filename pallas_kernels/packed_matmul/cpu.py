@@ -2,11 +2,11 @@
 
 A tile is a few rows of `x` and a few strips of outputs, whose sums stay in registers over all blocks of inputs. As
 `sum(x * (scale * q + minimum))` over a block is `scale * sum(x * q) + minimum * sum(x)`, the numbers `q` are multiplied
-as they are: they and `x` are exact in bfloat16, and so are their products in the float32 of the sums. A row's sums are
-made in one order, whatever rows are beside it.
+unscaled: they and `x` are exact in bfloat16, and their products are exact in float32. A row is summed in a fixed order,
+whatever other rows there are.
 
-Where the CPU multiplies bfloat16 by itself (AVX512_BF16), an instruction takes two inputs of 16 outputs, and four bits
-become bfloat16 by looking them up in a register (AVX-512 BW). Elsewhere both are turned to float32 first.
+If the CPU multiplies bfloat16 (AVX512_BF16), one instruction multiplies two inputs of 16 outputs, and 4-bit numbers
+become bfloat16 by a table lookup in a register (AVX-512 BW). Otherwise both operands are converted to float32 first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _HIGH = -(1 << 16)
 
 @dataclasses.dataclass(frozen=True)
 class PackedMatmul:
-    """`x` bfloat16 `[tokens, in]` and the weight's bytes `[out / 16, in / 32, run]`; gives float32 `[tokens, out]`."""
+    """The kernel: `x` bfloat16 `[tokens, in]` and the weight's bytes `[out / 16, in / 32, run]` to float32
+    `[tokens, out]`."""
 
     bits: Bits
 
@@ -43,15 +44,15 @@ class PackedMatmul:
         return f"llvm_packed_matmul_{self.bits}"
 
     def write(self, module: Module, features: frozenset[str]) -> None:
-        """See `pallas_kernels.cpu.Kernel`."""
-        terms: _Terms = _BF16Terms() if {"avx512bf16", "avx512bw"} <= features else _F32Terms()
+        """See `cpu.Kernel`."""
+        products: _PairProducts = _BF16Products() if {"avx512bf16", "avx512bw"} <= features else _F32Products()
         shapes = [(rows, strips) for rows in range(1, ROWS + 1) for strips in (1, STRIPS)]
-        tiles = {shape: self._tile(module, *shape, terms) for shape in shapes}
+        tiles = {shape: self._tile(module, *shape, products) for shape in shapes}
         handler(module, self.name, 2, 1, lambda call: self._share(call, tiles))
 
     @property
     def run(self) -> int:
-        """Bytes of a block of a strip."""
+        """Bytes of one block of one strip."""
         return packed_shape(STRIP, BLOCK, self.bits)[2]
 
     def _share(self, call: Call, tiles: dict[tuple[int, int], str]) -> None:
@@ -61,40 +62,43 @@ class PackedMatmul:
         scaled = self.bits != 16
         sums = _sums_by_block(f, x.data, tokens, in_dim // BLOCK) if scaled else f.constant(PTR, 0)
         strip_bytes = weight.dim(1) * self.run
-        # Enough items that threads end together, and each long enough to be worth the asking
+        # Many items, so that threads end together, but each large enough to be worth starting a thread
         per_item = (f.constant(I64, _ITEM_BYTES) // strip_bytes // STRIPS + 1) * STRIPS
         items = (strips + per_item - 1) // per_item
 
-        def work(f: Function, item: Value, *given: Value) -> None:
-            x, sums, weight, out, tokens, in_dim, strips, per_item, strip_bytes = given
+        def work(f: Function, item: Value, *captured: Value) -> None:
+            x, sums, weight, out, tokens, in_dim, strips, per_item, strip_bytes = captured
             blocks, out_dim = in_dim // BLOCK, strips * STRIP
             first = item * per_item
-            stop = f.least(first + per_item, strips)
+            stop = f.minimum(first + per_item, strips)
             whole = stop - (stop - first) % STRIPS
 
-            def by_rows(strip: Value, width: int) -> None:
+            def compute_strip(strip: Value, width: int) -> None:
                 of_strip = f.at(weight, strip * strip_bytes)
 
                 def tile(row: Value, rows: int) -> None:
                     to = f.at(out, (row * out_dim + strip * STRIP) * 4)
-                    given = (f.at(x, row * in_dim * 2), f.at(sums, row * blocks * 4), of_strip, to, in_dim, out_dim)
-                    f.call(tiles[rows, width], None, *given)
+                    operands = (f.at(x, row * in_dim * 2), f.at(sums, row * blocks * 4), of_strip, to, in_dim, out_dim)
+                    f.call(tiles[rows, width], None, *operands)
 
                 left = tokens % ROWS
                 f.loop(tokens - left, lambda row: tile(row, ROWS), step=ROWS)
                 for rows in range(1, ROWS):
-                    f.when(left.same(rows), functools.partial(tile, tokens - left, rows))
+                    f.when(left.equals(rows), functools.partial(tile, tokens - left, rows))
 
-            f.loop(whole, lambda strip: by_rows(strip, STRIPS), start=first, step=STRIPS)
-            f.loop(stop, lambda strip: by_rows(strip, 1), start=whole)
+            f.loop(whole, lambda strip: compute_strip(strip, STRIPS), start=first, step=STRIPS)
+            f.loop(stop, lambda strip: compute_strip(strip, 1), start=whole)
 
         out = call.results[0].data
-        call.share(items, [x.data, sums, weight.data, out, tokens, in_dim, strips, per_item, strip_bytes], work)
+        call.parallel_for(items, [x.data, sums, weight.data, out, tokens, in_dim, strips, per_item, strip_bytes], work)
         if scaled:
             f.call("free", None, sums)
 
-    def _tile(self, module: Module, rows: int, strips: int, terms: _Terms) -> str:
-        """The function of a tile, of `x`, its sums, the first strip, where to write, `in_dim`, `out_dim`."""
+    def _tile(self, module: Module, rows: int, strips: int, products: _PairProducts) -> str:
+        """Write the function of a tile and return its name.
+
+        Its arguments: `x`, the sums of its blocks, the first strip, the output, `in_dim`, `out_dim`.
+        """
         f = module.function(f"tile_{rows}x{strips}", [PTR, PTR, PTR, PTR, I64, I64])
         x, sums, weight, out, in_dim, out_dim = f.arguments
         blocks = in_dim // BLOCK
@@ -105,20 +109,20 @@ class PackedMatmul:
             runs = [f.at(weight, (blocks * strip + at) * self.run) for strip in range(strips)]
             pairs_at = [f.at(x, (in_dim * row + at * BLOCK) * 2) for row in range(rows)]
             made = [zero] * len(totals) if scaled else list(totals)
-            numbers_of = [terms.pairs(f, run, self.bits) for run in runs]
+            numbers_of = [products.weight_pairs(f, run, self.bits) for run in runs]
             for pair, numbers in enumerate(zip(*numbers_of, strict=True)):
                 for row in range(rows):
-                    factor = terms.factor(f, f.load(I32, pairs_at[row], pair * I32.nbytes))
+                    factor = products.spread_inputs(f, f.load(I32, pairs_at[row], pair * I32.nbytes))
                     for strip in range(strips):
                         i = row * strips + strip
-                        made[i] = terms.add(f, made[i], numbers[strip], factor)
+                        made[i] = products.multiply_add(f, made[i], numbers[strip], factor)
             if not scaled:
                 return made
             size = self.run - 2 * _SUMS.nbytes
             scales = [f.load(_SUMS, run, size) for run in runs]
             minima = [f.load(_SUMS, run, size + _SUMS.nbytes) for run in runs]
             for row in range(rows):
-                total = f.spread(f.load(F32, sums, (blocks * row + at) * 4), STRIP)
+                total = f.broadcast(f.load(F32, sums, (blocks * row + at) * 4), STRIP)
                 for strip in range(strips):
                     i = row * strips + strip
                     made[i] = f.fma(scales[strip], made[i], f.fma(minima[strip], total, totals[i]))
@@ -133,8 +137,10 @@ class PackedMatmul:
 
 
 def _sums_by_block(f: Function, x: Value, tokens: Value, blocks: Value) -> Value:
-    """The sums of 32 inputs each, float32 `[tokens, blocks]`, in memory that the caller frees. Here and not before the
-    call, so that they are added in one order, whatever XLA makes of the program around."""
+    """Return the sums of the 32 inputs of each block, float32 `[tokens, blocks]`; the caller frees the memory.
+
+    XLA could compute them before the call, but then their order of additions would depend on the program around it.
+    """
     out = f.call("malloc", PTR, tokens * blocks * 4 + _SUMS.nbytes)
 
     def pairs(block: Value) -> Value:
@@ -145,46 +151,46 @@ def _sums_by_block(f: Function, x: Value, tokens: Value, blocks: Value) -> Value
         begin, end = r * blocks, (r + 1) * blocks
         whole = end - blocks % STRIP
 
-        def many(first: Value) -> None:
-            f.store(maths.sums(f, [pairs(first + i) for i in range(STRIP)]), out, first * 4)
+        def sum_blocks(first: Value) -> None:
+            f.store(maths.lane_sums(f, [pairs(first + i) for i in range(STRIP)]), out, first * 4)
 
-        def one(block: Value) -> None:
-            # In all lanes; its neighbours are written later, and beyond the last one there is room
-            f.store(maths.everywhere(f, pairs(block), operator.add), out, block * 4)
+        def sum_block(block: Value) -> None:
+            # Stores the sum in all lanes: the next sums are written later, and there is room beyond the last one
+            f.store(maths.reduce_lanes(f, pairs(block), operator.add), out, block * 4)
 
-        f.loop(whole, many, start=begin, step=STRIP)
-        f.loop(end, one, start=whole)
+        f.loop(whole, sum_blocks, start=begin, step=STRIP)
+        f.loop(end, sum_block, start=whole)
 
     f.loop(tokens, row)
     return out
 
 
-class _Terms(Protocol):
-    """How pairs of neighbouring inputs are multiplied: what a kernel is made of."""
+class _PairProducts(Protocol):
+    """How a kernel multiplies pairs of neighbouring inputs."""
 
-    def factor(self, f: Function, pair: Value) -> tuple[Value, ...]:
-        """Two neighbours of a row of `x`, bfloat16 in one integer, for all lanes."""
+    def spread_inputs(self, f: Function, pair: Value) -> tuple[Value, ...]:
+        """Return two neighbours of a row of `x`, two bfloat16 in one integer, broadcast to all lanes."""
 
-    def pairs(self, f: Function, run: Value, bits: Bits) -> Iterator[tuple[Value, ...]]:
-        """The numbers of a strip's block, pair by pair."""
+    def weight_pairs(self, f: Function, run: Value, bits: Bits) -> Iterator[tuple[Value, ...]]:
+        """Yield the numbers of a strip's block, pair by pair."""
 
-    def add(self, f: Function, total: Value, numbers: tuple[Value, ...], factor: tuple[Value, ...]) -> Value:
-        """One pair further."""
+    def multiply_add(self, f: Function, total: Value, numbers: tuple[Value, ...], factor: tuple[Value, ...]) -> Value:
+        """Add the products of one pair to the total."""
 
 
-class _BF16Terms:
-    """Pairs of bfloat16, multiplied and added in float32 by one instruction."""
+class _BF16Products:
+    """Pairs of bfloat16, multiplied and added to float32 sums by one instruction."""
 
-    def factor(self, f: Function, pair: Value) -> tuple[Value, ...]:
-        return (f.spread(pair, STRIP),)
+    def spread_inputs(self, f: Function, pair: Value) -> tuple[Value, ...]:
+        return (f.broadcast(pair, STRIP),)
 
-    def pairs(self, f: Function, run: Value, bits: Bits) -> Iterator[tuple[Value, ...]]:
+    def weight_pairs(self, f: Function, run: Value, bits: Bits) -> Iterator[tuple[Value, ...]]:
         if bits == 8:
-            for even, odd in _F32Terms().pairs(f, run, bits):
+            for even, odd in _F32Products().weight_pairs(f, run, bits):
                 low, high = (f.convert("bitcast", number, _LANES) for number in (even, odd))
                 yield ((low >> 16) | (high & _HIGH),)
             return
-        # Its low four bits are all that a lookup sees of a number, as the table has every entry twice
+        # The table has every entry twice, so that a lookup depends only on the low four bits of a number
         table = f.constant(_WORDS, [_bfloat16(i % 16) for i in range(2 * STRIP)])
         for at in range(0, BLOCK * STRIP * bits // 8, _WORDS.nbytes):
             if bits == 16:
@@ -194,32 +200,32 @@ class _BF16Terms:
             for nibble in range(4):
                 yield (f.call("llvm.x86.avx512.permvar.hi.512", _WORDS, table, words >> 4 * nibble),)
 
-    def add(self, f: Function, total: Value, numbers: tuple[Value, ...], factor: tuple[Value, ...]) -> Value:
+    def multiply_add(self, f: Function, total: Value, numbers: tuple[Value, ...], factor: tuple[Value, ...]) -> Value:
         return f.dot_bf16(numbers[0], factor[0], total)
 
 
-class _F32Terms:
+class _F32Products:
     """Pairs of float32, on any CPU."""
 
-    def factor(self, f: Function, pair: Value) -> tuple[Value, ...]:
-        return tuple(f.spread(f.convert("bitcast", half, F32), STRIP) for half in (pair << 16, pair & _HIGH))
+    def spread_inputs(self, f: Function, pair: Value) -> tuple[Value, ...]:
+        return tuple(f.broadcast(f.convert("bitcast", half, F32), STRIP) for half in (pair << 16, pair & _HIGH))
 
-    def pairs(self, f: Function, run: Value, bits: Bits) -> Iterator[tuple[Value, ...]]:
+    def weight_pairs(self, f: Function, run: Value, bits: Bits) -> Iterator[tuple[Value, ...]]:
         for at in range(0, BLOCK * STRIP * bits // 8, _LANES.nbytes):
             lanes = f.load(_LANES, run, at)
             if bits == 16:
                 yield tuple(f.convert("bitcast", half, _SUMS) for half in (lanes << 16, lanes & _HIGH))
                 continue
             for pair in range(16 // bits):
-                # Of four bits, the two numbers of a pair are 16 bits apart, of eight bits they are neighbours
+                # With four bits, the two numbers of a pair are 16 bits apart; with eight bits they are neighbours
                 even, odd = (4 * pair, 4 * pair + 16) if bits == 4 else (16 * pair, 16 * pair + 8)
                 mask = 2**bits - 1
                 yield tuple(f.convert("sitofp", (lanes >> shift) & mask, _SUMS) for shift in (even, odd))
 
-    def add(self, f: Function, total: Value, numbers: tuple[Value, ...], factor: tuple[Value, ...]) -> Value:
+    def multiply_add(self, f: Function, total: Value, numbers: tuple[Value, ...], factor: tuple[Value, ...]) -> Value:
         return f.fma(numbers[0], factor[0], f.fma(numbers[1], factor[1], total))
 
 
 def _bfloat16(number: int) -> int:
-    """The bits of a small integer in bfloat16."""
+    """Return the bfloat16 bits of a small integer."""
     return int(struct.unpack("<I", struct.pack("<f", number))[0] >> 16)

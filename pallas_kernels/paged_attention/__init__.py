@@ -1,24 +1,19 @@
 """Attention over a paged KV cache: `paged_attention` and the layout of its cache."""
 
 from pallas_kernels.paged_attention.api import paged_attention
-from pallas_kernels.paged_attention.backends import (
-    REFERENCE,
-    Backend,
-    BackendName,
-    choose_backend,
-)
+from pallas_kernels.paged_attention.backends import REFERENCE, Backend, BackendName, choose_backend
 from pallas_kernels.paged_attention.layout import KVLayout, PagedKV, kv_layout
 from pallas_kernels.paged_attention.pages import read_pages, write_pages
-from pallas_kernels.paged_attention.problem import Problem, Target, target_of
+from pallas_kernels.paged_attention.problem import KernelTarget, Problem, target_of
 
 __all__ = [
     "REFERENCE",
     "Backend",
     "BackendName",
     "KVLayout",
+    "KernelTarget",
     "PagedKV",
     "Problem",
-    "Target",
     "choose_backend",
     "kv_layout",
     "paged_attention",

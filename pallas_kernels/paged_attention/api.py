@@ -28,19 +28,20 @@ def paged_attention(
     decode_only: bool = False,
     backend: Backend = REFERENCE,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
-    """Causal attention of ragged queries over paged keys and values; writes the new `k` and `v` on the way.
+    """Compute causal attention of ragged queries over paged keys and values, and write the new `k` and `v`.
 
-    Row r has queries `query_starts[r] : query_starts[r + 1]`, the last of which stands at position `kv_lens[r] - 1`;
-    `kv_lens` counts the new tokens. Rows `[0, num_decodes)` have one query each and come first, rows from `num_seqs`
-    on are padding and have none; tokens past `query_starts[num_seqs]` are padding, their output is unspecified and
+    Row r has queries `query_starts[r] : query_starts[r + 1]`; its last query has position `kv_lens[r] - 1`, as
+    `kv_lens` counts the new tokens. Rows `[0, num_decodes)` have one query each and come first. Rows from `num_seqs` on
+    are padding and have no queries. Tokens past `query_starts[num_seqs]` are padding: their output is unspecified and
     they are not written. Page ids are local to the layer: page p of layer l is entry `l * pages + p` of the pool.
-    Entries of `page_table` beyond a row's pages are never read through: what they point to may hold NaN. So may what
-    lies before the windows of all queries of a row, though those entries are ids of pages too.
+    Contents of pages that `page_table` names beyond a row's own pages are never used and may be NaN. So may tokens
+    before the windows of all queries of a row, though their entries are page ids as well.
 
-    `window` counts the positions a query sees, itself included. `soft_cap` bounds logits by `cap * tanh(x / cap)`.
-    `sinks` adds a logit per head to the softmax's denominator. `decode_only` is a promise that every row is a decode.
+    `window` is the number of positions a query sees, including its own. `soft_cap` bounds logits by
+    `cap * tanh(x / cap)`. `sinks` adds a logit per head to the softmax's denominator. `decode_only` promises that every
+    row is a decode.
 
-    Where the pool holds fp8, its `scales` of the layer divide what is written and multiply what is read.
+    If the pool holds fp8, the layer's `scales` divide what is written and multiply what is read.
 
     Returns the attention output in `q`'s dtype, accumulated in float32, and the pool with the new tokens in place.
     """

@@ -1,12 +1,12 @@
-"""How keys and values lie in memory: one flat pool for all layers of a group, a layer being an offset of pages.
+"""The memory layout of keys and values: one flat pool for all layers of a group; a layer is an offset in pages.
 
-Callers treat `PagedKV` as opaque; only backends look inside. The tokens of one head in one page are one contiguous run,
-so that a kernel reads them without a transposition.
+Callers treat `PagedKV` as opaque; only backends look inside. The tokens of one head in one page are contiguous, so that
+a kernel reads them without a transposition.
 
-On a TPU a page's heads follow each other, as one copy then brings all of them, and copies with a stride of 2 GiB or
-more don't exist. Rows of memory are 128 lanes wide there, and narrower arrays are padded or turned around at every
-use, so that a pool is as wide as whole rows: a head of up to 64 has its key in one half of a row and its value in the
-other (a joined pool, of which nothing is wasted at 64), a wider one is padded with zeros.
+On a TPU a page's heads are contiguous: then one copy brings all of them, and copies with a stride of 2 GiB or more are
+not possible. Rows of memory have 128 lanes there, and XLA pads or transposes narrower arrays at every use. So rows of a
+pool are whole multiples of 128 lanes. For heads of up to 64, one half of a row holds the key and the other the value (a
+joined pool, which wastes nothing at 64); wider heads are padded with zeros.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _TPU_LANES = 128
 class PagedKV:
     """Keys and values of a group of layers, each `[kv_heads, layers * pages, page_size, lanes]`.
 
-    In a `page_major` pool the first two dimensions are exchanged. A head's numbers are the first of its lanes; a
-    `joined` pool has keys in the first half of the lanes of `keys` and values in the second half, its `values` have
-    no pages.
-    `scales`, where the pool holds fp8, is float32 `[2, layers, kv_heads]`: the factors of stored keys and values.
+    In a `page_major` pool the first two dimensions are exchanged. A head's numbers are in the first lanes of a row. A
+    `joined` pool has keys in the first half of the lanes of `keys` and values in the second half; its `values` have
+    no pages. `scales`, if the pool holds fp8, has the factors of stored keys and values: float32
+    `[2, layers, kv_heads]`.
     """
 
     keys: jax.Array
@@ -49,7 +49,7 @@ class PagedKV:
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads of one shard, inside a `shard_map`."""
+        """KV heads; inside a `shard_map`, those of one shard."""
         return int(self.keys.shape[1 if self.page_major else 0])
 
     @property
@@ -59,22 +59,22 @@ class PagedKV:
 
     @property
     def page_size(self) -> int:
-        """Tokens a page holds."""
+        """Tokens of a page."""
         return int(self.keys.shape[2])
 
     @property
     def pools(self) -> tuple[jax.Array, ...]:
-        """The arrays that hold something."""
+        """The arrays that have pages."""
         return (self.keys,) if self.joined else (self.keys, self.values)
 
     def with_pools(self, pools: Sequence[jax.Array]) -> PagedKV:
-        """The same with other arrays in the place of `pools`."""
+        """Return a copy with other arrays in place of `pools`."""
         return dataclasses.replace(self, keys=pools[0], values=self.values if self.joined else pools[1])
 
     def gather(
         self, which: int, entries: Int[Array, "*some"], head_dim: int
     ) -> Shaped[Array, "kv_heads *some page_size head_dim"]:
-        """The keys (0) or values (1) of some pages of the pool, which must exist."""
+        """Return the keys (0) or values (1) of some entries of the pool, which must exist."""
         pool = self.pools[0 if self.joined else which]
         start = which * (pool.shape[3] // 2) if self.joined else 0
         at = (entries,) if self.page_major else (slice(None), entries)
@@ -107,7 +107,7 @@ class KVLayout:
 
     @property
     def values_shape(self) -> tuple[int, int, int, int]:
-        """Shape of `values`, likewise."""
+        """Shape of `values`, over all shards of one rank."""
         return self._shape(0 if self.joined else self.num_layers * self.num_pages)
 
     @property
@@ -117,12 +117,12 @@ class KVLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes one token takes over all layers of the group."""
+        """Bytes of one token over all layers of the group."""
         arrays = 1 if self.joined else 2
         return arrays * self.num_layers * self.num_kv_heads * self.lanes * self.dtype.itemsize
 
     def paged_kv(self, keys: Any, values: Any, scales: Any = None) -> PagedKV:
-        """The pool whose arrays these are, or what stands for them."""
+        """Return the pool of these arrays, which may be abstract ones."""
         return PagedKV(keys, values, self.num_layers, scales, self.joined, self.page_major)
 
     def _shape(self, entries: int) -> tuple[int, int, int, int]:
@@ -140,18 +140,18 @@ def kv_layout(
     dtype: np.dtype,
     platform: str = "",
 ) -> KVLayout:
-    """The layout of a group's pool on a platform, as jax calls it. `num_pages` is per layer and per rank."""
+    """Return the layout of a group's pool on a platform (jax's name). `num_pages` is per layer and per rank."""
     on_tpu = platform == "tpu"
     lanes = head_dim + (-head_dim % _TPU_LANES if on_tpu else 0)
     joined = on_tpu and 2 * head_dim <= _TPU_LANES
     return KVLayout(num_layers, num_pages, page_size, num_kv_heads, lanes, jnp.dtype(dtype), joined, on_tpu)
 
 
-def in_lanes(
+def as_pool_rows(
     k: Shaped[Array, "... head_dim"], v: Shaped[Array, "... head_dim"], kv: PagedKV
 ) -> tuple[Shaped[Array, "... lanes"], ...]:
-    """Keys and values as rows of the pool: one array for each that the pool has."""
+    """Return keys and values as rows of the pool, one array for each array of the pool."""
     lanes, head_dim = kv.keys.shape[3], k.shape[-1]
-    room = lanes // 2 if kv.joined else lanes
-    k, v = (jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, room - head_dim),)) if room > head_dim else x for x in (k, v))
+    width = lanes // 2 if kv.joined else lanes
+    k, v = (jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, width - head_dim),)) if width > head_dim else x for x in (k, v))
     return (jnp.concatenate([k, v], axis=-1),) if kv.joined else (k, v)

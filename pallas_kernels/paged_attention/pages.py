@@ -1,7 +1,6 @@
-"""Whole pages out of a pool and back into one, whatever its layout: the only access besides attention itself.
+"""Reads and writes whole pages of a pool of any layout: the only access to a pool besides attention itself.
 
-For copies to elsewhere, so that a page is one contiguous run over all layers. Never converts: what comes out goes back
-bit by bit.
+For copies to other memory, where a page is one contiguous run over all layers. Bits are never converted.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ Rows = Shaped[Array, "count layers kv_heads page_size lanes"]
 
 
 def read_pages(kv: PagedKV, pages: Int[Array, " count"]) -> tuple[Rows, ...]:
-    """Some pages of all layers, an array for each that the pool has. Of a page below 0 it gives anything."""
+    """Return these pages of all layers, one array for each array of the pool; for ids below 0, arbitrary contents."""
     entries = _entries(kv, pages)
     if kv.page_major:
         return tuple(pool.at[entries].get(mode="clip") for pool in kv.pools)
@@ -25,7 +24,7 @@ def read_pages(kv: PagedKV, pages: Int[Array, " count"]) -> tuple[Rows, ...]:
 
 
 def write_pages(kv: PagedKV, pages: Int[Array, " count"], rows: Sequence[Rows]) -> PagedKV:
-    """The pool with what `read_pages` gave in these pages; those below 0 are left out."""
+    """Return the pool with the result of a `read_pages` written to these pages; ids below 0 are skipped."""
     entries = _entries(kv, pages)
     if kv.page_major:
         return kv.with_pools([pool.at[entries].set(new, mode="drop") for pool, new in zip(kv.pools, rows)])
@@ -35,6 +34,6 @@ def write_pages(kv: PagedKV, pages: Int[Array, " count"], rows: Sequence[Rows]) 
 
 
 def _entries(kv: PagedKV, pages: Int[Array, " count"]) -> Int[Array, "count layers"]:
-    """Where the layers of each page lie; beyond the pool for one below 0."""
+    """Return the pool entries of each page, one a layer; an entry past the pool for ids below 0."""
     of_layers = jnp.arange(kv.num_layers, dtype=jnp.int32) * kv.num_pages
     return jnp.where(pages[:, None] < 0, kv.num_entries, pages[:, None] + of_layers)

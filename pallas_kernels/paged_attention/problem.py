@@ -1,4 +1,4 @@
-"""What attention is asked to do, and on which device: facts known before anything is compiled."""
+"""The shapes and dtypes of an attention call, and the device it runs on: facts known before anything is compiled."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
-    """The device that kernels are compiled for, attached or not. `capability` is CUDA's, as (9, 0).
+class KernelTarget:
+    """The device that kernels are compiled for, attached or not. `capability` is CUDA's compute capability: (9, 0).
 
-    `blocks` are block sizes that the caller wants instead of tuned ones: (`decode` or `prefill`, name, size) each.
+    `blocks` are block sizes that replace tuned ones: (`decode` or `prefill`, name, size) each.
     """
 
     platform: str
@@ -22,12 +22,12 @@ class Target:
     blocks: frozenset[tuple[str, str, int]] = frozenset()
 
 
-CPU = Target("cpu")
+CPU = KernelTarget("cpu")
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What a model asks of attention on one shard, known before anything is compiled."""
+    """The shapes and dtypes of a model's attention on one shard."""
 
     heads: int
     kv_heads: int
@@ -37,15 +37,15 @@ class Problem:
     kv_dtype: np.dtype
 
 
-def target_of(device: Any) -> Target:
-    """The target that a jax device is, or a device of a topology that isn't attached."""
+def target_of(device: Any) -> KernelTarget:
+    """Return the target of a jax device, attached or of a topology description."""
     capability = getattr(device, "compute_capability", None)
     if capability is None:
-        return Target(device.platform, device.device_kind)
+        return KernelTarget(device.platform, device.device_kind)
     major, _, minor = str(capability).partition(".")
-    return Target(device.platform, device.device_kind, (int(major), int(minor)))
+    return KernelTarget(device.platform, device.device_kind, (int(major), int(minor)))
 
 
 def is_float8(dtype: Any) -> bool:
-    """Whether a dtype is the fp8 that KV caches are kept in (e4m3)."""
+    """Return whether a dtype is float8_e4m3fn, the fp8 type of KV caches."""
     return bool(np.dtype(dtype) == jax.numpy.float8_e4m3fn)

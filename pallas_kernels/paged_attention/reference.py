@@ -1,11 +1,11 @@
-"""The XLA backend: the contract that every kernel is tested against, and the path where none fits.
+"""The XLA backend: the contract that every kernel is tested against, and the fallback if no kernel fits.
 
-Both halves loop over blocks of pages with a running softmax, only as far as the longest live context of the rows at
-hand needs: decodes a group of rows at a time, prefill chunks a tile of queries at a time. Pages with which all decodes
-begin are read once for all of them; the running softmax is what each then goes on with (cascade attention, as in Ye et
-al. 2024). Sums are float32; decodes multiply their own pages in float32 too, as they wait for memory, whatever else in
-the type of the queries. Rows and heads are one dimension, the outermost: XLA gives its threads parts of that one, and
-three heads would make a third of them wait for the rest.
+Decode and prefill both loop over blocks of pages with a running softmax, as far as the longest live context of their
+rows: decodes take a group of rows at a time, prefill chunks a tile of queries. Pages with which all decodes begin are
+read once for all of them, and each row continues from that running softmax (cascade attention, as in Ye et al. 2024).
+Sums are float32. Decodes multiply their own pages in float32 too, as they are bound by memory; all other products are
+in the type of the queries. Rows and heads are merged into one outermost dimension, because XLA divides that dimension
+among its threads, and three heads alone would be divided unevenly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.paged_attention.layout import PagedKV
-from pallas_kernels.paged_attention.problem import Problem, Target
+from pallas_kernels.paged_attention.problem import KernelTarget, Problem
 from pallas_kernels.paged_attention.write import write_kv
 
 DECODE_ROWS = 16
@@ -39,7 +39,7 @@ class _Options(NamedTuple):
     kv_scales: Float[Array, "2 kv_heads"] | None
 
 
-class _Running(NamedTuple):
+class _RunningSoftmax(NamedTuple):
     """A softmax in progress: unnormalized output, largest logit, sum of exponentials."""
 
     out: Float[Array, "... head_dim"]
@@ -47,8 +47,8 @@ class _Running(NamedTuple):
     total: Float[Array, "..."]
 
 
-def refusal(problem: Problem, target: Target) -> str | None:
-    """Never: it does everything everywhere."""
+def refusal(problem: Problem, target: KernelTarget) -> str | None:
+    """Return None: this backend supports everything on every device."""
     return None
 
 
@@ -69,10 +69,10 @@ def paged_attention(
     soft_cap: float | None,
     sinks: Float[Array, " heads"] | None,
     decode_only: bool,
-    target: Target,
+    target: KernelTarget,
     interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
-    """See `api.paged_attention`; the same on every target."""
+    """Compute `api.paged_attention`, in the same way on every target."""
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
@@ -85,7 +85,7 @@ def paged_attention(
     rows = min(tokens, page_table.shape[0])
     lens = jnp.where(jnp.arange(rows) < num_decodes, kv_lens[:rows], 0)
     shared = jnp.zeros((), jnp.int32)
-    if rows > 1 and window is None:  # of the table of all layers, so that XLA does it once
+    if rows > 1 and window is None:  # of the page table without the layer's offset, so that XLA computes it once
         shared = _shared_pages(page_table[:rows], lens, kv.page_size)
     decoded = _decode(queries[:rows], kv, table[:rows], lens, shared, num_decodes, options)
     if decode_only:
@@ -99,13 +99,13 @@ def paged_attention(
 def _entries(
     page_table: Int[Array, "rows max_pages"], kv: PagedKV, layer: int | Int[Array, ""]
 ) -> Int[Array, "rows padded_pages"]:
-    """Pool entries of a layer, each row padded so that a block may begin at any of its pages."""
+    """Return the pool entries of a layer's pages, each row padded so that a block may begin at any of its pages."""
     per_block = max(_decode_pages(kv.page_size, rows=1), max(PREFILL_BLOCK, SHARED_BLOCK) // kv.page_size)
     return jnp.pad(page_table, ((0, 0), (0, per_block))) + layer * kv.num_pages
 
 
 def _decode_pages(page_size: int, *, rows: int) -> int:
-    """Pages a row reads at a time: more where there are few rows, as each turn of a loop has its price."""
+    """Return the pages that a row reads at a time: more if rows are few, as each turn of a loop has a fixed cost."""
     tokens = DECODE_BLOCK * (4 if rows <= FEW_ROWS else 1)
     return max(1, tokens // page_size)
 
@@ -119,10 +119,12 @@ def _decode(
     num_decodes: Int[Array, ""],
     options: _Options,
 ) -> Float[Array, "rows kv_heads group head_dim"]:
-    """One query a row: the `shared` pages of all rows at once, the rest `DECODE_ROWS` rows at a time; groups of rows
-    past `num_decodes` cost nothing."""
+    """Compute one query a row: the `shared` pages for all rows at once, then `DECODE_ROWS` rows at a time.
+
+    Groups of rows past `num_decodes` cost nothing.
+    """
     rows = q.shape[0]
-    state = _start(q.shape[:3], q.shape[3])
+    state = _empty_softmax(q.shape[:3], q.shape[3])
     if rows > 1 and options.window is None:
         state = _decode_shared(q, kv, table[0], lens > 0, shared, options)
     if rows <= DECODE_ROWS:
@@ -148,10 +150,10 @@ def _decode_rows(
     table: Int[Array, "rows pages"],
     lens: Int[Array, " rows"],
     first: Int[Array, ""],
-    state: _Running,
+    state: _RunningSoftmax,
     options: _Options,
 ) -> Float[Array, "rows kv_heads group head_dim"]:
-    """From page `first` on; `state` is what the pages before it gave."""
+    """Compute decodes from page `first` on; `state` is the softmax over the pages before it."""
     rows, kv_heads, group, head_dim = q.shape
     queries = q.reshape(rows * kv_heads, group, head_dim).astype(jnp.float32) * options.scale
     gather = functools.partial(_gather, kv, options.kv_scales, queries.dtype, head_dim)
@@ -160,7 +162,7 @@ def _decode_rows(
     if options.window is not None:
         first = jnp.min(jnp.where(lens > 0, jnp.maximum(lens - options.window, 0), 2**31 - 1)) // kv.page_size
 
-    def body(i: Array, state: _Running) -> _Running:
+    def body(i: Array, state: _RunningSoftmax) -> _RunningSoftmax:
         page = first + i * per_block
         entries = lax.dynamic_slice_in_dim(table, page, per_block, axis=1)
         position = page * kv.page_size + jnp.arange(block, dtype=jnp.int32)
@@ -181,8 +183,10 @@ def _decode_rows(
 
 
 def _shared_pages(table: Int[Array, "rows pages"], lens: Int[Array, " rows"], page_size: int) -> Int[Array, ""]:
-    """With how many whole pages every row begins that has a length; such rows come first. 0 where a row is alone, as
-    its sums are then the same in whatever company it is that shares nothing with it."""
+    """Return the number of whole pages that all rows of nonzero length, which come first, begin with.
+
+    0 for a single row: then its sums are the same as beside rows that share nothing with it.
+    """
     live = lens > 0
     same = ((table == table[0]) | ~live[:, None]).all(axis=0)
     leading = jnp.cumprod(same.astype(jnp.int32)).sum()
@@ -197,25 +201,25 @@ def _decode_shared(
     live: Bool[Array, " rows"],
     num_pages: Int[Array, ""],
     options: _Options,
-) -> _Running:
-    """The softmax of the live rows over the first `num_pages` pages, which are the same for all of them."""
+) -> _RunningSoftmax:
+    """Return the softmax of the live rows over their first `num_pages` pages, which are the same for all of them."""
     rows, kv_heads, group, head_dim = q.shape
     queries = (q.astype(jnp.float32) * options.scale).astype(q.dtype)
     queries = queries.swapaxes(0, 1).reshape(kv_heads, rows * group, head_dim)
     per_block = max(1, SHARED_BLOCK // kv.page_size)
     block = per_block * kv.page_size
-    asked = jnp.repeat(live, group)[:, None]
+    query_positions = jnp.repeat(live, group)[:, None]
 
-    def body(i: Array, state: _Running) -> _Running:
+    def body(i: Array, state: _RunningSoftmax) -> _RunningSoftmax:
         some = lax.dynamic_slice_in_dim(entries, i * per_block, per_block)[None]
         held = i * block + jnp.arange(block, dtype=jnp.int32) < num_pages * kv.page_size
         keys, values = (_gather(kv, options.kv_scales, q.dtype, head_dim, which, some) for which in (0, 1))
         values = jnp.where(held[:, None], values, jnp.zeros((), values.dtype))
         logits = jnp.einsum("hqd,htd->hqt", queries, keys, preferred_element_type=jnp.float32)
-        return _advance(state, _cap(logits, options), (asked & held)[None], values, "hqt,htd->hqd")
+        return _advance(state, _cap(logits, options), (query_positions & held)[None], values, "hqt,htd->hqd")
 
     blocks = (num_pages + per_block - 1) // per_block
-    state = lax.fori_loop(0, blocks, body, _start((kv_heads, rows * group), head_dim))
+    state = lax.fori_loop(0, blocks, body, _empty_softmax((kv_heads, rows * group), head_dim))
     return jax.tree.map(lambda x: x.reshape(kv_heads, rows, group, *x.shape[2:]).swapaxes(0, 1), state)
 
 
@@ -230,9 +234,9 @@ def _prefill(
     num_seqs: Int[Array, ""],
     options: _Options,
 ) -> Float[Array, "padded_tokens kv_heads group head_dim"]:
-    """Rows from `num_decodes` on, as a work list of query tiles in token order.
+    """Compute rows from `num_decodes` on, as a work list of query tiles in token order.
 
-    The last tile of a row runs over into the next row's tokens; the next tile overwrites what it left there.
+    The last tile of a row also writes over the next row's first tokens; the next tile overwrites these.
     """
     _, kv_heads, group, head_dim = q.shape
     gather = functools.partial(_gather, kv, options.kv_scales, q.dtype, head_dim)
@@ -252,20 +256,20 @@ def _prefill(
         queries = (lax.dynamic_slice_in_dim(padded, at, QUERY_TILE).astype(jnp.float32) * options.scale).astype(q.dtype)
         queries = queries.transpose(1, 2, 0, 3).reshape(kv_heads, group * QUERY_TILE, head_dim)
         start = kv_lens[row] - query_lens[row] + offset
-        asked = start + jnp.tile(jnp.arange(QUERY_TILE, dtype=jnp.int32), group)
+        query_positions = start + jnp.tile(jnp.arange(QUERY_TILE, dtype=jnp.int32), group)
         end = jnp.minimum(kv_lens[row], start + QUERY_TILE)
         first = jnp.zeros((), jnp.int32)
         if options.window is not None:
             first = jnp.maximum(start - options.window + 1, 0) // block
 
-        def body(j: Array, state: _Running) -> _Running:
+        def body(j: Array, state: _RunningSoftmax) -> _RunningSoftmax:
             entries = lax.dynamic_slice(table, (row, j * per_block), (1, per_block), allow_negative_indices=False)[0]
             position = j * block + jnp.arange(block, dtype=jnp.int32)
             held = position < end
-            seen = (position <= asked[:, None]) & held
+            seen = (position <= query_positions[:, None]) & held
             if options.window is not None:
                 held &= position > start - options.window
-                seen &= position > asked[:, None] - options.window
+                seen &= position > query_positions[:, None] - options.window
             keys = gather(0, entries[None])
             values = gather(1, entries[None])
             values = jnp.where(held[None, :, None], values, jnp.zeros((), values.dtype))
@@ -273,7 +277,7 @@ def _prefill(
             return _advance(state, _cap(logits, options), seen[None], values, "hqt,htd->hqd")
 
         blocks = (end + block - 1) // block
-        state = lax.fori_loop(first, blocks, body, _start((kv_heads, group * QUERY_TILE), head_dim))
+        state = lax.fori_loop(first, blocks, body, _empty_softmax((kv_heads, group * QUERY_TILE), head_dim))
         sinks = None if options.sinks is None else jnp.repeat(options.sinks, QUERY_TILE, axis=1)
         done = _finish(state, sinks).reshape(kv_heads, group, QUERY_TILE, head_dim).transpose(2, 0, 1, 3)
         return lax.dynamic_update_slice_in_dim(out, done, at, axis=0)
@@ -289,7 +293,7 @@ def _gather(
     which: int,
     entries: Int[Array, "rows pages"],
 ) -> Float[Array, "rows_heads tokens head_dim"]:
-    """The keys (0) or values (1) of some pages, a row's heads side by side."""
+    """Return the keys (0) or values (1) of some pages, with rows and heads as one dimension."""
     pages = kv.gather(which, entries, head_dim)
     if scales is not None:
         pages = pages.astype(jnp.float32) * scales[which][:, None, None, None, None]
@@ -301,16 +305,16 @@ def _cap(logits: Float[Array, "..."], options: _Options) -> Float[Array, "..."]:
     return logits if options.soft_cap is None else options.soft_cap * jnp.tanh(logits / options.soft_cap)
 
 
-def _start(shape: tuple[int, ...], head_dim: int) -> _Running:
-    return _Running(
-        jnp.zeros((*shape, head_dim), jnp.float32),
-        jnp.full(shape, _MASKED, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
+def _empty_softmax(shape: tuple[int, ...], head_dim: int) -> _RunningSoftmax:
+    return _RunningSoftmax(
+        jnp.zeros((*shape, head_dim), jnp.float32), jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
     )
 
 
-def _advance(state: _Running, logits: Array, seen: Bool[Array, "..."], values: Array, mix: str) -> _Running:
-    """One block further: rescale what was summed under the old peak, then add the block (Milakov, Gimelshein 2018)."""
+def _advance(
+    state: _RunningSoftmax, logits: Array, seen: Bool[Array, "..."], values: Array, mix: str
+) -> _RunningSoftmax:
+    """Add a block to the softmax; sums under the old peak are rescaled (Milakov, Gimelshein 2018)."""
     logits = jnp.where(seen, logits, _MASKED)
     peak = jnp.maximum(state.peak, logits.max(axis=-1))
     keep = jnp.exp(state.peak - peak)
@@ -318,11 +322,11 @@ def _advance(state: _Running, logits: Array, seen: Bool[Array, "..."], values: A
     out = state.out * keep[..., None] + jnp.einsum(
         mix, weights.astype(values.dtype), values, preferred_element_type=jnp.float32
     )
-    return _Running(out, peak, state.total * keep + weights.sum(axis=-1))
+    return _RunningSoftmax(out, peak, state.total * keep + weights.sum(axis=-1))
 
 
-def _finish(state: _Running, sinks: Float[Array, "..."] | None) -> Float[Array, "... head_dim"]:
-    """Normalize; a sink adds its exponential to the denominator. Rows that saw nothing give zeros."""
+def _finish(state: _RunningSoftmax, sinks: Float[Array, "..."] | None) -> Float[Array, "... head_dim"]:
+    """Normalize the output; a sink adds its exponential to the denominator. Rows that saw no token become zeros."""
     total = state.total
     if sinks is not None:
         total = total + jnp.exp(sinks - state.peak)

@@ -1,7 +1,7 @@
-"""Block sizes: what the caller asks for, else what was measured on the device, else nothing (a backend has its rule).
+"""Block sizes: those that the caller asks for, else those measured on the device, else None: backends have rules.
 
 Owns `tuned/`: one JSON file a device, written by `python -m pallas_kernels.tune` and never by hand. A file is a list
-of entries, each a backend, a kind of work, the facts of the problem that the sizes were measured for, and the sizes.
+of entries, each of a backend, a kind of work, the facts of the problem that was measured, and the block sizes.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pallas_kernels.paged_attention.problem import Problem, Target
+from pallas_kernels.paged_attention.problem import KernelTarget, Problem
 
 Kind = Literal["decode", "prefill"]
 
 TABLES = Path(__file__).parent / "tuned"
 
 
-def tuned_blocks(target: Target, backend: str, kind: Kind, problem: Problem) -> dict[str, int] | None:
-    """Block sizes by name, or None where nobody asked for any and none were measured."""
-    if asked := {name: size for of, name, size in target.blocks if of == kind}:
-        return asked
+def tuned_blocks(target: KernelTarget, backend: str, kind: Kind, problem: Problem) -> dict[str, int] | None:
+    """Return block sizes by name, or None if the caller asks for none and none were measured."""
+    if requested := {name: size for of, name, size in target.blocks if of == kind}:
+        return requested
     return _table(TABLES / f"{device_name(target)}.json").get(_key(backend, kind, facts(problem)))
 
 
 def facts(problem: Problem) -> dict[str, Any]:
-    """What block sizes depend on: of the heads only how many share a KV head."""
+    """Return the facts that block sizes depend on. Of the heads, only the number that shares a KV head matters."""
     return {
         "group": problem.heads // problem.kv_heads,
         "head_dim": problem.head_dim,
@@ -37,18 +37,18 @@ def facts(problem: Problem) -> dict[str, Any]:
     }
 
 
-def device_name(target: Target) -> str:
-    """As files are called: `NVIDIA H200` is `nvidia-h200`."""
+def device_name(target: KernelTarget) -> str:
+    """Return the device's name as in file names: `nvidia-h200` for `NVIDIA H200`."""
     return re.sub(r"[^a-z0-9]+", "-", target.kind.lower()).strip("-") or target.platform
 
 
 def read_entries(path: Path) -> list[dict[str, Any]]:
-    """The entries of a table; none where it isn't there."""
+    """Return the entries of a table, or none if the file doesn't exist."""
     return json.loads(path.read_text()) if path.exists() else []
 
 
 def write_entries(path: Path, entries: list[dict[str, Any]]) -> None:
-    """Writes a table, one entry a line."""
+    """Write a table, one entry a line."""
     lines = ",\n".join(json.dumps(entry) for entry in entries)
     path.write_text(f"[\n{lines}\n]\n")
 

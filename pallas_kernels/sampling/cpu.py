@@ -1,6 +1,6 @@
-"""One draw a row on a CPU: temperature, top_k, top_p, min_p and Gumbel-max, in passes over one row that stays in cache.
+"""One draw a row on a CPU: temperature, top_k, top_p, min_p and Gumbel-max, in passes over a row that stays in cache.
 
-A row is one thread's, which adds in one order, so that a draw doesn't depend on the rows beside it.
+One thread handles a row and adds in a fixed order, so that a draw doesn't depend on other rows.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def draw_tokens(
     top_p: Float[Array, " rows"],
     min_p: Float[Array, " rows"],
 ) -> Int[Array, " rows"]:
-    """A token of each row: the likeliest where the temperature is 0, else a draw with the noise of `waits`.
+    """Return a token of each row: the likeliest if the temperature is 0, else a draw with `exponential_noise`.
 
-    A top_k of 0 keeps all; ties at the border of top_k and top_p are kept.
+    A top_k of 0 keeps all tokens. Tokens that tie with the last one that top_k or top_p keeps are kept too.
     """
     columns = (temperature, top_k.astype(jnp.int32), top_p, min_p)
     return call(DrawTokens(), jax.ShapeDtypeStruct((len(logits),), jnp.int32), logits, keys, *columns)
@@ -44,7 +44,7 @@ def draw_tokens(
 
 @dataclasses.dataclass(frozen=True)
 class DrawTokens:
-    """See `draw_tokens`."""
+    """The kernel of `draw_tokens`."""
 
     @property
     def name(self) -> str:
@@ -53,13 +53,13 @@ class DrawTokens:
 
     def write(self, module: Module, features: frozenset[str]) -> None:
         """See `cpu.Kernel`."""
-        handler(module, self.name, 6, 1, _share_rows)
+        handler(module, self.name, 6, 1, _write_handler)
 
 
-def _share_rows(call: Call) -> None:
+def _write_handler(call: Call) -> None:
     logits, *arguments = call.arguments
     pointers = [logits.data, *(argument.data for argument in arguments), call.results[0].data]
-    call.share(logits.dim(0), [logits.dim(1), *pointers], _draw_row)
+    call.parallel_for(logits.dim(0), [logits.dim(1), *pointers], _draw_row)
 
 
 def _draw_row(f: Function, row: Value, vocab: Value, *pointers: Value) -> None:
@@ -68,44 +68,46 @@ def _draw_row(f: Function, row: Value, vocab: Value, *pointers: Value) -> None:
     padded = (vocab + (_BLOCK - 1)) // _BLOCK * _BLOCK
     memory = f.call("malloc", PTR, padded * 4)
     _copy(f, f.at(logits, row * vocab * 4), memory, vocab, padded)
-    numbers = _Row(f, memory, padded)
+    numbers = _RowBuffer(f, memory, padded)
 
     def draw() -> None:
-        numbers.become_weights(temperature)
+        numbers.logits_to_weights(temperature)
         top_k = f.load(I32, top_ks, row * 4)
         f.when(top_k > 0, lambda: numbers.keep_top_k(top_k))
         f.when(top_p < 1.0, lambda: numbers.keep_top_p(top_p))
-        least, *key = (f.spread(x, _LANES) for x in (min_p, *(f.load(I32, keys, row * 8 + at) for at in (0, 4))))
+        least, *key = (f.broadcast(x, _LANES) for x in (min_p, *(f.load(I32, keys, row * 8 + at) for at in (0, 4))))
 
         def score(ids: Value, weight: Value) -> Value:
-            return f.select(weight >= least, weight, 0.0) / _waits(f, ids, *key)
+            return f.select(weight >= least, weight, 0.0) / _exponential_noise(f, ids, *key)
 
-        f.store(numbers.best(score), out, row * 4)
+        f.store(numbers.argmax(score), out, row * 4)
 
     def choose() -> None:
-        f.store(numbers.best(lambda _, logit: logit), out, row * 4)
+        f.store(numbers.argmax(lambda _, logit: logit), out, row * 4)
 
     f.when(temperature > 0.0, draw, choose)
     f.call("free", None, memory)
 
 
-def _copy(f: Function, come: Value, to: Value, count: Value, padded: Value) -> None:
-    """Nothing is drawn from what pads it."""
-    f.call("llvm.memcpy.p0.p0.i64", None, to, come, count * 4, f.constant(I1, 0))
+def _copy(f: Function, source: Value, to: Value, count: Value, padded: Value) -> None:
+    """Copy a row, padded with -inf: the padding is never drawn."""
+    f.call("llvm.memcpy.p0.p0.i64", None, to, source, count * 4, f.constant(I1, 0))
     f.loop(padded, lambda i: f.store(f.constant(F32, float("-inf")), to, i * 4), start=count)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Row:
-    """The numbers of a row in memory, in whole blocks."""
+class _RowBuffer:
+    """The numbers of one row in memory, padded to whole blocks."""
 
     f: Function
     memory: Value
     count: Value
 
     def _loop(self, body: Callable[..., Sequence[Value]], *start: Value) -> list[list[Value]]:
-        """`body(at, numbers, *carried)` for each register, in as many chains as a block has registers; returns what
-        each chain carries in the end."""
+        """Run `body(at, numbers, *carried)` for each vector, in as many chains as a block has vectors.
+
+        Returns the last carried values of each chain.
+        """
         f, width = self.f, len(start)
 
         def block(at: Value, *carried: Value) -> list[Value]:
@@ -119,28 +121,28 @@ class _Row:
         return [done[i * width : (i + 1) * width] for i in range(_VECTORS)]
 
     def _reduce(self, operation: Callable[[Value, Value], Value], of: Callable[[Value], Value], zero: Value) -> Value:
-        """Of the whole row, in every lane."""
+        """Reduce the whole row; every lane holds the result."""
         (a,), (b,), (c,), (d,) = self._loop(lambda _, x, before: [operation(before, of(x))], zero)
-        return maths.everywhere(self.f, operation(operation(a, b), operation(c, d)), operation)
+        return maths.reduce_lanes(self.f, operation(operation(a, b), operation(c, d)), operation)
 
-    def _change(self, to: Callable[[Value], Value]) -> None:
+    def _map(self, to: Callable[[Value], Value]) -> None:
         def one(at: Value, x: Value) -> Sequence[Value]:
             self.f.store(to(x), self.memory, at * 4)
             return ()
 
         self._loop(one)
 
-    def become_weights(self, temperature: Value) -> None:
-        """Logits become weights, the likeliest at 1."""
+    def logits_to_weights(self, temperature: Value) -> None:
+        """Replace logits by unnormalized probabilities, of which the largest is 1."""
         f = self.f
-        peak = self._reduce(f.most, lambda x: x, f.constant(_NUMBERS, float("-inf")))
-        scale = f.spread(temperature, _LANES)
-        self._change(lambda x: maths.exp(f, (x - peak) / scale))
+        peak = self._reduce(f.maximum, lambda x: x, f.constant(_NUMBERS, float("-inf")))
+        scale = f.broadcast(temperature, _LANES)
+        self._map(lambda x: maths.exp(f, (x - peak) / scale))
 
     def keep_top_k(self, top_k: Value) -> None:
-        """Clears all but the `top_k` largest, and what equals the last of them."""
+        """Set all to 0 but the `top_k` largest and those equal to the last of them."""
         f = self.f
-        wanted, zero = f.spread(top_k, _LANES), f.constant(_BITS, 0)
+        wanted, zero = f.broadcast(top_k, _LANES), f.constant(_BITS, 0)
 
         def enough(bound: Value) -> Value:
             count = self._reduce(operator.add, lambda x: f.convert("zext", _bits(f, x) >= bound, _BITS), zero)
@@ -149,11 +151,11 @@ class _Row:
         self._keep_from(self._largest_bound(enough))
 
     def keep_top_p(self, top_p: Value) -> None:
-        """Clears all but the largest that together have `top_p` of the total, and what equals the last of them."""
+        """Set all to 0 but the largest that sum to `top_p` of the total, and those equal to the last of them."""
         f = self.f
         zero = f.constant(_NUMBERS, 0.0)
-        # A top_p too small for a float32 would ask for nothing at all.
-        wanted = f.spread(f.most(top_p, _TINY), _LANES) * self._reduce(operator.add, lambda x: x, zero)
+        # A top_p too small for a float32 would keep nothing at all.
+        wanted = f.broadcast(f.maximum(top_p, _TINY), _LANES) * self._reduce(operator.add, lambda x: x, zero)
 
         def enough(bound: Value) -> Value:
             total = self._reduce(operator.add, lambda x: f.select(_bits(f, x) >= bound, x, 0.0), zero)
@@ -162,49 +164,51 @@ class _Row:
         self._keep_from(self._largest_bound(enough))
 
     def _largest_bound(self, enough: Callable[[Value], Value]) -> Value:
-        """The bits of the largest number for which there is enough, in every lane: floats of one sign order as their
-        bits do, so 31 passes find it exactly."""
+        """Return, in every lane, the bits of the largest number for which `enough` holds.
+
+        Floats of one sign order as their bits do, so 31 passes find it exactly.
+        """
         f = self.f
 
         def refine(i: Value, found: Value) -> Value:
-            bit = f.spread(f.convert("trunc", f.constant(I64, 1) << (30 - i), I32), _LANES)
+            bit = f.broadcast(f.convert("trunc", f.constant(I64, 1) << (30 - i), I32), _LANES)
             candidate = found | bit
             return f.select(enough(candidate), candidate, found)
 
         return f.loop(31, refine, f.constant(_BITS, 0))[0]
 
     def _keep_from(self, bound: Value) -> None:
-        self._change(lambda x: self.f.select(_bits(self.f, x) >= bound, x, 0.0))
+        self._map(lambda x: self.f.select(_bits(self.f, x) >= bound, x, 0.0))
 
-    def best(self, score: Callable[[Value, Value], Value]) -> Value:
-        """The token of the largest `score(ids, numbers)`, the lowest of equals."""
+    def argmax(self, score: Callable[[Value, Value], Value]) -> Value:
+        """Return the token of the largest `score(ids, numbers)`; of equal scores, the lowest token."""
         f = self.f
         lanes = f.constant(_BITS, range(_LANES))
 
         def one(at: Value, x: Value, high: Value, token: Value) -> list[Value]:
-            ids = f.spread(f.convert("trunc", at, I32), _LANES) + lanes
-            mine = score(ids, x)
-            better = mine > high
-            return [f.select(better, mine, high), f.select(better, ids, token)]
+            ids = f.broadcast(f.convert("trunc", at, I32), _LANES) + lanes
+            scores = score(ids, x)
+            better = scores > high
+            return [f.select(better, scores, high), f.select(better, ids, token)]
 
         chains = self._loop(one, f.constant(_NUMBERS, float("-inf")), f.constant(_BITS, 0))
         high, token = chains[0]
         for other, ids in chains[1:]:
-            high, token = _better(f, other, ids, high, token)
+            high, token = _larger_score(f, other, ids, high, token)
         step = _LANES // 2
         while step:
             lanes_there = [i ^ step for i in range(_LANES)]
             other, ids = (f.shuffle(x, x, lanes_there) for x in (high, token))
-            high, token = _better(f, other, ids, high, token)
+            high, token = _larger_score(f, other, ids, high, token)
             step //= 2
         found = f.stack(_BITS.nbytes)
         f.store(token, found)
         return f.load(I32, found)
 
 
-def _better(f: Function, score: Value, ids: Value, high: Value, token: Value) -> tuple[Value, Value]:
-    """The larger score and its token; of equals, the lower one."""
-    wins = (score > high) | (score.same(high) & (ids < token))
+def _larger_score(f: Function, score: Value, ids: Value, high: Value, token: Value) -> tuple[Value, Value]:
+    """Return the larger score and its token; of equal scores, the lower token."""
+    wins = (score > high) | (score.equals(high) & (ids < token))
     return f.select(wins, score, high), f.select(wins, ids, token)
 
 
@@ -212,14 +216,14 @@ def _bits(f: Function, x: Value) -> Value:
     return f.convert("bitcast", x, _BITS)
 
 
-def _waits(f: Function, ids: Value, key: Value, other: Value) -> Value:
-    """See `noise.waits`."""
+def _exponential_noise(f: Function, ids: Value, key: Value, other: Value) -> Value:
+    """Compute `noise.exponential_noise`."""
     golden, first, second = (number - 2**32 if number >= 2**31 else number for number in (GOLDEN, FIRST, SECOND))
     x = f.binary("xor", ids, other) * golden + key
     x = f.binary("xor", x, x >> 16) * first
     x = f.binary("xor", x, x >> 15) * second
     bits = f.binary("xor", x, x >> 16)
     number = f.convert("sitofp", bits >> 1, _NUMBERS)
-    p = f.least(f.fma(number, f.constant(_NUMBERS, 2.0**-31), f.constant(_NUMBERS, 2.0**-33)), LARGEST)
+    p = f.minimum(f.fma(number, f.constant(_NUMBERS, 2.0**-31), f.constant(_NUMBERS, 2.0**-33)), LARGEST)
     series = f.fma(p * 0.5, p, p)
     return f.select(p < SMALL, series, 0.0 - maths.log(f, 1.0 - p))

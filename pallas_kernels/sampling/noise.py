@@ -1,8 +1,8 @@
-"""The noise of a draw, and the contract of the kernels that draw.
+"""The noise of a draw: the contract of the kernels that draw.
 
-Gumbel-max takes `argmax(log(weight) + noise)`, where the noise is `-log(wait)` of exponentially distributed waits; that
-is the largest `weight / wait`. A wait depends on its row's key and its token's id alone, so that a change in the last
-bits of a weight changes the draw only where two tokens come out as good as equal.
+Gumbel-max takes `argmax(log(weight) + noise)`, where the noise is `-log(e)` of an exponentially distributed `e`, which
+is the largest `weight / e`. The noise depends on its row's key and its token's id alone. So a change in the last bits
+of a weight changes the draw only if two tokens score practically the same.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from jaxtyping import Array, Float, UInt32
 
 # 2^32 divided by the golden ratio, and the multipliers of Wellons' lowbias32
 GOLDEN, FIRST, SECOND = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
-# Up to here a wait is its probability's series, as 1 - p has no room for more digits
+# Up to here `-log(1 - p)` is computed by its series, as 1 - p has no room for more digits
 SMALL = 2.0**-10
 LARGEST = 1 - 2.0**-24
 
 
-def waits(keys: UInt32[Array, "rows 2"], ids: UInt32[Array, " tokens"]) -> Float[Array, "rows tokens"]:
-    """Exponentially distributed numbers of mean 1, between 1e-10 and 17. `keys` are random bits."""
+def exponential_noise(keys: UInt32[Array, "rows 2"], ids: UInt32[Array, " tokens"]) -> Float[Array, "rows tokens"]:
+    """Return exponentially distributed numbers of mean 1, between 1e-10 and 17. `keys` are random bits."""
     x = (ids[None] ^ keys[:, 1:]) * jnp.uint32(GOLDEN) + keys[:, :1]
     x = (x ^ (x >> 16)) * jnp.uint32(FIRST)
     x = (x ^ (x >> 15)) * jnp.uint32(SECOND)
     bits = x ^ (x >> 16)
-    # The small ones as fine as a float32 can be: those tokens win that have waited least
+    # Small numbers as fine as a float32 can be: the tokens with the smallest win
     p = jnp.minimum((bits >> 1).astype(jnp.int32).astype(jnp.float32) * 2.0**-31 + 2.0**-33, LARGEST)
     return jnp.where(p < SMALL, p + 0.5 * p * p, -jnp.log(1 - p))

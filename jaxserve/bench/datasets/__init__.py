@@ -1,1 +1,1 @@
-"""Where requests come from: made up (`synthetic`, `conversations`), read (`files`), or replayed (`trace`)."""
+"""Sources of requests: generated (`synthetic`, `conversations`), read (`files`), or replayed (`trace`)."""

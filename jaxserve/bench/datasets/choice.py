@@ -1,4 +1,4 @@
-"""A dataset chosen by name and the values of its flags: says itself in one line and makes its conversations."""
+"""The dataset that the flags choose: it describes itself in one line and creates its conversations."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 
 from jaxserve.bench.datasets import conversations, files, synthetic, trace
-from jaxserve.bench.datasets.lengths import Span, span
-from jaxserve.bench.datasets.prompts import Conversation
+from jaxserve.bench.datasets.lengths import LengthRange, length_range
+from jaxserve.bench.datasets.prompts import BenchConversation
 from jaxserve.bench.datasets.vocabulary import Vocabulary
 from jaxserve.errors import ConfigError
 from jaxserve.text.tokenizer import Tokenizer
 
 DATASETS = {
     "random": "texts of random words",
-    "random-ids": "random token ids, sent as they are",
-    "sharegpt": "first prompts of a ShareGPT file",
+    "random-ids": "random token ids, sent as ids",
+    "sharegpt": "the first prompt of each conversation in a ShareGPT file",
     "custom": "a JSON-lines file of prompts",
-    "prefix-repetition": "random texts behind a few prefixes",
-    "generated-shared-prefix": "groups of questions behind one system prompt each",
-    "multi-turn": "conversations, each prompt with the answers before it",
-    "timed-trace": "requests of a Mooncake-format trace, at its times",
+    "prefix-repetition": "random texts after a few shared prefixes",
+    "generated-shared-prefix": "groups of questions, each group with its own system prompt",
+    "multi-turn": "conversations whose prompts include the answers before them",
+    "timed-trace": "requests of a Mooncake-format trace, sent at the trace's times",
 }
 NUM_PROMPTS = 1000
 
@@ -33,7 +33,7 @@ FILES = ("sharegpt", "custom", "multi-turn", "timed-trace")
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """A chosen dataset and all of its flags' values, by flag. `chat` says whether messages are what is sent."""
+    """A dataset and the values of its flags, by flag name. `chat` says whether requests go to the chat route."""
 
     name: str
     values: dict[str, Any]
@@ -43,21 +43,21 @@ class Dataset:
 
     @property
     def timed(self) -> bool:
-        """Whether it says itself when its requests are sent."""
+        """Whether the dataset has its own arrival times."""
         return self.name == "timed-trace"
 
     @property
     def needs_tokenizer(self) -> bool:
-        """Whether it can't be made, or measured in tokens, without one."""
+        """Whether a tokenizer is needed to create the prompts or to count their tokens."""
         ids = self.name == "random-ids" or (self.timed and not self.chat)
-        return not (self.name == "custom" or (ids and self.values["vocab-size"] is not None) or self._turns_of_file)
+        return not (self.name == "custom" or (ids and self.values["vocab-size"] is not None) or self._reads_turns)
 
     @property
-    def _turns_of_file(self) -> bool:
+    def _reads_turns(self) -> bool:
         return self.name == "multi-turn" and self.values["dataset-path"] is not None
 
     def describe(self) -> str:
-        """The dataset in one line, with what its flags come to."""
+        """Return the dataset and the effect of its flags in one line."""
         values = {key: value for key, value in self.values.items() if value is not None and value is not False}
         if self.name in RANDOM:
             inputs, outputs = self._spans(0)
@@ -69,14 +69,14 @@ class Dataset:
         return ", ".join([self.name, *(f"{key} {value}" for key, value in values.items())])
 
     def vocabulary(self, tokenizer: Tokenizer | None) -> Vocabulary:
-        """What it draws from, with this tokenizer."""
+        """Return the vocabulary to draw from, with this tokenizer."""
         return Vocabulary(tokenizer, self.values.get("vocab-size"))
 
-    def make(self, vocabulary: Vocabulary, *, warmups: int | None = None) -> list[Conversation]:
-        """Its conversations; with `warmups`, so many others made the same way. Raises `ConfigError`."""
+    def make(self, vocabulary: Vocabulary, *, warmups: int | None = None) -> list[BenchConversation]:
+        """Create the conversations, or `warmups` different ones of the same kind. Raises `ConfigError`."""
         rng = np.random.default_rng([self.seed, warmups is not None])
         if warmups is not None and self.name in ("prefix-repetition", "generated-shared-prefix"):
-            # As many prefixes as fit into so few requests
+            # Warm-ups are few: fewer prefixes, so that each still has a request.
             one = {"prefix-repetition-num-prefixes": 1, "gsp-num-groups": warmups, "gsp-prompts-per-group": 1}
             return dataclasses.replace(self, values={**self.values, **one})._make(vocabulary, rng, warmups)
         made = self._make(vocabulary, rng, self.num_prompts if warmups is None else warmups)
@@ -84,7 +84,7 @@ class Dataset:
             raise ConfigError(f"--dataset-name {self.name} gives no requests; --num-prompts is {self.num_prompts}")
         return made
 
-    def _make(self, vocabulary: Vocabulary, rng: np.random.Generator, asked: int | None) -> list[Conversation]:
+    def _make(self, vocabulary: Vocabulary, rng: np.random.Generator, asked: int | None) -> list[BenchConversation]:
         value, count = self.values, NUM_PROMPTS if asked is None else asked
         path = value["dataset-path"]
         match self.name:
@@ -95,13 +95,13 @@ class Dataset:
             case "prefix-repetition":
                 return synthetic.prefix_repetition(
                     vocabulary, rng, count,
-                    **self._with("prefix-repetition-", "num_prefixes", "prefix_len", "suffix_len", "output_len"),
+                    **self._prefixed("prefix-repetition-", "num_prefixes", "prefix_len", "suffix_len", "output_len"),
                 )  # fmt: skip
             case "generated-shared-prefix":
                 made = synthetic.shared_prefix_groups(
                     vocabulary, rng, groups=value["gsp-num-groups"],
-                    **self._with("gsp-", "prompts_per_group", "system_prompt_len", "question_len", "output_len",
-                                 "ordered"),
+                    **self._prefixed("gsp-", "prompts_per_group", "system_prompt_len", "question_len", "output_len",
+                                     "ordered"),
                 )  # fmt: skip
                 if asked is not None and asked > len(made):
                     raise ConfigError(f"--num-prompts is {asked}; the groups have {len(made)} prompts in all")
@@ -127,23 +127,23 @@ class Dataset:
             case _:
                 return trace.timed_trace(
                     path, vocabulary, rng, asked, as_text=self.chat,
-                    tokens_a_hash=value["timed-trace-chunk-hash-size"],
-                    seconds_a_tick=value["timed-trace-sec-multiplier"],
+                    tokens_per_hash=value["timed-trace-chunk-hash-size"],
+                    seconds_per_tick=value["timed-trace-sec-multiplier"],
                 )  # fmt: skip
 
-    def _spans(self, added: int) -> tuple[Span, Span]:
-        """Of inputs, without the `added` tokens around a text, and of outputs."""
+    def _spans(self, added: int) -> tuple[LengthRange, LengthRange]:
+        """Return the ranges of input lengths, less the `added` tokens around a text, and of output lengths."""
         value = self.values
         ratio, semantics = value["random-range-ratio"], value["random-range-semantics"]
         return (
-            span(max(value["random-input-len"] - added, 1), ratio["input"], semantics),
-            span(value["random-output-len"], ratio["output"], semantics),
+            length_range(max(value["random-input-len"] - added, 1), ratio["input"], semantics),
+            length_range(value["random-output-len"], ratio["output"], semantics),
         )
 
-    def _with(self, prefix: str, *keys: str) -> dict[str, Any]:
+    def _prefixed(self, prefix: str, *keys: str) -> dict[str, Any]:
         return {key: self.values[prefix + key.replace("_", "-")] for key in keys}
 
-    def _oversampled(self, made: list[Conversation], asked: int | None) -> list[Conversation]:
+    def _oversampled(self, made: list[BenchConversation], asked: int | None) -> list[BenchConversation]:
         if asked is None or len(made) >= asked or not made or self.values["no-oversample"]:
             return made
         return list(itertools.islice(itertools.cycle(made), asked))

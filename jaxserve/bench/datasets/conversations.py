@@ -1,10 +1,10 @@
-"""Conversations of several turns: each prompt is sent with the answers the server gave before it."""
+"""Conversations of several turns: each prompt is sent with the server's earlier answers."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.bench.datasets.prompts import Conversation, Prompt
+from jaxserve.bench.datasets.prompts import BenchConversation, Prompt
 from jaxserve.bench.datasets.vocabulary import Vocabulary
 
 
@@ -18,9 +18,9 @@ def random_turns(
     output_len: int,
     system_len: int,
     pause: float,
-) -> list[Conversation]:
-    """Made-up conversations with `count` requests in all, each of `turns` prompts (the last may have fewer), behind a
-    system prompt that all share."""
+) -> list[BenchConversation]:
+    """Generate conversations of `turns` prompts each, `count` prompts in total (the last one may be shorter), with a
+    shared system prompt."""
     system = vocabulary.text(rng, vocabulary.words(rng, system_len))[0] if system_len else None
     made = []
     while count > 0:
@@ -32,6 +32,6 @@ def random_turns(
 
 def as_conversation(
     texts: list[str], output_len: int, *, system: str | None = None, pause: float = 0.0
-) -> Conversation:
-    """Turns of these texts; how long each prompt is, with all that was said before, only the server will know."""
-    return Conversation(tuple(Prompt(text, None, output_len) for text in texts), system=system, pause=pause)
+) -> BenchConversation:
+    """Return a conversation of these texts. Its prompt lengths are unknown: they depend on the server's answers."""
+    return BenchConversation(tuple(Prompt(text, None, output_len) for text in texts), system=system, pause=pause)

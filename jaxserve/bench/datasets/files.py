@@ -1,4 +1,4 @@
-"""Prompts read from files: ShareGPT's JSON and JSON lines of one's own."""
+"""Reads prompts from files: ShareGPT's JSON, and JSON lines."""
 
 from __future__ import annotations
 
@@ -10,40 +10,41 @@ from typing import Any
 import numpy as np
 
 from jaxserve.bench.datasets.conversations import as_conversation
-from jaxserve.bench.datasets.prompts import Content, Conversation, alone
+from jaxserve.bench.datasets.prompts import BenchConversation, Content, single_prompt
 from jaxserve.bench.datasets.vocabulary import Vocabulary
 from jaxserve.errors import ConfigError
 
-_SHORTEST = 4
-_LONGEST_PROMPT = 1024
-_LONGEST = 2048
+_MIN_TOKENS = 4
+_MAX_PROMPT_TOKENS = 1024
+_MAX_TOKENS = 2048
 
 
 def sharegpt(
     path: Path, vocabulary: Vocabulary, rng: np.random.Generator, count: int, *, output_len: int | None
-) -> Iterator[Conversation]:
-    """First prompts of ShareGPT's conversations, each asking for as many tokens as its first answer has.
+) -> Iterator[BenchConversation]:
+    """Yield the first prompt of each ShareGPT conversation; it asks for as many tokens as its first answer has.
 
-    Prompts above 1,024 tokens, or 2,048 with their answer, and ones under 4 are left out, as the peers' tools do.
+    Prompts of more than 1,024 tokens, more than 2,048 with the answer, or fewer than 4 are skipped, as vLLM's and
+    SGLang's tools do.
     """
     for human, answer in _first_turns(path, rng):
         prompt_tokens = vocabulary.count(human)
         output = output_len or vocabulary.count_answer(answer)
-        short = prompt_tokens < _SHORTEST or (output < _SHORTEST and output_len is None)
-        if short or prompt_tokens > _LONGEST_PROMPT or prompt_tokens + output > _LONGEST:
+        short = prompt_tokens < _MIN_TOKENS or (output < _MIN_TOKENS and output_len is None)
+        if short or prompt_tokens > _MAX_PROMPT_TOKENS or prompt_tokens + output > _MAX_TOKENS:
             continue
         if count <= 0:
             return
         count -= 1
-        yield alone(human, prompt_tokens, output)
+        yield single_prompt(human, prompt_tokens, output)
 
 
 def sharegpt_turns(
     path: Path, rng: np.random.Generator, count: int, *, turns: int, output_len: int, pause: float
-) -> Iterator[Conversation]:
-    """What people said in ShareGPT's conversations, up to `turns` prompts of each, `count` in all."""
-    for said in _shuffled(_sharegpt_entries(path), rng):
-        texts = [text for who, text in said if who in ("human", "user")][: min(turns, count)]
+) -> Iterator[BenchConversation]:
+    """Yield ShareGPT conversations of up to `turns` prompts each, `count` prompts in total."""
+    for conversation in _shuffled(_sharegpt_entries(path), rng):
+        texts = [text for role, text in conversation if role in ("human", "user")][: min(turns, count)]
         if texts:
             yield as_conversation(texts, output_len, pause=pause)
             count -= len(texts)
@@ -53,22 +54,17 @@ def sharegpt_turns(
 
 def custom(
     path: Path, rng: np.random.Generator, *, output_len: int, chat: bool, shuffle: bool
-) -> Iterator[Conversation]:
-    """Lines of `{"prompt": text or ids}` or `{"messages": […]}`, with `output_tokens` or else `output_len`; how many
-    tokens a text has only the server will know. Raises `ConfigError` naming the line."""
-    entries = list(enumerate(_lines(path), start=1))
+) -> Iterator[BenchConversation]:
+    """Yield the prompts of lines `{"prompt": text or ids}` or `{"messages": […]}`, with the line's `output_tokens` or
+    else `output_len`. The length of a text in tokens is unknown here. Raises `ConfigError` that names the line."""
+    entries = list(enumerate(json_lines(path), start=1))
     for number, line in _shuffled(entries, rng) if shuffle else entries:
         content = _content(line, f"{path}, line {number}", chat)
         output = line.get("output_tokens", output_len)
         if not isinstance(output, int) or output < 1:
             raise ConfigError(f"{path}, line {number}: output_tokens must be a whole number above 0, got {output!r}")
         is_ids = isinstance(content, list) and not _is_messages(content)
-        yield alone(content, len(content) if is_ids else None, output)
-
-
-def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file. Raises `ConfigError` naming the line."""
-    return _lines(path)
+        yield single_prompt(content, len(content) if is_ids else None, output)
 
 
 def _content(line: dict[str, Any], where: str, chat: bool) -> Content:
@@ -87,22 +83,23 @@ def _is_messages(prompt: list[Any]) -> bool:
     return isinstance(prompt[0], dict)
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON-lines file. Raises `ConfigError` that names the line."""
     for number, line in enumerate(_read(path).splitlines(), start=1):
         if line.strip():
             try:
                 value = json.loads(line)
             except ValueError as error:
-                raise ConfigError(f"{path}, line {number} is no JSON: {error}") from error
+                raise ConfigError(f"{path}, line {number} is not JSON: {error}") from error
             if not isinstance(value, dict):
                 raise ConfigError(f"{path}, line {number} should hold an object, it holds a {type(value).__name__}")
             yield value
 
 
 def _first_turns(path: Path, rng: np.random.Generator) -> Iterator[tuple[str, str]]:
-    for said in _shuffled(_sharegpt_entries(path), rng):
-        if len(said) >= 2:
-            yield said[0][1], said[1][1]
+    for conversation in _shuffled(_sharegpt_entries(path), rng):
+        if len(conversation) >= 2:
+            yield conversation[0][1], conversation[1][1]
 
 
 def _sharegpt_entries(path: Path) -> list[list[tuple[str, str]]]:
@@ -115,7 +112,7 @@ def _sharegpt_entries(path: Path) -> list[list[tuple[str, str]]]:
         ]
     except (ValueError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f'{path} is not ShareGPT\'s form, a JSON list of {{"conversations": [{{"from", "value"}}, …]}}: {error}'
+            f'{path} is not a ShareGPT file, a JSON list of {{"conversations": [{{"from", "value"}}, …]}}: {error}'
         ) from error
 
 

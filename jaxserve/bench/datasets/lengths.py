@@ -1,4 +1,5 @@
-"""How long random prompts and answers are. Peers' tools mean different things by one ratio; here each has its name."""
+"""Lengths of random prompts and answers. vLLM's and SGLang's tools give one ratio two meanings; each has a name
+here."""
 
 from __future__ import annotations
 
@@ -18,28 +19,28 @@ SEMANTICS: dict[Semantics, str] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Span:
-    """Whole numbers from `low` to `high`, both of them included, all as likely."""
+class LengthRange:
+    """Whole numbers from `low` to `high` inclusive, all equally likely."""
 
     low: int
     high: int
 
     def draw(self, rng: np.random.Generator) -> int:
-        """One of them."""
+        """Draw one of them."""
         return int(rng.integers(self.low, self.high + 1))
 
     def __str__(self) -> str:
         return str(self.low) if self.low == self.high else f"{self.low} to {self.high}"
 
 
-def span(length: int, ratio: float, semantics: Semantics) -> Span:
-    """The lengths that a tool with these semantics draws from. Raises `ConfigError`."""
+def length_range(length: int, ratio: float, semantics: Semantics) -> LengthRange:
+    """Return the range that a tool with these semantics draws from. Raises `ConfigError`."""
     if length < 1:
         raise ConfigError(f"a length must be at least 1 token, got {length}")
     if semantics == "vllm":
         if not 0 <= ratio < 1:
             raise ConfigError(f"--random-range-ratio must be in [0, 1) by vLLM's semantics, got {ratio:g}")
-        return Span(max(math.floor(length * (1 - ratio)), 1), math.ceil(length * (1 + ratio)))
+        return LengthRange(max(math.floor(length * (1 - ratio)), 1), math.ceil(length * (1 + ratio)))
     if not 0 <= ratio <= 1:
         raise ConfigError(f"--random-range-ratio must be in [0, 1] by SGLang's semantics, got {ratio:g}")
-    return Span(max(int(length * ratio), 1), length)
+    return LengthRange(max(int(length * ratio), 1), length)

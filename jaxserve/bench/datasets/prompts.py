@@ -1,4 +1,4 @@
-"""What a dataset is made of: conversations of one or more prompts."""
+"""The contents of a dataset: conversations of one or more prompts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Content = str | list[int] | list[dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request to be sent. `prompt_tokens` is how many the content has by the tokenizer, None where nobody knows;
-    `output_tokens` is the most that is asked for."""
+    """One request to send. `prompt_tokens` is the tokenizer's count for the content, None if unknown; `output_tokens`
+    is the request's max_tokens."""
 
     content: Content
     prompt_tokens: int | None
@@ -20,10 +20,10 @@ class Prompt:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Conversation:
-    """Prompts sent one after another, each with what was said before it, `pause` seconds after the last answer.
+class BenchConversation:
+    """Prompts sent one after another, each with the turns before it, `pause` seconds after the previous answer.
 
-    `at` is when the first is sent, in seconds since the start, where the dataset says so.
+    `at` is when the first is sent, in seconds since the start, if the dataset has arrival times.
     """
 
     prompts: tuple[Prompt, ...]
@@ -32,6 +32,8 @@ class Conversation:
     pause: float = 0.0
 
 
-def alone(content: Content, prompt_tokens: int | None, output_tokens: int, at: float | None = None) -> Conversation:
-    """A conversation of one prompt."""
-    return Conversation((Prompt(content, prompt_tokens, output_tokens),), at=at)
+def single_prompt(
+    content: Content, prompt_tokens: int | None, output_tokens: int, at: float | None = None
+) -> BenchConversation:
+    """Return a conversation of one prompt."""
+    return BenchConversation((Prompt(content, prompt_tokens, output_tokens),), at=at)

@@ -1,22 +1,27 @@
-"""Made-up prompts: random ones, and ones that share prefixes.
+"""Generated prompts: random ones, and ones that share prefixes.
 
-Every function draws request by request, so that a longer dataset begins with the shorter one of the same seed.
+Every function draws request by request, so that a longer dataset starts with the shorter one of the same seed.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.bench.datasets.lengths import Span
-from jaxserve.bench.datasets.prompts import Conversation, alone
+from jaxserve.bench.datasets.lengths import LengthRange
+from jaxserve.bench.datasets.prompts import BenchConversation, single_prompt
 from jaxserve.bench.datasets.vocabulary import Vocabulary
 from jaxserve.errors import ConfigError
 
 
 def random_text(
-    vocabulary: Vocabulary, rng: np.random.Generator, count: int, inputs: Span, outputs: Span, prefix_len: int = 0
-) -> list[Conversation]:
-    """Texts of random words, after one prefix that all share. `inputs` are tokens of the rest."""
+    vocabulary: Vocabulary,
+    rng: np.random.Generator,
+    count: int,
+    inputs: LengthRange,
+    outputs: LengthRange,
+    prefix_len: int = 0,
+) -> list[BenchConversation]:
+    """Generate texts of random words after one shared prefix. `inputs` is the length without the prefix."""
     prefix = vocabulary.words(rng, prefix_len)
     made = []
     for _ in range(count):
@@ -26,15 +31,20 @@ def random_text(
 
 
 def random_ids(
-    vocabulary: Vocabulary, rng: np.random.Generator, count: int, inputs: Span, outputs: Span, prefix_len: int = 0
-) -> list[Conversation]:
-    """The same as token ids, of any ordinary tokens."""
+    vocabulary: Vocabulary,
+    rng: np.random.Generator,
+    count: int,
+    inputs: LengthRange,
+    outputs: LengthRange,
+    prefix_len: int = 0,
+) -> list[BenchConversation]:
+    """Generate the same as token ids, drawn from all ordinary tokens."""
     prefix = vocabulary.ids(rng, prefix_len)
     made = []
     for _ in range(count):
         length, output = inputs.draw(rng), outputs.draw(rng)
         ids = prefix + vocabulary.ids(rng, length)
-        made.append(alone(ids, len(ids), output))
+        made.append(single_prompt(ids, len(ids), output))
     return made
 
 
@@ -47,8 +57,8 @@ def prefix_repetition(
     prefix_len: int,
     suffix_len: int,
     output_len: int,
-) -> list[Conversation]:
-    """As many requests behind each prefix, shuffled. Raises `ConfigError` where a prefix would get none."""
+) -> list[BenchConversation]:
+    """Generate equally many requests for each prefix, shuffled. Raises `ConfigError` if a prefix would get none."""
     if not 1 <= num_prefixes <= count:
         raise ConfigError(f"--prefix-repetition-num-prefixes is {num_prefixes}: there must be 1 to {count} (requests)")
     prefixes = [vocabulary.words(rng, prefix_len) for _ in range(num_prefixes)]
@@ -69,8 +79,8 @@ def shared_prefix_groups(
     question_len: int,
     output_len: int,
     ordered: bool,
-) -> list[Conversation]:
-    """SGLang's: groups of questions behind one system prompt each, shuffled unless `ordered`."""
+) -> list[BenchConversation]:
+    """Generate SGLang's dataset: groups of questions that share a system prompt, shuffled unless `ordered`."""
     made = []
     for _ in range(groups):
         system = vocabulary.words(rng, system_prompt_len)
@@ -81,10 +91,10 @@ def shared_prefix_groups(
     return made if ordered else _shuffled(made, rng)
 
 
-def _text(vocabulary: Vocabulary, rng: np.random.Generator, ids: list[int], output: int) -> Conversation:
+def _text(vocabulary: Vocabulary, rng: np.random.Generator, ids: list[int], output: int) -> BenchConversation:
     text, tokens = vocabulary.text(rng, ids)
-    return alone(text, tokens + vocabulary.added, output)
+    return single_prompt(text, tokens + vocabulary.added, output)
 
 
-def _shuffled(made: list[Conversation], rng: np.random.Generator) -> list[Conversation]:
+def _shuffled(made: list[BenchConversation], rng: np.random.Generator) -> list[BenchConversation]:
     return [made[i] for i in rng.permutation(len(made))]

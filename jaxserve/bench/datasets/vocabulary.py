@@ -1,7 +1,7 @@
-"""Draws random tokens, and random texts that a server will count to the same length.
+"""Draws random tokens, and random texts that a server will tokenize to the same length.
 
-Texts are made of tokens that are whole words after a space: such a text is cut into the same tokens again by any BPE
-that splits at spaces, so its length is what was asked for. Without a tokenizer there are only ids.
+Texts are made of tokens that are whole words after a space. Any BPE tokenizer that splits at spaces cuts such a text
+into the same tokens again, so it has the length asked for. Without a tokenizer only ids can be drawn.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from jaxserve.errors import ConfigError
 from jaxserve.text.tokenizer import Tokenizer
 
 _CANDIDATES = 8192
-_FEWEST_WORDS = 64
+_MIN_WORDS = 64
 _ROUNDS = 8
-_TWICE_A_WORD = re.compile(r" ?([^\W\d_]+) \1")
+_DOUBLED_WORD = re.compile(r" ?([^\W\d_]+) \1")
 
 
 class Vocabulary:
-    """Draws from a tokenizer's ordinary tokens, or from the ids below `size` where there is no tokenizer."""
+    """Draws from a tokenizer's ordinary tokens, or, without a tokenizer, from the ids below `size`."""
 
     def __init__(self, tokenizer: Tokenizer | None, size: int | None = None) -> None:
         if size is not None and size < 1:
@@ -32,40 +32,42 @@ class Vocabulary:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises `ConfigError` where there is none."""
+        """The tokenizer. Raises `ConfigError` when there is none."""
         if self._tokenizer is None:
             raise ConfigError("this dataset needs the model's tokenizer: name it with --tokenizer")
         return self._tokenizer
 
     @property
     def added(self) -> int:
-        """How many tokens (BOS, EOS) the tokenizer puts around every text."""
+        """The number of tokens (BOS, EOS) that the tokenizer adds to every text."""
         return len(self.tokenizer.encode(""))
 
     def ids(self, rng: np.random.Generator, count: int) -> list[int]:
-        """`count` ids of ordinary tokens."""
+        """Draw `count` ids of ordinary tokens."""
         if self._size is None:
             raise ConfigError("random ids need the size of the vocabulary: name a --tokenizer, or give --vocab-size")
         skipped = self._tokenizer.skipped_ids if self._tokenizer else frozenset[int]()
         drawn: list[int] = rng.integers(self._size, size=count).tolist()
-        return [self._another(rng, token) if token in skipped else token for token in drawn]
+        return [self._redraw(rng, token) if token in skipped else token for token in drawn]
 
-    def _another(self, rng: np.random.Generator, token: int) -> int:
+    def _redraw(self, rng: np.random.Generator, token: int) -> int:
         assert self._size is not None
         while token in self.tokenizer.skipped_ids:
             token = int(rng.integers(self._size))
         return token
 
     def words(self, rng: np.random.Generator, count: int) -> list[int]:
-        """`count` ids of tokens that keep their borders in a text."""
+        """Draw `count` ids of tokens that stay separate tokens within a text."""
         if self._words is None:
             self._words = self._find_words()
         drawn: list[int] = rng.choice(self._words, size=count).tolist()
         return drawn
 
     def text(self, rng: np.random.Generator, ids: Sequence[int]) -> tuple[str, int]:
-        """The ids as text, and how many tokens that text has (BOS and EOS not counted): as many as ids wherever the
-        tokenizer lets it, by taking tokens away from the end or putting some there."""
+        """Return the ids as text, and the number of tokens of that text without BOS and EOS.
+
+        Tokens are removed or added at the end until the text has as many tokens as `ids`, if the tokenizer allows it.
+        """
         wanted, current = len(ids), list(ids)
         text = self.tokenizer.decode(current)
         for _ in range(_ROUNDS):
@@ -77,11 +79,11 @@ class Vocabulary:
         return text, self.count_answer(text)
 
     def count(self, text: str) -> int:
-        """Tokens of a text as a server will see it."""
+        """Count the tokens of a text as a server does, with BOS and EOS."""
         return len(self.tokenizer.encode(text))
 
     def count_answer(self, text: str) -> int:
-        """Tokens of a text as a model wrote it: none are put around it."""
+        """Count the tokens of a text as the model wrote it, without BOS and EOS."""
         return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _find_words(self) -> np.ndarray:
@@ -90,7 +92,7 @@ class Vocabulary:
         ordinary = np.setdiff1d(np.arange(tokenizer.vocab_size), np.array(sorted(tokenizer.skipped_ids), dtype=int))
         candidates = rng.choice(ordinary, size=min(_CANDIDATES, len(ordinary)), replace=False).tolist()
         texts = {token: tokenizer.decode([token, token]) for token in candidates}
-        doubled = [(token, text) for token, text in texts.items() if _TWICE_A_WORD.fullmatch(text)]
+        doubled = [(token, text) for token, text in texts.items() if _DOUBLED_WORD.fullmatch(text)]
         encoded = tokenizer.encode_batch([text for _, text in doubled], add_special_tokens=False) if doubled else []
         words = [token for (token, _), ids in zip(doubled, encoded) if ids == [token, token]]
-        return np.array(sorted(words)) if len(words) >= _FEWEST_WORDS else ordinary
+        return np.array(sorted(words)) if len(words) >= _MIN_WORDS else ordinary

@@ -1,6 +1,6 @@
-"""One batch of equal requests against an engine, timed as its client sees it: until all have their first token, and on.
+"""Times one batch of equal requests on an engine: until every request has its first token, and from there to the end.
 
-It knows an engine only by what it is asked here, so that it needs no device.
+The engine is a protocol, so that tests need no device.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from jaxserve.api_types import EngineRequest, SamplingParams, TokenEvent
 from jaxserve.errors import BenchRunError
 
 
-class Engine(Protocol):
-    """What takes requests and gives their events."""
+class BatchEngine(Protocol):
+    """An engine that takes requests and returns streams of their events."""
 
     def submit_all(self, requests: Sequence[EngineRequest]) -> Sequence[AsyncIterator[TokenEvent]]:
-        """Hand requests over, all at once."""
+        """Submit all requests at once."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchTimes:
-    """Seconds: `prefill` until every sequence had its first token, `decode` from there to the last token of all.
+    """Seconds: `prefill` until every sequence has its first token, `decode` from there to the last token of the batch.
 
-    `first` is when the first sequence had its first token.
+    `first` is the time until the first sequence has its first token.
     """
 
     prefill: float
@@ -36,12 +36,12 @@ class BatchTimes:
 
     @property
     def latency(self) -> float:
-        """From the first request to the last token."""
+        """Seconds from the first request to the last token."""
         return self.prefill + self.decode
 
 
 async def run_batch(
-    engine: Engine, prompts: Sequence[list[int]], *, name: str, output_len: int, temperature: float = 0.0
+    engine: BatchEngine, prompts: Sequence[list[int]], *, name: str, output_len: int, temperature: float = 0.0
 ) -> BatchTimes:
     """Submit the prompts at once and run them to `output_len` tokens each. Raises `BenchRunError` when one fails."""
     sampling = SamplingParams(max_tokens=output_len, temperature=temperature, ignore_eos=True, seed=0)
@@ -51,17 +51,17 @@ async def run_batch(
     ]
     start = time.perf_counter()
     streams = engine.submit_all(requests)
-    times = await asyncio.gather(*(_times(stream, output_len) for stream in streams))
+    times = await asyncio.gather(*(_stream_times(stream, output_len) for stream in streams))
     firsts, ends = zip(*times)
     return BatchTimes(max(firsts) - start, max(ends) - max(firsts), min(firsts) - start)
 
 
-async def _times(stream: AsyncIterator[TokenEvent], output_len: int) -> tuple[float, float]:
-    """When the first token came, and the last."""
+async def _stream_times(stream: AsyncIterator[TokenEvent], output_len: int) -> tuple[float, float]:
+    """Return the times of the first and the last token."""
     first, tokens = 0.0, 0
     async for event in stream:
         if event.error is not None:
-            raise BenchRunError(f"the engine gave a request up: {event.error}")
+            raise BenchRunError(f"a request failed in the engine: {event.error}")
         if event.token_ids and not tokens:
             first = time.perf_counter()
         tokens += len(event.token_ids)

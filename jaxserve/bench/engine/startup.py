@@ -1,6 +1,6 @@
-"""One start of a server, from the command to the first 200 of /health, by the phases that it and we can see.
+"""Times one start of a server by phase, from the command to the first 200 of /ready.
 
-What the engine process says of itself comes from /server_info; the rest are our own clock and the server's log.
+The phases of the engine process come from /server_info, the rest from this process's clock.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from jaxserve.bench.processes.server_process import SERVE, serving
 from jaxserve.errors import BenchRunError
 
 ENGINE = "engine"
-"""Among the phases that the engine tells: from the moment its process was started until it stood."""
+"""The engine's own phase that covers all others: from the start of its process until it is ready."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
-    """Seconds of one start. `total` until /health answered 200; `engine` are the phases of the engine's process, of
-    which weights, state and programs overlap; `api` is what came before that process and after it was ready."""
+class StartupTimes:
+    """Seconds of one start. `total` lasts until /ready returns 200; `engine` holds the phases of the engine process, of
+    which weights, state and programs overlap; `api` is the time before that process starts and after it is ready."""
 
     total: float
     api: float
@@ -32,8 +32,8 @@ class Start:
     num_compiled_programs: int
 
 
-def start_once(flags: Sequence[str], log: Path, *, timeout: float, command: Sequence[str] = SERVE) -> Start:
-    """Start `jaxserve serve` with these flags, read what it says and end it. Raises `BenchRunError`."""
+def measure_startup(flags: Sequence[str], log: Path, *, timeout: float, command: Sequence[str] = SERVE) -> StartupTimes:
+    """Start `jaxserve serve` with these flags, read its phases and stop it. Raises `BenchRunError`."""
     begin = time.monotonic()
     with serving(flags, log, timeout=timeout, command=command, poll=0.01) as server:
         total = time.monotonic() - begin
@@ -41,7 +41,7 @@ def start_once(flags: Sequence[str], log: Path, *, timeout: float, command: Sequ
             info: dict[str, Any] = httpx.get(f"{server.url}/server_info", timeout=30.0).raise_for_status().json()
             engine = info["engine"]
             phases = {name: float(seconds) for name, seconds in engine["startup_seconds"].items()}
-            return Start(
+            return StartupTimes(
                 total=total,
                 api=total - phases[ENGINE],
                 engine=phases,
@@ -49,4 +49,4 @@ def start_once(flags: Sequence[str], log: Path, *, timeout: float, command: Sequ
                 num_compiled_programs=engine["num_compiled_programs"],
             )
         except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
-            raise BenchRunError(f"the server doesn't say how it started: {type(error).__name__} {error}") from None
+            raise BenchRunError(f"/server_info has no start-up times: {type(error).__name__} {error}") from None

@@ -1,4 +1,4 @@
-"""When requests are sent: all at once, as a Poisson or gamma process, at a rate that ramps up, or by a trace."""
+"""Arrival times: all at once, a Poisson or gamma process, or a rate that ramps up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxserve.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RampUp:
-    """A rate that goes from `start` to `end` requests a second over the run."""
+    """A request rate that changes from `start` to `end` requests per second over the run."""
 
     strategy: Literal["linear", "exponential"]
     start: float
@@ -27,24 +27,24 @@ class RampUp:
             )
 
     def rate(self, share: float) -> float:
-        """The rate after this share of the requests."""
+        """Return the rate after this share (0 to 1) of the requests."""
         if self.strategy == "linear":
             return self.start + (self.end - self.start) * share
         return float(self.start * (self.end / self.start) ** share)
 
     def as_json(self) -> dict[str, str | float]:
-        """Under the names of vLLM's results."""
+        """Return the fields under the key names of vLLM's results."""
         return {"strategy": self.strategy, "start_rps": self.start, "end_rps": self.end}
 
 
 def arrival_times(
     rng: np.random.Generator, count: int, rate: float, *, burstiness: float = 1.0, ramp_up: RampUp | None = None
 ) -> list[float]:
-    """Seconds since the start at which each of `count` requests is sent.
+    """Return the seconds since the start at which each of `count` requests is sent.
 
-    Gaps are drawn from a gamma distribution of shape `burstiness`: 1 is a Poisson process, less is burstier, more is
-    more even, infinity exactly even. At a constant rate they are scaled so that the last request is sent after
-    count / rate seconds whatever was drawn, as vLLM's tool does. Raises `ConfigError`.
+    Gaps are drawn from a gamma distribution of shape `burstiness`: 1 is a Poisson process, smaller values are
+    burstier, larger ones more even, and infinity is exactly even. At a constant rate the gaps are scaled so that the
+    last request is sent after exactly count / rate seconds, as vLLM's tool does. Raises `ConfigError`.
     """
     if not rate > 0:
         raise ConfigError(f"--request-rate must be above 0 (or inf), got {rate:g}")

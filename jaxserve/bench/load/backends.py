@@ -1,4 +1,4 @@
-"""How a request is written for each kind of server."""
+"""Writes the HTTP request for each kind of server."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ BACKENDS = {
     **dict.fromkeys(("openai", "vllm", "sglang-oai", "lmdeploy"), COMPLETIONS),
     **dict.fromkeys(("openai-chat", "vllm-chat", "sglang-oai-chat", "lmdeploy-chat"), CHAT),
 }
-"""Names from peers' tools and the route each means."""
+"""Backend names of vLLM's and SGLang's tools, with the route each stands for."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestWriter:
-    """Writes whole HTTP messages. `fields` are sampling parameters, `extra_body` goes over everything and takes a field
-    away with null."""
+    """Writes complete HTTP messages. `fields` are sampling parameters; `extra_body` overrides every field, and a null
+    in it removes the field."""
 
     path: str
     host: str
@@ -38,10 +38,10 @@ class RequestWriter:
     def write(
         self, content: Content, history: list[dict[str, Any]], output_tokens: int, request_id: str, seed: int | None
     ) -> bytes:
-        """The message that asks for `content` after what was said before it."""
+        """Return the message that sends `content` after the conversation in `history`."""
         body: dict[str, Any] = {
             "model": self.model,
-            **self._asked(content, history),
+            **self._content_fields(content, history),
             "max_tokens": output_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -50,22 +50,22 @@ class RequestWriter:
         if seed is not None:
             body["seed"] = seed
         body = {key: value for key, value in {**body, **self.extra_body}.items() if value is not None}
-        return message("POST", self.path, self.host, {**self.headers, "X-Request-Id": request_id}, _encode(body))
+        return http_message("POST", self.path, self.host, {**self.headers, "X-Request-Id": request_id}, _encode(body))
 
-    def _asked(self, content: Content, history: list[dict[str, Any]]) -> dict[str, Any]:
+    def _content_fields(self, content: Content, history: list[dict[str, Any]]) -> dict[str, Any]:
         if self.chat:
             if isinstance(content, str):
                 return {"messages": [*history, {"role": "user", "content": content}]}
             if isinstance(content[0], dict):
                 return {"messages": [*history, *content]}
-            raise ConfigError("token ids can't be sent to a chat: take --backend openai, or a dataset of texts")
+            raise ConfigError("token ids can't be sent to a chat route: use --backend openai, or a dataset of texts")
         if isinstance(content, str):
-            return {"prompt": "\n".join([*(said["content"] for said in history), content])}
+            return {"prompt": "\n".join([*(turn["content"] for turn in history), content])}
         return {"prompt": content}
 
 
-def message(method: str, path: str, host: str, headers: Mapping[str, str], body: bytes = b"") -> bytes:
-    """An HTTP/1.1 message. `headers` go over those that every message has."""
+def http_message(method: str, path: str, host: str, headers: Mapping[str, str], body: bytes = b"") -> bytes:
+    """Return an HTTP/1.1 message. `headers` override the default headers."""
     all_headers = {
         "Host": host,
         "Accept": "text/event-stream, application/json",

@@ -1,4 +1,4 @@
-"""Asks one request and fills in its record while the stream comes."""
+"""Sends one request and fills in its record while the stream arrives."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import msgspec
 
 from jaxserve.bench.datasets.prompts import Prompt
 from jaxserve.bench.load.backends import RequestWriter
-from jaxserve.bench.load.http_client import BrokenAnswerError, Pool
-from jaxserve.bench.load.records import Record
+from jaxserve.bench.load.http_client import BrokenResponseError, ConnectionPool
+from jaxserve.bench.load.records import RequestRecord
 from jaxserve.bench.load.sse import EventSplitter
-from jaxserve.bench.load.stream_events import DONE, decode_chunk
+from jaxserve.bench.load.stream_events import DONE, decode_stream_chunk
 
-_ERROR_BYTES = 4096
+_MAX_ERROR_BYTES = 4096
 
 
-class StreamReader:
-    """Reads an OpenAI stream into a record."""
+class StreamRecorder:
+    """Writes an OpenAI stream into a record."""
 
     __slots__ = ("_answer", "_events", "_failure", "_other", "_record", "_texts", "ended", "usage_seen")
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: RequestRecord) -> None:
         self._record = record
         self._events = EventSplitter()
         self._texts: list[str] = []
@@ -33,37 +33,39 @@ class StreamReader:
         self.usage_seen = False
 
     def begin(self, status: int) -> None:
-        """The head has come."""
+        """Record the status; the head has arrived."""
         self._record.http_status = status
 
     def received(self, body: bytes, when: float) -> None:
-        """A piece of the body came."""
-        if len(self._other) < _ERROR_BYTES and (self._record.http_status != 200 or not self._record.token_times):
-            self._other += body[:_ERROR_BYTES]
+        """Read a piece of the body."""
+        if len(self._other) < _MAX_ERROR_BYTES and (self._record.http_status != 200 or not self._record.token_times):
+            self._other += body[:_MAX_ERROR_BYTES]
         if self._record.http_status == 200:
             for event in self._events.feed(body):
                 self._read(event, when)
 
     def finish(self) -> None:
-        """The body is whole: decide how the request ended."""
+        """Decide how the request ended; the body is complete."""
         record = self._record
         if record.http_status == 200:
             for event in self._events.finish():
                 self._read(event, record.end)
         record.text = "".join(self._texts)
         if record.http_status != 200:
-            self._failure = f"HTTP {record.http_status}: {_shown(bytes(self._other))}"
+            self._failure = f"HTTP {record.http_status}: {_error_message(bytes(self._other))}"
         elif self._failure is None and not self.ended:
             if record.token_times:
                 self._failure = "the stream ended without a finish_reason or [DONE]"
             else:
-                self._failure = f"the answer is no stream of tokens: {_shown(bytes(self._other)) or 'it is empty'}"
+                self._failure = (
+                    f"the response is not a stream of tokens: {_error_message(bytes(self._other)) or 'it is empty'}"
+                )
         elif self._failure is None and not record.token_times:
-            # A single token without text, such as the end of sequence, comes with the reason to end
+            # A single token without text, such as the end of sequence, arrives together with the finish reason.
             if record.end and record.output_tokens:
                 record.token_times.append(record.end)
             else:
-                self._failure = "no token came"
+                self._failure = "no token arrived"
         record.status, record.error = ("ok", "") if self._failure is None else ("failed", self._failure)
 
     def _read(self, event: bytes, when: float) -> None:
@@ -71,11 +73,11 @@ class StreamReader:
             self.ended = True
             return
         try:
-            chunk = decode_chunk(event)
+            chunk = decode_stream_chunk(event)
         except msgspec.DecodeError as error:
-            self._failure = self._failure or f"an event of the stream can't be read: {error}: {_shown(event)}"
+            self._failure = self._failure or f"an event of the stream can't be read: {error}: {_error_message(event)}"
             return
-        fault = chunk.fault()
+        fault = chunk.error_text()
         if fault is not None:
             self._failure = self._failure or f"error in the stream: {fault}"
             return
@@ -86,8 +88,8 @@ class StreamReader:
             if choice.finish_reason is not None:
                 record.finish_reason, self.ended = choice.finish_reason, True
             record.end = when
-            if said := choice.said():
-                self._texts.append(said)
+            if text := choice.new_text():
+                self._texts.append(text)
         if is_token:
             record.token_times.append(when)
         if chunk.usage is not None:
@@ -97,22 +99,24 @@ class StreamReader:
                 record.prompt_tokens = chunk.usage.prompt_tokens
 
 
-class Client:
-    """Sends prompts to one server. A request may take `timeout` seconds in all, and be silent for `stall`."""
+class LoadClient:
+    """Sends prompts to one server. A request may take `timeout` seconds in total and be silent for `stall` seconds."""
 
-    def __init__(self, pool: Pool, writer: RequestWriter, *, timeout: float, stall: float) -> None:
+    def __init__(self, pool: ConnectionPool, writer: RequestWriter, *, timeout: float, stall: float) -> None:
         self._pool, self._writer = pool, writer
         self._timeout, self._stall = timeout, stall
 
-    async def ask(self, record: Record, prompt: Prompt, history: list[dict[str, Any]], seed: int | None) -> None:
-        """Send the prompt; the record says how it went. Cancelled, it is left "unfinished"."""
+    async def send(
+        self, record: RequestRecord, prompt: Prompt, history: list[dict[str, Any]], seed: int | None
+    ) -> None:
+        """Send the prompt and fill in the record; a cancelled request is left "unfinished"."""
         message = self._writer.write(prompt.content, history, prompt.output_tokens, record.id, seed)
-        reader = StreamReader(record)
+        reader = StreamRecorder(record)
         record.start = time.perf_counter()
         try:
             await self._pool.exchange(message, reader, deadline=record.start + self._timeout, stall=self._stall)
             reader.finish()
-        except BrokenAnswerError as error:
+        except BrokenResponseError as error:
             reader.finish()
             record.status, record.error = "failed", str(error)
         except asyncio.CancelledError:
@@ -125,8 +129,8 @@ class Client:
                 record.counted_by, record.output_tokens = "chunks", len(record.token_times)
 
 
-def _shown(body: bytes) -> str:
-    """What a person should see of an error body."""
+def _error_message(body: bytes) -> str:
+    """Return the message inside an error body, on one line."""
     try:
         value = msgspec.json.decode(body)
         error = value.get("error", value)

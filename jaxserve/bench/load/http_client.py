@@ -1,7 +1,7 @@
-"""HTTP/1.1 for one server: connections that are used again, and the moment at which each piece of an answer arrived.
+"""An HTTP/1.1 client for one server that reuses connections and takes the arrival time of each piece of a response.
 
-A general client's own work would be measured with the server's, on the same cores, so this one does nothing but send
-a prepared message and hand on the body's bytes as the socket has them; `httptools` undoes the chunking.
+A general HTTP client would compete with the server for the same cores and distort the measurement. This one only sends
+a prepared message and passes the bytes of the body on as they arrive; `httptools` decodes chunked bodies.
 """
 
 from __future__ import annotations
@@ -18,51 +18,51 @@ import httptools
 from jaxserve.errors import JaxserveError
 
 
-class BrokenAnswerError(JaxserveError):
-    """The connection failed, or the answer was cut off, is no HTTP, or took too long."""
+class BrokenResponseError(JaxserveError):
+    """The connection failed, or the response was cut off, is not HTTP, or took too long."""
 
 
-class Sink(Protocol):
-    """Who reads an answer."""
+class ResponseSink(Protocol):
+    """Receives a response."""
 
     def begin(self, status: int) -> None:
-        """The head has come."""
+        """Receive the status; the head has arrived."""
 
     def received(self, body: bytes, when: float) -> None:
-        """A piece of the body came, at `when` by `time.perf_counter()`."""
+        """Receive a piece of the body that arrived at `when`, a time of `time.perf_counter()`."""
 
 
-class Connection(asyncio.Protocol):
-    """One connection and at most one exchange on it. `usable` says whether another may follow."""
+class ClientConnection(asyncio.Protocol):
+    """One connection with at most one exchange at a time. `usable` says whether another exchange may follow."""
 
     def __init__(self) -> None:
         self.usable = True
-        self.answered = False
+        self.response_started = False
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
-        self._sink: Sink | None = None
+        self._sink: ResponseSink | None = None
         self._done: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._arrived = 0.0
-        self._framed = False
+        self._last_arrival = 0.0
+        self._has_length = False
         self._in_body = False
-        self._flows = False
+        self._body_started = False
 
-    async def exchange(self, message: bytes, sink: Sink, *, deadline: float, stall: float) -> None:
-        """Send `message` and read the answer into `sink`.
+    async def exchange(self, message: bytes, sink: ResponseSink, *, deadline: float, stall: float) -> None:
+        """Send `message` and read the response into `sink`.
 
-        `deadline` is by `time.perf_counter()`; `stall` is the longest silence once the body has begun, in seconds: a
-        server may send the head long before a queued request's turn. Raises `BrokenAnswerError`; then, or when
-        cancelled, the connection is closed.
+        `deadline` is a time of `time.perf_counter()`. `stall` is the longest allowed silence in seconds once the body
+        has begun, not before: a server may send the head while the request is still queued. Raises
+        `BrokenResponseError`; then, or when cancelled, the connection is closed.
         """
         assert self._transport is not None
         loop = asyncio.get_running_loop()
         self._parser, self._sink, self._done = httptools.HttpResponseParser(self), sink, loop.create_future()
-        self.answered = self._framed = self._in_body = self._flows = False
+        self.response_started = self._has_length = self._in_body = self._body_started = False
         if not self.usable:
-            raise BrokenAnswerError("the connection was closed")
+            raise BrokenResponseError("the connection was closed")
         self._transport.write(message)
-        self._watch(deadline, stall)
+        self._check_timeouts(deadline, stall)
         try:
             await self._done
         except BaseException:
@@ -74,64 +74,64 @@ class Connection(asyncio.Protocol):
             self._parser = self._sink = self._done = None
 
     def abort(self) -> None:
-        """Close it at once."""
+        """Close the connection at once."""
         self.usable = False
         if self._transport is not None:
             self._transport.abort()
 
-    def _watch(self, deadline: float, stall: float) -> None:
-        """Looks again when the next limit could be reached, not at every piece of the body."""
+    def _check_timeouts(self, deadline: float, stall: float) -> None:
+        """Fail the exchange at a limit, else check again when the next one may be reached: not at every piece."""
         now = time.perf_counter()
-        limit = min(deadline, self._arrived + stall) if self._flows else deadline
+        limit = min(deadline, self._last_arrival + stall) if self._body_started else deadline
         if now >= limit:
             why = f"nothing came for {stall:g} s" if limit < deadline else "it took longer than --request-timeout"
             self._fail(f"timed out: {why}")
             return
         wait = min(limit - now, stall)
-        self._timer = asyncio.get_running_loop().call_later(wait, self._watch, deadline, stall)
+        self._timer = asyncio.get_running_loop().call_later(wait, self._check_timeouts, deadline, stall)
 
     def _fail(self, why: str) -> None:
         self.usable = False
         if self._done is not None and not self._done.done():
-            self._done.set_exception(BrokenAnswerError(why))
+            self._done.set_exception(BrokenResponseError(why))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's are of no class of asyncio's
+        # uvloop's transports derive from no asyncio class.
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        self._arrived = time.perf_counter()
+        self._last_arrival = time.perf_counter()
         if self._parser is None or (self._done is not None and self._done.done()):
             self.abort()
             return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(f"the answer is not HTTP/1.1: {error}")
+            self._fail(f"the response is not HTTP/1.1: {error}")
 
     def connection_lost(self, error: Exception | None) -> None:
-        until_closed = error is None and self._in_body and not self._framed
+        until_closed = error is None and self._in_body and not self._has_length
         self.usable = False
         if until_closed and self._done is not None and not self._done.done():
             self._done.set_result(None)
-        self._fail("the server closed the connection before the answer's end" if error is None else f"{error}")
+        self._fail("the server closed the connection before the end of the response" if error is None else f"{error}")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() in (b"content-length", b"transfer-encoding"):
-            self._framed = True
+            self._has_length = True
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None
         assert self._sink is not None
         status = self._parser.get_status_code()
         if status >= 200:
-            self.answered = self._in_body = True
+            self.response_started = self._in_body = True
             self._sink.begin(status)
 
     def on_body(self, body: bytes) -> None:
         assert self._sink is not None
-        self._flows = True
-        self._sink.received(body, self._arrived)
+        self._body_started = True
+        self._sink.received(body, self._last_arrival)
 
     def on_message_complete(self) -> None:
         assert self._parser is not None
@@ -140,50 +140,50 @@ class Connection(asyncio.Protocol):
             self._done.set_result(None)
 
 
-class Pool:
-    """Connections to one server, found once and kept while `keep_alive`."""
+class ConnectionPool:
+    """Connections to one server: idle ones are kept for reuse if `keep_alive`."""
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None = None, *, keep_alive: bool = True) -> None:
         self._host, self._port, self._tls, self._keep_alive = host, port, tls, keep_alive
         self._address = host
-        self._idle: list[Connection] = []
+        self._idle: list[ClientConnection] = []
 
-    async def find(self) -> None:
-        """Connect to the first of the host's addresses that answers, which is then used throughout.
+    async def connect(self) -> None:
+        """Connect to the first of the host's addresses that accepts, and use that address from then on.
 
-        Raises `BrokenAnswerError` where none does.
+        Raises `BrokenResponseError` when none does.
         """
         loop = asyncio.get_running_loop()
         reasons: list[str] = []
         try:
             found = await loop.getaddrinfo(self._host, self._port, type=1)
         except OSError as error:
-            raise BrokenAnswerError(f"the name {self._host!r} is not known: {error}") from error
+            raise BrokenResponseError(f"the name {self._host!r} is not known: {error}") from error
         for *_, address in found:
             self._address = str(address[0])
             try:
                 self._idle.append(await self._connect())
                 return
-            except BrokenAnswerError as error:
+            except BrokenResponseError as error:
                 reasons.append(str(error))
-        raise BrokenAnswerError("; ".join(dict.fromkeys(reasons)))
+        raise BrokenResponseError("; ".join(dict.fromkeys(reasons)))
 
-    async def exchange(self, message: bytes, sink: Sink, *, deadline: float, stall: float) -> None:
-        """`Connection.exchange` on an idle or a new connection.
+    async def exchange(self, message: bytes, sink: ResponseSink, *, deadline: float, stall: float) -> None:
+        """Run `ClientConnection.exchange` on an idle or a new connection.
 
-        A server may close an idle connection just when it is used again: then the message is sent once more on a new
-        one, if nothing of an answer had come.
+        A server may close an idle connection just as it is reused. The message is then sent again on a new connection,
+        unless a response had already begun.
         """
         while self._idle:
             connection = self._idle.pop()
             if connection.usable:
                 try:
-                    await self._use(connection, message, sink, deadline, stall)
+                    await self._exchange_on(connection, message, sink, deadline, stall)
                     return
-                except BrokenAnswerError:
-                    if connection.answered or time.perf_counter() >= deadline:
+                except BrokenResponseError:
+                    if connection.response_started or time.perf_counter() >= deadline:
                         raise
-        await self._use(await self._connect(), message, sink, deadline, stall)
+        await self._exchange_on(await self._connect(), message, sink, deadline, stall)
 
     def close(self) -> None:
         """Close the idle connections."""
@@ -191,23 +191,25 @@ class Pool:
             connection.abort()
         self._idle.clear()
 
-    async def _use(self, connection: Connection, message: bytes, sink: Sink, deadline: float, stall: float) -> None:
+    async def _exchange_on(
+        self, connection: ClientConnection, message: bytes, sink: ResponseSink, deadline: float, stall: float
+    ) -> None:
         await connection.exchange(message, sink, deadline=deadline, stall=stall)
         if self._keep_alive and connection.usable:
             self._idle.append(connection)
         else:
             connection.abort()
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> ClientConnection:
         loop = asyncio.get_running_loop()
         name = self._host if self._tls is not None else None
         try:
             _, connection = await loop.create_connection(
-                Connection, self._address, self._port, ssl=self._tls, server_hostname=name
+                ClientConnection, self._address, self._port, ssl=self._tls, server_hostname=name
             )
         except OSError as error:
-            # asyncio and uvloop word it differently; a name that isn't known has a number of its own
+            # asyncio and uvloop word the error differently; unknown host names have numbers outside `errno`.
             number = error.errno
             why = os.strerror(number) if number is not None and number in errno.errorcode else str(error)
-            raise BrokenAnswerError(f"could not connect to {self._address}:{self._port}: {why}") from error
+            raise BrokenResponseError(f"could not connect to {self._address}:{self._port}: {why}") from error
         return connection

@@ -1,4 +1,4 @@
-"""Shows how a run goes on: requests done, failed and open, and rates, on standard error where that is a terminal."""
+"""Progress bar of a run on standard error: requests done, open and failed, and the chunk rate."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 
 from tqdm import tqdm
 
-from jaxserve.bench.load.run_load import Load
+from jaxserve.bench.load.run_load import LoadRun
 
 _INTERVAL = 0.5
 
 
-async def show_progress(load: Load, *, disable: bool) -> None:
-    """Until cancelled. tqdm shows nothing where standard error is no terminal."""
+async def show_progress(load: LoadRun, *, disable: bool) -> None:
+    """Update the bar until cancelled. tqdm shows nothing when standard error is not a terminal."""
     with tqdm(
         total=len(load.records), unit="req", file=sys.stderr, disable=True if disable else None, dynamic_ncols=True
     ) as bar:

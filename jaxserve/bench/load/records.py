@@ -1,4 +1,4 @@
-"""What was seen of one request. All times are by `time.perf_counter()`, in seconds."""
+"""The record of one request. All times are in seconds of `time.perf_counter()`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ Status = Literal["open", "ok", "failed", "unfinished"]
 
 
 @dataclasses.dataclass(slots=True)
-class Record:
-    """Filled in by the client while the answer comes.
+class RequestRecord:
+    """Times, token counts and outcome of one request; the client fills it in while the response arrives.
 
-    `token_times` are those of the chunks, which may hold several tokens each; `end` is when the last token or the
-    reason to end came. `output_tokens` are counted by the server (`counted_by` "usage"), by the tokenizer, or, where
-    there is neither, as chunks. "unfinished" requests were cut by the run's end, "failed" ones by anything else.
+    `token_times` are the arrival times of chunks, which may hold several tokens each; `end` is when the last token or
+    the finish reason arrived. `output_tokens` are counted by the server (`counted_by` "usage"), by the tokenizer, or,
+    without either, as chunks. The end of the run makes open requests "unfinished"; every other error makes them
+    "failed".
     """
 
     id: str
@@ -34,22 +35,22 @@ class Record:
 
     @property
     def first_token(self) -> float | None:
-        """When the first token came."""
+        """The time of the first token."""
         return self.token_times[0] if self.token_times else None
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from sending to the first token."""
+        """Seconds from sending the request to the first token."""
         return self.token_times[0] - self.start if self.token_times else None
 
     @property
     def e2el(self) -> float:
-        """Seconds from sending to the end."""
+        """Seconds from sending the request to `end`."""
         return self.end - self.start
 
     @property
     def tpot(self) -> float | None:
-        """Seconds a token after the first; None where there is only one."""
+        """Mean seconds per token after the first; None when there is only one token."""
         if self.output_tokens < 2 or not self.token_times:
             return None
         return (self.end - self.token_times[0]) / (self.output_tokens - 1)

@@ -1,4 +1,4 @@
-"""Runs a load: sends conversations when their time has come, so many at once at most, and gathers the records."""
+"""Runs a load: sends each conversation at its time, limits how many are open, and collects the records."""
 
 from __future__ import annotations
 
@@ -10,60 +10,61 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxserve.bench.datasets.prompts import Conversation, Prompt
-from jaxserve.bench.load.client import Client
-from jaxserve.bench.load.client_load import ClientLoad, Watch
-from jaxserve.bench.load.records import Record
+from jaxserve.bench.datasets.prompts import BenchConversation, Prompt
+from jaxserve.bench.load.client import LoadClient
+from jaxserve.bench.load.client_load import ClientLoad, ClientMonitor
+from jaxserve.bench.load.records import RequestRecord
 
-_GONE = "not sent: an earlier turn of its conversation failed"
+_NOT_SENT = "not sent: an earlier turn of its conversation failed"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Run:
-    """Everything that was seen. `start` is by `time.perf_counter()`, `duration` in seconds to the last answer's end;
-    `interrupted` if it was cut before all were done."""
+class LoadResult:
+    """The records of a run. `start` is a time of `time.perf_counter()`, `duration` the seconds until the last response
+    ended; `interrupted` says that the run was stopped before all requests were done."""
 
-    records: list[Record]
+    records: list[RequestRecord]
     start: float
     duration: float
     interrupted: bool
     client: ClientLoad
 
 
-class Load:
-    """One run, and its state while it goes on."""
+class LoadRun:
+    """One run over a list of conversations, and its progress: `records`, and `open`, the number of open requests."""
 
     def __init__(
         self,
-        client: Client,
-        conversations: Sequence[Conversation],
+        client: LoadClient,
+        conversations: Sequence[BenchConversation],
         times: Sequence[float],
         *,
         max_concurrency: int | None = None,
         id_prefix: str = "",
         seed: int | None = None,
     ) -> None:
-        """`times` say when each conversation begins. With a `seed`, request i carries `seed + i`."""
+        """`times` are the start times of the conversations in seconds. With a `seed`, request i has the seed `seed +
+        i`."""
         self._client, self._conversations, self._times = client, conversations, times
-        self._gate = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+        self._open_limit = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
         self._seed = seed
         self.start = 0.0
         self.open = 0
         self._numbers: list[int] = []
-        self.records: list[Record] = []
+        self.records: list[RequestRecord] = []
         for conversation in conversations:
             self._numbers.append(len(self.records))
             for prompt in conversation.prompts:
                 name = f"{id_prefix}{len(self.records)}"
-                self.records.append(Record(name, prompt.output_tokens, prompt.prompt_tokens))
+                self.records.append(RequestRecord(name, prompt.output_tokens, prompt.prompt_tokens))
 
-    async def run(self, stop: asyncio.Event) -> Run:
-        """Send everything; when `stop` is set, what is open is cut and what was measured is returned."""
-        watch = Watch()
-        # What was prepared will not become garbage; collections during the run need not look at it
+    async def run(self, stop: asyncio.Event) -> LoadResult:
+        """Send everything and return the result; setting `stop` cancels open requests and ends the run early."""
+        monitor = ClientMonitor()
+        # The prepared prompts live until the end: freezing them spares collections during the run from scanning them.
         gc.collect()
         gc.freeze()
-        watch.start()
+        monitor.start()
         self.start = time.perf_counter()
         sending = asyncio.create_task(self._send_all())
         stopping = asyncio.create_task(stop.wait())
@@ -75,14 +76,14 @@ class Load:
             for task in (sending, stopping):
                 task.cancel()
             await asyncio.gather(sending, stopping, return_exceptions=True)
-            client = watch.stop()
+            client = monitor.stop()
             gc.unfreeze()
         if not interrupted:
             sending.result()
         for record in self.records:
             if record.status == "open":
                 record.status, record.error = "unfinished", "not sent before the run was ended"
-        return Run(self.records, self.start, end - self.start, interrupted, client)
+        return LoadResult(self.records, self.start, end - self.start, interrupted, client)
 
     async def _send_all(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -90,9 +91,9 @@ class Load:
                 wait = self.start + at - time.perf_counter()
                 if wait > 0:
                     await asyncio.sleep(wait)
-                group.create_task(self._converse(conversation, number))
+                group.create_task(self._send_conversation(conversation, number))
 
-    async def _converse(self, conversation: Conversation, first: int) -> None:
+    async def _send_conversation(self, conversation: BenchConversation, first: int) -> None:
         history: list[dict[str, Any]] = []
         if conversation.system is not None:
             history.append({"role": "system", "content": conversation.system})
@@ -100,27 +101,27 @@ class Load:
             if number > first and conversation.pause:
                 await asyncio.sleep(conversation.pause)
             record = self.records[number]
-            await self._ask(record, prompt, history, number)
+            await self._send(record, prompt, history, number)
             if record.status != "ok":
                 for left in self.records[number + 1 : first + len(conversation.prompts)]:
-                    left.status, left.error = "failed", _GONE
+                    left.status, left.error = "failed", _NOT_SENT
                 return
             if len(conversation.prompts) > 1:
                 history += [{"role": "user", "content": prompt.content}, {"role": "assistant", "content": record.text}]
 
-    async def _ask(self, record: Record, prompt: Prompt, history: list[dict[str, Any]], number: int) -> None:
-        came = time.perf_counter()
-        async with self._gate:
+    async def _send(self, record: RequestRecord, prompt: Prompt, history: list[dict[str, Any]], number: int) -> None:
+        arrived = time.perf_counter()
+        async with self._open_limit:
             self.open += 1
-            record.queued = time.perf_counter() - came
+            record.queued = time.perf_counter() - arrived
             try:
-                await self._client.ask(record, prompt, history, None if self._seed is None else self._seed + number)
+                await self._client.send(record, prompt, history, None if self._seed is None else self._seed + number)
             finally:
                 self.open -= 1
 
 
-def count_with(records: Sequence[Record], count: Callable[[str], int]) -> None:
-    """Counts answers whose server sent no usage by their text."""
+def count_answer_tokens(records: Sequence[RequestRecord], count: Callable[[str], int]) -> None:
+    """Count the tokens of answers by their text where the server sent no usage."""
     for record in records:
         if record.counted_by == "chunks" and record.token_times:
             record.counted_by, record.output_tokens = "tokenizer", count(record.text)

@@ -1,4 +1,4 @@
-"""Server-sent events from bytes that may be split anywhere."""
+"""Parses server-sent events out of bytes that may be split anywhere."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ _DATA_LINE = b"data:"
 
 
 class EventSplitter:
-    """Collects bytes and hands out the data of whole events; comments, names and ids are passed over.
+    """Collects bytes and returns the data of complete events; comments, names and ids are skipped.
 
-    A line `error: …`, which no standard knows but llama.cpp's server has sent, counts as data.
+    A line `error: …` counts as data: it is in no standard, but llama.cpp's server has sent it.
     """
 
     __slots__ = ("_data", "_rest")
@@ -19,7 +19,7 @@ class EventSplitter:
         self._data: list[bytes] = []
 
     def feed(self, body: bytes) -> list[bytes]:
-        """The events that `body` completes."""
+        """Return the data of the events that `body` completes."""
         lines = (self._rest + body).split(b"\n") if self._rest else body.split(b"\n")
         self._rest = lines.pop()
         events: list[bytes] = []
@@ -35,5 +35,5 @@ class EventSplitter:
         return events
 
     def finish(self) -> list[bytes]:
-        """What is left when the answer has ended; some servers leave out the last empty line."""
+        """Return the last event after the response has ended; some servers omit the final empty line."""
         return self.feed(b"\n\n")

@@ -1,4 +1,4 @@
-"""What the events of an OpenAI stream say: text, its end, usage, or an error. Any server's extra fields are ignored."""
+"""The events of an OpenAI stream: text, finish reason, usage, or an error. Unknown fields are ignored."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 
-class Delta(msgspec.Struct, gc=False):
-    """A piece of a chat answer; reasoning and tool calls are tokens as well."""
+class StreamDelta(msgspec.Struct, gc=False):
+    """A piece of a chat answer; reasoning and tool calls count as tokens too."""
 
     role: str | None = None
     content: str | None = None
@@ -17,46 +17,46 @@ class Delta(msgspec.Struct, gc=False):
     tool_calls: Any = None
 
 
-class Choice(msgspec.Struct, gc=False):
-    """A piece of one answer; `text` from completions, `delta` from chats."""
+class StreamChoice(msgspec.Struct, gc=False):
+    """A piece of one answer: `text` in completions, `delta` in chats."""
 
     text: str | None = None
-    delta: Delta | None = None
+    delta: StreamDelta | None = None
     finish_reason: str | None = None
 
-    def said(self) -> str:
-        """The new text."""
+    def new_text(self) -> str:
+        """Return the new text."""
         if self.delta is None:
             return self.text or ""
         return self.delta.content or self.delta.reasoning_content or self.delta.reasoning or ""
 
     def is_token(self) -> bool:
-        """Whether a token came with it. A token may have no text (half a character); the message that opens a chat
-        and the one that only says why it ended hold none."""
+        """Return whether it holds a token. A token may have no text (half a character); the event that opens a chat
+        and the one that only has a finish reason hold none."""
         delta = self.delta
-        if self.said() or (delta is not None and delta.tool_calls):
+        if self.new_text() or (delta is not None and delta.tool_calls):
             return True
         return self.finish_reason is None and (delta is None or delta.role is None)
 
 
-class Usage(msgspec.Struct, gc=False):
-    """What the server counted."""
+class StreamUsage(msgspec.Struct, gc=False):
+    """The server's token counts."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
-class Chunk(msgspec.Struct, gc=False):
-    """One event."""
+class StreamChunk(msgspec.Struct, gc=False):
+    """The data of one event."""
 
-    choices: list[Choice] = []
-    usage: Usage | None = None
+    choices: list[StreamChoice] = []
+    usage: StreamUsage | None = None
     error: Any = None
     object: str | None = None
     message: str | None = None
 
-    def fault(self) -> str | None:
-        """What went wrong at the server, where this says so."""
+    def error_text(self) -> str | None:
+        """Return the server's error message, or None when the event is not an error."""
         error = self.error
         if error is None:
             return self.message if self.object == "error" else None
@@ -65,5 +65,5 @@ class Chunk(msgspec.Struct, gc=False):
 
 DONE = b"[DONE]"
 
-decode_chunk = msgspec.json.Decoder(Chunk).decode
-"""A `Chunk` from an event's data. Raises `msgspec.DecodeError` (not JSON) or `msgspec.ValidationError`."""
+decode_stream_chunk = msgspec.json.Decoder(StreamChunk).decode
+"""Decode an event's data. Raises `msgspec.DecodeError` (not JSON) or `msgspec.ValidationError`."""

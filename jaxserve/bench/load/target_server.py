@@ -1,4 +1,4 @@
-"""Which server is measured: where it listens, what it calls its model, and whether it answers at all."""
+"""The server under test: its address, the name of its model, and small requests to it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from jaxserve.bench.load.backends import message
-from jaxserve.bench.load.http_client import BrokenAnswerError, Pool
+from jaxserve.bench.load.backends import http_message
+from jaxserve.bench.load.http_client import BrokenResponseError, ConnectionPool
 from jaxserve.errors import ConfigError, JaxserveError
-from jaxserve.model_source import tokenizer_source
+from jaxserve.model_source import resolve_tokenizer
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 
-_ASK_SECONDS = 30.0
-_BETWEEN_TRIES = 0.25
+_REQUEST_SECONDS = 30.0
+_RETRY_SECONDS = 0.25
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Server:
-    """A server's address. `prefix` is the part of the path that its routes stand under."""
+class TargetServer:
+    """A server's address. `prefix` is the path in front of its routes, such as /proxy."""
 
     host: str
     port: int
@@ -33,32 +33,32 @@ class Server:
 
     @property
     def url(self) -> str:
-        """As a person writes it."""
+        """The base URL."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http{'s' if self.tls else ''}://{host}:{self.port}{self.prefix}"
 
     @property
     def authority(self) -> str:
-        """What the Host header says."""
+        """The value of the Host header."""
         return self.url.split("/")[2]
 
     def path(self, endpoint: str) -> str:
-        """The path of a route; /v1 isn't said twice."""
+        """Return the full path of a route; a prefix that ends in /v1 is not repeated."""
         endpoint = f"/{endpoint.lstrip('/')}"
         return f"{self.prefix.removesuffix('/v1') if endpoint.startswith('/v1/') else self.prefix}{endpoint}"
 
-    def pool(self, *, keep_alive: bool = True, insecure: bool = False) -> Pool:
-        """Connections to it; `insecure` takes any certificate."""
+    def pool(self, *, keep_alive: bool = True, insecure: bool = False) -> ConnectionPool:
+        """Create a pool of connections to this server; `insecure` accepts any certificate."""
         tls = None
         if self.tls:
             tls = ssl.create_default_context()
             if insecure:
                 tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
-        return Pool(self.host, self.port, tls, keep_alive=keep_alive)
+        return ConnectionPool(self.host, self.port, tls, keep_alive=keep_alive)
 
 
-def server_at(base_url: str) -> Server:
-    """The server a URL means. Raises `ConfigError`."""
+def parse_base_url(base_url: str) -> TargetServer:
+    """Parse the value of --base-url. Raises `ConfigError`."""
     parts = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
     try:
         port = parts.port
@@ -67,22 +67,22 @@ def server_at(base_url: str) -> Server:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"--base-url {base_url!r} must be like http://127.0.0.1:8000")
     tls = parts.scheme == "https"
-    return Server(parts.hostname, port or (443 if tls else 80), parts.path.rstrip("/"), tls)
+    return TargetServer(parts.hostname, port or (443 if tls else 80), parts.path.rstrip("/"), tls)
 
 
-class Model(msgspec.Struct):
-    """A model's card; `root` is where vLLM loaded it from."""
+class ServedModel(msgspec.Struct):
+    """An entry of /v1/models; `root` is the folder that vLLM loaded the model from."""
 
     id: str
     root: str | None = None
 
 
-class _Models(msgspec.Struct):
-    data: list[Model]
+class _ModelList(msgspec.Struct):
+    data: list[ServedModel]
 
 
-class _Body:
-    """Keeps an answer."""
+class _ResponseBody:
+    """Collects the status and body of a response."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -95,62 +95,62 @@ class _Body:
         self.body += body
 
 
-async def find_server(server: Server, pool: Pool, *, patience: float) -> None:
-    """Connect once, trying again for `patience` seconds. Raises `JaxserveError` where nothing listens."""
+async def wait_for_server(server: TargetServer, pool: ConnectionPool, *, patience: float) -> None:
+    """Connect once, retrying for `patience` seconds. Raises `JaxserveError` when nothing listens."""
     deadline = time.perf_counter() + patience
     while True:
         try:
-            await pool.find()
+            await pool.connect()
             return
-        except BrokenAnswerError as error:
+        except BrokenResponseError as error:
             if time.perf_counter() >= deadline:
                 raise JaxserveError(f"no server answers at {server.url}: {error}") from error
-        await asyncio.sleep(_BETWEEN_TRIES)
+        await asyncio.sleep(_RETRY_SECONDS)
 
 
-async def call(
-    server: Server,
-    pool: Pool,
+async def send_request(
+    server: TargetServer,
+    pool: ConnectionPool,
     headers: Mapping[str, str],
     endpoint: str,
     method: str = "GET",
     *,
-    seconds: float = _ASK_SECONDS,
+    seconds: float = _REQUEST_SECONDS,
 ) -> tuple[int, bytes]:
-    """Status and body of a small request. Raises `JaxserveError` where no answer comes."""
-    answer = _Body()
-    text = message(method, server.path(endpoint), server.authority, headers)
+    """Send a small request and return its status and body. Raises `JaxserveError` when it gets no response."""
+    response = _ResponseBody()
+    text = http_message(method, server.path(endpoint), server.authority, headers)
     try:
-        await pool.exchange(text, answer, deadline=time.perf_counter() + seconds, stall=seconds)
-    except BrokenAnswerError as error:
+        await pool.exchange(text, response, deadline=time.perf_counter() + seconds, stall=seconds)
+    except BrokenResponseError as error:
         raise JaxserveError(f"{method} {server.url}{endpoint}: {error}") from error
-    return answer.status, bytes(answer.body)
+    return response.status, bytes(response.body)
 
 
-async def served_model(server: Server, pool: Pool, headers: Mapping[str, str]) -> Model:
-    """The first model of /v1/models. Raises `JaxserveError`."""
-    status, body = await call(server, pool, headers, "/v1/models")
+async def first_served_model(server: TargetServer, pool: ConnectionPool, headers: Mapping[str, str]) -> ServedModel:
+    """Return the first model of /v1/models. Raises `JaxserveError`."""
+    status, body = await send_request(server, pool, headers, "/v1/models")
     try:
-        models = msgspec.json.decode(body, type=_Models).data
+        models = msgspec.json.decode(body, type=_ModelList).data
     except msgspec.DecodeError:
         models = []
     if status != 200 or not models:
         shown = body[:200].decode(errors="replace")
         raise JaxserveError(
-            f"{server.url} names no model at /v1/models (HTTP {status}: {shown}); name it with --model, "
-            "and its key, if it wants one, with --api-key"
+            f"{server.url} lists no model at /v1/models (HTTP {status}: {shown}); name the model with "
+            "--model, and give the server's key, if it has one, with --api-key"
         )
     return models[0]
 
 
-def tokenizer_named(name: str) -> Tokenizer:
-    """The tokenizer of a model here or on the hub. Raises `ConfigError` saying what to do."""
+def load_named_tokenizer(name: str) -> Tokenizer:
+    """Load the tokenizer of a local model or a hub id. Raises `ConfigError` that says what to do."""
     try:
-        return load_tokenizer(tokenizer_source(name))
+        return load_tokenizer(resolve_tokenizer(name))
     except JaxserveError as error:
         raise ConfigError(f"no tokenizer for {name!r}; name one with --tokenizer ({error})") from error
 
 
 def tokenizer_name(model: str, root: str | None) -> str:
-    """What the tokenizer is looked for under: the folder the server loaded, where it is on this machine too."""
+    """Return where to look for the tokenizer: the folder the server loaded if it is on this machine, else the model."""
     return root if root is not None and Path(root).exists() else model

@@ -1,4 +1,4 @@
-"""One measured run: `jaxserve bench serve` against a server, its result in a file that is whole or not there."""
+"""One measured run: `jaxserve bench serve` against a server. Its result file is either complete or absent."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import Any
 
 import httpx
 
-from jaxserve.bench.processes.server_process import BENCH_SERVE, Server, last_lines, run_client
+from jaxserve.bench.processes.server_process import BENCH_SERVE, ServerProcess, last_lines, run_client
 from jaxserve.errors import BenchRunError
 
 _FLUSH_TIMEOUT = 60.0
-# A server whose engine has died says why before it ends; its clients fail first.
-_LAST_WORDS = 2.0
+# After the engine has died, clients fail a little before the server logs the reason and ends.
+_SERVER_END_TIME = 2.0
 
 
 def measure(
-    server: Server, flags: Sequence[str], output: Path, *, timeout: float, command: Sequence[str] = BENCH_SERVE
+    server: ServerProcess, flags: Sequence[str], output: Path, *, timeout: float, command: Sequence[str] = BENCH_SERVE
 ) -> dict[str, Any]:
-    """Run a load and write its result to `output`; the log lies beside it. Raises `BenchRunError`.
+    """Run a load, write its result to `output` and its log beside it, and return the result. Raises `BenchRunError`.
 
-    The prefix cache is emptied first, so that no run lives on what another one computed.
+    The prefix cache is flushed first, so that no run reuses what an earlier one computed.
     """
     with contextlib.suppress(httpx.HTTPError):
         httpx.post(f"{server.url}/flush_cache", timeout=_FLUSH_TIMEOUT)
     part = output.with_suffix(".part")
     part.unlink(missing_ok=True)
     log = output.with_suffix(".log")
-    whole = [*command, "--base-url", server.url, *flags, "--disable-tqdm", "--output-json", str(part)]
+    arguments = [*command, "--base-url", server.url, *flags, "--disable-tqdm", "--output-json", str(part)]
     try:
-        run_client(whole, log, timeout=timeout)
+        run_client(arguments, log, timeout=timeout)
     except BenchRunError:
-        if server.ends_within(_LAST_WORDS):
+        if server.ends_within(_SERVER_END_TIME):
             raise BenchRunError(f"the server ended during the run: {last_lines(server.log)}") from None
         raise
     if not server.is_alive:

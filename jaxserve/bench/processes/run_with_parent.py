@@ -1,8 +1,8 @@
-"""Runs a command that ends when the process that started it does, however that one ends.
+"""Runs a command that is ended together with its parent process, even when that is killed.
 
-`python -m jaxserve.bench.processes.run_with_parent PARENT COMMAND…`, where PARENT is the id of that process. A
-benchmark that is killed must not leave a server behind that disturbs the next one. On Linux the kernel sees to it;
-elsewhere the command just runs.
+`python -m jaxserve.bench.processes.run_with_parent PARENT COMMAND…`, where PARENT is the parent's process id. A killed
+benchmark must not leave a server running that disturbs the next one. Only Linux supports this; elsewhere the command
+just runs.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from jaxserve import host
 
 
 def main(argv: list[str]) -> None:
-    """Become the command; never returns."""
+    """Replace this process by the command; never returns."""
     parent, command = int(argv[0]), argv[1:]
-    host.die_with_parent(signal.SIGTERM)
-    if os.getppid() != parent:  # it ended before the kernel was asked
-        sys.exit(1)
+    host.die_with_parent(parent, signal.SIGTERM)
     os.execvp(command[0], command)
 
 

@@ -1,7 +1,7 @@
-"""The processes of a benchmark: a server that is ready, a client that runs to its end. Both are gone afterwards.
+"""The processes of a benchmark: a server that is ready, and a client that runs to its end. Neither outlives its caller.
 
-Owns how they are started (a session of their own, so that Ctrl-C in the terminal reaches only us), waited for and
-ended, and their logs. What they are told and what they measure is the caller's.
+This module starts them (in sessions of their own, so that Ctrl-C in the terminal reaches only the benchmark), waits for
+them, ends them and keeps their logs. Callers choose the flags and read the results.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,19 +17,20 @@ from pathlib import Path
 
 import httpx
 
+from jaxserve import host
 from jaxserve.errors import BenchRunError
 
 SERVE = (sys.executable, "-m", "jaxserve", "serve")
 BENCH_SERVE = (sys.executable, "-m", "jaxserve", "bench", "serve")
 
-_POLL = 0.1
-# A server drains before it ends; nothing is open by then, so this is for one that hangs.
+_POLL_INTERVAL = 0.1
+# By then no request is open, so a server that takes longer to end hangs.
 _END_TIMEOUT = 30.0
 _LAST_LINES = 5
 
 
-class Server:
-    """A server that was ready. `url` is where it listens, `log` what it wrote, `start_seconds` how long it took."""
+class ServerProcess:
+    """A running server: its URL, its log file, and how many seconds it took to become ready."""
 
     def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
         self._process = process
@@ -44,13 +44,13 @@ class Server:
         return self._process.poll() is None
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether it has ended, or does so soon."""
+        """Wait up to `seconds` for the process to end; return whether it has."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return not self.is_alive
 
-    def wait_until_ready(self, timeout: float, *, poll: float = _POLL) -> None:
-        """Returns when it takes requests. Raises `BenchRunError` when it ends before that, or takes too long."""
+    def wait_until_ready(self, timeout: float, *, poll: float = _POLL_INTERVAL) -> None:
+        """Wait until it accepts requests. Raises `BenchRunError` when it ends first, or after `timeout` seconds."""
         start = time.monotonic()
         with httpx.Client(timeout=5.0) as client:
             while not _answers(client, f"{self.url}/ready"):
@@ -67,19 +67,19 @@ class Server:
 
 @contextlib.contextmanager
 def serving(
-    flags: Sequence[str], log: Path, *, timeout: float, command: Sequence[str] = SERVE, poll: float = _POLL
-) -> Iterator[Server]:
-    """`jaxserve serve` with these flags on a free port of this machine, looked at every `poll` seconds until it is
-    ready. Raises `BenchRunError` if it doesn't start."""
-    port = _free_port()
+    flags: Sequence[str], log: Path, *, timeout: float, command: Sequence[str] = SERVE, poll: float = _POLL_INTERVAL
+) -> Iterator[ServerProcess]:
+    """Run `jaxserve serve` with these flags on a free port of this machine, and yield it when it is ready, which is
+    checked every `poll` seconds. Raises `BenchRunError` if it doesn't start."""
+    port = host.free_port()
     with _process([*command, *flags, "--host", "127.0.0.1", "--port", str(port)], log) as process:
-        server = Server(process, f"http://127.0.0.1:{port}", log)
+        server = ServerProcess(process, f"http://127.0.0.1:{port}", log)
         server.wait_until_ready(timeout, poll=poll)
         yield server
 
 
 def run_client(command: Sequence[str], log: Path, *, timeout: float) -> None:
-    """Runs a command to its end. Raises `BenchRunError` when it fails or takes longer than `timeout` seconds."""
+    """Run a command to its end. Raises `BenchRunError` when it fails or takes longer than `timeout` seconds."""
     with _process(command, log) as process:
         try:
             code = process.wait(timeout)
@@ -90,21 +90,25 @@ def run_client(command: Sequence[str], log: Path, *, timeout: float) -> None:
 
 
 def last_lines(log: Path) -> str:
-    """The end of a log, on one line."""
+    """Return the last lines of a log, joined to one."""
     with contextlib.suppress(OSError):
         lines = [line.strip() for line in log.read_text(errors="replace").replace("\r", "\n").splitlines()]
-        found = " | ".join([line for line in lines if line][-_LAST_LINES:])
-        return f"{found} (log: {log})" if found else f"it wrote nothing (log: {log})"
+        text = " | ".join([line for line in lines if line][-_LAST_LINES:])
+        return f"{text} (log: {log})" if text else f"it wrote nothing (log: {log})"
     return f"its log {log} can't be read"
 
 
 @contextlib.contextmanager
 def _process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    tied = [sys.executable, "-m", "jaxserve.bench.processes.run_with_parent", str(os.getpid()), *command]
+    command_with_parent = [sys.executable, "-m", "jaxserve.bench.processes.run_with_parent", str(os.getpid()), *command]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
         process = subprocess.Popen(
-            tied, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command_with_parent,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         yield process
@@ -128,10 +132,3 @@ def _answers(client: httpx.Client, url: str) -> bool:
         return client.get(url).status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

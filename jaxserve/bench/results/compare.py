@@ -1,7 +1,7 @@
-"""Two sides, each one run or several of the same load: ratios with their confidence, and a verdict beyond noise only.
+"""Compares two sides, each of one or several runs of the same load: ratios, confidence bounds, and verdicts.
 
-Several runs a side: the spread is that between runs. One run a side: that within the run, by its raw requests; what
-differs from run to run can't be seen then, so a smaller difference is no verdict. It prints nothing.
+With several runs per side the bounds come from the spread between runs. With one run per side they come from the spread
+of its raw requests; differences from run to run are invisible then, so a verdict needs a larger difference.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxserve.bench.results import intervals
 from jaxserve.bench.results.intervals import Interval
-from jaxserve.bench.results.resample import draws
+from jaxserve.bench.results.resample import resample_metric
 from jaxserve.bench.results.run_file import RunFile
 from jaxserve.config.nearest import nearest
 from jaxserve.errors import ConfigError
@@ -23,18 +23,18 @@ from jaxserve.errors import ConfigError
 Verdict = Literal["faster", "slower", "no difference beyond noise", "can't tell"]
 
 CONFIDENCE = 0.99
-# Percent that two runs of the same thing may differ by without a verdict: with one run a side, and with several.
+# Differences below this many percent get no verdict: with one run per side, and with several.
 MIN_DIFFERENCE_ONE_RUN = 5.0
 MIN_DIFFERENCE = 1.0
-# Means of tokens may differ by so much between runs of one load: tokenizers, and answers that end by themselves.
+# Mean token counts may differ by this share between runs of one load: by tokenizers and by answers that stop early.
 _SAME_TOKENS = 0.03
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One metric: both sides' values (geometric means over runs), B/A with its bounds, and what that says of B.
+class ComparisonRow:
+    """One metric: the values of both sides (geometric means over runs), the interval of B/A, and the verdict on B.
 
-    `interval` is None where there is nothing to take a spread from; `why` then says what is missing.
+    `interval` is None when the files hold nothing to compute a spread from; `why` then says what is missing.
     """
 
     metric: str
@@ -47,22 +47,23 @@ class Row:
 
     @property
     def worse_by(self) -> float:
-        """By how many percent B is worse than A; below 0 where it is better."""
+        """How many percent B is worse than A; negative if it is better."""
         ratio = self.b / self.a
         return 100.0 * ((1.0 - ratio) if self.higher_is_better else (ratio - 1.0))
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """All of it. `differences` are settings of the load that differ, which only `force` lets through."""
+    """The result of a comparison. `differences` lists how the loads differ; only `force` allows any."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
     failed_share: tuple[float, float]
     differences: tuple[str, ...]
     notes: tuple[str, ...]
 
     def regressions(self, percent: float) -> list[str]:
-        """What is worse in B beyond noise by more than so many percent; more failed requests are always worse."""
+        """Describe the metrics of B that are worse beyond noise by more than `percent`; more failed requests always
+        count."""
         found = [
             f"{row.metric} is {row.worse_by:.1f} % worse"
             for row in self.rows
@@ -74,7 +75,7 @@ class Comparison:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """The same for `--output-json`."""
+        """Return the content of `--output-json`."""
         return {
             "metrics": [
                 dataclasses.asdict(row) | {"ratio": row.b / row.a, "worse_by_percent": row.worse_by}
@@ -95,9 +96,9 @@ def compare(
     metrics: Collection[str] | None = None,
     force: bool = False,
 ) -> Comparison:
-    """Compare B with A. `min_difference` is in percent; None takes the defaults above.
+    """Compare B with A. `min_difference` is in percent; None selects the defaults above.
 
-    Raises `ConfigError` where the two are different kinds of run, or (without `force`) different loads.
+    Raises `ConfigError` when the two are different kinds of run or, without `force`, different loads.
     """
     runs = [*a, *b]
     kinds = {run.kind for run in runs}
@@ -105,7 +106,7 @@ def compare(
         raise ConfigError(f"{' and '.join(f'bench {kind}' for kind in sorted(kinds))} measure different things")
     differences = tuple(dict.fromkeys(text for run in runs[1:] for text in _differences(runs[0], run)))
     if differences and not force:
-        raise ConfigError(f"the runs had different loads: {'; '.join(differences)}. --force compares them all the same")
+        raise ConfigError(f"the runs had different loads: {'; '.join(differences)}. --force compares them anyway")
     several = len(a) > 1 or len(b) > 1
     if min_difference is None:
         min_difference = MIN_DIFFERENCE if several else MIN_DIFFERENCE_ONE_RUN
@@ -114,25 +115,27 @@ def compare(
     return Comparison(rows, (_failed_share(a), _failed_share(b)), differences, tuple(_notes(a, b, min_difference)))
 
 
-def _row(name: str, a: Sequence[RunFile], b: Sequence[RunFile], confidence: float, min_difference: float) -> Row:
-    higher = name in a[0].higher
+def _row(
+    name: str, a: Sequence[RunFile], b: Sequence[RunFile], confidence: float, min_difference: float
+) -> ComparisonRow:
+    higher = name in a[0].higher_is_better
     values_a, values_b = ([run.figures[name] for run in side] for side in (a, b))
     middle_a, middle_b = (math.exp(float(np.log(values).mean())) for values in (values_a, values_b))
     why = ""
     if len(a) > 1 or len(b) > 1:
         interval = intervals.ratio_of_runs(values_a, values_b, confidence)
     else:
-        drawn_a, drawn_b = draws(a[0], name, seed=1), draws(b[0], name, seed=2)
+        drawn_a, drawn_b = resample_metric(a[0], name, seed=1), resample_metric(b[0], name, seed=2)
         if isinstance(drawn_a, str) or isinstance(drawn_b, str):
             why = drawn_a if isinstance(drawn_a, str) else str(drawn_b)
             interval = None
         else:
             interval = intervals.ratio_of_draws(drawn_a, drawn_b, middle_b / middle_a, confidence)
-    return Row(name, higher, middle_a, middle_b, interval, verdict(interval, higher, min_difference), why)
+    return ComparisonRow(name, higher, middle_a, middle_b, interval, verdict(interval, higher, min_difference), why)
 
 
 def verdict(interval: Interval | None, higher_is_better: bool, min_difference: float) -> Verdict:
-    """What an interval of B/A says of B: a difference counts when the interval excludes 1 and it is large enough."""
+    """Judge B by the interval of B/A: a difference counts if the interval excludes 1 and it is large enough."""
     if interval is None:
         return "can't tell"
     beyond = interval.low > 1.0 or interval.high < 1.0
@@ -177,15 +180,15 @@ def _notes(a: Sequence[RunFile], b: Sequence[RunFile], min_difference: float) ->
     notes = []
     if len(a) == len(b) == 1:
         notes.append(
-            "One run a side: the spread is that within the run. What differs from run to run is not in it, so a "
-            f"difference below {min_difference:g} % is no verdict; give several runs with --a and --b."
+            "One run a side: the bounds come from the spread within the run and miss differences from run to run, so a "
+            f"difference below {min_difference:g} % gets no verdict; give several runs with --a and --b."
         )
     elif min(len(a), len(b)) == 1:
-        notes.append("One side has a single run: it is taken to vary from run to run as the other one does.")
+        notes.append("One side has a single run: it is assumed to vary from run to run as much as the other side.")
     models = {run.model for run in [*a, *b] if run.model}
     if len(models) > 1:
         notes.append(f"The models have different names: {', '.join(sorted(models))}.")
-    notes += [f"{run.path} was interrupted: it holds a part of its load." for run in [*a, *b] if run.interrupted]
+    notes += [f"{run.path} was interrupted: it holds only part of its load." for run in [*a, *b] if run.interrupted]
     for name, side in (("A", a), ("B", b)):
         failed = sum(run.failed for run in side)
         if failed:

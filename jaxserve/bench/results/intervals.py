@@ -1,6 +1,6 @@
-"""How far a ratio of two measurements can be trusted: the bootstrap over a run's requests, Student's t over runs.
+"""Confidence intervals for a ratio of two measurements: bootstrap over a run's requests, Student's t over runs.
 
-Pure numbers in, intervals out; it knows no metrics and no files.
+Pure functions on numbers; metrics and files are handled elsewhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DRAWS = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A ratio and between which bounds it lies at the confidence asked for."""
+    """A ratio with its confidence bounds."""
 
     ratio: float
     low: float
@@ -24,8 +24,8 @@ class Interval:
 
 
 def resampled_indices(size: int, block: int, *, draws: int, seed: int) -> np.ndarray:
-    """`[draws, size]` indices, drawn with replacement in runs of `block` neighbours (the circular block bootstrap,
-    Politis and Romano 1992): what requests share with those beside them stays in the spread."""
+    """Draw `[draws, size]` indices with replacement, in runs of `block` neighbours (the circular block bootstrap,
+    Politis and Romano 1992): this keeps the correlation of neighbouring requests."""
     block = max(1, min(block, size))
     count = -(-size // block)
     starts = np.random.default_rng(seed).integers(0, size, (draws, count))
@@ -34,7 +34,7 @@ def resampled_indices(size: int, block: int, *, draws: int, seed: int) -> np.nda
 
 
 def ratio_of_draws(a: np.ndarray, b: np.ndarray, ratio: float, confidence: float) -> Interval:
-    """The ratio B/A with the quantiles of its independent draws around it."""
+    """Return the ratio B/A with the quantiles of its independent draws as bounds."""
     ratios = np.log(b) - np.log(a)
     edge = (1.0 - confidence) / 2.0
     low, high = np.quantile(ratios[np.isfinite(ratios)], [edge, 1.0 - edge])
@@ -42,10 +42,10 @@ def ratio_of_draws(a: np.ndarray, b: np.ndarray, ratio: float, confidence: float
 
 
 def ratio_of_runs(a: Sequence[float], b: Sequence[float], confidence: float) -> Interval | None:
-    """The ratio B/A of geometric means over repeated runs, with Student's t interval of their logarithms.
+    """Return the ratio B/A of geometric means over repeated runs, with Student's t interval of their logarithms.
 
-    Both sides are taken to vary alike, as a few runs can't say otherwise; a side with one run borrows the spread of
-    the other. None where neither has two. Values must be above 0.
+    Assumes equal variance, because a few runs can't show a difference in it; so a side with one run gets the variance
+    of the other. None if neither side has two runs. Values must be above 0.
     """
     logs_a, logs_b = np.log(a), np.log(b)
     freedom = len(a) + len(b) - 2

@@ -1,7 +1,8 @@
-"""Figures of a run from its records, under vLLM's key names.
+"""Computes the figures of a run from its records, under vLLM's key names.
 
-Only requests that ended well are averaged; the others are counted. TTFT is from sending to the first token, ITL between
-chunks as they arrived, TPOT the time after the first token by the tokens after the first, E2EL to the last token.
+Only successful requests are averaged; the others are counted. TTFT is the time from sending to the first token, ITL the
+time between chunks, TPOT the time after the first token divided by the tokens after it, E2EL the time to the last
+token.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.bench.load.records import Record
-from jaxserve.bench.load.run_load import Run
+from jaxserve.bench.load.records import RequestRecord
+from jaxserve.bench.load.run_load import LoadResult
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
-def summary(
-    run: Run,
+def compute_figures(
+    run: LoadResult,
     *,
     goodput: Mapping[str, float] | None = None,
     metrics: Sequence[str] = METRICS,
     percentiles: Sequence[float] = (50, 90, 95, 99),
 ) -> dict[str, Any]:
-    """The figures. `goodput` are limits in milliseconds by metric; a latency nobody measured is left out."""
+    """Return the figures. `goodput` has limits in milliseconds by metric; latencies without values are left out."""
     done = [record for record in run.records if record.status == "ok"]
     seconds = run.duration
     outputs = sum(record.output_tokens for record in done)
@@ -42,8 +43,8 @@ def summary(
         "request_throughput": len(done) / seconds,
         "output_throughput": outputs / seconds,
         "total_token_throughput": (inputs + outputs) / seconds,
-        "max_output_tokens_per_s": _most_tokens_in_a_second(done),
-        "max_concurrent_requests": _most_open(run.records),
+        "max_output_tokens_per_s": _peak_tokens_per_second(done),
+        "max_concurrent_requests": _peak_open(run.records),
         "counted_by": dict(Counter(record.counted_by for record in done)),
     }
     if goodput:
@@ -54,11 +55,11 @@ def summary(
 
 
 def percentile_key(percentile: float) -> str:
-    """`p99`, `p99.9`."""
+    """Return `p99`, `p99.9`."""
     return f"p{percentile:g}"
 
 
-def _values(metric: str, done: Sequence[Record]) -> list[float]:
+def _values(metric: str, done: Sequence[RequestRecord]) -> list[float]:
     if metric == "itl":
         return [itl for record in done for itl in record.itls]
     values = [getattr(record, metric) for record in done]
@@ -79,13 +80,13 @@ def _spread(metric: str, values: Sequence[float], percentiles: Sequence[float]) 
     return figures
 
 
-def _is_good(record: Record, goodput: Mapping[str, float]) -> bool:
-    """A single token has no TPOT, so no limit on it is missed."""
+def _is_good(record: RequestRecord, goodput: Mapping[str, float]) -> bool:
+    """Return whether the request met all limits; one with a single token has no TPOT and meets that limit."""
     return all((getattr(record, metric) or 0.0) * 1e3 <= limit for metric, limit in goodput.items())
 
 
-def _most_tokens_in_a_second(done: Sequence[Record]) -> float:
-    """In the fullest second since the first was sent; a chunk counts as its share of its request's tokens."""
+def _peak_tokens_per_second(done: Sequence[RequestRecord]) -> float:
+    """Return the tokens of the busiest second since the first request; a chunk counts as its share of the tokens."""
     if not done:
         return 0.0
     first = min(record.start for record in done)
@@ -98,8 +99,8 @@ def _most_tokens_in_a_second(done: Sequence[Record]) -> float:
     return max(tokens.values(), default=0.0)
 
 
-def _most_open(records: Sequence[Record]) -> int:
-    """Most requests that were open at one moment."""
+def _peak_open(records: Sequence[RequestRecord]) -> int:
+    """Return the most requests that were open at one time."""
     sent = [record for record in records if record.start]
     changes = sorted([(record.start, 1) for record in sent] + [(record.end, -1) for record in sent])
     most = current = 0

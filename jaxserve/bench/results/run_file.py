@@ -1,6 +1,6 @@
-"""One run as a JSON file has it, ours or vLLM's: what was measured, under which load, and the raw requests behind it.
+"""Reads a run from a result file of jaxserve or vLLM: its figures, its load, and its raw requests.
 
-It reads `bench serve`, `bench throughput` and `bench latency`, told apart by their keys. It compares nothing.
+It reads results of `bench serve`, `bench throughput` and `bench latency` and tells them apart by their keys.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from jaxserve.errors import ConfigError
 
 Kind = Literal["serve", "throughput", "latency"]
 
-_MARKS: dict[Kind, tuple[str, ...]] = {
+_REQUIRED_KEYS: dict[Kind, tuple[str, ...]] = {
     "serve": ("request_throughput", "completed", "duration"),
     "throughput": ("elapsed_time", "num_requests", "tokens_per_second"),
     "latency": ("avg_latency", "latencies"),
 }
-_HIGHER: dict[Kind, tuple[str, ...]] = {
+_HIGHER_IS_BETTER: dict[Kind, tuple[str, ...]] = {
     "serve": ("request_throughput", "output_throughput", "total_token_throughput", "request_goodput"),
     "throughput": ("requests_per_second", "tokens_per_second", "output_tokens_per_second"),
     "latency": (),
 }
-TIMES = ("ttft", "tpot", "itl", "e2el")
-# Written only where they are used.
-_RAMP_UP = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
-# What makes two loads different: these where both files say them.
-_WORKLOAD: dict[Kind, tuple[str, ...]] = {
+LATENCY_METRICS = ("ttft", "tpot", "itl", "e2el")
+# Present only in results of a ramp-up.
+_RAMP_UP_KEYS = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
+# Two loads differ if one of these keys is in both files with different values.
+_WORKLOAD_KEYS: dict[Kind, tuple[str, ...]] = {
     "serve": ("dataset", "num_prompts", "request_rate", "burstiness", "max_concurrency"),
     "throughput": ("dataset", "num_requests"),
     "latency": ("batch_size", "input_len", "output_len"),
@@ -40,10 +40,10 @@ _WORKLOAD: dict[Kind, tuple[str, ...]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Requests:
-    """The completed requests of a run in the order they were sent: seconds and tokens, one value a request.
+class RawRequests:
+    """The completed requests of a run in the order they were sent: seconds and token counts, one value per request.
 
-    `tpot` is NaN where a request had one token. `itl` holds all gaps, `num_gaps` how many each request has of them.
+    `tpot` is NaN for a request of one token. `itl` holds the gaps of all requests, `num_gaps` their number per request.
     """
 
     ttft: np.ndarray
@@ -60,31 +60,31 @@ class Requests:
 
 @dataclasses.dataclass(frozen=True)
 class RunFile:
-    """One run. `figures` are the file's own numbers by name, `higher` those of which more is better; `workload` is what
-    must be equal for two runs to be compared, `tokens` the mean tokens a request had in and out."""
+    """One run. `figures` are the file's own numbers by name, `higher_is_better` the names of those that should be high;
+    `workload` must be equal for two runs to be compared; `tokens` are the mean prompt and output tokens per request."""
 
     path: str
     kind: Kind
     model: str | None
     figures: Mapping[str, float]
-    higher: frozenset[str]
+    higher_is_better: frozenset[str]
     workload: Mapping[str, Any]
     tokens: Mapping[str, float]
     completed: int
     failed: int
     duration: float = 0.0
     interrupted: bool = False
-    requests: Requests | None = None
+    requests: RawRequests | None = None
     latencies: np.ndarray | None = None
 
     @property
     def in_flight(self) -> float:
-        """How many requests were open at once, on average."""
+        """The mean number of open requests."""
         return 0.0 if self.requests is None else float(self.requests.e2el.sum()) / self.duration
 
 
 def read_runs(path: Path) -> list[RunFile]:
-    """The runs a file holds: one, or with one JSON object a line as many. Raises `ConfigError`."""
+    """Read the runs of a file: one JSON object, or one object per line. Raises `ConfigError`."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -103,14 +103,14 @@ def read_runs(path: Path) -> list[RunFile]:
 
 
 def as_run(path: str, content: object) -> RunFile:
-    """The run in a parsed file. Raises `ConfigError` when it is none that can be compared."""
+    """Return the run in a parsed file. Raises `ConfigError` if it isn't a result that can be compared."""
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds no JSON object of a benchmark")
-    kind = next((kind for kind, marks in _MARKS.items() if all(mark in content for mark in marks)), None)
+    kind = next((kind for kind, marks in _REQUIRED_KEYS.items() if all(mark in content for mark in marks)), None)
     if kind is None:
         raise ConfigError(
-            f"{path} is no result that can be compared: it has neither the keys of `bench serve` "
-            f"({', '.join(_MARKS['serve'])}) nor those of `bench throughput` or `bench latency`"
+            f"{path} is not a result that can be compared: it has neither the keys of `bench serve` "
+            f"({', '.join(_REQUIRED_KEYS['serve'])}) nor those of `bench throughput` or `bench latency`"
         )
     try:
         return _READERS[kind](path, content)
@@ -119,7 +119,7 @@ def as_run(path: str, content: object) -> RunFile:
 
 
 def _serve(path: str, content: Mapping[str, Any]) -> RunFile:
-    names = [name for name in content if name.endswith("_ms") and name.split("_")[1] in TIMES]
+    names = [name for name in content if name.endswith("_ms") and name.split("_")[1] in LATENCY_METRICS]
     names = [name for name in names if not name.startswith("std_")]
     completed = int(content["completed"])
     return RunFile(
@@ -127,7 +127,7 @@ def _serve(path: str, content: Mapping[str, Any]) -> RunFile:
         kind="serve",
         model=content.get("model_id"),
         figures=_figures(content, "serve", names),
-        higher=frozenset(_HIGHER["serve"]),
+        higher_is_better=frozenset(_HIGHER_IS_BETTER["serve"]),
         workload=_workload(content, "serve"),
         tokens={
             f"mean {side} tokens of a request": content[f"total_{side}_tokens"] / completed
@@ -150,7 +150,7 @@ def _throughput(path: str, content: Mapping[str, Any]) -> RunFile:
         kind="throughput",
         model=content.get("model_id") or content.get("model"),
         figures=_figures(content, "throughput", []),
-        higher=frozenset(_HIGHER["throughput"]),
+        higher_is_better=frozenset(_HIGHER_IS_BETTER["throughput"]),
         workload=_workload(content, "throughput"),
         tokens={
             f"{'all' if side == 'num' else side} tokens of a request": total / count
@@ -170,7 +170,7 @@ def _latency(path: str, content: Mapping[str, Any]) -> RunFile:
         model=content.get("model_id") or content.get("model"),
         figures={"avg_latency": float(content["avg_latency"])}
         | {f"p{point}_latency": float(value) for point, value in content.get("percentiles", {}).items()},
-        higher=frozenset(),
+        higher_is_better=frozenset(),
         workload=_workload(content, "latency"),
         tokens={},
         completed=len(latencies),
@@ -183,8 +183,8 @@ _READERS = {"serve": _serve, "throughput": _throughput, "latency": _latency}
 
 
 def _figures(content: Mapping[str, Any], kind: Kind, times: Iterable[str]) -> dict[str, float]:
-    """The numbers above 0: a rate or a time of 0 says that nothing was measured."""
-    values = {name: content.get(name) for name in (*_HIGHER[kind], *times)}
+    """Return the numbers above 0: a rate or a time of 0 means that nothing was measured."""
+    values = {name: content.get(name) for name in (*_HIGHER_IS_BETTER[kind], *times)}
     return {
         name: float(value)
         for name, value in values.items()
@@ -193,12 +193,12 @@ def _figures(content: Mapping[str, Any], kind: Kind, times: Iterable[str]) -> di
 
 
 def _workload(content: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
-    found = {name: content[name] for name in _WORKLOAD[kind] if name in content}
+    found = {name: content[name] for name in _WORKLOAD_KEYS[kind] if name in content}
     if kind == "serve":
-        found |= {name: content.get(name) for name in _RAMP_UP}
+        found |= {name: content.get(name) for name in _RAMP_UP_KEYS}
     if found.get("request_rate") in (math.inf, "inf", "Infinity"):
         found["request_rate"] = "inf"
-        found.pop("burstiness", None)  # nothing is spaced, so it means nothing
+        found.pop("burstiness", None)  # without gaps between requests it has no effect
     return found
 
 
@@ -208,8 +208,8 @@ def _failed(content: Mapping[str, Any]) -> int:
     return sum(1 for error in content.get("errors") or () if error)
 
 
-def _requests(content: Mapping[str, Any]) -> Requests | None:
-    """The completed requests, where the file has them (vLLM: `--save-detailed`)."""
+def _requests(content: Mapping[str, Any]) -> RawRequests | None:
+    """Return the completed requests if the file has them (vLLM: `--save-detailed`), else None."""
     if not all(isinstance(content.get(name), list) for name in ("ttfts", "itls", "output_lens")):
         return None
     count = len(content["ttfts"])
@@ -224,7 +224,7 @@ def _requests(content: Mapping[str, Any]) -> Requests | None:
     gaps = [np.asarray(content["itls"][i], float) for i in kept]
     tokens = np.array([content["output_lens"][i] for i in kept], float)
     decoding = np.array([gap.sum() for gap in gaps])
-    return Requests(
+    return RawRequests(
         ttft=ttft,
         tpot=np.where(tokens > 1, decoding / np.maximum(tokens - 1, 1), np.nan),
         e2el=ttft + decoding,

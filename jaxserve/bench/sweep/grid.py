@@ -1,15 +1,15 @@
-"""A sweep's YAML file: which settings and loads are combined, checked before anything runs. It starts nothing.
+"""Reads a sweep's YAML file and checks the combinations of engine settings and loads before anything runs.
 
-    base:                      # flags of `jaxserve serve` that all have
+    base:                      # flags of `jaxserve serve` for every server
       model: smollm2-135m-instruct
     engine:                    # every combination is one server
       max_running_requests: [8, 16]
-    load:                      # every combination is one `jaxserve bench serve` against each
+    load:                      # every combination is one `jaxserve bench serve` against each server
       dataset_name: random
       max_concurrency: [1, 4]
     repetitions: 3
 
-`engine` and `load` may also be lists of such mappings: then the grids are tried one after the other.
+`engine` and `load` may also be lists of such mappings: their combinations are then run one list entry after the other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from jaxserve.config.load import Given, resolve
+from jaxserve.config.load import GivenSetting, load_config
 from jaxserve.config.nearest import nearest
 from jaxserve.config.settings import as_flag, as_key, settings
 from jaxserve.errors import ConfigError
@@ -31,8 +31,8 @@ type Options = Mapping[str, Any]
 
 _TIMES = {"start_timeout": 1800.0, "run_timeout": 3600.0}
 _KEYS = ("base", "engine", "load", "repetitions", *_TIMES)
-# Ours to give: each server has its own port, and every run its own file and seed.
-_OURS = {
+# The sweep sets these itself: each server has its own port, and every run its own result file.
+_RESERVED = {
     "engine": ("host", "port", "api_key", "served_model_name"),
     "load": (
         *("base_url", "host", "port", "model", "output_json", "output_file", "result_filename", "save_result"),
@@ -42,8 +42,8 @@ _OURS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """One measurement: setting number `engine` under load number `load`, for the `repetition`-th time, from 1."""
+class GridRun:
+    """One measurement: engine setting number `engine` under load number `load`; `repetition` counts from 1."""
 
     engine: int
     load: int
@@ -51,13 +51,13 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Names its files."""
+        """The name of the run's files."""
         return f"engine-{self.engine + 1:02d}.load-{self.load + 1:02d}.rep-{self.repetition}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """What to run. `engines` are the settings that differ, without `base`; timeouts are in seconds."""
+    """The runs of a sweep. `engines` are the settings of each server on top of `base`; timeouts are in seconds."""
 
     base: Options
     engines: tuple[Options, ...]
@@ -66,32 +66,32 @@ class Grid:
     start_timeout: float
     run_timeout: float
 
-    def runs_of(self, engine: int) -> list[Run]:
-        """All loads once, then all again: what the machine does meanwhile falls on all of them alike."""
+    def runs_of(self, engine: int) -> list[GridRun]:
+        """Return the runs of one setting: all loads once, then all again, so that other activity affects all alike."""
         turns = range(1, self.repetitions + 1)
-        return [Run(engine, load, turn) for turn in turns for load in range(len(self.loads))]
+        return [GridRun(engine, load, turn) for turn in turns for load in range(len(self.loads))]
 
-    def runs(self) -> list[Run]:
-        """All runs in their order."""
+    def runs(self) -> list[GridRun]:
+        """Return all runs in order."""
         return [run for engine in range(len(self.engines)) for run in self.runs_of(engine)]
 
     def serve_flags(self, engine: int) -> list[str]:
-        """The command line of a setting's server."""
+        """Return the command line of a setting's server."""
         return as_flags(dict(self.base) | dict(self.engines[engine]))
 
-    def load_flags(self, run: Run) -> list[str]:
-        """The load's command line. Every repetition has prompts of its own, the same for every setting: otherwise the
-        second one would find the first one's in the prefix cache."""
+    def load_flags(self, run: GridRun) -> list[str]:
+        """Return the load's command line. Every repetition has its own seed, the same for every setting: with equal
+        prompts the second repetition would hit the prefix cache of the first."""
         load = dict(self.loads[run.load])
         load["seed"] = int(load.get("seed", 0)) + run.repetition - 1
         return as_flags(load)
 
     def varying_load(self, load: int) -> Options:
-        """What tells a load from the others."""
-        return {key: self.loads[load].get(key) for key in varying(self.loads)}
+        """Return the options that distinguish a load from the others."""
+        return {key: self.loads[load].get(key) for key in varying_keys(self.loads)}
 
     def as_json(self) -> dict[str, Any]:
-        """What it was made of, for the comparison with a later one."""
+        """Return the grid as JSON, for comparison with a later one."""
         return dataclasses.asdict(self)
 
 
@@ -116,7 +116,7 @@ def read_grid(path: Path, check_load: Callable[[list[str]], object]) -> Grid:
         base=base,
         engines=tuple(_combinations(path, "engine", content.get("engine") or {})),
         loads=tuple(_combinations(path, "load", content["load"])),
-        repetitions=_whole(path, "repetitions", content.get("repetitions", 1)),
+        repetitions=_positive_int(path, "repetitions", content.get("repetitions", 1)),
         start_timeout=_seconds(path, "start_timeout", content),
         run_timeout=_seconds(path, "run_timeout", content),
     )
@@ -124,20 +124,20 @@ def read_grid(path: Path, check_load: Callable[[list[str]], object]) -> Grid:
         check_engine(base | dict(engine), f"{path}: engine")
     for i in range(len(grid.loads)):
         try:
-            check_load(grid.load_flags(Run(0, i, 1)))
+            check_load(grid.load_flags(GridRun(0, i, 1)))
         except ConfigError as error:
             raise ConfigError(f"{path}: load: {error}") from None
     return grid
 
 
 def check_engine(options: Options, place: str) -> None:
-    """Raises `ConfigError` where `jaxserve serve` would."""
-    resolve(Given(as_key(key), value, "yaml", f"{place}.{key}") for key, value in options.items())
+    """Raise `ConfigError` where `jaxserve serve` would."""
+    load_config(GivenSetting(as_key(key), value, "yaml", f"{place}.{key}") for key, value in options.items())
 
 
 def as_flags(options: Options) -> list[str]:
-    """Options as a command line: true is `--key`, false nothing for loads and `--no-key` for settings, a list its
-    values, null nothing."""
+    """Return options as a command line: true is `--key`, false is `--no-key` for settings and nothing for loads, null
+    is nothing, and a list is its values."""
     flags = []
     for key, value in options.items():
         flag = as_flag(as_key(key))
@@ -150,14 +150,14 @@ def as_flags(options: Options) -> list[str]:
     return flags
 
 
-def varying(options: Sequence[Options]) -> list[str]:
-    """The keys that tell these apart."""
+def varying_keys(options: Sequence[Options]) -> list[str]:
+    """Return the keys whose values differ between these options."""
     keys = dict.fromkeys(key for one in options for key in one)
-    return [key for key in keys if len({shown(one.get(key)) for one in options}) > 1]
+    return [key for key in keys if len({format_value(one.get(key)) for one in options}) > 1]
 
 
-def shown(value: object) -> str:
-    """A value of an option in one word."""
+def format_value(value: object) -> str:
+    """Return an option's value as one word."""
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
@@ -174,8 +174,8 @@ def _options(path: Path, name: str, content: object) -> Options:
         raise ConfigError(f"{path}: {name} must be a mapping of options, got {content!r}")
     options = {as_key(str(key)): value for key, value in content.items()}
     for key in options:
-        if key in _OURS.get("engine" if name == "base" else name, ()):
-            raise ConfigError(f"{path}: {name}.{key} is given by the sweep itself; leave it out")
+        if key in _RESERVED.get("engine" if name == "base" else name, ()):
+            raise ConfigError(f"{path}: {name}.{key} is set by the sweep itself; leave it out")
     return options
 
 
@@ -190,9 +190,9 @@ def _alternatives(path: Path, name: str, key: str, value: object) -> Sequence[ob
     return value
 
 
-def _whole(path: Path, key: str, value: object) -> int:
+def _positive_int(path: Path, key: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{path}: {key} must be a whole number from 1 on, got {value!r}")
+        raise ConfigError(f"{path}: {key} must be a whole number of at least 1, got {value!r}")
     return value
 
 

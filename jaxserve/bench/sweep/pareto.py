@@ -1,4 +1,4 @@
-"""Which points no other one beats in both directions: the front of throughput against latency."""
+"""The Pareto front of throughput against latency."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 
 def pareto_front(latency: Sequence[float], throughput: Sequence[float]) -> list[int]:
-    """Indices of the points that no other has both a lower (or equal) latency and a higher (or equal) throughput than,
-    one of them better; by rising latency."""
+    """Return the indices, by rising latency, of the points that no other point dominates.
+
+    A point dominates if its latency is not higher and its throughput not lower, and at least one of them is better.
+    """
     order = sorted(range(len(latency)), key=lambda i: (latency[i], -throughput[i]))
     front: list[int] = []
     for i in order:

@@ -1,6 +1,6 @@
-"""A sweep's plots: throughput against latency with the Pareto front, as one HTML file and as PNG.
+"""Plots of a sweep: throughput against latency with the Pareto front, as one HTML file and as PNG.
 
-The HTML holds its data and its own script and fetches nothing. Figures come from the summary, colors and axes are here.
+The HTML file contains its data and script and loads nothing else. Figures come from `summary.py`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jaxserve.bench.sweep.grid import shown, varying
-from jaxserve.bench.sweep.summary import LATENCIES, THROUGHPUT, Row, front
+from jaxserve.bench.sweep.grid import format_value, varying_keys
+from jaxserve.bench.sweep.summary import LATENCIES, THROUGHPUT, SummaryRow, pareto_rows
 from jaxserve.errors import ConfigError
 
-NAMES = {
+FIGURE_NAMES = {
     "output_throughput": "output tokens/s",
     "request_throughput": "requests/s",
     "total_token_throughput": "all tokens/s",
@@ -31,38 +31,39 @@ NAMES = {
 _COLORS = ("#2a78d6", "#d9622b", "#1f9e72", "#b8860b", "#8e5bd0", "#d0457f", "#4f8f1f", "#6b7280")
 _MARKERS = ("o", "s", "^", "D")
 _PANELS = ("median_ttft_ms", "median_tpot_ms", "median_e2el_ms")
-_MOST_IN_LEGEND = 24
+_MAX_LEGEND = 24
 
 
-def html(rows: Sequence[Row], about: str) -> str:
-    """The page."""
-    options = varying([row.options for row in rows])
+def html_page(rows: Sequence[SummaryRow], about: str) -> str:
+    """Return the HTML page."""
+    options = varying_keys([row.options for row in rows])
     data = {
         "about": about,
-        "names": NAMES,
-        "up": [name for name in NAMES if name not in LATENCIES and name != "p99_itl_ms" and _any(rows, name)]
+        "names": FIGURE_NAMES,
+        "colors": _COLORS,
+        "up": [name for name in FIGURE_NAMES if name not in LATENCIES and name != "p99_itl_ms" and _any(rows, name)]
         or [THROUGHPUT],
         "across": [name for name in (*LATENCIES, "p99_itl_ms") if _any(rows, name)] or list(LATENCIES),
-        "rows": [_as_data(row, options) for row in rows],
+        "rows": [_row_data(row, options) for row in rows],
     }
-    # Inside a script element only "<" could end it.
+    # Only a "<" could end the script element that holds the data.
     text = json.dumps(data).replace("<", "\\u003c")
     page = resources.files("jaxserve.bench.sweep").joinpath("plots.html").read_text(encoding="utf-8")
     return page.replace("/*DATA*/", text)
 
 
 def require_matplotlib() -> None:
-    """Raises `ConfigError` naming the extra when PNG files can't be drawn."""
+    """Raise `ConfigError` that names the extra to install if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ConfigError(
-            "plots.png needs matplotlib: pip install 'jaxserve[bench]', or leave it out with --no-png"
+            "plots.png needs matplotlib: pip install 'jaxserve[bench]', or skip it with --no-png"
         ) from None
 
 
-def write_png(rows: Sequence[Row], path: Path) -> None:
-    """One panel for each median latency."""
+def write_png(rows: Sequence[SummaryRow], path: Path) -> None:
+    """Draw one panel for each median latency."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 5.6), dpi=120, layout="constrained")
@@ -70,8 +71,8 @@ def write_png(rows: Sequence[Row], path: Path) -> None:
     for axes, latency in zip(figure.subplots(1, len(_PANELS)), _PANELS):
         _draw(axes, rows, latency)
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    if len(engines) > _MOST_IN_LEGEND:
-        handles, labels = handles[:_MOST_IN_LEGEND], [*labels[: _MOST_IN_LEGEND - 1], "… see plots.html"]
+    if len(engines) > _MAX_LEGEND:
+        handles, labels = handles[:_MAX_LEGEND], [*labels[: _MAX_LEGEND - 1], "… see plots.html"]
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
     part = path.with_name(path.name + ".part")
@@ -79,7 +80,7 @@ def write_png(rows: Sequence[Row], path: Path) -> None:
     part.replace(path)
 
 
-def _draw(axes: Any, rows: Sequence[Row], latency: str) -> None:
+def _draw(axes: Any, rows: Sequence[SummaryRow], latency: str) -> None:
     for engine in dict.fromkeys(row.engine for row in rows):
         own = [row for row in rows if row.engine == engine and latency in row.figures and THROUGHPUT in row.figures]
         own.sort(key=lambda row: row.figures[THROUGHPUT])
@@ -95,7 +96,7 @@ def _draw(axes: Any, rows: Sequence[Row], latency: str) -> None:
                 linewidth=1.5,
                 alpha=0.85,
             )
-    best = [rows[i] for i in front(rows, latency)]
+    best = [rows[i] for i in pareto_rows(rows, latency)]
     axes.plot(
         [row.figures[latency] for row in best],
         [row.figures[THROUGHPUT] for row in best],
@@ -107,24 +108,24 @@ def _draw(axes: Any, rows: Sequence[Row], latency: str) -> None:
         markerfacecolor="none",
         label="Pareto front",
     )
-    axes.set_xlabel(NAMES[latency])
-    axes.set_ylabel(NAMES[THROUGHPUT])
+    axes.set_xlabel(FIGURE_NAMES[latency])
+    axes.set_ylabel(FIGURE_NAMES[THROUGHPUT])
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.grid(color="#dddcd6", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _any(rows: Sequence[Row], name: str) -> bool:
+def _any(rows: Sequence[SummaryRow], name: str) -> bool:
     return any(name in row.figures for row in rows)
 
 
-def _as_data(row: Row, options: Sequence[str]) -> dict[str, Any]:
+def _row_data(row: SummaryRow, options: Sequence[str]) -> dict[str, Any]:
     remarks = [*row.reasons, *(["the client was the bottleneck"] if row.client_bound else [])]
     return {
         "engine": row.engine,
         "label": row.label,
-        "load_label": ", ".join(f"{key}={shown(row.options.get(key))}" for key in options) or "the one load",
+        "load_label": ", ".join(f"{key}={format_value(row.options.get(key))}" for key in options) or "the one load",
         "figures": row.figures,
         "spreads": row.spreads,
         "runs": row.runs,

@@ -1,6 +1,6 @@
-"""Runs a grid: for each setting one server, all loads on it. What is done lies in the folder, so it can be resumed.
+"""Runs a grid: starts one server per engine setting and runs all loads on it. The folder keeps finished runs.
 
-A run or a server that fails is recorded with its reason and the sweep goes on.
+A run or a server that fails is recorded with its reason, and the sweep continues.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from jaxserve.bench.processes.measure import measure
-from jaxserve.bench.processes.server_process import BENCH_SERVE, SERVE, Server, serving
+from jaxserve.bench.processes.server_process import BENCH_SERVE, SERVE, ServerProcess, serving
 from jaxserve.bench.sweep.folder import SweepFolder
-from jaxserve.bench.sweep.grid import Grid, Options, Run
+from jaxserve.bench.sweep.grid import Grid, GridRun, Options
 from jaxserve.errors import BenchRunError
 
 
 @dataclasses.dataclass(frozen=True)
-class Commands:
-    """How a server and a load are started."""
+class BenchCommands:
+    """The commands that start a server and a load."""
 
     serve: Sequence[str] = SERVE
     bench_serve: Sequence[str] = BENCH_SERVE
@@ -25,54 +25,54 @@ class Commands:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """A grid and where its runs lie; `say` is told what happens. The caller holds the folder."""
+    """A grid and the folder of its runs; `notify` receives progress lines. The caller must hold the folder open."""
 
     grid: Grid
     folder: SweepFolder
-    say: Callable[[str], None]
-    commands: Commands = dataclasses.field(default_factory=Commands)
+    notify: Callable[[str], None]
+    commands: BenchCommands = dataclasses.field(default_factory=BenchCommands)
 
     def run(self) -> None:
-        """Run all that has no result yet. What Ctrl-C ends has none, and is done by the next call."""
+        """Run everything that has no result yet. A run that Ctrl-C ends has none, so the next call repeats it."""
         for engine in range(len(self.grid.engines)):
             runs = [run for run in self.grid.runs_of(engine) if self.folder.state(run) != "done"]
             while runs:
-                runs = self._with_one_server(engine, runs)
+                runs = self._run_on_one_server(engine, runs)
 
-    def _with_one_server(self, engine: int, runs: list[Run]) -> list[Run]:
-        """Do these runs; returns those that are left when the server ended on the way."""
+    def _run_on_one_server(self, engine: int, runs: list[GridRun]) -> list[GridRun]:
+        """Run these on one server and return those that remain if the server ended early."""
         grid = self.grid
-        self._say(f"starting setting {engine + 1} of {len(grid.engines)}: {described(grid.engines[engine])}")
+        self._notify(f"starting setting {engine + 1} of {len(grid.engines)}: {format_options(grid.engines[engine])}")
         flags, log = grid.serve_flags(engine), self.folder.server_log(engine)
         left = list(runs)
         try:
             with serving(flags, log, timeout=grid.start_timeout, command=self.commands.serve) as server:
                 while left and server.is_alive:
-                    self._one(left.pop(0), server)
+                    self._run_one(left.pop(0), server)
         except BenchRunError as error:
             for run in left:
                 self.folder.failed(run, str(error))
-            self._say(f"FAILED, with its {len(left)} runs: {error}")
+            self._notify(f"FAILED, with its {len(left)} runs: {error}")
             return []
         return left
 
-    def _one(self, run: Run, server: Server) -> None:
-        self._say(f"{run.name}: {described(self.grid.varying_load(run.load))}")
+    def _run_one(self, run: GridRun, server: ServerProcess) -> None:
+        self._notify(f"{run.name}: {format_options(self.grid.varying_load(run.load))}")
         flags, file = self.grid.load_flags(run), self.folder.result_file(run)
         try:
             measure(server, flags, file, timeout=self.grid.run_timeout, command=self.commands.bench_serve)
         except BenchRunError as error:
             self.folder.failed(run, str(error))
-            self._say(f"FAILED {run.name}: {error}")
+            self._notify(f"FAILED {run.name}: {error}")
         else:
             self.folder.succeeded(run)
 
-    def _say(self, text: str) -> None:
+    def _notify(self, text: str) -> None:
         runs = self.grid.runs()
         done = sum(self.folder.state(run) == "done" for run in runs)
-        self.say(f"[{done}/{len(runs)}] {text}")
+        self.notify(f"[{done}/{len(runs)}] {text}")
 
 
-def described(options: Options) -> str:
-    """Options on one line."""
+def format_options(options: Options) -> str:
+    """Return the options on one line."""
     return ", ".join(f"{key}={value}" for key, value in options.items()) or "as given"

@@ -1,7 +1,7 @@
-"""Which sizes of decode programs suit an observed load: padding wasted against programs compiled.
+"""Chooses the sizes of decode programs (`--cuda-graph-bs`) for an observed load: padding against number of programs.
 
-A step runs in the smallest program that holds its rows and pays for all of it. Pure arithmetic on how often each number
-of rows was seen; the sizes are `--cuda-graph-bs`.
+A step runs in the smallest program that holds its rows, and costs as much as a full one. Pure arithmetic on how often
+each number of rows occurred.
 """
 
 from __future__ import annotations
@@ -10,41 +10,41 @@ import bisect
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-# Another program must save this share of all rows computed; each costs its compilation and memory.
-WORTH = 0.01
+# An additional program must save this share of all computed rows to pay for its compilation and memory.
+MIN_SAVING = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
 class BucketChoice:
-    """Ascending sizes, the last of which holds the largest batch there may be, and the share of rows that is padding
-    (0 to 1). `one_fewer` is that share with one program less, None when there is only one."""
+    """Ascending program sizes, the last of which holds the largest batch, and the share of rows that is padding (0 to
+    1). `padding_with_one_fewer` is that share with one program less, None if there is only one."""
 
     buckets: tuple[int, ...]
     padding: float
-    one_fewer: float | None
+    padding_with_one_fewer: float | None
 
 
 def choose_buckets(
-    steps_by_rows: Mapping[int, int], largest: int, *, max_programs: int = 16, worth: float = WORTH
+    steps_by_rows: Mapping[int, int], largest: int, *, max_programs: int = 16, min_saving: float = MIN_SAVING
 ) -> BucketChoice:
-    """The best set of sizes, as large as pays: programs are added while each saves `worth` of the rows computed.
+    """Return the best set of sizes: programs are added while each saves `min_saving` of the computed rows.
 
-    `steps_by_rows` says how many steps had so many rows (1 to `largest`). No other set of as many sizes wastes less.
+    `steps_by_rows` maps a number of rows (1 to `largest`) to its number of steps. No set of as many sizes pads less.
     """
     chosen = best_buckets(steps_by_rows, largest, 1)
     share, before = padding_share(steps_by_rows, chosen), None
     for count in range(2, max_programs + 1):
         buckets = best_buckets(steps_by_rows, largest, count)
         padding = padding_share(steps_by_rows, buckets)
-        if share - padding < worth:
+        if share - padding < min_saving:
             break
         chosen, share, before = buckets, padding, share
     return BucketChoice(chosen, share, before)
 
 
 def best_buckets(steps_by_rows: Mapping[int, int], largest: int, count: int) -> tuple[int, ...]:
-    """At most `count` sizes, `largest` among them, that waste the fewest rows: dynamic programming over the sizes that
-    were seen, as a size between two of them only pads more."""
+    """Return at most `count` sizes, including `largest`, with the least padding: dynamic programming over the observed
+    numbers of rows, because a size between two of them only pads more."""
     sizes = sorted({size for size, steps in steps_by_rows.items() if steps > 0} | {largest})
     assert sizes[0] >= 1, sizes
     assert sizes[-1] == largest, f"{sizes[-1]} rows are more than {largest}"
@@ -54,13 +54,13 @@ def best_buckets(steps_by_rows: Mapping[int, int], largest: int, count: int) -> 
         rows.append(rows[-1] + size * steps_by_rows.get(size, 0))
 
     def wasted(first: int, last: int) -> int:
-        """By the sizes from index `first` on in a program of size `last`."""
+        """Return the padded rows of sizes `first` to `last` (indices) in a program of size `last`."""
         return sizes[last] * (steps[last + 1] - steps[first]) - (rows[last + 1] - rows[first])
 
     costs = [wasted(0, last) for last in range(len(sizes))]
     choices: list[list[int]] = []
     for _ in range(min(count, len(sizes)) - 1):
-        # The sizes up to `first` are in the programs before; -1 is to have no such program.
+        # Sizes up to index `first` use the earlier programs; -1 means that there is no earlier program.
         options = [
             min([(costs[first] + wasted(first + 1, last), first) for first in range(last)] + [(wasted(0, last), -1)])
             for last in range(len(sizes))
@@ -77,7 +77,7 @@ def best_buckets(steps_by_rows: Mapping[int, int], largest: int, count: int) -> 
 
 
 def padding_share(steps_by_rows: Mapping[int, int], buckets: Sequence[int]) -> float:
-    """Share of the rows computed that nobody asked for, 0 to 1."""
+    """Return the share of computed rows that is padding, 0 to 1."""
     used = sum(size * steps for size, steps in steps_by_rows.items())
     computed = sum(buckets[bisect.bisect_left(buckets, size)] * steps for size, steps in steps_by_rows.items())
     return (computed - used) / computed if computed else 0.0

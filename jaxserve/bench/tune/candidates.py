@@ -1,6 +1,6 @@
-"""Which settings `bench tune` tries, from what was seen of the default: a small set, by the rules of the tuning guides.
+"""Chooses the few values that `bench tune` tries, from the observed default run and the rules of the tuning guides.
 
-A setting that can't matter for the load is left out, with the reason. Pure: it reads an observation, it runs nothing.
+A setting that can't matter for the load is skipped with a reason. Pure functions: nothing runs here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jaxserve.bench.sweep.grid import Options
 from jaxserve.bench.tune.bucket_choice import choose_buckets
 from jaxserve.errors import BenchRunError
 
-KNOBS = (
+TUNED_SETTINGS = (
     "max_running_requests",
     "chunked_prefill_size",
     "schedule_policy",
@@ -23,9 +23,10 @@ KNOBS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Observed:
-    """A server after its runs. `peak_open` requests were open at once, with so many tokens in and out on average;
-    `kv_tokens` is what its cache holds. `padding` is the share of decode rows that was."""
+class ObservedLoad:
+    """The load and limits of a server after its runs. `peak_open` is the most requests open at once, `mean_input` and
+    `mean_output` are tokens per request, `kv_tokens` the capacity of the KV cache, `padding` the share of padded decode
+    rows (0 to 1)."""
 
     peak_open: int
     mean_input: float
@@ -42,22 +43,22 @@ class Observed:
 
 @dataclasses.dataclass(frozen=True)
 class Candidates:
-    """Values of one setting to try, and why these, or why none."""
+    """The values of one setting to try, and the reason for them or for trying none."""
 
-    knob: str
+    setting: str
     values: tuple[Any, ...]
     why: str
 
-    def settings(self) -> list[Options]:
-        """One mapping for each value."""
-        return [{self.knob: value} for value in self.values]
+    def changes(self) -> list[Options]:
+        """Return one mapping for each value."""
+        return [{self.setting: value} for value in self.values]
 
 
-def observe(server_info: Mapping[str, Any], result: Mapping[str, Any]) -> Observed:
-    """From /server_info after the runs, and one run's result. Raises `BenchRunError` when they say too little."""
+def observe(server_info: Mapping[str, Any], result: Mapping[str, Any]) -> ObservedLoad:
+    """Read /server_info after the runs and one run's result. Raises `BenchRunError` if a field is missing."""
     try:
         engine, stats, config = (server_info[key] for key in ("engine", "stats", "engine_config"))
-        return Observed(
+        return ObservedLoad(
             peak_open=int(result["max_concurrent_requests"]),
             mean_input=result["total_input_tokens"] / result["completed"],
             mean_output=result["total_output_tokens"] / result["completed"],
@@ -74,17 +75,17 @@ def observe(server_info: Mapping[str, Any], result: Mapping[str, Any]) -> Observ
         raise BenchRunError(f"/server_info lacks {error}: this is not a jaxserve of this version") from None
 
 
-def candidates(knob: str, seen: Observed, goal: str) -> Candidates:
-    """What to try of one setting."""
-    values, why = _RULES[knob](seen, goal)
-    return Candidates(knob, tuple(values), why)
+def choose_candidates(setting: str, load: ObservedLoad, goal: str) -> Candidates:
+    """Choose the values of one setting to try."""
+    values, why = _RULES[setting](load, goal)
+    return Candidates(setting, tuple(values), why)
 
 
 type Rule = tuple[list[Any], str]
 
 
-def _max_running(seen: Observed, goal: str) -> Rule:
-    running, peak = seen.max_running, seen.peak_open
+def _max_running(load: ObservedLoad, goal: str) -> Rule:
+    running, peak = load.max_running, load.peak_open
     if peak > running:
         return [2 * running, max(1, running // 2)], f"{peak} requests were open at once, {running} may run"
     if peak > running // 2 and running > 1:
@@ -92,47 +93,44 @@ def _max_running(seen: Observed, goal: str) -> Rule:
     return [], f"at most {peak} requests were open at once, {running} may run"
 
 
-def _chunk(seen: Observed, goal: str) -> Rule:
-    most = seen.peak_open * seen.mean_input
-    if most <= seen.chunk // 2:
-        return [], f"all open prompts together ({most:.0f} tokens) fit into half a chunk of {seen.chunk}"
-    smaller = max(16, seen.chunk // 2)
-    if most <= seen.chunk:
-        return [smaller], f"all open prompts together ({most:.0f} tokens) fit into a chunk of {seen.chunk}"
-    return [2 * seen.chunk, smaller], f"prompts of {seen.mean_input:.0f} tokens, {seen.peak_open} at once"
+def _chunk(load: ObservedLoad, goal: str) -> Rule:
+    most = load.peak_open * load.mean_input
+    if most <= load.chunk // 2:
+        return [], f"all open prompts together ({most:.0f} tokens) fit into half a chunk of {load.chunk}"
+    smaller = max(16, load.chunk // 2)
+    if most <= load.chunk:
+        return [smaller], f"all open prompts together ({most:.0f} tokens) fit into a chunk of {load.chunk}"
+    return [2 * load.chunk, smaller], f"prompts of {load.mean_input:.0f} tokens, {load.peak_open} at once"
 
 
-def _policy(seen: Observed, goal: str) -> Rule:
-    if seen.peak_open <= seen.max_running:
-        return (
-            [],
-            f"at most {seen.peak_open} requests were open and {seen.max_running} may run: nobody waits in a queue",
-        )
+def _policy(load: ObservedLoad, goal: str) -> Rule:
+    if load.peak_open <= load.max_running:
+        return [], f"{load.peak_open} requests were open at once, {load.max_running} may run: the queue stays empty"
     known = ["lpm", "fcfs"] + (["shortest-prefill-first"] if goal == "latency" else [])
-    return [policy for policy in known if policy != seen.policy], "requests wait, so their order counts"
+    return [policy for policy in known if policy != load.policy], "requests wait, so their order matters"
 
 
-def _conservativeness(seen: Observed, goal: str) -> Rule:
-    if seen.preemptions:
-        return [1.3 * max(seen.conservativeness, 1.0)], f"{seen.preemptions} requests were retracted"
-    wanted = min(seen.peak_open, seen.max_running) * (seen.mean_input + seen.mean_output)
-    if wanted <= seen.kv_tokens:
-        return [], f"all that may run needs about {wanted:.0f} tokens of KV cache, which holds {seen.kv_tokens}"
-    return [0.3 * seen.conservativeness], f"about {wanted:.0f} tokens want into a KV cache of {seen.kv_tokens}"
+def _conservativeness(load: ObservedLoad, goal: str) -> Rule:
+    if load.preemptions:
+        return [1.3 * max(load.conservativeness, 1.0)], f"{load.preemptions} requests were retracted"
+    wanted = min(load.peak_open, load.max_running) * (load.mean_input + load.mean_output)
+    if wanted <= load.kv_tokens:
+        return [], f"the requests that may run need {wanted:.0f} of {load.kv_tokens} tokens of KV cache"
+    return [0.3 * load.conservativeness], f"the requests that may run need {wanted:.0f} of {load.kv_tokens} tokens"
 
 
-def _buckets(seen: Observed, goal: str) -> Rule:
-    if not seen.steps_by_rows:
-        return [], "no step was a decode alone"
-    choice = choose_buckets(seen.steps_by_rows, seen.max_running)
+def _buckets(load: ObservedLoad, goal: str) -> Rule:
+    if not load.steps_by_rows:
+        return [], "there was no step with decodes only"
+    choice = choose_buckets(load.steps_by_rows, load.max_running)
     share = f"{choice.padding:.1%} of decode rows would be padding with {len(choice.buckets)} programs"
-    if seen.padding - choice.padding < _LEAST_GAIN:
-        return [], f"{share}; they were {seen.padding:.1%} with those there are"
-    return [list(choice.buckets)], f"{share}, {seen.padding:.1%} was"
+    if load.padding - choice.padding < _MIN_PADDING_SAVED:
+        return [], f"{share}; it is {load.padding:.1%} with the present ones"
+    return [list(choice.buckets)], f"{share}; it was {load.padding:.1%}"
 
 
-# Less padding saved than this is not worth compiling other programs for.
-_LEAST_GAIN = 0.02
-_RULES: Mapping[str, Callable[[Observed, str], Rule]] = dict(
-    zip(KNOBS, (_max_running, _chunk, _policy, _conservativeness, _buckets))
+# Saving less padding than this doesn't justify compiling other programs.
+_MIN_PADDING_SAVED = 0.02
+_RULES: Mapping[str, Callable[[ObservedLoad, str], Rule]] = dict(
+    zip(TUNED_SETTINGS, (_max_running, _chunk, _policy, _conservativeness, _buckets))
 )

@@ -1,4 +1,4 @@
-"""What `bench tune` is after, as one number of a run that should grow."""
+"""The goal of `bench tune`, as one score per run; higher is better."""
 
 from __future__ import annotations
 
@@ -16,34 +16,35 @@ _LIMITS = ("ttft", "tpot", "e2el")
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """`throughput`: output tokens a second. `latency`: requests a second that keep all `limits`, in milliseconds."""
+    """`throughput` scores output tokens per second; `latency` requests per second that meet all `limits` (in ms)."""
 
     name: Literal["throughput", "latency"]
     limits: Mapping[str, float]
 
     @property
     def unit(self) -> str:
-        """What the score counts."""
+        """The unit of the score."""
         if self.name == "throughput":
             return "output tokens/s"
         return "requests/s within " + ", ".join(f"{name} {limit:g} ms" for name, limit in self.limits.items())
 
     def score(self, result: Mapping[str, Any]) -> float:
-        """Above 0. A run in which no request kept the limits counts half a request, so that ratios have a meaning."""
+        """Return the score, always above 0: if no request met the limits, half a request counts, so that ratios
+        exist."""
         if self.name == "throughput":
             return float(result["output_throughput"])
         run = as_run("the run's result", result)
         if run.requests is None:
-            raise BenchRunError("the result has no raw requests to hold against the limits")
+            raise BenchRunError("the result has no raw requests to compare with the limits")
         good = np.ones(len(run.requests), bool)
         for name, limit in self.limits.items():
-            # A single token has no time between tokens: it keeps that limit.
+            # A request of one token has no TPOT (NaN) and meets that limit.
             good &= np.nan_to_num(getattr(run.requests, name)) * 1e3 <= limit
         return max(float(good.sum()), 0.5) / run.duration
 
 
 def read_goal(name: str, limits: Sequence[str]) -> Goal:
-    """From `--goal` and `--limit ttft:200 tpot:50`. Raises `ConfigError`."""
+    """Parse `--goal` and `--limit ttft:200 tpot:50`. Raises `ConfigError`."""
     if name == "throughput":
         if limits:
             raise ConfigError("--limit belongs to --goal latency; throughput has none")

@@ -1,4 +1,4 @@
-"""What `bench tune` found as a YAML profile for `jaxserve serve --config`, with the reason beside each setting."""
+"""Writes the result of `bench tune` as a YAML profile for `jaxserve serve --config`, with a reason for each setting."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Iterator, Sequence
 
 from jaxserve.bench.results.compare import verdict
 from jaxserve.bench.sweep.grid import Options
-from jaxserve.bench.sweep.run_sweep import described
+from jaxserve.bench.sweep.run_sweep import format_options
 from jaxserve.bench.tune.goal import Goal
-from jaxserve.bench.tune.run_tune import CONFIDENCE, MIN_GAIN, Trial, Tuned, ratio_text
+from jaxserve.bench.tune.run_tune import CONFIDENCE, MIN_GAIN, Trial, TuningResult, format_interval
 
-# Relative standard deviation from which three runs find no usual gain any more.
-MUCH_NOISE = 0.1
+# At this relative standard deviation three runs can't detect gains of the usual size.
+HIGH_NOISE = 0.1
 
 
-def profile(base: Options, tuned: Tuned, goal: Goal, flags: Sequence[str], today: datetime.date) -> str:
-    """The file's text. `base` are the settings that were there before, `flags` the load's."""
+def profile_text(base: Options, tuned: TuningResult, goal: Goal, flags: Sequence[str], today: datetime.date) -> str:
+    """Return the file's text. `base` are the settings before the search, `flags` those of the load."""
     settings = dict(base) | dict(tuned.changes)
     lines = [f"# {line}" for line in _head(tuned, goal, flags, today)]
     for key, value in settings.items():
@@ -30,26 +30,26 @@ def profile(base: Options, tuned: Tuned, goal: Goal, flags: Sequence[str], today
     return "\n".join(lines) + "\n"
 
 
-def _head(tuned: Tuned, goal: Goal, flags: Sequence[str], today: datetime.date) -> Iterator[str]:
+def _head(tuned: TuningResult, goal: Goal, flags: Sequence[str], today: datetime.date) -> Iterator[str]:
     yield f"Made by jaxserve bench tune on {today.isoformat()}, in {tuned.seconds / 60:.1f} minutes of measured runs."
     yield f"Goal: {goal.name}, {goal.unit}. Load: {shlex.join(flags)}"
     yield (
         f"Default: {statistics.fmean(tuned.default):.4g} {goal.unit} over {len(tuned.default)} runs that vary by "
         f"{tuned.noise:.1%}. Ratios below are with their bounds at {CONFIDENCE:.0%}."
     )
-    if tuned.noise > MUCH_NOISE:
-        yield "So much noise hides all but large gains: something else was at work here, or the runs are too short."
-    if tuned.check is not None:
-        yield f"Result against default, both on fresh servers: {ratio_text(tuned.check)}."
-        if verdict(tuned.check, True, MIN_GAIN) != "faster":
+    if tuned.noise > HIGH_NOISE:
+        yield "So much noise hides all but large gains: the machine had other work, or the runs are too short."
+    if tuned.final_comparison is not None:
+        yield f"Result against default, both on fresh servers: {format_interval(tuned.final_comparison)}."
+        if verdict(tuned.final_comparison, True, MIN_GAIN) != "faster":
             yield "That is not beyond noise, so nothing is changed."
     elif tuned.changes:
-        yield "The time was up before default and result could meet once more: each ratio below stands alone."
+        yield "The time was up before the final comparison of default and result: trust each ratio below only alone."
     else:
         yield "No candidate was better beyond noise: nothing is changed."
 
 
-def _reasons(key: str, tuned: Tuned) -> Iterator[str]:
+def _reasons(key: str, tuned: TuningResult) -> Iterator[str]:
     for trial in tuned.trials:
         if key in trial.change:
             yield _reason(trial, tuned)
@@ -57,16 +57,16 @@ def _reasons(key: str, tuned: Tuned) -> Iterator[str]:
         yield f"{key}: {tuned.skipped[key]}."
 
 
-def _reason(trial: Trial, tuned: Tuned) -> str:
+def _reason(trial: Trial, tuned: TuningResult) -> str:
     kept = trial.kept and bool(tuned.changes)
-    return f"{described(trial.change)}: {trial.why}{': kept' if kept else ''}."
+    return f"{format_options(trial.change)}: {trial.why}{': kept' if kept else ''}."
 
 
-def _keys(tuned: Tuned) -> list[str]:
+def _keys(tuned: TuningResult) -> list[str]:
     tried = [key for trial in tuned.trials for key in trial.change]
     return list(dict.fromkeys([*tried, *tuned.skipped]))
 
 
 def _entry(key: str, value: object) -> str:
-    """JSON's values are YAML's too."""
+    """Return one line of YAML; JSON values are valid YAML."""
     return f"{key}: {json.dumps(value)}"

@@ -1,4 +1,4 @@
-"""`jaxserve bench`: measures servers and engines. Each of its commands is a module of this folder."""
+"""`jaxserve bench`: measures servers and engines. Each command is a module of this folder."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from jaxserve.cli.common.dispatch import command_parser, dispatch
 from jaxserve.cli.common.parser import Parser
 
 SUBCOMMANDS: dict[str, str] = {
-    "serve": "load an OpenAI-compatible server, ours or another's, and measure what its clients see",
-    "throughput": "the most the engine does in this process, without HTTP",
-    "latency": "one batch again and again: prefill, decode, and where a step's time goes",
-    "startup": "how long a server takes to be ready, cold and warm, by phase",
+    "serve": "send load to any OpenAI-compatible server and measure latency and throughput",
+    "throughput": "highest throughput of the engine in this process, without HTTP",
+    "latency": "latency of one batch: prefill, decode, and where a step's time goes",
+    "startup": "start-up time of a server, cold and warm, by phase",
     "sweep": "measure a grid of engine flags and loads; can be interrupted and resumed",
-    "tune": "find settings for a load by measured runs, and write them as a profile",
-    "compare": "say whether one result is faster than another, beyond noise",
+    "tune": "find settings for a load by measured runs and write them as a profile",
+    "compare": "compare results and say which differences are beyond noise",
 }
 
 
 def parser() -> Parser:
-    """The commands of `jaxserve bench`."""
-    return command_parser("jaxserve bench", "Measures what serving costs and how fast it is.", SUBCOMMANDS)
+    """Return the parser of `jaxserve bench`."""
+    return command_parser("jaxserve bench", "Measures the speed of servers and engines.", SUBCOMMANDS)
 
 
 def main(argv: list[str]) -> int:
-    """Run it; returns the exit code."""
+    """Run the command and return the exit code."""
     return dispatch(parser(), SUBCOMMANDS, "jaxserve.cli.bench.", argv)

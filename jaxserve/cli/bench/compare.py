@@ -1,4 +1,4 @@
-"""`jaxserve bench compare`: two results of the same benchmark side by side, and a verdict where it is beyond noise.
+"""`jaxserve bench compare`: compares results of the same benchmark and says which differences are beyond noise.
 
     jaxserve bench compare before.json after.json
     jaxserve bench compare --a before-*.json --b after-*.json --fail-on-regression 5
@@ -15,44 +15,47 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxserve.cli.common.parser import HelpFormatter, Parser
-from jaxserve.cli.common.table import table
+from jaxserve.cli.common.parser import Parser
+from jaxserve.cli.common.table import format_table
 from jaxserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxserve.bench.results.compare import Comparison, Row
+    from jaxserve.bench.results.compare import Comparison, ComparisonRow
     from jaxserve.bench.results.run_file import RunFile
 
 
 def parser() -> Parser:
-    """The flags of `jaxserve bench compare`."""
-    parser = Parser(prog="jaxserve bench compare", description=__doc__, formatter_class=HelpFormatter)
+    """Return the parser of `jaxserve bench compare`."""
+    parser = Parser(prog="jaxserve bench compare", description=__doc__)
     parser.add_argument("files", nargs="*", metavar="FILE", help="A.json and B.json: one run a side")
     parser.add_argument("--a", nargs="+", default=[], metavar="FILE", help="runs of side A: files or patterns")
     parser.add_argument("--b", nargs="+", default=[], metavar="FILE", help="runs of side B")
     parser.add_argument("--metrics", metavar="NAMES", help="only these figures, separated by commas")
     parser.add_argument(
-        "--confidence", type=float, metavar="X", help="that the true ratio lies within the bounds (default 0.99)"
+        "--confidence",
+        type=float,
+        metavar="X",
+        help="probability that the bounds hold the true ratio (default 0.99)",
     )
     parser.add_argument(
         "--min-difference",
         type=float,
         metavar="PERCENT",
-        help="a smaller difference is no verdict (default 1, and 5 with one run a side)",
+        help="smaller differences get no verdict (default 1, or 5 with one run a side)",
     )
-    parser.add_argument("--force", action="store_true", help="compare different loads all the same")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the comparison there")
+    parser.add_argument("--force", action="store_true", help="compare even if the loads differ")
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the comparison to this file")
     parser.add_argument(
         "--fail-on-regression",
         type=float,
         metavar="PERCENT",
-        help="exit with 1 when a figure is worse beyond noise by more than this, or more requests failed",
+        help="exit with 1 if a figure is worse beyond noise by more than this, or more requests failed",
     )
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Run it; returns 0, or 1 with `--fail-on-regression` when there is one."""
+    """Run the command; return 1 if `--fail-on-regression` finds one, else 0."""
     arguments = parser().parse(argv)
     from jaxserve.bench.results.compare import CONFIDENCE, compare
 
@@ -84,23 +87,23 @@ def main(argv: list[str]) -> int:
 
 
 def report(comparison: Comparison, a: Sequence[RunFile], b: Sequence[RunFile], confidence: float) -> str:
-    """The comparison as text."""
+    """Return the comparison as text."""
     header = ("", "A", "B", "B/A", f"{confidence:.0%} within", "B is")
     lines = [f"{name}: {', '.join(run.path for run in side)}" for name, side in (("A", a), ("B", b))]
-    lines += ["", table(header, [_line(row) for row in comparison.rows], left=(0, 5))]
+    lines += ["", format_table(header, [_line(row) for row in comparison.rows], left=(0, 5))]
     whys = dict.fromkeys(row.why for row in comparison.rows if row.why)
     notes = [*comparison.notes, *(f"Can't tell: {why}." for why in whys)]
     notes += [f"Different loads, compared by --force: {text}." for text in comparison.differences]
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
-def _line(row: Row) -> tuple[str, ...]:
+def _line(row: ComparisonRow) -> tuple[str, ...]:
     bounds = "" if row.interval is None else f"{_bound(row.interval.low)} to {_bound(row.interval.high)}"
     return row.metric, f"{row.a:.4g}", f"{row.b:.4g}", f"{row.b / row.a:.3f}", bounds, row.verdict
 
 
 def _bound(ratio: float) -> str:
-    """Beyond a tenth or tenfold its size says nothing any more."""
+    """Format a bound; below 0.1 and above 10 its value is meaningless."""
     return "<0.1" if ratio < 0.1 else ">10" if ratio > 10 else f"{ratio:.3f}"
 
 
@@ -108,11 +111,11 @@ def _sides(arguments: argparse.Namespace) -> tuple[list[RunFile], list[RunFile]]
     if arguments.files:
         if arguments.a or arguments.b or len(arguments.files) != 2:
             raise ConfigError(
-                f"{len(arguments.files)} files are named: give two, A.json and B.json, or several with --a and --b"
+                f"got {len(arguments.files)} files: give two, A.json and B.json, or several with --a and --b"
             )
         return _read(arguments.files[:1]), _read(arguments.files[1:])
     if not arguments.a or not arguments.b:
-        raise ConfigError("there are no two sides to compare: give A.json and B.json, or files with --a and --b")
+        raise ConfigError("there is nothing to compare: give A.json and B.json, or files with --a and --b")
     return _read(arguments.a), _read(arguments.b)
 
 
@@ -123,7 +126,7 @@ def _read(names: Sequence[str]) -> list[RunFile]:
     for name in names:
         found = [name] if Path(name).exists() else sorted(glob.glob(name))
         if not found:
-            raise ConfigError(f"{name} is no file, and no file has a name like it")
+            raise ConfigError(f"{name} is not a file, and as a pattern it matches none")
         paths += found
     return [run for path in paths for run in read_runs(Path(path))]
 

@@ -1,7 +1,7 @@
-"""`jaxserve bench latency`: one batch of equal requests through the engine process, without HTTP, again and again.
+"""`jaxserve bench latency`: measures the latency of one batch of equal requests in the engine process, without HTTP.
 
-Prefill lasts until every sequence has its first token; decode is the rest. Prompts are random, and new each time, so
-that the prefix cache finds nothing of them. `--breakdown` says where the time of a step goes, from a profile.
+Prefill lasts until every sequence has its first token; decode is the rest. Each iteration has new random prompts, so
+that the prefix cache has no hits. `--breakdown` profiles where the time of a step goes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from jaxserve.bench.engine.step_times import StepTimes, read_step_times
 from jaxserve.cli.bench.breakdown import breakdown
 from jaxserve.cli.bench.report import write_json
 from jaxserve.cli.common import flags
-from jaxserve.cli.common.parser import HelpFormatter, Parser
-from jaxserve.cli.common.table import table
-from jaxserve.config.data_parallel import in_one_process
+from jaxserve.cli.common.parser import Parser
+from jaxserve.cli.common.table import format_table
+from jaxserve.config.data_parallel import require_single_process
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 
@@ -37,33 +37,33 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 def parser() -> Parser:
-    """The flags of `jaxserve bench latency`."""
-    parser = Parser(prog="jaxserve bench latency", description=__doc__, formatter_class=HelpFormatter)
+    """Return the parser of `jaxserve bench latency`."""
+    parser = Parser(prog="jaxserve bench latency", description=__doc__)
     group = parser.add_argument_group("batch")
     group.add_argument("--batch-size", type=int, default=8, metavar="N", help="sequences at once (default 8)")
     group.add_argument("--input-len", type=int, default=32, metavar="N", help="tokens of a prompt (default 32)")
     group.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens of an answer (default 128)")
-    group.add_argument("--num-iters", type=int, default=30, metavar="N", help="times it is measured (default 30)")
-    group.add_argument("--num-iters-warmup", type=int, default=10, metavar="N", help="times before that (default 10)")
+    group.add_argument("--num-iters", type=int, default=30, metavar="N", help="measured iterations (default 30)")
+    group.add_argument("--num-iters-warmup", type=int, default=10, metavar="N", help="warm-up iterations (default 10)")
     group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default 0)")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (default 0)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the prompts (default 0)")
     group.add_argument("--breakdown", action="store_true", help="profile one more batch: where a step's time goes")
     group.add_argument("--breakdown-steps", type=int, default=64, metavar="N",
-                       help="steps of it that are profiled, from its start (default 64)")  # fmt: skip
-    group.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures there")
+                       help="profile the first N steps of that batch (default 64)")  # fmt: skip
+    group.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures to this file")
     flags.add_settings(parser, hidden=("seed",))
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Run it; returns the exit code."""
+    """Run the command and return the exit code."""
     arguments = parser().parse(argv)
-    for name, low in _AT_LEAST.items():
+    for name, low in _MINIMUMS.items():
         if (value := getattr(arguments, name)) < low:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
-    loaded = flags.loaded(arguments)
-    log_level = flags.arguments(loaded).get("log_level", "warning")
-    config = in_one_process(msgspec.structs.replace(loaded.engine, log_level=log_level), "bench latency")
+    loaded = flags.config_from_arguments(arguments)
+    log_level = flags.llm_arguments(loaded).get("log_level", "warning")
+    config = require_single_process(msgspec.structs.replace(loaded.engine, log_level=log_level), "bench latency")
     with _profiles(config) if arguments.breakdown else contextlib.nullcontext(config) as config:
         measured = asyncio.run(_measure(arguments, config))
     print(measured.report())
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-_AT_LEAST = {
+_MINIMUMS = {
     "batch_size": 1,
     "input_len": 1,
     "output_len": 1,
@@ -83,14 +83,14 @@ _AT_LEAST = {
 
 
 @dataclasses.dataclass(frozen=True)
-class _Measured:
+class _LatencyResult:
     arguments: argparse.Namespace
     model: str
     times: list[BatchTimes]
     steps: StepTimes | None
 
     def report(self) -> str:
-        """Text for a terminal."""
+        """Return the result as text."""
         given = self.arguments
         rows = [
             [name, *(f"{1e3 * value:.2f}" for value in _spread(values).values())]
@@ -100,12 +100,12 @@ class _Measured:
         parts = [
             f"{self.model}: {given.batch_size} sequences, {given.input_len} tokens in, {given.output_len} out, "
             f"{given.num_iters} times",
-            table(head, rows),
+            format_table(head, rows),
         ]
         return "\n\n".join(parts if self.steps is None else [*parts, breakdown(self.steps)])
 
     def as_json(self) -> dict[str, Any]:
-        """The figures in seconds, under the key names of vLLM's `bench latency`, and the phases."""
+        """Return the figures in seconds, under the key names of vLLM's `bench latency`, and the phases."""
         latencies = [one.latency for one in self.times]
         phases = {
             name: {"values": values, **_spread(values)} for name, values in self._phases().items() if name != "latency"
@@ -121,7 +121,7 @@ class _Measured:
         return result if self.steps is None else result | {"breakdown": dataclasses.asdict(self.steps)}
 
     def _phases(self) -> dict[str, list[float]]:
-        """Seconds of each iteration, by what lasted so long."""
+        """Return the seconds of each iteration by phase."""
         phases = {
             "latency": [one.latency for one in self.times],
             "prefill": [one.prefill for one in self.times],
@@ -140,7 +140,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _profiles(config: EngineConfig) -> Iterator[EngineConfig]:
-    """The configuration with a folder for profiles: the one that was asked for, which stays, or one that does not."""
+    """Yield the configuration with a folder for profiles: the one given, or a temporary one."""
     if config.profile_dir is not None:
         yield config
         return
@@ -148,7 +148,7 @@ def _profiles(config: EngineConfig) -> Iterator[EngineConfig]:
         yield msgspec.structs.replace(config, profile_dir=folder)
 
 
-async def _measure(arguments: argparse.Namespace, config: EngineConfig) -> _Measured:
+async def _measure(arguments: argparse.Namespace, config: EngineConfig) -> _LatencyResult:
     from jaxserve.engine.client import EngineClient
 
     engine = await EngineClient.launch(config)
@@ -172,7 +172,7 @@ async def _measure(arguments: argparse.Namespace, config: EngineConfig) -> _Meas
             steps = read_step_times(Path((await engine.stop_profile()).directory))
     finally:
         await engine.shutdown()
-    return _Measured(arguments, config.model, times, steps)
+    return _LatencyResult(arguments, config.model, times, steps)
 
 
 def _check_fits(arguments: argparse.Namespace, engine: EngineClient) -> None:

@@ -1,4 +1,4 @@
-"""What `jaxserve bench serve` says at the end: a table for people, one JSON object under vLLM's key names for tools."""
+"""The results of `jaxserve bench serve`: as text, and as a JSON object under vLLM's key names."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve.bench.load.client_load import MOST_CPU, MOST_LATE_MS
-from jaxserve.bench.load.records import Record
-from jaxserve.bench.load.run_load import Run
+from jaxserve.bench.load.client_load import MAX_CPU, MAX_LATE_MS
+from jaxserve.bench.load.records import RequestRecord
+from jaxserve.bench.load.run_load import LoadResult
 from jaxserve.bench.results.metrics import METRICS, percentile_key
-from jaxserve.cli.common.table import table
+from jaxserve.cli.common.table import format_table
 from jaxserve.errors import ConfigError
 
 _NAMES = {
@@ -22,11 +22,11 @@ _NAMES = {
     "itl": "ITL: between chunks",
     "e2el": "E2EL: to the last token",
 }
-_MOST_ERRORS = 5
+_MAX_ERRORS = 5
 
 
-def report(about: Mapping[str, str], figures: Mapping[str, Any], run: Run, percentiles: Sequence[float]) -> str:
-    """Text for a terminal."""
+def report(about: Mapping[str, str], figures: Mapping[str, Any], run: LoadResult, percentiles: Sequence[float]) -> str:
+    """Return the result as text."""
     rows = [*about.items(), ("requests", _requests(figures))]
     if figures["completed"]:
         rows += _throughput(figures)
@@ -37,8 +37,8 @@ def report(about: Mapping[str, str], figures: Mapping[str, Any], run: Run, perce
     measured = [metric for metric in METRICS if f"mean_{metric}_ms" in figures]
     if measured:
         lines = [[_NAMES[metric], *(f"{figures[f'{n}_{metric}_ms']:.2f}" for n in names)] for metric in measured]
-        parts.append(table(["milliseconds", *names], lines))
-    parts += [*_errors(run.records), *_doubts(figures, run)]
+        parts.append(format_table(["milliseconds", *names], lines))
+    parts += [*_errors(run.records), *_warnings(figures, run)]
     return "\n\n".join(parts)
 
 
@@ -60,25 +60,25 @@ def _throughput(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _client(run: Run) -> str:
+def _client(run: LoadResult) -> str:
     seen = run.client
     return (
         f"{seen.cpu_fraction:.1%} of a core; late by {seen.late_ms_p50:.2f} ms (median), {seen.late_ms_p99:.2f} (p99)"
     )
 
 
-def _errors(records: Sequence[Record]) -> list[str]:
-    """The reasons of failures, the most frequent first."""
+def _errors(records: Sequence[RequestRecord]) -> list[str]:
+    """Return the reasons of failures, the most frequent first."""
     counts = Counter(record.error for record in records if record.status == "failed")
     if not counts:
         return []
-    lines = [f"  {count} x {error}" for error, count in counts.most_common(_MOST_ERRORS)]
-    left = len(counts) - _MOST_ERRORS
+    lines = [f"  {count} x {error}" for error, count in counts.most_common(_MAX_ERRORS)]
+    left = len(counts) - _MAX_ERRORS
     return ["\n".join(["failed (in no average):", *lines, *([f"  and {left} other reasons"] if left > 0 else [])])]
 
 
-def _doubts(figures: Mapping[str, Any], run: Run) -> list[str]:
-    """What a reader must know before believing the figures."""
+def _warnings(figures: Mapping[str, Any], run: LoadResult) -> list[str]:
+    """Return everything that makes the figures doubtful or incomplete."""
     doubts = []
     if run.interrupted:
         doubts.append("CUT: the run was ended before all requests were done; these are the figures until then.")
@@ -86,7 +86,7 @@ def _doubts(figures: Mapping[str, Any], run: Run) -> list[str]:
         why = "it had to wait for a core, this machine is busy" if run.client.starved else "the load is too much for it"
         doubts.append(
             f"THE CLIENT IS A BOTTLENECK: {why}. Its loop was {run.client.late_ms_p99:.1f} ms late at p99 (sound: "
-            f"up to {MOST_LATE_MS:g}) and took {run.client.cpu_fraction:.0%} of a core (sound: up to {MOST_CPU:.0%}). "
+            f"up to {MAX_LATE_MS:g}) and took {run.client.cpu_fraction:.0%} of a core (sound: up to {MAX_CPU:.0%}). "
             "The latencies above hold its own delay."
         )
     counted = figures["counted_by"]
@@ -104,11 +104,11 @@ def _doubts(figures: Mapping[str, Any], run: Run) -> list[str]:
 
 
 def as_json(
-    about: Mapping[str, Any], figures: Mapping[str, Any], run: Run, *, detailed: bool, texts: bool
+    about: Mapping[str, Any], figures: Mapping[str, Any], run: LoadResult, *, detailed: bool, texts: bool
 ) -> dict[str, Any]:
-    """vLLM's keys and ours. Detailed, it has a list by request under each of vLLM's names and the raw records.
+    """Return the result under vLLM's keys and ours; `detailed` adds vLLM's lists by request and the raw records.
 
-    Times of requests are in seconds since the run's start.
+    Times of requests are in seconds since the start of the run.
     """
     client = {**dataclasses.asdict(run.client), "bottleneck": run.client.bottleneck}
     result = {**about, **figures, "client": client}
@@ -128,7 +128,7 @@ def as_json(
     return result
 
 
-def _record(run: Run, record: Record) -> dict[str, Any]:
+def _record(run: LoadResult, record: RequestRecord) -> dict[str, Any]:
     return {
         "id": record.id,
         "status": record.status,
@@ -147,13 +147,13 @@ def _record(run: Run, record: Record) -> dict[str, Any]:
     }
 
 
-def _since(run: Run, time: float | None) -> float | None:
-    """None for what never came to be."""
+def _since(run: LoadResult, time: float | None) -> float | None:
+    """Return the seconds since the start of the run; None for events that never happened."""
     return None if not time else time - run.start
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Write it, with the folders above. Raises `ConfigError`."""
+    """Write the result and create missing parent folders. Raises `ConfigError`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result) + "\n", encoding="utf-8")

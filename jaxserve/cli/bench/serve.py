@@ -1,4 +1,4 @@
-"""`jaxserve bench serve`: loads an OpenAI-compatible server, ours or another's, and measures what its clients see."""
+"""`jaxserve bench serve`: sends load to any OpenAI-compatible server and measures latency and throughput."""
 
 from __future__ import annotations
 
@@ -11,38 +11,37 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.bench.datasets.choice import RANDOM
-from jaxserve.bench.results.metrics import summary
+from jaxserve.bench.results.metrics import compute_figures
 from jaxserve.cli.bench.report import as_json, report, write_json
 from jaxserve.cli.bench.serve_flags import serve_parser
-from jaxserve.cli.bench.serve_plan import Plan, plan_of
-from jaxserve.cli.bench.serve_run import Measured, measure
+from jaxserve.cli.bench.serve_plan import BenchPlan, make_bench_plan
+from jaxserve.cli.bench.serve_run import ServeResult, run_plan
+from jaxserve.cli.common.dispatch import INTERRUPTED
 from jaxserve.cli.common.parser import Parser
-
-INTERRUPTED = 130
 
 
 def parser() -> Parser:
-    """The flags of `jaxserve bench serve`."""
+    """Return the parser of `jaxserve bench serve`."""
     assert __doc__ is not None
     return serve_parser(__doc__)
 
 
 def main(argv: list[str]) -> int:
-    """Run it; returns 1 where no request was answered well, 130 where the run was cut."""
-    plan = plan_of(parser().parse(argv))
-    measured = measure(plan)
+    """Run the command; return 0, 1 if no request succeeded, or 130 if the run was interrupted."""
+    plan = make_bench_plan(parser().parse(argv))
+    measured = run_plan(plan)
     if measured is None:
         return INTERRUPTED
-    _say(plan, measured)
+    _report(plan, measured)
     if measured.run.interrupted:
         return INTERRUPTED
     return 0 if any(record.status == "ok" for record in measured.run.records) else 1
 
 
-def _say(plan: Plan, measured: Measured) -> None:
-    """Print the report and write the files that were asked for."""
+def _report(plan: BenchPlan, measured: ServeResult) -> None:
+    """Print the result and write the requested files."""
     arguments, run = plan.arguments, measured.run
-    figures = summary(
+    figures = compute_figures(
         run, goodput=dict(arguments.goodput), metrics=arguments.percentile_metrics,
         percentiles=arguments.metric_percentiles,
     )  # fmt: skip
@@ -50,7 +49,7 @@ def _say(plan: Plan, measured: Measured) -> None:
     about = {
         "server": f"{plan.server.url}, {plan.server.path(plan.endpoint)}, model {measured.model}",
         "dataset": f"{plan.dataset.describe()}, seed {arguments.seed}",
-        "load": f"{len(run.records)} requests, {plan.rate()}, {at_once} open",
+        "load": f"{len(run.records)} requests, {plan.describe_arrivals()}, {at_once} open",
     }
     print(report(about, figures, run, arguments.metric_percentiles))
     now = datetime.datetime.now()
@@ -80,7 +79,7 @@ def _say(plan: Plan, measured: Measured) -> None:
 
 
 def _files(arguments: argparse.Namespace, keys: dict[str, Any]) -> Iterator[tuple[Path, bool]]:
-    """What is to be written, and whether with every request in it."""
+    """Yield the files to write, and whether each includes every request."""
     if arguments.output_json is not None:
         yield arguments.output_json, True
     if arguments.save_result or arguments.save_detailed or arguments.result_filename or arguments.result_dir:

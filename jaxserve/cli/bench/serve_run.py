@@ -1,4 +1,4 @@
-"""Carries out a plan of `jaxserve bench serve`: finds the server, makes the prompts, warms up, runs the load."""
+"""Runs a plan of `jaxserve bench serve`: connects to the server, creates the prompts, warms up, and runs the load."""
 
 from __future__ import annotations
 
@@ -11,80 +11,86 @@ import time
 from collections.abc import AsyncIterator, Iterator
 
 from jaxserve import host
-from jaxserve.bench.datasets.prompts import Conversation
+from jaxserve.bench.datasets.prompts import BenchConversation
 from jaxserve.bench.datasets.vocabulary import Vocabulary
-from jaxserve.bench.load.client import Client
-from jaxserve.bench.load.http_client import Pool
+from jaxserve.bench.load.client import LoadClient
+from jaxserve.bench.load.http_client import ConnectionPool
 from jaxserve.bench.load.progress import show_progress
-from jaxserve.bench.load.records import Record
-from jaxserve.bench.load.run_load import Load, Run, count_with
-from jaxserve.bench.load.target_server import Model, call, find_server, served_model, tokenizer_name, tokenizer_named
-from jaxserve.cli.bench.serve_plan import Plan
+from jaxserve.bench.load.records import RequestRecord
+from jaxserve.bench.load.run_load import LoadResult, LoadRun, count_answer_tokens
+from jaxserve.bench.load.target_server import (
+    ServedModel,
+    first_served_model,
+    load_named_tokenizer,
+    send_request,
+    tokenizer_name,
+    wait_for_server,
+)
+from jaxserve.cli.bench.serve_plan import BenchPlan
 from jaxserve.errors import ConfigError, JaxserveError
 
-_BETWEEN_TRIES = 0.25
+_RETRY_SECONDS = 0.25
 _PROFILE_SECONDS = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
-    """A run and what was found out on the way."""
+class ServeResult:
+    """The result of a run, with the names of the model and its tokenizer."""
 
-    run: Run
+    run: LoadResult
     model: str
     tokenizer: str
 
 
-def measure(plan: Plan) -> Measured | None:
-    """Run it; None where it was cut before the measured part began."""
-    host.allow_open_files()
+def run_plan(plan: BenchPlan) -> ServeResult | None:
+    """Run the plan; return None if it was interrupted before the measured part."""
+    host.raise_open_file_limit()
     with asyncio.Runner(loop_factory=host.new_event_loop) as runner:
         return runner.run(_measure(plan))
 
 
-async def _measure(plan: Plan) -> Measured | None:
-    """The run; None where it was cut before it began."""
+async def _measure(plan: BenchPlan) -> ServeResult | None:
     arguments, dataset = plan.arguments, plan.dataset
     pool = plan.server.pool(keep_alive=not arguments.no_keep_alive, insecure=arguments.insecure)
     patience = arguments.ready_check_timeout_sec
     with contextlib.closing(pool):
-        await find_server(plan.server, pool, patience=patience)
+        await wait_for_server(plan.server, pool, patience=patience)
         given = arguments.model or arguments.served_model_name
-        model = Model(given) if given else await served_model(plan.server, pool, plan.headers)
+        model = ServedModel(given) if given else await first_served_model(plan.server, pool, plan.headers)
         tokenizer = arguments.tokenizer or tokenizer_name(arguments.model or model.id, model.root)
-        vocabulary = dataset.vocabulary(tokenizer_named(tokenizer) if dataset.needs_tokenizer else None)
+        vocabulary = dataset.vocabulary(load_named_tokenizer(tokenizer) if dataset.needs_tokenizer else None)
         conversations = dataset.make(vocabulary)
         name = arguments.served_model_name or model.id
-        client = Client(pool, plan.writer(name), timeout=arguments.request_timeout, stall=arguments.stall_timeout)
+        client = LoadClient(pool, plan.writer(name), timeout=arguments.request_timeout, stall=arguments.stall_timeout)
         if patience:
             await _wait_until_ready(client, dataset.make(vocabulary, warmups=1), patience)
         with _stop_signal() as stop:
             if arguments.num_warmups and not await _warm_up(plan, client, vocabulary, stop):
                 return None
-            load = Load(
-                client, conversations, plan.times(conversations), max_concurrency=arguments.max_concurrency,
+            load = LoadRun(
+                client, conversations, plan.start_times(conversations), max_concurrency=arguments.max_concurrency,
                 id_prefix=arguments.request_id_prefix, seed=arguments.seed if arguments.per_request_seed else None,
             )  # fmt: skip
             async with _profile(plan, pool) if arguments.profile else contextlib.nullcontext():
                 run = await _run(load, stop, quiet=arguments.disable_tqdm)
     if any(record.counted_by == "chunks" and record.token_times for record in run.records):
         with contextlib.suppress(ConfigError):
-            count_with(run.records, Vocabulary(tokenizer_named(tokenizer)).count_answer)
-    return Measured(run, name, tokenizer)
+            count_answer_tokens(run.records, Vocabulary(load_named_tokenizer(tokenizer)).count_answer)
+    return ServeResult(run, name, tokenizer)
 
 
-async def _warm_up(plan: Plan, client: Client, vocabulary: Vocabulary, stop: asyncio.Event) -> bool:
-    """Whether it ran to its end. Raises `JaxserveError` where not one request was answered well."""
+async def _warm_up(plan: BenchPlan, client: LoadClient, vocabulary: Vocabulary, stop: asyncio.Event) -> bool:
+    """Send the warm-up requests; return False if interrupted. Raises `JaxserveError` if all of them failed."""
     arguments = plan.arguments
     made = plan.dataset.make(vocabulary, warmups=arguments.num_warmups)
-    load = Load(client, made, [0.0] * len(made), max_concurrency=arguments.max_concurrency, id_prefix="warmup-")
+    load = LoadRun(client, made, [0.0] * len(made), max_concurrency=arguments.max_concurrency, id_prefix="warmup-")
     run = await _run(load, stop, quiet=True)
     if not run.interrupted and all(record.status == "failed" for record in run.records):
-        raise JaxserveError(f"no warm-up request was answered well: {run.records[0].error}")
+        raise JaxserveError(f"all warm-up requests failed: {run.records[0].error}")
     return not run.interrupted
 
 
-async def _run(load: Load, stop: asyncio.Event, *, quiet: bool) -> Run:
+async def _run(load: LoadRun, stop: asyncio.Event, *, quiet: bool) -> LoadResult:
     progress = asyncio.create_task(show_progress(load, disable=quiet))
     try:
         return await load.run(stop)
@@ -93,24 +99,24 @@ async def _run(load: Load, stop: asyncio.Event, *, quiet: bool) -> Run:
         await asyncio.gather(progress, return_exceptions=True)
 
 
-async def _wait_until_ready(client: Client, conversations: list[Conversation], patience: float) -> None:
-    """Asks one small request until it is answered well. Raises `JaxserveError`."""
+async def _wait_until_ready(client: LoadClient, conversations: list[BenchConversation], patience: float) -> None:
+    """Repeat one small request until it succeeds. Raises `JaxserveError` after `patience` seconds."""
     prompt = dataclasses.replace(conversations[0].prompts[0], output_tokens=1)
     deadline = time.perf_counter() + patience
     while True:
-        record = Record("ready-check", 1, None)
-        await client.ask(record, prompt, [], None)
+        record = RequestRecord("ready-check", 1, None)
+        await client.send(record, prompt, [], None)
         if record.status == "ok":
             return
         if time.perf_counter() >= deadline:
             raise JaxserveError(f"the server was not ready after {patience:g} s: {record.error}")
-        await asyncio.sleep(_BETWEEN_TRIES)
+        await asyncio.sleep(_RETRY_SECONDS)
 
 
 @contextlib.asynccontextmanager
-async def _profile(plan: Plan, pool: Pool) -> AsyncIterator[None]:
-    """The server's profile of the run. Raises `JaxserveError` where it doesn't begin; that it can't be written costs no
-    measurement."""
+async def _profile(plan: BenchPlan, pool: ConnectionPool) -> AsyncIterator[None]:
+    """Profile the server during the run. Raises `JaxserveError` if the profile can't start; an error at its end is only
+    printed, so that the measurement isn't lost."""
     await _post(plan, pool, "/start_profile")
     yield
     try:
@@ -119,16 +125,16 @@ async def _profile(plan: Plan, pool: Pool) -> AsyncIterator[None]:
         print(error, file=sys.stderr)
 
 
-async def _post(plan: Plan, pool: Pool, route: str) -> None:
-    status, body = await call(plan.server, pool, plan.headers, route, "POST", seconds=_PROFILE_SECONDS)
+async def _post(plan: BenchPlan, pool: ConnectionPool, route: str) -> None:
+    status, body = await send_request(plan.server, pool, plan.headers, route, "POST", seconds=_PROFILE_SECONDS)
     if status != 200:
         shown = body[:200].decode(errors="replace")
-        raise JaxserveError(f"--profile: POST {route} was answered HTTP {status}: {shown}")
+        raise JaxserveError(f"--profile: POST {route} returned HTTP {status}: {shown}")
 
 
 @contextlib.contextmanager
 def _stop_signal() -> Iterator[asyncio.Event]:
-    """Set by the first Ctrl-C or SIGTERM; a second one ends the program."""
+    """Yield an event that the first Ctrl-C or SIGTERM sets; a second signal ends the program."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     handled: list[signal.Signals] = []
@@ -138,7 +144,7 @@ def _stop_signal() -> Iterator[asyncio.Event]:
         for number in handled:
             loop.remove_signal_handler(number)
 
-    # Windows' loop takes none: there Ctrl-C ends the program at once.
+    # Windows' loop supports no handlers: there Ctrl-C ends the program at once.
     with contextlib.suppress(NotImplementedError):
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, cut)

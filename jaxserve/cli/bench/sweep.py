@@ -1,10 +1,10 @@
-"""`jaxserve bench sweep`: measures every combination of engine flags and loads that a YAML file names.
+"""`jaxserve bench sweep`: measures every combination of engine flags and loads in a YAML file.
 
     jaxserve bench sweep grid.yaml --output results --dry-run
     jaxserve bench sweep grid.yaml --output results
 
-Runs that are done stay done: the same command goes on where an earlier one was interrupted, and tries again what
-failed. At the end there are summary.json, summary.csv, plots.html and plots.png in the folder.
+Finished runs are kept: after an interruption the same command continues with the rest and retries failed runs. At the
+end the folder holds summary.json, summary.csv, plots.html and plots.png.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxserve.cli.common.parser import HelpFormatter, Parser
+from jaxserve.cli.common.dispatch import INTERRUPTED
+from jaxserve.cli.common.parser import Parser
+from jaxserve.cli.common.table import format_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from jaxserve.bench.sweep.folder import SweepFolder
     from jaxserve.bench.sweep.grid import Grid
-    from jaxserve.bench.sweep.run_sweep import Commands
-    from jaxserve.bench.sweep.summary import Row
+    from jaxserve.bench.sweep.run_sweep import BenchCommands
+    from jaxserve.bench.sweep.summary import SummaryRow
 
-INTERRUPTED = 130
 _SHOWN = (
     "output_throughput",
     "request_throughput",
@@ -35,27 +36,30 @@ _SHOWN = (
 
 
 def parser() -> Parser:
-    """The flags of `jaxserve bench sweep`."""
-    parser = Parser(prog="jaxserve bench sweep", description=__doc__, formatter_class=HelpFormatter)
+    """Return the parser of `jaxserve bench sweep`."""
+    parser = Parser(prog="jaxserve bench sweep", description=__doc__)
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="base, engine, load, repetitions")
     parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="where results lie (default: the file's name and -sweep, here)"
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for results (default: CONFIG-sweep)",
     )
     parser.add_argument(
         "--fresh", action="store_true", help="delete the results of an earlier sweep in the folder first"
     )
     parser.add_argument("--dry-run", action="store_true", help="list the runs and their state; start nothing")
-    parser.add_argument("--no-png", action="store_true", help="no plots.png, which needs the extra 'bench'")
+    parser.add_argument("--no-png", action="store_true", help="skip plots.png, which needs the extra 'bench'")
     return parser
 
 
-def main(argv: list[str], commands: Commands | None = None) -> int:
-    """Run it; returns 0, 1 when a run failed, 130 after Ctrl-C. `commands` start servers and loads."""
+def main(argv: list[str], commands: BenchCommands | None = None) -> int:
+    """Run the command; return 0, 1 if a run failed, 130 after Ctrl-C. `commands` start servers and loads."""
     arguments = parser().parse(argv)
     from jaxserve.bench.sweep.folder import SweepFolder
     from jaxserve.bench.sweep.grid import read_grid
     from jaxserve.bench.sweep.plots import require_matplotlib
-    from jaxserve.bench.sweep.run_sweep import Commands, Sweep
+    from jaxserve.bench.sweep.run_sweep import BenchCommands, Sweep
     from jaxserve.cli.bench import serve
 
     grid = read_grid(arguments.config, serve.parser().parse)
@@ -69,10 +73,10 @@ def main(argv: list[str], commands: Commands | None = None) -> int:
         require_matplotlib()
     with folder.opened(grid, fresh=arguments.fresh):
         try:
-            Sweep(grid, folder, _say, commands or Commands()).run()
+            Sweep(grid, folder, _notify, commands or BenchCommands()).run()
         except KeyboardInterrupt:
             done = sum(folder.state(run) == "done" for run in grid.runs())
-            _say(f"Interrupted: {done} of {len(grid.runs())} runs are done; the same command goes on from there.")
+            _notify(f"Interrupted: {done} of {len(grid.runs())} runs are done; the same command continues from there.")
             return INTERRUPTED
         rows = _write(grid, folder, png=not arguments.no_png)
     _print(rows, folder)
@@ -88,54 +92,45 @@ def _list(grid: Grid, folder: SweepFolder) -> None:
     print(f"{len(grid.engines)} settings x {len(grid.loads)} loads x {grid.repetitions} times; {left} runs to do")
 
 
-def _write(grid: Grid, folder: SweepFolder, *, png: bool) -> list[Row]:
+def _write(grid: Grid, folder: SweepFolder, *, png: bool) -> list[SummaryRow]:
     from jaxserve.bench.sweep import plots, summary
     from jaxserve.bench.sweep.folder import write_whole
-    from jaxserve.bench.sweep.run_sweep import described
+    from jaxserve.bench.sweep.run_sweep import format_options
 
     rows = summary.summarize(grid, folder)
     write_whole(folder.path / "summary.json", summary.as_json(grid, rows))
     write_whole(folder.path / "summary.csv", summary.as_csv(rows))
-    about = f"jaxserve bench sweep, {grid.repetitions} runs each; {described(grid.base)}"
-    write_whole(folder.path / "plots.html", plots.html(rows, about))
+    about = f"jaxserve bench sweep, {grid.repetitions} runs each; {format_options(grid.base)}"
+    write_whole(folder.path / "plots.html", plots.html_page(rows, about))
     if png:
         plots.write_png(rows, folder.path / "plots.png")
     return rows
 
 
-def _print(rows: Sequence[Row], folder: SweepFolder) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+def _print(rows: Sequence[SummaryRow], folder: SweepFolder) -> None:
+    from jaxserve.bench.sweep.grid import varying_keys
+    from jaxserve.bench.sweep.plots import FIGURE_NAMES
+    from jaxserve.bench.sweep.summary import LATENCIES, pareto_rows
 
-    from jaxserve.bench.sweep.grid import shown, varying
-    from jaxserve.bench.sweep.plots import NAMES
-    from jaxserve.bench.sweep.summary import LATENCIES, front
-
-    settings, options = varying([row.settings for row in rows]), varying([row.options for row in rows])
-    best = {i for latency in LATENCIES for i in front(rows, latency)}
-    table = Table(*settings, *options, caption="*: on a Pareto front of output tokens/s against a latency")
+    settings, options = varying_keys([row.settings for row in rows]), varying_keys([row.options for row in rows])
+    best = {i for latency in LATENCIES for i in pareto_rows(rows, latency)}
     names = [name for name in _SHOWN if any(name in row.figures for row in rows)]
-    for name in names:
-        table.add_column(NAMES[name], justify="right")
-    table.add_column("runs", justify="right")
-    table.add_column("failed", justify="right")
-    table.add_column("")
+    header = [*settings, *options, *(FIGURE_NAMES[name] for name in names), "runs", "failed", ""]
+    lines = []
     for i, row in enumerate(rows):
-        own = [shown(row.settings.get(key, "")) for key in settings] + [
-            shown(row.options.get(key, "")) for key in options
-        ]
-        figures = [_figure(row, name) for name in names]
         mark = ("*" if i in best else "") + (" client-bound" if row.client_bound else "")
-        table.add_row(*map(escape, own), *figures, str(row.runs), str(row.failed_requests), mark)
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+        figures = [_figure(row, name) for name in names]
+        lines.append([*row.option_values(settings, options), *figures, f"{row.runs}", f"{row.failed_requests}", mark])
+    num_options = len(settings) + len(options)
+    print(format_table(header, lines, left=(*range(num_options), len(header) - 1)))
+    print("*: on a Pareto front of output tokens/s against a latency\n")
     for row in rows:
         for reason in row.reasons:
             print(f"FAILED setting {row.engine + 1}, load {row.load + 1}: {reason}")
     print(f"Written to {folder.path}")
 
 
-def _figure(row: Row, name: str) -> str:
+def _figure(row: SummaryRow, name: str) -> str:
     if name not in row.figures:
         return ""
     value = row.figures[name]
@@ -144,5 +139,5 @@ def _figure(row: Row, name: str) -> str:
     return f"{value:.{decimals}f}{spread}"
 
 
-def _say(text: str) -> None:
+def _notify(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
-"""`jaxserve bench throughput`: a dataset through the engine in this process, all at once: the most it can do.
+"""`jaxserve bench throughput`: measures the highest throughput of the engine in this process on a dataset.
 
-No HTTP and no arrivals: every request waits from the start. Answers are as long as the dataset says.
+There is no HTTP, and all requests are submitted at once. Answers have the lengths of the dataset.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from jaxserve import model_source
 from jaxserve.api_types import SamplingParams
-from jaxserve.bench.datasets.prompts import Conversation, Prompt
+from jaxserve.bench.datasets.prompts import BenchConversation, Prompt
 from jaxserve.cli.bench.dataset_flags import add_datasets, chosen_dataset
 from jaxserve.cli.bench.report import write_json
 from jaxserve.cli.common import flags
-from jaxserve.cli.common.parser import HelpFormatter, Parser
-from jaxserve.cli.common.table import table
+from jaxserve.cli.common.parser import Parser
+from jaxserve.cli.common.table import format_table
 from jaxserve.errors import ConfigError
 from jaxserve.text.tokenizer import load_tokenizer
 
@@ -29,31 +29,31 @@ _SERVED_ONLY = ("multi-turn", "timed-trace")
 
 
 def parser() -> Parser:
-    """The flags of `jaxserve bench throughput`."""
-    parser = Parser(prog="jaxserve bench throughput", description=__doc__, formatter_class=HelpFormatter)
+    """Return the parser of `jaxserve bench throughput`."""
+    parser = Parser(prog="jaxserve bench throughput", description=__doc__)
     add_datasets(parser)
     group = parser.add_argument_group("run")
     group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default 0)")
     group.add_argument("--num-warmups", type=int, default=1, metavar="N",
-                       help="requests of the same kind that run before, unmeasured (default 1)")  # fmt: skip
-    group.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures there")
+                       help="unmeasured requests of the same kind before the run (default 1)")  # fmt: skip
+    group.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures to this file")
     flags.add_settings(parser, hidden=("seed",))
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Run it; returns the exit code."""
+    """Run the command and return the exit code."""
     arguments = parser().parse(argv)
     if arguments.num_warmups < 0:
         raise ConfigError(f"--num-warmups must be at least 0, got {arguments.num_warmups}")
     if arguments.dataset_name in _SERVED_ONLY:
         raise ConfigError(f"--dataset-name {arguments.dataset_name} needs a server: use `jaxserve bench serve`")
     dataset = chosen_dataset(arguments, chat=False)
-    loaded = flags.loaded(arguments)
-    settings = flags.arguments(loaded)
+    loaded = flags.config_from_arguments(arguments)
+    settings = flags.llm_arguments(loaded)
     vocabulary = dataset.vocabulary(load_tokenizer(model_source.resolve(loaded.engine.model)))
-    prompts = _alone(dataset.make(vocabulary))
-    warmups = _alone(dataset.make(vocabulary, warmups=arguments.num_warmups)) if arguments.num_warmups else []
+    prompts = _single_prompts(dataset.make(vocabulary))
+    warmups = _single_prompts(dataset.make(vocabulary, warmups=arguments.num_warmups)) if arguments.num_warmups else []
 
     from jaxserve.llm import LLM
 
@@ -71,8 +71,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _alone(conversations: Sequence[Conversation]) -> list[Prompt]:
-    """The one prompt of each."""
+def _single_prompts(conversations: Sequence[BenchConversation]) -> list[Prompt]:
+    """Return the prompts of conversations of one prompt each."""
     return [prompt for conversation in conversations for prompt in conversation.prompts]
 
 
@@ -80,12 +80,13 @@ def _generate(llm: LLM, prompts: Sequence[Prompt], temperature: float, *, use_tq
     params = [
         SamplingParams(max_tokens=prompt.output_tokens, temperature=temperature, ignore_eos=True) for prompt in prompts
     ]
-    contents = cast("list[str | Sequence[int]]", [prompt.content for prompt in prompts])  # never the messages of a chat
+    # Only datasets of `bench serve` have prompts of chat messages.
+    contents = cast("list[str | Sequence[int]]", [prompt.content for prompt in prompts])
     return llm.generate(contents, params, use_tqdm=use_tqdm)
 
 
 def _figures(outputs: Sequence[RequestOutput], seconds: float) -> dict[str, Any]:
-    """Under the key names of vLLM's `bench throughput`; tokens as the engine counted them."""
+    """Return the figures under the key names of vLLM's `bench throughput`; the engine counts the tokens."""
     inputs = sum(output.usage.prompt_tokens for output in outputs)
     answers = sum(output.usage.completion_tokens for output in outputs)
     return {
@@ -102,13 +103,13 @@ def _figures(outputs: Sequence[RequestOutput], seconds: float) -> dict[str, Any]
 
 
 def _report(model: str, dataset: str, figures: dict[str, Any]) -> str:
-    """Text for a terminal."""
+    """Return the result as text."""
     rows = [
         ["requests", str(figures["num_requests"]), f"{figures['requests_per_second']:.2f}"],
         ["prompt tokens", str(figures["total_input_tokens"]), ""],
-        ["of them from the prefix cache", str(figures["total_cached_tokens"]), ""],
+        ["  from the prefix cache", str(figures["total_cached_tokens"]), ""],
         ["output tokens", str(figures["total_output_tokens"]), f"{figures['output_tokens_per_second']:.2f}"],
         ["all tokens", str(figures["total_num_tokens"]), f"{figures['tokens_per_second']:.2f}"],
     ]
     head = ["", f"in {figures['elapsed_time']:.2f} s", "a second"]
-    return f"{model}: {dataset}\n\n{table(head, rows)}"
+    return f"{model}: {dataset}\n\n{format_table(head, rows)}"

@@ -1,6 +1,6 @@
-"""Flags from the schema and the table of aliases: one for each setting, its other names, and `--config`.
+"""Creates the flags of all settings from the schema and the alias table, and `--config`.
 
-It only says how a flag is written; what it means and whether it is right is decided in `config/`.
+It only defines how flags are written; `config/` defines what they mean and checks their values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxserve.cli.common.parser import Parser
 from jaxserve.config import aliases
-from jaxserve.config.load import Given, Loaded, resolve
+from jaxserve.config.load import GivenSetting, LoadedConfig, load_config
 from jaxserve.config.schema import EngineConfig
 from jaxserve.config.settings import Setting, as_flag, as_key, settings
 from jaxserve.errors import ConfigError
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 def add_settings(parser: Parser, *, hidden: Collection[str] = (), only: Collection[str] | None = None) -> None:
-    """A flag for every setting, or for those in `only`, under all its names, but for the names in `hidden`."""
+    """Add a flag for every setting, or for those in `only`, under all its names except those in `hidden`."""
     parser.set_defaults(given=())
     parser.add_argument(
         "--config",
         type=Path,
         metavar="FILE",
-        help="YAML file of settings (keys are the flags' names); flags go over it",
+        help="YAML file of settings (keys are the flags' names); flags override it",
     )
     engine = parser.add_argument_group("engine")
     server = parser.add_argument_group("server")
@@ -40,32 +40,32 @@ def add_settings(parser: Parser, *, hidden: Collection[str] = (), only: Collecti
         names = [name for name in (setting.name, *aliases.renames(setting.name)) if name not in hidden]
         _add(group, setting, names)
     for name, alias in aliases.ALIASES.items() if only is None else ():
-        if isinstance(alias, aliases.Switch):
+        if isinstance(alias, aliases.SwitchAlias):
             _add_switch(parser, [name], argparse.SUPPRESS)
-        elif isinstance(alias, aliases.Choice):
-            parser.add_argument(as_flag(name), action=_Give, help=argparse.SUPPRESS)
+        elif isinstance(alias, aliases.ChoiceAlias):
+            parser.add_argument(as_flag(name), action=_RecordGiven, help=argparse.SUPPRESS)
 
 
 def add_model(parser: Parser) -> None:
-    """The model as a positional argument, as vLLM's `serve` has it."""
+    """Add the model as a positional argument, as in vLLM's `serve`."""
     parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
 
 
-def loaded(arguments: argparse.Namespace) -> Loaded:
-    """The configuration that parsed arguments make. Raises `ConfigError`."""
-    given: tuple[Given, ...] = arguments.given
+def config_from_arguments(arguments: argparse.Namespace) -> LoadedConfig:
+    """Resolve the configuration of parsed arguments. Raises `ConfigError`."""
+    given: tuple[GivenSetting, ...] = arguments.given
     model = getattr(arguments, "model_argument", None)
     if model is not None:
         if any(value.key == "model" for value in given):
-            raise ConfigError(f"the model is named twice, by --model and by {model!r}; keep one")
-        given = (*given, Given("model", model, "flag", "MODEL"))
-    return resolve(given, arguments.config)
+            raise ConfigError(f"the model is given twice, by --model and as {model!r}; keep one")
+        given = (*given, GivenSetting("model", model, "flag", "MODEL"))
+    return load_config(given, arguments.config)
 
 
-def arguments(loaded: Loaded) -> dict[str, Any]:
-    """What was set, as arguments of `LLM`; the server's own settings, which a profile may hold, mean nothing there.
+def llm_arguments(loaded: LoadedConfig) -> dict[str, Any]:
+    """Return the settings that were given as arguments of `LLM`, without the server's own, and set up logging.
 
-    Only warnings are logged unless a log level was asked for: the terminal belongs to the answer.
+    Only warnings are logged unless a log level was given, so that the terminal shows the answer.
     """
     given = {value.setting.name: value for value in loaded.values if value.source != "default"}
     log.setup(loaded.engine.log_level if "log_level" in given else "warning")
@@ -79,7 +79,7 @@ def arguments(loaded: Loaded) -> dict[str, Any]:
 
 
 def description(setting: Setting) -> str:
-    """The help of a flag, with its default where the text doesn't say it."""
+    """Return the help text of a flag with its default."""
     if setting.default is None or setting.is_switch:
         return setting.description
     return f"{setting.description} (default {setting.default})"
@@ -92,14 +92,14 @@ def _add(group: argparse._ArgumentGroup, setting: Setting, names: list[str]) -> 
         return
     options = [option for name in names for option in _options(name)]
     group.add_argument(
-        *options, action=_Give, nargs="+" if setting.is_list else None, metavar=_metavar(setting), help=text
+        *options, action=_RecordGiven, nargs="+" if setting.is_list else None, metavar=_metavar(setting), help=text
     )
 
 
 def _add_switch(group: argparse._ActionsContainer, names: list[str], text: str) -> None:
     options = [option for name in names for option in _options(name)]
-    group.add_argument(*options, action=_Give, nargs=0, const=True, help=text)
-    group.add_argument(*[f"--no-{name.replace('_', '-')}" for name in names], action=_Give, nargs=0, const=False,
+    group.add_argument(*options, action=_RecordGiven, nargs=0, const=True, help=text)
+    group.add_argument(*[f"--no-{name.replace('_', '-')}" for name in names], action=_RecordGiven, nargs=0, const=False,
                        help=argparse.SUPPRESS)  # fmt: skip
 
 
@@ -113,8 +113,8 @@ def _metavar(setting: Setting) -> str:
     return {int: "N", float: "X"}.get(setting.kind, "N" if setting.is_list else "TEXT")
 
 
-class _Give(argparse.Action):
-    """Appends what was written to `given`, under the name it was written with."""
+class _RecordGiven(argparse.Action):
+    """Appends the value to `given`, under the name that the user wrote."""
 
     def __call__(
         self,
@@ -126,4 +126,4 @@ class _Give(argparse.Action):
         assert option_string is not None
         name, value = (option_string, values) if self.const is None else (option_string, self.const)
         key = as_key(name) if self.const is not False else as_key(name).removeprefix("no_")
-        namespace.given = (*namespace.given, Given(key, value, "flag", option_string))
+        namespace.given = (*namespace.given, GivenSetting(key, value, "flag", option_string))

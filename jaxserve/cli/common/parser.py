@@ -1,4 +1,4 @@
-"""argparse as the subcommands use it: no abbreviations, errors raised as ours, an unknown flag names the nearest."""
+"""argparse for all commands: no abbreviations, errors as `ConfigError`, suggestions for misspelled flags."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from jaxserve.config.nearest import nearest
 from jaxserve.errors import ConfigError
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps our line breaks in epilogs and gives flags room."""
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps line breaks in descriptions and epilogs, and uses wide columns."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32, width=120)
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose `parse` raises `ConfigError` for whatever a person got wrong."""
+    """An `ArgumentParser` whose `parse` raises `ConfigError` for every user error."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
+        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see `{self.prog} --help`)")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """The arguments; an unknown one is an error."""
+        """Return the parsed arguments. Raises `ConfigError`, also for unknown ones."""
         arguments, extra = self.parse_known_args(argv)
         if not extra:
             return arguments

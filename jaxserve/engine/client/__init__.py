@@ -1,4 +1,4 @@
-"""The engine as its users see it: the only part of `engine/` that rooms outside of it import."""
+"""The engine's interface for the rest of jaxserve: other packages import from `engine/` only what is listed here."""
 
 from jaxserve.engine.client.async_client import EngineClient
 from jaxserve.engine.client.engine import Engine, launch_engine, launch_follower

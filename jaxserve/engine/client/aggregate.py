@@ -1,6 +1,6 @@
-"""Several engines' descriptions and readings as those of one: what a server with replicas tells of its engine.
+"""Merges the descriptions and readings of several replicas into those of one engine.
 
-Counts add up; what is the same on all, or a limit that each has for itself, stays as it is.
+Counts are added; values that are equal on all replicas, and limits that apply to each replica, stay as they are.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from jaxserve.api_types import EngineInfo, EngineStats
 
 
 def replica_name(number: int) -> str:
-    """What a replica is called in log lines and errors."""
+    """Return the name of a replica in log lines and errors."""
     return f"DP{number}"
 
 
-def merged_info(infos: Sequence[EngineInfo]) -> EngineInfo:
-    """What the replicas are together. Memory is that of the device that has least left."""
+def merge_info(infos: Sequence[EngineInfo]) -> EngineInfo:
+    """Merge the descriptions of the replicas. `free_bytes` is that of the device with the least free memory."""
     phases = dict.fromkeys(phase for info in infos for phase in info.startup_seconds)
     return msgspec.structs.replace(
         infos[0],
@@ -34,8 +34,8 @@ def merged_info(infos: Sequence[EngineInfo]) -> EngineInfo:
     )
 
 
-def merged_stats(readings: Sequence[EngineStats]) -> EngineStats:
-    """What the replicas have done and hold together. The share of the cache in use is that of all pages."""
+def merge_stats(readings: Sequence[EngineStats]) -> EngineStats:
+    """Merge the readings of the replicas. `token_usage` is the share of all their pages."""
     sums = {
         name: sum(getattr(reading, name) for reading in readings)
         for name in EngineStats.__struct_fields__
@@ -48,10 +48,10 @@ def merged_stats(readings: Sequence[EngineStats]) -> EngineStats:
         token_usage=1.0 - available / num_pages if num_pages else 0.0,
         new_token_ratio=sum(reading.new_token_ratio for reading in readings) / len(readings),
         steps_by_tokens=tuple(map(sum, zip(*(reading.steps_by_tokens for reading in readings), strict=True))),
-        integrity_errors=_named(reading.integrity_errors for reading in readings),
+        integrity_errors=_with_replica_names(reading.integrity_errors for reading in readings),
         decode_steps_by_rows=dict(sum((Counter(reading.decode_steps_by_rows) for reading in readings), Counter())),
     )
 
 
-def _named(problems: Iterable[Sequence[str]]) -> tuple[str, ...]:
+def _with_replica_names(problems: Iterable[Sequence[str]]) -> tuple[str, ...]:
     return tuple(f"{replica_name(number)}: {problem}" for number, found in enumerate(problems) for problem in found)

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: requests go out over the wire, events come back into a stream for each.
+"""The client of an engine in its own process: it sends requests, and puts received events into one stream per request.
 
 It belongs to one asyncio loop and knows neither text, HTTP nor the device. Every stream ends with exactly one event
 that has a `finish_reason`, also when the engine dies.
@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, Profile, ReplicaReading
+from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, ProfileInfo, ReplicaStats
 from jaxserve.config.schema import EngineConfig
-from jaxserve.engine.client.stream import RequestStream, Watch
-from jaxserve.engine.process.launch_protocol import WHOLE_MACHINE, Share
+from jaxserve.engine.client.stream import EventObserver, RequestStream
+from jaxserve.engine.process.launch_protocol import WHOLE_MACHINE, ReplicaResources
 from jaxserve.engine.process.supervisor import EngineProcess
 from jaxserve.engine.process.transport import (
     Abort,
@@ -44,21 +44,21 @@ from jaxserve.errors import (
     RequestFailedError,
 )
 
-WORKER = "jaxserve.worker"
+WORKER_MODULE = "jaxserve.worker"
 
-Answer = EngineStats | int | Profile
+Answer = EngineStats | int | ProfileInfo
 
-# How often a wait for an answer checks whether there can be one.
-_LOOK = 1.0
-# An engine with nothing to do says every second that it lives. After ten without, no answer of it is waited for, and
-# after thirty its health is bad, if the watchdog isn't quicker.
-_IDLE_SILENCE, _IDLE_ALARM = 10.0, 30.0
+# How often a call that waits for its answer checks that the engine is still responsive.
+_POLL_SECONDS = 1.0
+# An idle engine sends a sign of life every second. After ten seconds without one, calls fail; after thirty, `health`
+# reports it. The watchdog timeout applies too, if it is shorter.
+_IDLE_CALL_LIMIT, _IDLE_HEALTH_LIMIT = 10.0, 30.0
 
 
 class EngineClient:
-    """An engine in its own process. `launch` starts it, `shutdown` ends it; between them it belongs to one event loop.
+    """An engine in its own process. `launch` starts it, `shutdown` ends it; it belongs to one event loop.
 
-    `stats` is the last reading received. `on_death` resolves with the reason when the process ends unasked.
+    `stats` is the last reading received. `on_death` resolves with the reason when the process ends unexpectedly.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class EngineClient:
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._numbers = itertools.count()
         self._last_progress = self._last_heard = clock()
-        self._is_idle = True  # until something is asked of it
+        self._is_idle = True  # until the first request or command
         self._is_closed = False
         self._dead: str | None = None
         self.info: EngineInfo
@@ -85,63 +85,64 @@ class EngineClient:
         cls,
         config: EngineConfig,
         *,
-        module: str = WORKER,
-        share: Share = WHOLE_MACHINE,
+        module: str = WORKER_MODULE,
+        resources: ReplicaResources = WHOLE_MACHINE,
         clock: Callable[[], float] = time.monotonic,
     ) -> EngineClient:
-        """Start the engine process and wait until it is ready.
+        """Start the engine process and wait until it is ready. `clock` returns seconds for the watchdog.
 
-        Raises `ConfigError` or `ModelNotFoundError` as the engine did, `EngineDeadError` for any other failure.
-        `clock` is what the watchdog goes by.
+        Raise the engine's own `ConfigError` or `ModelNotFoundError`, and `EngineDeadError` for any other failure.
         """
-        process = EngineProcess(config, module, share)
+        process = EngineProcess(config, module, resources)
         try:
             transport = ClientTransport(process.command_address, process.client_address)
         except BaseException:
-            await to_the_end(process.stop(timeout=0.0))
+            await run_to_completion(process.stop(timeout=0.0))
             raise
         client = cls(process, transport, config, clock)
         try:
             client.info = await process.started()
         except BaseException:
-            await to_the_end(client.shutdown(timeout=0.0))
+            await run_to_completion(client.shutdown(timeout=0.0))
             raise
         client._last_heard = clock()
         client._loop.add_reader(transport.fileno(), client._receive)
         client._receive()
-        process.ended.add_done_callback(lambda ended: client._on_end(ended.result()))
+        process.ended.add_done_callback(lambda ended: client._on_exit(ended.result()))
         return client
 
     @property
     def pid(self) -> int:
-        """Process id of the engine."""
+        """The process id of the engine."""
         return self._process.pid
 
     @property
-    def replicas(self) -> tuple[ReplicaReading, ...]:
-        """Each engine process and its last reading: this one."""
-        return (ReplicaReading(self.pid, self.stats),)
+    def replicas(self) -> tuple[ReplicaStats, ...]:
+        """This engine process and its last reading, as a tuple of one."""
+        return (ReplicaStats(self.pid, self.stats),)
 
     @property
     def health(self) -> str | None:
-        """None while the engine makes progress or says that it has nothing to do, else what is wrong."""
-        return self._problem(_IDLE_ALARM)
+        """None while the engine makes progress or reports that it is idle, else a description of the problem."""
+        return self._problem(_IDLE_HEALTH_LIMIT)
 
     def submit(self, request: EngineRequest) -> RequestStream:
-        """Hand a request over; its events come through the stream, a refusal (such as a full queue) too.
+        """Submit a request; the stream receives its events, also a rejection (such as a full queue).
 
-        Raises `EngineDeadError` when there is no engine, `EngineUnresponsiveError` when `health` says that it is stuck,
-        `InvalidRequestError` when the id is open.
+        Raise `EngineDeadError` if the engine has ended, `EngineUnresponsiveError` if `health` reports a problem, and
+        `InvalidRequestError` if the id is open.
         """
         [stream] = self.submit_all([request])
         return stream
 
-    def submit_all(self, requests: Sequence[EngineRequest], watch: Watch | None = None) -> list[RequestStream]:
-        """Hand several over in one message, so that they can start in one step. Raises as `submit` does.
+    def submit_all(
+        self, requests: Sequence[EngineRequest], observe: EventObserver | None = None
+    ) -> list[RequestStream]:
+        """Submit several requests in one message, so that they can start in one step. Raise the errors of `submit`.
 
-        `watch` is called with the first event of each and with the last, which may be the same.
+        `observe` is called with the first event of each request and with the last, which may be the same.
         """
-        self._require()
+        self._check_responsive()
         if not self._streams:
             self._last_progress = self._clock()
         streams: dict[str, RequestStream] = {}
@@ -149,30 +150,30 @@ class EngineClient:
             name = request.request_id
             if name in self._streams or name in streams:
                 raise InvalidRequestError(f"a request with the id {name!r} is open already", param="request_id")
-            streams[name] = RequestStream(request, self.abort, watch)
+            streams[name] = RequestStream(request, self.abort, observe)
         self._transport.send(Add(list(requests)))
         self._streams |= streams
         self._is_idle = False
         return list(streams.values())
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Ask the engine to end these requests; each still gets its last event. Ids that are not open are ignored."""
+        """Ask the engine to end requests; each still gets its last event. Ignore ids that are not open."""
         open_ids = [request_id for request_id in request_ids if request_id in self._streams]
         if open_ids:
             self._transport.send(Abort(open_ids))
 
     async def refresh_stats(self, timeout: float = 5.0) -> EngineStats:
-        """Ask for a reading, for which the engine audits its books.
+        """Request a reading of the engine, with integrity errors.
 
-        Raises `TimeoutError`, `EngineUnresponsiveError` (when there is no use in waiting), `EngineDeadError`.
+        Raise `TimeoutError`, `EngineUnresponsiveError` if waiting is useless, or `EngineDeadError`.
         """
-        stats = await self._ask(lambda number: ReadStats(0, number), timeout)
+        stats = await self._call(lambda number: ReadStats(0, number), timeout)
         assert isinstance(stats, EngineStats)
         return stats
 
     async def flush_cache(self, timeout: float = 5.0) -> int:
-        """Forget every cached prefix; how many pages that gave back. Raises as `refresh_stats` does."""
-        num_pages = await self._ask(lambda number: FlushCache(0, number), timeout)
+        """Remove all cached prefixes and return how many pages this freed. Raise the errors of `refresh_stats`."""
+        num_pages = await self._call(lambda number: FlushCache(0, number), timeout)
         assert isinstance(num_pages, int)
         return num_pages
 
@@ -183,37 +184,37 @@ class EngineClient:
         num_steps: int | None = None,
         with_stack: bool = False,
         timeout: float = 60.0,
-    ) -> Profile:
+    ) -> ProfileInfo:
         """Record a profile from the next step on, until `stop_profile` or for `num_steps` steps.
 
-        `output_dir` is a folder within `profile_dir`. Raises `InvalidRequestError`, `RequestFailedError` as the engine
-        did, else as `refresh_stats` does.
+        `output_dir` is a folder within `profile_dir`. Raise the engine's own `InvalidRequestError` or
+        `RequestFailedError`, or the errors of `refresh_stats`.
         """
-        profile = await self._ask(lambda number: StartProfile(0, number, output_dir, num_steps, with_stack), timeout)
-        assert isinstance(profile, Profile)
+        profile = await self._call(lambda number: StartProfile(0, number, output_dir, num_steps, with_stack), timeout)
+        assert isinstance(profile, ProfileInfo)
         return profile
 
-    async def stop_profile(self, timeout: float = 600.0) -> Profile:
-        """End the profile and wait until it is written; requests go on. Raises as `start_profile` does."""
-        profile = await self._ask(lambda number: StopProfile(0, number), timeout)
-        assert isinstance(profile, Profile)
+    async def stop_profile(self, timeout: float = 600.0) -> ProfileInfo:
+        """End the profile and wait until it is written; requests continue. Raise the errors of `start_profile`."""
+        profile = await self._call(lambda number: StopProfile(0, number), timeout)
+        assert isinstance(profile, ProfileInfo)
         return profile
 
     async def shutdown(self, timeout: float = 10.0) -> None:
-        """End the engine, by force after `timeout` seconds, and whatever is still open with an error."""
+        """End the engine, by force after `timeout` seconds; open requests and calls end with an error."""
         if self._is_closed:
             return
         self._is_closed = True
         if not self._process.ended.done():
             with contextlib.suppress(OSError):
                 self._transport.send(Shutdown())
-        self.bury("the engine has been shut down")
+        self.mark_dead("the engine has been shut down")
         await self._process.stop(timeout)
         self._loop.remove_reader(self._transport.fileno())
         self._transport.close()
 
-    def bury(self, reason: str) -> None:
-        """Take nothing more from the engine, and say so to everybody who waits."""
+    def mark_dead(self, reason: str) -> None:
+        """Reject all further calls with `reason`; end open streams and calls with it."""
         self._dead = reason
         streams, self._streams = self._streams, {}
         for stream in streams.values():
@@ -251,46 +252,46 @@ class EngineClient:
                 case CommandFailed(number, why, refused, param):
                     self._answer(number, InvalidRequestError(why, param=param) if refused else RequestFailedError(why))
 
-    def _silence(self) -> float:
-        """Seconds since something was heard of the engine."""
-        if self._clock() - self._last_heard > _LOOK:
-            self._receive()  # what has come while this process itself was busy
+    def _seconds_silent(self) -> float:
+        """Return the seconds since the last message from the engine."""
+        if self._clock() - self._last_heard > _POLL_SECONDS:
+            self._receive()  # messages may have arrived while this process itself was busy
         return self._clock() - self._last_heard
 
     def _problem(self, idle_limit: float) -> str | None:
-        """What is wrong; an engine that has nothing to do may be silent for `idle_limit` seconds."""
+        """Describe what is wrong, or return None; an idle engine may be silent for `idle_limit` seconds."""
         if self._dead is not None:
             return self._dead
-        limit, silence = self._watchdog_timeout, self._silence()
+        limit, silence = self._watchdog_timeout, self._seconds_silent()
         if self._streams and self._clock() - self._last_progress > limit:
             return f"no step finished for {limit:g} s while {len(self._streams)} requests are open"
         if silence > limit:
-            return f"the engine was not heard for {limit:g} s"
+            return f"the engine sent nothing for {limit:g} s"
         if self._is_idle and not self._streams and silence > idle_limit:
-            return f"the engine was not heard for {idle_limit:g} s, with nothing to do"
+            return f"the idle engine sent no sign of life for {idle_limit:g} s"
         return None
 
-    def _require(self, idle_limit: float = math.inf) -> None:
-        """Raises where nothing can be expected of the engine."""
+    def _check_responsive(self, idle_limit: float = math.inf) -> None:
+        """Raise `EngineDeadError` or `EngineUnresponsiveError` if the engine can't be expected to answer."""
         problem = self._problem(idle_limit)
         if problem is not None:
             raise EngineDeadError(problem) if self._dead is not None else EngineUnresponsiveError(problem)
 
-    async def _ask(self, command: Callable[[int], Command], timeout: float) -> Answer:
-        """Send a command that is answered under the number given to it."""
-        self._require(_IDLE_SILENCE)
+    async def _call(self, command: Callable[[int], Command], timeout: float) -> Answer:
+        """Send `command(number)` and wait for the answer with this number."""
+        self._check_responsive(_IDLE_CALL_LIMIT)
         number = next(self._numbers)
-        question = command(number)
-        if isinstance(question, StartProfile):
-            self._is_idle = False  # a profiler may take its time to start
+        message = command(number)
+        if isinstance(message, StartProfile):
+            self._is_idle = False  # a profiler may take long to start, and the engine is silent meanwhile
         answer = self._answers[number] = self._loop.create_future()
         try:
-            self._transport.send(question)
+            self._transport.send(message)
             async with asyncio.timeout(timeout):
                 while not answer.done():
-                    await asyncio.wait((answer,), timeout=_LOOK)
+                    await asyncio.wait((answer,), timeout=_POLL_SECONDS)
                     if not answer.done():
-                        self._require(_IDLE_SILENCE)
+                        self._check_responsive(_IDLE_CALL_LIMIT)
             return answer.result()
         finally:
             del self._answers[number]
@@ -304,16 +305,16 @@ class EngineClient:
         else:
             waiting.set_result(answer)
 
-    def _on_end(self, reason: str) -> None:
+    def _on_exit(self, reason: str) -> None:
         if self._is_closed:
             return
         self._receive()
-        self.bury(reason)
+        self.mark_dead(reason)
         self.on_death.set_result(reason)
 
 
-async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Do all of `work`, also when who waits for it is cancelled meanwhile: half a clean-up leaves a process behind."""
+async def run_to_completion(work: Coroutine[Any, Any, None]) -> None:
+    """Finish `work` even if the caller is cancelled meanwhile: an incomplete clean-up would leave a process behind."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

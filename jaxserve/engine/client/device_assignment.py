@@ -1,7 +1,7 @@
-"""What each replica gets of the machine: devices of its own on a GPU or TPU, its part of the threads on a CPU.
+"""Assigns resources of the machine to replicas: separate devices on GPUs and TPUs, a part of the threads on a CPU.
 
-Both are given by the environment that an engine process starts with, out of what its parent may use. It starts no
-engine; which devices there are it asks a process that ends before any of them starts.
+The resources are set by the environment of each engine process, out of those that the parent may use. This module
+starts no engine; a separate process lists the devices and ends before any engine starts.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ import msgspec
 
 from jaxserve.api_types import Devices
 from jaxserve.config.schema import EngineConfig
-from jaxserve.config.threads import threads_of_each
+from jaxserve.config.threads import divide_threads
 from jaxserve.engine.client.aggregate import replica_name
-from jaxserve.engine.process.launch_protocol import Share
+from jaxserve.engine.process.launch_protocol import ReplicaResources
 from jaxserve.errors import ConfigError, EngineDeadError
 
-PROBE = "jaxserve.runtime.devices.list_devices"
+LIST_DEVICES_MODULE = "jaxserve.runtime.devices.list_devices"
 
 _CPU = Devices(platform="cpu", num_devices=1, num_chips=1)
 _CUDA_DEVICES = "CUDA_VISIBLE_DEVICES"
 _TPU_CHIPS = "TPU_VISIBLE_CHIPS"
-# Replicas that any CPU may be parted among, as for a test on a small machine; beyond them, one for each core.
-_MOST_ON_FEW_CORES = 8
-# How libtpu is told that a process has so many chips of its host, and that it is alone.
+# Any CPU may run this many replicas, as for a test on a small machine; a larger one may run one replica per core.
+_MIN_CPU_LIMIT = 8
+# The value of TPU_CHIPS_PER_PROCESS_BOUNDS for each number of chips that a process has.
 _TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
 
 async def find_devices(config: EngineConfig) -> Devices:
-    """What jax finds here for `--device`, asked in a process of its own unless it is a CPU anyway.
+    """Return the devices that jax finds for `--device`, listed in a separate process unless the device is the CPU.
 
-    Raises `ConfigError` where there is nothing, `EngineDeadError` where the question fails.
+    Raise `ConfigError` if there is none, `EngineDeadError` if the listing process fails.
     """
     if config.device == "cpu" or (config.device == "auto" and os.environ.get("JAX_PLATFORMS") == "cpu"):
         return _CPU
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", PROBE, config.device), stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", LIST_DEVICES_MODULE, config.device), stdout=asyncio.subprocess.PIPE
     )
     try:
         output, _ = await process.communicate()
@@ -48,25 +48,25 @@ async def find_devices(config: EngineConfig) -> Devices:
         await process.wait()
         raise
     if process.returncode:
-        raise EngineDeadError(f"asking jax for its devices ended with code {process.returncode}; see the log above")
+        raise EngineDeadError(f"listing jax's devices failed with exit code {process.returncode}; see the log above")
     found = msgspec.json.decode(output.splitlines()[-1], type=Devices)
     if found.problem is not None:
         raise ConfigError(found.problem)
     return found
 
 
-def shares(config: EngineConfig, devices: Devices, environment: Mapping[str, str]) -> list[Share]:
-    """One for each of `dp_size` replicas; `environment` is this process's.
+def assign_devices(config: EngineConfig, devices: Devices, environment: Mapping[str, str]) -> list[ReplicaResources]:
+    """Return the resources of each of `dp_size` replicas; `environment` is that of this process.
 
-    Raises `ConfigError` where there are too few devices, or they can't be parted so.
+    Raise `ConfigError` if there are too few devices, or if they can't be divided this way.
     """
     count, each = config.dp_size, config.tp_size
     names = [replica_name(number) for number in range(count)]
     if devices.platform == "cpu":
-        most = max(os.cpu_count() or 1, _MOST_ON_FEW_CORES)
+        most = max(os.cpu_count() or 1, _MIN_CPU_LIMIT)
         if count > most:
             raise ConfigError(f"dp_size={count}: this CPU has cores for at most {most} replicas; lower --dp-size")
-        return [Share(name, threads_of_each(environment, count)) for name in names]
+        return [ReplicaResources(name, divide_threads(environment, count)) for name in names]
     if count * each > devices.num_devices:
         fits = devices.num_devices // each
         hint = f"--tp-size {each} --dp-size {fits}" if fits else f"--tp-size {devices.num_devices} --dp-size 1"
@@ -75,15 +75,18 @@ def shares(config: EngineConfig, devices: Devices, environment: Mapping[str, str
             f"what fits: {hint}"
         )
     if devices.platform == "tpu":
-        return [Share(name, own) for name, own in zip(names, _chips(count, each, devices, environment))]
-    visible = _listed(environment, _CUDA_DEVICES, devices.num_devices)
+        return [
+            ReplicaResources(name, own)
+            for name, own in zip(names, _tpu_environments(count, each, devices, environment))
+        ]
+    visible = _visible_devices(environment, _CUDA_DEVICES, devices.num_devices)
     return [
-        Share(name, {_CUDA_DEVICES: ",".join(visible[number * each : (number + 1) * each])})
+        ReplicaResources(name, {_CUDA_DEVICES: ",".join(visible[number * each : (number + 1) * each])})
         for number, name in enumerate(names)
     ]
 
 
-def _chips(count: int, each: int, devices: Devices, environment: Mapping[str, str]) -> list[dict[str, str]]:
+def _tpu_environments(count: int, each: int, devices: Devices, environment: Mapping[str, str]) -> list[dict[str, str]]:
     num_chips, rest = divmod(each * devices.num_chips, devices.num_devices)
     if rest or num_chips not in _TPU_BOUNDS:
         raise ConfigError(
@@ -91,7 +94,7 @@ def _chips(count: int, each: int, devices: Devices, environment: Mapping[str, st
             f"process can have {', '.join(map(str, _TPU_BOUNDS))} of its host: choose another --tp-size, or "
             "--dp-mode mesh"
         )
-    visible = _listed(environment, _TPU_CHIPS, devices.num_chips)
+    visible = _visible_devices(environment, _TPU_CHIPS, devices.num_chips)
     return [
         {
             _TPU_CHIPS: ",".join(visible[number * num_chips : (number + 1) * num_chips]),
@@ -102,7 +105,7 @@ def _chips(count: int, each: int, devices: Devices, environment: Mapping[str, st
     ]
 
 
-def _listed(environment: Mapping[str, str], variable: str, count: int) -> list[str]:
-    """The devices this process may use, by the names it was given for them."""
+def _visible_devices(environment: Mapping[str, str], variable: str, count: int) -> list[str]:
+    """Return the names of the devices that this process may use, by default 0 to `count` - 1."""
     listed = [name.strip() for name in environment.get(variable, "").split(",") if name.strip()]
     return listed or [str(number) for number in range(count)]

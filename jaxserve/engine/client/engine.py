@@ -1,8 +1,8 @@
-"""The engine as its users see it: requests in, a stream of events for each out.
+"""The interface of an engine: requests go in, and a stream of events per request comes out.
 
-`launch_engine` gives a server its `Engine`: one process, or several replicas behind the same interface.
-`InProcessEngine` runs an engine in the caller's thread, `SharedEngine` for several. None of them knows text, HTTP or
-the device.
+`launch_engine` starts a server's `Engine`: one process, or several replicas behind the same interface. For use without
+a server, `InProcessEngine` runs an engine in the caller's thread and `SharedEngine` shares it between threads. None of
+them knows text, HTTP or the device.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, Profile, ReplicaReading
-from jaxserve.config.data_parallel import when_serving
+from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, ProfileInfo, ReplicaStats
+from jaxserve.config.data_parallel import resolve_dp_mode
 from jaxserve.config.schema import EngineConfig
-from jaxserve.engine.client.async_client import WORKER, EngineClient
+from jaxserve.engine.client.async_client import WORKER_MODULE, EngineClient
 from jaxserve.engine.client.replicas import Replicas
 from jaxserve.engine.client.stream import RequestStream
 from jaxserve.engine.process.supervisor import EngineProcess
 from jaxserve.errors import JaxserveError
 
-_FOLLOWER_LEAVES_WITHIN = 5.0
+_FOLLOWER_STOP_TIMEOUT = 5.0
 
 
 class Engine(Protocol):
-    """What a server has of its engine, on one asyncio loop. What each method does and raises, `EngineClient` says.
+    """The engine as a server uses it, on one asyncio loop. `EngineClient` documents the methods and their errors.
 
-    `stats` is the last reading; `on_death` resolves with the reason when the engine, or a part of it, ends unasked.
+    `stats` is the last reading; `on_death` resolves with the reason when an engine process ends unexpectedly.
     """
 
     info: EngineInfo
@@ -36,7 +36,7 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     @property
-    def replicas(self) -> tuple[ReplicaReading, ...]: ...
+    def replicas(self) -> tuple[ReplicaStats, ...]: ...
 
     @property
     def health(self) -> str | None: ...
@@ -53,29 +53,34 @@ class Engine(Protocol):
 
     async def start_profile(
         self, output_dir: str | None = None, *, num_steps: int | None = None, with_stack: bool = False
-    ) -> Profile: ...
+    ) -> ProfileInfo: ...
 
-    async def stop_profile(self) -> Profile: ...
+    async def stop_profile(self) -> ProfileInfo: ...
 
     async def shutdown(self) -> None: ...
 
 
-async def launch_engine(config: EngineConfig, *, module: str = WORKER) -> Engine:
-    """Start what `--dp-mode` comes to, and wait until it is ready. Raises as `EngineClient.launch` does."""
-    config = when_serving(config)
+async def launch_engine(config: EngineConfig, *, module: str = WORKER_MODULE) -> Engine:
+    """Start the engine processes that `--dp-mode` requires and wait until they are ready.
+
+    Raise the errors of `EngineClient.launch`.
+    """
+    config = resolve_dp_mode(config)
     if config.dp_mode == "replicas":
         return await Replicas.launch(config, module=module)
     return await EngineClient.launch(config, module=module)
 
 
-async def launch_follower(config: EngineConfig, *, module: str = WORKER) -> EngineProcess:
-    """Start the engine process of a node that follows another's, and wait until it is ready. Raises as `launch_engine`
-    does, leaving no process."""
-    process = EngineProcess(when_serving(config), module)
+async def launch_follower(config: EngineConfig, *, module: str = WORKER_MODULE) -> EngineProcess:
+    """Start the engine process of a node with a rank above 0 and wait until it is ready.
+
+    Raise the errors of `launch_engine`; then no process is left.
+    """
+    process = EngineProcess(resolve_dp_mode(config), module)
     try:
         await process.started()
     except JaxserveError:
-        await process.stop(timeout=_FOLLOWER_LEAVES_WITHIN)  # it tells the others first
+        await process.stop(timeout=_FOLLOWER_STOP_TIMEOUT)  # time to tell the other nodes
         raise
     except BaseException:
         await process.stop(timeout=0.0)

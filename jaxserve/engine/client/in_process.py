@@ -1,4 +1,4 @@
-"""The engine in the caller's process: nothing happens except within `step`."""
+"""An engine in the caller's process; it runs only while the caller is in `step`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import contextlib
 import importlib
 from collections.abc import Iterable
 
-from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, Profile, TokenEvent
+from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, ProfileInfo, TokenEvent
 from jaxserve.config.schema import EngineConfig
-from jaxserve.engine.client.async_client import WORKER
+from jaxserve.engine.client.async_client import WORKER_MODULE
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.errors import EngineDeadError, InvalidRequestError
 
 
 class InProcessEngine:
-    """An engine that belongs to one thread at a time."""
+    """An engine that one thread at a time may use."""
 
     def __init__(self, loop: EngineLoop, info: EngineInfo) -> None:
         self.info = info
@@ -23,18 +23,18 @@ class InProcessEngine:
         self._events: list[TokenEvent] = []
 
     @classmethod
-    def start(cls, config: EngineConfig, *, module: str = WORKER) -> InProcessEngine:
-        """Build an engine by `build_engine` of `module`, which is imported only now: it brings the device with it."""
+    def start(cls, config: EngineConfig, *, module: str = WORKER_MODULE) -> InProcessEngine:
+        """Build an engine with `build_engine` of `module`, which is imported here because it imports jax."""
         loop, info = importlib.import_module(module).build_engine(config)
         return cls(loop, info)
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do or to tell."""
+        """Whether `step` has work to do or events to return."""
         return bool(self._events) or self._engine.has_work
 
     def submit(self, request: EngineRequest) -> None:
-        """Hand a request over; a refusal comes as its only event. Raises `InvalidRequestError` when its id is open."""
+        """Submit a request; a rejection is its only event. Raise `InvalidRequestError` if its id is open."""
         if request.request_id in self._open:
             raise InvalidRequestError(
                 f"a request with the id {request.request_id!r} is open already", param="request_id"
@@ -45,11 +45,11 @@ class InProcessEngine:
             self._events.append(refused)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests; their last events come with the next step. Ids that are not open are ignored."""
+        """End requests; the next step returns their last events. Ignore ids that are not open."""
         self._events += self._engine.abort(request_ids)
 
     def step(self) -> list[TokenEvent]:
-        """Run one step and return the events there are. Raises `EngineDeadError` when the step fails."""
+        """Run one step and return all new events. Raise `EngineDeadError` if the step fails."""
         events, self._events = self._events, []
         if self._engine.has_work:
             events += self._engine.step()
@@ -57,25 +57,25 @@ class InProcessEngine:
         return events
 
     def stats(self) -> EngineStats:
-        """A reading of the engine, with its books audited."""
+        """Return the engine's counters and sizes, with integrity errors."""
         return self._engine.stats(check=True)
 
     def flush_cache(self) -> int:
-        """Forget every cached prefix; how many pages that gave back."""
+        """Remove all cached prefixes and return how many pages this freed."""
         return self._engine.flush_cache()
 
     def start_profile(
         self, output_dir: str | None = None, *, num_steps: int | None = None, with_stack: bool = False
-    ) -> Profile:
-        """Record a profile from the next step on. As `EngineClient.start_profile`, as are the errors."""
+    ) -> ProfileInfo:
+        """Record a profile from the next step on. Arguments and errors are those of `EngineClient.start_profile`."""
         return self._engine.profiling.start(output_dir, num_steps=num_steps, with_stack=with_stack)
 
-    def stop_profile(self) -> Profile:
+    def stop_profile(self) -> ProfileInfo:
         """End the profile and wait until it is written."""
         return self._engine.profiling.stop().result()
 
     def close(self) -> None:
-        """Let go of the engine and of what it holds on the device. May be repeated."""
+        """Close the engine and free its device memory. May be called again."""
         if self._loop is not None:
             with contextlib.suppress(EngineDeadError):
                 self._loop.flush()

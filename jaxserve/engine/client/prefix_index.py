@@ -1,8 +1,8 @@
-"""Which prefixes an engine of another process has cached, as far as can be told from what it was sent.
+"""An estimate of which prefixes an engine in another process has cached, made from the requests sent to it.
 
-It owns names of pages, no tokens: a page is known by a hash of all tokens up to its end and their namespace. It holds
-as many as the engine has pages, and forgets as the engine does: of the prefixes that were not used for longest, the end
-first. A wrong guess costs a request its best place, never its answer.
+It stores names of pages, no tokens: the name of a page is a hash of the namespace and of all tokens up to the page's
+end. It stores as many names as the engine has pages, and evicts as the engine does: the end of the least recently used
+prefix first. A wrong estimate may cost speed, never correctness.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 
 def page_names(namespace: str, tokens: Sequence[int], page_size: int) -> list[int]:
-    """The names of the whole pages of a sequence, from its first on."""
+    """Return the names of the whole pages of a sequence, from the first on."""
     ids = array.array("q", tokens)
     size = page_size * ids.itemsize
     raw = ids.tobytes()
@@ -27,37 +27,37 @@ def page_names(namespace: str, tokens: Sequence[int], page_size: int) -> list[in
 
 
 class PrefixIndex:
-    """The pages of one engine, `num_pages` at most."""
+    """The estimated cache content of one engine, `num_pages` pages at most."""
 
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
-        # The least recently used first; of a prefix its end first, as the engine's tree gives up leaves.
+        # In order of eviction: the least recently used prefix first, and its end first, as the engine evicts leaves.
         self._pages: OrderedDict[object, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._pages)
 
     def match(self, names: Sequence[int]) -> int:
-        """How many of these pages, from the first on, the engine is taken to have."""
+        """Return how many of these pages, from the first on, the engine probably has."""
         pages = self._pages
         return sum(1 for _ in itertools.takewhile(pages.__contains__, names))
 
-    def use(self, names: Sequence[int]) -> None:
-        """The engine gets a sequence of these pages."""
+    def add(self, names: Sequence[int]) -> None:
+        """Record that the engine was sent a sequence of these pages."""
         pages = self._pages
         for name in reversed(names):
             pages[name] = None
             pages.move_to_end(name)
         self._trim()
 
-    def fill(self, count: int) -> None:
-        """The engine has put so many pages of outputs into its cache; they push others out and are not found again."""
+    def add_outputs(self, count: int) -> None:
+        """Record that the engine cached `count` pages of outputs: they take room, but are not found by name."""
         for _ in range(count):
             self._pages[object()] = None
         self._trim()
 
     def clear(self) -> None:
-        """The engine has forgotten all."""
+        """Forget all pages."""
         self._pages.clear()
 
     def _trim(self) -> None:

@@ -1,7 +1,8 @@
-"""To which replica a request goes: where it is done soonest and costs the others least, reckoned in tokens to compute.
+"""Chooses the replica for each request: the one that finishes it soonest at the least cost to other requests.
 
-It knows what a server's process knows: which prompts it sent where, and which of them have begun and ended. It sends
-nothing and holds no stream. A request stays where it was put; replicas share nothing, and none waits for another.
+The unit of cost is a token to compute. The router knows only what the server's process knows: which prompts it sent to
+which replica, and which of them have begun to answer or ended. It sends nothing and holds no stream. A request stays on
+its replica; replicas share nothing, and none waits for another.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from jaxserve.engine.scheduling.rank_router import CACHED_WEIGHT, CROWDED_SHARE,
 
 
 @dataclasses.dataclass(slots=True)
-class _Load:
-    """One replica: requests open there, and prompt tokens yet to be computed of those that have not begun to answer."""
+class _ReplicaLoad:
+    """One replica: its open requests, and the prompt tokens to compute of those that have not begun to answer."""
 
     num_slots: int
     index: PrefixIndex
@@ -25,43 +26,42 @@ class _Load:
 
 
 @dataclasses.dataclass(slots=True)
-class _Placed:
+class _PlacedRequest:
     replica: int
     pending_tokens: int
 
 
-class ReplicaPlacement:
-    """Over replicas that are all alike: each runs `num_slots` requests at once and caches `num_pages` pages, none where
-    `num_pages` is 0."""
+class ReplicaRouter:
+    """A router over equal replicas: each runs up to `num_slots` requests at once and caches up to `num_pages` pages."""
 
     def __init__(self, num_replicas: int, *, num_slots: int, num_pages: int, page_size: int) -> None:
-        self._loads = [_Load(num_slots, PrefixIndex(num_pages)) for _ in range(num_replicas)]
+        self._loads = [_ReplicaLoad(num_slots, PrefixIndex(num_pages)) for _ in range(num_replicas)]
         self._page_size = page_size
-        self._open: dict[str, _Placed] = {}
+        self._open: dict[str, _PlacedRequest] = {}
 
     @property
     def num_open(self) -> int:
-        """Requests that were placed and have not ended."""
+        """The number of requests that were placed and have not ended."""
         return len(self._open)
 
     def replica_of(self, request_id: str) -> int | None:
-        """Where an open request is."""
+        """Return the replica of an open request, or None."""
         placed = self._open.get(request_id)
         return None if placed is None else placed.replica
 
     def place(self, request: EngineRequest) -> int:
-        """Choose the replica for a request, and count it there until it `ends`."""
+        """Choose the replica for a request, and count the request there until it ends."""
         length = len(request.prompt_ids)
-        # The last token is always computed, and all of them where log probabilities of all are wanted.
+        # The last token is always computed, and every token if prompt log probabilities are requested.
         reusable = 0 if request.sampling.prompt_logprobs is not None else max(length - 1, 0) // self._page_size
         names = page_names(request.namespace, request.prompt_ids, self._page_size)
         cached = [load.index.match(names[:reusable]) * self._page_size for load in self._loads]
         best = self._best(cached)
         load = self._loads[best]
-        load.index.use(names)
+        load.index.add(names)
         load.num_open += 1
         load.pending_tokens += length - cached[best]
-        self._open[request.request_id] = _Placed(best, length - cached[best])
+        self._open[request.request_id] = _PlacedRequest(best, length - cached[best])
         return best
 
     def _best(self, cached: Sequence[int]) -> int:
@@ -79,8 +79,8 @@ class ReplicaPlacement:
 
         return min(range(len(self._loads)), key=cost)
 
-    def watch(self, event: TokenEvent) -> None:
-        """The first event of a request that was placed, or its last."""
+    def observe(self, event: TokenEvent) -> None:
+        """Process the first or the last event of a placed request."""
         placed = self._open.get(event.request_id)
         if placed is None:
             return
@@ -88,19 +88,19 @@ class ReplicaPlacement:
         load.pending_tokens -= placed.pending_tokens
         placed.pending_tokens = 0
         if event.finish_reason is not None:
-            self.withdraw(event.request_id)
+            self.remove(event.request_id)
             if event.usage is not None:
-                load.index.fill(event.usage.completion_tokens // self._page_size)
+                load.index.add_outputs(event.usage.completion_tokens // self._page_size)
 
-    def withdraw(self, request_id: str) -> None:
-        """A request has ended, or was placed and never handed over."""
+    def remove(self, request_id: str) -> None:
+        """Stop counting a request that has ended, or that was placed but not sent."""
         placed = self._open.pop(request_id, None)
         if placed is not None:
             load = self._loads[placed.replica]
             load.num_open -= 1
             load.pending_tokens -= placed.pending_tokens
 
-    def forget(self) -> None:
-        """All caches have been emptied."""
+    def clear_caches(self) -> None:
+        """Forget all cached prefixes, because the replicas' caches were flushed."""
         for load in self._loads:
             load.index.clear()

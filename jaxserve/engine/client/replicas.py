@@ -1,8 +1,8 @@
-"""Several engines, each in a process and on devices of its own, behind the interface of one: `--dp-mode replicas`.
+"""Several engines behind the interface of one, each in its own process and on its own devices: `--dp-mode replicas`.
 
-It owns the choice of a replica for each request and what the replicas are together: their description, readings, health
-and end. When one ends unasked, all that is open fails and the service is over, as with a single engine. What an engine
-is, and how it is spoken to, `EngineClient` knows. It belongs to one asyncio loop.
+It sends each request to a replica, and combines the replicas' descriptions, readings, health and shutdown. If a replica
+ends unexpectedly, all open requests fail and the service ends, as with a single engine. `EngineClient` talks to each
+engine process. This module belongs to one asyncio loop.
 """
 
 from __future__ import annotations
@@ -17,70 +17,71 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import msgspec
 
-from jaxserve.api_types import EngineRequest, EngineStats, Profile, ReplicaReading
+from jaxserve.api_types import EngineRequest, EngineStats, ProfileInfo, ReplicaStats
 from jaxserve.config.schema import EngineConfig
-from jaxserve.engine.client.aggregate import merged_info, merged_stats, replica_name
-from jaxserve.engine.client.async_client import WORKER, EngineClient, to_the_end
-from jaxserve.engine.client.device_assignment import find_devices, shares
-from jaxserve.engine.client.replica_router import ReplicaPlacement
+from jaxserve.engine.client.aggregate import merge_info, merge_stats, replica_name
+from jaxserve.engine.client.async_client import WORKER_MODULE, EngineClient, run_to_completion
+from jaxserve.engine.client.device_assignment import assign_devices, find_devices
+from jaxserve.engine.client.replica_router import ReplicaRouter
 from jaxserve.engine.client.stream import RequestStream
-from jaxserve.engine.process.launch_protocol import Share
+from jaxserve.engine.process.launch_protocol import ReplicaResources
 from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
 
 logger = logging.getLogger("jaxserve.engine")
 
 
 class Replicas:
-    """Engines that are all alike, as one. `launch` starts them, `shutdown` ends them.
+    """Several equal engines as one. `launch` starts them, `shutdown` ends them.
 
-    `on_death` resolves with the reason when one of them ends unasked.
+    `on_death` resolves with the reason when one of them ends unexpectedly.
     """
 
-    def __init__(self, engines: Sequence[EngineClient], placement: ReplicaPlacement, config: EngineConfig) -> None:
+    def __init__(self, engines: Sequence[EngineClient], router: ReplicaRouter, config: EngineConfig) -> None:
         self._engines = tuple(engines)
-        self._placement = placement
+        self._router = router
         self._max_queued_requests = config.max_queued_requests
         self._random = random.Random(config.random_seed)
         self._dead: str | None = None
-        self.info = merged_info([engine.info for engine in engines])
+        self.info = merge_info([engine.info for engine in engines])
         self.on_death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         for number, engine in enumerate(engines):
             engine.on_death.add_done_callback(functools.partial(self._on_death, number))
 
     @classmethod
-    async def launch(cls, config: EngineConfig, *, module: str = WORKER) -> Replicas:
-        """Start `dp_size` engines at once and wait until all are ready. Raises what kept the first of them that failed
-        from starting, with none left behind."""
-        own = shares(config, await find_devices(config), os.environ)
-        for share in own:
-            given = " ".join(f"{name}={value}" for name, value in share.environment.items())
-            logger.info("Starting replica %s of %d, with %s", share.name, len(own), given)
-        # How many may wait is said of all of them, so it is watched here.
-        alike = msgspec.structs.replace(config, max_queued_requests=None)
-        engines = await _all_or_none([_started(alike, module, share) for share in own])
+    async def launch(cls, config: EngineConfig, *, module: str = WORKER_MODULE) -> Replicas:
+        """Start `dp_size` engines at once and wait until all are ready.
+
+        Raise the error of the first engine that fails to start; then no process is left.
+        """
+        own = assign_devices(config, await find_devices(config), os.environ)
+        for resources in own:
+            given = " ".join(f"{name}={value}" for name, value in resources.environment.items())
+            logger.info("Starting replica %s of %d, with %s", resources.name, len(own), given)
+        # The queue limit holds for all replicas together, so it is checked here.
+        replica_config = msgspec.structs.replace(config, max_queued_requests=None)
+        engines = await _launch_all([_launch_replica(replica_config, module, resources) for resources in own])
         info, stats = engines[0].info, engines[0].stats
-        placement = ReplicaPlacement(
+        router = ReplicaRouter(
             len(engines),
             num_slots=info.max_running_requests,
             num_pages=0 if config.disable_radix_cache else info.num_pages + stats.num_host_pages,
             page_size=info.page_size,
         )
-        return cls(engines, placement, config)
+        return cls(engines, router, config)
 
     @property
     def stats(self) -> EngineStats:
-        """The last readings of all, added up."""
-        return merged_stats([engine.stats for engine in self._engines])
+        """The merged last readings of all replicas."""
+        return merge_stats([engine.stats for engine in self._engines])
 
     @property
-    def replicas(self) -> tuple[ReplicaReading, ...]:
+    def replicas(self) -> tuple[ReplicaStats, ...]:
         """Each engine process and its last reading."""
-        return tuple(ReplicaReading(engine.pid, engine.stats) for engine in self._engines)
+        return tuple(ReplicaStats(engine.pid, engine.stats) for engine in self._engines)
 
     @property
     def health(self) -> str | None:
-        """None while every replica makes progress or has nothing to do, else what is wrong with the first that isn't
-        well."""
+        """None while every replica makes progress or is idle, else the problem of the first unhealthy one."""
         if self._dead is not None:
             return self._dead
         for number, engine in enumerate(self._engines):
@@ -89,17 +90,17 @@ class Replicas:
         return None
 
     def submit(self, request: EngineRequest) -> RequestStream:
-        """As `EngineClient.submit`; which replica has it shows in nothing but its speed."""
+        """Submit a request to a replica, with the errors of `EngineClient.submit`. The choice affects only speed."""
         [stream] = self.submit_all([request])
         return stream
 
     def submit_all(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
-        """Hand several over, to each replica all of its own in one message. Raises as `submit` does."""
+        """Submit several requests, with one message to each chosen replica. Raise the errors of `submit`."""
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         names: set[str] = set()
         for request in requests:
-            if request.request_id in names or self._placement.replica_of(request.request_id) is not None:
+            if request.request_id in names or self._router.replica_of(request.request_id) is not None:
                 raise InvalidRequestError(
                     f"a request with the id {request.request_id!r} is open already", param="request_id"
                 )
@@ -107,40 +108,40 @@ class Replicas:
         streams: dict[str, RequestStream] = {}
         chosen: dict[int, list[EngineRequest]] = {}
         for request in requests:
-            if refusal := self._refusal():
+            if reason := self._queue_full_reason():
                 stream = streams[request.request_id] = RequestStream(request, self.abort)
-                stream.fail(refusal)
+                stream.fail(reason)
             else:
-                chosen.setdefault(self._placement.place(request), []).append(self._seeded(request))
+                chosen.setdefault(self._router.place(request), []).append(self._with_seed(request))
         try:
             for number, own in chosen.items():
-                for stream in self._engines[number].submit_all(own, self._placement.watch):
+                for stream in self._engines[number].submit_all(own, self._router.observe):
                     streams[stream.request_id] = stream
         except JaxserveError:
             self.abort(streams)
             for request in requests:
                 if request.request_id not in streams:
-                    self._placement.withdraw(request.request_id)
+                    self._router.remove(request.request_id)
             raise
         return [streams[request.request_id] for request in requests]
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """As `EngineClient.abort`."""
+        """Ask the engines to end requests, as `EngineClient.abort`."""
         by_replica: dict[int, list[str]] = {}
         for request_id in request_ids:
-            number = self._placement.replica_of(request_id)
+            number = self._router.replica_of(request_id)
             if number is not None:
                 by_replica.setdefault(number, []).append(request_id)
         for number, own in by_replica.items():
             self._engines[number].abort(own)
 
     async def refresh_stats(self, timeout: float = 5.0) -> EngineStats:
-        """Readings of all, added up. Raises as `EngineClient.refresh_stats` does, if one of them does."""
-        return merged_stats(await asyncio.gather(*(engine.refresh_stats(timeout) for engine in self._engines)))
+        """Request readings of all replicas and merge them. Raise `EngineClient.refresh_stats`'s errors if one fails."""
+        return merge_stats(await asyncio.gather(*(engine.refresh_stats(timeout) for engine in self._engines)))
 
     async def flush_cache(self, timeout: float = 5.0) -> int:
-        """Forget every cached prefix everywhere; how many pages that gave back. Raises as `EngineClient` does."""
-        self._placement.forget()
+        """Remove all cached prefixes and return how many pages this freed. Raise as `EngineClient.flush_cache` does."""
+        self._router.clear_caches()
         return sum(await asyncio.gather(*(engine.flush_cache(timeout) for engine in self._engines)))
 
     async def start_profile(
@@ -150,48 +151,55 @@ class Replicas:
         num_steps: int | None = None,
         with_stack: bool = False,
         timeout: float = 60.0,
-    ) -> Profile:
-        """Record a profile of each, in a folder by its name within `output_dir`, until `stop_profile` or for
-        `num_steps` of its steps. Raises as `EngineClient.start_profile` does; none records then."""
+    ) -> ProfileInfo:
+        """Record a profile of each replica, in a folder `DP<number>` within `output_dir`.
 
-        def start(number: int, engine: EngineClient) -> Awaitable[Profile]:
+        Each ends with `stop_profile` or after `num_steps` steps of its replica. Raise the errors of
+        `EngineClient.start_profile`; then no replica records.
+        """
+
+        def start(number: int, engine: EngineClient) -> Awaitable[ProfileInfo]:
             folder = os.path.join(output_dir or "", replica_name(number))
             return engine.start_profile(folder, num_steps=num_steps, with_stack=with_stack, timeout=timeout)
 
-        started = await self._of_each(start)
+        started = await self._on_each(start)
         problems = [found for found in started if isinstance(found, BaseException)]
         if problems:
             for engine, found in zip(self._engines, started):
-                if isinstance(found, Profile):
+                if isinstance(found, ProfileInfo):
                     with contextlib.suppress(InvalidRequestError):
                         await engine.stop_profile()
             raise problems[0]
-        return _together(started)
+        return _merge_profiles(started)
 
-    async def stop_profile(self, timeout: float = 600.0) -> Profile:
-        """End the profile wherever it still runs and wait until all is written; its steps are those of all replicas
-        that it was ended on. Raises as `EngineClient.stop_profile` does, if none ran or one can't be written."""
-        stopped = await self._of_each(lambda _, engine: engine.stop_profile(timeout))
+    async def stop_profile(self, timeout: float = 600.0) -> ProfileInfo:
+        """End the profiles that still run and wait until they are written; return their total number of steps.
+
+        Raise the errors of `EngineClient.stop_profile` if none ran or one can't be written.
+        """
+        stopped = await self._on_each(lambda _, engine: engine.stop_profile(timeout))
         problems = [found for found in stopped if isinstance(found, BaseException)]
-        # One whose steps were over has been written already.
-        grave = [problem for problem in problems if not isinstance(problem, InvalidRequestError)]
-        if grave or len(problems) == len(stopped):
-            raise (grave or problems)[0]
-        return _together(stopped)
+        # An `InvalidRequestError` means that a replica's profile had ended by itself and is written.
+        serious = [problem for problem in problems if not isinstance(problem, InvalidRequestError)]
+        if serious or len(problems) == len(stopped):
+            raise (serious or problems)[0]
+        return _merge_profiles(stopped)
 
     async def shutdown(self, timeout: float = 10.0) -> None:
-        """End all of them, by force after `timeout` seconds, and whatever is still open with an error."""
+        """End all engines, by force after `timeout` seconds; open requests and calls end with an error."""
         self._dead = self._dead or "the engine has been shut down"
         await asyncio.gather(*(engine.shutdown(timeout) for engine in self._engines))
 
-    async def _of_each(self, ask: Callable[[int, EngineClient], Awaitable[Profile]]) -> list[Profile | BaseException]:
+    async def _on_each(
+        self, ask: Callable[[int, EngineClient], Awaitable[ProfileInfo]]
+    ) -> list[ProfileInfo | BaseException]:
         return await asyncio.gather(
             *(ask(number, engine) for number, engine in enumerate(self._engines)), return_exceptions=True
         )
 
-    def _refusal(self) -> str | None:
-        """Why no further request may come in; as a scheduler says it, but of all replicas."""
-        limit, num_open = self._max_queued_requests, self._placement.num_open
+    def _queue_full_reason(self) -> str | None:
+        """Return why no further request is accepted, or None; the limit and the text are the scheduler's."""
+        limit, num_open = self._max_queued_requests, self._router.num_open
         if limit is None or num_open < limit + self.info.max_running_requests:
             return None
         return (
@@ -199,8 +207,8 @@ class Replicas:
             f"{limit}; try again later"
         )
 
-    def _seeded(self, request: EngineRequest) -> EngineRequest:
-        """With a seed if it brings none: replicas that draw their own would draw the same ones."""
+    def _with_seed(self, request: EngineRequest) -> EngineRequest:
+        """Add a seed to a request without one; seeds drawn by the replicas themselves would be equal."""
         if request.sampling.seed is not None:
             return request
         sampling = msgspec.structs.replace(request.sampling, seed=self._random.getrandbits(63))
@@ -211,39 +219,39 @@ class Replicas:
             return
         self._dead = f"{replica_name(number)}: {death.result()}"
         for engine in self._engines:
-            engine.bury(self._dead)
+            engine.mark_dead(self._dead)
         self.on_death.set_result(self._dead)
 
 
-# Replicas that have just said they are ready answer at once; a machine may be slow.
-_READY_TIMEOUT = 60.0
+# A replica that is ready answers at once, but a machine may be slow.
+_FIRST_READING_TIMEOUT = 60.0
 
 
-async def _started(config: EngineConfig, module: str, share: Share) -> EngineClient:
-    """One of them, with a first reading."""
+async def _launch_replica(config: EngineConfig, module: str, resources: ReplicaResources) -> EngineClient:
+    """Launch one replica and wait for its first reading."""
     try:
-        engine = await EngineClient.launch(config, module=module, share=share)
+        engine = await EngineClient.launch(config, module=module, resources=resources)
     except EngineDeadError as error:
-        raise EngineDeadError(f"{share.name}: {error}") from error
+        raise EngineDeadError(f"{resources.name}: {error}") from error
     try:
-        await engine.refresh_stats(_READY_TIMEOUT)
+        await engine.refresh_stats(_FIRST_READING_TIMEOUT)
     except BaseException:
-        await to_the_end(engine.shutdown(timeout=0.0))
+        await run_to_completion(engine.shutdown(timeout=0.0))
         raise
     return engine
 
 
-async def _all_or_none(launches: Sequence[Awaitable[EngineClient]]) -> list[EngineClient]:
-    """All of them, or the first error and none."""
+async def _launch_all(launches: Sequence[Awaitable[EngineClient]]) -> list[EngineClient]:
+    """Return all engines; if one fails, shut down the others and raise its error."""
     tasks = [asyncio.ensure_future(launch) for launch in launches]
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:
-        await to_the_end(_end_all(tasks))
+        await run_to_completion(_shut_down_all(tasks))
         raise
 
 
-async def _end_all(tasks: Sequence[asyncio.Future[EngineClient]]) -> None:
+async def _shut_down_all(tasks: Sequence[asyncio.Future[EngineClient]]) -> None:
     for task in tasks:
         task.cancel()
     for ended in await asyncio.gather(*tasks, return_exceptions=True):
@@ -251,8 +259,8 @@ async def _end_all(tasks: Sequence[asyncio.Future[EngineClient]]) -> None:
             await ended.shutdown(timeout=0.0)
 
 
-def _together(profiles: Sequence[Profile | BaseException]) -> Profile:
-    found = [profile for profile in profiles if isinstance(profile, Profile)]
-    return Profile(
+def _merge_profiles(profiles: Sequence[ProfileInfo | BaseException]) -> ProfileInfo:
+    found = [profile for profile in profiles if isinstance(profile, ProfileInfo)]
+    return ProfileInfo(
         os.path.commonpath([profile.directory for profile in found]), sum(profile.num_steps for profile in found)
     )

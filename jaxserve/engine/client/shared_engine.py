@@ -1,7 +1,7 @@
-"""The engine in the caller's process, for several threads: the one that waits for events runs the next step.
+"""An in-process engine for several threads: a thread that waits for events runs the next step itself.
 
-Owns the lock that keeps steps apart, and a queue of events for each call. All calls share one running batch, and one
-that pauses, as a stream may, delays no other.
+It owns the lock around steps, and a queue of events for each call. All calls share one running batch, and a call that
+pauses, such as a slow stream, does not delay the others.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from jaxserve.api_types import EngineInfo, EngineRequest, Profile, TokenEvent
+from jaxserve.api_types import EngineInfo, EngineRequest, ProfileInfo, TokenEvent
 from jaxserve.engine.client.in_process import InProcessEngine
 
 
 class SharedEngine:
-    """`engine`, which must be idle, with its methods for many threads. What each returns and raises, it says."""
+    """Gives several threads the methods of `engine`, which must be idle; `InProcessEngine` documents their errors."""
 
     def __init__(self, engine: InProcessEngine) -> None:
         self.info: EngineInfo = engine.info
         self.engine = engine
-        # A thread waits for its turn with `_turn` held, so that none takes the lock twice while another waits.
-        self._turn = threading.Lock()
+        # A thread holds `_next` while it waits for `_lock`, so none takes `_lock` twice before a waiting one gets it.
+        self._next = threading.Lock()
         self._lock = threading.Lock()
         self._queues: dict[str, list[TokenEvent]] = {}
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         with _interrupts_held():
-            with self._turn:
+            with self._next:
                 self._lock.acquire()
             try:
                 yield
@@ -37,25 +37,25 @@ class SharedEngine:
                 self._lock.release()
 
     def submit(self, requests: Sequence[EngineRequest]) -> Callable[[], list[TokenEvent]]:
-        """Hand requests over. The function that is returned waits for events of these, and raises what a step raises.
+        """Submit requests. The returned function waits for their next events and raises the errors of `step`.
 
-        Raises `InvalidRequestError` when an id is open; then none of them is.
+        Raise `InvalidRequestError` if an id is open; then none of the requests is submitted.
         """
         queue: list[TokenEvent] = []
-        with self._alone():
-            begun: list[str] = []
+        with self._exclusive():
+            submitted: list[str] = []
             try:
                 for request in requests:
                     self.engine.submit(request)
-                    begun.append(request.request_id)
+                    submitted.append(request.request_id)
             except BaseException:
-                self.engine.abort(begun)
+                self.engine.abort(submitted)
                 raise
-            self._queues.update(dict.fromkeys(begun, queue))
+            self._queues.update(dict.fromkeys(submitted, queue))
 
         def wait() -> list[TokenEvent]:
             while True:
-                with self._alone():
+                with self._exclusive():
                     if not queue:
                         self._step()
                     if queue:
@@ -73,40 +73,40 @@ class SharedEngine:
                     del self._queues[event.request_id]
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests; their last events come to those who still wait for them."""
-        with self._alone():
+        """End requests; their calls still receive the last events."""
+        with self._exclusive():
             self.engine.abort(request_ids)
 
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """End requests, and drop what events they still bring."""
-        with self._alone():
+    def discard(self, request_ids: Iterable[str]) -> None:
+        """End requests and drop their remaining events."""
+        with self._exclusive():
             open_ids = [request_id for request_id in request_ids if self._queues.pop(request_id, None) is not None]
             self.engine.abort(open_ids)
 
     def flush_cache(self) -> int:
-        """Forget every cached prefix; returns the pages given back."""
-        with self._alone():
+        """Remove all cached prefixes and return how many pages this freed."""
+        with self._exclusive():
             return self.engine.flush_cache()
 
-    def start_profile(self, output_dir: str | None, *, num_steps: int | None, with_stack: bool) -> Profile:
+    def start_profile(self, output_dir: str | None, *, num_steps: int | None, with_stack: bool) -> ProfileInfo:
         """Record a profile from the next step on."""
-        with self._alone():
+        with self._exclusive():
             return self.engine.start_profile(output_dir, num_steps=num_steps, with_stack=with_stack)
 
-    def stop_profile(self) -> Profile:
+    def stop_profile(self) -> ProfileInfo:
         """End the profile and wait until it is written."""
-        with self._alone():
+        with self._exclusive():
             return self.engine.stop_profile()
 
     def close(self) -> None:
-        """Let go of the engine. Calls that are open in other threads raise `EngineDeadError`."""
-        with self._alone():
+        """Close the engine. Open calls in other threads raise `EngineDeadError`."""
+        with self._exclusive():
             self.engine.close()
 
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Let Ctrl-C take effect after a step, not within: a step that is cut short would leave the engine in pieces."""
+    """Delay Ctrl-C until the end of the step: an interrupted step would leave the engine in an inconsistent state."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,6 +1,7 @@
-"""Joins a scheduler to an executor: plan, dispatch, collect, commit, with one step in flight while the next is planned.
+"""The engine loop: plan, dispatch, collect, commit, with one step in flight while the next is planned.
 
-It owns the order of these four and nothing else; the caller's thread drives it, in a process of its own or not.
+It connects a scheduler to an executor and owns only the order of these four calls. The caller's thread drives it, in
+the engine process or in the caller's own.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ logger = logging.getLogger("jaxserve.engine")
 
 
 class EngineLoop:
-    """With `overlap`, step N+1 is dispatched before the tokens of N are fetched; the tokens are the same either way.
+    """Runs the steps of one engine.
 
-    When the executor raises, what it held is lost: `step` raises `EngineDeadError` then and ever after. `timeline` gets
-    the spans of its phases; `profiling` watches it when asked to.
+    With `overlap`, step N+1 is dispatched before the tokens of step N are fetched; the tokens are the same either way.
+    If the executor raises, its state is lost: this and every later `step` raises `EngineDeadError`. `timeline` receives
+    the spans of the phases; `profiling` counts the steps of a running profile.
     """
 
     def __init__(
@@ -54,15 +56,15 @@ class EngineLoop:
         return bool(self._in_flight) or self._scheduler.has_work
 
     def add(self, request: EngineRequest) -> TokenEvent | None:
-        """Let a request in, or return the one event that refuses it."""
+        """Add a request, or return the only event of a rejected one."""
         return self._scheduler.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[TokenEvent]:
-        """End requests wherever they stand and return their last events; ids that are not open are ignored."""
+        """End requests, waiting or running, and return their last events; ignore ids that are not open."""
         return [event for request_id in request_ids if (event := self._scheduler.abort(request_id)) is not None]
 
     def step(self) -> list[TokenEvent]:
-        """Dispatch a step if one can be planned, take in one that has ended if enough are under way."""
+        """Dispatch a step if one can be planned; commit the oldest one if enough are in flight. Return the events."""
         if self._failure is not None:
             raise EngineDeadError(self._failure)
         with self.timeline.span("plan"):
@@ -70,26 +72,26 @@ class EngineLoop:
         if plan is not None:
             handle = self._guard(lambda: self._executor.dispatch(plan))
             self._in_flight.append((plan, handle))
-            self._log.planned(plan)
+            self._log.log_dispatched(plan)
         if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
             return self._collect()
         return self._scheduler.take_events()
 
     def flush(self) -> list[TokenEvent]:
-        """Take in every step that is under way without starting another."""
+        """Commit every step in flight without starting another, and return the events."""
         events: list[TokenEvent] = []
         while self._in_flight:
             events += self._collect()
         return events
 
     def flush_cache(self) -> int:
-        """Forget every cached prefix, also while requests run, and return how many pages that gave back."""
+        """Remove all cached prefixes, also while requests run, and return how many pages this freed."""
         num_pages = self._scheduler.flush_cache()
-        logger.info("Cache flushed: %d pages given back", num_pages)
+        logger.info("Cache flushed: %d pages freed", num_pages)
         return num_pages
 
     def stats(self, *, check: bool = False) -> EngineStats:
-        """A reading of the engine; with `check` the books are audited too, and decode steps come by their rows."""
+        """Return the engine's counters and sizes; with `check`, also integrity errors and decode steps by rows."""
         stats = self._scheduler.stats()
         compiles = self._executor.compiles_after_ready
         problems = tuple(self._scheduler.check_integrity()) if check else ()
@@ -107,13 +109,14 @@ class EngineLoop:
         result = self._guard(lambda: self._executor.collect(handle))
         with self.timeline.span("commit"):
             events = self._scheduler.commit(plan, result)
-        self._log.committed(plan)
-        self.profiling.stepped()
+        self._log.log_committed(plan)
+        self.profiling.count_step()
         if not self.has_work:
-            self._log.idle()
+            self._log.mark_idle()
         return events
 
     def _guard[T](self, call: Callable[[], T]) -> T:
+        """Return `call()`; if it raises, record the failure and raise `EngineDeadError`."""
         try:
             return call()
         except Exception as error:

@@ -1,7 +1,7 @@
-"""One profile at a time: when it starts, after which step it ends, where it goes.
+"""Controls profiles, one at a time: when one starts, after which step it ends, and where it is written.
 
-It owns these rules and the thread that writes a profile out, so that steps go on meanwhile. What is recorded, and how,
-is the profiler's, which comes from outside: nothing here knows a device.
+It owns these rules, and the thread that writes a profile while steps continue. The recording itself is done by a
+`Profiler` that is passed in: this module knows no device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
-from jaxserve.api_types import Profile
+from jaxserve.api_types import ProfileInfo
 from jaxserve.errors import InvalidRequestError, RequestFailedError
 
 logger = logging.getLogger("jaxserve.engine")
@@ -23,16 +23,16 @@ class Profiler(Protocol):
     """Records what the device and the engine's thread do."""
 
     def start(self, directory: Path, name: str, *, with_stack: bool) -> Path:
-        """Record from now on; returns the folder that the files will be in. `with_stack` adds Python's calls."""
+        """Start recording; return the folder that the files will be in. `with_stack` adds Python calls."""
         ...
 
     def stop(self) -> None:
-        """Record no more and write the files. Called in a thread of its own: that may take seconds."""
+        """Stop recording and write the files. This may take seconds, so it is called in a separate thread."""
         ...
 
 
 class Profiling:
-    """What `/start_profile` and `/stop_profile` do. `directory` is where profiles may go, None when nowhere."""
+    """Implements `/start_profile` and `/stop_profile`. Profiles are written below `directory`; None disables them."""
 
     def __init__(self, profiler: Profiler | None = None, directory: str | None = None) -> None:
         self._profiler = profiler
@@ -41,36 +41,39 @@ class Profiling:
         self._folder: Path | None = None
         self._steps_left: int | None = None
         self._num_steps = 0
-        self._written: Future[Profile] | None = None
+        self._written: Future[ProfileInfo] | None = None
 
     def start(
         self, output_dir: str | None = None, *, num_steps: int | None = None, with_stack: bool = False
-    ) -> Profile:
+    ) -> ProfileInfo:
         """Record from the next step on, until `stop` or for `num_steps` steps.
 
-        `output_dir` is a folder within the directory of profiles. Raises `InvalidRequestError` when one runs already or
-        may not or can't go there, `RequestFailedError` when the profiler doesn't start.
+        `output_dir` is a folder within the directory of profiles. Raise `InvalidRequestError` if a profile is already
+        running or being written, or if `output_dir` is not allowed or not usable; raise `RequestFailedError` if the
+        profiler doesn't start.
         """
         if self._profiler is None or self._directory is None:
             raise InvalidRequestError("no directory for profiles is configured: start the engine with --profile-dir")
         if self._folder is not None:
-            raise InvalidRequestError(f"a profile is running already, into {self._folder}; POST /stop_profile ends it")
+            raise InvalidRequestError(f"a profile is running already, in {self._folder}; POST /stop_profile ends it")
         if self._written is not None and not self._written.done():
-            raise InvalidRequestError("the last profile is still being written; try again when it is there")
+            raise InvalidRequestError("the last profile is still being written; try again when it is done")
         if num_steps is not None and num_steps < 1:
             raise InvalidRequestError(f"num_steps must be at least 1, got {num_steps}", param="num_steps")
         directory = _folder(Path(self._directory), output_dir)
         try:
             self._folder = self._profiler.start(directory, _name(directory), with_stack=with_stack)
-        except Exception as error:  # what a profiler may raise has no common base
+        except Exception as error:  # the errors of profilers have no common base class
             raise RequestFailedError(f"the profile can't be started in {directory}: {error}") from error
         self._steps_left, self._num_steps = num_steps, 0
         logger.info("Profiling into %s%s", self._folder, f", {num_steps} steps" if num_steps else "")
-        return Profile(str(self._folder))
+        return ProfileInfo(str(self._folder))
 
-    def stop(self) -> Future[Profile]:
-        """End the profile that runs, or find the one that ended by itself and is being written; the future resolves
-        when its files are there. Raises `InvalidRequestError` when there is none."""
+    def stop(self) -> Future[ProfileInfo]:
+        """End the running profile, or find the one that ended after its last step and is being written.
+
+        The future resolves when the files are written. Raise `InvalidRequestError` if there is no such profile.
+        """
         if self._folder is not None:
             return self._end(self._folder)
         if self._written is not None and not self._written.done():
@@ -78,8 +81,8 @@ class Profiling:
         last = "" if self._written is None or self._written.exception() else f"; the last: {self._written.result()}"
         raise InvalidRequestError(f"no profile is running{last}; POST /start_profile starts one")
 
-    def stepped(self) -> None:
-        """A step has ended."""
+    def count_step(self) -> None:
+        """Count a finished step; end the profile after its last one."""
         if self._folder is None:
             return
         self._num_steps += 1
@@ -87,17 +90,17 @@ class Profiling:
             self._end(self._folder)
 
     def close(self) -> None:
-        """End what runs and wait until it is written."""
+        """End the running profile, if any, and wait until it is written."""
         if self._folder is not None:
             self._end(self._folder)
         self._writer.shutdown()
 
-    def _end(self, folder: Path) -> Future[Profile]:
+    def _end(self, folder: Path) -> Future[ProfileInfo]:
         self._folder = None
-        self._written = self._writer.submit(self._write, Profile(str(folder), self._num_steps))
+        self._written = self._writer.submit(self._write, ProfileInfo(str(folder), self._num_steps))
         return self._written
 
-    def _write(self, profile: Profile) -> Profile:
+    def _write(self, profile: ProfileInfo) -> ProfileInfo:
         assert self._profiler is not None
         start = time.monotonic()
         try:
@@ -111,16 +114,16 @@ class Profiling:
 
 
 def _folder(directory: Path, output_dir: str | None) -> Path:
-    """A folder that is there now. A client may choose one of its own, but not where on the machine."""
+    """Create and return the folder for a profile. A client may choose a folder, but only within `directory`."""
     try:
         root = directory.resolve()
         chosen = (root / (output_dir or "")).resolve()
         if chosen.is_relative_to(root):
             chosen.mkdir(parents=True, exist_ok=True)
             return chosen
-    except (OSError, ValueError, RuntimeError) as error:  # no folder may be there, no path, or a loop of links
+    except (OSError, ValueError, RuntimeError) as error:  # can't be created, invalid path, or a loop of links
         if output_dir is None:
-            raise RequestFailedError(f"profiles can't go to {directory}: {error}") from error
+            raise RequestFailedError(f"profiles can't be written to {directory}: {error}") from error
         raise InvalidRequestError(f"output_dir is {output_dir!r}: {error}", param="output_dir") from error
     raise InvalidRequestError(
         f"output_dir is {output_dir!r}, which is not within the directory of profiles, {root}", param="output_dir"
@@ -128,7 +131,7 @@ def _folder(directory: Path, output_dir: str | None) -> Path:
 
 
 def _name(directory: Path) -> str:
-    """A name by the time that no profile in the directory has."""
+    """Return a name made of the current time that no profile in the directory has."""
     base = name = time.strftime("%Y_%m_%d_%H_%M_%S")
     taken = {path.name for path in directory.glob("plugins/profile/*")}
     for count in itertools.count(2):

@@ -1,6 +1,6 @@
-"""Says in the log what the engine is doing: a line for each step that computes prompts, one for every so many decodes.
+"""Logs what the engine does: a line for each step with prompt chunks, and a line for every `interval` decode steps.
 
-It counts and formats; it changes nothing and is quiet while the engine is idle.
+It counts and formats; it changes nothing and logs nothing while the engine is idle.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger("jaxserve.engine")
 
 
 class StepLog:
-    """`interval` decode steps go by between two decode lines; `clock` gives seconds."""
+    """The step log of one scheduler: a decode line every `interval` decode steps; `clock` returns seconds."""
 
     def __init__(self, scheduler: Scheduler, interval: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._scheduler = scheduler
@@ -29,8 +29,8 @@ class StepLog:
         self._before = EngineStats()
         self._hits_before = 0
 
-    def planned(self, plan: StepPlan) -> None:
-        """A step has been dispatched."""
+    def log_dispatched(self, plan: StepPlan) -> None:
+        """Log a prefill line if the dispatched step has prompt chunks."""
         chunks = plan.chunks
         if len(chunks) > plan.num_decodes and logger.isEnabledFor(logging.INFO):
             stats = self._scheduler.stats()
@@ -38,7 +38,7 @@ class StepLog:
                 prefill_line(
                     new_seq=len(plan.opens),
                     new_token=sum(chunk.length for chunk in chunks[plan.num_decodes :]),
-                    # Not what the plan's requests found: what is computed again after a retraction is no hit.
+                    # Not the plan's cached tokens: a restart after a retraction does not count as a hit.
                     cached_token=stats.cache_hit_tokens - self._hits_before,
                     token_usage=stats.token_usage,
                     running=stats.num_running,
@@ -48,8 +48,8 @@ class StepLog:
             )
             self._hits_before = stats.cache_hit_tokens
 
-    def committed(self, plan: StepPlan) -> None:
-        """A step has ended and its tokens are counted."""
+    def log_committed(self, plan: StepPlan) -> None:
+        """Count a committed step, and log a decode line at the end of each interval."""
         if self._since is None:
             self._restart(self._scheduler.stats())
         if not plan.num_decodes:
@@ -75,8 +75,8 @@ class StepLog:
             )
             self._restart(stats)
 
-    def idle(self) -> None:
-        """Nothing is left to do: the pause that follows is nobody's throughput."""
+    def mark_idle(self) -> None:
+        """End the interval, so that the throughput of the next one excludes the idle time."""
         self._since = None
         self._num_decode_steps = 0
 

@@ -1,6 +1,6 @@
-"""The pages of the KV cache, as numbers: which are free.
+"""The allocator of KV cache pages, which are plain numbers.
 
-It owns the free list. Whose the others are, what lies in them and on which device, it never knows.
+It owns the free list. It knows neither the owners of the other pages nor their content or device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 
 class PagePool:
-    """`num_pages` pages of `page_size` tokens, numbered from 0. A page is free or has one owner."""
+    """A pool of `num_pages` pages of `page_size` tokens, numbered from 0. A page is free or has one owner."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
@@ -20,15 +20,15 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be allocated now."""
+        """The number of pages that can be allocated now."""
         return len(self._free)
 
     def pages_for(self, num_tokens: int) -> int:
-        """How many pages hold `num_tokens` tokens."""
+        """Return the number of pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free pages. The caller has made sure that there are as many."""
+        """Take `count` free pages. The caller makes sure that this many are free."""
         assert count <= len(self._free), (count, len(self._free))
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
@@ -36,14 +36,14 @@ class PagePool:
         return taken
 
     def release(self, pages: Iterable[int]) -> None:
-        """Give pages back."""
+        """Free the pages."""
         for page in pages:
             assert self._owned[page], f"page {page} is free already"
             self._owned[page] = 0
             self._free.append(page)
 
     def check(self, owned: Iterable[int]) -> list[str]:
-        """What is wrong, as sentences, when `owned` names every page that has an owner."""
+        """Return the inconsistencies found, as sentences; `owned` are all pages that have an owner."""
         owners, free = Counter(owned), Counter(self._free)
         problems = []
         for page in range(self.num_pages):

@@ -1,9 +1,9 @@
-"""The prefix cache: a radix tree over whole pages of tokens, one tree a namespace.
+"""The prefix cache: a radix tree over whole pages of tokens, one tree per namespace.
 
-It owns the pages of sequences that were computed and may be used again. A running request locks the path to the node
-that ends its cached prefix; what nobody has locked can be evicted, least recently used ends first. What the host tier
-has a copy of stays in the tree without its pages, and is loaded into others when a request needs it. Pages come to it
-from requests and go back to the pool; it never allocates. It knows no requests, only nodes.
+It owns the pages of computed sequences that may be used again. A running request locks the path to the node that ends
+its cached prefix. Unlocked nodes can be evicted, the least recently used leaves first. An evicted node that the host
+tier has a copy of stays in the tree without pages; it is loaded into new pages when a request needs it. The cache takes
+pages over from requests and returns them to the pool; it never allocates. It knows no requests, only nodes.
 """
 
 from __future__ import annotations
@@ -12,80 +12,82 @@ from collections.abc import Iterator
 
 from jaxserve.engine.kv_cache.host_tier import HostTier
 from jaxserve.engine.kv_cache.page_pool import PagePool
-from jaxserve.engine.kv_cache.radix_node import ByLastUse, Node, below
+from jaxserve.engine.kv_cache.radix_node import LruHeap, RadixNode, descendants
 
 
 class RadixCache:
-    """`disabled`, it holds roots alone, so that nothing is ever found or kept. Without a `tier`, what is evicted is
-    gone."""
+    """The cached prefixes over the pages of `pool`.
+
+    When `disabled`, it holds only roots, so nothing is found or kept. Without a `tier`, evicted pages are lost.
+    """
 
     def __init__(self, pool: PagePool, tier: HostTier | None = None, *, disabled: bool = False) -> None:
         self.tier = tier or HostTier(0, pool.page_size)
         self._pool = pool
         self._page_size = pool.page_size
         self._disabled = disabled
-        self._roots: dict[str, Node] = {}
-        self._detached: set[Node] = set()
+        self._roots: dict[str, RadixNode] = {}
+        self._detached: set[RadixNode] = set()
         self._time = 0
-        self._ends = ByLastUse(_is_evictable)
+        self._evictable = LruHeap(_is_evictable)
         self.num_evictable = 0
 
-    def match(self, namespace: str, tokens: list[int], limit: int) -> tuple[Node, list[int]]:
-        """The node that ends the longest cached prefix of `tokens`, at most `limit` of them, and its pages.
+    def match(self, namespace: str, tokens: list[int], limit: int) -> tuple[RadixNode, list[int]]:
+        """Return the node that ends the longest cached prefix of `tokens[:limit]`, and the prefix's resident pages.
 
-        What comes after these, up to the node, only the host has: see `num_absent` and `load`. A node that is matched
-        in part is split, so that the prefix ends with a node; all of the path is marked as used.
+        The rest of the prefix, up to the node, is only in host memory: see `num_host_only` and `load`. A node that
+        matches in part is split, so that the prefix ends with a node; the whole path is marked as used.
         """
         self._time += 1
         node = self._root(namespace)
         pages: list[int] = []
         for child, length in self._walk(node, tokens, limit):
-            node = child if length == child.length else self._split(child, length)
+            node = child if length == child.length else self._split_head(child, length)
             node.last_used = self._time
             pages += node.pages
-        self._offer(node)
+        self._update_lru(node)
         if not node.pages:
-            self._offer(_resident(node))
+            self._update_lru(_last_resident(node))
         return node, pages
 
     def match_length(self, namespace: str, tokens: list[int], limit: int) -> int:
-        """How many tokens `match` would find; changes nothing."""
+        """Return how many tokens `match` would find, without changing anything."""
         root = self._roots.get(namespace)
         if root is None:
             return 0
         return self._page_size * sum(length for _, length in self._walk(root, tokens, limit))
 
-    def num_absent(self, node: Node) -> int:
-        """How many pages at the end of the prefix that ends at `node` only the host has."""
+    def num_host_only(self, node: RadixNode) -> int:
+        """Return how many pages at the end of the prefix that ends at `node` are only in host memory."""
         count = 0
         while not node.pages and node.parent is not None:
-            count += len(node.host)
+            count += len(node.host_slots)
             node = node.parent
         return count
 
-    def load(self, node: Node, pages: list[int]) -> None:
-        """Take over `pages`, into which the next plan loads what is absent of the locked prefix that ends at `node`."""
+    def load(self, node: RadixNode, pages: list[int]) -> None:
+        """Load the host-only part of the locked prefix that ends at `node` into `pages`, and take them over."""
         end = len(pages)
         while not node.pages and node.parent is not None:
-            start = end - len(node.host)
+            start = end - len(node.host_slots)
             node.pages = pages[start:end]
-            node.parent.num_resident += 1
+            node.parent.num_resident_children += 1
             self.tier.load(node)
             node, end = node.parent, start
-        assert end == 0, "pages that nothing is loaded into"
+        assert end == 0, "more pages than there are to load"
 
-    def lock(self, node: Node) -> None:
-        """A request uses the prefix that ends at `node`: none of it is evicted until `unlock`."""
-        at: Node | None = node
+    def lock(self, node: RadixNode) -> None:
+        """Protect the prefix that ends at `node` from eviction until `unlock`."""
+        at: RadixNode | None = node
         while at is not None:
             if at.locks == 0 and not at.detached:
                 self.num_evictable -= len(at.pages)
             at.locks += 1
             at = at.parent
 
-    def unlock(self, node: Node) -> None:
-        """A request is done with the prefix that ends at `node`."""
-        at: Node | None = node
+    def unlock(self, node: RadixNode) -> None:
+        """Undo one `lock` of the prefix that ends at `node`."""
+        at: RadixNode | None = node
         while at is not None:
             at.locks -= 1
             if at.locks == 0:
@@ -94,64 +96,65 @@ class RadixCache:
                     self._detached.discard(at)
                 else:
                     self.num_evictable += len(at.pages)
-                    self._offer(at)
+                    self._update_lru(at)
             at = at.parent
 
-    def extend(self, node: Node, tokens: list[int], pages: list[int]) -> tuple[Node, int]:
-        """Take over `pages`, which hold the whole pages `tokens` that follow the locked `node`.
+    def extend(self, node: RadixNode, tokens: list[int], pages: list[int]) -> tuple[RadixNode, int]:
+        """Take over `pages`, which hold `tokens` (whole pages) that follow the locked `node`.
 
-        Returns the locked node that ends them, with `node` unlocked, and how many pages were taken over. Fewer, where
-        the tree has other pages for these tokens already, or a flush has cut `node` off: the rest stays the caller's.
+        Return the node that ends them, which is now locked in place of `node`, and the number of pages taken over. That
+        is fewer than given if the tree already has pages for these tokens or a flush has detached `node`; the caller
+        keeps the rest.
         """
         if self._disabled or node.detached or not pages:
             return node, 0
         self._time += 1
         if node.parent is not None and node.locks == 1 and not node.children:
-            # The request's own leaf: it grows, so that a prompt in chunks doesn't become a chain of nodes.
+            # The leaf is used by this request only. Grow it, so that a chunked prompt doesn't become a chain of nodes.
             node.tokens += tokens
             node.pages += pages
             node.last_used = self._time
-            self.tier.entered(node)
+            self.tier.mark_added(node)
             return node, len(pages)
-        return self._hang(node, tokens, pages, locks=1)
+        return self._attach(node, tokens, pages, locks=1)
 
-    def adopt(self, namespace: str, tokens: list[int], pages: list[int], start: int) -> None:
-        """Take over what the tree lacks of a sequence that has ended, and release the rest.
+    def insert(self, namespace: str, tokens: list[int], pages: list[int], start: int) -> None:
+        """Take over the pages of a stopped sequence that the tree lacks, and release the others.
 
-        `tokens` are those of whole pages from the sequence's first on; `pages` hold them from page `start` on.
+        `tokens` are the sequence's whole pages from its beginning; `pages` hold them from page index `start` on.
         """
         if self._disabled or not pages:
             self._pool.release(pages)
             return
         node, found = self.match(namespace, tokens, len(tokens))
         known = len(found) - start
-        if known < 0:  # what came before has been evicted or flushed, and these pages are of no use without it
+        if known < 0:  # the pages before these have been evicted or flushed, so these would never be found
             self._pool.release(pages)
             return
         self._pool.release(pages[:known])
         if pages[known:]:
             rest = tokens[len(found) * self._page_size :]
-            node, taken = self._hang(_resident(node), rest, pages[known:], locks=0)
+            node, taken = self._attach(_last_resident(node), rest, pages[known:], locks=0)
             self.num_evictable += taken
-            self._offer(node)
+            self._update_lru(node)
 
     def evict(self, num_pages: int) -> int:
-        """Give up to `num_pages` pages back to the pool, the least recently used first; returns how many."""
+        """Return up to `num_pages` pages to the pool, the least recently used first; return how many."""
         left = num_pages
-        while left > 0 and (node := self._ends.pop()) is not None:
+        while left > 0 and (node := self._evictable.pop()) is not None:
             if len(node.pages) > left:
-                node = node.cut(len(node.pages) - left, self._page_size)
+                node = node.split_tail(len(node.pages) - left, self._page_size)
             left -= len(node.pages)
             self._evict(node)
         return num_pages - left
 
     def flush(self) -> int:
-        """Forget everything, copies too; pages that nobody uses go back to the pool, and their number is returned."""
+        """Remove all prefixes and host copies, release the unlocked pages, and return how many were released."""
         freed = 0
         for root in self._roots.values():
-            for node in list(below(root)):
+            for node in list(descendants(root)):
                 node.detached = True
-                self.tier.forget(node)
+                self.tier.drop(node)
                 if node.locks:
                     self._detached.add(node)
                 else:
@@ -159,62 +162,64 @@ class RadixCache:
                     self._pool.release(node.pages)
             root.detached = True
         self._roots.clear()
-        self._ends.clear()
+        self._evictable.clear()
         self.tier.clear()
         self.num_evictable = 0
         return freed
 
     def pages(self) -> Iterator[int]:
-        """Every page the cache owns."""
+        """Yield every page that the cache owns."""
         for root in self._roots.values():
-            for node in below(root):
+            for node in descendants(root):
                 yield from node.pages
         for node in self._detached:
             yield from node.pages
 
-    def check(self, ends: list[Node]) -> list[str]:
-        """What is wrong with the tree, as sentences; `ends` are the nodes that running requests have locked."""
+    def check(self, ends: list[RadixNode]) -> list[str]:
+        """Return the inconsistencies found, as sentences; `ends` are the nodes that running requests have locked."""
         problems = []
         expected: dict[int, int] = {}
         for end in ends:
-            at: Node | None = end
+            at: RadixNode | None = end
             while at is not None:
                 expected[id(at)] = expected.get(id(at), 0) + 1
                 at = at.parent
         evictable = 0
         slots: list[int] = []
         for root in self._roots.values():
-            for node in below(root):
+            for node in descendants(root):
                 if node.locks != expected.get(id(node), 0):
                     problems.append(f"a cached run of {node.length} pages counts {node.locks} locks, not "
                                     f"{expected.get(id(node), 0)}")  # fmt: skip
                 problems += self._check_node(node)
                 evictable += 0 if node.locks else len(node.pages)
-                slots += node.host
+                slots += node.host_slots
         if evictable != self.num_evictable:
             problems.append(f"{self.num_evictable} cached pages are said to be evictable, but {evictable} are")
         return problems + self.tier.check(slots)
 
-    def _check_node(self, node: Node) -> list[str]:
+    def _check_node(self, node: RadixNode) -> list[str]:
         problems = []
         if len(node.tokens) != node.length * self._page_size or not node.length:
             problems.append(f"a cached run has {len(node.tokens)} tokens in {node.length} pages")
-        if len(node.host) > node.length:
-            problems.append(f"a cached run of {node.length} pages has {len(node.host)} copies")
+        if len(node.host_slots) > node.length:
+            problems.append(f"a cached run of {node.length} pages has {len(node.host_slots)} copies")
         resident = sum(bool(child.pages) for child in node.children.values())
-        if resident != node.num_resident or (resident and not node.pages):
-            problems.append(f"a cached run of {len(node.pages)} pages on the device counts {node.num_resident} runs "
-                            f"after it on the device, which are {resident}")  # fmt: skip
+        if resident != node.num_resident_children or (resident and not node.pages):
+            problems.append(
+                f"a cached run of {len(node.pages)} pages on the device counts {node.num_resident_children} resident "
+                f"children, but has {resident}"
+            )
         return problems
 
-    def _root(self, namespace: str) -> Node:
+    def _root(self, namespace: str) -> RadixNode:
         root = self._roots.get(namespace)
         if root is None:
-            root = self._roots[namespace] = Node(None, [], [])
+            root = self._roots[namespace] = RadixNode(None, [], [])
         return root
 
-    def _walk(self, node: Node, tokens: list[int], limit: int) -> Iterator[tuple[Node, int]]:
-        """The nodes along `tokens` and how many pages of each agree with them; only the last may agree in part."""
+    def _walk(self, node: RadixNode, tokens: list[int], limit: int) -> Iterator[tuple[RadixNode, int]]:
+        """Yield the nodes along `tokens` and how many pages of each match; only the last may match in part."""
         size = self._page_size
         end = min(len(tokens), limit) // size * size
         at = 0
@@ -222,22 +227,24 @@ class RadixCache:
             child = node.children.get(tuple(tokens[at : at + size]))
             if child is None:
                 return
-            pages = self._agreeing(child, tokens, at, end)
-            is_whole = pages == child.length  # asked now: whoever gets it may split it
+            pages = self._num_equal_pages(child, tokens, at, end)
+            is_whole = pages == child.length  # computed before the yield, as the caller may split the child
             yield child, pages
             if not is_whole:
                 return
             at += pages * size
             node = child
 
-    def _agreeing(self, node: Node, tokens: list[int], at: int, end: int) -> int:
-        """How many whole pages of `node` are `tokens` from `at` on; at least one. Compares runs, halving where they
-        differ: comparing lists is what Python does fast."""
+    def _num_equal_pages(self, node: RadixNode, tokens: list[int], at: int, end: int) -> int:
+        """Return how many whole pages of `node` equal `tokens` from index `at` on; at least one.
+
+        Finds the first difference by bisection over slices, because Python compares whole lists fast.
+        """
         size = self._page_size
         most = min(node.length, (end - at) // size)
         if node.tokens[: most * size] == tokens[at : at + most * size]:
             return most
-        low, high = 1, most  # the first page agrees, all of `high` don't
+        low, high = 1, most  # the first `low` pages are equal, the first `high` are not
         while high - low > 1:
             middle = (low + high) // 2
             if node.tokens[low * size : middle * size] == tokens[at + low * size : at + middle * size]:
@@ -246,76 +253,78 @@ class RadixCache:
                 high = middle
         return low
 
-    def _hang(self, node: Node, tokens: list[int], pages: list[int], *, locks: int) -> tuple[Node, int]:
-        """Put `pages` into the tree after `node`, as far as it has none for `tokens`; returns the node that ends them,
-        and how many were put there. Where only the host had these tokens, they have pages then."""
+    def _attach(self, node: RadixNode, tokens: list[int], pages: list[int], *, locks: int) -> tuple[RadixNode, int]:
+        """Put `pages` into the tree below `node` until a page of `tokens` is already resident there.
+
+        Return the last node that got pages, and how many pages were put. Host-only nodes on the way become resident.
+        """
         size, taken = self._page_size, 0
         while taken < len(pages):
             key = tuple(tokens[taken * size : (taken + 1) * size])
             child = node.children.get(key)
             if child is None:
                 count = len(pages) - taken
-                child = node.children[key] = Node(node, tokens[taken * size :], pages[taken:])
+                child = node.children[key] = RadixNode(node, tokens[taken * size :], pages[taken:])
             elif child.pages:
                 break
             else:
-                count = self._agreeing(child, tokens, taken * size, len(tokens))
-                child = child if count == child.length else self._split(child, count)
+                count = self._num_equal_pages(child, tokens, taken * size, len(tokens))
+                child = child if count == child.length else self._split_head(child, count)
                 child.pages = pages[taken : taken + count]
             child.locks = locks
             child.last_used = self._time
-            node.num_resident += 1
-            self.tier.entered(child)
+            node.num_resident_children += 1
+            self.tier.mark_added(child)
             node, taken = child, taken + count
         return node, taken
 
-    def _evict(self, node: Node) -> None:
-        """A run leaves the device; as much of it as the host has a copy of, or gets one, stays in the tree."""
+    def _evict(self, node: RadixNode) -> None:
+        """Release the pages of `node`; the part that has or now gets copies in host memory stays in the tree."""
         parent = node.parent
         assert parent is not None
         self.num_evictable -= len(node.pages)
         self._pool.release(node.pages)
-        kept = self.tier.keep(node)
+        kept = self.tier.save(node)
         if kept < len(node.pages):
-            # What only the host had after it was given up first.
-            gone = node.cut(kept, self._page_size) if kept else node
-            assert not gone.children
-            gone.unlink(self._page_size)
-            gone.pages = []
+            # Its host-only descendants were evicted first, to make room for its copies.
+            lost = node.split_tail(kept, self._page_size) if kept else node
+            assert not lost.children
+            lost.unlink(self._page_size)
+            lost.pages = []
         if kept:
             node.pages = []
-            parent.num_resident -= 1
-            self.tier.offer(node)
-        self._offer(parent)
+            parent.num_resident_children -= 1
+            self.tier.update_lru(node)
+        self._update_lru(parent)
 
-    def _split(self, node: Node, length: int) -> Node:
-        """Cut a node after `length` pages; returns the first part, which takes the node's place."""
+    def _split_head(self, node: RadixNode, length: int) -> RadixNode:
+        """Split `node` after `length` pages; return the first part, a new node that takes its place in the tree."""
         size, parent = self._page_size, node.parent
         assert parent is not None
-        upper = Node(parent, node.tokens[: length * size], node.pages[:length], node.host[:length])
+        upper = RadixNode(parent, node.tokens[: length * size], node.pages[:length], node.host_slots[:length])
         upper.locks = node.locks
         upper.last_used = node.last_used
-        upper.num_resident = int(bool(node.pages))
+        upper.num_resident_children = int(bool(node.pages))
         parent.children[tuple(upper.tokens[:size])] = upper
         node.tokens, node.parent = node.tokens[length * size :], upper
-        node.pages, node.host = node.pages[length:], node.host[length:]
+        node.pages, node.host_slots = node.pages[length:], node.host_slots[length:]
         upper.children[tuple(node.tokens[:size])] = node
         return upper
 
-    def _offer(self, node: Node) -> None:
-        """A node may have become one that can be given up, or was used again."""
+    def _update_lru(self, node: RadixNode) -> None:
+        """Record that `node` was used or may have become evictable."""
         if node.pages:
-            self._ends.offer(node)
+            self._evictable.push(node)
         else:
-            self.tier.offer(node)
+            self.tier.update_lru(node)
 
 
-def _is_evictable(node: Node) -> bool:
-    return not node.locks and not node.num_resident and bool(node.pages) and not node.detached
+def _is_evictable(node: RadixNode) -> bool:
+    return not node.locks and not node.num_resident_children and bool(node.pages) and not node.detached
 
 
-def _resident(node: Node) -> Node:
-    """The last node on the way to this one that has pages, or the root."""
+def _last_resident(node: RadixNode) -> RadixNode:
+    """Return the deepest node on the path to `node` that has pages, or the root."""
     while not node.pages and node.parent is not None:
         node = node.parent
     return node

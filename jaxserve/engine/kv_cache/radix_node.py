@@ -1,6 +1,6 @@
-"""A node of the prefix tree, and nodes in the order in which they are given up.
+"""A node of the prefix tree, and a heap that returns nodes in LRU order.
 
-It owns the shape of the tree and nothing else: whose the pages are, and when a node goes, its users decide.
+It owns the shape of the tree and nothing else: its users own the pages and decide when a node is evicted.
 """
 
 from __future__ import annotations
@@ -9,59 +9,72 @@ import heapq
 from collections.abc import Callable, Iterator
 
 Key = tuple[int, ...]
-_FEW = 1024
+_MIN_COMPACT_SIZE = 1024
 
 
-class Node:
+class RadixNode:
     """A run of whole pages: `tokens` are `length * page_size` ids. The root of a namespace has none.
 
-    It is resident, with its pages on the device, or host-only, without any. `host` are the slots in host memory that
-    have a copy: of a host-only node all pages, of a resident one the first so many. Above a resident node all are.
-    `locks` counts the requests whose prefix ends here or below. A node that a flush has cut off is `detached`: it keeps
-    its pages while it is locked, and nothing finds it any more.
+    A node is resident (its pages are on the device) or host-only (it has no pages). `host_slots` are the slots in host
+    memory that hold copies: of all pages of a host-only node, of the first few pages of a resident one. All ancestors
+    of a resident node are resident. `locks` counts the requests whose prefix ends at this node or below it. A flush
+    removes a node from the tree and marks it `detached`: it keeps its pages while it is locked, and no lookup finds it.
     """
 
-    __slots__ = ("children", "detached", "host", "last_used", "locks", "num_resident", "pages", "parent", "tokens")
+    __slots__ = (
+        "children",
+        "detached",
+        "host_slots",
+        "last_used",
+        "locks",
+        "num_resident_children",
+        "pages",
+        "parent",
+        "tokens",
+    )
 
-    def __init__(self, parent: Node | None, tokens: list[int], pages: list[int], host: list[int] | None = None) -> None:
+    def __init__(
+        self, parent: RadixNode | None, tokens: list[int], pages: list[int], host_slots: list[int] | None = None
+    ) -> None:
         self.parent = parent
         self.tokens = tokens
         self.pages = pages
-        self.host = host or []
-        self.children: dict[Key, Node] = {}
-        self.num_resident = 0  # of the children
+        self.host_slots = host_slots or []
+        self.children: dict[Key, RadixNode] = {}
+        self.num_resident_children = 0
         self.locks = 0
         self.last_used = 0
         self.detached = False
 
     @property
     def length(self) -> int:
-        """How many pages it is long."""
-        return len(self.pages) or len(self.host)
+        """The length in pages."""
+        return len(self.pages) or len(self.host_slots)
 
-    def unlink(self, page_size: int) -> Node:
-        """Take it and all below out of the tree; returns its parent."""
+    def unlink(self, page_size: int) -> RadixNode:
+        """Remove this node and its descendants from the tree; return its parent."""
         parent = self.parent
         assert parent is not None
         del parent.children[tuple(self.tokens[:page_size])]
-        parent.num_resident -= bool(self.pages)
+        parent.num_resident_children -= bool(self.pages)
         return parent
 
-    def cut(self, length: int, page_size: int) -> Node:
-        """Cut it after `length` pages, which stay; returns the rest, now its only child. Nobody may have locked it."""
+    def split_tail(self, length: int, page_size: int) -> RadixNode:
+        """Keep the first `length` pages and return the rest as a new node, the only child. The node is not locked."""
         at = length * page_size
-        rest = Node(self, self.tokens[at:], self.pages[length:], self.host[length:])
-        rest.last_used, rest.children, rest.num_resident = self.last_used, self.children, self.num_resident
-        for child in rest.children.values():
-            child.parent = rest
-        del self.tokens[at:], self.pages[length:], self.host[length:]
-        self.children = {tuple(rest.tokens[:page_size]): rest}
-        self.num_resident = int(bool(rest.pages))
-        return rest
+        tail = RadixNode(self, self.tokens[at:], self.pages[length:], self.host_slots[length:])
+        tail.last_used, tail.children = self.last_used, self.children
+        tail.num_resident_children = self.num_resident_children
+        for child in tail.children.values():
+            child.parent = tail
+        del self.tokens[at:], self.pages[length:], self.host_slots[length:]
+        self.children = {tuple(tail.tokens[:page_size]): tail}
+        self.num_resident_children = int(bool(tail.pages))
+        return tail
 
 
-def below(root: Node) -> Iterator[Node]:
-    """All nodes under one."""
+def descendants(root: RadixNode) -> Iterator[RadixNode]:
+    """Yield all nodes below `root`."""
     stack = list(root.children.values())
     while stack:
         node = stack.pop()
@@ -69,39 +82,40 @@ def below(root: Node) -> Iterator[Node]:
         stack.extend(node.children.values())
 
 
-class ByLastUse:
-    """Nodes that may be given up, the least recently used first.
+class LruHeap:
+    """Nodes that may be evicted, the least recently used first.
 
-    A node is offered whenever it may have become one, or was used again; `is_one` is asked when its turn comes.
+    Push a node whenever it may have become evictable and whenever it was used; `is_evictable` is checked again when the
+    node is popped.
     """
 
-    def __init__(self, is_one: Callable[[Node], bool]) -> None:
-        self._is_one = is_one
-        # An entry whose time is not the node's any more is stale.
-        self._entries: list[tuple[int, int, Node]] = []
-        self._compact_at = _FEW
+    def __init__(self, is_evictable: Callable[[RadixNode], bool]) -> None:
+        self._is_evictable = is_evictable
+        # An entry is stale when its time differs from the node's `last_used`.
+        self._entries: list[tuple[int, int, RadixNode]] = []
+        self._compact_at = _MIN_COMPACT_SIZE
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def offer(self, node: Node) -> None:
-        """Take note of a node, if it is one."""
-        if not self._is_one(node):
+    def push(self, node: RadixNode) -> None:
+        """Add a node if it is evictable."""
+        if not self._is_evictable(node):
             return
         heapq.heappush(self._entries, (node.last_used, id(node), node))
         if len(self._entries) > self._compact_at:
             self._entries = [entry for entry in set(self._entries) if entry[0] == entry[2].last_used]
             heapq.heapify(self._entries)
-            self._compact_at = 2 * len(self._entries) + _FEW
+            self._compact_at = 2 * len(self._entries) + _MIN_COMPACT_SIZE
 
-    def pop(self) -> Node | None:
-        """The one that goes next. What is left of it must be offered again."""
+    def pop(self) -> RadixNode | None:
+        """Return the least recently used node. If a part of it remains in the tree, push it again."""
         while self._entries:
             last_used, _, node = heapq.heappop(self._entries)
-            if node.last_used == last_used and self._is_one(node):
+            if node.last_used == last_used and self._is_evictable(node):
                 return node
         return None
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all nodes."""
         self._entries.clear()

@@ -1,8 +1,8 @@
-"""Carries a follower's connections to the jax coordinator, which listens on process 0's loopback, through the address
-where the processes meet: one port for all, and the coordinator is open to none but them.
+"""Forwards a follower's connections to the jax coordinator, which listens only on the loopback of process 0, through
+the rendezvous port. So one port is open between nodes, and only processes of this service reach the coordinator.
 
-A tunnel that is cut doesn't tell: jax ends a process at once when its coordinator is gone, before anything could be
-said about it. Who is gone is told by the links.
+A tunnel that breaks keeps the follower's connection to jax open: jax ends a process at once when its coordinator is
+gone, before the log could say why. `PeerConnection` reports which process is lost.
 """
 
 from __future__ import annotations
@@ -13,68 +13,61 @@ import threading
 import time
 from collections.abc import Callable
 
-_CHUNK = 1 << 16
-_COORDINATOR_STARTS_WITHIN = 60.0
-_RETRY = 0.1
+_READ_BYTES = 1 << 16
+_COORDINATOR_TIMEOUT = 60.0
+_RETRY_INTERVAL = 0.1
 
 
-def free_port() -> int:
-    """A port of the loopback that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def open_tunnel(connect: Callable[[], socket.socket]) -> int:
-    """A port of this process' loopback, each connection to which is carried on through one that `connect` makes."""
+def start_proxy(connect: Callable[[], socket.socket]) -> int:
+    """Listen on the loopback, forward each connection through a new one from `connect`, and return the port."""
     listener = socket.create_server(("127.0.0.1", 0))
     port: int = listener.getsockname()[1]
 
     def accept() -> None:
         while True:
-            inner, _ = listener.accept()
+            local, _ = listener.accept()
             try:
-                outer = connect()
+                remote = connect()
             except OSError:
-                continue  # silent: `inner` stays open, see above
-            join(inner, outer)
+                continue  # `local` stays open: see the module's docstring
+            relay(local, remote)
 
     threading.Thread(target=accept, name="jaxserve-tunnel", daemon=True).start()
     return port
 
 
-def end_tunnel(outer: socket.socket, port: int) -> None:
-    """Carry a follower's connection on to the coordinator here, which may not listen yet."""
-    deadline = time.monotonic() + _COORDINATOR_STARTS_WITHIN
+def forward_to_coordinator(remote: socket.socket, port: int) -> None:
+    """Forward a follower's connection to the coordinator on this process's loopback, which may not listen yet."""
+    deadline = time.monotonic() + _COORDINATOR_TIMEOUT
     while True:
         try:
-            inner = socket.create_connection(("127.0.0.1", port))
+            local = socket.create_connection(("127.0.0.1", port))
         except OSError:
             if time.monotonic() > deadline:
-                outer.close()
+                remote.close()
                 return
-            time.sleep(_RETRY)
+            time.sleep(_RETRY_INTERVAL)
         else:
-            join(outer, inner)
+            relay(remote, local)
             return
 
 
-def join(kept: socket.socket, other: socket.socket) -> None:
-    """Copy both ways; `kept` stays open when `other` ends, but not the other way round."""
-    for one in (kept, other):
+def relay(near: socket.socket, far: socket.socket) -> None:
+    """Copy bytes both ways. When `near` ends, `far` is closed; when `far` ends, `near` stays open."""
+    for one in (near, far):
         one.settimeout(None)
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    threading.Thread(target=_copy, args=(kept, other, True), name="jaxserve-tunnel", daemon=True).start()
-    threading.Thread(target=_copy, args=(other, kept, False), name="jaxserve-tunnel", daemon=True).start()
+    threading.Thread(target=_copy, args=(near, far, True), name="jaxserve-tunnel", daemon=True).start()
+    threading.Thread(target=_copy, args=(far, near, False), name="jaxserve-tunnel", daemon=True).start()
 
 
-def _copy(source: socket.socket, target: socket.socket, tell: bool) -> None:
-    """Until `source` ends; with `tell`, `target` ends then too. What `target` doesn't take is dropped."""
+def _copy(source: socket.socket, target: socket.socket, close_both: bool) -> None:
+    """Copy until `source` ends, then close both if `close_both`. Bytes that `target` doesn't take are dropped."""
     with contextlib.suppress(OSError):
-        while part := source.recv(_CHUNK):
+        while part := source.recv(_READ_BYTES):
             with contextlib.suppress(OSError):
                 target.sendall(part)
-    if tell:
+    if close_both:
         for one in (target, source):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)

@@ -1,114 +1,85 @@
-"""What two processes of a mesh say when they meet, and what must be the same in both.
+"""The messages that two processes of a mesh exchange when they connect, and the settings that must be equal in both.
 
-It knows nothing of who waits for whom (`meeting`): messages over a connected socket, each behind words that no other
-protocol begins with, and the facts that are compared.
+The order of the handshake is `rendezvous`'s. Each message follows bytes that no other protocol begins with, so that a
+connection from any other program is recognized.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import socket
-import struct
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 import jaxserve
 from jaxserve.config.schema import EngineConfig
+from jaxserve.framing import FrameFormat, read_exactly
 
-_MAGIC = b"jaxserve/mesh/1\n"
-_SIZE = struct.Struct("<I")
-_MOST_BYTES = 1 << 20
-_DIFFERENCES_SHOWN = 4
+_MAGIC = b"jaxserve/mesh/2\n"
+_FRAMES = FrameFormat(max_bytes=1 << 20)
 
-# What each process may have its own way.
-_OF_ONE_PROCESS = {
+# Settings that may differ between the processes.
+_LOCAL_SETTINGS = {
     "node_rank", "dist_init_addr", "dist_timeout", "log_level", "program_cache_dir", "disable_program_cache",
     "profile_dir", "watchdog_timeout", "decode_log_interval",
 }  # fmt: skip
 
 
-class Join(msgspec.Struct, frozen=True, tag=True):
-    """A follower says who it is; `facts` are what must be the same everywhere."""
+class JoinRequest(msgspec.Struct, frozen=True, tag=True):
+    """A follower asks to join; `facts` must be the same in every process."""
 
     node_rank: int
     facts: dict[str, Any]
 
 
-class Carry(msgspec.Struct, frozen=True, tag=True):
-    """A follower wants this connection carried on to the coordinator."""
+class DialRequest(msgspec.Struct, frozen=True, tag=True):
+    """A follower asks that this connection be forwarded to the jax coordinator."""
 
     secret: str
 
 
-class Noted(msgspec.Struct, frozen=True, tag=True):
-    """It belongs here, and waits for the others."""
+class Acknowledged(msgspec.Struct, frozen=True, tag=True):
+    """The follower was accepted and waits for the others."""
 
 
-class Complete(msgspec.Struct, frozen=True, tag=True):
-    """All are there; `secret` opens tunnels."""
+class AllJoined(msgspec.Struct, frozen=True, tag=True):
+    """Every process has joined; `secret` goes into each `DialRequest`."""
 
     secret: str
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """It doesn't belong here, or it is over."""
+class JoinRefused(msgspec.Struct, frozen=True, tag=True):
+    """The request was refused, or process 0 has stopped waiting."""
 
     message: str
 
 
-Hello = Join | Carry
-Answer = Noted | Complete | Refused
+HandshakeRequest = JoinRequest | DialRequest
+HandshakeReply = Acknowledged | AllJoined | JoinRefused
 
 
-def send(connected: socket.socket, message: Hello | Answer) -> None:
-    """Raises `OSError` when the other is gone."""
-    body = msgspec.msgpack.encode(message)
-    connected.sendall(_MAGIC + _SIZE.pack(len(body)) + body)
+def send(connected: socket.socket, message: HandshakeRequest | HandshakeReply) -> None:
+    """Send one message. Raises `OSError` when the connection has ended."""
+    connected.sendall(_MAGIC + _FRAMES.encode(msgspec.msgpack.encode(message)))
 
 
 def receive(connected: socket.socket, kind: Any) -> Any:
-    """Raises `OSError` when the other is gone, `ValueError` for what is no message."""
-    if (start := _read(connected, len(_MAGIC))) != _MAGIC:
-        raise ValueError(f"it says {start[:16]!r}")
-    [size] = _SIZE.unpack(_read(connected, _SIZE.size))
-    if size > _MOST_BYTES:
-        raise ValueError("its message is too long")
+    """Return the next message, of type `kind`. Raises `OSError` when the connection has ended, `ValueError` for bytes
+    that are no such message."""
     try:
-        return msgspec.msgpack.decode(_read(connected, size), type=kind)
+        if (start := read_exactly(connected.recv, len(_MAGIC))) != _MAGIC:
+            raise ValueError(f"it sent {start!r}")
+        _, body = _FRAMES.read(connected.recv)
+        return msgspec.msgpack.decode(body, type=kind)
+    except EOFError:
+        raise ConnectionResetError("the connection was closed") from None
     except msgspec.MsgspecError as error:
-        raise ValueError(f"its message can't be read: {error}") from None
+        raise ValueError(f"its message can't be decoded: {error}") from None
 
 
-def _read(connected: socket.socket, size: int) -> bytes:
-    parts = b""
-    while len(parts) < size:
-        part = connected.recv(size - len(parts))
-        if not part:
-            raise ConnectionResetError("the connection was closed")
-        parts += part
-    return parts
-
-
-def facts_of(config: EngineConfig) -> dict[str, Any]:
-    """What must be the same in every process: versions, and the settings that shape the service."""
+def shared_facts(config: EngineConfig) -> dict[str, Any]:
+    """Return the versions and settings that must be the same in every process."""
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
-    settings = {name: value for name, value in msgspec.to_builtins(config).items() if name not in _OF_ONE_PROCESS}
+    settings = {name: value for name, value in msgspec.to_builtins(config).items() if name not in _LOCAL_SETTINGS}
     return {"jaxserve": jaxserve.__version__, **versions, **settings}
-
-
-def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Names with both values, of what differs."""
-    names = [*ours, *(name for name in theirs if name not in ours)]
-    return [
-        f"{name} is {theirs.get(name)!r} there and {ours.get(name)!r} on node rank 0"
-        for name in names
-        if theirs.get(name) != ours.get(name)
-    ]
-
-
-def listed(found: list[str]) -> str:
-    """Some of them, and how many more."""
-    more = f" and {len(found) - _DIFFERENCES_SHOWN} more" if len(found) > _DIFFERENCES_SHOWN else ""
-    return "; ".join(found[:_DIFFERENCES_SHOWN]) + more

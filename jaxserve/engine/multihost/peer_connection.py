@@ -1,7 +1,9 @@
-"""A connection between two processes of a mesh: frames in order, and certainty within seconds that the other is there.
+"""A connection between two processes of a mesh: it delivers messages in order and detects within seconds that the peer
+is gone.
 
-`send` never waits: what the socket doesn't take at once leaves by a thread, which also reads, says every second that
-this process lives, and tells when the other is gone or silent. It works while the main thread hangs in a collective.
+`send` never blocks: a thread sends what the socket doesn't take at once. The same thread reads, sends a heartbeat every
+second, and reports a peer that has closed the connection or gone silent. It works while the main thread is blocked in a
+collective.
 """
 
 from __future__ import annotations
@@ -12,154 +14,146 @@ import os
 import queue
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
 
 from jaxserve.errors import EngineDeadError
+from jaxserve.framing import FrameFormat
 
-BEAT = 1.0
-"""Seconds between two signs of life."""
-SILENCE = 7.0
-"""Seconds without any after which the other counts as lost: its machine, its network, or a stopped process."""
-SILENCE_AT_START = 60.0
-"""The same while it loads and compiles."""
+HEARTBEAT_INTERVAL = 1.0
+"""Seconds between two heartbeats."""
+SILENCE_TIMEOUT = 7.0
+"""Seconds without any byte after which the peer counts as lost: its machine or network is down, or it is stopped."""
+STARTUP_SILENCE_TIMEOUT = 60.0
+"""The same while the processes load weights and compile, which may let no other thread run."""
 
-_HEAD = struct.Struct("<BI")
-_CHUNK = 1 << 18
-_MOST_BYTES = 1 << 30
+_READ_BYTES = 1 << 18
 
 
-class Kind(enum.IntEnum):
-    """What a frame is: a sign of life, with what there is to say of this process, a farewell, a value that processes
-    agree on, a command to the device."""
+class MessageKind(enum.IntEnum):
+    """The kind of a message. A heartbeat holds the sender's status; a value is part of `ProcessGroup.agree`; a command
+    is for the device."""
 
-    BEAT = 0
-    FAREWELL = 1
+    HEARTBEAT = 0
+    EXIT = 1
     VALUE = 2
     COMMAND = 3
 
 
-Frame = tuple[Kind, bytes]
+_FRAMES = FrameFormat(num_kinds=len(MessageKind), max_bytes=1 << 30)
 
 
-class Link:
-    """Takes over a connected socket. `on_lost` is told why, once, and `on_farewell` what the other said, both in the
-    link's thread; `lost` is set after that. `news` goes with every sign of life, `heard` is the other's last."""
+class PeerConnection:
+    """Takes over a connected socket. Both callbacks run in the connection's thread: `on_exit` gets the body of an
+    `EXIT` message, `on_lost` is called once, with the reason, and `lost` is set after it returns. Every heartbeat
+    carries what `own_status` returns; `peer_status` is the peer's latest."""
 
     def __init__(
         self,
         connected: socket.socket,
         on_lost: Callable[[str], None],
-        on_farewell: Callable[[bytes], None],
-        news: Callable[[], bytes] = bytes,
+        on_exit: Callable[[bytes], None],
+        own_status: Callable[[], bytes] = bytes,
     ) -> None:
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connected
         self._on_lost = on_lost
-        self._on_farewell = on_farewell
-        self._news = news
-        self.heard = b""
+        self._on_exit = on_exit
+        self._own_status = own_status
+        self.peer_status = b""
         self._lock = threading.Lock()
         self._unsent = bytearray()
-        self._inbox: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
-        self._waker, self._wake = os.pipe()
-        self.silence = SILENCE_AT_START
+        self._inbox: queue.SimpleQueue[tuple[MessageKind, bytes] | None] = queue.SimpleQueue()
+        self._wakeup_read, self._wakeup_write = os.pipe()
+        self.silence_timeout = STARTUP_SILENCE_TIMEOUT
         self.lost = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="jaxserve-link", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="jaxserve-peer", daemon=True)
 
     def start(self) -> None:
-        """Begin to read and to watch."""
+        """Start the thread."""
         self._thread.start()
 
-    def send(self, kind: Kind, body: bytes = b"") -> None:
-        """Hand a frame over. What can't be sent any more is dropped: `on_lost` tells."""
-        frame = _HEAD.pack(kind, len(body)) + body
+    def send(self, kind: MessageKind, body: bytes = b"") -> None:
+        """Send a message without waiting. It is dropped when the connection has failed, which `on_lost` reports."""
+        message = _FRAMES.encode(body, kind)
         with self._lock:
             if self._unsent:
-                self._unsent += frame
+                self._unsent += message
                 return
             try:
-                sent = self._socket.send(frame)
+                sent = self._socket.send(message)
             except BlockingIOError:
                 sent = 0
             except OSError:
                 return
-            if sent < len(frame):
-                self._unsent += memoryview(frame)[sent:]
-                os.write(self._wake, b"\0")
+            if sent < len(message):
+                self._unsent += memoryview(message)[sent:]
+                os.write(self._wakeup_write, b"\0")
 
-    def receive(self) -> Frame:
-        """Wait for the next value or command. Raises `EngineDeadError` when there will be none."""
-        frame = self._inbox.get()
-        if frame is None:
+    def receive(self) -> tuple[MessageKind, bytes]:
+        """Wait for the next value or command. Raises `EngineDeadError` when the peer is lost."""
+        message = self._inbox.get()
+        if message is None:
             raise EngineDeadError("the other process of the mesh is gone")
-        return frame
+        return message
 
     def _run(self) -> None:
         try:
-            why = self._watch()
+            reason = self._exchange_until_lost()
         except OSError as error:
-            why = f"its connection has failed ({error.strerror or error})"
+            reason = f"its connection has failed ({error.strerror or error})"
+        except ValueError as error:
+            reason = f"it sent {error}"
         with contextlib.suppress(OSError):
             self._socket.close()
-        self._on_lost(why)
+        self._on_lost(reason)
         self.lost.set()
         self._inbox.put(None)
 
-    def _watch(self) -> str:
-        """Read and write until the other is lost; why it is."""
+    def _exchange_until_lost(self) -> str:
+        """Read and write until the peer is lost; return why it counts as lost."""
         poll = select.poll()
-        poll.register(self._waker, select.POLLIN)
+        poll.register(self._wakeup_read, select.POLLIN)
         received = bytearray()
-        heard = beat = time.monotonic()
+        last_read = last_heartbeat = time.monotonic()
         while True:
             writing = select.POLLOUT if self._unsent else 0
             poll.register(self._socket, select.POLLIN | writing)
-            ready = dict(poll.poll(max(0.0, beat + BEAT - time.monotonic()) * 1000))
-            if self._waker in ready:
-                os.read(self._waker, 4096)
+            ready = dict(poll.poll(max(0.0, last_heartbeat + HEARTBEAT_INTERVAL - time.monotonic()) * 1000))
+            if self._wakeup_read in ready:
+                os.read(self._wakeup_read, 4096)
             events = ready.get(self._socket.fileno(), 0)
             if events & select.POLLOUT:
-                self._flush()
+                self._send_unsent()
             if events & ~select.POLLOUT:
-                part = self._socket.recv(_CHUNK)
+                part = self._socket.recv(_READ_BYTES)
                 if not part:
                     return "its connection has closed"
-                heard = time.monotonic()
+                last_read = time.monotonic()
                 received += part
-                if not self._take(received):
-                    return "what it sent is no frame"
+                self._dispatch(received)
             now = time.monotonic()
-            if now - heard > self.silence:
-                return f"nothing was heard from it for {self.silence:g} s"
-            if now >= beat + BEAT:
-                beat = now
+            if now - last_read > self.silence_timeout:
+                return f"nothing was heard from it for {self.silence_timeout:g} s"
+            if now >= last_heartbeat + HEARTBEAT_INTERVAL:
+                last_heartbeat = now
                 if not self._unsent:
-                    self.send(Kind.BEAT, self._news())
+                    self.send(MessageKind.HEARTBEAT, self._own_status())
 
-    def _flush(self) -> None:
+    def _send_unsent(self) -> None:
         with self._lock, contextlib.suppress(BlockingIOError):
-            sent = self._socket.send(memoryview(self._unsent)[:_CHUNK])
+            sent = self._socket.send(memoryview(self._unsent)[:_READ_BYTES])
             del self._unsent[:sent]
 
-    def _take(self, received: bytearray) -> bool:
-        """Hand on the whole frames of what was received, and leave the rest."""
-        while len(received) >= _HEAD.size:
-            kind, size = _HEAD.unpack_from(received)
-            if kind not in Kind or size > _MOST_BYTES:
-                return False
-            end = _HEAD.size + size
-            if len(received) < end:
-                return True
-            body = bytes(memoryview(received)[_HEAD.size : end])
-            del received[:end]
-            if kind == Kind.FAREWELL:
-                self._on_farewell(body)
-            elif kind == Kind.BEAT:
-                self.heard = body
+    def _dispatch(self, received: bytearray) -> None:
+        """Remove every whole message from `received` and handle it."""
+        while (frame := _FRAMES.take(received)) is not None:
+            kind, body = frame
+            if kind == MessageKind.EXIT:
+                self._on_exit(body)
+            elif kind == MessageKind.HEARTBEAT:
+                self.peer_status = body
             else:
-                self._inbox.put((Kind(kind), body))
-        return True
+                self._inbox.put((MessageKind(kind), body))

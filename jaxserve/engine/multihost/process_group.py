@@ -1,8 +1,8 @@
-"""What a process of a mesh knows of the others: it tells them, agrees with them, and ends when one of them ends.
+"""The processes of a mesh as seen by one of them: messages, values they agree on, and the end of all when one ends.
 
-Process 0 has a link to each follower, a follower one to process 0. Whoever is lost ends all: nothing that a mesh has
-begun can go on without a part of it. The end comes from the links' threads, as the main thread may hang for ever in a
-collective with a process that is gone.
+Process 0 is connected to each follower, a follower only to process 0. When one process is lost, all end, because a mesh
+can't continue without a part of it. Threads of the connections end the process, as the main thread may be blocked
+forever in a collective with the process that is gone.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from typing import Any, Self
 import msgspec
 
 from jaxserve.config.schema import EngineConfig
-from jaxserve.engine.multihost.coordinator_proxy import open_tunnel
-from jaxserve.engine.multihost.peer_connection import SILENCE, Kind, Link
-from jaxserve.engine.multihost.rendezvous import Hall, carry, come
+from jaxserve.engine.multihost.coordinator_proxy import start_proxy
+from jaxserve.engine.multihost.peer_connection import SILENCE_TIMEOUT, MessageKind, PeerConnection
+from jaxserve.engine.multihost.rendezvous import RendezvousServer, dial, join
 from jaxserve.errors import ConfigError
 
 logger = logging.getLogger("jaxserve.engine")
 
-_FAREWELL_TAKES = 5.0
-_LAST_WORDS = 0.2
-_CAUSE_COMES_WITHIN = 2.0
+_LEAVE_TIMEOUT = 5.0
+_SEND_TIME = 0.2
+_CAUSE_TIMEOUT = 2.0
 
 
-class Farewell(msgspec.Struct, frozen=True):
+class ProcessExit(msgspec.Struct, frozen=True):
     """A process ends: `failed` unless the service was asked to end."""
 
     reason: str
     failed: bool
 
 
-class News(msgspec.Struct, frozen=True):
-    """What a process says of itself again and again: the compiles it made after it was ready."""
+class ProcessStatus(msgspec.Struct, frozen=True):
+    """What each heartbeat carries: the number of compiles that the process made after it was ready."""
 
     compiles: int = 0
 
 
-class Agreed(msgspec.Struct, frozen=True):
-    """What process 0 made of everybody's values, or the error it raised."""
+class Decision(msgspec.Struct, frozen=True):
+    """The value that process 0 decided on, or the error that it raised instead."""
 
     value: Any = None
-    refused: str | None = None
+    error: str | None = None
 
 
-class Nodes:
-    """This process among `count`, whose number is `rank`. `coordinator_port` of the loopback leads to jax's
-    coordinator, `host` is the address by which the others reach this process."""
+class ProcessGroup:
+    """This process, number `rank` of `count`, and its connections to the others. `coordinator_port` of the loopback
+    leads to jax's coordinator, `host` is the address by which the others reach this process."""
 
     def __init__(
         self,
@@ -70,25 +70,25 @@ class Nodes:
         self._ending = threading.Lock()
         self._is_leaving = False
         self.own_compiles: Callable[[], int] = int
-        """What this process tells the others of: its compiles after it was ready."""
+        """Returns the compiles of this process after it was ready, for the others to know."""
         ranks = range(1, self.count) if self.is_leader else [0]
-        self._links = [self._link(rank, connected) for rank, connected in zip(ranks, sockets, strict=True)]
-        for link in self._links:
-            link.start()
+        self._peers = [self._peer(rank, connected) for rank, connected in zip(ranks, sockets, strict=True)]
+        for peer in self._peers:
+            peer.start()
 
     @classmethod
-    def meet(cls, config: EngineConfig, report: Callable[[str], None]) -> Self:
-        """Find the others. `report` is told why this process ends, when another's end ends it.
+    def connect(cls, config: EngineConfig, report: Callable[[str], None]) -> Self:
+        """Connect to the others. `report` gets the reason when the loss of another process ends this one.
 
-        Raises `ConfigError` where one is missing or doesn't belong here.
+        Raises `ConfigError` where one is missing or refused.
         """
         if config.node_rank == 0:
-            hall = Hall(config)
-            return cls(config, hall.wait(), hall.coordinator_port, report)
-        found, secret = come(config)
+            server = RendezvousServer(config)
+            return cls(config, server.wait_for_all(), server.coordinator_port, report)
+        connected, secret = join(config)
         address = config.dist_init_addr
         assert address is not None
-        return cls(config, [found], open_tunnel(lambda: carry(address, secret)), report)
+        return cls(config, [connected], start_proxy(lambda: dial(address, secret)), report)
 
     @property
     def is_leader(self) -> bool:
@@ -96,54 +96,58 @@ class Nodes:
         return self.rank == 0
 
     @property
-    def compiles_elsewhere(self) -> int:
-        """Compiles that the others have made after they were ready, as far as is known here."""
-        return sum(msgspec.msgpack.decode(link.heard, type=News).compiles for link in self._links if link.heard)
+    def peer_compiles(self) -> int:
+        """Compiles that connected processes have made after they were ready, as of their last heartbeats."""
+        statuses = [peer.peer_status for peer in self._peers]
+        return sum(msgspec.msgpack.decode(status, type=ProcessStatus).compiles for status in statuses if status)
 
     def broadcast(self, command: bytes) -> None:
-        """Tell every follower, without waiting; in order."""
-        for link in self._links:
-            link.send(Kind.COMMAND, command)
+        """Send a command to every follower, in order and without waiting."""
+        for peer in self._peers:
+            peer.send(MessageKind.COMMAND, command)
 
     def next_command(self) -> bytes:
-        """Wait for what process 0 broadcasts next. Raises `EngineDeadError`."""
-        [link] = self._links
-        kind, body = link.receive()
-        assert kind is Kind.COMMAND, kind
+        """Wait for the next command of process 0. Raises `EngineDeadError` when it is lost."""
+        [leader] = self._peers
+        kind, body = leader.receive()
+        assert kind is MessageKind.COMMAND, kind
         return body
 
     def agree(self, own: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """What `decide` makes, on process 0, of everybody's values by rank; of what msgpack knows. All call it in the
-        same order, and go on together. Raises `ConfigError` in all where `decide` does."""
+        """Return what `decide` makes, on process 0, of every process's `own` value, ordered by rank.
+
+        Values are what msgpack can encode. Every process calls this in the same order and waits for the result. Raises
+        `ConfigError` in all of them where `decide` does.
+        """
         body = msgspec.msgpack.encode(own)
         if not self.is_leader:
-            [link] = self._links
-            link.send(Kind.VALUE, body)
-            agreed = msgspec.msgpack.decode(link.receive()[1], type=Agreed)
-            if agreed.refused is not None:
+            [leader] = self._peers
+            leader.send(MessageKind.VALUE, body)
+            decision = msgspec.msgpack.decode(leader.receive()[1], type=Decision)
+            if decision.error is not None:
                 self._is_leaving = True
-                raise ConfigError(agreed.refused)
-            return agreed.value
-        values = [msgspec.msgpack.decode(one) for one in (body, *(link.receive()[1] for link in self._links))]
+                raise ConfigError(decision.error)
+            return decision.value
+        values = [msgspec.msgpack.decode(one) for one in (body, *(peer.receive()[1] for peer in self._peers))]
         try:
-            agreed = Agreed(decide(values))
+            decision = Decision(decide(values))
         except ConfigError as error:
             self._is_leaving = True
-            self._tell(Kind.VALUE, Agreed(refused=str(error)))
+            self._send_all(MessageKind.VALUE, Decision(error=str(error)))
             raise
-        self._tell(Kind.VALUE, agreed)
-        return agreed.value
+        self._send_all(MessageKind.VALUE, decision)
+        return decision.value
 
-    def get_ready(self) -> None:
-        """Wait until all have come this far. From now on a process that is silent for long is lost: before, one may
-        have been busy with what lets no other thread run."""
+    def wait_until_all_ready(self) -> None:
+        """Wait until every process has come this far, then shorten the time after which a silent one counts as lost:
+        start-up may let no other thread run for long."""
         self.agree(None, lambda _: None)
-        for link in self._links:
-            link.silence = SILENCE
+        for peer in self._peers:
+            peer.silence_timeout = SILENCE_TIMEOUT
 
     @contextmanager
-    def within(self, seconds: float, what: str) -> Iterator[None]:
-        """End everything where this takes longer."""
+    def time_limit(self, seconds: float, what: str) -> Iterator[None]:
+        """End all processes when the block takes longer; `what` describes it in the reason."""
         timer = threading.Timer(seconds, self.fail, [f"{what} took more than {seconds:g} s"])
         timer.daemon = True
         timer.start()
@@ -151,24 +155,24 @@ class Nodes:
         timer.cancel()
 
     def wait_for_cause(self) -> None:
-        """Something failed here: where that is because another process has gone, its link ends this one meanwhile."""
-        for link in self._links:
-            link.lost.wait(_CAUSE_COMES_WITHIN / len(self._links))
+        """Wait a little after an error here: if a lost process caused it, that loss ends this process meanwhile."""
+        for peer in self._peers:
+            peer.lost.wait(_CAUSE_TIMEOUT / len(self._peers))
 
-    def fail_by_itself(self, reason: str) -> None:
-        """`fail`, unless another's end turns out to be the cause."""
+    def fail_after_cause(self, reason: str) -> None:
+        """Call `fail` with `reason`, unless a lost process turns out to be the cause."""
         self.wait_for_cause()
         self.fail(reason)
 
     def leave(self, reason: str, *, failed: bool = False) -> None:
-        """Tell the others that this process ends, and wait a little until they have heard it."""
+        """Tell the others that this process ends, and wait a few seconds until they have ended too."""
         if not self._ending.acquire(blocking=False):
-            time.sleep(_FAREWELL_TAKES)  # another thread is ending this process
+            time.sleep(_LEAVE_TIMEOUT)  # another thread is ending this process
         self._is_leaving = True
-        self._tell(Kind.FAREWELL, Farewell(reason, failed))
-        deadline = time.monotonic() + _FAREWELL_TAKES
-        for link in self._links:
-            link.lost.wait(max(0.0, deadline - time.monotonic()))
+        self._send_all(MessageKind.EXIT, ProcessExit(reason, failed))
+        deadline = time.monotonic() + _LEAVE_TIMEOUT
+        for peer in self._peers:
+            peer.lost.wait(max(0.0, deadline - time.monotonic()))
 
     def fail(self, reason: str) -> None:
         """End this process, and the others with it, because of `reason`."""
@@ -176,34 +180,34 @@ class Nodes:
             return
         logger.error("This process of the mesh (node rank %d) ends: %s", self.rank, reason)
         self._report(reason)
-        self._tell(Kind.FAREWELL, Farewell(reason, failed=True))
-        time.sleep(_LAST_WORDS)  # the links' threads send it
+        self._send_all(MessageKind.EXIT, ProcessExit(reason, failed=True))
+        time.sleep(_SEND_TIME)  # the connections' threads send it
         os._exit(1)
 
-    def _link(self, rank: int, connected: socket.socket) -> Link:
+    def _peer(self, rank: int, connected: socket.socket) -> PeerConnection:
         host, port = connected.getpeername()[:2]
         name = f"node rank {rank} ({host}, port {port})"
-        return Link(
+        return PeerConnection(
             connected,
-            on_lost=lambda why: self._on_lost(f"{name} is lost: {why}"),
-            on_farewell=lambda body: self._on_farewell(name, msgspec.msgpack.decode(body, type=Farewell)),
-            news=lambda: msgspec.msgpack.encode(News(self.own_compiles())),
+            on_lost=lambda reason: self._on_lost(f"{name} is lost: {reason}"),
+            on_exit=lambda body: self._on_exit(name, msgspec.msgpack.decode(body, type=ProcessExit)),
+            own_status=lambda: msgspec.msgpack.encode(ProcessStatus(self.own_compiles())),
         )
 
     def _on_lost(self, reason: str) -> None:
         if not self._is_leaving:
             self.fail(reason)
 
-    def _on_farewell(self, name: str, farewell: Farewell) -> None:
+    def _on_exit(self, name: str, message: ProcessExit) -> None:
         if self._is_leaving:
             return
-        if farewell.failed or self.is_leader:
-            self.fail(f"{name} has ended: {farewell.reason}")
+        if message.failed or self.is_leader:
+            self.fail(f"{name} has ended: {message.reason}")
         elif self._ending.acquire(blocking=False):
-            logger.info("The service has ended: %s", farewell.reason)
+            logger.info("The service has ended: %s", message.reason)
             os._exit(0)
 
-    def _tell(self, kind: Kind, message: Farewell | Agreed) -> None:
+    def _send_all(self, kind: MessageKind, message: ProcessExit | Decision) -> None:
         body = msgspec.msgpack.encode(message)
-        for link in self._links:
-            link.send(kind, body)
+        for peer in self._peers:
+            peer.send(kind, body)

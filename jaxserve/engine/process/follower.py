@@ -1,4 +1,4 @@
-"""The engine process of a follower: no scheduler, no requests; it does what process 0 broadcasts, until told to end."""
+"""The engine process of a follower: without scheduler or requests, it executes the commands of process 0."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import os
 import threading
 from collections.abc import Callable
 
-from jaxserve.engine.multihost.process_group import Nodes
-from jaxserve.engine.process.launch_protocol import ASKED_TO_END
+from jaxserve.engine.multihost.process_group import ProcessGroup
+from jaxserve.engine.process.launch_protocol import STOP_MESSAGE
 
-Obey = Callable[[bytes], None]
+Execute = Callable[[bytes], None]
 
 
-def follow(nodes: Nodes, obey: Obey, lifeline: int) -> None:
-    """Hand on every command; never returns. `lifeline` ends when this node was told to end: so do all others then.
+def execute_commands(group: ProcessGroup, execute: Execute, parent_pipe: int) -> None:
+    """Execute every command; never returns. When `parent_pipe` ends, this process leaves, which ends the whole group.
 
-    Raises what `obey` does, and `EngineDeadError` when process 0 is gone.
+    Raises what `execute` does, and `EngineDeadError` when process 0 is lost.
     """
-    threading.Thread(target=_leave_at_end, args=(nodes, lifeline), name="jaxserve-lifeline", daemon=True).start()
+    threading.Thread(target=_leave_with_parent, args=(group, parent_pipe), name="jaxserve-parent", daemon=True).start()
     gc.collect()
     gc.freeze()
     while True:
-        obey(nodes.next_command())
+        execute(group.next_command())
 
 
-def _leave_at_end(nodes: Nodes, lifeline: int) -> None:
-    words = b""
-    while part := os.read(lifeline, 4096):
-        words += part
-    asked = words == ASKED_TO_END
-    why = "it was told to end" if asked else "its parent process, `jaxserve serve`, is gone"
-    nodes.leave(f"{why}, and a mesh can't go on without one of its processes", failed=not asked)
+def _leave_with_parent(group: ProcessGroup, parent_pipe: int) -> None:
+    message = b""
+    while part := os.read(parent_pipe, 4096):
+        message += part
+    stopped = message == STOP_MESSAGE
+    reason = "it was asked to stop" if stopped else "its parent process, `jaxserve serve`, is gone"
+    group.leave(f"{reason}, and a mesh can't continue without one of its processes", failed=not stopped)
     os._exit(0)

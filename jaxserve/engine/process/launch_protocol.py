@@ -1,43 +1,46 @@
-"""What an engine process and its parent say to each other outside the wire: how to start, whether it did, why it ended.
+"""Messages between an engine process and its parent about its life: how to start, whether it started, why it ended.
 
-The order to start comes on stdin, which stays open: its end is the parent's. Reports go through a pipe whose
-descriptor the order names; a pipe loses nothing when the process ends right after writing. Both are length and msgpack.
+The launch order comes on stdin, which stays open: stdin ends when the parent does. Reports go through a pipe whose
+descriptor the order names; what was written to a pipe can be read even after the process has ended. Requests and tokens
+go through `transport`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-import struct
+from typing import Any
 
 import msgspec
 
 from jaxserve.api_types import EngineInfo
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError, EngineDeadError, JaxserveError, ModelNotFoundError
+from jaxserve.framing import FrameFormat
 
-_LENGTH = struct.Struct("<I")
+_FRAMES = FrameFormat()
 
-ASKED_TO_END = b"end"
-"""Comes on stdin before it ends, where an end is asked for; a parent that is killed says nothing."""
+STOP_MESSAGE = b"end"
+"""Written to stdin before it is closed when a stop is intended; a parent that is killed writes nothing."""
 
 
-class Share(msgspec.Struct, frozen=True):
-    """What an engine process has of the machine. `name` stands in its log lines; `environment` goes over its parent's,
-    which is how devices are given to it."""
+class ReplicaResources(msgspec.Struct, frozen=True):
+    """The part of the machine that an engine process gets. `name` stands in its log lines; `environment` is added to
+    its parent's, and assigns devices or threads."""
 
     name: str = ""
     environment: dict[str, str] = {}
 
 
-WHOLE_MACHINE = Share()
+WHOLE_MACHINE = ReplicaResources()
 
 
 class LaunchOrder(msgspec.Struct, frozen=True):
-    """All an engine process needs to know. `report_fd` is the pipe to report through, `spawned_at` the time by
-    `time.monotonic` (one clock for all processes of a machine) when its process was started."""
+    """All that an engine process needs to start. It reports through the pipe `report_fd`; `spawned_at` is when its
+    process was started, by `time.monotonic` (the same clock in all processes of a machine)."""
 
     config: EngineConfig
-    share: Share
+    resources: ReplicaResources
     command_address: str
     client_addresses: list[str]
     report_fd: int
@@ -51,66 +54,55 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     info: EngineInfo
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
-    """The engine failed to start, or while it ran. `kind` names the class of an error that is the person's."""
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The engine failed to start, or while it ran. `kind` is the class of an error that the user can correct."""
 
     message: str
     kind: str = ""
 
 
-Report = Started | Ended
+Report = Started | Failed
 
-_PERSONS_ERRORS: dict[str, type[JaxserveError]] = {kind.__name__: kind for kind in (ConfigError, ModelNotFoundError)}
+_USER_ERRORS: dict[str, type[JaxserveError]] = {kind.__name__: kind for kind in (ConfigError, ModelNotFoundError)}
 
 
-def ended_by(error: Exception) -> Ended:
-    """The report of an error."""
-    for name, kind in _PERSONS_ERRORS.items():
+def failure_report(error: Exception) -> Failed:
+    """Return the report of an error."""
+    for name, kind in _USER_ERRORS.items():
         if isinstance(error, kind):
-            return Ended(str(error), name)
-    return Ended(str(error) if isinstance(error, JaxserveError) else f"{type(error).__name__}: {error}")
+            return Failed(str(error), name)
+    return Failed(str(error) if isinstance(error, JaxserveError) else f"{type(error).__name__}: {error}")
 
 
-def start_error(report: Ended) -> JaxserveError:
-    """The error a parent raises for an engine that did not start: the engine's own where a person can mend it."""
+def startup_error(report: Failed) -> JaxserveError:
+    """Return the error to raise for an engine that did not start: the engine's own where the user can correct it."""
     if report.kind:
-        return _PERSONS_ERRORS[report.kind](report.message)
+        return _USER_ERRORS[report.kind](report.message)
     return EngineDeadError(f"the engine process failed to start: {report.message}")
 
 
-def write_frame(fd: int, value: LaunchOrder | Report) -> None:
-    """Write one value."""
-    body = msgspec.msgpack.encode(value)
-    frame = memoryview(_LENGTH.pack(len(body)) + body)
+def write_message(fd: int, message: LaunchOrder | Report) -> None:
+    """Write one message."""
+    frame = memoryview(_FRAMES.encode(msgspec.msgpack.encode(message)))
     while frame:
         frame = frame[os.write(fd, frame) :]
 
 
 def read_order(fd: int) -> LaunchOrder | None:
-    """Wait for the order to start; None when there is nobody to give one."""
-    body = _read_frame(fd)
-    return None if body is None else msgspec.msgpack.decode(body, type=LaunchOrder)
+    """Wait for the launch order; return None when the input ends without one."""
+    order: LaunchOrder | None = _read_message(fd, LaunchOrder)
+    return order
 
 
 def read_report(fd: int) -> Report | None:
-    """Wait for the next report; None when the pipe has ended, or (if it is non-blocking) holds none."""
-    body = _read_frame(fd)
-    return None if body is None else msgspec.msgpack.decode(body, type=Report)
+    """Wait for the next report; return None when the pipe has ended or, if it is non-blocking, holds none."""
+    report: Report | None = _read_message(fd, Report)
+    return report
 
 
-def _read_frame(fd: int) -> bytes | None:
-    head = _read_exactly(fd, _LENGTH.size)
-    return None if head is None else _read_exactly(fd, _LENGTH.unpack(head)[0])
-
-
-def _read_exactly(fd: int, size: int) -> bytes | None:
-    parts = b""
-    while len(parts) < size:
-        try:
-            part = os.read(fd, size - len(parts))
-        except BlockingIOError:
-            return None
-        if not part:
-            return None
-        parts += part
-    return parts
+def _read_message(fd: int, kind: Any) -> Any:
+    try:
+        _, body = _FRAMES.read(functools.partial(os.read, fd))
+    except (EOFError, BlockingIOError):
+        return None
+    return msgspec.msgpack.decode(body, type=kind)

@@ -1,7 +1,7 @@
-"""The engine process: builds an engine, serves its clients' commands, and lives no longer than its parent.
+"""The engine process: builds an engine, executes its clients' commands, and ends when its parent does.
 
-It owns the process (signals, lifetime, reports) and the turn of its loop: take commands, run a step, tell each client.
-What the engine is made of comes from the caller, so that nothing here knows a device.
+It owns the process (signals, lifetime, reports) and each turn of its loop: take commands, run a step, send the events
+to the clients. The caller supplies the functions that build the engine, so nothing here depends on a device.
 """
 
 from __future__ import annotations
@@ -20,12 +20,19 @@ from concurrent.futures import Future
 import msgspec
 
 from jaxserve import host
-from jaxserve.api_types import EngineInfo, EngineRequest, FinishReason, Profile, TokenEvent
+from jaxserve.api_types import EngineInfo, EngineRequest, FinishReason, ProfileInfo, TokenEvent
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.core.loop import EngineLoop
-from jaxserve.engine.multihost.process_group import Nodes
-from jaxserve.engine.process.follower import Obey, follow
-from jaxserve.engine.process.launch_protocol import Ended, LaunchOrder, Started, ended_by, read_order, write_frame
+from jaxserve.engine.multihost.process_group import ProcessGroup
+from jaxserve.engine.process.follower import Execute, execute_commands
+from jaxserve.engine.process.launch_protocol import (
+    Failed,
+    LaunchOrder,
+    Started,
+    failure_report,
+    read_order,
+    write_message,
+)
 from jaxserve.engine.process.transport import (
     Abort,
     Add,
@@ -37,106 +44,111 @@ from jaxserve.engine.process.transport import (
     Idle,
     Message,
     ProfileAnswer,
-    Question,
+    Query,
     ReadStats,
     Shutdown,
     StartProfile,
     StatsReading,
     StepEvents,
     StopProfile,
-    Unreadable,
+    UndecodableCommand,
 )
 from jaxserve.errors import ConfigError, InvalidRequestError, JaxserveError
 from jaxserve.observability import log
 
 logger = logging.getLogger("jaxserve.engine")
 
-# How long an engine with nothing to do goes without a look whether a profile has been written.
-_PROFILE_POLL = 0.05
-# How often one with nothing to do says that it lives; a short watchdog wants to hear it several times.
-_MOST_SILENT = 1.0
-_SIGNS_BEFORE_ALARM = 4
+# Seconds between two checks whether a profile has been written, while the engine has nothing else to do.
+_PROFILE_POLL_INTERVAL = 0.05
+# Seconds between two heartbeats of an idle engine; fewer where the watchdog's timeout is short.
+_HEARTBEAT_INTERVAL = 1.0
+_HEARTBEATS_PER_TIMEOUT = 4
 
 Build = Callable[..., tuple[EngineLoop, EngineInfo]]
-BuildFollower = Callable[[EngineConfig, Nodes], tuple[Obey, EngineInfo]]
+BuildFollower = Callable[[EngineConfig, ProcessGroup], tuple[Execute, EngineInfo]]
 
 
 def run(build: Build, build_follower: BuildFollower | None = None) -> int:
-    """Be the engine process that the order on stdin asks for; returns the exit code when it has ended.
+    """Run the engine process as the launch order on stdin says, and return its exit code.
 
-    `build` takes the configuration, and in a mesh of several processes `Nodes`, where `build_follower` makes what
-    follows. An error while building or running is reported to the parent, written to the log, and ends the others too.
+    `build` takes the configuration and, in a mesh of several processes, the `ProcessGroup`; on a follower
+    `build_follower` is called instead. An error while building or running is reported to the parent, logged, and ends
+    the other processes of the group too.
     """
-    # Whether Ctrl-C or a SIGTERM to the whole group ends the service, and when, is the parent's to say: it may drain.
+    # The parent handles Ctrl-C and SIGTERM, also when they were sent to the whole group: it may drain first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
-    lifeline = sys.stdin.fileno()
-    order = read_order(lifeline)
+    parent_pipe = sys.stdin.fileno()
+    order = read_order(parent_pipe)
     if order is None:
-        sys.exit("no order to start came on stdin: this module is run by jaxserve itself, see `jaxserve serve`")
+        sys.exit("no launch order came on stdin: jaxserve starts this module itself; run `jaxserve serve` instead")
     os.set_inheritable(order.report_fd, False)
-    _die_with(order.parent_pid)
-    log.setup(order.config.log_level, order.share.name)
+    # Where the kernel can't do this, the engine ends when it next reads from its parent.
+    host.die_with_parent(order.parent_pid, signal.SIGKILL)
+    log.setup(order.config.log_level, order.resources.name)
     imported = time.monotonic()
-    nodes: Nodes | None = None
+    group: ProcessGroup | None = None
     try:
         if order.config.nnodes > 1:
-            nodes = Nodes.meet(order.config, lambda reason: write_frame(order.report_fd, Ended(reason)))
-        if nodes is not None and not nodes.is_leader:
-            assert build_follower is not None, "a worker that can't follow"
-            obey, info = build_follower(order.config, nodes)
-            write_frame(order.report_fd, Started(_timed(info, order, imported)))
-            follow(nodes, obey, lifeline)
-        loop, info = build(order.config) if nodes is None else build(order.config, nodes)
-        info = _timed(info, order, imported)
-        with EngineTransport(order.command_address, order.client_addresses, lifeline) as transport:
-            write_frame(order.report_fd, Started(info))
-            # What start-up left will never be garbage; there is no need to look through it again and again.
+            group = ProcessGroup.connect(order.config, lambda reason: write_message(order.report_fd, Failed(reason)))
+        if group is not None and not group.is_leader:
+            assert build_follower is not None, "this worker can't build a follower"
+            execute, info = build_follower(order.config, group)
+            write_message(order.report_fd, Started(_with_startup_times(info, order, imported)))
+            execute_commands(group, execute, parent_pipe)
+        loop, info = build(order.config) if group is None else build(order.config, group)
+        info = _with_startup_times(info, order, imported)
+        with EngineTransport(order.command_address, order.client_addresses, parent_pipe) as transport:
+            write_message(order.report_fd, Started(info))
+            # Objects made at start-up live as long as the process: the garbage collector need not scan them again.
             gc.collect()
             gc.freeze()
-            silence = min(_MOST_SILENT, order.config.watchdog_timeout / _SIGNS_BEFORE_ALARM)
-            _Server(loop, transport, silence).run()
+            interval = min(_HEARTBEAT_INTERVAL, order.config.watchdog_timeout / _HEARTBEATS_PER_TIMEOUT)
+            _CommandServer(loop, transport, interval).run()
     except Exception as error:
-        if nodes is not None and not isinstance(error, ConfigError):
-            nodes.wait_for_cause()
+        if group is not None and not isinstance(error, ConfigError):
+            group.wait_for_cause()
         if not isinstance(error, JaxserveError) or error.__cause__ is not None:
             logger.exception("the engine has failed")
-        write_frame(order.report_fd, ended_by(error))
-        if nodes is not None:
-            nodes.leave(str(error), failed=True)
+        write_message(order.report_fd, failure_report(error))
+        if group is not None:
+            group.leave(str(error), failed=True)
             os._exit(1)
         return 1
-    if nodes is not None:
-        nodes.leave("it was told to end")
-        # What jax does at the exit waits for processes that have gone already.
+    if group is not None:
+        group.leave("node rank 0 was asked to stop")
+        # jax's exit handlers would wait for processes that have ended.
         os._exit(0)
     return 0
 
 
-class _Server:
-    """Turns commands into calls of the engine, and its events into one message a step for each client.
+class _CommandServer:
+    """Executes commands on the engine, and sends each client one message per step with its events.
 
-    Only a failed step ends it: whatever a command raises is answered. While there is nothing to do, all clients hear
-    from it every `silence` seconds.
+    An error of a command is sent as its answer; only a failed step ends the process. While there is nothing to do,
+    every client gets a heartbeat each `heartbeat_interval` seconds.
     """
 
-    def __init__(self, loop: EngineLoop, transport: EngineTransport, silence: float = _MOST_SILENT) -> None:
+    def __init__(
+        self, loop: EngineLoop, transport: EngineTransport, heartbeat_interval: float = _HEARTBEAT_INTERVAL
+    ) -> None:
         self._loop = loop
         self._transport = transport
-        self._silence = silence
+        self._heartbeat_interval = heartbeat_interval
         self._owners: dict[str, int] = {}
         self._outbox: list[list[TokenEvent]] = [[] for _ in range(transport.num_clients)]
         self._num_steps = 0
-        self._profiles: list[tuple[StopProfile, Future[Profile]]] = []
+        self._profiles: list[tuple[StopProfile, Future[ProfileInfo]]] = []
 
     def run(self) -> None:
-        """Serve until told to end, or the parent is gone."""
+        """Serve until a `Shutdown` comes or the parent ends."""
         loop, transport = self._loop, self._transport
         while True:
             is_idle = not loop.has_work
-            commands = transport.receive(wait=is_idle, timeout=_PROFILE_POLL if self._profiles else self._silence)
-            if commands is None or not all(self._obey(command) for command in commands):
+            timeout = _PROFILE_POLL_INTERVAL if self._profiles else self._heartbeat_interval
+            commands = transport.receive(wait=is_idle, timeout=timeout)
+            if commands is None or not all(self._execute(command) for command in commands):
                 loop.profiling.close()
                 return
             if loop.has_work:
@@ -144,12 +156,12 @@ class _Server:
             elif is_idle and not commands:
                 for client in range(transport.num_clients):
                     transport.send(client, Idle())
-            self._publish()
+            self._send_step()
             if self._profiles:
-                self._hand_out_profiles()
+                self._send_profiles()
 
-    def _obey(self, command: Command | Unreadable) -> bool:
-        """Whether to go on."""
+    def _execute(self, command: Command | UndecodableCommand) -> bool:
+        """Execute a command. Return False for `Shutdown`."""
         match command:
             case Shutdown():
                 return False
@@ -160,7 +172,7 @@ class _Server:
                 try:
                     self._route(self._loop.abort(request_ids))
                 except Exception:
-                    logger.exception("requests can't be aborted")
+                    logger.exception("aborting requests has failed")
             case ReadStats(_, number):
                 self._answer(command, lambda: StatsReading(number, self._loop.stats(check=True)))
             case FlushCache(_, number):
@@ -173,44 +185,44 @@ class _Server:
                 )
             case StopProfile():
                 self._answer(command, lambda: self._profiles.append((command, self._loop.profiling.stop())))
-            case Unreadable(problem, requests, question):
-                logger.error("a command can't be read: %s", problem)
+            case UndecodableCommand(problem, requests, query):
+                logger.error("a command can't be decoded: %s", problem)
                 for client, request_id in requests:
-                    self._outbox[client].append(_refusal(request_id, problem))
-                if question is not None:
-                    client, number = question
+                    self._outbox[client].append(_rejection(request_id, problem))
+                if query is not None:
+                    client, number = query
                     self._transport.send(client, CommandFailed(number, problem, refused=False))
         return True
 
     def _add(self, request: EngineRequest) -> None:
         try:
-            refusal = self._loop.add(request)
+            rejection = self._loop.add(request)
         except Exception as error:
-            logger.exception("a request can't be let in")
-            refusal = _refusal(request.request_id, f"{type(error).__name__}: {error}")
-        if refusal is None:
+            logger.exception("adding a request has failed")
+            rejection = _rejection(request.request_id, f"{type(error).__name__}: {error}")
+        if rejection is None:
             self._owners[request.request_id] = request.client
         else:
-            self._outbox[request.client].append(refusal)
+            self._outbox[request.client].append(rejection)
 
-    def _answer(self, question: Question, work: Callable[[], Message | None]) -> None:
-        """Send what `work` returns, if anything, or what it raises."""
+    def _answer(self, query: Query, work: Callable[[], Message | None]) -> None:
+        """Send the message that `work` returns, if any, or the error that it raises."""
         try:
             message = work()
             if message is not None:
-                self._transport.send(question.client, message)
+                self._transport.send(query.client, message)
         except Exception as error:
             if not isinstance(error, JaxserveError):
-                logger.exception("%s has failed", type(question).__name__)
-            self._transport.send(question.client, _failed(question.number, error))
+                logger.exception("%s has failed", type(query).__name__)
+            self._transport.send(query.client, _failed(query.number, error))
 
-    def _hand_out_profiles(self) -> None:
-        """Answer for those that have been written meanwhile."""
-        waiting = self._profiles
-        self._profiles = [(question, written) for question, written in waiting if not written.done()]
-        for question, written in waiting:
+    def _send_profiles(self) -> None:
+        """Answer the queries whose profiles have been written meanwhile."""
+        pending = self._profiles
+        self._profiles = [(query, written) for query, written in pending if not written.done()]
+        for query, written in pending:
             if written.done():
-                self._answer(question, functools.partial(_profile_answer, question.number, written))
+                self._answer(query, functools.partial(_profile_answer, query.number, written))
 
     def _route(self, events: list[TokenEvent]) -> None:
         owners, outbox = self._owners, self._outbox
@@ -220,8 +232,8 @@ class _Server:
             if event.finish_reason is not None:
                 del owners[request_id]
 
-    def _publish(self) -> None:
-        """Tell every client of a finished step, even one that has no event in it: it watches the progress."""
+    def _send_step(self) -> None:
+        """Send every client a message of a finished step, even without events: its watchdog expects messages."""
         stats = self._loop.stats()
         if stats.num_steps == self._num_steps and not any(self._outbox):
             return
@@ -233,34 +245,25 @@ class _Server:
 
 
 def _failed(number: int, error: Exception) -> CommandFailed:
-    words = str(error) if isinstance(error, JaxserveError) else f"{type(error).__name__}: {error}"
-    # A path may hold what is no text.
-    message = words.encode(errors="backslashreplace").decode()
+    text = str(error) if isinstance(error, JaxserveError) else f"{type(error).__name__}: {error}"
+    # A path in it may hold bytes that are no valid text.
+    message = text.encode(errors="backslashreplace").decode()
     refused = isinstance(error, InvalidRequestError)
     return CommandFailed(number, message, refused, error.param if isinstance(error, InvalidRequestError) else None)
 
 
-def _refusal(request_id: str, problem: str) -> TokenEvent:
+def _rejection(request_id: str, problem: str) -> TokenEvent:
     return TokenEvent(
         request_id, [], finish_reason=FinishReason.ERROR, error=f"the engine can't take the request: {problem}"
     )
 
 
-def _profile_answer(number: int, written: Future[Profile]) -> ProfileAnswer:
+def _profile_answer(number: int, written: Future[ProfileInfo]) -> ProfileAnswer:
     return ProfileAnswer(number, written.result())
 
 
-def _timed(info: EngineInfo, order: LaunchOrder, imported: float) -> EngineInfo:
-    """With what only this module sees of the start: until the first line ran here, and until the engine stood, both
-    since the parent started the process."""
+def _with_startup_times(info: EngineInfo, order: LaunchOrder, imported: float) -> EngineInfo:
+    """Add the seconds from the start of the process until this module was imported, and until the engine was built."""
     imports, engine = (round(at - order.spawned_at, 3) for at in (imported, time.monotonic()))
     seconds = {"imports": imports, **info.startup_seconds, "engine": engine}
     return msgspec.structs.replace(info, startup_seconds=seconds)
-
-
-def _die_with(parent_pid: int) -> None:
-    """End with the parent, so that no engine is left behind even by kill -9. (Where the kernel doesn't see to it, the
-    engine ends when it next listens to its parent.)"""
-    host.die_with_parent(signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        sys.exit("the parent process has ended before the engine started")

@@ -1,7 +1,7 @@
-"""The parent's hold on an engine process: start it, wait for its report, learn of its end, end it, clean up.
+"""The parent's side of an engine process: starts it, waits for its reports and its end, stops it and cleans up.
 
-It owns the process, the directory of its sockets and the pipe of its reports; what is said over the sockets it never
-sees. A thread does the waiting, as it works the same on every platform and under every event loop.
+It owns the process, the directory of its sockets and the pipe of its reports; it never sees messages on the sockets.
+A thread waits for the process, which works the same on every platform and under every event loop.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from jaxserve import host
 from jaxserve.api_types import EngineInfo
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.process.launch_protocol import (
-    ASKED_TO_END,
+    STOP_MESSAGE,
     WHOLE_MACHINE,
-    Ended,
+    Failed,
     LaunchOrder,
-    Share,
+    ReplicaResources,
     Started,
     read_report,
-    start_error,
-    write_frame,
+    startup_error,
+    write_message,
 )
 from jaxserve.errors import EngineDeadError
 
@@ -37,13 +37,14 @@ _STDERR = 2
 
 
 class EngineProcess:
-    """A child that runs `python -m module`. Belongs to the event loop it was started in."""
+    """A child process that runs `python -m module`, used from the event loop in which it was started. `ended` is
+    resolved with the reason when the process has ended."""
 
-    def __init__(self, config: EngineConfig, module: str, share: Share = WHOLE_MACHINE) -> None:
+    def __init__(self, config: EngineConfig, module: str, resources: ReplicaResources = WHOLE_MACHINE) -> None:
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[str] = self._loop.create_future()
         self._started: asyncio.Future[EngineInfo] = self._loop.create_future()
-        # Nobody but this user may speak to the engine: the directory is private.
+        # The directory is private, so that no other user can connect to the engine.
         self._directory = host.make_socket_folder("commands")
         self.command_address = f"ipc://{self._directory}/commands"
         self.client_address = f"ipc://{self._directory}/client-0"
@@ -53,10 +54,10 @@ class EngineProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module],
                 stdin=subprocess.PIPE,
-                stdout=_STDERR,  # what libraries print there is no answer of ours
+                stdout=_STDERR,  # libraries may print to stdout; ours holds only answers
                 pass_fds=[report_fd],
-                env=os.environ | share.environment,
-                # Ctrl-C in a terminal reaches the foreground group, and this child must outlive the parent's draining.
+                env=os.environ | resources.environment,
+                # Ctrl-C in a terminal signals the foreground group; this child must run until the parent has drained.
                 process_group=0,
             )
         finally:
@@ -65,7 +66,7 @@ class EngineProcess:
         self._stdin = self._process.stdin
         order = LaunchOrder(
             config=config,
-            share=share,
+            resources=resources,
             command_address=self.command_address,
             client_addresses=[self.client_address],
             report_fd=report_fd,
@@ -73,7 +74,7 @@ class EngineProcess:
             spawned_at=spawned_at,
         )
         with contextlib.suppress(BrokenPipeError):
-            write_frame(self._stdin.fileno(), order)
+            write_message(self._stdin.fileno(), order)
         self._watcher = threading.Thread(target=self._watch, name="jaxserve-engine-watcher", daemon=True)
         self._watcher.start()
 
@@ -84,17 +85,17 @@ class EngineProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """How it ended, if it has."""
+        """The exit code, or None while the process runs."""
         return self._process.returncode
 
     async def started(self) -> EngineInfo:
-        """Wait until the engine is ready. Raises what kept it from starting."""
+        """Wait until the engine is ready. Raises the error that kept it from starting."""
         return await asyncio.shield(self._started)
 
     async def stop(self, timeout: float) -> None:
-        """Wait for an end that was asked for, enforce it after `timeout` seconds, and clean up. May be repeated."""
-        with contextlib.suppress(BrokenPipeError, ValueError):  # it may be closed already
-            self._stdin.write(ASKED_TO_END)
+        """Ask the process to end, kill it after `timeout` seconds, and clean up. May be called again."""
+        with contextlib.suppress(BrokenPipeError, ValueError):  # it may have been closed
+            self._stdin.write(STOP_MESSAGE)
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
         try:
@@ -104,36 +105,36 @@ class EngineProcess:
             await asyncio.shield(self.ended)
         self._watcher.join()
         if self._started.done() and not self._started.cancelled():
-            self._started.exception()  # seen: launch may have been cancelled before it could raise it
+            self._started.exception()  # mark it as retrieved: a cancelled launch never raised it
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _watch(self) -> None:
         report = read_report(self._reports)
-        self._tell(lambda: self._on_report(report))
+        self._call_in_loop(lambda: self._on_report(report))
         code = self._process.wait()
-        # A grandchild may hold the pipe open for ever; what the engine itself wrote is there already.
+        # Don't wait for the end of the pipe: a grandchild may hold it open. What the engine wrote can be read now.
         os.set_blocking(self._reports, False)
         last = read_report(self._reports)
         os.close(self._reports)
         reason = f"engine process ended with code {code}{_signal_name(code)}"
-        for words in (report, last):
-            if isinstance(words, Ended):
-                reason += f": {words.message}"
-        self._tell(lambda: self._on_end(reason))
+        for found in (report, last):
+            if isinstance(found, Failed):
+                reason += f": {found.message}"
+        self._call_in_loop(lambda: self._on_end(reason))
 
-    def _tell(self, call: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is left to be told
+    def _call_in_loop(self, call: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(call)
 
-    def _on_report(self, report: Started | Ended | None) -> None:
+    def _on_report(self, report: Started | Failed | None) -> None:
         if isinstance(report, Started):
             self._started.set_result(report.info)
         elif report is not None:
-            self._started.set_exception(start_error(report))
+            self._started.set_exception(startup_error(report))
 
     def _on_end(self, reason: str) -> None:
         if not self._started.done():
-            self._started.set_exception(EngineDeadError(f"{reason} before it was ready; its log above says why"))
+            self._started.set_exception(EngineDeadError(f"{reason} before it was ready; see its log above"))
         self.ended.set_result(reason)
 
 

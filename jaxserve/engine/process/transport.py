@@ -1,8 +1,8 @@
-"""The wire between API processes and the engine process: ZeroMQ over ipc, msgpack by msgspec.
+"""Messages between API processes and the engine process: ZeroMQ over ipc, msgpack by msgspec.
 
-One socket takes the commands of every API process; each API process has one of its own for what the engine tells it,
-found by its index. Messages queue from the moment a socket connects, so neither side waits for the other to be there.
-It moves messages; what they mean is `process`'s and `client`'s.
+One socket takes the commands of all API processes; each API process has a socket for the engine's messages, addressed
+by its index. Messages queue from the moment a socket connects, so neither side waits for the other to start. This
+module only moves messages: `process.main` and `engine.client` act on them.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Self
 import msgspec
 import zmq
 
-from jaxserve.api_types import EngineRequest, EngineStats, Profile, TokenEvent
+from jaxserve.api_types import EngineRequest, EngineStats, ProfileInfo, TokenEvent
 from jaxserve.errors import InvalidRequestError
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Let these requests in."""
+    """Add these requests."""
 
     requests: list[EngineRequest]
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """End these requests; ids that are not open are ignored."""
+    """Abort these requests; ids of requests that are not open are ignored."""
 
     request_ids: list[str]
 
 
 class ReadStats(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Audit the books and answer client `client` with a `StatsReading` of the same `number`."""
+    """Check the engine's state and answer client `client` with a `StatsReading` of the same `number`."""
 
     client: int
     number: int
@@ -46,8 +46,8 @@ class FlushCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class StartProfile(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Record a profile, see `Profiling.start`; answered to client `client` with a `ProfileAnswer` of the same `number`
-    once it records."""
+    """Start a profile, see `Profiling.start`, and answer client `client` with a `ProfileAnswer` of the same `number`
+    once it is recording."""
 
     client: int
     number: int
@@ -57,25 +57,25 @@ class StartProfile(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class StopProfile(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """End the profile; answered like `StartProfile`, once its files are written."""
+    """Stop the profile and answer like `StartProfile`, once its files are written."""
 
     client: int
     number: int
 
 
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """End the engine process, whatever is open."""
+    """End the engine process, even if requests are open."""
 
 
 class StepEvents(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """All that a step brought for one API process."""
+    """What one step produced for one API process."""
 
     events: list[TokenEvent]
     stats: EngineStats
 
 
 class Idle(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The engine's sign of life while it has nothing to do."""
+    """A heartbeat of the engine while it has nothing to do."""
 
 
 class StatsReading(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -86,7 +86,7 @@ class StatsReading(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class CacheFlushed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to `FlushCache`: how many pages were given back."""
+    """The answer to `FlushCache`: the number of pages that were freed."""
 
     number: int
     num_pages: int
@@ -96,11 +96,11 @@ class ProfileAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The answer to `StartProfile` and `StopProfile`."""
 
     number: int
-    profile: Profile
+    profile: ProfileInfo
 
 
 class CommandFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to a command that could not be done; `refused` when it was wrong to ask, with `param` at fault."""
+    """The answer to a query that failed; `refused` when the query itself was invalid, in its parameter `param`."""
 
     number: int
     message: str
@@ -109,56 +109,56 @@ class CommandFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Command = Add | Abort | ReadStats | FlushCache | StartProfile | StopProfile | Shutdown
-Question = ReadStats | FlushCache | StartProfile | StopProfile
+Query = ReadStats | FlushCache | StartProfile | StopProfile
 Message = StepEvents | Idle | StatsReading | CacheFlushed | ProfileAnswer | CommandFailed
 
 
-class Unreadable(msgspec.Struct, frozen=True):
-    """A frame that is no command: what is wrong with it, and whom it leaves without an answer, as far as it says.
+class UndecodableCommand(msgspec.Struct, frozen=True):
+    """A message that can't be decoded as a command: the problem, and the clients that wait for an answer to it, as far
+    as they can be read.
 
-    `requests` are the client and the id of each request that it hands over, `question` the client and the number of
-    what it asks.
+    `requests` holds the client and the id of each request that it adds, `query` the client and the number of a query.
     """
 
     problem: str
     requests: list[tuple[int, str]] = []
-    question: tuple[int, int] | None = None
+    query: tuple[int, int] | None = None
 
 
-class _RequestHead(msgspec.Struct):
+class _PartialRequest(msgspec.Struct):
     request_id: str
     client: int = 0
 
 
-class _AddHead(msgspec.Struct, array_like=True, tag="Add"):
-    requests: list[_RequestHead]
+class _PartialAdd(msgspec.Struct, array_like=True, tag="Add"):
+    requests: list[_PartialRequest]
 
 
-class _QuestionHead(msgspec.Struct, array_like=True):
+class _PartialQuery(msgspec.Struct, array_like=True):
     kind: str
     client: int
     number: int
 
 
-def _unreadable(frame: bytes, problem: Exception) -> Unreadable:
+def _undecodable(message: bytes, problem: Exception) -> UndecodableCommand:
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-        added = msgspec.msgpack.decode(frame, type=_AddHead)
-        return Unreadable(str(problem), [(request.client, request.request_id) for request in added.requests])
+        added = msgspec.msgpack.decode(message, type=_PartialAdd)
+        return UndecodableCommand(str(problem), [(request.client, request.request_id) for request in added.requests])
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-        asked = msgspec.msgpack.decode(frame, type=_QuestionHead)
-        return Unreadable(str(problem), question=(asked.client, asked.number))
-    return Unreadable(str(problem))
+        query = msgspec.msgpack.decode(message, type=_PartialQuery)
+        return UndecodableCommand(str(problem), query=(query.client, query.number))
+    return UndecodableCommand(str(problem))
 
 
 class _Endpoint:
-    """A ZeroMQ context of one's own, so that closing it leaves nothing behind. A context manager."""
+    """Sockets in a ZeroMQ context of their own, so that closing it frees them all. A context manager."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
 
     def close(self) -> None:
-        """Close all sockets; what has not left yet is dropped."""
+        """Close all sockets; messages not sent yet are dropped."""
         self._context.destroy(linger=0)
 
     def __enter__(self) -> Self:
@@ -171,15 +171,15 @@ class _Endpoint:
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        # A limit would make a sender wait, and nobody here may.
+        # With a limit on queued messages, a sender could block.
         socket.set_hwm(0)
         return socket
 
 
 class EngineTransport(_Endpoint):
-    """The engine's side. `lifeline` is a file descriptor that becomes readable when the parent is gone."""
+    """The engine's side. `parent_pipe` is a file descriptor that becomes readable when the parent ends."""
 
-    def __init__(self, command_address: str, client_addresses: Sequence[str], lifeline: int) -> None:
+    def __init__(self, command_address: str, client_addresses: Sequence[str], parent_pipe: int) -> None:
         super().__init__()
         self._commands = self._socket(zmq.PULL)
         self._commands.bind(command_address)
@@ -187,31 +187,31 @@ class EngineTransport(_Endpoint):
         for socket, address in zip(self._clients, client_addresses):
             socket.connect(address)
         self._decoder = msgspec.msgpack.Decoder(Command)
-        self._lifeline = lifeline
+        self._parent_pipe = parent_pipe
         self._poller = zmq.Poller()
         self._poller.register(self._commands, zmq.POLLIN)
-        self._poller.register(lifeline, zmq.POLLIN)
+        self._poller.register(parent_pipe, zmq.POLLIN)
 
     @property
     def num_clients(self) -> int:
-        """API processes that can be addressed."""
+        """The number of API processes."""
         return len(self._clients)
 
-    def receive(self, *, wait: bool, timeout: float | None = None) -> list[Command | Unreadable] | None:
-        """Commands that have come; with `wait`, sleeps until there is one, or for `timeout` seconds. None when the
-        parent is gone."""
-        if wait and self._lifeline in dict(self._poller.poll(None if timeout is None else round(timeout * 1000))):
+    def receive(self, *, wait: bool, timeout: float | None = None) -> list[Command | UndecodableCommand] | None:
+        """Return the commands that have arrived; with `wait`, wait for one, at most `timeout` seconds. Return None when
+        the parent has ended."""
+        if wait and self._parent_pipe in dict(self._poller.poll(None if timeout is None else round(timeout * 1000))):
             return None
-        commands: list[Command | Unreadable] = []
+        commands: list[Command | UndecodableCommand] = []
         while True:
             try:
-                frame = self._commands.recv(zmq.NOBLOCK)
+                message = self._commands.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return commands
             try:
-                commands.append(self._decoder.decode(frame))
+                commands.append(self._decoder.decode(message))
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                commands.append(_unreadable(frame, error))
+                commands.append(_undecodable(message, error))
 
     def send(self, client: int, message: Message) -> None:
         """Queue a message to one API process."""
@@ -219,7 +219,7 @@ class EngineTransport(_Endpoint):
 
 
 class ClientTransport(_Endpoint):
-    """An API process's side. `fileno` becomes readable when messages may have come; `receive` then takes them all."""
+    """An API process's side. `fileno` becomes readable when messages may have arrived; then call `receive`."""
 
     def __init__(self, command_address: str, client_address: str) -> None:
         super().__init__()
@@ -230,24 +230,24 @@ class ClientTransport(_Endpoint):
         self._decoder = msgspec.msgpack.Decoder(Message)
 
     def fileno(self) -> int:
-        """For an event loop to watch."""
+        """Return the descriptor for an event loop to watch."""
         return self._messages.FD
 
     def receive(self) -> list[Message]:
-        """Messages that have come, without waiting. The descriptor signals again only after this has emptied them."""
+        """Return the messages that have arrived, without waiting. The descriptor signals again only after this call."""
         messages: list[Message] = []
         while True:
             try:
-                frame = self._messages.recv(zmq.NOBLOCK)
+                message = self._messages.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return messages
-            messages.append(self._decoder.decode(frame))
+            messages.append(self._decoder.decode(message))
 
     def send(self, command: Command) -> None:
-        """Queue a command to the engine. Raises `InvalidRequestError` when it holds a number or a text that no message
-        can."""
+        """Queue a command to the engine. Raises `InvalidRequestError` when it holds a number or a text that can't be
+        encoded."""
         try:
-            frame = self._encoder.encode(command)
+            message = self._encoder.encode(command)
         except (OverflowError, UnicodeEncodeError) as error:
-            raise InvalidRequestError(f"the engine can't be sent this: {error}") from error
-        self._commands.send(frame, zmq.NOBLOCK)
+            raise InvalidRequestError(f"this can't be sent to the engine: {error}") from error
+        self._commands.send(message, zmq.NOBLOCK)

@@ -1,6 +1,7 @@
-"""Which programs the steps ran in, and how much of them was padding.
+"""Counts which programs the steps ran in, and how much of them was padding.
 
-Counts for the log and the metrics, from plans alone: all ranks run the smallest program that holds the fullest.
+The counts are for the log and the metrics, and come from plans only: all ranks run the smallest program that holds the
+fullest rank.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections import Counter
 from jaxserve.step_plan import Capacity, StepPlan
 
 
-class PaddingCount:
-    """Totals since the start; `last_bucket` is the number of rows of the decode program that ran last."""
+class BucketStats:
+    """Totals since the start; `last_bucket` is the number of rows of the last decode program."""
 
     def __init__(self, capacity: Capacity) -> None:
         self._capacity = capacity
@@ -26,24 +27,20 @@ class PaddingCount:
         self.mixed_bucket_tokens = 0
 
     def count(self, plan: StepPlan) -> None:
-        """A step has been planned."""
+        """Count a planned step."""
         ranks = self._capacity.num_ranks
         if plan.num_decodes == len(plan.chunks):
-            rows = plan.most_rows(ranks)
+            rows = plan.max_rank_rows(ranks)
             self.last_bucket = _smallest(self._capacity.decode_buckets, rows)
             self.decode_steps += 1
-            self.coarse_decode_steps += not self.is_fine(rows)
+            self.coarse_decode_steps += rows > self._capacity.fine_decode_rows
             self.decode_rows += plan.num_decodes
             self.decode_steps_by_rows[rows] += 1
             self.decode_bucket_rows += self.last_bucket * ranks
         elif all(chunk.logits <= 1 for chunk in plan.chunks):
-            most = plan.most_tokens(ranks)
+            most = plan.max_rank_tokens(ranks)
             self.mixed_tokens += most if ranks == 1 else sum(chunk.length for chunk in plan.chunks)
             self.mixed_bucket_tokens += _smallest(self._capacity.token_buckets, most) * ranks
-
-    def is_fine(self, rows: int) -> bool:
-        """Whether a decode batch of so many rows lies within the finely spaced programs."""
-        return rows <= self._capacity.fine_decode_rows
 
 
 def _smallest(buckets: tuple[int, ...], size: int) -> int:

@@ -1,4 +1,4 @@
-"""How many tokens a step may hold: the limits of prefill, and the sizes of the programs.
+"""The token budget of a step: the limits of prefill, and cuts to the size of a smaller program.
 
 Pure arithmetic on token counts; it knows no requests and no pages.
 """
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 
 class PrefillBudget:
-    """What prefill chunks may still take in a step that already holds `num_decodes[i]` tokens on rank i.
+    """The tokens left for prefill chunks in a step that already holds `num_decodes[i]` tokens on rank i.
 
-    On each rank, `step_tokens` bounds the step, `prefill_tokens` its chunks together; `prompt_logprob_tokens` bounds
-    all ranks as soon as one chunk anywhere computes log probabilities of its prompt, as they run the same program.
+    On each rank, `step_tokens` bounds the step and `prefill_tokens` the sum of its chunks. All ranks run the same
+    program, so `prompt_logprob_tokens` bounds each of them as soon as any chunk computes prompt log probabilities.
     """
 
     def __init__(
@@ -25,8 +25,8 @@ class PrefillBudget:
         self._step_tokens = step_tokens
         self._prompt_logprob_tokens = min(prompt_logprob_tokens, step_tokens)
 
-    def offer(self, rank: int, *, prompt_logprobs: bool) -> int:
-        """The longest chunk that still fits."""
+    def max_chunk(self, rank: int, *, prompt_logprobs: bool) -> int:
+        """Return the length of the longest chunk that still fits."""
         limit = self._step_tokens
         if prompt_logprobs or self.prompt_logprobs:
             limit = self._prompt_logprob_tokens
@@ -34,20 +34,19 @@ class PrefillBudget:
                 return 0
         return max(0, min(self._prefill_left[rank], limit - self.totals[rank]))
 
-    def take(self, rank: int, length: int, *, prompt_logprobs: bool) -> None:
-        """Count a chunk in."""
+    def add_chunk(self, rank: int, length: int, *, prompt_logprobs: bool) -> None:
+        """Subtract a chunk from the budget."""
         self.totals[rank] += length
         self._prefill_left[rank] -= length
         self.prompt_logprobs = self.prompt_logprobs or prompt_logprobs
 
 
 def trim_to_bucket(totals: Sequence[int], lasts: Sequence[int], buckets: tuple[int, ...]) -> list[int]:
-    """How many tokens to cut from the last chunk (`lasts[i]` of `totals[i]`) of each rank of a mixed step: none at all
-    unless that saves a program.
+    """Return how many tokens to cut from the last chunk (`lasts[i]` of `totals[i]`) of each rank of a mixed step.
 
-    A step runs in the smallest bucket that holds the fullest rank and pays for all of it. When it lies above a bucket
-    by less than a quarter of the gap to the next, the excess waits for the next step. At least half of a chunk stays,
-    so a prompt's tail is never dragged over many steps.
+    A step runs in the smallest bucket that holds the fullest rank, and computes all of the bucket. If the step exceeds
+    a smaller bucket by less than a quarter of the gap to the next, the excess is left for the next step. At least half
+    of a chunk stays, so that the end of a prompt is not spread over many steps. Otherwise all cuts are 0.
     """
     most = max(totals)
     index = bisect.bisect_left(buckets, most)

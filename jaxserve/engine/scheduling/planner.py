@@ -1,8 +1,8 @@
-"""What one step computes: all decodes first, then chunks of prompts into what is left of the token budget.
+"""Plans one step: all decodes first, then prompt chunks in the rest of the token budget.
 
-It turns the roster's running requests into a `StepPlan`, lets waiting ones start, and gives each the pages its chunk
-writes. One plan is for all data-parallel ranks, which step together; each has a token budget and pages of its own.
-Whether someone must give way first, and what becomes of the results, is the scheduler's.
+It turns the running requests of the table into a `StepPlan`, starts waiting requests, and allocates the pages that each
+chunk writes. A plan covers all data-parallel ranks, which step together; each rank has its own token budget and pages.
+The scheduler retracts requests beforehand and processes the results.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ import math
 from jaxserve.engine.scheduling.admission import NewTokenRatio, may_start, reserved_tokens
 from jaxserve.engine.scheduling.budget import PrefillBudget, trim_to_bucket
 from jaxserve.engine.scheduling.rank import Rank
-from jaxserve.engine.scheduling.rank_router import by_cost
+from jaxserve.engine.scheduling.rank_router import rank_by_cost
 from jaxserve.engine.scheduling.request import Request
-from jaxserve.engine.scheduling.request_table import Roster
+from jaxserve.engine.scheduling.request_table import RequestTable
 from jaxserve.errors import ConfigError
-from jaxserve.step_plan import Capacity, Chunk, Copy, SlotOpen, StepPlan
+from jaxserve.step_plan import Capacity, Chunk, PageCopy, SlotOpen, StepPlan
 
-# A prefix shorter than this is computed twice rather than waited for.
-_WORTH_WAITING = 32
-# So many that wait for a rank of their choice are looked past in a step: each look asks every rank's cache.
-_MOST_LEFT = 16
+# A shared prefix shorter than this is computed twice instead of deferring a request.
+_MIN_SHARED_TOKENS = 32
+# A step passes at most this many requests whose best rank has no budget left: each lookup queries every rank's cache.
+_MAX_PASSED = 16
 _NO_PAGES: tuple[tuple[int, ...], ...] = ((),)
 
 
 class Planner:
-    """Plans within `capacity` and the limits of `Scheduler`. Raises `ConfigError` where nothing could ever run.
+    """Plans within `capacity` and the limits of `Scheduler`. Raises `ConfigError` for limits below 1.
 
-    `num_deferred` is how many waiting requests the last plan left for another one to compute their prefix.
+    `num_deferred` is how many waiting requests the last plan deferred because another request computes their prefix.
     """
 
     def __init__(
         self,
-        roster: Roster,
+        table: RequestTable,
         capacity: Capacity,
         *,
         chunked_prefill_size: int,
@@ -51,7 +51,7 @@ class Planner:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         assert capacity.decode_buckets[-1] >= capacity.num_slots, capacity
         assert capacity.prompt_logprob_tokens > capacity.num_slots, capacity
-        self._roster = roster
+        self._table = table
         self._capacity = capacity
         self._page_size = capacity.page_size
         self._ratio = ratio
@@ -61,18 +61,18 @@ class Planner:
         self._step_tokens = min(max_num_batched_tokens, capacity.token_buckets[-1])
 
     def next_step(self, *, admit: bool) -> tuple[StepPlan, list[Request]] | None:
-        """The next step and the requests of its chunks, or None when nobody has a token to compute.
+        """Return the next step and the requests of its chunks, or None if there is no token to compute.
 
-        With `admit`, waiting requests may start. Pages for all decodes are there: see `is_short_of_pages`.
+        With `admit`, waiting requests may start. There must be pages for all decodes: see `is_short_of_pages`.
         """
-        roster = self._roster
+        table = self._table
         chunks: list[Chunk] = []
         requests: list[Request] = []
         opens: list[SlotOpen] = []
         greedy = True
         decodes = []
-        for rank in roster.ranks:
-            rank.cache.tier.save_entered()
+        for rank in table.ranks:
+            rank.cache.tier.save_added()
             before = len(chunks)
             greedy = self._plan_decodes(rank, chunks, requests) and greedy
             decodes.append(len(chunks) - before)
@@ -90,26 +90,26 @@ class Planner:
             loads=loads,
             opens=opens,
             chunks=chunks,
-            closes=roster.take_closed_slots(opens),
+            closes=table.take_closed_slots(opens),
             num_decodes=num_decodes,
             greedy=greedy,
         )
         return plan, requests
 
     def is_short_of_pages(self, rank: Rank) -> bool:
-        """Whether the rank's decodes, or if there are none its oldest prefill, can't take their next step."""
+        """Return whether the rank lacks pages for its decodes, or if there are none, for its oldest prefill."""
         page_size = self._page_size
         if rank.decoding:
             num_free = rank.num_available_pages
-            # Mostly there is a page for each, and then nobody needs to be asked.
+            # Usually there is a page for each request, so the exact count is not needed.
             return len(rank.decoding) > num_free and num_free < sum(
                 request.num_planned_tokens % page_size == 0 for request in rank.decoding.values()
             )
         oldest = next(iter(rank.prefilling.values()), None)
         return oldest is not None and rank.num_available_pages == 0 and oldest.num_planned_tokens % page_size == 0
 
-    def could_start(self, request: Request, rank: Rank, *, more_pages: int = 0) -> bool:
-        """Whether a waiting request would find a slot and pages on a rank now, or with so many pages more."""
+    def can_start(self, request: Request, rank: Rank, *, more_pages: int = 0) -> bool:
+        """Return whether a rank has a slot and pages for a waiting request, now or with `more_pages` freed."""
         cache = rank.cache
         node, pages = cache.match(request.namespace, request.fill_tokens, request.num_reusable_tokens)
         cache.lock(node)
@@ -118,16 +118,16 @@ class Planner:
             rank.pool.pages_for(request.num_fill_tokens) - len(pages),
             rank.num_available_pages + more_pages,
             math.ceil(reserved_tokens(running, self._ratio.value) / self._page_size),
-            alone=not running,
+            nothing_runs=not running,
         )
         cache.unlock(node)
         return starts and (rank.num_free_slots > 0 or more_pages > 0)
 
-    def _take_copies(self) -> tuple[list[Copy], list[Copy]]:
-        """Saves and loads of all ranks."""
-        saves: list[Copy] = []
-        loads: list[Copy] = []
-        for rank in self._roster.ranks:
+    def _take_copies(self) -> tuple[list[PageCopy], list[PageCopy]]:
+        """Return the saves and loads of all ranks."""
+        saves: list[PageCopy] = []
+        loads: list[PageCopy] = []
+        for rank in self._table.ranks:
             saved, loaded = rank.cache.tier.take_copies()
             if saved or loaded:
                 saves += [(rank.index, *copy) for copy in saved]
@@ -135,7 +135,7 @@ class Planner:
         return saves, loads
 
     def _plan_decodes(self, rank: Rank, chunks: list[Chunk], requests: list[Request]) -> bool:
-        """Append a chunk for each request of a rank that decodes; returns whether all of them are greedy."""
+        """Append a chunk for each decoding request of a rank; return whether all of them are greedy."""
         page_size, index = self._page_size, rank.index
         greedy = True
         ending = []
@@ -164,22 +164,23 @@ class Planner:
             if not request.greedy:
                 greedy = False
         for request in ending:
-            rank.promote(request, last=True)
+            rank.advance(request, last=True)
         return greedy
 
     def _choose_prefills(
         self, num_decodes: list[int], opens: list[SlotOpen], *, admit: bool
     ) -> list[tuple[Request, int]]:
-        """Who computes how many of its fill tokens: prompts under way first, then those that may start.
+        """Choose prefill chunks: running prompts first, then new ones. Return each request with its chunk's length.
 
-        Nobody overtakes but past one that waits for its prefix, and a chunk is cut short only by a budget or a pool
-        that is then used up. So on each rank at most one prompt is ever halfway, and two never wait for each other's
-        pages. What decodes take from it is got back by retraction.
+        Requests start in queue order; only one deferred for a shared prefix, or whose best rank has no budget left, may
+        be passed. A chunk is shorter than the prompt's rest only if it uses up a budget or the pages. So each rank has
+        at most one partly planned prompt, and two prompts never wait for each other's pages. If decodes take the pages
+        a prompt needs, retraction frees others.
         """
-        roster = self._roster
-        halfway = [request for rank in roster.ranks for request in rank.prefilling.values()]
-        admit = admit and bool(roster.waiting) and any(rank.num_free_slots for rank in roster.ranks)
-        if not halfway and not admit:
+        table = self._table
+        partial = [request for rank in table.ranks for request in rank.prefilling.values()]
+        admit = admit and bool(table.waiting) and any(rank.num_free_slots for rank in table.ranks)
+        if not partial and not admit:
             return []
         budget = PrefillBudget(
             num_decodes,
@@ -188,29 +189,29 @@ class Planner:
             prompt_logprob_tokens=self._capacity.prompt_logprob_tokens,
         )
         chosen: list[tuple[Request, int]] = []
-        promised = [0] * len(roster.ranks)
-        open_ranks = list(roster.ranks)
-        # The oldest first: beside prompts that are scored, others must keep to a smaller program.
-        for request in sorted(halfway, key=lambda request: request.arrival) if len(halfway) > 1 else halfway:
-            rank = roster.ranks[request.rank]
+        promised = [0] * len(table.ranks)
+        open_ranks = list(table.ranks)
+        # The oldest first: a chunk with prompt log probabilities limits all chunks to a smaller program.
+        for request in sorted(partial, key=lambda request: request.arrival) if len(partial) > 1 else partial:
+            rank = table.ranks[request.rank]
             planned, held = request.num_planned_tokens, len(request.pages[0])
             wants = request.needs_prompt_logprobs
             room = (held + rank.num_available_pages - promised[rank.index]) * self._page_size - planned
-            length = min(request.num_fill_tokens - planned, room, budget.offer(rank.index, prompt_logprobs=wants))
+            length = min(request.num_fill_tokens - planned, room, budget.max_chunk(rank.index, prompt_logprobs=wants))
             if length <= 0:
                 open_ranks.remove(rank)
                 continue
-            budget.take(rank.index, length, prompt_logprobs=wants)
+            budget.add_chunk(rank.index, length, prompt_logprobs=wants)
             chosen.append((request, length))
             promised[rank.index] += rank.pool.pages_for(planned + length) - held
         if admit:
             self._start_waiting(open_ranks, chosen, opens, budget, promised)
-        if chosen and not budget.prompt_logprobs:  # those steps have a program of their own
+        if chosen and not budget.prompt_logprobs:  # steps with prompt log probabilities run another program
             self._trim(chosen, budget.totals)
         return chosen
 
     def _trim(self, chosen: list[tuple[Request, int]], totals: list[int]) -> None:
-        """Cut what is just above a bucket from the last chunk of each rank."""
+        """Shorten the last chunk of each rank if the step then fits a smaller bucket; see `trim_to_bucket`."""
         last = {request.rank: at for at, (request, _) in enumerate(chosen)}
         lasts = [chosen[last[rank]][1] if rank in last else 0 for rank in range(len(totals))]
         for rank, cut in enumerate(trim_to_bucket(totals, lasts, self._capacity.token_buckets)):
@@ -226,44 +227,44 @@ class Planner:
         budget: PrefillBudget,
         promised: list[int],
     ) -> None:
-        """Start waiting requests, in the order of the queue, as long as budget and pages of an open rank allow.
+        """Start waiting requests in queue order, as long as an open rank has budget and pages.
 
-        `promised[i]` pages of those that are available on rank i are for chunks that are chosen already. One whose best
-        rank has only no budget left in this step waits for the next: elsewhere its prefix would be computed again.
+        `promised[i]` of the available pages of rank i are needed by chunks chosen before. A request whose best rank
+        only lacks budget in this step waits for the next step: another rank would compute its prefix again.
         """
-        ranks = self._roster.ranks
+        ranks = self._table.ranks
         ratio = self._ratio.value
         expected = [reserved_tokens(rank.running, ratio) for rank in ranks]
         pending = [sum(r.num_fill_tokens - r.num_planned_tokens for r in rank.prefilling.values()) for rank in ranks]
-        num_left = 0
+        num_passed = 0
         self.num_deferred = 0
-        for waiting in self._roster.waiting.in_order():
+        for waiting in self._table.waiting.in_order():
             wants = waiting.needs_prompt_logprobs
             able = [rank for rank in open_ranks if rank.num_free_slots]
-            if num_left > _MOST_LEFT or not any(budget.offer(r.index, prompt_logprobs=wants) > 0 for r in able):
+            if num_passed > _MAX_PASSED or not any(budget.max_chunk(r.index, prompt_logprobs=wants) > 0 for r in able):
                 return
-            for rank in by_cost(waiting, able, pending):
+            for rank in rank_by_cost(waiting, able, pending):
                 index, cache, pool = rank.index, rank.cache, rank.pool
-                if budget.offer(index, prompt_logprobs=wants) <= 0:
-                    num_left += 1
+                if budget.max_chunk(index, prompt_logprobs=wants) <= 0:
+                    num_passed += 1
                     break
                 fill, reusable = waiting.fill_tokens, waiting.num_reusable_tokens
                 node, pages = cache.match(waiting.namespace, fill, reusable)
-                cached = (len(pages) + cache.num_absent(node)) * self._page_size
+                cached = (len(pages) + cache.num_host_only(node)) * self._page_size
                 if self._is_computed_by_another(waiting, fill, cached, rank, chosen):
                     self.num_deferred += 1
                     break
                 cache.lock(node)
-                needed = pool.pages_for(waiting.num_fill_tokens) - len(pages)  # also for what is loaded
+                needed = pool.pages_for(waiting.num_fill_tokens) - len(pages)  # includes pages to load from the host
                 available = rank.num_available_pages - promised[index]
                 reserved = math.ceil(expected[index] / self._page_size)
-                alone = not (rank.prefilling or rank.decoding)
-                if not may_start(needed, available, reserved, alone=alone):
+                nothing_runs = not (rank.prefilling or rank.decoding)
+                if not may_start(needed, available, reserved, nothing_runs=nothing_runs):
                     cache.unlock(node)
                     continue
-                length = min(waiting.num_fill_tokens - cached, budget.offer(index, prompt_logprobs=wants))
-                opens.append(self._roster.start(waiting, rank, node, pages))
-                budget.take(index, length, prompt_logprobs=wants)
+                length = min(waiting.num_fill_tokens - cached, budget.max_chunk(index, prompt_logprobs=wants))
+                opens.append(self._table.start(waiting, rank, node, pages))
+                budget.add_chunk(index, length, prompt_logprobs=wants)
                 chosen.append((waiting, length))
                 promised[index] += pool.pages_for(waiting.num_fill_tokens) - len(waiting.pages[0])
                 expected[index] += reserved_tokens([waiting], ratio)
@@ -275,11 +276,13 @@ class Planner:
     def _is_computed_by_another(
         self, request: Request, fill: list[int], cached: int, rank: Rank, chosen: list[tuple[Request, int]]
     ) -> bool:
-        """Whether one that computes on this rank in this step has what comes next in `request`'s prompt: then its pages
-        are shared from the next step on, and computing them twice would be a waste."""
+        """Return whether another request on `rank` computes the next part of `request`'s prompt in this step.
+
+        Then the pages can be shared from the next step on, instead of computing them twice.
+        """
         if not self._shares_prefixes:
             return False
-        end = cached + max(_WORTH_WAITING, self._page_size) // self._page_size * self._page_size
+        end = cached + max(_MIN_SHARED_TOKENS, self._page_size) // self._page_size * self._page_size
         if end > request.num_reusable_tokens:
             return False
         return any(
@@ -293,8 +296,8 @@ class Planner:
         )
 
     def _prefill_chunk(self, request: Request, length: int) -> Chunk:
-        """Plan the next `length` fill tokens of a request; with the last of them it draws its first new token."""
-        rank = self._roster.ranks[request.rank]
+        """Plan the next `length` fill tokens of a request; the last one also samples its first new token."""
+        rank = self._table.ranks[request.rank]
         start = request.num_planned_tokens
         end = start + length
         is_last = end == request.num_fill_tokens
@@ -318,5 +321,5 @@ class Planner:
         request.num_planned_outputs += samples
         rank.cache_prompt(request)
         if is_last:
-            rank.promote(request, last=request.num_planned_outputs >= request.max_new_tokens)
+            rank.advance(request, last=request.num_planned_outputs >= request.max_new_tokens)
         return chunk

@@ -1,14 +1,14 @@
 """One data-parallel rank: its slots, pages, prefix cache and the requests that run on it.
 
-Ranks share nothing: slots and pages are numbers local to one, a prefix that one has cached is no use to another, and a
-request stays where it started until it ends or is retracted. A rank hands out what it has and takes it back, so that
-each slot and page is free, cached or owned exactly once; `check` says so at any moment between two steps. Which request
-comes to which rank, and who moves when, it never decides.
+Ranks share nothing: slot and page numbers are local to a rank, a prefix cached on one is useless to another, and a
+request stays on its rank until it ends or is retracted. A rank allocates and frees, so that each slot and page is free,
+cached or owned exactly once; `check` verifies this at any moment between two steps. The planner and the scheduler
+decide which request runs on which rank, and when.
 
-Who holds what: a running request owns a slot and pages, and has locked the cached prefix it reads. Whole pages of its
-prompt go to the cache as soon as the step that writes them is planned, those of its output when it stops running. It
-gives all back when it ends, when it is retracted, or once its last token is planned and a next step is made: steps run
-in order, so whoever gets them then comes after it.
+Ownership: a running request owns a slot and pages, and has locked the cached prefix it reads. Whole pages of its prompt
+go to the cache as soon as the step that writes them is planned, whole pages of its output when it stops running. The
+request frees everything when it ends, when it is retracted, or when its last token is planned and the next step is
+made: steps run in order, so the next owner's step runs after it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from collections import Counter
 
 from jaxserve.engine.kv_cache.page_pool import PagePool
 from jaxserve.engine.kv_cache.radix_cache import RadixCache
-from jaxserve.engine.kv_cache.radix_node import Node
+from jaxserve.engine.kv_cache.radix_node import RadixNode
 from jaxserve.engine.scheduling.request import Phase, Request
 from jaxserve.step_plan import Capacity, SlotOpen
 
 
 class Rank:
-    """The requests that run on it, by id. Each is in exactly one of `prefilling` (some fill tokens are unplanned),
-    `decoding`, and `finishing` (its last token is planned); each keeps the order in which they came in."""
+    """The slots, pages, cache and running requests of one rank.
+
+    Each request is in exactly one of the dictionaries `prefilling` (some fill tokens are unplanned), `decoding`, and
+    `finishing` (its last token is planned), by id and in the order of entry.
+    """
 
     def __init__(self, index: int, capacity: Capacity, cache: RadixCache, pool: PagePool) -> None:
         self.index = index
@@ -39,31 +42,33 @@ class Rank:
 
     @property
     def running(self) -> list[Request]:
-        """Those that have tokens to plan yet."""
+        """The requests that still have tokens to plan."""
         return [*self.prefilling.values(), *self.decoding.values()]
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a slot; one whose last token is on its way may have given it back."""
+        """The number of requests that hold a slot; a finishing request may have freed its slot already."""
         ending = sum(request.slot is not None for request in self.finishing.values())
         return len(self.prefilling) + len(self.decoding) + ending
 
     @property
     def num_free_slots(self) -> int:
-        """Requests that could start if there were pages."""
+        """The number of free slots."""
         return len(self._free_slots)
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that are free, or cached and used by nobody."""
+        """The number of pages that are free, or cached and evictable."""
         return self.pool.num_free + self.cache.num_evictable
 
-    def start(self, request: Request, node: Node, pages: list[int]) -> SlotOpen:
-        """A request takes a slot, and the cached prefix that ends at `node`, which the caller has locked for it:
-        `pages`, and those into which the rest of it is loaded."""
+    def start(self, request: Request, node: RadixNode, pages: list[int]) -> SlotOpen:
+        """Give a request a slot and the cached prefix that ends at `node`, which the caller has locked for it.
+
+        `pages` are the resident pages of the prefix; pages for its host-only rest are allocated here.
+        """
         slot = self._free_slots.pop()
-        if absent := self.cache.num_absent(node):
-            loaded = self._allocate(absent)
+        if host_only := self.cache.num_host_only(node):
+            loaded = self._allocate(host_only)
             self.cache.load(node, loaded)
             pages = pages + loaded
         cached = len(pages) * self.pool.page_size
@@ -91,7 +96,7 @@ class Rank:
         )
 
     def extend(self, request: Request, num_tokens: int) -> tuple[tuple[int, ...], ...]:
-        """Give a request the pages that its first `num_tokens` tokens still lack, and return them by KV group."""
+        """Allocate the pages that a request still needs for its first `num_tokens` tokens; return them by KV group."""
         pages = request.pages[0]
         count = self.pool.pages_for(num_tokens) - len(pages)
         if count <= 0:
@@ -101,7 +106,7 @@ class Rank:
         return (tuple(new),)
 
     def cache_prompt(self, request: Request) -> None:
-        """The whole pages of fill tokens that are planned go to the cache: later steps may read them."""
+        """Hand the whole pages of planned fill tokens to the cache; later steps may read them."""
         shared, size = request.num_shared_pages, self.pool.page_size
         whole = request.num_planned_tokens // size
         if whole <= shared:
@@ -112,24 +117,24 @@ class Rank:
         )
         request.num_shared_pages += taken
 
-    def promote(self, request: Request, *, last: bool) -> None:
-        """All fill tokens of a prefilling request, or with `last` the last token of a decoding one, are planned."""
+    def advance(self, request: Request, *, last: bool) -> None:
+        """Move a request to `decoding` when all its fill tokens are planned, or with `last` to `finishing`."""
         self.prefilling.pop(request.request_id, None) or self.decoding.pop(request.request_id)
         (self.finishing if last else self.decoding)[request.request_id] = request
 
     def stop(self, request: Request) -> None:
-        """A request runs no more; the cache keeps what was computed for as long as it can."""
-        self._give_back(request)
+        """Remove a request and free its slot and pages; the cache takes over its whole pages."""
+        self._free(request)
         for group in (self.prefilling, self.decoding, self.finishing):
             group.pop(request.request_id, None)
 
     def release_finishing(self) -> None:
-        """Take slots and pages from requests whose last token was planned in an earlier step."""
+        """Free the slots and pages of requests whose last token was planned in an earlier step."""
         for request in self.finishing.values():
-            self._give_back(request)
+            self._free(request)
 
     def take_closed_slots(self, opens: list[SlotOpen]) -> list[tuple[int, int]]:
-        """Slots that were freed since the last call and that none of `opens` takes again, as (rank, slot)."""
+        """Return the slots that were freed since the last call and are not in `opens`, as (rank, slot)."""
         if not self._closed_slots:
             return []
         reopened = {opened.slot for opened in opens if opened.rank == self.index}
@@ -138,7 +143,7 @@ class Rank:
         return closed
 
     def check(self) -> list[str]:
-        """What is wrong with slots, pages and cache, as sentences; empty when each is counted once."""
+        """Return the inconsistencies found in slots, pages and cache, as sentences."""
         requests = [*self.running, *self.finishing.values()]
         problems = self._check_requests(requests)
         slots = Counter(self._free_slots)
@@ -154,7 +159,9 @@ class Rank:
         problems = []
         for request in requests:
             if request.phase is not Phase.RUNNING or request.rank != self.index:
-                problems.append(f"request {request.request_id} runs here, is {request.phase} on rank {request.rank}")
+                problems.append(
+                    f"request {request.request_id} runs on this rank but is {request.phase} on rank {request.rank}"
+                )
             if request.slot is None and (request.request_id not in self.finishing or request.pages[0] or request.node):
                 problems.append(f"running request {request.request_id} has no slot")
             if request.slot is not None and len(request.pages[0]) != self.pool.pages_for(request.num_planned_tokens):
@@ -163,27 +170,27 @@ class Rank:
                     f"{request.num_planned_tokens} tokens"
                 )
         if len(self.prefilling) > 1:
-            problems.append(f"{len(self.prefilling)} prompts are halfway at once: {', '.join(self.prefilling)}")
+            problems.append(f"{len(self.prefilling)} prompts are partly planned: {', '.join(self.prefilling)}")
         return problems
 
     def _allocate(self, count: int) -> list[int]:
-        """Free pages, or cached ones that nobody uses; the caller has made sure that there are as many."""
+        """Allocate pages, evicting cached ones if needed; the caller makes sure that this many are available."""
         if count > self.pool.num_free:
             self.cache.evict(count - self.pool.num_free)
         return self.pool.allocate(count)
 
-    def _give_back(self, request: Request) -> None:
+    def _free(self, request: Request) -> None:
         if request.slot is None:
             return
         self._free_slots.append(request.slot)
         self._closed_slots.append(request.slot)
         request.slot = None
         pages, shared = request.pages[0], request.num_shared_pages
-        # What is planned is written before anybody else's step; the tokens must be known, too, to be found again.
+        # Planned tokens are written before any later step runs. To cache a page, its tokens must be known too.
         whole = max(min(request.num_planned_tokens, request.num_known_tokens) // self.pool.page_size, shared)
         self.pool.release(pages[whole:])
         tokens = request.tokens(0, whole * self.pool.page_size)
-        self.cache.adopt(request.namespace, tokens, pages[shared:whole], shared)
+        self.cache.insert(request.namespace, tokens, pages[shared:whole], shared)
         assert request.node is not None
         self.cache.unlock(request.node)
         request.node = None

@@ -1,8 +1,9 @@
-"""To which data-parallel rank a waiting request goes: where it is done soonest, reckoned in tokens to compute.
+"""Orders the data-parallel ranks for a waiting request: the one that finishes it soonest first.
 
-All ranks step together, each as long as the fullest. So what a request costs somewhere is what must be computed there
-before its first token (prompts that are ahead of it, and what the rank's cache lacks of its own), and what one sequence
-more makes every later step longer. It reads ranks and changes nothing; whether a rank has room is the planner's to see.
+The unit of cost is a token to compute. All ranks step together, so each step lasts as long as the fullest rank needs.
+The cost of a rank is the prompt tokens to compute there before the request's first token (prompts ahead of it, and the
+part of its own that the rank has not cached), plus the slowdown of later steps by each sequence that runs there. This
+module reads ranks and changes nothing; the planner checks whether a rank has room.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from jaxserve.engine.scheduling.rank import Rank
 from jaxserve.engine.scheduling.request import Request
 
 SEQUENCE_TOKENS = 64
-"""Prompt tokens that one sequence more costs a rank: a row of a decode step is taken to cost a third of a prompt token,
-for some two hundred steps. `benchmarks/mesh.py` compares it with others."""
+"""The cost of one running sequence, in prompt tokens: assumes that a row of a decode step costs a third of a prompt
+token, for about two hundred steps. `benchmarks/mesh.py` compares it with other values."""
 
 CACHED_WEIGHT = 4
-"""What a cached token of a prompt is worth, in tokens to compute before it: it saves the request its time, others there
-theirs, and the room that a second copy would take. `benchmarks/mesh.py` and `replicas.py` compare it with others."""
+"""The value of one cached prompt token, in tokens to compute: it saves time for this request and for others on the
+rank, and the memory of a second copy. `benchmarks/mesh.py` and `replicas.py` compare it with other values."""
 
 CROWDED_SHARE = 0.25
-"""Who has more requests than the emptiest, by this share of its slots, comes after those who have not: however long a
-prefix is that all share, they don't all sit in one place."""
+"""A rank is crowded if it runs more requests than the emptiest by this share of its slots. Crowded ranks come last,
+so that requests that all share a prefix, however long, don't all go to one rank."""
 
 
-def by_cost(request: Request, ranks: Sequence[Rank], pending: Sequence[int]) -> list[Rank]:
-    """The ranks, the best for `request` first. `pending[i]` tokens are to be computed on rank i before its own."""
+def rank_by_cost(request: Request, ranks: Sequence[Rank], pending: Sequence[int]) -> list[Rank]:
+    """Return the ranks, the best for `request` first. `pending[i]` other tokens come first on rank i."""
     if len(ranks) == 1:
         return list(ranks)
     fill, reusable = request.fill_tokens, request.num_reusable_tokens

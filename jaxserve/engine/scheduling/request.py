@@ -1,9 +1,9 @@
-"""A request while the engine works on it: the only mutable record of it, owned by the engine's thread.
+"""An open request in the engine: its only mutable record, owned by the engine's thread.
 
-It counts tokens three ways. *Planned* ones are in a step that was handed to the device, *computed* ones in a step whose
-result has been committed; the two differ by what is in flight. *Fill* tokens are those the host knew when the request
-took its slot (the prompt, and after a retraction its output too): they are computed in chunks; from then on each step
-adds one. It never decides anything: the scheduler does.
+It counts tokens in three ways. *Planned* tokens are in a step that was handed to the device. *Computed* tokens are in a
+step whose result has been committed; the difference is in flight. *Fill* tokens were known to the host when the request
+took its slot (the prompt, and after a retraction its output too): they are computed in chunks; after them each step
+adds one token. The scheduler makes all decisions.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 import enum
 
 from jaxserve.api_types import EngineRequest, SamplingParams, TokenLogprobs, Usage
-from jaxserve.engine.kv_cache.radix_node import Node
+from jaxserve.engine.kv_cache.radix_node import RadixNode
 
 
 class Phase(enum.Enum):
-    """Where a request stands; it holds a slot and pages only while RUNNING."""
+    """The state of a request; it holds a slot and pages only while RUNNING."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -25,8 +25,8 @@ class Phase(enum.Enum):
 class Request:
     """One sequence. `pages` are by KV group; `arrival` orders requests; `sampling` always has a seed.
 
-    The first `num_shared_pages` of its pages are the prefix cache's and end at `node`, which it has locked; the others
-    are its own. `queue_seconds` is None until it has started once, and again when that was told.
+    The first `num_shared_pages` of its pages belong to the prefix cache and end at `node`, which the request has
+    locked; the others are its own. `queue_seconds` is None before the first start, and again once it was reported.
     """
 
     __slots__ = (
@@ -53,6 +53,7 @@ class Request:
         "priority",
         "prompt_ids",
         "prompt_logprobs",
+        "queue_index",
         "queue_seconds",
         "rank",
         "request_id",
@@ -60,7 +61,6 @@ class Request:
         "sampling",
         "slot",
         "stop_ids",
-        "turn",
         "wants_logprobs",
     )
 
@@ -82,7 +82,7 @@ class Request:
         self.min_tokens = sampling.min_tokens
         self.greedy = sampling.greedy
         self.wants_logprobs = sampling.logprobs is not None
-        # Nothing precedes the first token. Set to None once delivered, or when nobody asked.
+        # The first token has no log probability, as nothing precedes it. None if not requested, or once delivered.
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if sampling.prompt_logprobs is None else [None]
 
         self.phase = Phase.WAITING
@@ -91,9 +91,9 @@ class Request:
         self.num_cached_tokens: int | None = None
         self.num_shared_pages = 0
         self.num_starts = 0
-        self.node: Node | None = None
+        self.node: RadixNode | None = None
         self.queue_seconds: float | None = None
-        self.turn = 0
+        self.queue_index = 0
         self.num_fill_tokens = self.num_prompt_tokens
         self.num_planned_tokens = 0
         self.num_computed_tokens = 0
@@ -104,44 +104,44 @@ class Request:
 
     @property
     def num_known_tokens(self) -> int:
-        """Prompt and output tokens the host has seen."""
+        """The number of prompt and output tokens that the host has seen."""
         return self.num_prompt_tokens + len(self.output_ids)
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Whether chunks of the prompt still have to bring log probabilities."""
+        """Whether chunks of the prompt still have to compute log probabilities."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     @property
     def usage(self) -> Usage:
-        """Token counts so far."""
+        """The token counts so far."""
         return Usage(self.num_prompt_tokens, len(self.output_ids), self.num_cached_tokens or 0)
 
     @property
     def num_reusable_tokens(self) -> int:
-        """How many fill tokens may come from the prefix cache: not the last, from which the next token is drawn, and
-        none where log probabilities of all are wanted."""
+        """The number of fill tokens that may come from the prefix cache: not the last one, from which the next token is
+        drawn, and none if log probabilities of all are requested."""
         return 0 if self.needs_prompt_logprobs else self.num_fill_tokens - 1
 
     @property
     def fill_tokens(self) -> list[int]:
-        """The tokens that are computed in chunks."""
+        """The tokens to compute in chunks."""
         return self.prompt_ids if not self.output_ids else self.tokens(0, self.num_fill_tokens)
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Known tokens of positions `start` to `end`, over prompt and output."""
+        """Return the known tokens of positions `start` to `end`, over prompt and output."""
         prompt = self.num_prompt_tokens
         if end <= prompt:
             return self.prompt_ids[start:end]
         return self.prompt_ids[start:prompt] + self.output_ids[max(start - prompt, 0) : end - prompt]
 
-    def take_prompt_logprobs(self, found: list[TokenLogprobs]) -> None:
-        """Add those of a chunk, which say nothing of the token after the prompt."""
+    def add_prompt_logprobs(self, found: list[TokenLogprobs]) -> None:
+        """Add the prompt log probabilities of a chunk, without an entry for the token after the prompt."""
         assert self.prompt_logprobs is not None
         self.prompt_logprobs.extend(found[: self.num_prompt_tokens - len(self.prompt_logprobs)])
 
-    def start_over(self) -> None:
-        """Forget what the device has computed: the next time it runs, all known tokens are filled in again."""
+    def reset_progress(self) -> None:
+        """Return to WAITING with no computed tokens; at the next start all known tokens are fill tokens."""
         self.phase = Phase.WAITING
         self.num_planned_tokens = 0
         self.num_computed_tokens = 0

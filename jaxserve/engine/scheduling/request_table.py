@@ -1,7 +1,7 @@
-"""The books: every open request and where it stands, waiting, running on one of the ranks, or gone.
+"""The table of open requests: each one waits in the queue or runs on one of the ranks.
 
-It owns the list of open requests, the queue, which all ranks share, and the ranks. It decides nothing: who moves, when,
-and to which rank, is the scheduler's.
+It owns the requests by id, the queue that all ranks share, and the ranks. It decides nothing: the scheduler and the
+planner decide which request moves, when, and to which rank.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from jaxserve.engine.kv_cache.radix_node import Node
+from jaxserve.engine.kv_cache.radix_node import RadixNode
 from jaxserve.engine.scheduling.policy import WaitingQueue
 from jaxserve.engine.scheduling.rank import Rank
 from jaxserve.engine.scheduling.request import Phase, Request
 from jaxserve.step_plan import SlotOpen
 
 
-class Roster:
-    """Open requests by id; those that don't wait run on the rank that they name."""
+class RequestTable:
+    """Open requests by id. A request that doesn't wait runs on the rank `Request.rank`."""
 
     def __init__(self, ranks: Sequence[Rank], waiting: WaitingQueue) -> None:
         self.ranks = tuple(ranks)
@@ -26,38 +26,38 @@ class Roster:
 
     @property
     def running(self) -> Iterator[Request]:
-        """Those that have tokens to plan yet, on all ranks."""
+        """The requests of all ranks that still have tokens to plan."""
         for rank in self.ranks:
             yield from rank.running
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a slot."""
+        """The number of requests that hold a slot."""
         return sum(rank.num_running for rank in self.ranks)
 
     @property
     def num_free_slots(self) -> int:
-        """Requests that could start if there were pages."""
+        """The number of free slots on all ranks."""
         return sum(rank.num_free_slots for rank in self.ranks)
 
-    def enter(self, request: Request) -> None:
-        """A request arrives and waits."""
+    def add(self, request: Request) -> None:
+        """Add a new request to the table and to the queue."""
         self.requests[request.request_id] = request
         self.waiting.add(request)
 
-    def start(self, request: Request, rank: Rank, node: Node, pages: list[int]) -> SlotOpen:
-        """A waiting request starts on a rank; see `Rank.start`."""
+    def start(self, request: Request, rank: Rank, node: RadixNode, pages: list[int]) -> SlotOpen:
+        """Start a waiting request on a rank; see `Rank.start`."""
         self.waiting.remove(request)
         return rank.start(request, node, pages)
 
     def retract(self, request: Request) -> None:
-        """A running request goes back to the queue; it may start again on any rank."""
+        """Stop a running request and put it back into the queue; it may start again on any rank."""
         self.ranks[request.rank].stop(request)
-        request.start_over()
-        self.waiting.put_back(request)
+        request.reset_progress()
+        self.waiting.requeue(request)
 
-    def leave(self, request: Request) -> None:
-        """A request ends, wherever it stands."""
+    def finish(self, request: Request) -> None:
+        """Remove a request that ends, whether it waits or runs."""
         if request.phase is Phase.WAITING:
             self.waiting.remove(request)
         else:
@@ -66,11 +66,11 @@ class Roster:
         del self.requests[request.request_id]
 
     def take_closed_slots(self, opens: list[SlotOpen]) -> list[tuple[int, int]]:
-        """Slots that were freed since the last call and that none of `opens` takes again, as (rank, slot)."""
+        """Return the slots that were freed since the last call and are not in `opens`, as (rank, slot)."""
         return [closed for rank in self.ranks for closed in rank.take_closed_slots(opens)]
 
     def check(self) -> list[str]:
-        """What is wrong with the books, as sentences; empty when every page, slot and request is counted once."""
+        """Return the inconsistencies found, as sentences; none if every page, slot and request is counted once."""
         problems = self._check_requests()
         for rank in self.ranks:
             where = f"on rank {rank.index}, " if len(self.ranks) > 1 else ""

@@ -1,8 +1,8 @@
-"""Who runs when. `plan()` says what the next step computes, `commit()` takes in what it produced.
+"""The scheduler: `plan()` returns what the next step computes, `commit()` processes what a step produced.
 
-It decides over the roster's requests, on one data-parallel rank or several that step together, and is plain integers
-throughout: no device, no clock, no thread, so a test or a simulator drives it as well as the engine does. A plan may be
-made while earlier ones are in flight; they are committed in the order they were made.
+It schedules the requests of the table on one data-parallel rank, or on several that step together. It works on plain
+integers, without a device or a thread, so tests and simulators can drive it as the engine does. A plan may be made
+while earlier ones are in flight; plans are committed in the order they were made.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ from jaxserve.engine.scheduling.planner import Planner
 from jaxserve.engine.scheduling.policy import Policy, WaitingQueue, choose_victim
 from jaxserve.engine.scheduling.rank import Rank
 from jaxserve.engine.scheduling.request import Phase, Request
-from jaxserve.engine.scheduling.request_table import Roster
-from jaxserve.engine.scheduling.scheduler_stats import Tally
+from jaxserve.engine.scheduling.request_table import RequestTable
+from jaxserve.engine.scheduling.scheduler_stats import SchedulerStats
 from jaxserve.step_plan import Capacity, StepPlan, StepResult
 
 logger = logging.getLogger("jaxserve.engine")
 
 
 class Scheduler:
-    """Decides within what `capacity` can hold, by `policy` and `conservativeness` (see `policy`, `admission`).
+    """Schedules requests within `capacity`, by `policy` and `conservativeness` (see the modules `policy`, `admission`).
 
-    A step has at most `max_num_batched_tokens` tokens, of them at most `chunked_prefill_size` and `max_prefill_tokens`
-    of prompts, on each rank. At most `max_queued_requests` may wait beyond those that free slots could take (None: no
-    limit).
-    `random_seed` decides the seeds of requests that bring none. What is evicted from the prefix cache is kept in
-    `num_host_pages` pages of host memory, on each rank. `clock` gives seconds, for the time spent waiting.
-    Raises `ConfigError` where nothing could ever run.
+    On each rank, a step has at most `max_num_batched_tokens` tokens, of which at most `chunked_prefill_size` and at
+    most `max_prefill_tokens` belong to prompts. Beyond the free slots, at most `max_queued_requests` may wait (None: no
+    limit). `random_seed` determines the seeds of requests without one. Each rank keeps pages evicted from its prefix
+    cache in `num_host_pages` pages of host memory. `clock` returns seconds and measures queue time.
+    Raises `ConfigError` if a limit is so low that nothing could ever run.
     """
 
     def __init__(
@@ -69,11 +68,11 @@ class Scheduler:
             namespace, fill, limit = request.namespace, request.fill_tokens, request.num_reusable_tokens
             return max(rank.cache.match_length(namespace, fill, limit) for rank in ranks)
 
-        self._by_priority = policy == "priority"
-        self._roster = Roster(ranks, WaitingQueue(policy, cached, random_seed))
+        self._uses_priority = policy == "priority"
+        self._table = RequestTable(ranks, WaitingQueue(policy, cached, random_seed))
         self._ratio = admission.NewTokenRatio(conservativeness)
         self._planner = Planner(
-            self._roster,
+            self._table,
             capacity,
             chunked_prefill_size=chunked_prefill_size,
             max_prefill_tokens=max_prefill_tokens,
@@ -86,17 +85,17 @@ class Scheduler:
         self._in_flight: deque[tuple[StepPlan, list[Request]]] = deque()
         self._events: list[TokenEvent] = []
         self._num_arrived = 0
-        self._tally = Tally(capacity)
+        self._stats = SchedulerStats(capacity)
 
     def add(self, request: EngineRequest) -> TokenEvent | None:
-        """Let a request in, or return the one event that refuses it."""
-        if request.request_id in self._roster.requests:
-            return _refused(request, f"a request with the id {request.request_id!r} is already open")
-        if error := admission.refusal(request, self._capacity):
-            return _refused(request, error)
+        """Add a request, or return the only event of a rejected one."""
+        if request.request_id in self._table.requests:
+            return _rejection(request, f"a request with the id {request.request_id!r} is already open")
+        if error := admission.rejection_reason(request, self._capacity):
+            return _rejection(request, error)
         limit = self._max_queued_requests
-        if limit is not None and self.num_waiting >= limit + self._roster.num_free_slots:
-            return _refused(
+        if limit is not None and self.num_waiting >= limit + self._table.num_free_slots:
+            return _rejection(
                 request,
                 f"queue full: {self.num_waiting} requests wait and --max-queued-requests is {limit}; try again later",
             )
@@ -104,9 +103,9 @@ class Scheduler:
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._random.getrandbits(63))
         self._num_arrived += 1
-        if not self._roster.requests:
+        if not self._table.requests:
             self._ratio.reset()
-        self._roster.enter(
+        self._table.add(
             Request(
                 request,
                 sampling=sampling,
@@ -118,13 +117,13 @@ class Scheduler:
         return None
 
     def abort(self, request_id: str) -> TokenEvent | None:
-        """End a request wherever it stands and return its last event; None when no such request is open."""
-        request = self._roster.requests.get(request_id)
+        """End a request, waiting or running, and return its last event; None if no such request is open."""
+        request = self._table.requests.get(request_id)
         return None if request is None else self._finish(request, FinishReason.ABORT)
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute before a step in flight has been committed."""
-        roster = self._roster
+        """Return the next step, or None if there is nothing to compute before a step in flight is committed."""
+        table = self._table
         for rank in self._ranks:
             rank.release_finishing()
         num_retracted = self._make_room()
@@ -132,25 +131,25 @@ class Scheduler:
             num_retracted = self._preempt_for_priority()
         if num_retracted is None:
             return None
-        # Whoever was just retracted must not start again at once: it would take the pages it was to give.
+        # A request that was just retracted must not start again at once: it would take back the pages it freed.
         planned = self._planner.next_step(admit=num_retracted == 0)
         if planned is None:
-            assert not roster.waiting or self._in_flight, "requests wait, nothing runs, and none may start"
+            assert not table.waiting or self._in_flight, "requests wait, nothing runs, and none may start"
             return None
         self._in_flight.append(planned)
         plan, requests = planned
         if plan.num_decodes:
-            self._ratio.decode_step()
+            self._ratio.decay()
         if plan.opens:
-            self._tally.started(requests[-len(plan.opens) :], self._clock())
-        self._tally.planned(plan)
+            self._stats.count_starts(requests[-len(plan.opens) :], self._clock())
+        self._stats.count_step(plan)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
-        """Credit what the oldest plan in flight produced; tokens of requests that have ended meanwhile are dropped."""
+        """Process the result of the oldest plan in flight; drop tokens of requests that have ended meanwhile."""
         planned, requests = self._in_flight.popleft()
         assert planned is plan, "plans are committed in the order they were made"
-        self._tally.num_steps += 1
+        self._stats.num_steps += 1
         events = self.take_events()
         logprobs = result.logprobs
         running = Phase.RUNNING
@@ -160,10 +159,10 @@ class Scheduler:
                 continue
             request.num_computed_tokens += chunk.length
             if request.prompt_logprobs is not None:
-                request.take_prompt_logprobs(result.prompt_logprobs.get(index, []))
+                request.add_prompt_logprobs(result.prompt_logprobs.get(index, []))
             outputs = request.output_ids
             if not outputs and request.num_computed_tokens == request.num_prompt_tokens:
-                self._tally.prompt_tokens += request.num_prompt_tokens
+                self._stats.prompt_tokens += request.num_prompt_tokens
                 if request.max_new_tokens == 0:
                     events.append(self._finish(request, FinishReason.LENGTH))
             if not tokens:
@@ -195,67 +194,68 @@ class Scheduler:
                 )
             else:
                 events.append(TokenEvent(request.request_id, tokens))
-        self._tally.generation_tokens += num_tokens
+        self._stats.generation_tokens += num_tokens
         return events
 
     def take_events(self) -> list[TokenEvent]:
-        """Events that arose while planning, each once; `commit` brings them too."""
+        """Return and clear the events that arose while planning; `commit` also returns them."""
         events, self._events = self._events, []
         return events
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is open, or an event waits to be taken."""
-        return bool(self._roster.requests or self._events)
+        """Whether a request is open or an event has not been taken."""
+        return bool(self._table.requests or self._events)
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """The number of tokens in a page."""
         return self._capacity.page_size
 
     @property
     def last_decode_bucket(self) -> int:
-        """Rows of the decode program that ran last."""
-        return self._tally.padding.last_bucket
+        """The number of rows of the last decode program."""
+        return self._stats.buckets.last_bucket
 
     @property
     def decode_steps_by_rows(self) -> dict[int, int]:
-        """How many decode steps had so many rows, since the start; a copy."""
-        return dict(self._tally.padding.decode_steps_by_rows)
+        """The number of decode steps since the start, by their number of rows; a copy."""
+        return dict(self._stats.buckets.decode_steps_by_rows)
 
     @property
     def num_running(self) -> int:
-        """Requests that have started and not ended."""
-        return self._roster.num_running
+        """The number of requests that have started and not ended."""
+        return self._table.num_running
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have not started, or were retracted."""
-        return len(self._roster.waiting)
+        """The number of requests that have not started, or were retracted."""
+        return len(self._table.waiting)
 
     def stats(self) -> EngineStats:
-        """A reading of the sizes and counters that the scheduler knows."""
-        return self._tally.reading(
-            self._roster, new_token_ratio=self._ratio.value, num_deferred=self._planner.num_deferred
+        """Return the current sizes and counters."""
+        return self._stats.engine_stats(
+            self._table, new_token_ratio=self._ratio.value, num_deferred=self._planner.num_deferred
         )
 
     def flush_cache(self) -> int:
-        """Forget all cached prefixes, and return how many pages became free by it.
+        """Remove all cached prefixes and return how many pages this freed.
 
-        Pages that running requests read stay theirs until they end; nobody finds them any more.
+        Running requests keep the pages they read until they end, but no lookup finds these pages.
         """
         return sum(rank.cache.flush() for rank in self._ranks)
 
     def check_integrity(self) -> list[str]:
-        """What is wrong with pages, slots and queues, as sentences; empty when nothing is."""
-        return self._roster.check()
+        """Return the inconsistencies found in pages, slots and queues, as sentences."""
+        return self._table.check()
 
     def _make_room(self) -> int | None:
-        """Retract until those that run can go on, and return how many were. None: wait for the step in flight first.
+        """Retract requests until the others have pages for their next step; return how many were retracted.
 
-        It may end requests and so free pages; and once it is committed, all tokens of a victim are known here.
+        Return None if a step in flight must be committed first: it may end requests and so free pages, and it makes all
+        tokens of a victim known.
         """
-        roster = self._roster
+        table = self._table
         num_retracted = 0
         for rank in self._ranks:
             while self._planner.is_short_of_pages(rank):
@@ -263,15 +263,15 @@ class Scheduler:
                     return None
                 running = rank.running
                 if len(running) == 1:
-                    error = admission.pool_exhausted(running[0].num_known_tokens, self._capacity)
+                    error = admission.pool_exhausted_error(running[0].num_known_tokens, self._capacity)
                     self._events.append(self._finish(running[0], FinishReason.ERROR, error=error))
                 else:
-                    roster.retract(choose_victim(running, by_priority=self._by_priority))
+                    table.retract(choose_victim(running, by_priority=self._uses_priority))
                     num_retracted += 1
         if num_retracted:
-            self._tally.num_retractions += num_retracted
+            self._stats.num_retractions += num_retracted
             before = self._ratio.value
-            self._ratio.retracted(list(roster.running))
+            self._ratio.set_from_survivors(list(table.running))
             logger.warning(
                 "decode out of memory happened, #retracted_reqs: %d, #new_token_ratio: %.4f -> %.4f, "
                 "#running-req: %d, #queue-req: %d, total_cumulative_preemption_cnt: %d",
@@ -280,35 +280,36 @@ class Scheduler:
                 self._ratio.value,
                 self.num_running,
                 self.num_waiting,
-                self._tally.num_preemptions,
+                self._stats.num_preemptions,
             )
         return num_retracted
 
     def _preempt_for_priority(self) -> int | None:
-        """Retract requests of lower priority where the first that waits can't start without; None: wait first.
+        """Retract requests of lower priority if the first waiting request can't start otherwise.
 
-        Returns 0: those that made room are behind it in the queue, so that it may start in the same plan.
+        Return 0, as the retracted requests stand behind it in the queue, so that it may start in the same plan. Return
+        None if a step in flight must be committed first.
         """
-        roster = self._roster
-        first = next(roster.waiting.in_order(), None) if self._by_priority else None
-        if first is None or any(self._planner.could_start(first, rank) for rank in self._ranks):
+        table = self._table
+        first = next(table.waiting.in_order(), None) if self._uses_priority else None
+        if first is None or any(self._planner.can_start(first, rank) for rank in self._ranks):
             return 0
         for rank in self._ranks:
             lower = [request for request in rank.running if request.priority < first.priority]
             held = sum(len(request.pages[0]) for request in lower)
-            if lower and self._planner.could_start(first, rank, more_pages=held):
+            if lower and self._planner.can_start(first, rank, more_pages=held):
                 break
         else:
             return 0
         if self._in_flight:
             return None
         num_retracted = 0
-        while lower and not self._planner.could_start(first, rank):
+        while lower and not self._planner.can_start(first, rank):
             victim = choose_victim(lower, by_priority=True)
             lower.remove(victim)
-            roster.retract(victim)
+            table.retract(victim)
             num_retracted += 1
-        self._tally.num_priority_preemptions += num_retracted
+        self._stats.num_priority_preemptions += num_retracted
         logger.info(
             "preempted %d running requests for one of priority %d, #running-req: %d, #queue-req: %d, "
             "total_cumulative_preemption_cnt: %d",
@@ -316,7 +317,7 @@ class Scheduler:
             first.priority,
             self.num_running,
             self.num_waiting,
-            self._tally.num_preemptions,
+            self._stats.num_preemptions,
         )
         return 0
 
@@ -329,8 +330,8 @@ class Scheduler:
         logprobs: list[TokenLogprobs] | None = None,
         error: str | None = None,
     ) -> TokenEvent:
-        """Take a request out of the books and return its last event."""
-        self._roster.leave(request)
+        """Remove a request from the table and return its last event."""
+        self._table.finish(request)
         token_ids = token_ids or []
         return TokenEvent(
             request.request_id,
@@ -350,7 +351,7 @@ def _make_rank(index: int, capacity: Capacity, tier: HostTier, prefix_cache: boo
     return Rank(index, capacity, RadixCache(pool, tier, disabled=not prefix_cache), pool)
 
 
-def _refused(request: EngineRequest, error: str) -> TokenEvent:
+def _rejection(request: EngineRequest, error: str) -> TokenEvent:
     return TokenEvent(
         request.request_id,
         [],

@@ -1,6 +1,6 @@
-"""What is counted while requests are served, and the reading of the engine that it makes.
+"""The scheduler's counters, and the `EngineStats` made of them.
 
-It owns the totals since the start; the sizes of the moment it asks of those that have them. It decides nothing.
+It owns the totals since the start, and reads current sizes from the request table. It decides nothing.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ import bisect
 from collections.abc import Iterable
 
 from jaxserve.api_types import STEP_TOKEN_BUCKETS, EngineStats
-from jaxserve.engine.scheduling.bucket_stats import PaddingCount
+from jaxserve.engine.scheduling.bucket_stats import BucketStats
 from jaxserve.engine.scheduling.request import Request
-from jaxserve.engine.scheduling.request_table import Roster
+from jaxserve.engine.scheduling.request_table import RequestTable
 from jaxserve.step_plan import Capacity, StepPlan
 
 
-class Tally:
-    """Totals that only ever grow; see `EngineStats` for what each means."""
+class SchedulerStats:
+    """Totals that only grow; `EngineStats` describes each."""
 
     def __init__(self, capacity: Capacity) -> None:
-        self.padding = PaddingCount(capacity)
+        self.buckets = BucketStats(capacity)
         self.num_steps = 0
         self.num_retractions = 0
         self.num_priority_preemptions = 0
@@ -32,33 +32,33 @@ class Tally:
 
     @property
     def num_preemptions(self) -> int:
-        """Running requests sent back to the queue, for whatever reason."""
+        """The number of times a running request was sent back to the queue, for any reason."""
         return self.num_retractions + self.num_priority_preemptions
 
-    def planned(self, plan: StepPlan) -> None:
-        """A step is to run."""
-        self.padding.count(plan)
+    def count_step(self, plan: StepPlan) -> None:
+        """Count a planned step."""
+        self.buckets.count(plan)
         decodes = plan.num_decodes
         num_tokens = decodes + sum(chunk.length for chunk in plan.chunks[decodes:])
         self.step_tokens += num_tokens
         self._steps_by_tokens[bisect.bisect_left(STEP_TOKEN_BUCKETS, num_tokens)] += 1
 
-    def started(self, requests: Iterable[Request], now: float) -> None:
-        """Of those that start for the first time: how long they waited, and what the cache had of their prompts."""
+    def count_starts(self, requests: Iterable[Request], now: float) -> None:
+        """Count queue time and cache hits of those of the starting requests that start for the first time."""
         for request in requests:
             if request.num_starts == 1:
                 request.queue_seconds = now - request.arrived_at
                 self.cache_query_tokens += request.num_prompt_tokens
                 self.cache_hit_tokens += request.num_cached_tokens or 0
 
-    def reading(self, roster: Roster, *, new_token_ratio: float, num_deferred: int) -> EngineStats:
-        """All of it now. `num_deferred` requests were left waiting when the last plan was made."""
-        padding, ranks = self.padding, roster.ranks
+    def engine_stats(self, table: RequestTable, *, new_token_ratio: float, num_deferred: int) -> EngineStats:
+        """Return all counters and sizes. The last plan deferred `num_deferred` waiting requests."""
+        buckets, ranks = self.buckets, table.ranks
         tiers = [rank.cache.tier for rank in ranks]
         num_pages = sum(rank.pool.num_pages for rank in ranks)
-        num_waiting = len(roster.waiting)
+        num_waiting = len(table.waiting)
         return EngineStats(
-            num_running=roster.num_running,
+            num_running=table.num_running,
             num_waiting=num_waiting,
             num_deferred=min(num_deferred, num_waiting),
             num_free_pages=sum(rank.pool.num_free for rank in ranks),
@@ -77,12 +77,12 @@ class Tally:
             num_host_pages_used=sum(tier.num_used for tier in tiers),
             host_save_pages=sum(tier.num_saved for tier in tiers),
             host_load_pages=sum(tier.num_loaded for tier in tiers),
-            decode_steps=padding.decode_steps,
-            coarse_decode_steps=padding.coarse_decode_steps,
-            decode_rows=padding.decode_rows,
-            decode_bucket_rows=padding.decode_bucket_rows,
-            mixed_tokens=padding.mixed_tokens,
-            mixed_bucket_tokens=padding.mixed_bucket_tokens,
+            decode_steps=buckets.decode_steps,
+            coarse_decode_steps=buckets.coarse_decode_steps,
+            decode_rows=buckets.decode_rows,
+            decode_bucket_rows=buckets.decode_bucket_rows,
+            mixed_tokens=buckets.mixed_tokens,
+            mixed_bucket_tokens=buckets.mixed_bucket_tokens,
             step_tokens=self.step_tokens,
             steps_by_tokens=tuple(self._steps_by_tokens),
         )

@@ -1,8 +1,8 @@
-"""Makes this process one of several that jax sees as one: the only place that knows how that is done.
+"""Makes this process one of several that jax runs as one system.
 
-It starts jax's coordination through a port of the loopback (`engine/multihost/coordinator_proxy.py` leads it to
-process 0), and says by which address the processes' collectives reach each other on a CPU, as jax would take the
-host's own name for it.
+It connects jax to its coordination service through a local port, which `engine/multihost/coordinator_proxy.py` forwards
+to process 0. On a CPU it also sets the address by which the other processes' collectives reach this one, as jax would
+use the host's name.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from jaxserve.errors import ConfigError, EngineDeadError
 
 
 def join_processes(*, rank: int, count: int, coordinator_port: int, host: str, timeout: float) -> None:
-    """Before any device is asked for. `host` is this process' address for the others. Raises `EngineDeadError`."""
-    # grpc would ask a proxy of the environment for the loopback too.
-    os.environ["no_grpc_proxy"] = "127.0.0.1"  # noqa: SIM112 - that is how grpc calls it
+    """Join the processes, before jax is asked for any device. `host` is the address of this process for the others.
+
+    Raises `EngineDeadError` if they don't all join in time.
+    """
+    # Else grpc would use a proxy from the environment even for the local port.
+    os.environ["no_grpc_proxy"] = "127.0.0.1"  # noqa: SIM112 - grpc spells it so
     jax.config.update("jax_check_proxy_envs", False)
-    # It would catch SIGTERM, which is not the engine's to act on.
+    # The preemption service would catch SIGTERM, on which the engine process must not act.
     jax.config.update("jax_enable_preemption_service", False)
     address = f"127.0.0.1:{coordinator_port}"
     try:
@@ -38,7 +41,7 @@ def join_processes(*, rank: int, count: int, coordinator_port: int, host: str, t
             coordinator_bind_address=address,
         )
     except RuntimeError as error:
-        raise EngineDeadError(f"jax's processes don't find each other: {error}") from error
+        raise EngineDeadError(f"the {count} processes of this mesh did not connect to each other: {error}") from error
     collectives = _jax.make_gloo_tcp_collectives(
         distributed_client=distributed.global_state.client,
         hostname=host,
@@ -47,14 +50,16 @@ def join_processes(*, rank: int, count: int, coordinator_port: int, host: str, t
     xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
 
 
-def settle(mesh: Mesh) -> None:
-    """Have jax find out which of its devices belong to this process: it does so when first asked, and crashes where two
-    threads ask at once (seen with 0.11.2)."""
+def resolve_local_devices(mesh: Mesh) -> None:
+    """Have jax compute and cache which devices of the mesh belong to this process.
+
+    Else the first use would, and jax crashes if two threads do so at once (seen with 0.11.2).
+    """
     NamedSharding(mesh, PartitionSpec()).addressable_devices_indices_map((1,))
 
 
 def devices_of_all(devices: Sequence[Any], each: int, count: int) -> list[Any]:
-    """The first `each` devices of every process, by process. Raises `ConfigError` where one has fewer."""
+    """Return the first `each` devices of every process, by process. Raises `ConfigError` if a process has fewer."""
     by_process: list[list[Any]] = [[] for _ in range(count)]
     for device in devices:
         by_process[device.process_index].append(device)
@@ -62,6 +67,6 @@ def devices_of_all(devices: Sequence[Any], each: int, count: int) -> list[Any]:
         if len(own) < each:
             raise ConfigError(
                 f"node rank {rank} has {len(own)} devices, and each of nnodes={count} needs {each} for this tp_size "
-                "and dp_size (on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count makes some up)"
+                "and dp_size (on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count simulates them)"
             )
     return [device for own in by_process for device in own[:each]]

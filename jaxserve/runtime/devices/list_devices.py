@@ -1,7 +1,7 @@
-"""Says what jax finds to run on: `python -m jaxserve.runtime.devices.list_devices DEVICE` prints `Devices` as JSON.
+"""Prints the devices that jax finds, as JSON of `Devices`: `python -m jaxserve.runtime.devices.list_devices DEVICE`.
 
-A server that starts replicas shares the devices out among them. It learns which there are from a process that has ended
-before they start: jax never lets go of a device it has taken.
+A server that starts replicas divides the devices among them. It lists them in a process that ends before the replicas
+start, as jax never releases a device it has taken.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from jaxserve.runtime.devices.attach import attach
 
 
 def main(device: str) -> None:
-    """Print it for a `--device`."""
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # nothing will run
-    logging.getLogger("jaxserve").setLevel(logging.ERROR)  # the engines will say the same of their devices
+    """Print the devices that a `--device` finds."""
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # this process runs no program
+    logging.getLogger("jaxserve").setLevel(logging.ERROR)  # the engines log the same warnings
     try:
         devices = attach(msgspec.convert({"device": device}, EngineConfig))
     except ConfigError as error:

@@ -1,9 +1,9 @@
-"""The device mesh, made once, and the one table that maps logical axes of arrays to its axes.
+"""The device mesh, and the table that maps the logical axes of arrays to mesh axes.
 
-Along `data` stand ranks: the state has a leading axis of them, each row of a step's packed input is one rank's, and
-nothing is exchanged between them. Along `tensor` stand the shards of a rank: heads, MLP and vocabulary are split, the
-input is the same on all, and `layers` and `sampling` write what they exchange. The names `expert` and `stage` are kept
-for axes to come. Which shapes a model allows is in `parallel.py`.
+The `data` axis is that of ranks: the state has a leading axis of ranks, each row of a step's packed input belongs to
+one rank, and ranks exchange nothing. The `tensor` axis is that of the shards of a rank: heads, MLP and vocabulary are
+split, all shards get the same input, and `layers` and `sampling` say what they exchange. The names `expert` and `stage`
+are reserved for future axes. `sizing/mesh_validation.py` checks which mesh shapes a model allows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxserve.errors import ConfigError
 DATA_AXIS = "data"
 TENSOR_AXIS = "tensor"
 
-# Logical axis of a parameter or a state array -> mesh axis; None, and names that stand here as None, are not split.
+# Logical axis of a parameter or a state array -> mesh axis; axes that map to None are not split.
 LOGICAL_AXES: dict[str | None, str | None] = {
     None: None,
     "ranks": DATA_AXIS,
@@ -31,30 +31,30 @@ LOGICAL_AXES: dict[str | None, str | None] = {
 
 
 def make_mesh(devices: Sequence[Any], *, data: int = 1, tensor: int = 1) -> Mesh:
-    """A mesh of the first `data * tensor` devices. `devices` may be those of a topology that isn't attached."""
+    """Return a mesh of the first `data * tensor` devices, which need not be attached."""
     count = data * tensor
     return Mesh(np.array(list(devices[:count])).reshape(data, tensor), (DATA_AXIS, TENSOR_AXIS))
 
 
 def partition(axes: tuple[str | None, ...]) -> PartitionSpec:
-    """The mesh axes of an array from its logical ones."""
+    """Return the mesh axes of an array from its logical axes."""
     return PartitionSpec(*(LOGICAL_AXES[axis] for axis in axes))
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:
-    """A tree of shardings for a tree whose leaves have `axes` (`ParamSpec`, `ArraySpec`)."""
+    """Return a tree of shardings for a tree whose leaves have `axes` (`ParamSpec`, `ArraySpec`)."""
     return jax.tree.map(lambda s: NamedSharding(mesh, partition(s.axes)), specs)
 
 
 def partitions(specs: Any) -> Any:
-    """The same as partition specs, for `shard_map`."""
+    """Return the same as a tree of partition specs, for `shard_map`."""
     return jax.tree.map(lambda s: partition(s.axes), specs)
 
 
 def device_bytes(specs: Any, sizes: Mapping[str, int]) -> int:
-    """Bytes of a tree of specs on one device of a mesh whose axes have these sizes (`mesh.shape`).
+    """Return the bytes of a tree of specs on one device of a mesh whose axes have these sizes (`mesh.shape`).
 
-    Raises `ConfigError` where an axis can't be split so.
+    Raises `ConfigError` if an axis can't be split evenly.
     """
     total = 0
     for spec in jax.tree.leaves(specs):
@@ -69,7 +69,7 @@ def device_bytes(specs: Any, sizes: Mapping[str, int]) -> int:
 
 
 def shape_structs(mesh: Mesh, specs: Any) -> Any:
-    """The same as shapes with shardings, to lower programs without arrays."""
+    """Return a tree of shapes with shardings for a tree of specs, to lower programs without arrays."""
     return jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, partition(s.axes))), specs
     )

@@ -1,7 +1,7 @@
-"""Facts of kinds of devices that need not be attached: memory, speed, and how their compiler is called.
+"""Facts about kinds of devices that need not be attached: memory, speed, and how to call their compiler.
 
-Owns the reading of `targets/*.yaml` beside it; one file is one kind, and says where its facts are from. It never
-imports jax: `topology.py` makes meshes of these.
+Reads the files `targets/*.yaml`, each of which describes one kind and names the sources of its facts. It never imports
+jax; `topology.py` makes meshes of these devices.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ TARGETS = Path(__file__).parent / "targets"
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
-    """A kind of device, as one file of `targets/` has it.
+class DeviceTarget:
+    """A kind of device, as described by one file of `targets/`.
 
-    `device_kind` and `compute_capability` are what jax calls it. `extra` is the extra of jaxserve that brings its
-    compiler, `environment` what that needs to start without a device, `topologies` the arguments of
-    `get_topology_desc` by number of devices, `target_config` XLA's description of a GPU.
-    Of one device: `memory_bytes` that programs can have, `memory_bandwidth` in bytes a second, and `peak_flops`, dense,
-    by the type that is multiplied; a type that is missing has no units of its own in the hardware.
+    `device_kind` and `compute_capability` are jax's names for it. `extra` is the extra of jaxserve that installs its
+    compiler, `environment` the variables that the compiler needs to start without a device, `topologies` the arguments
+    of `get_topology_desc` by number of devices, `target_config` XLA's description of a GPU.
+    For one device, `memory_bytes` is the memory that programs can use, `memory_bandwidth` is in bytes per second, and
+    `peak_flops` is the dense rate by operand type; the hardware has no units for a type that is missing.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Target:
     target_config: str | None = None
 
     def topology(self, count: int) -> Mapping[str, Any]:
-        """The smallest topology that holds `count` devices. Raises `ConfigError` where none does."""
+        """Return the smallest topology of at least `count` devices. Raises `ConfigError` if none is large enough."""
         for size in sorted(self.topologies):
             if size >= count:
                 return self.topologies[size]
@@ -56,17 +56,17 @@ class Target:
 
 
 def target_names() -> list[str]:
-    """The targets there are facts of."""
+    """Return the names of all targets."""
     return sorted(path.stem for path in TARGETS.glob("*.yaml"))
 
 
 @functools.cache
-def load_target(name: str) -> Target:
-    """Read a target. Raises `ConfigError` for a name that has no file."""
+def load_target(name: str) -> DeviceTarget:
+    """Read a target. Raises `ConfigError` for an unknown name."""
     if name not in target_names():
         hint = nearest(name, target_names()) or f"; there are: {', '.join(target_names())}"
         raise ConfigError(f"target {name!r} is not known{hint}")
     facts: dict[str, Any] = yaml.safe_load((TARGETS / f"{name}.yaml").read_text(encoding="utf-8"))
     for key in ("peak_flops", "environment", "topologies"):
         facts[key] = types.MappingProxyType(facts[key])
-    return Target(name=name, **facts)
+    return DeviceTarget(name=name, **facts)

@@ -1,7 +1,7 @@
-"""Meshes of devices that aren't attached: programs can be lowered and compiled for them, but not run.
+"""Makes meshes of devices that aren't attached: programs can be lowered and compiled for them, but not run.
 
-It never asks what is attached; a caller that has no accelerator of its own sets `JAX_PLATFORMS=cpu`, or jax looks
-for one.
+It never asks jax for attached devices. A caller without an accelerator sets `JAX_PLATFORMS=cpu`, else jax looks for
+one.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from jaxserve.runtime.devices.target import load_target
 
 
 def target_mesh(name: str, *, tensor: int = 1, data: int = 1) -> Mesh:
-    """A mesh of devices that aren't attached. Sets what their compiler reads from the environment and isn't set yet.
+    """Return a mesh of a target's devices. Sets the environment variables of its compiler that aren't set yet.
 
-    Raises `ConfigError` where the target is unknown, has no topology of so many devices, or its compiler is missing.
+    Raises `ConfigError` if the target is unknown, its compiler isn't installed or no topology has that many devices.
     """
     target = load_target(name)
     arguments = dict(target.topology(tensor * data))

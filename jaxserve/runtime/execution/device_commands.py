@@ -1,7 +1,8 @@
-"""The calls of programs: each process of a mesh makes the same ones in the same order, on its part of the arrays.
+"""Runs programs on the devices. All processes of a mesh run the same ones in the same order, each on its own shards.
 
-`DeviceCalls` owns weights, state and programs. `LeadingCalls` is process 0's: it sends a call, as the very bytes that
-the program is given, before it makes it; `obey` is what a follower does with them.
+`LocalCommands` owns the weights, the state and the programs of a process. Process 0 wraps it in `BroadcastCommands`,
+which sends each command, with the very bytes that the program takes as input, before running it. Every other process
+runs what it receives in a `FollowerExecutor`.
 """
 
 from __future__ import annotations
@@ -17,70 +18,70 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.runtime.execution.host_pool import HostPool
-from jaxserve.runtime.execution.local_shard import LocalPart, local_part, spans_processes
+from jaxserve.runtime.execution.local_shard import LocalShard, local_shard, spans_processes
 from jaxserve.runtime.programs.builder import READ_KEY, UPDATE_KEY, WRITE_KEY
-from jaxserve.runtime.programs.program_set import Key
+from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.step.state import ArraySpec, DeviceState
 from jaxserve.runtime.step.step import StepOutput
 
 Slots = list[list[int]]
 
 
-class Update(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class UpdateCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Open slots."""
 
     packed: bytes
 
 
-class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Run a step by the program of this name."""
+class StepCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Run the step program of this name."""
 
     program: str
     packed: bytes
 
 
-class Save(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class SaveCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Copy pages to slots of host memory."""
 
     packed: bytes
     slots: Slots
 
 
-class Load(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class LoadCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Copy slots of host memory to pages."""
 
     packed: bytes
     slots: Slots
 
 
-Command = Update | Step | Save | Load
+Command = UpdateCommand | StepCommand | SaveCommand | LoadCommand
 
 
-class Calls(Protocol):
-    """What runs on the devices, in the order of the calls. `packed` is `[ranks, size]`, slots are by rank."""
+class DeviceCommands(Protocol):
+    """The commands that devices run, in the order of the calls. `packed` is `[ranks, size]`; `slots` are by rank."""
 
     def update(self, packed: np.ndarray) -> None: ...
 
-    def step(self, key: Key, packed: np.ndarray) -> StepOutput: ...
+    def step(self, key: ProgramKey, packed: np.ndarray) -> StepOutput: ...
 
     def save(self, packed: np.ndarray, slots: Slots) -> None: ...
 
     def load(self, packed: np.ndarray, slots: Slots) -> None: ...
 
-    def take_arrived(self) -> None: ...
+    def store_arrived(self) -> None: ...
 
 
-class DeviceCalls:
-    """The calls of this process. If a program raises, the state is gone for good.
+class LocalCommands:
+    """Runs commands on the devices of this process. If a program raises, the state is lost.
 
-    `mesh` is asked for where its programs span several processes; `host` is the memory for saved pages.
+    `host` is the memory for saved pages. `mesh` is needed only if it spans several processes.
     """
 
     def __init__(
         self,
         params: Any,
         state: DeviceState,
-        programs: Mapping[Key, Callable[..., Any]],
+        programs: Mapping[ProgramKey, Callable[..., Any]],
         host: HostPool | None = None,
         mesh: Mesh | None = None,
     ) -> None:
@@ -89,79 +90,85 @@ class DeviceCalls:
         self._programs = programs
         self._host = host
         self._mesh = mesh if mesh is not None and spans_processes(mesh) else None
-        self._inputs: dict[tuple[int, ...], LocalPart] = {}
+        self._inputs: dict[tuple[int, ...], LocalShard] = {}
 
     def update(self, packed: np.ndarray) -> None:
-        """Open slots, one of each rank at most."""
-        self._state = self._programs[UPDATE_KEY](self._state, self._given(packed))
+        """Open at most one slot of each rank."""
+        self._state = self._programs[UPDATE_KEY](self._state, self._input(packed))
 
-    def step(self, key: Key, packed: np.ndarray) -> StepOutput:
-        """Start a step; its output is on its way to the host, where this process reads it."""
-        self._state, output = self._programs[key](self._params, self._state, self._given(packed))
+    def step(self, key: ProgramKey, packed: np.ndarray) -> StepOutput:
+        """Start a step and return its output, without waiting for it."""
+        self._state, output = self._programs[key](self._params, self._state, self._input(packed))
         return output
 
     def save(self, packed: np.ndarray, slots: Slots) -> None:
         """Copy pages to host memory."""
         assert self._host is not None, "pages to copy, and no memory to copy to"
-        self._state, rows = self._programs[READ_KEY](self._state, self._given(packed))
-        self._host.take(slots, rows)
+        self._state, rows = self._programs[READ_KEY](self._state, self._input(packed))
+        self._host.store(slots, rows)
 
     def load(self, packed: np.ndarray, slots: Slots) -> None:
-        """Copy pages back; waits for those that are still on their way to host memory."""
+        """Copy pages back. Waits for pages that are still being copied to host memory."""
         assert self._host is not None, "pages to copy, and no memory to copy from"
-        self._state = self._programs[WRITE_KEY](self._state, self._given(packed), self._host.give(slots))
+        self._state = self._programs[WRITE_KEY](self._state, self._input(packed), self._host.fetch(slots))
 
-    def take_arrived(self) -> None:
-        """Take in saved pages that are here."""
+    def store_arrived(self) -> None:
+        """Store the saved pages whose copies to the host are complete."""
         if self._host is not None:
-            self._host.take_arrived()
+            self._host.store_arrived()
 
-    def _given(self, packed: np.ndarray) -> np.ndarray | jax.Array:
+    def _input(self, packed: np.ndarray) -> np.ndarray | jax.Array:
         if self._mesh is None:
             return packed
-        part = self._inputs.get(packed.shape)
-        if part is None:
-            part = local_part(self._mesh, ArraySpec(packed.shape, packed.dtype, ("ranks", None)))
-            self._inputs[packed.shape] = part
-        return part.put_own(packed)
+        shard = self._inputs.get(packed.shape)
+        if shard is None:
+            shard = local_shard(self._mesh, ArraySpec(packed.shape, packed.dtype, ("ranks", None)))
+            self._inputs[packed.shape] = shard
+        return shard.put_from_whole(packed)
 
 
-class LeadingCalls:
-    """Process 0's calls: `broadcast` gets each of them, encoded, before it is made."""
+class BroadcastCommands:
+    """Runs the commands of process 0; `broadcast` is called with each one, encoded, before it runs."""
 
-    def __init__(self, calls: DeviceCalls, broadcast: Callable[[bytes], None]) -> None:
-        self._calls = calls
+    def __init__(self, commands: LocalCommands, broadcast: Callable[[bytes], None]) -> None:
+        self._commands = commands
         self._broadcast = broadcast
         self._encode = msgspec.msgpack.Encoder().encode
 
     def update(self, packed: np.ndarray) -> None:
-        self._broadcast(self._encode(Update(packed.data)))  # type: ignore[arg-type]
-        self._calls.update(packed)
+        self._broadcast(self._encode(UpdateCommand(packed.data)))  # type: ignore[arg-type]
+        self._commands.update(packed)
 
-    def step(self, key: Key, packed: np.ndarray) -> StepOutput:
-        self._broadcast(self._encode(Step(str(key), packed.data)))  # type: ignore[arg-type]
-        return self._calls.step(key, packed)
+    def step(self, key: ProgramKey, packed: np.ndarray) -> StepOutput:
+        self._broadcast(self._encode(StepCommand(str(key), packed.data)))  # type: ignore[arg-type]
+        return self._commands.step(key, packed)
 
     def save(self, packed: np.ndarray, slots: Slots) -> None:
-        self._broadcast(self._encode(Save(packed.data, slots)))  # type: ignore[arg-type]
-        self._calls.save(packed, slots)
+        self._broadcast(self._encode(SaveCommand(packed.data, slots)))  # type: ignore[arg-type]
+        self._commands.save(packed, slots)
 
     def load(self, packed: np.ndarray, slots: Slots) -> None:
-        self._broadcast(self._encode(Load(packed.data, slots)))  # type: ignore[arg-type]
-        self._calls.load(packed, slots)
+        self._broadcast(self._encode(LoadCommand(packed.data, slots)))  # type: ignore[arg-type]
+        self._commands.load(packed, slots)
 
-    def take_arrived(self) -> None:
-        self._calls.take_arrived()
+    def store_arrived(self) -> None:
+        self._commands.store_arrived()
 
 
-class Following:
-    """A follower's hands: `obey` makes the calls of process 0 here. A thread waits for each step, as nobody else does,
-    and tells `on_failure` of one that failed."""
+class FollowerExecutor:
+    """Runs on a follower the commands that process 0 broadcasts.
+
+    No other code of a follower waits for steps, so a thread does, and calls `on_failure` with the reason if one fails.
+    """
 
     def __init__(
-        self, calls: DeviceCalls, programs: Mapping[Key, Any], num_ranks: int, on_failure: Callable[[str], None]
+        self,
+        commands: LocalCommands,
+        programs: Mapping[ProgramKey, Any],
+        num_ranks: int,
+        on_failure: Callable[[str], None],
     ) -> None:
-        self._calls = calls
+        self._commands = commands
         self._keys = {str(key): key for key in programs}
         self._num_ranks = num_ranks
         self._decode = msgspec.msgpack.Decoder(Command).decode
@@ -169,26 +176,26 @@ class Following:
         self._on_failure = on_failure
         threading.Thread(target=self._watch, name="jaxserve-steps", daemon=True).start()
 
-    def obey(self, command: bytes) -> None:
-        """Do what process 0 did."""
-        done = self._decode(command)
-        packed = np.frombuffer(done.packed, np.int32).reshape(self._num_ranks, -1)
-        match done:
-            case Step():
-                self._steps.put(self._calls.step(self._keys[done.program], packed))
-                self._calls.take_arrived()
-            case Update():
-                self._calls.update(packed)
-            case Save():
-                self._calls.save(packed, done.slots)
-            case Load():
-                self._calls.load(packed, done.slots)
+    def execute(self, command: bytes) -> None:
+        """Run one encoded command."""
+        decoded = self._decode(command)
+        packed = np.frombuffer(decoded.packed, np.int32).reshape(self._num_ranks, -1)
+        match decoded:
+            case StepCommand():
+                self._steps.put(self._commands.step(self._keys[decoded.program], packed))
+                self._commands.store_arrived()
+            case UpdateCommand():
+                self._commands.update(packed)
+            case SaveCommand():
+                self._commands.save(packed, decoded.slots)
+            case LoadCommand():
+                self._commands.load(packed, decoded.slots)
 
     def _watch(self) -> None:
         while True:
             output = self._steps.get()
             try:
                 jax.block_until_ready(output)
-            except Exception as error:  # whatever a program may raise
+            except Exception as error:  # a program may raise anything
                 self._on_failure(f"a step failed: {type(error).__name__}: {error}")
                 return

@@ -1,4 +1,4 @@
-"""Runs step plans on the device: one packed transfer and one program a step, results fetched asynchronously."""
+"""Runs step plans on the devices: one packed transfer and one program per step; results are fetched asynchronously."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy as np
 
 from jaxserve.api_types import SamplingParams, TokenLogprobs
 from jaxserve.observability.timeline import Timeline
-from jaxserve.runtime.execution.device_commands import Calls
-from jaxserve.runtime.programs.builder import CompileCounter
+from jaxserve.runtime.execution.device_commands import DeviceCommands
+from jaxserve.runtime.programs.compile_counter import CompileCounter
 from jaxserve.runtime.step import batch as batches
-from jaxserve.runtime.step.page_copies import PAGES_A_COPY
+from jaxserve.runtime.step.page_copies import PAGES_PER_COPY
 from jaxserve.runtime.step.sampling import Logprobs
 from jaxserve.runtime.step.slot_update import UPDATE, pack_open
 from jaxserve.runtime.step.step import StepOutput
-from jaxserve.step_plan import Capacity, Chunk, Copy, SlotOpen, StepPlan, StepResult
+from jaxserve.step_plan import Capacity, Chunk, PageCopy, SlotOpen, StepPlan, StepResult
 
 _NOTHING_TO_OPEN = UPDATE.pack({"slot": [-1]})
 
 
 @dataclasses.dataclass(frozen=True)
 class _InFlight:
-    """A dispatched step. `sampling[i]` is that of chunk i's request: its slot may be another's by `collect`."""
+    """A dispatched step. `sampling[i]` is kept for chunk i, as another request may have its slot by `collect`."""
 
     plan: StepPlan
     sampling: list[SamplingParams]
@@ -33,62 +33,63 @@ class _InFlight:
 
 
 class DeviceExecutor:
-    """Turns plans into calls of programs, in the order of `dispatch`; if one raises, the state is gone for good.
+    """Turns plans into commands, in the order of `dispatch`. If a program raises, the state is lost.
 
-    `timeline` gets the spans of a step's phases. `fitting` says which program runs in the place of one that
-    could not be had. `compiles_elsewhere` counts those of the mesh's other processes.
+    `timeline` records the phases of a step. `substitute` returns the program to run instead of one that could not be
+    loaded. `remote_compiles` returns how many programs the other processes of the mesh have compiled.
     """
 
     def __init__(
         self,
-        calls: Calls,
+        commands: DeviceCommands,
         capacity: Capacity,
         timeline: Timeline | None = None,
-        fitting: Callable[[batches.ProgramKey], batches.ProgramKey] = lambda key: key,
-        compiles_elsewhere: Callable[[], int] = int,
+        substitute: Callable[[batches.StepKey], batches.StepKey] = lambda key: key,
+        remote_compiles: Callable[[], int] = int,
     ) -> None:
-        self._calls = calls
+        self._commands = commands
         self._capacity = capacity
         self._timeline = timeline or Timeline()
-        self._fitting = fitting
+        self._substitute = substitute
         self._sampling: dict[tuple[int, int], SamplingParams] = {}
         self._compiles = CompileCounter()
-        self._compiles_elsewhere = compiles_elsewhere
+        self._remote_compiles = remote_compiles
 
     @property
     def capacity(self) -> Capacity:
-        """What the programs hold."""
+        """The sizes that the programs can hold."""
         return self._capacity
 
     @property
     def compiles_after_ready(self) -> int:
-        """Compiles since this executor was made, in all processes of its mesh; anything but zero is a bug."""
-        return self._compiles.count + self._compiles_elsewhere()
+        """Programs compiled since this executor was made, in all processes of its mesh; anything but zero is a bug."""
+        return self._compiles.count + self._remote_compiles()
 
-    def rehearse(self) -> None:
-        """Run a step without requests: the first exchange between processes, before anybody waits for it."""
-        nothing = StepPlan(opens=[], chunks=[], closes=[], num_decodes=0, greedy=True)
-        self.collect(self.dispatch(nothing))
+    def warm_up(self) -> None:
+        """Run a step without requests: processes connect to each other before a request has to wait for it."""
+        self.collect(self.dispatch(StepPlan(opens=[], chunks=[], closes=[], num_decodes=0, greedy=True)))
 
     def dispatch(self, plan: StepPlan) -> _InFlight:
-        """Copy pages, open slots, then start the step; waits for nothing but pages to load that are on their way to
-        the host."""
+        """Copy pages, open slots, then start the step.
+
+        Waits for nothing, except if it loads pages whose copies to the host are not complete.
+        """
         if plan.opens or plan.saves or plan.loads:
             with self._timeline.span("dispatch"):
                 self._prepare(plan)
         with self._timeline.span("build"):
-            key = self._fitting(batches.choose_program(plan, self._capacity))
-            packed = batches.build(plan, batches.step_shape(key, self._capacity), self._capacity)
+            key = self._substitute(batches.choose_program(plan, self._capacity))
+            packed = batches.pack_step(plan, batches.step_shape(key, self._capacity), self._capacity)
         with self._timeline.span("dispatch"):
-            output = self._calls.step(key, packed)
+            output = self._commands.step(key, packed)
             for array in jax.tree.leaves(output):
                 array.copy_to_host_async()
         return _InFlight(plan, [self._sampling[chunk.rank, chunk.slot] for chunk in plan.chunks], output)
 
     def collect(self, handle: object) -> StepResult:
-        """Wait for a step and hand out what each chunk got."""
+        """Wait for a step and return the results of its chunks."""
         assert isinstance(handle, _InFlight)
-        self._calls.take_arrived()
+        self._commands.store_arrived()
         with self._timeline.span("wait"):
             tokens = np.asarray(handle.output.tokens)
             logprobs = _fetch(handle.output.logprobs)
@@ -110,47 +111,49 @@ class DeviceExecutor:
             if logprobs is not None and token and sampling.logprobs is not None:
                 result.logprobs[i] = [_read(logprobs, (rank, row), token[0], sampling.logprobs)]
             if prompt_logprobs is not None and sampling.prompt_logprobs is not None:
-                result.prompt_logprobs[i] = _of_prompt(prompt_logprobs, chunk, starts[rank], sampling.prompt_logprobs)
+                result.prompt_logprobs[i] = _prompt_logprobs(
+                    prompt_logprobs, chunk, starts[rank], sampling.prompt_logprobs
+                )
             rows[rank] += 1
             starts[rank] += chunk.length
         return result
 
     def _prepare(self, plan: StepPlan) -> None:
-        """What comes before the step itself: copies of pages, then slots that open."""
-        for copies in self._by_call(plan.saves):
-            self._calls.save(_packed_pages(_sources(copies)), _targets(copies))
-        for copies in self._by_call(plan.loads):
-            self._calls.load(_packed_pages(_targets(copies)), _sources(copies))
+        """Run the commands that precede the step itself: copies of pages, then the opening of slots."""
+        for copies in self._split_copies(plan.saves):
+            self._commands.save(_packed_pages(_sources(copies)), _targets(copies))
+        for copies in self._split_copies(plan.loads):
+            self._commands.load(_packed_pages(_targets(copies)), _sources(copies))
         self._open(plan.opens)
 
-    def _by_call(self, copies: list[Copy]) -> Iterator[list[list[Copy]]]:
-        """For each call, as many of each rank's as it copies."""
-        by_rank: list[list[Copy]] = [[] for _ in range(self._capacity.num_ranks)]
+    def _split_copies(self, copies: list[PageCopy]) -> Iterator[list[list[PageCopy]]]:
+        """Split copies into commands; yields the copies of each rank in one command."""
+        by_rank: list[list[PageCopy]] = [[] for _ in range(self._capacity.num_ranks)]
         for copy in copies:
             by_rank[copy[0]].append(copy)
-        for at in range(0, max(map(len, by_rank)), PAGES_A_COPY):
-            yield [own[at : at + PAGES_A_COPY] for own in by_rank]
+        for at in range(0, max(map(len, by_rank)), PAGES_PER_COPY):
+            yield [own[at : at + PAGES_PER_COPY] for own in by_rank]
 
     def _open(self, opens: list[SlotOpen]) -> None:
-        """Open slots, one of each rank in a call."""
+        """Open slots, one of each rank per command."""
         vectors: list[list[np.ndarray]] = [[] for _ in range(self._capacity.num_ranks)]
         for opened in opens:
             self._sampling[opened.rank, opened.slot] = opened.sampling
             vectors[opened.rank] += pack_open(opened)
         for packed in itertools.zip_longest(*vectors, fillvalue=_NOTHING_TO_OPEN):
-            self._calls.update(np.stack(packed))
+            self._commands.update(np.stack(packed))
 
 
-def _sources(copies: list[list[Copy]]) -> list[list[int]]:
+def _sources(copies: list[list[PageCopy]]) -> list[list[int]]:
     return [[source for _, source, _ in own] for own in copies]
 
 
-def _targets(copies: list[list[Copy]]) -> list[list[int]]:
+def _targets(copies: list[list[PageCopy]]) -> list[list[int]]:
     return [[target for _, _, target in own] for own in copies]
 
 
 def _packed_pages(pages: list[list[int]]) -> np.ndarray:
-    packed = np.full((len(pages), PAGES_A_COPY), -1, np.int32)
+    packed = np.full((len(pages), PAGES_PER_COPY), -1, np.int32)
     for row, own in zip(packed, pages):
         row[: len(own)] = own
     return packed
@@ -169,7 +172,7 @@ def _read(logprobs: Logprobs, at: tuple[int, int], token: int, count: int) -> To
     )
 
 
-def _of_prompt(logprobs: Logprobs, chunk: Chunk, start: int, count: int) -> list[TokenLogprobs]:
-    """Those of the tokens that follow each position of the chunk and are part of the prompt."""
+def _prompt_logprobs(logprobs: Logprobs, chunk: Chunk, start: int, count: int) -> list[TokenLogprobs]:
+    """Return the log probabilities of the prompt tokens that follow each position of the chunk."""
     following = (chunk.tokens or [])[1:] + ([] if chunk.target is None else [chunk.target])
     return [_read(logprobs, (chunk.rank, start + i), token, count) for i, token in enumerate(following)]

@@ -1,8 +1,8 @@
-"""The host tier's memory: one row for each of its pages, and the copies from the device that are still on their way.
+"""The host memory of the hierarchical cache: one row per page, and the copies from the devices in flight.
 
-It owns the memory and its size; which page lies in which slot is the scheduler's. Rows that come from the device are
-taken in when they are there, or when one of them is asked for; in the order in which they were sent, so that the last
-one of a slot stays.
+It owns the memory and its size; the scheduler decides which slot holds which page. A row that is copied from a device
+is stored once it has arrived, or when it is fetched. Rows are stored in the order they were sent, so the last row sent
+to a slot stays.
 """
 
 from __future__ import annotations
@@ -18,71 +18,71 @@ from jax.sharding import Mesh
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.runtime.execution.local_shard import LocalPart, bits_of, local_part, spans_processes
+from jaxserve.runtime.execution.local_shard import LocalShard, bits_of, local_shard, spans_processes
 from jaxserve.runtime.step.state import ArraySpec
 
-# Rows that wait on the device take memory there, which no plan counts.
-_MOST_BYTES_ON_THEIR_WAY = 2**28
-_MOST_CALLS_ON_THEIR_WAY = 64
+# Limits on the copies in flight: their rows take memory on the device that no plan counts.
+_MAX_BYTES_IN_FLIGHT = 2**28
+_MAX_TRANSFERS_IN_FLIGHT = 64
 _GIGABYTE = 10**9
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sent:
+class _Transfer:
     slots: list[list[int]]
     rows: Sequence[jax.Array]
 
 
 class HostPool:
-    """`num_pages` rows for each rank, like those of `specs` (see `page_copies.row_specs`). Slots are numbers local to a
-    rank, and given by rank; memory is taken as they are first used.
+    """Holds `num_pages` rows for each rank, shaped as `specs` say (see `page_copies.row_specs`).
 
-    Where `mesh` spans several processes, each has such a pool, of the part that its devices hold.
+    Slots are numbered within a rank and given by rank. A slot takes memory once it is first used. If `mesh` spans
+    several processes, each has a pool for the shards on its devices.
     """
 
     def __init__(self, specs: Sequence[ArraySpec], num_pages: int, mesh: Mesh | None = None) -> None:
         self.num_pages = num_pages
-        self._parts: list[LocalPart] = []
+        self._shards: list[LocalShard] = []
         self._ranks = slice(None)
         if mesh is not None and spans_processes(mesh):
-            self._parts = [local_part(mesh, spec) for spec in specs]
-            first = self._parts[0].first[0]
-            self._ranks = slice(first, first + self._parts[0].shape[0])
-            specs = [dataclasses.replace(part.spec, shape=part.shape) for part in self._parts]
+            self._shards = [local_shard(mesh, spec) for spec in specs]
+            first = self._shards[0].first[0]
+            self._ranks = slice(first, first + self._shards[0].shape[0])
+            specs = [dataclasses.replace(shard.spec, shape=shard.shape) for shard in self._shards]
         self._specs = tuple(specs)
         self._arrays = [
             np.empty((spec.shape[0], num_pages, *spec.shape[2:]), bits_of(spec.dtype)) for spec in self._specs
         ]
-        self._sent: deque[_Sent] = deque()
-        call_bytes = sum(spec.nbytes for spec in specs)
-        self._most_sent = max(1, min(_MOST_CALLS_ON_THEIR_WAY, _MOST_BYTES_ON_THEIR_WAY // call_bytes))
+        self._in_flight: deque[_Transfer] = deque()
+        transfer_bytes = sum(spec.nbytes for spec in specs)
+        self._max_in_flight = max(1, min(_MAX_TRANSFERS_IN_FLIGHT, _MAX_BYTES_IN_FLIGHT // transfer_bytes))
 
     @property
     def nbytes(self) -> int:
-        """What it takes when every slot was used."""
+        """Bytes it takes once every slot was used."""
         return sum(array.nbytes for array in self._arrays)
 
-    def take(self, slots: list[list[int]], rows: Sequence[jax.Array]) -> None:
-        """Take in the first rows of each rank from a call, each into its slot, as soon as they are here."""
+    def store(self, slots: list[list[int]], rows: Sequence[jax.Array]) -> None:
+        """Start to copy rows to the host: the first rows of each rank go into that rank's `slots`."""
         for row in rows:
-            for shard in row.addressable_shards if self._parts else ():
+            for shard in row.addressable_shards if self._shards else ():
                 shard.data.copy_to_host_async()
-            if not self._parts:
+            if not self._shards:
                 row.copy_to_host_async()
-        self._sent.append(_Sent(slots[self._ranks], rows))
-        while len(self._sent) > self._most_sent:
-            self._settle()
+        self._in_flight.append(_Transfer(slots[self._ranks], rows))
+        while len(self._in_flight) > self._max_in_flight:
+            self._store_oldest()
 
-    def take_arrived(self) -> None:
-        """Take in what can be without waiting."""
-        while self._sent and all(row.is_ready() for row in self._sent[0].rows):  # type: ignore[attr-defined]
-            self._settle()
+    def store_arrived(self) -> None:
+        """Store the rows that have arrived, without waiting."""
+        while self._in_flight and all(row.is_ready() for row in self._in_flight[0].rows):  # type: ignore[attr-defined]
+            self._store_oldest()
 
-    def give(self, slots: list[list[int]]) -> tuple[np.ndarray | jax.Array, ...]:
-        """Rows for a call, in memory that is never written again; those beyond `slots` hold anything."""
+    def fetch(self, slots: list[list[int]]) -> tuple[np.ndarray | jax.Array, ...]:
+        """Return the rows of `slots`, in memory that is not written again; rows beyond a rank's slots are undefined."""
         slots = slots[self._ranks]
-        while any(not set(own).isdisjoint(sent) for one in self._sent for own, sent in zip(slots, one.slots)):
-            self._settle()
+        while any(not set(own).isdisjoint(sent) for one in self._in_flight for own, sent in zip(slots, one.slots)):
+            self._store_oldest()
         rows = []
         for spec, array in zip(self._specs, self._arrays):
             row = np.empty(spec.shape, array.dtype)
@@ -90,38 +90,37 @@ class HostPool:
                 for i, slot in enumerate(own):
                     row[rank, i] = array[rank, slot]
             rows.append(row.view(spec.dtype))
-        if self._parts:
-            return tuple(part.put(row) for part, row in zip(self._parts, rows))
+        if self._shards:
+            return tuple(shard.put(row) for shard, row in zip(self._shards, rows))
         return tuple(rows)
 
-    def _settle(self) -> None:
-        sent = self._sent.popleft()
-        for i, (array, rows) in enumerate(zip(self._arrays, sent.rows)):
-            arrived = self._parts[i].get(rows) if self._parts else np.asarray(rows).view(array.dtype)
-            for rank, own in enumerate(sent.slots):
+    def _store_oldest(self) -> None:
+        transfer = self._in_flight.popleft()
+        for i, (array, rows) in enumerate(zip(self._arrays, transfer.rows)):
+            arrived = self._shards[i].get(rows) if self._shards else np.asarray(rows).view(array.dtype)
+            for rank, own in enumerate(transfer.slots):
                 for at, slot in enumerate(own):
                     array[rank, slot] = arrived[rank, at]
 
 
 def host_pages(config: EngineConfig, num_pages: int, specs: Sequence[ArraySpec]) -> int:
-    """How many pages of each rank host memory gets beside `num_pages` on its devices, by `--hicache-size` or
-    `--hicache-ratio`.
+    """Return how many pages of host memory each rank gets, by `--hicache-size` or `--hicache-ratio`.
 
-    Raises `ConfigError` where that is none, or more than there is memory for.
+    `num_pages` is the number of pages on its devices. Raises `ConfigError` if the result is 0 or exceeds free memory.
     """
     if not config.enable_hierarchical_cache:
         return 0
     page_bytes = sum(spec.nbytes // spec.shape[1] for spec in specs)
     if config.hicache_size is None:
-        count, asked = int(num_pages * config.hicache_ratio), f"hicache_ratio={config.hicache_ratio:g}"
+        count, setting = int(num_pages * config.hicache_ratio), f"hicache_ratio={config.hicache_ratio:g}"
     else:
-        count, asked = int(config.hicache_size * _GIGABYTE // page_bytes), f"hicache_size={config.hicache_size:g}"
+        count, setting = int(config.hicache_size * _GIGABYTE // page_bytes), f"hicache_size={config.hicache_size:g}"
     if count < 1:
-        raise ConfigError(f"{asked} is less than one page of {page_bytes / 2**20:.2f} MiB; raise it")
+        raise ConfigError(f"{setting} is less than one page of {page_bytes / 2**20:.2f} MiB; raise it")
     free = psutil.virtual_memory().available
     if count * page_bytes > free:
         raise ConfigError(
-            f"{asked} comes to {count * page_bytes / 2**30:.2f} GiB of host memory, of which {free / 2**30:.2f} GiB "
+            f"{setting} comes to {count * page_bytes / 2**30:.2f} GiB of host memory, of which {free / 2**30:.2f} GiB "
             f"are free; lower it to {_lower(config, num_pages, page_bytes, free)}"
         )
     return count

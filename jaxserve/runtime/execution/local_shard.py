@@ -1,6 +1,6 @@
-"""What of an array over the whole mesh the devices of this process hold, and the way there and back.
+"""The part of a global array that the devices of this process hold, and copies between it and numpy arrays.
 
-A program over several processes must be given arrays: jax would compare a numpy array across processes at every call.
+A program that spans processes must take jax arrays: jax would compare a numpy array across processes at every call.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from jaxserve.runtime.step.state import ArraySpec
 
 
 def spans_processes(mesh: Mesh) -> bool:
-    """Whether devices of other processes belong to it."""
+    """Return whether devices of other processes belong to the mesh."""
     return bool(mesh.is_multi_process)
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalPart:
-    """A box of an array of `spec`'s shape: `first` is where it begins, `shape` how large it is."""
+class LocalShard:
+    """The box of a global array, described by `spec`, that is local; it starts at `first` and has `shape`."""
 
     spec: ArraySpec
     sharding: NamedSharding
@@ -31,17 +31,17 @@ class LocalPart:
     shape: tuple[int, ...]
 
     def put(self, local: np.ndarray) -> jax.Array:
-        """The whole array, of which this process has `local`."""
+        """Return the global array, of which `local` is the part of this process."""
         windows = self.sharding.addressable_devices_indices_map(self.spec.shape)
         parts = [jax.device_put(local[self._inside(index)], device) for device, index in windows.items()]
         return jax.make_array_from_single_device_arrays(self.spec.shape, self.sharding, parts)
 
-    def put_own(self, whole: np.ndarray) -> jax.Array:
-        """The same, from an array that is whole in every process."""
+    def put_from_whole(self, whole: np.ndarray) -> jax.Array:
+        """Return the global array from its whole content, which every process has."""
         return self.put(whole[tuple(slice(at, at + size) for at, size in zip(self.first, self.shape))])
 
     def get(self, array: jax.Array) -> np.ndarray:
-        """What this process has of `array`, as whole numbers of its dtype's size: numpy copies those fast."""
+        """Return the local part of `array`, its bits as unsigned integers (see `bits_of`)."""
         bits = bits_of(self.spec.dtype)
         local = np.empty(self.shape, bits)
         for shard in array.addressable_shards:
@@ -53,16 +53,16 @@ class LocalPart:
         return tuple(slice(start - at, stop - at) for (start, stop), at in zip(bounds, self.first))
 
 
-def local_part(mesh: Mesh, spec: ArraySpec) -> LocalPart:
-    """The part of this process: a box, as each has whole ranks or an equal part of one."""
+def local_shard(mesh: Mesh, spec: ArraySpec) -> LocalShard:
+    """Return the local part: it is a box, as each process has whole ranks or an equal part of one."""
     sharding = NamedSharding(mesh, partition(spec.axes))
     windows = sharding.addressable_devices_indices_map(spec.shape).values()
     bounds = [[part.indices(size)[:2] for part, size in zip(index or (), spec.shape)] for index in windows]
     first = tuple(min(start for start, _ in along) for along in zip(*bounds))
     last = tuple(max(stop for _, stop in along) for along in zip(*bounds))
-    return LocalPart(spec, sharding, first, tuple(stop - start for start, stop in zip(first, last)))
+    return LocalShard(spec, sharding, first, tuple(stop - start for start, stop in zip(first, last)))
 
 
 def bits_of(dtype: np.dtype) -> np.dtype:
-    """Numpy copies bfloat16 a number at a time, a hundred times slower than whole numbers of that size."""
+    """Return the unsigned integer dtype of the same size: numpy copies it a hundred times faster than bfloat16."""
     return np.dtype(f"u{dtype.itemsize}")

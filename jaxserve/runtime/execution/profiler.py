@@ -1,7 +1,7 @@
-"""`jax.profiler` as the engine uses it, with the engine's own spans on the timeline and the scopes of each program.
+"""Records profiles with `jax.profiler`, with the engine's own spans on the timeline and the scopes of each program.
 
-A profile opens in XProf and Perfetto. Beside what jax writes lies `scopes.json.gz`: which layer and phase each
-instruction of each program belongs to, as not every device's trace says so.
+A profile opens in XProf and Perfetto. Besides the files of jax it has `scopes.json.gz`, which says to which layer and
+phase each instruction of each program belongs, as the traces of some devices lack that.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ SCOPES = "scopes.json.gz"
 
 _MODULE = re.compile(r"HloModule (?P<name>[\w.-]+)")
 _INSTRUCTION = re.compile(r'^ +(?:ROOT )?%?(?P<name>[\w.-]+) = .*\bop_name="(?P<path>[^"]+)"', flags=re.M)
-# Parts of an instruction's path that jax puts there, not we.
+# Parts of an instruction's path that come from jax, not from our named scopes.
 _NOT_A_SCOPE = re.compile(r".*[(),].*|while|body|cond|shard_map|closed_call|eval_jaxpr|branch_\d+_fun|scan|checkpoint")
 
 
 class JaxProfiler:
-    """Records the device and, through `timeline`, the engine's thread. `programs` are those that the engine runs."""
+    """Records the devices and, through `timeline`, the engine's thread, while the engine runs `programs`."""
 
     def __init__(self, timeline: Timeline, programs: Mapping[Any, Callable[..., Any]]) -> None:
         self._timeline = timeline
@@ -34,7 +34,7 @@ class JaxProfiler:
         self._folder = Path()
 
     def start(self, directory: Path, name: str, *, with_stack: bool) -> Path:
-        """Record from now on, into the folder that is returned."""
+        """Start to record, and return the folder that the files will be in."""
         options = jax.profiler.ProfileOptions()
         options.session_id = name
         options.python_tracer_level = int(with_stack)
@@ -44,7 +44,7 @@ class JaxProfiler:
         return self._folder
 
     def stop(self) -> None:
-        """Record no more and write the files; other threads go on meanwhile."""
+        """Stop recording and write the files. Other threads keep running."""
         self._timeline.unwatch()
         jax.profiler.stop_trace()
         scopes = dict(map(scopes_of, (program.as_text() for program in self._programs.values())))  # type: ignore[attr-defined]
@@ -52,7 +52,7 @@ class JaxProfiler:
 
 
 def scopes_of(text: str) -> tuple[str, dict[str, str]]:
-    """From a compiled program's text: its name, and the scope of each instruction that has one (`layer_3/mlp`)."""
+    """Return a program's name and the scope of each instruction that has one (`layer_3/mlp`), from its text."""
     module = _MODULE.match(text)
     assert module is not None, text[:80]
     found = {match["name"]: _scope(match["path"]) for match in _INSTRUCTION.finditer(text)}
@@ -60,6 +60,6 @@ def scopes_of(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _scope(path: str) -> str:
-    """The scopes of an instruction, outermost first; one that opens itself again counts once."""
+    """Return the scopes of an instruction, outermost first; repeats of a scope within itself count once."""
     parts = [part for part in path.split("/")[:-1] if not _NOT_A_SCOPE.fullmatch(part)]
     return "/".join(part for part, before in zip(parts, [None, *parts]) if part != before)

@@ -1,13 +1,13 @@
-"""A folder of compiled programs with a manifest of all they depend on: made on one machine, loaded on others like it.
+"""A bundle: a folder of compiled programs with a manifest of all they depend on, for machines of the same kind.
 
-A bundle is code, as a wheel is: load none that you wouldn't install; one that another user owns or may write is
-refused. Weights are not in it.
+A bundle is code, as a wheel is: load none that you wouldn't install. One that another user owns or may write is
+refused. It holds no weights.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,18 @@ from typing import Any
 import msgspec
 
 from jaxserve.config.schema import EngineConfig
+from jaxserve.error_texts import join_differences
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.programs.builder import ProgramBuilder, program_path
-from jaxserve.runtime.programs.own_files import ForeignFileError, check_own
-from jaxserve.runtime.programs.program_set import Key
+from jaxserve.runtime.programs.own_files import UntrustedFileError, check_owner
+from jaxserve.runtime.programs.program_set import ProgramKey
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
-_DIFFERENCES_SHOWN = 4
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a bundle was made of. `facts` are `ProgramBuilder.facts`; `settings` those that weren't left at default."""
+class BundleManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a bundle was compiled for. `facts` are `ProgramBuilder.facts`; `settings` are those that aren't defaults."""
 
     format: int
     model: str
@@ -36,11 +36,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     facts: dict[str, Any]
 
 
-def write_manifest(folder: Path, config: EngineConfig, builder: ProgramBuilder, keys: Sequence[Key]) -> None:
-    """Written last: a folder that has one is whole."""
+def write_manifest(folder: Path, config: EngineConfig, builder: ProgramBuilder, keys: Sequence[ProgramKey]) -> None:
+    """Write the manifest. Write it last: a folder that has one is complete."""
     given = msgspec.to_builtins(config)
     defaults = msgspec.to_builtins(EngineConfig())
-    manifest = Manifest(
+    manifest = BundleManifest(
         format=_FORMAT,
         model=config.model,
         settings={name: value for name, value in given.items() if value != defaults[name]},
@@ -51,13 +51,13 @@ def write_manifest(folder: Path, config: EngineConfig, builder: ProgramBuilder, 
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Raises `ConfigError` where there is none that can be read, or another user may have written it."""
+def read_manifest(folder: Path) -> BundleManifest:
+    """Read the manifest. Raises `ConfigError` if it can't be read, or if another user may have written it."""
     path = folder / MANIFEST
     try:
-        check_own(folder)
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except ForeignFileError as error:
+        check_owner(folder)
+        manifest = msgspec.json.decode(path.read_bytes(), type=BundleManifest)
+    except UntrustedFileError as error:
         raise ConfigError(f"programs={folder}: {error}") from None
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(
@@ -71,29 +71,28 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def sized_like_bundle(config: EngineConfig, manifest: Manifest) -> EngineConfig:
-    """The configuration with the bundle's pool, which memory would make a little larger or smaller at every start."""
+def sized_like_bundle(config: EngineConfig, manifest: BundleManifest) -> EngineConfig:
+    """Return the configuration with the bundle's pool size, which would else vary a little with the free memory."""
     if config.max_total_tokens is not None:
         return config
     return msgspec.structs.replace(config, max_total_tokens=manifest.pool_tokens)
 
 
 def load_bundle(
-    folder: Path, manifest: Manifest, builder: ProgramBuilder, keys: Sequence[Key]
-) -> dict[Key, Callable[..., Any]]:
-    """Its programs by key. Raises `ConfigError` naming what differs, or what is missing or damaged."""
-    differences = list(_differences(manifest.facts, json.loads(json.dumps(builder.facts()))))
-    if differences:
-        more = f" and {len(differences) - _DIFFERENCES_SHOWN} more" if len(differences) > _DIFFERENCES_SHOWN else ""
+    folder: Path, manifest: BundleManifest, builder: ProgramBuilder, keys: Sequence[ProgramKey]
+) -> dict[ProgramKey, Callable[..., Any]]:
+    """Load the programs by key. Raises `ConfigError` naming facts that differ, or a program that can't be loaded."""
+    facts = json.loads(json.dumps(builder.facts()))
+    if differences := join_differences(manifest.facts, facts, there="in the bundle", here="here"):
         raise ConfigError(
-            f"programs={folder} was made for something else: {'; '.join(differences[:_DIFFERENCES_SHOWN])}{more}; "
+            f"programs={folder} was made for something else: {differences}; "
             f"make it again with `jaxserve compile --output {folder}`, or leave --programs out"
         )
 
-    def load(key: Key) -> tuple[Key, Callable[..., Any]]:
+    def load(key: ProgramKey) -> tuple[ProgramKey, Callable[..., Any]]:
         try:
             return key, builder.load(key, program_path(folder, key))
-        except ForeignFileError as error:
+        except UntrustedFileError as error:
             raise ConfigError(f"programs={folder}: {error}") from None
         except Exception as error:  # a damaged pickle may raise anything
             raise ConfigError(
@@ -103,11 +102,3 @@ def load_bundle(
 
     with ThreadPoolExecutor() as pool:
         return dict(pool.map(load, keys))
-
-
-def _differences(theirs: Any, ours: Any, name: str = "") -> Iterator[str]:
-    if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
-        for key in [*theirs, *(key for key in ours if key not in theirs)]:
-            yield from _differences(theirs.get(key), ours.get(key), f"{name}.{key}" if name else key)
-    elif theirs != ours:
-        yield f"{name} is {theirs!r} in the bundle and {ours!r} here"

@@ -1,6 +1,6 @@
-"""One process at a time for what is kept on disk: replicas that start together compile once, and the others load.
+"""Locks a folder of kept programs: of replicas that start together, one compiles and the others load.
 
-It owns a lock on a folder, which the kernel lets go when its holder ends, however that comes about.
+The kernel releases the lock when the process that holds it ends, even if it crashes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _LOCK = "lock"
 
 
 @contextmanager
-def alone(folder: Path | None) -> Iterator[None]:
-    """Hold the lock of a folder, which is there, against other engines on this machine.
+def exclusive(folder: Path | None) -> Iterator[None]:
+    """Hold the lock of an existing folder against other engines on this machine.
 
-    Nobody waits where nothing is kept (None), nor among processes of one engine, which compile together.
+    Does nothing if `folder` is None, or if this process is one of several of an engine, as these compile together.
     """
     if folder is None or jax.process_count() > 1:
         yield

@@ -1,5 +1,5 @@
-"""Reads a compiled program: its memory, its collectives and kernels, what a kernel of ours takes of a core, and whether
-the KV pool stays in its place.
+"""Inspects a compiled program: its memory, its collectives and kernels, the resources that our own kernels use, and
+whether it updates the KV pool in place.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import jax
 
 from jaxserve.runtime.devices.mesh import device_bytes
 from jaxserve.runtime.programs.builder import ProgramBuilder
-from jaxserve.runtime.programs.program_set import Key
+from jaxserve.runtime.programs.program_set import ProgramKey
 from pallas_kernels.gpu_code.cubin import Resources
 from pallas_kernels.gpu_code.executable import kernel_resources
 from pallas_kernels.gpu_code.wire import UnreadableError
 
-# What may give an array of the pool's size: names for one that is there, and writing into it. A kernel may where it
-# says that its output is its operand.
+# Operations that may output an array of the pool's size without copying the pool: they pass one on or write into it.
+# A custom call may as well if it declares that its output aliases an operand.
 _IN_PLACE = {
     "parameter", "tuple", "get-tuple-element", "bitcast", "while", "call", "fusion", "scatter", "dynamic-update-slice",
     "conditional", "optimization-barrier", "async-start", "async-update", "async-done",
 }  # fmt: skip
-# A smaller pool may happen to be as large as some activation.
+# A pool smaller than this many bytes is not checked: some activation may happen to have the same size.
 _SMALL_POOL = 2**24
 _COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
-# Targets of custom calls that are our kernels, by what they were written in; a name goes with each.
+# Prefixes of the custom call targets of our kernels, and the language each is written in.
 _KERNELS = {"__gpu$xla.gpu.triton": "triton", "mosaic_gpu": "mosaic gpu", "tpu_custom_call": "mosaic tpu"}
 _ON_A_GPU = {"triton", "mosaic gpu"}
-# What jax calls the call of a kernel.
+# How jax names the operation that calls a kernel.
 _CALLS = ("pallas_call", "mpmd_map")
-# Those that a CPU compiles for itself carry their name in the target, some with a hash of their facts.
+# Targets of our CPU kernels hold the name of the kernel, and some a hash of what it was compiled from.
 _LLVM = re.compile(r"llvm_(?P<name>\w+?)(_[0-9a-f]{16})?")
 _LIBRARIES = re.compile(r"__(cublas|cudnn)[\w$.]*")
 
@@ -43,7 +43,7 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<types>.*?) (
 _ARRAY = re.compile(r"\b(?:pred|[a-z]+\d+\w*)\[(?P<dims>[\d,]*)\]")
 _TARGET = re.compile(r'custom_call_target="(?P<target>[^"]+)"')
 _OP_NAME = re.compile(r'op_name="(?P<name>[^"]+)"')
-# Where in VMEM, which is memory space 1, a TPU's kernel may have its own, and how far it reaches from there.
+# The parts of VMEM (memory space 1) that a TPU kernel was given and that it uses.
 _VMEM = {
     name: re.compile(rf'"{name}":\[{{"memory_space":"1","offset":"(?P<offset>\d+)","size":"(?P<size>\d+)"}}\]')
     for name in ("scoped_memory_configs", "used_scoped_memory_configs")
@@ -52,10 +52,10 @@ _VMEM = {
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a program, also of those inside fusions: `elements` are those of the largest array it gives.
+    """One instruction of a program, or of a fusion in it; `elements` is the size of the largest array it outputs.
 
-    `kernel` names what a custom call calls, where that is a kernel of ours or of a library. Of ours on a GPU or a TPU,
-    `language` is what it was written in, and `vmem_bytes` what a TPU's compiler says it needs.
+    `kernel` names the kernel of ours or of a library that a custom call runs. `language` is what a kernel of ours for a
+    GPU or a TPU is written in, and `vmem_bytes` the VMEM it needs as the TPU's compiler says.
     """
 
     opcode: str
@@ -69,11 +69,11 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class KernelReport:
-    """What one kernel of ours takes of a core, in all `calls` of it in a program; None is what isn't known.
+    """The resources of one kernel of ours, and how many `calls` of it a program has; None stands for unknown.
 
-    On a GPU, `registers` and `stack_bytes` are those of a thread, `shared_bytes` and `threads` those of a block
-    (`gpu_code.cubin.Resources`): a stack is slow memory, and registers that were spilled are in it. On a TPU,
-    `vmem_bytes` is what the kernel needs of VMEM for itself.
+    On a GPU, `registers` and `stack_bytes` are per thread, `shared_bytes` and `threads` per block
+    (`gpu_code.cubin.Resources`). The stack is slow memory and holds the spilled registers. On a TPU, `vmem_bytes` is
+    the VMEM that the kernel itself needs.
     """
 
     kernel: str
@@ -87,10 +87,10 @@ class KernelReport:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramReport:
-    """What became of one program, on each device of its mesh; `fault` says why it can't be used.
+    """How one program turned out, on each device of its mesh; `fault` says why it can't be used.
 
-    `temp_bytes` is working memory, `alias_bytes` what is changed in place. Counts are by name. `own_kernels` are those
-    of ours that are on a GPU or a TPU; where what they take can't be read, `unread` says why.
+    `temp_bytes` is its working memory, `alias_bytes` the memory that it updates in place. `collectives` and `kernels`
+    are counts by name. `own_kernels` are our kernels on a GPU or a TPU; `unread` says why their resources are unknown.
     """
 
     name: str
@@ -104,18 +104,18 @@ class ProgramReport:
     unread: str | None = None
 
 
-def compile_and_read(builder: ProgramBuilder, key: Key) -> tuple[ProgramReport, jax.stages.Compiled | None]:
-    """Compile one program and say what it is; a program that doesn't build is a report with a fault."""
+def compile_and_inspect(builder: ProgramBuilder, key: ProgramKey) -> tuple[ProgramReport, jax.stages.Compiled | None]:
+    """Compile one program and report on it; if it doesn't build, the report has a fault and the program is None."""
     start = time.monotonic()
     try:
         compiled = builder.compile(key)
-    except Exception as error:  # what a compiler may raise has no common base
+    except Exception as error:  # the errors of compilers have no common base class
         return ProgramReport(str(key), time.monotonic() - start, fault=_first_line(error)), None
-    return read(builder, key, compiled, time.monotonic() - start), compiled
+    return inspect_program(builder, key, compiled, time.monotonic() - start), compiled
 
 
-def read(builder: ProgramBuilder, key: Key, compiled: Any, seconds: float) -> ProgramReport:
-    """The report of a program that was built."""
+def inspect_program(builder: ProgramBuilder, key: ProgramKey, compiled: Any, seconds: float) -> ProgramReport:
+    """Return the report of a compiled program."""
     memory = compiled.memory_analysis()
     found = list(instructions(compiled.as_text()))
     opcodes = collections.Counter(one.opcode.removesuffix("-start") for one in found)
@@ -134,7 +134,7 @@ def read(builder: ProgramBuilder, key: Key, compiled: Any, seconds: float) -> Pr
 
 
 def own_kernels_of(compiled: Any, found: Iterable[Instruction]) -> tuple[tuple[KernelReport, ...], str | None]:
-    """What the kernels of ours among a program's instructions take, and why that can't be read, where it can't."""
+    """Return the resources of our own kernels in a program, and why they can't be read, or None."""
     calls = [one for one in found if one.language is not None]
     on_gpu = [one.name for one in calls if one.language in _ON_A_GPU]
     taken: Mapping[str, Resources] = {}
@@ -153,7 +153,7 @@ def own_kernels_of(compiled: Any, found: Iterable[Instruction]) -> tuple[tuple[K
 
 
 def instructions(text: str) -> Iterator[Instruction]:
-    """The instructions of a compiled program's text."""
+    """Parse the instructions in a compiled program's text."""
     for line in text.split("\n"):
         if found := _INSTRUCTION.match(line):
             elements = max(map(_elements, _ARRAY.finditer(found["types"])), default=0)
@@ -162,13 +162,13 @@ def instructions(text: str) -> Iterator[Instruction]:
 
 
 def _copied(builder: ProgramBuilder, memory: Any, found: list[Instruction]) -> str | None:
-    """Where the state isn't changed in place, how that shows."""
+    """Return how the program copies the state or the KV pool, or None if it updates both in place."""
     sizes = builder.mesh.shape
     state = device_bytes(builder.state_specs, sizes)
     if memory.alias_size_in_bytes < state:
         return f"the state is copied: {memory.alias_size_in_bytes} of its {state} bytes are aliased"
     pools = jax.tree.leaves(builder.state_specs.kv)
-    # As many elements as the pool has, in whatever type and order, are a copy of it, if there is memory for one.
+    # An output with as many elements as the pool, of any type and shape, is a copy of it if temp memory can hold one.
     smallest = min(device_bytes(pool, sizes) for pool in pools)
     if smallest < _SMALL_POOL or memory.temp_size_in_bytes < smallest:
         return None
@@ -197,13 +197,13 @@ def _vmem(line: str) -> int | None:
     given, used = (pattern.search(line) for pattern in _VMEM.values())
     if given is None or used is None:
         return None
-    # What is used is counted from the start of VMEM, where arrays of the program lie that the kernel doesn't have.
+    # The used part is counted from the start of VMEM, where the program keeps arrays that aren't the kernel's.
     own = int(used["offset"]) + int(used["size"]) - int(given["offset"])
     return own if own >= 0 else None
 
 
 def _own(line: str, language: str) -> str:
-    """The name that a kernel of ours was given, which stands before the call of it."""
+    """Return the name of a kernel of ours: the part of the operation's name before the call."""
     parts = name["name"].split("/") if (name := _OP_NAME.search(line)) else []
     return f"{parts[-2]} ({language})" if len(parts) > 1 and parts[-1].startswith(_CALLS) else language
 
@@ -217,7 +217,7 @@ def _library(target: str) -> str | None:
 def _serialized(compiled: Any) -> bytes:
     try:
         return compiled.runtime_executable().serialize()
-    except Exception as error:  # what a runtime may raise has no common base
+    except Exception as error:  # the errors of runtimes have no common base class
         raise UnreadableError(_first_line(error)) from error
 
 

@@ -1,8 +1,9 @@
-"""The programs of a deployment by key, some of which may still be on their way from disk while others serve.
+"""The programs of a deployment by key, some of which are still being loaded from disk while a server already serves.
 
-A step always runs in its own program: another of its kind would do, but round otherwise, and a seed would give other
-tokens in a server's first seconds than later. So a step whose program is on its way waits for it, and it comes next. It
-decides which programs a server must not be without, and in what order the others come. It makes and loads none itself.
+A step always runs in its own program: a larger one of its kind would compute the same, but round differently, and a
+seed would give other tokens in a server's first seconds than later. So a step waits if its program is not loaded yet,
+and that program is loaded next. This module decides which programs a server needs first and in what order the others
+are loaded; it neither compiles nor loads any itself.
 """
 
 from __future__ import annotations
@@ -14,53 +15,59 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from jaxserve.runtime.step.batch import ProgramKey
+from jaxserve.runtime.step.batch import StepKey
 
 logger = logging.getLogger("jaxserve.runtime")
 
-# Of a request, to tell which of two programs is needed sooner; nothing else depends on it.
+# An assumed prompt length, which only the order of loading depends on.
 _PROMPT_TOKENS = 64
 
-Key = ProgramKey | str
+ProgramKey = StepKey | str
 Program = Callable[..., Any]
 
 
-def needed_first(keys: Collection[Key]) -> list[Key]:
-    """Those without which a server is not ready: what can run any step (of each kind the largest, with the sampler),
-    what a first request runs (the smallest of each kind), and all that are no steps."""
-    steps = sorted((key for key in keys if isinstance(key, ProgramKey)), key=lambda key: key.size)
+def needed_first(keys: Collection[ProgramKey]) -> list[ProgramKey]:
+    """Return the programs without which a server is not ready.
+
+    These are the largest of each kind with the sampler, as they can run any step; the smallest of each kind, which a
+    first request runs; and all that are not steps.
+    """
+    steps = sorted((key for key in keys if isinstance(key, StepKey)), key=lambda key: key.size)
     largest = {key.kind: key for key in steps if not key.greedy}
     smallest = {(key.kind, key.greedy): key for key in reversed(steps)}
     return [*dict.fromkeys([*largest.values(), *smallest.values()]), *(key for key in keys if isinstance(key, str))]
 
 
-class ProgramSet(Mapping[Key, Program]):
-    """`ready` programs, and `coming` ones that `load` fetches in a thread until all are here or the set is gone: those
-    that somebody waits for, then those of few requests. One that can't be loaded is left out, and larger ones run its
-    steps. Whoever asks for a program that is coming, or for all, waits."""
+class ProgramSet(Mapping[ProgramKey, Program]):
+    """Maps keys to programs: those that are `ready`, and `pending` ones that `load` reads in a thread.
+
+    The thread loads programs that a caller waits for first, then those for few requests. It ends when all are loaded,
+    when the set is collected as garbage or when the main thread ends. A program that fails to load is dropped, and a
+    larger one runs its steps. Looking up a pending program waits for it; iterating waits for all.
+    """
 
     def __init__(
         self,
-        ready: Mapping[Key, Program],
-        coming: Collection[ProgramKey] = (),
-        load: Callable[[Key], Program] | None = None,
+        ready: Mapping[ProgramKey, Program],
+        pending: Collection[StepKey] = (),
+        load: Callable[[ProgramKey], Program] | None = None,
     ) -> None:
         self._ready = dict(ready)
-        self._keys: list[Key] = [*ready, *coming]
-        self._queue = sorted(coming, key=lambda key: (_num_requests(key), not key.greedy))
-        self._arrived = threading.Condition()
+        self._keys: list[ProgramKey] = [*ready, *pending]
+        self._queue = sorted(pending, key=lambda key: (_num_requests(key), not key.greedy))
+        self._changed = threading.Condition()
         if load is not None:
-            # Not a daemon: one of those in the middle of a load would be there while the process takes itself apart.
-            threading.Thread(target=_fetch, args=(weakref.ref(self), load), name="load-programs").start()
+            # Not a daemon thread: in the middle of a load, it would still run while the interpreter shuts down.
+            threading.Thread(target=_load_pending, args=(weakref.ref(self), load), name="load-programs").start()
 
-    def fitting(self, key: ProgramKey) -> ProgramKey:
-        """The program itself as soon as it is here; where it was left out, the smallest that does the same."""
+    def substitute(self, key: StepKey) -> StepKey:
+        """Return the key itself once its program is loaded; if that failed, the key of the smallest substitute."""
         if self._wait(key):
             return key
         others = [
             one
             for one in tuple(self._ready)
-            if isinstance(one, ProgramKey)
+            if isinstance(one, StepKey)
             and one.kind == key.kind
             and one.size >= key.size
             and (key.greedy or not one.greedy)
@@ -68,58 +75,58 @@ class ProgramSet(Mapping[Key, Program]):
         return min(others, key=lambda one: (one.size, not one.greedy))
 
     @property
-    def num_coming(self) -> int:
-        """How many are still on their way."""
+    def num_pending(self) -> int:
+        """How many programs are not loaded yet."""
         return len(self._keys) - len(self._ready)
 
-    def next(self) -> ProgramKey | None:
-        """The next one to load."""
-        with self._arrived:
+    def take_next(self) -> StepKey | None:
+        """Remove the key to load next from the queue and return it."""
+        with self._changed:
             return self._queue.pop(0) if self._queue else None
 
-    def put(self, key: Key, program: Program | None) -> None:
-        """One has arrived, or never will."""
-        with self._arrived:
+    def put(self, key: ProgramKey, program: Program | None) -> None:
+        """Add a loaded program, or drop its key if `program` is None."""
+        with self._changed:
             if program is None:
                 self._keys.remove(key)
             else:
                 self._ready[key] = program
-            self._arrived.notify_all()
+            self._changed.notify_all()
 
-    def _wait(self, key: Key) -> bool:
-        """Whether there is such a program, once that is known."""
+    def _wait(self, key: ProgramKey) -> bool:
+        """Wait until the program is loaded or dropped, and return whether it is there."""
         if key not in self._ready:
-            with self._arrived:
+            with self._changed:
                 self._queue.sort(key=lambda one: one != key)
-                self._arrived.wait_for(lambda: key in self._ready or key not in self._keys)
+                self._changed.wait_for(lambda: key in self._ready or key not in self._keys)
         return key in self._ready
 
-    def __getitem__(self, key: Key) -> Program:
+    def __getitem__(self, key: ProgramKey) -> Program:
         self._wait(key)
         return self._ready[key]
 
-    def __iter__(self) -> Iterator[Key]:
-        with self._arrived:
-            self._arrived.wait_for(lambda: not self.num_coming)
+    def __iter__(self) -> Iterator[ProgramKey]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self.num_pending)
         return iter(tuple(self._keys))
 
     def __len__(self) -> int:
         return len(self._keys)
 
 
-def _num_requests(key: ProgramKey) -> float:
-    """That are likely to run when the program is asked for."""
+def _num_requests(key: StepKey) -> float:
+    """Estimate how many requests run when a step needs this program."""
     return key.size if key.kind == "decode" else key.size / _PROMPT_TOKENS
 
 
-def _fetch(programs: weakref.ref[ProgramSet], load: Callable[[Key], Program]) -> None:
+def _load_pending(programs: weakref.ref[ProgramSet], load: Callable[[ProgramKey], Program]) -> None:
     start, count = time.monotonic(), 0
-    # Whoever held the set, or the whole process, may be done with it.
-    while (there := programs()) is not None and threading.main_thread().is_alive():
-        key = there.next()
-        del there
+    # A weak reference, held as a strong one only briefly: this thread must not keep the set alive.
+    while (program_set := programs()) is not None and threading.main_thread().is_alive():
+        key = program_set.take_next()
+        del program_set
         if key is None:
-            logger.info("programs: %d more are here, %.1f s after the first", count, time.monotonic() - start)
+            logger.info("programs: %d more loaded, %.1f s after the first", count, time.monotonic() - start)
             return
         program = None
         try:
@@ -127,6 +134,6 @@ def _fetch(programs: weakref.ref[ProgramSet], load: Callable[[Key], Program]) ->
             count += 1
         except Exception as error:  # a damaged pickle may raise anything
             logger.warning("kept program %s can't be loaded (%r): a larger one runs its steps", key, error)
-        if (there := programs()) is not None:
-            there.put(key, program)
-        del there
+        if (program_set := programs()) is not None:
+            program_set.put(key, program)
+        del program_set

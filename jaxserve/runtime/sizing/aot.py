@@ -1,4 +1,4 @@
-"""What `jaxserve compile` does: every program of a deployment, for a device that isn't attached or the one that is."""
+"""Compiles the programs of a deployment for attached devices or a target: the work of `jaxserve compile`."""
 
 from __future__ import annotations
 
@@ -18,45 +18,48 @@ from jaxserve.runtime.devices.device import facts_of_devices, facts_of_target
 from jaxserve.runtime.devices.mesh import make_mesh
 from jaxserve.runtime.devices.target import load_target
 from jaxserve.runtime.devices.topology import target_mesh
-from jaxserve.runtime.programs.builder import ProgramBuilder, by_cost, program_path
-from jaxserve.runtime.programs.inspection import ProgramReport, compile_and_read
-from jaxserve.runtime.programs.program_set import Key
+from jaxserve.runtime.programs.builder import ProgramBuilder, by_compile_cost, program_path
+from jaxserve.runtime.programs.inspection import ProgramReport, compile_and_inspect
+from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.sizing.deployment import Deployment, read_model, read_stored
 from jaxserve.runtime.sizing.memory_advice import deploy_or_advise
 from jaxserve.runtime.sizing.mesh_validation import check_mesh
-from jaxserve.runtime.sizing.temp_memory import sized_by_compiler
+from jaxserve.runtime.sizing.temp_memory import size_pool_by_compiler
 
 
 def deploy_on_target(config: EngineConfig, name: str) -> Deployment:
-    """The deployment that a configuration makes on a device that isn't attached. Raises `ConfigError`."""
+    """Return the deployment that a configuration makes on a target device. Raises `ConfigError`."""
     target = load_target(name)
     if config.device not in ("auto", target.platform):
         raise ConfigError(f"device={config.device} and target {name!r}, which is {target.platform}: leave one out")
     model, device = read_model(config.model), facts_of_target(name)
-    # Replicas too stand on one machine, and take as many of its devices as a mesh of all of them.
+    # Replicas run on one machine too, and take as many of its devices as one mesh would.
     check_mesh(msgspec.structs.replace(config, dp_mode="mesh"), model, device)
     return deploy_or_advise(config, model, device, read_stored(config))
 
 
 def builder_for_target(deployment: Deployment, name: str) -> ProgramBuilder:
-    """What compiles it there. Only the CPU is used, whatever else is attached. Raises `ConfigError`."""
+    """Return the builder of its programs. Makes jax use the CPU even if an accelerator is attached.
+
+    Raises `ConfigError`.
+    """
     jax.config.update("jax_platforms", "cpu")
     return deployment.builder(target_mesh(name, tensor=deployment.tensor, data=deployment.data))
 
 
 def deploy_on_device(config: EngineConfig) -> tuple[Deployment, ProgramBuilder]:
-    """The deployment on the devices that are attached, and what compiles it. Raises `ConfigError`."""
+    """Return the deployment on the attached devices and the builder of its programs. Raises `ConfigError`."""
     devices = attach(config)
     facts = facts_of_devices(devices, config.tp_size * config.dp_size)
     deployment = deploy_or_advise(config, read_model(config.model), facts, read_stored(config))
     mesh = make_mesh(devices, data=deployment.data, tensor=deployment.tensor)
-    deployment = sized_by_compiler(deployment, mesh, None)
+    deployment = size_pool_by_compiler(deployment, mesh, None)
     return deployment, deployment.builder(mesh)
 
 
-def chosen_keys(deployment: Deployment, pattern: str = "*") -> list[Key]:
-    """The programs whose names match. Raises `ConfigError` where none does."""
-    keys = deployment.all_keys
+def matching_keys(deployment: Deployment, pattern: str = "*") -> list[ProgramKey]:
+    """Return the programs whose names match. Raises `ConfigError` if none does."""
+    keys = deployment.program_keys
     chosen = [key for key in keys if fnmatch.fnmatchcase(str(key), pattern)]
     if not chosen:
         raise ConfigError(f"no program is called {pattern!r}; there are {', '.join(map(str, keys))}")
@@ -64,18 +67,18 @@ def chosen_keys(deployment: Deployment, pattern: str = "*") -> list[Key]:
 
 
 def compile_programs(
-    builder: ProgramBuilder, keys: Sequence[Key], folder: Path | None = None
+    builder: ProgramBuilder, keys: Sequence[ProgramKey], folder: Path | None = None
 ) -> Iterator[ProgramReport]:
-    """Compile in parallel; reports come as programs are done. Good ones are kept in the folder, where there is one."""
+    """Compile in parallel and yield a report as each program is done. Store programs without a fault in `folder`."""
 
-    def make(key: Key) -> ProgramReport:
-        report, compiled = compile_and_read(builder, key)
+    def make(key: ProgramKey) -> ProgramReport:
+        report, compiled = compile_and_inspect(builder, key)
         if folder is not None and compiled is not None and report.fault is None:
             builder.store(compiled, program_path(folder, key))
         return report
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        waiting = [pool.submit(make, key) for key in by_cost(keys)]
+        waiting = [pool.submit(make, key) for key in by_compile_cost(keys)]
         try:
             for done in as_completed(waiting):
                 yield done.result()

@@ -1,114 +1,120 @@
-"""What `jaxserve plan` finds out: whether a model fits a device that isn't here, and how fast it can be there."""
+"""Reports whether a model fits a target device, and how fast it can be there: the work of `jaxserve plan`."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from jaxserve.config.schema import EngineConfig
-from jaxserve.runtime.devices.target import Target, load_target
+from jaxserve.runtime.devices.target import DeviceTarget, load_target
 from jaxserve.runtime.sizing.aot import builder_for_target, deploy_on_target
 from jaxserve.runtime.sizing.deployment import Deployment
 from jaxserve.runtime.sizing.memory import usable_bytes
-from jaxserve.runtime.sizing.memory_advice import fixes
+from jaxserve.runtime.sizing.memory_advice import find_fixes
 from jaxserve.runtime.sizing.roofline import Roofline, roofline
-from jaxserve.runtime.sizing.temp_memory import compiled_figure, resized
+from jaxserve.runtime.sizing.temp_memory import measure_temp_memory, with_temp_memory
 
 _BATCHES = (1, 8, 32, 64, 128, 256, 512, 1024)
 _CONTEXTS = (1024, 4096, 16384, 65536, 131072)
 
 
 @dataclasses.dataclass(frozen=True)
-class Misfit:
-    """What doesn't fit, and flags each of which mends it."""
+class Shortfall:
+    """A limit that the deployment can't meet, and flags each of which would meet it."""
 
-    what: str
+    problem: str
     fixes: list[str]
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """A deployment on a target. `temp_bytes` is the largest working memory, from where `temp_source` says; a margin on
-    top of the compiler's figure is part of what the pool leaves free."""
+class CapacityReport:
+    """The capacity of a deployment on a target.
+
+    `temp_bytes` is the largest working memory of a program; `temp_source` says where the figure is from. The pool also
+    leaves a margin free on top of the compiler's figure.
+    """
 
     deployment: Deployment
-    target: Target
+    target: DeviceTarget
     limits: Roofline
     temp_bytes: int
     temp_source: str
-    misfits: list[Misfit]
+    shortfalls: list[Shortfall]
 
     @property
     def num_devices(self) -> int:
-        """Devices of all data-parallel ranks."""
+        """The number of devices of all data-parallel ranks."""
         return self.deployment.num_ranks * self.deployment.tensor
 
     @property
     def rank_tokens(self) -> int:
-        """Tokens that the KV pool of a data-parallel rank holds."""
+        """The number of tokens that the KV pool of a data-parallel rank holds."""
         return self.deployment.capacity.num_pages * self.deployment.capacity.page_size
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens that the KV pools of all ranks hold."""
+        """The number of tokens that the KV pools of all ranks hold."""
         return self.deployment.num_ranks * self.rank_tokens
 
     @property
     def num_slots(self) -> int:
-        """Requests that run at once, on all ranks."""
+        """The number of requests that can run at once on all ranks."""
         return self.deployment.num_ranks * self.deployment.capacity.num_slots
 
     @property
     def usable_bytes(self) -> int:
-        """What a deployment may use of a device."""
+        """The memory of a device that a deployment may use."""
         return usable_bytes(self.deployment.config, self.target.memory_bytes)
 
-    def requests_of(self, context: int) -> int:
-        """How many requests of this length run at once."""
+    def max_requests(self, context: int) -> int:
+        """Return how many requests of this length can run at once."""
         capacity = self.deployment.capacity
         fit = capacity.num_pages // -(-context // capacity.page_size)
         return self.deployment.num_ranks * min(capacity.num_slots, fit)
 
     @property
     def contexts(self) -> list[int]:
-        """Context lengths to show limits for."""
+        """The context lengths to show limits for."""
         longest = self.deployment.capacity.max_model_len
         return sorted({context for context in _CONTEXTS if context < longest} | {longest})
 
     @property
     def batches(self) -> list[int]:
-        """Batches to show limits for."""
+        """The batch sizes to show limits for."""
         most = self.num_slots
         return sorted({batch for batch in _BATCHES if batch < most} | {most})
 
     def decode_limit(self, batch: int, context: int) -> float | None:
-        """Tokens a second at best; None where the pool doesn't hold so much."""
-        if batch > self.requests_of(context):
+        """Return the upper limit in tokens per second; None if the pool can't hold the batch."""
+        if batch > self.max_requests(context):
             return None
         return batch / self.limits.decode_seconds(-(-batch // self.deployment.num_ranks), context)
 
     def prefill_limit(self, length: int) -> float | None:
-        """Prompt tokens a second at best, for prompts of `length` tokens; None where the peak isn't known."""
+        """Return the upper limit in tokens per second for prompts of `length` tokens; None if the peak is unknown."""
         limit = self.limits.prefill_tokens_per_second(length)
         return None if limit is None else self.deployment.num_ranks * limit
 
 
-def make_plan(config: EngineConfig, name: str, *, ask_compiler: bool = False) -> Plan:
-    """Plan it. Raises `ConfigError`, naming the flags that would make it fit, where no KV cache is left at all."""
+def report_capacity(config: EngineConfig, name: str, *, ask_compiler: bool = False) -> CapacityReport:
+    """Report on a configuration on a target.
+
+    Raises `ConfigError` if no memory is left for the KV cache, naming the flags that would leave some.
+    """
     deployment = deploy_on_target(config, name)
     target = load_target(name)
     temp, source = deployment.sizes.footprint.activations, "estimated"
     if ask_compiler:
-        figure = compiled_figure(deployment, builder_for_target(deployment, name))
-        deployment = resized(deployment, figure)
-        temp, source = figure.temp_bytes, f"the compiler's, {figure.program}"
-    return Plan(deployment, target, roofline(deployment, target), temp, source, _misfits(deployment))
+        measured = measure_temp_memory(deployment, builder_for_target(deployment, name))
+        deployment = with_temp_memory(deployment, measured)
+        temp, source = measured.temp_bytes, f"the compiler's, {measured.program}"
+    return CapacityReport(deployment, target, roofline(deployment, target), temp, source, _shortfalls(deployment))
 
 
-def _misfits(deployment: Deployment) -> list[Misfit]:
+def _shortfalls(deployment: Deployment) -> list[Shortfall]:
     config, sizes = deployment.config, deployment.sizes
     found = []
     if sizes.capacity.max_model_len < sizes.wanted_context:
-        mends = fixes(
+        mends = find_fixes(
             config,
             deployment.model,
             deployment.device,
@@ -117,7 +123,7 @@ def _misfits(deployment: Deployment) -> list[Misfit]:
         )
         what = (
             f"a request of {sizes.wanted_context:,} tokens: the context is cut to the {sizes.capacity.max_model_len:,} "
-            "that the KV pool holds"
+            "tokens that the KV pool holds"
         )
-        found.append(Misfit(what, [*mends, f"--context-length {sizes.capacity.max_model_len} (to accept it)"]))
+        found.append(Shortfall(what, [*mends, f"--context-length {sizes.capacity.max_model_len} (to accept it)"]))
     return found

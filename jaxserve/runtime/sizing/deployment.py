@@ -1,7 +1,7 @@
-"""From a configuration and a model to the deployment they make on a device: the one place where sizes, specs and
-programs are decided, for the worker that runs it, and for `compile` and `plan`, which only look ahead.
+"""Decides the sizes, the array specs and the programs of a configuration and a model on a kind of device.
 
-It needs shapes alone: no weights, no arrays, and no device before `builder`.
+The worker runs the deployment that this module returns; `jaxserve compile` and `jaxserve plan` examine the same one
+ahead of time. It works on shapes: it needs no weights and no arrays, and no device before `Deployment.builder`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from jaxserve.config.data_parallel import ranks_and_replicas
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig, parse_model_config
+from jaxserve.models.dtypes import dtype_of, kv_dtype_of
 from jaxserve.models.registry import family
-from jaxserve.quant import Packing, Stored, choose, pack
+from jaxserve.quant import StoredTypes, WeightPacking, choose_packing, pack_specs
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.devices.mesh import DATA_AXIS, TENSOR_AXIS, device_bytes
 from jaxserve.runtime.programs.builder import (
@@ -28,32 +29,31 @@ from jaxserve.runtime.programs.builder import (
     UPDATE_KEY,
     WRITE_KEY,
     ProgramBuilder,
-    dtype_of,
-    kv_dtype_of,
-    program_keys,
+    step_keys,
 )
-from jaxserve.runtime.programs.program_set import Key
+from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.sizing import determinism
 from jaxserve.runtime.sizing.mesh_validation import check_mesh
 from jaxserve.runtime.sizing.sizes import Sizes, attention_problem, resolve_sizes
-from jaxserve.runtime.step.batch import ProgramKey
+from jaxserve.runtime.step.batch import StepKey
 from jaxserve.runtime.step.state import DeviceState, pool_layout, state_specs
 from jaxserve.runtime.step.step import StepContext
 from jaxserve.step_plan import Capacity
 from jaxserve.weights import stored_types
 from pallas_kernels.paged_attention import Backend, choose_backend
 
-# Rows whose logits exist at once; a GPU and a TPU take them all.
+# Rows whose logits exist at once on a CPU; a GPU and a TPU compute those of all rows at once.
 _CPU_SAMPLE_ROWS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Deployment:
-    """A model in a configuration on `data * tensor` devices of one kind. `params` and `state` are trees of specs over
-    all of them; `model` is laid out for the tensor axis. There are `replicas` of it, in processes of their own.
+    """A model in a configuration on `data * tensor` devices of one kind.
 
-    `stored` are the types of its checkpoint's tensors where these may be quantized, and `packing` what comes of them.
-    `indeterminate` says why a request may give other bits in other company; it is empty where it doesn't.
+    `params` and `state` are trees of specs over all of them; `model` is laid out for the tensor axis. `replicas` is how
+    many such deployments there are, each in a process of its own. `stored` are the types of the checkpoint's tensors if
+    they may be quantized; `packing` says which stay quantized. `nondeterminism` is the reason why the bits of a request
+    depend on the batch, or empty if they don't.
     """
 
     config: EngineConfig
@@ -67,56 +67,56 @@ class Deployment:
     tensor: int
     data: int = 1
     replicas: int = 1
-    stored: Stored = dataclasses.field(default_factory=dict)
-    packing: Packing = dataclasses.field(default_factory=Packing)
-    indeterminate: str = ""
+    stored: StoredTypes = dataclasses.field(default_factory=dict)
+    packing: WeightPacking = dataclasses.field(default_factory=WeightPacking)
+    nondeterminism: str = ""
 
     @property
     def num_devices(self) -> int:
-        """Devices of its mesh."""
+        """The number of devices of its mesh."""
         return self.data * self.tensor
 
     @property
     def dense_bytes(self) -> int:
-        """What weights would take of a device with none of them packed."""
+        """Bytes that the weights would take on a device if none were packed."""
         return device_bytes(family(self.model).abstract(self.model, self.dtype), {TENSOR_AXIS: self.tensor})
 
     @property
     def num_ranks(self) -> int:
-        """Data-parallel ranks, of all replicas."""
+        """The number of data-parallel ranks of all replicas."""
         return self.data * self.replicas
 
     @property
     def capacity(self) -> Capacity:
-        """What the programs hold."""
+        """The sizes that the programs can hold."""
         return self.sizes.capacity
 
     @property
-    def keys(self) -> list[ProgramKey]:
-        """Its step programs."""
-        return program_keys(self.capacity)
+    def step_keys(self) -> list[StepKey]:
+        """The keys of its step programs."""
+        return step_keys(self.capacity)
 
     @property
-    def all_keys(self) -> list[Key]:
-        """All of its programs."""
+    def program_keys(self) -> list[ProgramKey]:
+        """The keys of all its programs."""
         copies = [READ_KEY, WRITE_KEY] if self.config.enable_hierarchical_cache else []
-        return [UPDATE_KEY, *copies, *self.keys]
+        return [UPDATE_KEY, *copies, *self.step_keys]
 
     def builder(self, mesh: Mesh) -> ProgramBuilder:
-        """What compiles its programs for a mesh of its devices, attached or not."""
+        """Return the builder of its programs for a mesh of its devices, which need not be attached."""
         sample_rows = _CPU_SAMPLE_ROWS if self.device.platform == "cpu" else None
         context = StepContext(self.model, self.backend, sample_rows)
         return ProgramBuilder(context, self.capacity, mesh, self.params, self.state, self.config.nnodes)
 
 
 def read_model(model: str) -> ModelConfig:
-    """The model's config from whatever `--model` names; a config.json is enough. Raises `ConfigError`."""
-    return parse_model_config(model_source.config_of(model), f"config of {model}")
+    """Read the config of the model that `--model` names, which may be just a config.json. Raises `ConfigError`."""
+    return parse_model_config(model_source.fetch_config(model), f"config of {model}")
 
 
-def read_stored(config: EngineConfig) -> Stored:
-    """The types of the tensors of what `--model` names, where they may be quantized. Raises `ConfigError`."""
-    source = model_source.gguf_of(config.model)
+def read_stored(config: EngineConfig) -> StoredTypes:
+    """Read the types of the tensors of a GGUF file that `--model` names; return {} for others. Raises `ConfigError`."""
+    source = model_source.resolve_gguf(config.model)
     return {} if source is None else stored_types(source, config.load_format)
 
 
@@ -125,13 +125,14 @@ def deploy(
     model: ModelConfig,
     device: DeviceFacts,
     *,
-    stored: Stored | None = None,
+    stored: StoredTypes | None = None,
     activations: int | None = None,
 ) -> Deployment:
-    """Decide everything. `stored` are the types of the checkpoint's tensors, where they may be quantized; `activations`
-    the bytes that programs work in, estimated where they aren't known.
+    """Return the deployment of a model on a device.
 
-    Raises `ConfigError` for what can't be: `NoRoomError` where memory is too small.
+    `stored` are the types of the checkpoint's tensors if they may be quantized. `activations` is the working memory of
+    the programs in bytes, if it is known; else it is estimated. Raises `ConfigError` for settings that can't be met,
+    `InsufficientMemoryError` if memory is too small.
     """
     check_mesh(config, model, device)
     data, replicas = ranks_and_replicas(config)
@@ -141,25 +142,25 @@ def deploy(
     axes = {DATA_AXIS: data, TENSOR_AXIS: tensor}
     stored = stored or {}
     params = family(model).abstract(model, dtype)
-    packing = choose(
+    packing = choose_packing(
         config.quantization,
         params,
-        family(model).placements(model),
+        family(model).tensor_mappings(model),
         stored,
         platform=device.platform,
         dtype=dtype,
         tensor=tensor,
     )
-    params = pack(params, packing.bits)
+    params = pack_specs(params, packing.bits)
     weight_bytes = device_bytes(params, axes)
     try:
         problem = attention_problem(config, model, dtype=dtype, kv_dtype=kv_dtype, tensor=tensor)
         backend = choose_backend(device.kernels, problem, config.attention_backend)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    indeterminate = determinism.obstacle(device.platform, backend, packing, dtype.name)
-    if config.enable_deterministic_inference and indeterminate:
-        raise ConfigError(f"enable_deterministic_inference: {indeterminate}")
+    nondeterminism = determinism.why_nondeterministic(device.platform, backend, packing, dtype.name)
+    if config.enable_deterministic_inference and nondeterminism:
+        raise ConfigError(f"enable_deterministic_inference: {nondeterminism}")
     [spec] = family(model).kv_specs(model)
     one = Capacity(
         num_slots=1,
@@ -194,15 +195,15 @@ def deploy(
         dtype=kv_dtype,
         platform=backend.kv_platform,
     )
-    reached = backend.addressable_pages(layout, tensor) * config.page_size
-    if reached < layout.num_pages * config.page_size:
+    addressable = backend.addressable_pages(layout, tensor) * config.page_size
+    if addressable < layout.num_pages * config.page_size:
         if config.max_total_tokens is not None:
             raise ConfigError(
-                f"max_total_tokens={config.max_total_tokens}: attention backend {backend.name} reaches {reached} "
-                "tokens of an fp8 KV cache whose keys take 2 to 4 GiB; give it as many, or choose another "
-                "--attention-backend"
+                f"max_total_tokens={config.max_total_tokens}: attention backend {backend.name} can address only "
+                f"{addressable} tokens of an fp8 KV cache whose keys take 2 to 4 GiB; set --max-total-tokens "
+                f"{addressable}, or choose another --attention-backend"
             )
-        sizes = sized(msgspec.structs.replace(config, max_total_tokens=reached))
+        sizes = sized(msgspec.structs.replace(config, max_total_tokens=addressable))
     state = state_specs(spec, sizes.capacity, vocab_size=vocab_size, kv_dtype=kv_dtype, platform=backend.kv_platform)
     return Deployment(
         config,
@@ -218,5 +219,5 @@ def deploy(
         replicas,
         stored,
         packing,
-        indeterminate,
+        nondeterminism,
     )

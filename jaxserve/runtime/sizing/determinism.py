@@ -1,32 +1,31 @@
-"""Whether a request gives the same bits in any company: whatever it is batched with, however its prompt is cut or
-cached, preempted or not.
+"""Decides whether a request gives the same bits in any batch, however its prompt is chunked, cached or preempted.
 
-That holds where each row of every operation is computed in one order, whatever rows are beside it. Our CPU kernels
-promise it, XLA's products and sums don't.
+It does if every operation computes each row in the same order, whatever the other rows of the batch are. Our CPU
+kernels guarantee that, XLA's products and sums don't.
 """
 
 from __future__ import annotations
 
+from jaxserve.error_texts import join_first
 from jaxserve.params import dotted
-from jaxserve.quant import Packing
+from jaxserve.quant import WeightPacking
 from pallas_kernels.paged_attention import Backend
 
 
-def obstacle(platform: str, backend: Backend, packing: Packing, dtype: str) -> str:
-    """What stands in the way, for an error or a log line; empty where nothing does."""
+def why_nondeterministic(platform: str, backend: Backend, packing: WeightPacking, dtype: str) -> str:
+    """Return why the bits of a request depend on its batch, for an error or a log line; empty if they don't."""
     if platform != "cpu":
         return (
-            f"on a {platform} the order in which products and attention add depends on the size of the batch; "
-            "only a CPU computes each row in one order so far"
+            f"on a {platform} the order of additions in products and attention depends on the size of the batch; "
+            "so far only a CPU computes each row in a fixed order"
         )
     if backend.name != "cpu":
-        return f"attention backend {backend.name} adds in an order that depends on the batch; cpu does not"
+        return f"attention backend {backend.name} adds in an order that depends on the batch; backend cpu does not"
     if packing.dense:
-        names = ", ".join(dotted(path) for path in packing.dense[:3])
-        more = f" and {len(packing.dense) - 3} more" if len(packing.dense) > 3 else ""
+        names = join_first([dotted(path) for path in packing.dense], 3)
         return (
-            f"the products with {names}{more} are XLA's, which add in an order that depends on the batch; weights that "
-            f"our own kernel multiplies are bfloat16 (the dtype is {dtype}), not split by tp_size, and of sizes that "
-            "are multiples of 16 outputs and 32 inputs"
+            f"XLA computes the products with {names}, and adds in an order that depends on the batch; our own "
+            f"kernel multiplies only weights that are bfloat16 (the dtype is {dtype}), not split by tp_size, and whose "
+            "sizes are multiples of 16 outputs and 32 inputs"
         )
     return ""

@@ -1,4 +1,4 @@
-"""How much goes where: weights, the state, the KV pool, and the context that fits it. All sizes are of one device."""
+"""Divides the memory of a device between weights, state and KV pool, and fits the context length to the pool."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ logger = logging.getLogger("jaxserve.runtime")
 CPU_POOL_BYTES = 2**29
 
 
-class NoRoomError(ConfigError):
-    """Weights and activations leave nothing for the KV cache."""
+class InsufficientMemoryError(ConfigError):
+    """Weights, state and activations leave no memory for the KV cache."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """Bytes of one device besides the pool, and of a token in it.
+    """Bytes that a deployment takes on one device besides the KV pool, and the bytes of a token in the pool.
 
-    `state` is what is kept by slot; `activations` the largest program's working memory: the compiler's figure, or an
-    estimate before there is one.
+    `state` is the state by slot. `activations` is the working memory of the largest program: an estimate, or the
+    compiler's figure once there is one.
     """
 
     weights: int
@@ -31,15 +31,17 @@ class Footprint:
     kv_per_token: int
 
     @property
-    def taken(self) -> int:
-        """What the pool can't have."""
+    def non_pool(self) -> int:
+        """Bytes that the pool can't have."""
         return self.weights + self.state + self.activations
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolPlan:
-    """Pages of the KV pool, and the context length that fits it. Memory alone keeps it from being larger where it is
-    `memory_bound`."""
+    """The size of the KV pool and the context length that fits it.
+
+    `memory_bound` says that the pool would be larger if the device had more memory.
+    """
 
     num_pages: int
     context_length: int
@@ -56,9 +58,9 @@ def plan_pool(
     max_running: int,
     num_devices: int = 1,
 ) -> PoolPlan:
-    """Size the pool from `--max-total-tokens` or from memory, and fit the context to it.
+    """Size the pool from `--max-total-tokens` or from memory, and fit the context length to it.
 
-    Raises `ConfigError`: `NoRoomError` where nothing is left for the cache.
+    Raises `ConfigError` for sizes that don't fit, `InsufficientMemoryError` if no memory is left for the cache.
     """
     wanted = config.context_length or model_context
     if wanted > model_context:
@@ -66,41 +68,42 @@ def plan_pool(
             f"context_length={wanted} is longer than the model's {model_context} tokens; lower --context-length"
         )
     tokens, memory_bound = config.max_total_tokens, False
-    free = usable_bytes(config, memory_bytes) - footprint.taken
+    free = usable_bytes(config, memory_bytes) - footprint.non_pool
     if tokens is None:
-        # More than every running request at full length can't be used.
+        # Enough for every running request at full length: more would never be used.
         usable = max_running * -(-wanted // config.page_size) * config.page_size
         if platform == "cpu":
-            # The machine is shared, and zeroing the pool costs start-up.
+            # Other programs share the machine, and filling the pool with zeros takes start-up time.
             usable = min(usable, CPU_POOL_BYTES // num_devices // footprint.kv_per_token)
         tokens = min(free // footprint.kv_per_token, usable)
         memory_bound = tokens < usable
         if tokens < min(config.page_size * 2, usable):
-            raise _no_room(config, footprint, memory_bytes)
+            raise _insufficient_memory(config, footprint, memory_bytes)
     elif footprint.weights + footprint.state + tokens * footprint.kv_per_token > memory_bytes:
-        # An estimate of the activations must not refuse what was seen to run, as a bundle's pool was.
-        fitting = free // footprint.kv_per_token // config.page_size * config.page_size
-        if fitting < config.page_size:
-            raise _no_room(config, footprint, memory_bytes)
+        # Activations are left out of this check: they are an estimate, and a pool that was seen to run, such as that of
+        # a bundle, must not be refused for it.
+        largest = free // footprint.kv_per_token // config.page_size * config.page_size
+        if largest < config.page_size:
+            raise _insufficient_memory(config, footprint, memory_bytes)
         raise ConfigError(
-            f"max_total_tokens={tokens} takes {tokens * footprint.kv_per_token / 2**30:.2f} GiB of each device, of "
-            f"whose {memory_bytes / 2**30:.2f} GiB {free / 2**30:.2f} are left for the KV cache: at most "
-            f"--max-total-tokens {fitting} fits"
+            f"max_total_tokens={tokens} takes {tokens * footprint.kv_per_token / 2**30:.2f} GiB of each device, but "
+            f"{free / 2**30:.2f} of its {memory_bytes / 2**30:.2f} GiB are left for the KV cache: at most "
+            f"--max-total-tokens {largest} fits"
         )
     num_pages = tokens // config.page_size
     if num_pages < 1:
         if config.max_total_tokens is not None:
             raise ConfigError(f"max_total_tokens={tokens} is less than one page of {config.page_size} tokens")
-        raise NoRoomError(
-            f"a KV cache of {tokens} tokens is all that each of dp_size={config.dp_size} ranks gets, less than one "
+        raise InsufficientMemoryError(
+            f"each of dp_size={config.dp_size} ranks gets a KV cache of {tokens} tokens, which is less than one "
             f"page of page_size={config.page_size}"
         )
     fitted = min(wanted, num_pages * config.page_size)
     return PoolPlan(num_pages, fitted, memory_bound)
 
 
-def _no_room(config: EngineConfig, footprint: Footprint, memory_bytes: int) -> NoRoomError:
-    return NoRoomError(
+def _insufficient_memory(config: EngineConfig, footprint: Footprint, memory_bytes: int) -> InsufficientMemoryError:
+    return InsufficientMemoryError(
         f"no memory is left for the KV cache: {footprint.weights / 2**30:.2f} GiB of weights, "
         f"{footprint.state / 2**30:.2f} GiB of state and {footprint.activations / 2**30:.2f} GiB of "
         f"activations on a device of which {usable_bytes(config, memory_bytes) / 2**30:.2f} GiB may be used"
@@ -108,5 +111,5 @@ def _no_room(config: EngineConfig, footprint: Footprint, memory_bytes: int) -> N
 
 
 def usable_bytes(config: EngineConfig, memory_bytes: int) -> int:
-    """What `--mem-fraction-static` gives a deployment of a device's memory."""
+    """Return how many bytes of a device's memory a deployment may use, by `--mem-fraction-static`."""
     return int(memory_bytes * (config.mem_fraction_static or DEFAULT_MEM_FRACTION))

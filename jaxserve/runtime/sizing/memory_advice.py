@@ -1,4 +1,4 @@
-"""Which one flag makes room where something doesn't fit: found by trying, so that what it says holds."""
+"""Finds flags that would make a deployment fit, by trying each: a flag that it names is known to work."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from jaxserve.config.schema import DEFAULT_MEM_FRACTION, EngineConfig
 from jaxserve.config.settings import as_flag
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
-from jaxserve.quant import Stored
+from jaxserve.quant import StoredTypes
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
-from jaxserve.runtime.sizing.memory import NoRoomError
+from jaxserve.runtime.sizing.memory import InsufficientMemoryError
 from jaxserve.runtime.sizing.sizes import defaults_of
 from pallas_kernels.paged_attention import REFERENCE
 
@@ -23,26 +23,28 @@ _SMALLEST_PAGE = 16
 
 
 def deploy_or_advise(
-    config: EngineConfig, model: ModelConfig, device: DeviceFacts, stored: Stored | None = None
+    config: EngineConfig, model: ModelConfig, device: DeviceFacts, stored: StoredTypes | None = None
 ) -> Deployment:
-    """`deploy`, whose error names the flags that would make room. Raises `ConfigError`."""
+    """Call `deploy`. If memory is too small, the error names the flags that would make room. Raises `ConfigError`."""
     try:
         return deploy(config, model, device, stored=stored)
-    except NoRoomError as error:
-        found = fixes(config, model, device, lambda _: True, stored)
-        advice = f"{' or '.join(found)} makes room" if found else "no single flag makes room: take a larger device"
-        raise NoRoomError(f"{error}; {advice}") from None
+    except InsufficientMemoryError as error:
+        found = find_fixes(config, model, device, lambda _: True, stored)
+        advice = f"{' or '.join(found)} makes room" if found else "no single flag makes room: use a larger device"
+        raise InsufficientMemoryError(f"{error}; {advice}") from None
 
 
-def fixes(
+def find_fixes(
     config: EngineConfig,
     model: ModelConfig,
     device: DeviceFacts,
-    good: Callable[[Deployment], bool],
-    stored: Stored | None = None,
+    is_good: Callable[[Deployment], bool],
+    stored: StoredTypes | None = None,
 ) -> list[str]:
-    """Flags with values, each of which alone makes a deployment that is `good`; of a flag, the mildest value. An fp8 KV
-    cache is none where no kernel has it."""
+    """Return flags with values, each of which alone makes a deployment that `is_good` accepts.
+
+    Each flag has the mildest value that works. An fp8 KV cache is left out if no kernel supports it.
+    """
     found: dict[str, str] = {}
     for name, value in _candidates(config, device):
         if name not in found:
@@ -50,18 +52,18 @@ def fixes(
                 made = deploy(msgspec.structs.replace(config, **{name: value}), model, device, stored=stored)
             except ConfigError:
                 continue
-            if good(made) and (name != "kv_cache_dtype" or made.backend.name != REFERENCE.name):
+            if is_good(made) and (name != "kv_cache_dtype" or made.backend.name != REFERENCE.name):
                 found[name] = f"{as_flag(name)} {value}"
     return list(found.values())
 
 
 def _candidates(config: EngineConfig, device: DeviceFacts) -> Iterator[tuple[str, object]]:
-    """Values that need less memory or give more, the mildest of a setting first."""
+    """Yield settings that need less memory or allow more of it to be used, the mildest value of each first."""
     defaults = defaults_of(device)
     for fraction in _FRACTIONS:
         if fraction > (config.mem_fraction_static or DEFAULT_MEM_FRACTION):
             yield "mem_fraction_static", fraction
-    if device.platform != "cpu":  # all the devices of a CPU share its memory
+    if device.platform != "cpu":  # the devices of a CPU share its memory
         for count in range(config.tp_size + 1, device.max_devices // config.dp_size + 1):
             yield "tp_size", count
     if config.dtype == "float32":

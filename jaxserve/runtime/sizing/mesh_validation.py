@@ -1,6 +1,6 @@
-"""Which mesh shapes a model and the devices at hand allow; what they don't is refused with the nearest that they do.
+"""Checks that a model and the devices allow a mesh shape, and suggests the nearest that they allow.
 
-It knows sizes alone: meshes are made in `mesh.py`, and how a parameter is split is its axes' to say.
+It computes with sizes alone: `devices/mesh.py` makes meshes, and the axes of a parameter say how it is split.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SIMULATED = "--xla_force_host_platform_device_count"
 
 
 def check_mesh(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> None:
-    """Raises `ConfigError` where the model can't be split by `--tp-size`, or the mesh is larger than what there is."""
+    """Raise `ConfigError` if `--tp-size` can't split the model, or if there are too few devices for the mesh."""
     tensor, (data, _), most = config.tp_size, ranks_and_replicas(config), device.max_devices
     if not model.splits_into(tensor):
         works = [_flags(tp_size=size) for size in _nearest(model, tensor, max(most, 1))]
@@ -32,7 +32,7 @@ def check_mesh(config: EngineConfig, model: ModelConfig, device: DeviceFacts) ->
     if data > 1 or tensor > most:
         largest = max((size for size in range(1, most // min(data, most) + 1) if model.splits_into(size)), default=1)
         fits.append(_flags(tp_size=largest, dp_size=min(data, most)))
-    hint = f"; XLA_FLAGS={_SIMULATED}={tensor * data} makes a CPU look like so many" if device.platform == "cpu" else ""
+    hint = f"; XLA_FLAGS={_SIMULATED}={tensor * data} makes a CPU simulate them" if device.platform == "cpu" else ""
     raise ConfigError(
         f"tp_size={tensor} and dp_size={data} take {tensor * data} devices, and there are {most}; what fits: "
         f"{' or '.join(dict.fromkeys(fits))}{hint}"
@@ -40,7 +40,7 @@ def check_mesh(config: EngineConfig, model: ModelConfig, device: DeviceFacts) ->
 
 
 def _nearest(model: ModelConfig, wanted: int, most: int) -> list[int]:
-    """The sizes next to `wanted` that split the model: below it, and above it as far as there are devices."""
+    """Return the sizes next to `wanted` that split the model: one below, and one above if there are enough devices."""
     below = max(size for size in range(1, wanted) if model.splits_into(size))
     above = next((size for size in range(wanted + 1, most + 1) if model.splits_into(size)), None)
     return [below] if above is None else [below, above]

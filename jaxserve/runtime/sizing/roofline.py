@@ -1,7 +1,7 @@
-"""What a device could do at best: bytes it must read over its bandwidth, products over its peak, whichever is longer.
+"""Computes the upper limits of speed on a device: the time to read memory or to multiply, whichever is longer.
 
-Weights and live KV are read once a step; what devices exchange, and everything else, is taken as free. No program is
-faster than this.
+Counts one read of the weights and the live KV per step, at full bandwidth, and the products at peak rate. Exchanges
+between devices and everything else count as free. No program is faster than this.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 
 from jaxserve.runtime.devices.mesh import TENSOR_AXIS, device_bytes
-from jaxserve.runtime.devices.target import Target
+from jaxserve.runtime.devices.target import DeviceTarget
 from jaxserve.runtime.sizing.deployment import Deployment
 
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """The limits of one data-parallel rank, on `tensor` devices of a kind; all quantities are of one device.
+    """The limits of one data-parallel rank on `tensor` devices; all quantities are per device.
 
-    `read_bytes` of weights a step; `layer_flops` a token, of the layers' products; `head_flops` a sampled row;
-    `attention_flops` a token for each token it sees. `peak_flops` is None where the type has no figure.
+    `read_bytes` are those of the weights per step, `layer_flops` those of the layers' products per token, `head_flops`
+    per sampled row, `attention_flops` per token and token that it attends to. `peak_flops` is None if it is unknown for
+    the type.
     """
 
     bandwidth: float
@@ -33,25 +34,25 @@ class Roofline:
     attention_flops: float
 
     def decode_seconds(self, batch: int, context: int) -> float:
-        """The shortest step that decodes `batch` requests of `context` tokens each."""
+        """Return the shortest time of a step that decodes `batch` requests of `context` tokens each."""
         read = (self.read_bytes + batch * context * self.kv_per_token) / self.bandwidth
         flops = batch * (self.layer_flops + self.head_flops + context * self.attention_flops)
         return max(read, flops / self.peak_flops) if self.peak_flops is not None else read
 
     def prefill_tokens_per_second(self, length: int) -> float | None:
-        """The most prompt tokens a second, for prompts of `length` tokens; None where the peak isn't known."""
+        """Return the most prompt tokens per second, for prompts of `length` tokens; None if the peak is unknown."""
         if self.peak_flops is None:
             return None
         return self.peak_flops / (self.layer_flops + length / 2 * self.attention_flops)
 
 
-def roofline(deployment: Deployment, target: Target) -> Roofline:
-    """The limits of a deployment on a target."""
+def roofline(deployment: Deployment, target: DeviceTarget) -> Roofline:
+    """Return the limits of a deployment on a target."""
     model, params = deployment.model, deployment.params
     axes = {TENSOR_AXIS: deployment.tensor}
     whole = device_bytes(params, axes)
     head = params.embedding if params.output is None else params.output
-    # A step looks up a few rows of the embedding; it reads it whole only where it is the head as well.
+    # A step reads only a few rows of the embedding, unless that is the output head as well.
     looked_up = 0 if params.output is None else device_bytes(params.embedding, axes)
     return Roofline(
         bandwidth=target.memory_bandwidth,

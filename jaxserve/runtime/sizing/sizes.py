@@ -1,4 +1,4 @@
-"""From what a person asked for to the sizes of a deployment: batch, chunk, buckets, pool, context."""
+"""Resolves the sizes of a deployment from its settings: batch, prefill chunk, buckets, KV pool and context."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pallas_kernels.paged_attention import Problem
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What the programs hold, the budgets the scheduler keeps within it, in tokens a step, and the memory it is for.
+    """The sizes that the programs can hold, the scheduler's budgets in tokens per step, and the memory footprint.
 
-    `wanted_context` is what was asked for, before it was fitted to the pool; more memory would make a `memory_bound`
-    pool larger.
+    `wanted_context` is the context length before it was fitted to the pool. `memory_bound` says that the pool would be
+    larger if the device had more memory.
     """
 
     capacity: Capacity
@@ -35,8 +35,8 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-    """By platform: requests that run at once, tokens of a prefill chunk and of the smallest mixed program, and the size
-    up to which decode programs are finely spaced."""
+    """The default sizes of a platform: requests that run at once, tokens of a prefill chunk and of the smallest mixed
+    program, and the size up to which decode programs are finely spaced."""
 
     running: int
     chunk: int
@@ -50,7 +50,7 @@ _PROMPT_LOGPROB_TOKENS = 128
 
 
 def defaults_of(device: DeviceFacts) -> Defaults:
-    """What holds where nothing was asked for."""
+    """Return the sizes that apply to settings left unset."""
     return _CPU if device.platform == "cpu" else _ACCELERATOR
 
 
@@ -67,11 +67,11 @@ def resolve_sizes(
     data: int = 1,
     replicas: int = 1,
 ) -> Sizes:
-    """Fill in every size that was left open; bytes are those of one of `data * tensor` devices, requests and pages
-    those of one data-parallel rank. `activations` is the programs' working memory, where it is known already; a machine
-    is shared by so many `replicas`.
+    """Return all sizes, with defaults for settings left unset.
 
-    Raises `ConfigError`: `NoRoomError` where nothing fits.
+    Bytes are per device, of which there are `data * tensor`; requests and pages are per data-parallel rank.
+    `activations` is the working memory of the programs, if it is known. `replicas` is the number of deployments that
+    share the machine. Raises `ConfigError` for sizes that don't fit, `InsufficientMemoryError` if no KV cache does.
     """
     defaults = defaults_of(device)
     running = config.max_running_requests or defaults.running
@@ -93,7 +93,7 @@ def resolve_sizes(
         max_running=running,
         num_devices=data * tensor * replicas,
     )
-    # -1 disables chunking: a step then holds the longest prompt there can be.
+    # -1 disables chunking: a step then holds the longest possible prompt.
     chunk = pool.context_length if chunk < 0 else min(chunk, pool.context_length)
     batched = config.max_num_batched_tokens or chunk
     largest = min(batched, max(pool.context_length, running))
@@ -103,11 +103,11 @@ def resolve_sizes(
         num_pages=pool.num_pages,
         page_size=config.page_size,
         max_model_len=pool.context_length,
-        decode_buckets=decode_buckets(running, max_fine=max_fine, asked=config.cuda_graph_bs),
+        decode_buckets=decode_buckets(running, max_fine=max_fine, requested=config.cuda_graph_bs),
         token_buckets=token_buckets(largest, smallest=defaults.smallest_bucket),
         prompt_logprob_tokens=max(_PROMPT_LOGPROB_TOKENS, 2 * running),
         num_ranks=data,
-        fine_decode_rows=fine_decode_rows(running, max_fine=max_fine, asked=config.cuda_graph_bs),
+        fine_decode_rows=fine_decode_rows(running, max_fine=max_fine, requested=config.cuda_graph_bs),
     )
     prefill = min(config.max_prefill_tokens or chunk, largest)
     return Sizes(capacity, min(chunk, largest), prefill, largest, footprint, longest, pool.memory_bound)
@@ -116,7 +116,7 @@ def resolve_sizes(
 def attention_problem(
     config: EngineConfig, model: ModelConfig, *, dtype: np.dtype, kv_dtype: np.dtype, tensor: int = 1
 ) -> Problem:
-    """What each shard asks of the attention kernel."""
+    """Return the attention problem that the kernel of each shard must solve."""
     return Problem(
         heads=model.num_heads // tensor,
         kv_heads=model.num_kv_heads * model.kv_replicas // tensor,
@@ -127,20 +127,20 @@ def attention_problem(
     )
 
 
-# Copies of a shard's logits that the sampler holds at once: seen in compiled programs.
+# How many copies of a shard's logits the sampler holds at once, as seen in compiled programs.
 _LOGIT_COPIES = {"tpu": 7}
-_LOGIT_COPIES_ELSEWHERE = 4
+_DEFAULT_LOGIT_COPIES = 4
 
 
 def _activation_bytes(model: ModelConfig, platform: str, tokens: int, rows: int, tensor: int) -> int:
-    """A generous guess of a step's working memory: the layers' activations, or the sampler's float32 logits after them.
+    """Estimate a step's working memory generously: the activations of the layers, or the sampler's float32 logits.
 
-    `tests/aot` holds it against the compiler's own figure.
+    `tests/aot` compares it with the compiler's figure.
     """
     heads = model.num_heads + 2 * model.num_kv_heads * model.kv_replicas
     widest = max(2 * model.intermediate_size, heads * model.head_dim) // tensor
     layers = tokens * (widest * 4 + model.hidden_size * 16)
     logits = rows * model.padded_vocab_size * 4 // tensor
-    copies = _LOGIT_COPIES.get(platform, _LOGIT_COPIES_ELSEWHERE)
+    copies = _LOGIT_COPIES.get(platform, _DEFAULT_LOGIT_COPIES)
     most = max(layers, copies * logits + tokens * model.hidden_size * 8)
     return most + most // 16

@@ -1,8 +1,8 @@
-"""The programs' working memory by the compiler's own figure: what the KV pool is sized by where memory bounds it.
+"""Sizes the KV pool by the working memory that the compiler reports for the programs, if memory limits the pool.
 
-A program has the pool's size in its shapes, so the figure is that of the largest programs for an estimated pool; how
-large the pool is changes it little, and a margin is added. It is kept on disk, so that only a first start compiles for
-it.
+The size of the pool is part of a program's shapes, so the largest programs are compiled for an estimated pool first.
+The pool's size changes their working memory little, and a margin is added. The result is kept on disk, so that only the
+first start has to compile for it.
 """
 
 from __future__ import annotations
@@ -16,73 +16,73 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxserve.runtime.programs.builder import ProgramBuilder
-from jaxserve.runtime.programs.file_lock import alone
-from jaxserve.runtime.programs.own_files import own_folder, write_own
+from jaxserve.runtime.programs.file_lock import exclusive
+from jaxserve.runtime.programs.own_files import trusted_folder, write_private
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
-from jaxserve.runtime.step.batch import ProgramKey
+from jaxserve.runtime.step.batch import StepKey
 
 _FILE = "working-memory.json"
 
 
-class WorkingMemory(msgspec.Struct, frozen=True):
-    """Bytes on each device, and the program that takes the most."""
+class TempMemory(msgspec.Struct, frozen=True):
+    """The working memory on each device in bytes, and the program that needs it."""
 
     temp_bytes: int
     program: str
 
     @property
     def with_margin(self) -> int:
-        """What to keep free for it."""
+        """Bytes to keep free for it."""
         return self.temp_bytes + self.temp_bytes // 16
 
 
-def sized_by_compiler(deployment: Deployment, mesh: Mesh, cache_dir: Path | None) -> Deployment:
-    """The deployment with the pool that the compiler's figure leaves room for; unchanged where memory has no say.
+def size_pool_by_compiler(deployment: Deployment, mesh: Mesh, cache_dir: Path | None) -> Deployment:
+    """Return the deployment with a pool that leaves the working memory free; unchanged if memory isn't the limit.
 
-    Raises `ConfigError`: `NoRoomError` where that is nothing.
+    Raises `ConfigError`, such as `InsufficientMemoryError` if no memory is left for the pool.
     """
     if not deployment.sizes.memory_bound:
         return deployment
     builder = deployment.builder(mesh)
-    folder = None if cache_dir is None else own_folder(cache_dir / builder.fingerprint())
-    figure = _read(folder)
-    if figure is None:
-        with alone(folder):
-            figure = _read(folder)  # by whoever had the folder before
-            if figure is None:
-                figure = compiled_figure(deployment, builder)
+    folder = None if cache_dir is None else trusted_folder(cache_dir / builder.fingerprint())
+    measured = _read(folder)
+    if measured is None:
+        with exclusive(folder):
+            measured = _read(folder)  # another process may have written it meanwhile
+            if measured is None:
+                measured = measure_temp_memory(deployment, builder)
                 if folder is not None:
-                    write_own(folder / _FILE, msgspec.json.encode(figure))
-    return resized(deployment, figure)
+                    write_private(folder / _FILE, msgspec.json.encode(measured))
+    return with_temp_memory(deployment, measured)
 
 
-def resized(deployment: Deployment, figure: WorkingMemory) -> Deployment:
-    """The same with this working memory. Raises `ConfigError`: `NoRoomError`."""
+def with_temp_memory(deployment: Deployment, measured: TempMemory) -> Deployment:
+    """Return the same deployment with this working memory. Raises `ConfigError` as `deploy` does."""
     return deploy(
         deployment.config,
         deployment.model,
         deployment.device,
         stored=deployment.stored,
-        activations=figure.with_margin,
+        activations=measured.with_margin,
     )
 
 
-def compiled_figure(deployment: Deployment, builder: ProgramBuilder) -> WorkingMemory:
-    """Of the largest program of each kind, which is one of those that need most."""
-    largest = {(key.kind, key.greedy): key for key in sorted(deployment.keys, key=lambda key: key.size)}
+def measure_temp_memory(deployment: Deployment, builder: ProgramBuilder) -> TempMemory:
+    """Return the largest working memory; the largest program of some kind needs it, so only these are compiled."""
+    largest = {(key.kind, key.greedy): key for key in sorted(deployment.step_keys, key=lambda key: key.size)}
 
-    def figure(key: ProgramKey) -> WorkingMemory:
+    def measure(key: StepKey) -> TempMemory:
         memory: Any = builder.compile(key).memory_analysis()
-        return WorkingMemory(memory.temp_size_in_bytes, str(key))
+        return TempMemory(memory.temp_size_in_bytes, str(key))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return max(pool.map(figure, largest.values()), key=lambda one: one.temp_bytes)
+        return max(pool.map(measure, largest.values()), key=lambda one: one.temp_bytes)
 
 
-def _read(folder: Path | None) -> WorkingMemory | None:
+def _read(folder: Path | None) -> TempMemory | None:
     if folder is None:
         return None
     try:
-        return msgspec.json.decode((folder / _FILE).read_bytes(), type=WorkingMemory)
+        return msgspec.json.decode((folder / _FILE).read_bytes(), type=TempMemory)
     except (OSError, msgspec.MsgspecError):
         return None

@@ -1,4 +1,4 @@
-"""From a `StepPlan` to the packed `StepInput` of a program, and back from packed to a `TokenBatch` inside it."""
+"""Packs a `StepPlan` into the input of a step program, and unpacks that input inside the program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxserve.layers.batch import TokenBatch
 from jaxserve.runtime.step.buckets import smallest_fitting
-from jaxserve.runtime.step.input_packing import Field, Packing
+from jaxserve.runtime.step.input_packing import InputPacking, PackedField
 from jaxserve.runtime.step.state import DeviceState
 from jaxserve.step_plan import Capacity, Chunk, StepPlan
 
@@ -22,8 +22,8 @@ Kind = Literal["decode", "mixed", "prompt_logprobs"]
 
 
 @dataclasses.dataclass(frozen=True)
-class ProgramKey:
-    """Which program runs a step. `size` is rows for `decode`, tokens otherwise; `greedy` has no sampler."""
+class StepKey:
+    """Identifies a step program. `size` is in rows for `decode`, else in tokens; a `greedy` one has no sampler."""
 
     kind: Kind
     size: int
@@ -37,20 +37,20 @@ class ProgramKey:
 class StepShape:
     """The static sizes of a step program."""
 
-    key: ProgramKey
+    key: StepKey
     tokens: int
     rows: int
     pages: int
 
     @property
     def decode_only(self) -> bool:
-        """Whether every row is a decode, so that a row is a token."""
+        """Whether every row is a decode, so that each row is one token."""
         return self.key.kind == "decode"
 
 
 @flax.struct.dataclass
 class StepInput:
-    """A step as its program sees it. `samples[r]`: row r draws a token after its last position."""
+    """The unpacked input of a step. `samples[r]` says whether row r draws a token after its last position."""
 
     batch: TokenBatch
     slots: Int[Array, " rows"]
@@ -58,18 +58,18 @@ class StepInput:
     targets: Int[Array, " tokens"] | None
 
 
-def choose_program(plan: StepPlan, capacity: Capacity) -> ProgramKey:
-    """The smallest program of the closed set that holds the plan, on the rank that has most of it."""
+def choose_program(plan: StepPlan, capacity: Capacity) -> StepKey:
+    """Return the smallest program that holds the plan on every rank: all ranks run the same one."""
     chunks, ranks = plan.chunks, capacity.num_ranks
     if len(chunks) == plan.num_decodes:
-        return ProgramKey("decode", smallest_fitting(capacity.decode_buckets, plan.most_rows(ranks)), plan.greedy)
+        return StepKey("decode", smallest_fitting(capacity.decode_buckets, plan.max_rank_rows(ranks)), plan.greedy)
     if any(chunk.logits > 1 or chunk.target is not None for chunk in chunks):
-        return ProgramKey("prompt_logprobs", capacity.prompt_logprob_tokens, False)
-    return ProgramKey("mixed", smallest_fitting(capacity.token_buckets, plan.most_tokens(ranks)), False)
+        return StepKey("prompt_logprobs", capacity.prompt_logprob_tokens, False)
+    return StepKey("mixed", smallest_fitting(capacity.token_buckets, plan.max_rank_tokens(ranks)), False)
 
 
-def step_shape(key: ProgramKey, capacity: Capacity) -> StepShape:
-    """Sizes that follow from a program's key."""
+def step_shape(key: StepKey, capacity: Capacity) -> StepShape:
+    """Return the sizes that a program's key implies."""
     if key.kind == "decode":
         return StepShape(key, key.size, key.size, key.size)
     rows = min(capacity.num_slots, key.size)
@@ -77,26 +77,30 @@ def step_shape(key: ProgramKey, capacity: Capacity) -> StepShape:
 
 
 @functools.cache
-def packing(shape: StepShape) -> Packing:
-    """The table of fields of a step program's input."""
+def step_packing(shape: StepShape) -> InputPacking:
+    """Return the layout of a step program's input."""
     fields = [
-        Field("num_decodes"),
-        Field("num_seqs"),
-        Field("slots", shape.rows, fill=-1),
-        Field("page_slots", shape.pages, fill=-1),
-        Field("page_columns", shape.pages),
-        Field("page_ids", shape.pages),
+        PackedField("num_decodes"),
+        PackedField("num_seqs"),
+        PackedField("slots", shape.rows, fill=-1),
+        PackedField("page_slots", shape.pages, fill=-1),
+        PackedField("page_columns", shape.pages),
+        PackedField("page_ids", shape.pages),
     ]
     if not shape.decode_only:
-        fields += [Field("ends", shape.rows), Field("samples", shape.rows), Field("tokens", shape.tokens)]
+        fields += [
+            PackedField("ends", shape.rows),
+            PackedField("samples", shape.rows),
+            PackedField("tokens", shape.tokens),
+        ]
     if shape.key.kind == "prompt_logprobs":
-        fields.append(Field("targets", shape.tokens))
-    return Packing(fields)
+        fields.append(PackedField("targets", shape.tokens))
+    return InputPacking(fields)
 
 
-def build(plan: StepPlan, shape: StepShape, capacity: Capacity) -> np.ndarray:
-    """The packed inputs of all ranks, `[ranks, size]`."""
-    table = packing(shape)
+def pack_step(plan: StepPlan, shape: StepShape, capacity: Capacity) -> np.ndarray:
+    """Return the packed inputs of all ranks, `[ranks, size]`."""
+    table = step_packing(shape)
     by_rank: list[list[Chunk]] = [[] for _ in range(capacity.num_ranks)]
     for chunk in plan.chunks:
         by_rank[chunk.rank].append(chunk)
@@ -141,12 +145,12 @@ def _fields(chunks: list[Chunk], shape: StepShape, capacity: Capacity) -> dict[s
 
 
 @jax.named_scope("read_input")
-def read(packed: jax.Array, state: DeviceState, shape: StepShape) -> tuple[StepInput, DeviceState]:
-    """Inside the program: unpack, append new pages to the page tables, take each row's state by its slot.
+def unpack_step(packed: jax.Array, state: DeviceState, shape: StepShape) -> tuple[StepInput, DeviceState]:
+    """Unpack the input inside the program, append new pages to the page tables and gather each row's state by slot.
 
-    The device's own sequence lengths and last tokens are the authority: the host may be a step behind.
+    Sequence lengths and last tokens are those on the device, as the host may be a step behind.
     """
-    fields = packing(shape).unpack(packed)
+    fields = step_packing(shape).unpack(packed)
     slots = state.seq_lens.shape[0]
     at = jnp.where(fields["page_slots"] < 0, slots, fields["page_slots"])
     page_tables = state.page_tables.at[at, fields["page_columns"]].set(fields["page_ids"], mode="drop")

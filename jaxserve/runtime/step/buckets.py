@@ -1,25 +1,25 @@
-"""Which sizes get a program: row counts of decode steps, token counts of mixed steps.
+"""Chooses the sizes that programs are compiled for: row counts of decode steps and token counts of mixed steps.
 
-Decode sizes follow SGLang's CUDA-graph rule: up to `cuda_graph_max_bs` finely spaced, beyond it powers of two.
+Decode sizes follow SGLang's CUDA-graph rule: finely spaced up to `cuda_graph_max_bs`, powers of two beyond it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# (up to this size, in steps of); beyond the last, in steps of 32.
+# Fine sizes: (up to this size, spaced by), and the spacing beyond the last.
 _SPACING = ((32, 8), (160, 16))
-_WIDEST_STEP = 32
+_WIDEST_SPACING = 32
 
 
-def decode_buckets(max_running: int, *, max_fine: int | None, asked: Sequence[int] | None) -> tuple[int, ...]:
-    """Ascending row counts, the last of which holds `max_running`.
+def decode_buckets(max_running: int, *, max_fine: int | None, requested: Sequence[int] | None) -> tuple[int, ...]:
+    """Return ascending row counts, the last of which is `max_running`.
 
-    `asked` (`--cuda-graph-bs`) replaces the spacing. Without `max_fine` there are few, 1, then 8 doubled, as each
-    program costs seconds of start-up on a CPU.
+    `requested` (`--cuda-graph-bs`) replaces the fine spacing. If `max_fine` is None, on a CPU, sizes are few (1, then 8
+    doubled again and again), as each program costs seconds of start-up.
     """
-    if asked is not None:
-        sizes = {min(size, max_running) for size in asked}
+    if requested is not None:
+        sizes = {min(size, max_running) for size in requested}
     elif max_fine is None:
         sizes = {1} | {8 * 2**i for i in range(12)}
     else:
@@ -27,23 +27,23 @@ def decode_buckets(max_running: int, *, max_fine: int | None, asked: Sequence[in
     return tuple(sorted({size for size in sizes if size < max_running} | {max_running}))
 
 
-def fine_decode_rows(max_running: int, *, max_fine: int | None, asked: Sequence[int] | None) -> int:
-    """Up to which batch size the programs are finely spaced, or were asked for: `cuda graph: True` in the log."""
-    if asked is not None:
-        return max(asked)
+def fine_decode_rows(max_running: int, *, max_fine: int | None, requested: Sequence[int] | None) -> int:
+    """Return the largest batch size that is finely spaced or was requested: up to it the log has `cuda graph: True`."""
+    if requested is not None:
+        return max(requested)
     return max_running if max_fine is None else max_fine
 
 
 def _fine(max_fine: int) -> set[int]:
     sizes, low = {1, 2, 4}, 0
-    for high, step in (*_SPACING, (max_fine, _WIDEST_STEP)):
+    for high, step in (*_SPACING, (max_fine, _WIDEST_SPACING)):
         sizes |= set(range(low + step, high + 1, step))
         low = high
     return {size for size in sizes if size < max_fine} | {max_fine}
 
 
 def token_buckets(max_tokens: int, *, smallest: int) -> tuple[int, ...]:
-    """Token counts of mixed steps: powers of two from `smallest` below `max_tokens`, and `max_tokens`."""
+    """Return the token counts of mixed steps: `smallest` doubled while below `max_tokens`, and `max_tokens`."""
     sizes = [max_tokens]
     size = smallest
     while size < max_tokens:
@@ -53,7 +53,7 @@ def token_buckets(max_tokens: int, *, smallest: int) -> tuple[int, ...]:
 
 
 def smallest_fitting(buckets: Sequence[int], size: int) -> int:
-    """The smallest bucket that holds `size`; the caller has made sure that one does."""
+    """Return the smallest bucket that holds `size`; the caller makes sure that one does."""
     for bucket in buckets:
         if bucket >= size:
             return bucket

@@ -1,7 +1,7 @@
-"""One int32 vector per rank carries a whole step: one transfer. A table of fields says how it is packed.
+"""Packs the whole input of a step into one int32 vector per rank, so that it takes one transfer.
 
-The same table packs on the host (numpy) and unpacks in a program (slices), so that the two can't disagree. Floats
-travel as their bits.
+One list of fields defines the layout both for packing on the host (numpy) and for unpacking in a program (slices), so
+the two can't disagree. Floats are packed as their bits.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jax import lax
 
 
 @dataclasses.dataclass(frozen=True)
-class Field:
-    """`length` values under a name; without a length a single one, a scalar. `fill` is what unset ones hold."""
+class PackedField:
+    """A field of `length` values, or a scalar if `length` is None. Values that aren't given hold `fill`."""
 
     name: str
     length: int | None = None
@@ -27,14 +27,14 @@ class Field:
 
     @property
     def size(self) -> int:
-        """Words it takes."""
+        """The number of int32 words it takes."""
         return 1 if self.length is None else self.length
 
 
-class Packing:
-    """A sequence of fields laid end to end. Hashable by its fields."""
+class InputPacking:
+    """Fields laid end to end in a vector of `size` words."""
 
-    def __init__(self, fields: Sequence[Field]) -> None:
+    def __init__(self, fields: Sequence[PackedField]) -> None:
         self.fields = tuple(fields)
         self.offsets: dict[str, int] = {}
         at = 0
@@ -45,7 +45,7 @@ class Packing:
         self._empty = np.concatenate([np.full(f.size, f.fill, np.int32) for f in self.fields])
 
     def pack(self, values: Mapping[str, Sequence[Any]]) -> np.ndarray:
-        """A fresh vector with the given values at the front of each field, the rest filled."""
+        """Return a new vector with the given values at the start of each field, and the rest filled."""
         vector = self._empty.copy()
         floats = vector.view(np.float32)
         for field in self.fields:
@@ -57,7 +57,7 @@ class Packing:
         return vector
 
     def unpack(self, vector: jax.Array) -> dict[str, jax.Array]:
-        """The fields by name, each as a vector, or as a scalar where it was declared without a length."""
+        """Return the fields by name: a vector each, or a scalar if the field has no length."""
         out = {}
         for field in self.fields:
             at = self.offsets[field.name]

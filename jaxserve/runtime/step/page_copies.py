@@ -1,6 +1,6 @@
-"""The two programs of the host tier: they take pages out of the pool and put them back, a fixed number at a time.
+"""The two programs of the hierarchical cache: one reads a fixed number of pages from the KV pool, one writes them back.
 
-As every program does, both are given the state and return it. A page travels as one row over all layers and heads.
+As every program, both take the state and return it. A page is copied as one row over all layers and heads.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from jaxserve.runtime.devices.mesh import DATA_AXIS, partitions
 from jaxserve.runtime.step.state import ArraySpec, DeviceState, all_ranks, one_rank
 from pallas_kernels.paged_attention import read_pages, write_pages
 
-PAGES_A_COPY = 8
-"""Pages that one call copies. Those of a larger number are read for nothing where only one is wanted."""
+PAGES_PER_COPY = 8
+"""Pages that one call copies. A larger number would waste more reads when a single page is wanted."""
 
-Rows = tuple[jax.Array, ...]
+PageRows = tuple[jax.Array, ...]
 
 
 def row_specs(state_specs: DeviceState) -> tuple[ArraySpec, ...]:
-    """The rows of one call: `[ranks, pages, layers, kv_heads, page_size, lanes]`, for each array of the pool."""
+    """Return the rows of a call, for each array of the pool: `[ranks, pages, layers, kv_heads, page_size, lanes]`."""
     kv = state_specs.kv
     heads = 2 if kv.page_major else 1
     return tuple(
         ArraySpec(
-            (pool.shape[0], PAGES_A_COPY, kv.num_layers, pool.shape[heads], *pool.shape[3:]),
+            (pool.shape[0], PAGES_PER_COPY, kv.num_layers, pool.shape[heads], *pool.shape[3:]),
             pool.dtype,
             ("ranks", None, None, pool.axes[heads], None, None),  # type: ignore[attr-defined]
         )
@@ -34,10 +34,10 @@ def row_specs(state_specs: DeviceState) -> tuple[ArraySpec, ...]:
     )
 
 
-def make_read_pages(mesh: Mesh, specs: DeviceState) -> Callable[[DeviceState, jax.Array], tuple[DeviceState, Rows]]:
-    """The function `(state, pages) -> (state, rows)`, over global arrays; of pages below 0 it gives anything."""
+def make_read_pages(mesh: Mesh, specs: DeviceState) -> Callable[[DeviceState, jax.Array], tuple[DeviceState, PageRows]]:
+    """Return the function `(state, pages) -> (state, rows)` over global arrays; rows of pages below 0 are undefined."""
 
-    def body(state: DeviceState, pages: jax.Array) -> tuple[DeviceState, Rows]:
+    def body(state: DeviceState, pages: jax.Array) -> tuple[DeviceState, PageRows]:
         return state, all_ranks(read_pages(one_rank(state.kv), one_rank(pages)))
 
     parts = partitions(specs)
@@ -50,10 +50,10 @@ def make_read_pages(mesh: Mesh, specs: DeviceState) -> Callable[[DeviceState, ja
     )
 
 
-def make_write_pages(mesh: Mesh, specs: DeviceState) -> Callable[[DeviceState, jax.Array, Rows], DeviceState]:
-    """The function `(state, pages, rows) -> state`, over global arrays; pages below 0 are left out."""
+def make_write_pages(mesh: Mesh, specs: DeviceState) -> Callable[[DeviceState, jax.Array, PageRows], DeviceState]:
+    """Return the function `(state, pages, rows) -> state` over global arrays; it skips pages below 0."""
 
-    def body(state: DeviceState, pages: jax.Array, rows: Rows) -> DeviceState:
+    def body(state: DeviceState, pages: jax.Array, rows: PageRows) -> DeviceState:
         kv = write_pages(one_rank(state.kv), one_rank(pages), one_rank(rows))
         return state.replace(kv=all_ranks(kv))  # type: ignore[attr-defined]
 

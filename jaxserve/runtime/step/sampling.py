@@ -1,10 +1,12 @@
-"""Choosing tokens: each row its own parameters, no sort of the vocabulary, randomness by seed and position alone.
+"""Chooses tokens from logits: each row has its own parameters, and its randomness depends on seed and position alone.
 
-Order: penalties, logit bias and forbidden stop ids; then greedy, or temperature, top_k, top_p, min_p and one draw.
-Work that no row of the batch asks for is skipped at run time. Log probabilities are the model's own, before all that.
+First come penalties, logit bias and forbidden stop ids. Then a row takes the likeliest token, or draws one after
+temperature, top_k, top_p and min_p, which need no sort of the vocabulary. Work that no row of the batch needs is
+skipped at run time. Log probabilities are those of the model, before any of this.
 
-The vocabulary is split over the tensor axis and stays so: shards exchange a few numbers a row, never the logits. What
-all of them then know is the same on each, so they take the same branches; another data-parallel rank may take others.
+The vocabulary stays split over the tensor axis: shards exchange a few numbers per row, never the logits. The results of
+an exchange are the same on every shard, so all shards of a rank take the same branches; another data-parallel rank may
+take others.
 """
 
 from __future__ import annotations
@@ -22,17 +24,16 @@ from jaxserve.api_types import MAX_LOGPROBS
 from jaxserve.layers.embedding import shard_index
 from jaxserve.layers.linear import TENSOR_AXIS, tensor_rank
 from jaxserve.runtime.step.state import COUNT_MASK, FLOATS, INTS, SamplingRows
-from pallas_kernels.cpu import where_possible
+from pallas_kernels.cpu import kernel_or_fallback
 from pallas_kernels.normalization import log_sum_exp
-from pallas_kernels.sampling import draw_tokens, waits
+from pallas_kernels.sampling import draw_tokens, exponential_noise
 
-_BITS_AT_ONCE = 4
-_NEVER = -jnp.inf
+_DIGIT_BITS = 4
 
 
 @flax.struct.dataclass
 class Logprobs:
-    """Log probability of a token and of the likeliest ones, best first."""
+    """Log probabilities of the chosen token and of the likeliest tokens, best first."""
 
     chosen: Float[Array, " rows"]
     top_ids: Int[Array, "rows top"]
@@ -41,10 +42,10 @@ class Logprobs:
 
 @jax.named_scope("sample")
 def greedy(logits: Float[Array, "rows vocab_shard"]) -> Int[Array, " rows"]:
-    """The likeliest token over all shards; the lowest id of equals."""
+    """Return the likeliest token over all shards; of equally likely ones, that with the lowest id."""
     size = logits.shape[1]
     peak = logits.max(axis=1)
-    # A maximum and a minimum vectorize where XLA's argmax doesn't: 0.3 ms against 3.8 for 16 rows on a CPU.
+    # Unlike XLA's argmax, a maximum and a minimum are vectorized: 0.3 ms instead of 3.8 for 16 rows on a CPU.
     index = jnp.arange(size, dtype=jnp.int32)
     local = jnp.min(jnp.where(logits == peak[:, None], index, size - 1), axis=1)
     best = lax.pmax(peak, TENSOR_AXIS)
@@ -59,13 +60,13 @@ def sample(
     counts: Int[Array, "rows vocab_shard"],
     lengths: Int[Array, " rows"],
 ) -> tuple[Int[Array, " rows"], Logprobs]:
-    """One token a row, and its log probabilities. `lengths` is each sequence's length before the new token.
+    """Return one token per row, and its log probabilities.
 
-    `counts` are the rows of `DeviceState.counts`, gathered by the caller.
+    `lengths` are the lengths of the sequences before the new token, `counts` their rows of `DeviceState.counts`.
     """
-    edited = edit(logits, rows, counts, lengths)
+    edited = adjust_logits(logits, rows, counts, lengths)
     if _num_shards() == 1:
-        token = where_possible(_choose_by_kernel, _choose, edited, rows, lengths)
+        token = kernel_or_fallback(_choose_by_kernel, _choose, edited, rows, lengths)
     else:
         token = _choose(edited, rows, lengths)
     wants_logprobs = jnp.any(rows.ints[:, INTS.index("logprobs")] != 0)
@@ -79,7 +80,7 @@ def _choose(
     temperature = rows.floats[:, FLOATS.index("temperature")]
     drawn = lax.cond(
         jnp.any(temperature > 0),
-        lambda: _draw(_truncate(logits, rows), rows, lengths),
+        lambda: _draw(_truncated_weights(logits, rows), rows, lengths),
         lambda: jnp.zeros_like(chosen),
     )
     return jnp.where(temperature > 0, drawn, chosen)
@@ -99,39 +100,38 @@ def _no_logprobs(logits: Float[Array, "rows vocab_shard"], token: Int[Array, " r
 
 @jax.named_scope("logprobs")
 def logprobs(logits: Float[Array, "rows vocab_shard"], token: Int[Array, " rows"]) -> Logprobs:
-    """Log probabilities of `token` and of the `MAX_LOGPROBS` likeliest, under plain `logits`."""
+    """Return the log probabilities of `token` and of the `MAX_LOGPROBS` likeliest tokens."""
     normalizer = _log_sum_exp(logits)
     top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
     if _num_shards() == 1:
         chosen = jnp.take_along_axis(logits, token[:, None], axis=1)
     else:
-        normalizer = _log_sum_exp(_side_by_side(normalizer))
-        chosen = _of_all_shards(logits, token)
-        top, top_ids = _best_of_shards(top, top_ids + tensor_rank() * logits.shape[1])
+        normalizer = _log_sum_exp(_gather_shards(normalizer))
+        chosen = _token_logit(logits, token)
+        top, top_ids = _merge_top(top, top_ids + tensor_rank() * logits.shape[1])
     return Logprobs((chosen - normalizer)[:, 0], top_ids.astype(jnp.int32), top - normalizer)
 
 
 def _log_sum_exp(x: Float[Array, "rows some"]) -> Float[Array, "rows 1"]:
-    return where_possible(log_sum_exp, lambda x: jax.nn.logsumexp(x, axis=1, keepdims=True), x)
+    return kernel_or_fallback(log_sum_exp, lambda x: jax.nn.logsumexp(x, axis=1, keepdims=True), x)
 
 
-def _of_all_shards(logits: Float[Array, "rows vocab_shard"], token: Int[Array, " rows"]) -> Float[Array, "rows 1"]:
-    """The logit of a token, from the shard that has it."""
+def _token_logit(logits: Float[Array, "rows vocab_shard"], token: Int[Array, " rows"]) -> Float[Array, "rows 1"]:
+    """Return each row's logit of its token, from the shard that has it."""
     size = logits.shape[1]
     at = shard_index(token, size)[:, None]
     own = jnp.take_along_axis(logits, jnp.minimum(at, size - 1), axis=1)
     return lax.psum(jnp.where(at < size, own, 0.0), TENSOR_AXIS)
 
 
-def _best_of_shards(top: Float[Array, "rows top"], ids: Int[Array, "rows top"]) -> tuple[Array, Array]:
-    """The best of what each shard has, best first. Of equals the first comes first, and so the lowest id, as the shards
-    stand in order."""
-    top, ids = _side_by_side(top), _side_by_side(ids)
+def _merge_top(top: Float[Array, "rows top"], ids: Int[Array, "rows top"]) -> tuple[Array, Array]:
+    """Merge the best tokens of all shards, best first. Equals stay in shard order, so the lowest id comes first."""
+    top, ids = _gather_shards(top), _gather_shards(ids)
     top, at = lax.top_k(top, min(MAX_LOGPROBS, top.shape[1]))
     return top, jnp.take_along_axis(ids, at, axis=1)
 
 
-def _side_by_side(x: Shaped[Array, "rows some"]) -> Shaped[Array, "rows some_of_all"]:
+def _gather_shards(x: Shaped[Array, "rows some"]) -> Shaped[Array, "rows some_of_all"]:
     return lax.all_gather(x, TENSOR_AXIS, axis=1, tiled=True)
 
 
@@ -139,13 +139,16 @@ def _num_shards() -> int:
     return int(lax.axis_size(TENSOR_AXIS))
 
 
-def edit(
+def adjust_logits(
     logits: Float[Array, "rows vocab_shard"],
     rows: SamplingRows,
     counts: Int[Array, "rows vocab_shard"],
     lengths: Int[Array, " rows"],
 ) -> Float[Array, "rows vocab_shard"]:
-    """Penalties (repetition: Keskar et al. 2019; frequency, presence: OpenAI's), bias, stop ids before `min_tokens`."""
+    """Apply penalties and logit bias, and forbid stop ids before `min_tokens`.
+
+    The repetition penalty is that of Keskar et al. 2019, frequency and presence penalties are those of OpenAI.
+    """
     repetition, frequency, presence = (
         rows.floats[:, FLOATS.index(name)] for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
     )
@@ -165,7 +168,7 @@ def edit(
 
     def forbid(x: Array) -> Array:
         ids = jnp.where(early[:, None] & (rows.stop_ids >= 0), shard_index(rows.stop_ids, size), size)
-        return x.at[row, ids].set(_NEVER, mode="drop")
+        return x.at[row, ids].set(-jnp.inf, mode="drop")
 
     wants_penalty = jnp.any((repetition != 1.0) | (frequency != 0.0) | (presence != 0.0))
     logits = lax.cond(wants_penalty, penalize, lambda x: x, logits)
@@ -173,8 +176,10 @@ def edit(
     return lax.cond(jnp.any(early), forbid, lambda x: x, logits)
 
 
-def _truncate(logits: Float[Array, "rows vocab_shard"], rows: SamplingRows) -> Float[Array, "rows vocab_shard"]:
-    """Weights of the tokens that may be drawn, the likeliest at 1: temperature, then top_k, top_p, min_p."""
+def _truncated_weights(
+    logits: Float[Array, "rows vocab_shard"], rows: SamplingRows
+) -> Float[Array, "rows vocab_shard"]:
+    """Return weights, 1 for the likeliest token and 0 for those that temperature, top_k, top_p and min_p rule out."""
     temperature, top_p, min_p = (rows.floats[:, FLOATS.index(name)] for name in ("temperature", "top_p", "min_p"))
     top_k = rows.ints[:, INTS.index("top_k")]
     below = logits - lax.pmax(logits.max(axis=1, keepdims=True), TENSOR_AXIS)
@@ -195,7 +200,7 @@ def _keep_top_k(
 def _keep_top_p(
     weights: Float[Array, "rows vocab_shard"], top_p: Float[Array, " rows"]
 ) -> Float[Array, "rows vocab_shard"]:
-    # A top_p too small for a float32 would ask for nothing at all.
+    # A top_p that rounds to 0 in float32 would keep no token.
     wanted = jnp.maximum(top_p, np.finfo(np.float32).tiny) * lax.psum(weights.sum(axis=1), TENSOR_AXIS)
     enough = _largest_threshold(weights, lambda kept, w: jnp.sum(jnp.where(kept, w, 0.0), axis=-1), wanted)
     return jnp.where((weights >= enough[:, None]) | (top_p >= 1.0)[:, None], weights, 0.0)
@@ -204,11 +209,11 @@ def _keep_top_p(
 def _largest_threshold(
     weights: Float[Array, "rows vocab_shard"], measure: Callable[[Array, Array], Array], wanted: Shaped[Array, " rows"]
 ) -> Float[Array, " rows"]:
-    """The largest weight t of each row for which `measure(weights >= t, weights)`, summed over the last axis and over
-    shards, is at least `wanted`; found by its bits.
+    """Return the largest threshold t per row for which `measure(weights >= t, weights)` is at least `wanted`.
 
-    Floats of one sign order as their bits do, so 31 passes find the threshold exactly; ties are all kept. Where each
-    pass ends with an exchange between shards, there are 8, with 15 candidates each.
+    `measure` sums over the last axis, and its results are summed over shards. The threshold is found bit by bit: floats
+    of one sign are ordered as their bits are, so 31 passes find it exactly. All ties are kept. With several shards each
+    pass ends with an exchange, so there are only 8 passes, of 15 candidates each.
     """
     if _num_shards() > 1:
         return _largest_threshold_of_shards(weights, measure, wanted)
@@ -226,21 +231,21 @@ def _largest_threshold_of_shards(
     weights: Float[Array, "rows vocab_shard"], measure: Callable[[Array, Array], Array], wanted: Shaped[Array, " rows"]
 ) -> Float[Array, " rows"]:
     bits, each = lax.bitcast_convert_type(weights, jnp.uint32)[:, None], weights[:, None]
-    digits = jnp.arange(1, 1 << _BITS_AT_ONCE, dtype=jnp.uint32)
+    digits = jnp.arange(1, 1 << _DIGIT_BITS, dtype=jnp.uint32)
 
     def refine(i: Array, found: Array) -> Array:
-        shift = jnp.uint32(32 - _BITS_AT_ONCE) - i.astype(jnp.uint32) * _BITS_AT_ONCE
+        shift = jnp.uint32(32 - _DIGIT_BITS) - i.astype(jnp.uint32) * _DIGIT_BITS
         candidates = found[:, None] | (digits << shift)
         measured = lax.psum(measure(bits >= candidates[:, :, None], each), TENSOR_AXIS)
-        # The more a candidate asks for, the less there is: those that hold are the first.
+        # The larger a candidate, the smaller its measure: those that measure enough come first.
         return found | (jnp.sum(measured >= wanted[:, None], axis=1, dtype=jnp.uint32) << shift)
 
-    found = lax.fori_loop(0, 32 // _BITS_AT_ONCE, refine, jnp.zeros(weights.shape[0], jnp.uint32))
+    found = lax.fori_loop(0, 32 // _DIGIT_BITS, refine, jnp.zeros(weights.shape[0], jnp.uint32))
     return lax.bitcast_convert_type(found, jnp.float32)
 
 
 def _row_keys(rows: SamplingRows, lengths: Int[Array, " rows"]) -> UInt32[Array, "rows 2"]:
-    """64 random bits from each row's seed, sample and position: nothing else a request is batched with matters."""
+    """Return 64 random bits per row, from its seed, sample and position: no other row has an influence."""
     low, high, index = (rows.ints[:, INTS.index(name)] for name in ("seed_low", "seed_high", "sample"))
 
     def one(low: Array, high: Array, index: Array, position: Array) -> Array:
@@ -253,8 +258,8 @@ def _row_keys(rows: SamplingRows, lengths: Int[Array, " rows"]) -> UInt32[Array,
 def _draw(
     weights: Float[Array, "rows vocab_shard"], rows: SamplingRows, lengths: Int[Array, " rows"]
 ) -> Int[Array, " rows"]:
-    """One draw a row by Gumbel-max, see `pallas_kernels.sampling.noise`; of all shards, the best."""
+    """Draw one token per row over all shards, by Gumbel-max (see `pallas_kernels.sampling.noise`)."""
     size = weights.shape[1]
     ids = tensor_rank().astype(jnp.uint32) * size + jnp.arange(size, dtype=jnp.uint32)
-    # The barrier, or both of the passes that look for the best would compute the noise.
-    return greedy(lax.optimization_barrier(weights / waits(_row_keys(rows, lengths), ids)))
+    # Without the barrier, each of the two passes of `greedy` would compute the noise.
+    return greedy(lax.optimization_barrier(weights / exponential_noise(_row_keys(rows, lengths), ids)))

@@ -1,6 +1,6 @@
-"""The second program: opens a slot before the step that first runs it.
+"""The program that opens a slot, before the first step of its request.
 
-Its capacity is fixed; a slot with many cached pages, or with a long prompt under penalties, takes several updates.
+An update has a fixed size; a slot with many cached pages, or with a long prompt under penalties, takes several updates.
 """
 
 from __future__ import annotations
@@ -14,33 +14,34 @@ import numpy as np
 
 from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from jaxserve.layers.embedding import shard_index
-from jaxserve.runtime.step.input_packing import Field, Packing
+from jaxserve.runtime.step.input_packing import InputPacking, PackedField
 from jaxserve.runtime.step.state import FLOATS, INTS, SEEN_IN_PROMPT, DeviceState, SamplingRows, all_ranks, one_rank
 from jaxserve.step_plan import SlotOpen
 
+# Cached pages, and tokens to count for penalties, that one update holds.
 PAGES = 64
 TOKENS = 512
 
-UPDATE = Packing(
+UPDATE = InputPacking(
     [
-        Field("slot"),
-        Field("reset"),
-        Field("seq_len"),
-        Field("ints", len(INTS)),
-        Field("floats", len(FLOATS), is_float=True),
-        Field("stop_ids", MAX_STOP_IDS, fill=-1),
-        Field("bias_ids", MAX_LOGIT_BIAS, fill=-1),
-        Field("bias_values", MAX_LOGIT_BIAS, is_float=True),
-        Field("first_page"),
-        Field("pages", PAGES, fill=-1),
-        Field("counted_as_output"),
-        Field("counted", TOKENS, fill=-1),
+        PackedField("slot"),
+        PackedField("reset"),
+        PackedField("seq_len"),
+        PackedField("ints", len(INTS)),
+        PackedField("floats", len(FLOATS), is_float=True),
+        PackedField("stop_ids", MAX_STOP_IDS, fill=-1),
+        PackedField("bias_ids", MAX_LOGIT_BIAS, fill=-1),
+        PackedField("bias_values", MAX_LOGIT_BIAS, is_float=True),
+        PackedField("first_page"),
+        PackedField("pages", PAGES, fill=-1),
+        PackedField("counted_as_output"),
+        PackedField("counted", TOKENS, fill=-1),
     ]
 )
 
 
 def pack_open(opened: SlotOpen) -> Iterator[np.ndarray]:
-    """The vectors that open a slot, in order."""
+    """Yield the updates that open a slot, in order, each as a packed vector."""
     sampling = opened.sampling
     assert sampling.seed is not None
     seed = sampling.seed & (2**64 - 1)
@@ -80,7 +81,7 @@ def _signed(word: int) -> int:
 
 
 def update(state: DeviceState, packed: jax.Array) -> DeviceState:
-    """Apply one packed update to one rank's state; a rank with nothing to open gets slot -1."""
+    """Apply one packed update to one rank's state. Slot -1 changes nothing, for ranks that open no slot."""
     local, fields = one_rank(state), UPDATE.unpack(one_rank(packed))
     slots = local.seq_lens.shape[0]
     slot = jnp.where(fields["slot"] < 0, slots, fields["slot"])

@@ -1,7 +1,7 @@
-"""What stays on the device between steps, donated to each program and returned by it.
+"""The state that stays on the devices between steps. Each program takes it as a donated argument and returns it.
 
-Every array has a leading axis of data-parallel ranks; `one_rank` and `all_ranks` take it off and put it back at the
-border of a program, so that nothing inside sees it.
+Every array has a leading axis of data-parallel ranks. `one_rank` removes it where a program begins and `all_ranks` adds
+it back where the program ends, so that nothing inside sees it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pallas_kernels.paged_attention import KVLayout, PagedKV, kv_layout
 INTS = ("top_k", "seed_low", "seed_high", "sample", "min_len", "logprobs")
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 
-# DeviceState.counts: the sign bit of an int16, and the rest of it.
+# Bits of DeviceState.counts, an int16: the sign bit, and the others.
 SEEN_IN_PROMPT = -(2**15)
 COUNT_MASK = 2**15 - 1
 
 
 @flax.struct.dataclass
 class SamplingRows:
-    """How each slot samples. `min_len` is the sequence length below which its stop ids may not be drawn."""
+    """The sampling parameters by slot. Stop ids may not be drawn while the sequence is shorter than `min_len`."""
 
     ints: Int[Array, "slots ints"]
     floats: Float[Array, "slots floats"]
@@ -42,9 +42,9 @@ class SamplingRows:
 
 @flax.struct.dataclass
 class DeviceState:
-    """The KV pool, and by slot: last token, sequence length, page table, sampling row, penalty counts.
+    """The KV pool, and by slot: last token, sequence length, page table, sampling parameters and penalty counts.
 
-    `counts` holds how often a token was put out; its sign bit says that the token stands in the prompt.
+    `counts` says how often each token was output; its sign bit is set for tokens of the prompt.
     """
 
     kv: PagedKV
@@ -70,7 +70,7 @@ class ArraySpec:
 
 
 def pool_layout(spec: KVSpec, *, num_pages: int, page_size: int, dtype: np.dtype, platform: str = "cpu") -> KVLayout:
-    """The layout of a KV group's pool on a platform, as jax calls it."""
+    """Return the layout of a KV group's pool on a platform (jax's name for it)."""
     return kv_layout(
         num_layers=spec.num_layers,
         num_pages=num_pages,
@@ -83,14 +83,14 @@ def pool_layout(spec: KVSpec, *, num_pages: int, page_size: int, dtype: np.dtype
 
 
 def max_pages(capacity: Capacity) -> int:
-    """Width of a page table."""
+    """Return the width of a page table."""
     return -(-capacity.max_model_len // capacity.page_size)
 
 
 def state_specs(
     spec: KVSpec, capacity: Capacity, *, vocab_size: int, kv_dtype: np.dtype, platform: str = "cpu"
 ) -> DeviceState:
-    """The state on a platform, as jax calls it, with an `ArraySpec` in the place of each array."""
+    """Return the state on a platform (jax's name for it), with an `ArraySpec` in place of each array."""
     layout = pool_layout(
         spec, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=kv_dtype, platform=platform
     )
@@ -120,15 +120,15 @@ def state_specs(
 
 
 def make_state(specs: DeviceState, shardings: DeviceState) -> DeviceState:
-    """All zeros, each array allocated where it belongs."""
+    """Allocate the state with the given shardings, filled with zeros."""
     return jax.tree.map(lambda s, where: jnp.zeros(s.shape, s.dtype, device=where), specs, shardings)
 
 
 def one_rank(tree: Any) -> Any:
-    """This rank's view: without the leading axis, which is 1 long inside `shard_map`."""
+    """Remove the leading axis of ranks, which has length 1 inside `shard_map`."""
     return jax.tree.map(lambda x: x.reshape(x.shape[1:]), tree)
 
 
 def all_ranks(tree: Any) -> Any:
-    """The inverse of `one_rank`."""
+    """Add the leading axis of ranks back."""
     return jax.tree.map(lambda x: x.reshape(1, *x.shape), tree)

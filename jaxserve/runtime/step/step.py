@@ -1,6 +1,6 @@
-"""The step: embed, layers, head, sample, in one program over the whole mesh.
+"""The step program: embed, layers, head and sampling, over the whole mesh.
 
-`step` and `update` are one `shard_map` each: everything inside is one rank's view of one shard.
+`make_step` and `make_update` wrap `step` and `update` in one `shard_map` each: inside, code sees one shard of one rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.embedding import shard_index, without_padding
+from jaxserve.layers.embedding import mask_padding, shard_index
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family
 from jaxserve.runtime.devices.mesh import DATA_AXIS, partitions
@@ -34,10 +34,10 @@ PROMPT_LOGIT_ROWS = 16
 
 @dataclasses.dataclass(frozen=True)
 class StepContext:
-    """Static facts of every step of a deployment.
+    """The static facts that all steps of a deployment share.
 
-    `sample_rows` bounds the rows whose logits exist at once; groups of rows past the live ones are skipped. None takes
-    all rows at once, as a GPU likes it.
+    `sample_rows` is the number of rows whose logits exist at once: rows are sampled in groups of this size, and groups
+    without a live row are skipped. None samples all rows at once, which suits a GPU.
     """
 
     model: ModelConfig
@@ -47,7 +47,7 @@ class StepContext:
 
 @flax.struct.dataclass
 class StepOutput:
-    """What the host fetches. `num_tokens[r]` of `tokens[r]` are valid; logprobs only from programs that have them."""
+    """The results that the host fetches. `num_tokens[r]` of `tokens[r]` are valid. Some programs have no logprobs."""
 
     tokens: Int[Array, "rows 1"]
     num_tokens: Int[Array, " rows"]
@@ -62,20 +62,20 @@ def make_step(
     param_specs: Any,
     state_specs: DeviceState,
     *,
-    gathered: bool = False,
+    replicate_output: bool = False,
 ) -> Callable[..., tuple[DeviceState, StepOutput]]:
-    """The function `(params, state, packed) -> (state, output)` of one program, over global arrays.
+    """Return the function `(params, state, packed) -> (state, output)` of one program, over global arrays.
 
-    With `gathered`, every device has the output of all ranks: what one process can't read from another's devices.
+    With `replicate_output`, every device holds the output of all ranks, as a process can't read another's devices.
     """
 
     def body(params: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, StepOutput]:
         new_state, output = step(params, one_rank(state), one_rank(packed), context, shape)
-        if gathered:
+        if replicate_output:
             return all_ranks(new_state), jax.tree.map(lambda x: lax.all_gather(x, DATA_AXIS), output)
         return all_ranks(new_state), all_ranks(output)
 
-    # What profiles and compiled programs are called by.
+    # The name of the program in profiles and in its compiled text.
     body.__name__ = str(shape.key).replace("-", "_")
     state_parts = partitions(state_specs)
     ranks = PartitionSpec(DATA_AXIS)
@@ -83,13 +83,13 @@ def make_step(
         body,
         mesh=mesh,
         in_specs=(partitions(param_specs), state_parts, ranks),
-        out_specs=(state_parts, PartitionSpec() if gathered else ranks),
+        out_specs=(state_parts, PartitionSpec() if replicate_output else ranks),
         check_vma=False,
     )
 
 
 def make_update(mesh: Mesh, state_specs: DeviceState) -> Callable[[DeviceState, jax.Array], DeviceState]:
-    """The function `(state, packed) -> state` that opens a slot, over global arrays."""
+    """Return the function `(state, packed) -> state` that opens a slot, over global arrays."""
     parts = partitions(state_specs)
     return jax.shard_map(
         update, mesh=mesh, in_specs=(parts, PartitionSpec(DATA_AXIS)), out_specs=parts, check_vma=False
@@ -99,9 +99,9 @@ def make_update(mesh: Mesh, state_specs: DeviceState) -> Callable[[DeviceState, 
 def step(
     params: Any, state: DeviceState, packed: jax.Array, context: StepContext, shape: StepShape
 ) -> tuple[DeviceState, StepOutput]:
-    """One rank's step."""
+    """Run the step of one rank."""
     model = family(context.model)
-    inputs, state = batches.read(packed, state, shape)
+    inputs, state = batches.unpack_step(packed, state, shape)
     x = model.embed(params, inputs.batch)
     hidden, kv = model.forward(context.model, params, x, inputs.batch, state.kv, context.backend)
     prompt_logprobs = None
@@ -134,7 +134,7 @@ def _sample_rows(
     context: StepContext,
     shape: StepShape,
 ) -> tuple[Int[Array, " rows"], Logprobs | None]:
-    """Head and sampler, for at most `context.sample_rows` rows at a time and as many groups as there are live rows."""
+    """Run head and sampler on groups of at most `context.sample_rows` rows, up to the last group with a live row."""
     size = min(context.sample_rows or shape.rows, shape.rows)
     padding = -shape.rows % size
     hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
@@ -143,7 +143,7 @@ def _sample_rows(
 
     def group(start: Array | int) -> tuple[Array, Logprobs | None]:
         states, at, length = (lax.dynamic_slice_in_dim(x, start, size) for x in (hidden, slots, lengths))
-        logits = without_padding(model.head(params, states), context.model.vocab_size)
+        logits = mask_padding(model.head(params, states), context.model.vocab_size)
         if shape.key.greedy:
             return sampling.greedy(logits), None
         rows: SamplingRows = jax.tree.map(lambda x: x[at], state.sampling)
@@ -170,7 +170,7 @@ def _sample_rows(
 def _prompt_logprobs(
     model: ModuleType, params: Any, hidden: Float[Array, "tokens dim"], inputs: StepInput, context: StepContext
 ) -> Logprobs:
-    """Log probabilities of each position's next token, a block of positions at a time: never `[tokens, vocab]`."""
+    """Return log probabilities of each position's next token; computes logits for a few positions at a time."""
     tokens = hidden.shape[0]
     padding = -tokens % PROMPT_LOGIT_ROWS
     assert inputs.targets is not None
@@ -180,7 +180,7 @@ def _prompt_logprobs(
     )
 
     def scored(block: tuple[Array, Array]) -> Logprobs:
-        logits = without_padding(model.head(params, block[0]), context.model.vocab_size)
+        logits = mask_padding(model.head(params, block[0]), context.model.vocab_size)
         return sampling.logprobs(logits, block[1])
 
     found = lax.map(scored, blocks)

@@ -1,4 +1,4 @@
-"""`/openapi.json`, made from the request and response structs and the table of routes, so that it can't fall behind."""
+"""Makes `/openapi.json` from the request and response structs and the table of routes, so that it can't be outdated."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 
 import jaxserve
-from jaxserve.server.admin.schemas import fitted_schemas
-from jaxserve.server.http.auth import OPEN_PATHS
-from jaxserve.server.server_state import Serving
+from jaxserve.server.admin.schemas import request_schemas
+from jaxserve.server.http.auth import PATHS_WITHOUT_KEY
+from jaxserve.server.server_state import ServerState
 
 
 class ErrorObject(msgspec.Struct):
-    """What went wrong; `param` names the field at fault."""
+    """The error; `param` names the field at fault."""
 
     message: str
     type: str
@@ -24,14 +24,14 @@ class ErrorObject(msgspec.Struct):
 
 
 class ErrorResponse(msgspec.Struct):
-    """Every answer with a status of 400 and above."""
+    """The response of every status of 400 and above."""
 
     error: ErrorObject
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One route as the document tells it. `streams` marks those that can answer with server-sent events."""
+    """One route of the document. `streams` marks a route that can answer with server-sent events."""
 
     method: str
     path: str
@@ -42,15 +42,17 @@ class Operation:
     content_type: str = "application/json"
 
 
-def document(operations: Sequence[Operation], serving: Serving) -> bytes:
-    """The OpenAPI 3.1 document of `operations`, as they are for what is served now."""
-    with_key = serving.config.api_key is not None
+def openapi_document(operations: Sequence[Operation], state: ServerState) -> bytes:
+    """Return the OpenAPI 3.1 document of `operations`, with the limits of the served model."""
+    with_key = state.config.api_key is not None
     types: list[type] = [kind for item in operations for kind in (item.body, item.response) if kind is not None]
-    schemas, components = fitted_schemas([*types, ErrorResponse], serving)
+    schemas, components = request_schemas([*types, ErrorResponse], state)
     reference: dict[type, dict[str, Any]] = dict(zip([*types, ErrorResponse], schemas))
     paths: dict[str, dict[str, Any]] = {}
     for item in operations:
-        paths.setdefault(_plain(item.path), {})[item.method.lower()] = _operation(item, reference, with_key=with_key)
+        paths.setdefault(_plain_path(item.path), {})[item.method.lower()] = _operation(
+            item, reference, with_key=with_key
+        )
     result: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
@@ -66,7 +68,7 @@ def document(operations: Sequence[Operation], serving: Serving) -> bytes:
     return msgspec.json.encode(result)
 
 
-def _plain(path: str) -> str:
+def _plain_path(path: str) -> str:
     return path.replace(":path}", "}")
 
 
@@ -90,7 +92,7 @@ def _operation(item: Operation, reference: dict[type, dict[str, Any]], *, with_k
     }
     result: dict[str, Any] = {
         "summary": item.summary,
-        "operationId": f"{item.method}_{_plain(item.path)}".lower().translate(str.maketrans("/{}.", "____")),
+        "operationId": f"{item.method}_{_plain_path(item.path)}".lower().translate(str.maketrans("/{}.", "____")),
         "responses": {"200": {"description": "Success", "content": content}, "default": error},
     }
     if "{" in item.path:
@@ -98,6 +100,6 @@ def _operation(item: Operation, reference: dict[type, dict[str, Any]], *, with_k
         result["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
     if item.body is not None:
         result["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference[item.body]}}}
-    if with_key and item.path not in OPEN_PATHS:
+    if with_key and item.path not in PATHS_WITHOUT_KEY:
         result["security"] = [{"bearer": []}]
     return result

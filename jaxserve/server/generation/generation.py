@@ -1,7 +1,7 @@
-"""The sequences of one HTTP request, from submit to their last event. Owns their end: whatever happens to the request
-(an error, a sibling's error, the client's leaving) nothing of it runs on in the engine.
+"""The sequences of one HTTP request, from submission to their last event.
 
-Knows text and engine, not HTTP and not OpenAI's shapes.
+Owns their end: if the request ends early (its own error, another sequence's error, a disconnect), none of its sequences
+keeps running in the engine. Knows text and engine, but neither HTTP nor OpenAI's shapes.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import msgspec
 
 from jaxserve.api_types import EngineRequest, FinishReason, TokenEvent, Usage
 from jaxserve.errors import RequestFailedError
-from jaxserve.server.errors import failure_of
-from jaxserve.server.server_state import Loaded, Serving
+from jaxserve.server.errors import request_error
+from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.output import OutputDelta, OutputProcessor
 
-# Called with the index of the sequence and what is new of it.
-Emit = Callable[[int, OutputDelta], Awaitable[None]]
+# Called with the index of a sequence and its new output.
+OnDelta = Callable[[int, OutputDelta], Awaitable[None]]
 
 
 class Generation:
-    """Runs `requests` and gives what comes of them to a callback, interleaved as it comes."""
+    """Runs `requests` together and passes each new output to a callback as it arrives."""
 
-    def __init__(self, serving: Serving, loaded: Loaded, requests: list[EngineRequest], arrival: float) -> None:
-        self._serving = serving
+    def __init__(self, state: ServerState, loaded: LoadedModel, requests: list[EngineRequest], arrival: float) -> None:
+        self._state = state
         self._engine = loaded.engine
         self._tokenizer = loaded.tokenizer
         self._requests = requests
@@ -33,19 +33,21 @@ class Generation:
         self._running: set[str] = set()
 
     def abort(self) -> int:
-        """Asks the engine to end what still runs; each such sequence ends with finish reason `abort`."""
+        """Ask the engine to end the running sequences, with finish reason `abort`, and return their number."""
         self._engine.abort(list(self._running))
         return len(self._running)
 
-    async def run(self, emit: Emit) -> list[Usage]:
-        """Returns the token counts of each sequence. Raises the first sequence's error, having aborted the others."""
+    async def run(self, on_delta: OnDelta) -> list[Usage]:
+        """Run all sequences and return the token counts of each. On an error, abort the others and raise it."""
         self._running.update(request.request_id for request in self._requests)
         try:
             if len(self._requests) == 1:
-                return [await self._sequence(0, emit)]
+                return [await self._run_sequence(0, on_delta)]
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self._sequence(index, emit)) for index in range(len(self._requests))]
+                    tasks = [
+                        group.create_task(self._run_sequence(index, on_delta)) for index in range(len(self._requests))
+                    ]
             except BaseExceptionGroup as failures:
                 raise failures.exceptions[0] from None
             return [task.result() for task in tasks]
@@ -54,36 +56,36 @@ class Generation:
                 self.abort()
                 self._running.clear()
 
-    async def _sequence(self, index: int, emit: Emit) -> Usage:
+    async def _run_sequence(self, index: int, on_delta: OnDelta) -> Usage:
         request = self._requests[index]
         name = request.request_id
         processor = OutputProcessor(self._tokenizer, request)
-        clock = self._serving.metrics.clock(self._arrival, request)
+        clock = self._state.metrics.clock(self._arrival, request)
         try:
             stream = self._engine.submit(request)
             async for event in stream:
-                clock.tokens(len(event.token_ids), event.queue_seconds)
+                clock.record_tokens(len(event.token_ids), event.queue_seconds)
                 delta = processor.push(event)
                 reason = delta.finish_reason
                 if reason is not None:
-                    clock.end(reason)
+                    clock.record_end(reason)
                     self._running.discard(name)
                     if delta.abort:
                         self._engine.abort([name])
                         await _add_cached_tokens(delta, stream)
                     if reason is FinishReason.ERROR:
                         dead = self._engine.on_death.done()
-                        raise failure_of(delta.error or "the engine gave no reason", engine_dead=dead)
-                await emit(index, delta)
+                        raise request_error(delta.error or "the engine gave no reason", engine_dead=dead)
+                await on_delta(index, delta)
                 if reason is not None:
                     return delta.usage or Usage(len(request.prompt_ids), 0)
             raise RequestFailedError("the engine's events ended before the last one")
         finally:
-            clock.end(FinishReason.ABORT)
+            clock.record_end(FinishReason.ABORT)
 
 
 async def _add_cached_tokens(delta: OutputDelta, stream: AsyncIterator[TokenEvent]) -> None:
-    """What only the engine knows of a sequence that a stop string ended here comes with its own last event."""
+    """Add the number of cached tokens, which only the engine's last event has, to the end of an aborted sequence."""
     async for event in stream:
         if event.usage is not None and delta.usage is not None:
             delta.usage = msgspec.structs.replace(delta.usage, cached_tokens=event.usage.cached_tokens)

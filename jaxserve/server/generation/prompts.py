@@ -1,7 +1,7 @@
-"""From what a client sends to prompt ids, and the limits they must keep: vocabulary, context length, number.
+"""Turns a client's prompts into token ids and checks their limits: vocabulary, context length, number of sequences.
 
-Never submits anything; long texts are tokenized on the serving's threads, as that takes longer than a step, and very
-long ones one at a time.
+Never submits anything. Long texts are tokenized on the server's threads, as that takes longer than a step; very long
+ones one at a time.
 """
 
 from __future__ import annotations
@@ -9,25 +9,26 @@ from __future__ import annotations
 import asyncio
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from jaxserve.api_types import EngineInfo, EngineRequest, SamplingParams
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.errors import ContextLengthError
 from jaxserve.server.http.fields import MAX_SEQUENCES
-from jaxserve.server.server_state import Loaded, Serving
+from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text import requests
 
-# Work on up to this many characters or ids is done on the event loop: a thread costs more.
+# Work on up to this many characters or ids runs on the event loop: a thread would cost more.
 _SHORT = 4096
-# Work on more than this many is done one at a time, and its memory, a few hundred times as much, is given back.
+# Work on more than this runs one at a time; its memory (a few hundred times as much) is returned to the system.
 _LARGE = 1 << 18
 
 
-async def encode(
-    serving: Serving, loaded: Loaded, texts: list[str], *, add_special_tokens: bool, param: str | None
+async def encode_texts(
+    state: ServerState, loaded: LoadedModel, texts: list[str], *, add_special_tokens: bool, param: str | None
 ) -> list[list[int]]:
-    """The ids of each text. Raises `ContextLengthError` naming `param` for one that doesn't fit the context: where its
-    length alone says so, before it is tokenized. With `param` None a text may be longer than the context."""
+    """Return the ids of each text. Raises `ContextLengthError` naming `param` for a text that doesn't fit the context,
+    before tokenizing it if its length alone shows that. With `param` None, a text may be longer than the context."""
     tokenizer = loaded.tokenizer
     size = sum(map(len, texts))
 
@@ -36,61 +37,77 @@ async def encode(
             return tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
         if size > _SHORT:
             for text in texts:
-                check_length(tokenizer.least_tokens(text), loaded.engine.info, param=param, at_least=True)
+                check_context_length(tokenizer.min_num_tokens(text), loaded.engine.info, param=param, at_least=True)
         return tokenizer.encode_batch(
             texts,
             add_special_tokens=add_special_tokens,
-            check_count=lambda count: check_length(count, loaded.engine.info, param=param),
+            check_count=lambda count: check_context_length(count, loaded.engine.info, param=param),
         )
 
-    return await off_loop(serving, size, work)
+    return await run_off_event_loop(state, size, work)
 
 
-async def off_loop[T](serving: Serving, size: int, work: Callable[[], T]) -> T:
-    """Runs `work` on `size` characters or ids: on the event loop where they are few, else on a thread."""
+async def run_off_event_loop[T](state: ServerState, size: int, work: Callable[[], T]) -> T:
+    """Run `work`, which handles `size` characters or ids: on the event loop if they are few, else on a thread."""
     if size <= _SHORT:
         return work()
     loop = asyncio.get_running_loop()
     if size <= _LARGE:
-        return await loop.run_in_executor(serving.tokenizing, work)
+        return await loop.run_in_executor(state.tokenizer_threads, work)
 
     def large() -> T:
         try:
             return work()
         finally:
-            _give_memory_back()
+            _return_free_memory()
 
-    return await loop.run_in_executor(serving.tokenizing_large, large)
+    return await loop.run_in_executor(state.large_tokenizer_threads, large)
 
 
-def _give_memory_back() -> None:
-    """glibc keeps what was freed, gigabytes after a large text; other allocators don't."""
+def _return_free_memory() -> None:
+    """Return freed memory to the system: after a large text, glibc keeps gigabytes of it; other allocators don't."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
-def check_number(num_prompts: int, n: int | None) -> None:
-    """Raises if a request would have more sequences than one may; to be asked before anything is tokenized."""
-    total = num_prompts * max(n or 1, 1)
-    if total > MAX_SEQUENCES:
+def split_prompts(
+    prompts: str | Sequence[str | int | list[int]], n: int | None, info: EngineInfo, *, param: str
+) -> tuple[list[str], list[list[int]]]:
+    """Return one or several prompts as texts or as ids; the other list is empty. Checks their number before the items.
+
+    Raises `InvalidRequestError` for too many sequences (prompts times `n`), no prompts, or prompts of different kinds.
+    """
+    if isinstance(prompts, str):
+        return [prompts], []
+    if not prompts:
+        raise InvalidRequestError(f"{param} is an empty list", param=param)
+    if isinstance(prompts[0], int):
+        check_context_length(len(prompts), info, param=param)
+    elif (total := len(prompts) * (n or 1)) > MAX_SEQUENCES:
         raise InvalidRequestError(
-            f"{num_prompts} prompts with n={n or 1} make {total} sequences; "
-            f"a request may have at most {MAX_SEQUENCES}: send several",
-            param="prompt" if num_prompts > 1 else "n",
+            f"{len(prompts)} prompts with n={n or 1} make {total} sequences; "
+            f"a request may have at most {MAX_SEQUENCES}: split it into several requests",
+            param=param,
         )
+    texts = [item for item in prompts if isinstance(item, str)]
+    ids = [item for item in prompts if isinstance(item, list)]
+    tokens = [item for item in prompts if isinstance(item, int)]
+    if len(prompts) not in (len(texts), len(ids), len(tokens)):
+        raise InvalidRequestError(f"{param} mixes texts, token ids or lists of them; send all of one kind", param=param)
+    return (texts, []) if texts else ([], [tokens] if tokens else ids)
 
 
 def check_prompt(ids: Sequence[int], info: EngineInfo, *, param: str) -> None:
-    """Raises unless `ids` is a prompt of this model: not empty, within its context and its vocabulary."""
+    """Raise unless `ids` is a valid prompt of this model: not empty, within its context and its vocabulary."""
     if not ids:
         raise InvalidRequestError(f"{param} is empty: there must be at least one token to continue", param=param)
-    check_length(len(ids), info, param=param)
+    check_context_length(len(ids), info, param=param)
     requests.check_ids(ids, info.vocab_size, param=param)
 
 
-def check_length(num_tokens: int, info: EngineInfo, *, param: str, at_least: bool = False) -> None:
-    """Raises `ContextLengthError` if `num_tokens` exceed the context."""
+def check_context_length(num_tokens: int, info: EngineInfo, *, param: str, at_least: bool = False) -> None:
+    """Raise `ContextLengthError` if `num_tokens` exceeds the context. With `at_least`, it is a lower bound."""
     if num_tokens > info.max_model_len:
         raise ContextLengthError(
             f"This model's maximum context length is {info.max_model_len} tokens. However, your {param} resulted in "
@@ -99,15 +116,19 @@ def check_length(num_tokens: int, info: EngineInfo, *, param: str, at_least: boo
         )
 
 
-def output_limit(prompt_tokens: int, asked: int | None, default: int | None, info: EngineInfo, *, param: str) -> int:
-    """How many tokens a prompt may get: `asked`, else `default` or what the context leaves, whichever is less."""
+def max_output_tokens(
+    prompt_tokens: int, requested: int | None, default: int | None, info: EngineInfo, *, param: str
+) -> int:
+    """Return the limit of generated tokens: `requested`, else the smaller of `default` and what the context leaves.
+
+    Raises `ContextLengthError` if the context leaves too little.
+    """
     left = info.max_model_len - prompt_tokens
-    fitting = left if default is None else min(default, left)
-    wanted = max(fitting, 1) if asked is None else asked
+    wanted = requested if requested is not None else max(left if default is None else min(default, left), 1)
     if wanted == 0 and left < 1:
         raise ContextLengthError(
             f"This model's maximum context length is {info.max_model_len} tokens. However, your {param} has "
-            f"{prompt_tokens} tokens, and one must be left after it even where none is generated. "
+            f"{prompt_tokens} tokens, and it must leave room for one more even if none is generated. "
             f"Please reduce the length of the {param}.",
             param=param,
         )
@@ -121,26 +142,31 @@ def output_limit(prompt_tokens: int, asked: int | None, default: int | None, inf
     return wanted
 
 
+class QueueOptions(Protocol):
+    """The fields of a request that change how the engine queues and caches it."""
+
+    priority: int | None
+    cache_salt: str | None
+
+
 def engine_requests(
-    loaded: Loaded,
-    response_id: str,
+    loaded: LoadedModel,
+    request_id: str,
     prompts: list[list[int]],
     samplings: list[SamplingParams],
-    *,
-    priority: int | None,
-    cache_salt: str | None,
+    options: QueueOptions,
 ) -> list[EngineRequest]:
-    """`n` sequences for each prompt, in the order of the choices: prompt index * n + sample."""
+    """Return `n` requests for each prompt, in the order of the choices: prompt index * n + sample."""
     return [
         request
         for number, (ids, sampling) in enumerate(zip(prompts, samplings))
-        for request in requests.engine_requests(
-            f"{response_id}-{number}",
+        for request in requests.sample_requests(
+            f"{request_id}-{number}",
             ids,
             sampling,
             loaded.tokenizer,
             loaded.engine.info,
-            priority=priority,
-            cache_salt=cache_salt,
+            priority=options.priority,
+            cache_salt=options.cache_salt,
         )
     ]

@@ -1,4 +1,4 @@
-"""The bearer key. Owns the list of routes that need none; knows nothing else of what it guards."""
+"""Checks the bearer key of requests. Owns the list of paths that need none; knows no other route."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import hmac
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxserve.server.errors import wrong_api_key
-from jaxserve.server.http.bodies import Exchange
+from jaxserve.server.errors import invalid_api_key
+from jaxserve.server.http.exchange import HttpExchange
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+PATHS_WITHOUT_KEY = frozenset({"/health", "/ready", "/metrics"})
 
 
 class BearerAuth:
-    """Answers 401 unless the request brings the key. Probes and scrapers (`OPEN_PATHS`) need none."""
+    """Answers 401 unless the request has the key. Probes and metric scrapers (`PATHS_WITHOUT_KEY`) need none."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self.app = app
         self._expected = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._allowed(scope):
-            await Exchange(scope, receive, send).fail(wrong_api_key())
+        if scope["type"] == "http" and scope["path"] not in PATHS_WITHOUT_KEY and not self._allowed(scope):
+            await HttpExchange(scope, receive, send).respond_error(invalid_api_key())
             return
         await self.app(scope, receive, send)
 

@@ -1,7 +1,8 @@
-"""One HTTP connection with limits: how large a request's head may be, and how long a request may take to arrive.
+"""One HTTP connection with two limits that uvicorn's protocol lacks: the size of a request's head, and how long a
+request may take to arrive.
 
-uvicorn's protocol, which has neither. It owns what is answered to what never becomes a request (400, 408, 431); from
-the moment a request is whole, nothing here touches it, however long its response takes.
+Owns the answers to requests that never become complete (400, 408, 431). Once a request is complete, nothing here
+touches it, however long its response takes.
 """
 
 from __future__ import annotations
@@ -12,33 +13,30 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from jaxserve.config.schema import ServerConfig
-from jaxserve.server.errors import HttpError, headers_too_large, not_http, too_slow
+from jaxserve.server.errors import HttpError, headers_too_large, invalid_http, request_timed_out
+from jaxserve.server.http.exchange import DISCARD_BYTES, DISCARD_SECONDS
 
-# A refused request is read and dropped for this long before the connection closes, so that a client still sending gets
-# to read its answer instead of a reset.
-_DISCARD_SECONDS = 5.0
-_DISCARD_BYTES = 256 * 2**20
-# Requests on one connection that wait for the answer to the one before them. Each costs a hundred times its bytes.
-_MOST_PIPELINED = 128
+# The limit of requests on one connection that wait for an earlier response. Each uses a hundred times its bytes.
+_MAX_PIPELINED = 128
 
 
 class _RefusedError(Exception):
-    """Ends the parsing of what has been received."""
+    """Stops the parsing of the received data."""
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """`limits` are the server's settings; the other arguments are uvicorn's."""
 
-    def __init__(self, limits: ServerConfig, **uvicorns: Any) -> None:
-        super().__init__(**uvicorns)
+    def __init__(self, limits: ServerConfig, **uvicorn_arguments: Any) -> None:
+        super().__init__(**uvicorn_arguments)
         self.timeout_keep_alive = limits.keep_alive_timeout  # type: ignore[assignment]
         self._max_header_bytes = limits.max_header_bytes
         self._read_timeout = limits.request_read_timeout
         self._deadline: asyncio.TimerHandle | None = None
         self._in_request = False
         self._in_body = False
-        # Bytes read since the last request ended, or since the body last grew: headers, and what can stand between
-        # chunks. A read that ends either counts nothing, whatever follows in it.
+        # Bytes read since the last request ended or the body last grew: headers, and the framing between chunks.
+        # A read in which a request ends or a body grows resets the count to 0, including the bytes after that point.
         self._overhead = 0
         self._advanced = False
         self._answered: RequestResponseCycle | None = None
@@ -46,23 +44,23 @@ class Connection(HttpToolsProtocol):
         self._num_discarded = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected; it owes a request."""
+        """Start the time limit for the first request of a new connection."""
         super().connection_made(transport)
         self._start_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone."""
+        """Cancel the request being answered, as the client has disconnected."""
         self._stop_clock()
         if self._answered is not None:
-            # uvicorn tells the last request that came, which may wait for this one.
+            # uvicorn notifies only the last request received, which may be waiting for this one.
             _disconnect(self._answered)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse `data`, and refuse the request once it is past a limit."""
+        """Parse `data`, and refuse the request if it is past a limit."""
         if self._refusal is not None:
             self._num_discarded += len(data)
-            if self._num_discarded > _DISCARD_BYTES:
+            if self._num_discarded > DISCARD_BYTES:
                 self.transport.close()
             return
         self._overhead += len(data)
@@ -78,18 +76,18 @@ class Connection(HttpToolsProtocol):
             self._start_clock()
 
     def on_message_begin(self) -> None:
-        """The first byte of a request, whose time begins."""
+        """Note the first byte of a request, from which its time counts."""
         self._stop_clock()
         self._in_request, self._in_body = True, False
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header; one that comes after the body is of no use to anybody."""
+        """Handle a header; ignore one after the body (a trailer)."""
         if not self._in_body:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head is whole. Raises to end the parsing if it is too large."""
+        """Check the complete head. Raises `_RefusedError`, which stops the parsing, if it is past a limit."""
         if self._overhead > self._max_header_bytes:
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size > self._max_header_bytes:
@@ -97,24 +95,24 @@ class Connection(HttpToolsProtocol):
                 raise _RefusedError
         super().on_headers_complete()
         self._in_body = True
-        if len(self.pipeline) > _MOST_PIPELINED:
+        if len(self.pipeline) > _MAX_PIPELINED:
             raise _RefusedError
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
+        """Handle a part of the body."""
         self._advanced = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is whole."""
+        """Handle the end of a request."""
         self._in_request, self._advanced = False, True
         self._stop_clock()
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What was received can't be parsed."""
+        """Refuse data that can't be parsed."""
         if self._refusal is None:
-            self._refuse(not_http())
+            self._refuse(invalid_http())
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
@@ -130,28 +128,28 @@ class Connection(HttpToolsProtocol):
             self._deadline = None
 
     def _on_deadline(self) -> None:
-        """The client still owes the rest of a request."""
+        """Refuse or close a connection whose client has not sent the rest of a request in time."""
         self._deadline = None
         if self.transport.is_closing():
             return
         if self._is_answering:
-            # To an earlier request, which this one must not disturb; or to this one before it was whole.
+            # The response is to an earlier request, which this one must not disturb, or to this incomplete one.
             if self._in_request:
                 self._start_clock()
         elif self._in_request and not (self._in_body and self.cycle.response_complete):
-            self._refuse(too_slow(self._read_timeout))
+            self._refuse(request_timed_out(self._read_timeout))
         else:
             self.transport.close()
 
     @property
     def _is_answering(self) -> bool:
-        """Whether a response is under way, or an earlier request than the one being read waits for its own."""
+        """Whether a response is being sent, or a request before the one being read waits for its response."""
         if self.cycle is None or self.cycle.response_complete:
             return False
         return bool(self.pipeline) or not (self._in_request and self._in_body) or self.cycle.response_started
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer `error` and close, or only close where the answer would fall into another one."""
+        """Answer with `error` and close; only close if the answer would interrupt another one."""
         self._refusal = error
         self._stop_clock()
         if self._is_answering:
@@ -171,10 +169,10 @@ class Connection(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
-        self._deadline = self.loop.call_later(_DISCARD_SECONDS, self.transport.close)
+        self._deadline = self.loop.call_later(DISCARD_SECONDS, self.transport.close)
 
 
 def _disconnect(cycle: RequestResponseCycle) -> None:
-    """Tell the handler of a request that its client is gone."""
+    """Tell the handler of a request that its client has disconnected."""
     cycle.disconnected = True
     cycle.message_event.set()

@@ -1,6 +1,6 @@
-"""How a route is run: read, decode, handle until the client leaves, and turn any error into its answer.
+"""Runs a route's handler: reads and decodes the body, cancels the handler on a disconnect, and answers any error.
 
-Owns that order for every route; knows none of them.
+Owns this order for every route; knows none of them.
 """
 
 from __future__ import annotations
@@ -11,53 +11,55 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from jaxserve.server.errors import to_http, unknown_model
-from jaxserve.server.http.bodies import ClientDisconnected, Exchange, decode
-from jaxserve.server.server_state import Serving
+from jaxserve.server.errors import to_http_error, unknown_model
+from jaxserve.server.http.decoding import decode_body
+from jaxserve.server.http.exchange import ClientDisconnected, HttpExchange
+from jaxserve.server.server_state import ServerState
+
+type BodilessHandler = Callable[[ServerState, HttpExchange], Awaitable[None]]
+type JsonHandler[T] = Callable[[ServerState, HttpExchange, T], Coroutine[Any, Any, None]]
 
 
-class Post[T: msgspec.Struct]:
-    """A route that takes a JSON body of type `body` and answers once the engine is ready.
+class JsonEndpoint[T: msgspec.Struct]:
+    """A route that takes a JSON body of type `body` and answers once the model is loaded.
 
-    A type that has `meant`, bytes to bytes, has it say which part of a body is meant for it.
+    If the type has a static method `preprocess_body` (bytes to bytes), it is applied before decoding.
     """
 
-    def __init__(
-        self, serving: Serving, body: type[T], handle: Callable[[Serving, Exchange, T], Coroutine[Any, Any, None]]
-    ) -> None:
-        self._serving = serving
+    def __init__(self, state: ServerState, body: type[T], handle: JsonHandler[T]) -> None:
+        self._state = state
         self._handle = handle
         self._decoder = msgspec.json.Decoder(body)
         self._fields = body.__struct_fields__
-        self._meant: Callable[[bytes], bytes] = getattr(body, "meant", bytes)
+        self._preprocess: Callable[[bytes], bytes] = getattr(body, "preprocess_body", bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
-        with self._serving.answering():
+        exchange = HttpExchange(scope, receive, send)
+        with self._state.count_open_request():
             try:
-                self._serving.require()
-                read = await exchange.read_body(self._serving.config.max_body_bytes)
-                body = decode(self._decoder, self._meant(read), self._fields)
+                self._state.require_loaded()
+                read = await exchange.read_body(self._state.config.max_body_bytes)
+                body = decode_body(self._decoder, self._preprocess(read), self._fields)
                 model: str | None = getattr(body, "model", None)
-                if model is not None and model != self._serving.model_name:
-                    raise unknown_model(model, self._serving.model_name)
-                await exchange.until_disconnect(self._handle(self._serving, exchange, body))
+                if model is not None and model != self._state.model_name:
+                    raise unknown_model(model, self._state.model_name)
+                await exchange.run_until_disconnect(self._handle(self._state, exchange, body))
             except ClientDisconnected:
                 return
             except Exception as error:
-                await exchange.fail(to_http(error))
+                await exchange.respond_error(to_http_error(error))
 
 
-class Bodiless:
-    """A route without a body. It answers in every phase of the server."""
+class BodilessEndpoint:
+    """A route without a request body. It answers in every phase of the server."""
 
-    def __init__(self, serving: Serving, handle: Callable[[Serving, Exchange], Awaitable[None]]) -> None:
-        self._serving = serving
+    def __init__(self, state: ServerState, handle: BodilessHandler) -> None:
+        self._state = state
         self._handle = handle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
+        exchange = HttpExchange(scope, receive, send)
         try:
-            await self._handle(self._serving, exchange)
+            await self._handle(self._state, exchange)
         except Exception as error:
-            await exchange.fail(to_http(error))
+            await exchange.respond_error(to_http_error(error))

@@ -1,8 +1,7 @@
-"""What a field of a request may hold, said once, in its type: the check and the JSON Schema both come from there.
+"""Types of request fields. Both the check of a value and its JSON Schema come from the field's type.
 
-Owns the types that say more than Python's: bounds that the schema learns when the model is loaded (`Fitted`), fields
-that are known but not built and take only values that ask for nothing (`only`), and schemas written by hand
-(`described`).
+Owns the types that say more than Python's: limits known once the model is loaded (`bound_at_load`), unsupported fields,
+which accept only values without an effect (`accepts_only`), and schemas written by hand (`explicit_schema`).
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ MAX_SEQUENCES = 2048
 MAX_STOP_STRINGS = 16
 TOKEN_KEY = "^(0|[1-9][0-9]{0,9})$"
 
-# Keys of a schema's node that `schemas.py` replaces: by the node itself, and by bounds of what is served.
-DESCRIBED, FITTED = "x-described", "x-fitted"
+# Keys in a schema that `schemas.py` replaces: the first by its own value, the second by limits of the served model.
+EXPLICIT_SCHEMA, LOAD_BOUND = "x-explicit-schema", "x-bound-at-load"
 
-type Fitted = Literal[
+type LoadBound = Literal[
     "documents",
     "model",
     "priority",
@@ -37,25 +36,28 @@ type Fitted = Literal[
 ]
 
 
-def only(*values: object) -> Meta:
-    """Null and `values` ask for nothing and pass; `refuse_asking` refuses whatever else by name."""
-    # Said in words too, or `Annotated` takes [None, 1] for [None, True], which are equal, and gives the other type.
+def accepts_only(*values: object) -> Meta:
+    """Return the type of an unsupported field, whose only accepted values are null and `values`: they have no effect.
+
+    `refuse_unsupported_fields` checks it.
+    """
+    # The description keeps types apart whose values are equal in Python: `Annotated` would cache one for 1 and True.
     shown = " or ".join(msgspec.json.encode(value).decode() for value in (None, *values))
-    return Meta(description=f"known, not supported: only {shown}", extra_json_schema={"enum": [None, *values]})
+    return Meta(description=f"not supported: only {shown}", extra_json_schema={"enum": [None, *values]})
 
 
-def described(schema: dict[str, Any]) -> Meta:
-    """The schema of a field whose type can't say it all; the rest is checked where the field is used."""
-    return Meta(extra_json_schema={DESCRIBED: schema})
+def explicit_schema(schema: dict[str, Any]) -> Meta:
+    """Return `schema` as a field's schema, where its type can't express it; the field's user checks the rest."""
+    return Meta(extra_json_schema={EXPLICIT_SCHEMA: schema})
 
 
-def fitted(bound: Fitted) -> dict[str, Any]:
-    """Marks a node of a schema whose bound depends on what is served."""
-    return {FITTED: bound}
+def bound_at_load(bound: LoadBound) -> dict[str, Any]:
+    """Return the mark of a schema whose limit depends on the served model."""
+    return {LOAD_BOUND: bound}
 
 
 def one_of(*names: str) -> dict[str, Any]:
-    """The schema of an object in which one of these fields is given and the others are null."""
+    """Return the schema of an object in which exactly one of these fields is not null."""
     null = {"type": "null"}
     return {
         "anyOf": [
@@ -65,8 +67,8 @@ def one_of(*names: str) -> dict[str, Any]:
     }
 
 
-def needs(name: str, unless: list[object], other: str) -> dict[str, Any]:
-    """The schema of an object in which a field has one of the values `unless`, or `other` is true."""
+def requires(name: str, unless: list[object], other: str) -> dict[str, Any]:
+    """Return the schema of an object whose field `name` has one of the values `unless`, or whose `other` is true."""
     return {
         "anyOf": [
             {"properties": {name: {"enum": unless}}},
@@ -75,34 +77,34 @@ def needs(name: str, unless: list[object], other: str) -> dict[str, Any]:
     }
 
 
-Null = Annotated[Any, only()]
-NullOrFalse = Annotated[Any, only(False)]
-NullOrTrue = Annotated[Any, only(True)]
-NullOrZero = Annotated[Any, only(0)]
-NullOrOne = Annotated[Any, only(1)]
-NullOrNoText = Annotated[Any, only("")]
-NullOrNoList = Annotated[Any, only([])]
-NullOrNoObject = Annotated[Any, only({})]
+Null = Annotated[Any, accepts_only()]
+NullOrFalse = Annotated[Any, accepts_only(False)]
+NullOrTrue = Annotated[Any, accepts_only(True)]
+NullOrZero = Annotated[Any, accepts_only(0)]
+NullOrOne = Annotated[Any, accepts_only(1)]
+NullOrEmptyText = Annotated[Any, accepts_only("")]
+NullOrEmptyList = Annotated[Any, accepts_only([])]
+NullOrEmptyObject = Annotated[Any, accepts_only({})]
 
 Text = Annotated[str, Meta(min_length=1)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
-ModelName = Annotated[str, Meta(extra_json_schema=fitted("model"))]
-TokenIdHere = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": 2**31 - 1, **fitted("token_id")})]
-TokenLimit = Annotated[int, Meta(ge=0, extra_json_schema=fitted("token_count"))]
-Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY, extra_json_schema=fitted("priority"))]
+ModelName = Annotated[str, Meta(extra_json_schema=bound_at_load("model"))]
+VocabularyId = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": 2**31 - 1, **bound_at_load("token_id")})]
+TokenLimit = Annotated[int, Meta(ge=0, extra_json_schema=bound_at_load("token_count"))]
+Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY, extra_json_schema=bound_at_load("priority"))]
 StopStrings = Text | Annotated[list[Text], Meta(max_length=MAX_STOP_STRINGS)]
 _Pattern = Annotated[str, Meta(min_length=1, max_length=512, extra_json_schema={"format": "regex"})]
 StopPatterns = _Pattern | Annotated[list[_Pattern], Meta(max_length=MAX_STOP_STRINGS)]
-StopIds = Annotated[list[TokenIdHere], Meta(max_length=MAX_STOP_IDS, extra_json_schema=fitted("stop_ids"))]
-# Errors of keys and values name them best where they are used.
-_Key = Annotated[str, Meta(extra_json_schema={"pattern": TOKEN_KEY, **fitted("token_key")})]
+StopIds = Annotated[list[VocabularyId], Meta(max_length=MAX_STOP_IDS, extra_json_schema=bound_at_load("stop_ids"))]
+# Checked where they are used, since errors there can name the key and the value.
+_Key = Annotated[str, Meta(extra_json_schema={"pattern": TOKEN_KEY, **bound_at_load("token_key")})]
 _Bias = Annotated[float, Meta(extra_json_schema={"minimum": -100, "maximum": 100})]
 LogitBias = Annotated[dict[_Key, _Bias], Meta(extra_json_schema={"maxProperties": MAX_LOGIT_BIAS})]
 
 
 @functools.cache
-def _asking_nothing(kind: type[msgspec.Struct]) -> tuple[tuple[str, tuple[object, ...]], ...]:
-    """The fields of a request that are known and not built, each with the values that pass."""
+def _accepted_values(kind: type[msgspec.Struct]) -> tuple[tuple[str, tuple[object, ...]], ...]:
+    """Return the unsupported fields of a request type, each with its accepted values."""
     found = []
     for field in msgspec.structs.fields(kind):
         for meta in getattr(field.type, "__metadata__", ()):
@@ -112,12 +114,12 @@ def _asking_nothing(kind: type[msgspec.Struct]) -> tuple[tuple[str, tuple[object
     return tuple(found)
 
 
-def refuse_asking(request: msgspec.Struct, where: str = "") -> None:
-    """Raises `InvalidRequestError` for a field that isn't built and whose value asks for something."""
-    for name, passing in _asking_nothing(type(request)):
+def refuse_unsupported_fields(request: msgspec.Struct, where: str = "") -> None:
+    """Raise `InvalidRequestError` for an unsupported field with a value that is not accepted."""
+    for name, accepted in _accepted_values(type(request)):
         value = getattr(request, name)
-        # False is no 0 in JSON.
-        if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in passing):
+        # In JSON, false is not 0.
+        if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted):
             continue
-        shown = " or ".join(msgspec.json.encode(one).decode() for one in passing)
+        shown = " or ".join(msgspec.json.encode(one).decode() for one in accepted)
         raise InvalidRequestError(f"{where}{name} is not supported: only {shown} is accepted", param=where + name)

@@ -1,4 +1,4 @@
-"""Request ids: the client's `X-Request-Id` comes back on its response, else one is made. Owns nothing else."""
+"""Request ids: a response carries the client's `X-Request-Id`, or a new one if the client sent none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 
 
 class RequestId:
-    """Puts an id into the scope's state and on the response; at log level debug, also one line a request."""
+    """Puts an id into the scope's state and on the response. At log level debug, also logs one line per request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -24,7 +24,7 @@ class RequestId:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request_id = _given(scope) or uuid.uuid4().hex
+        request_id = _client_request_id(scope) or uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         header = (b"x-request-id", request_id.encode())
         started = time.perf_counter()
@@ -43,7 +43,7 @@ class RequestId:
             logger.debug("%s %s %d %.3f s %s", scope["method"], scope["path"], status, elapsed, request_id)
 
 
-def _given(scope: Scope) -> str | None:
+def _client_request_id(scope: Scope) -> str | None:
     for name, value in scope["headers"]:
         if name == b"x-request-id" and 0 < len(value) <= _MAX_LENGTH and all(32 < byte < 127 for byte in value):
             text: str = value.decode("ascii")

@@ -1,14 +1,16 @@
 """Server-sent events on plain ASGI. Owns one response from its first event to its last; knows no engine and no model.
 
-The status line is held back until the first event, so that a request refused by the engine (queue full, engine dead)
-still gets a status of its own; an error after that is an event, and ends the stream.
+The status line is not sent before the first event, so that a request refused by the engine (queue full, engine dead)
+still gets its own status; a later error is sent as an event and ends the stream.
 """
 
 from __future__ import annotations
 
+from types import TracebackType
+
 from starlette.types import Send
 
-from jaxserve.server.errors import HttpError
+from jaxserve.server.errors import to_http_error
 
 DONE = b"data: [DONE]\n\n"
 
@@ -20,30 +22,41 @@ _HEADERS = [
 
 
 class EventStream:
-    """Writes events that are already encoded (`data: …\\n\\n`, one or several joined)."""
+    """Writes events that are already encoded (`data: …\\n\\n`, one or several joined).
 
-    __slots__ = ("_send", "started")
+    As a context manager, it ends a stream that has begun with an error event if its body raises; before the first event
+    it lets the error pass.
+    """
+
+    __slots__ = ("_send", "_started")
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self.started = False
+        self._started = False
+
+    async def __aenter__(self) -> EventStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if not self._started or not isinstance(error, Exception):
+            return False
+        await self.finish(b"data: " + to_http_error(error).encode() + b"\n\n")
+        return True
 
     async def write(self, events: bytes) -> None:
-        """Sends `events` now; waits only while the client's connection is full."""
-        if not self.started:
+        """Send `events` now; wait only while the client's connection is full."""
+        if not self._started:
             await self._start()
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def finish(self, events: bytes = DONE) -> None:
-        """Sends the last events and ends the response."""
-        if not self.started:
+        """Send the last events and end the response."""
+        if not self._started:
             await self._start()
         await self._send({"type": "http.response.body", "body": events, "more_body": False})
 
     async def _start(self) -> None:
-        self.started = True
+        self._started = True
         await self._send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
-
-    async def fail(self, error: HttpError) -> None:
-        """Ends a stream that has begun with an error event."""
-        await self.finish(b"data: " + error.encode() + b"\n\n")

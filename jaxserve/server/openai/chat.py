@@ -1,21 +1,18 @@
-"""`/v1/chat/completions`: a conversation through the model's template, answered whole or streamed.
-
-Owns the shape of its choices and chunks.
-"""
+"""`/v1/chat/completions`: answers a conversation, whole or streamed. Owns the shape of its choices and encoder."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import msgspec
 
-from jaxserve.server.errors import to_http
 from jaxserve.server.generation.generation import Generation
-from jaxserve.server.generation.prompts import check_prompt, encode, engine_requests, output_limit
-from jaxserve.server.http.bodies import Exchange
+from jaxserve.server.generation.prompts import check_prompt, encode_texts, engine_requests, max_output_tokens
+from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.sse import DONE, EventStream
-from jaxserve.server.openai.chat_messages import render
-from jaxserve.server.openai.chunks import Chunks
+from jaxserve.server.openai.chat_messages import render_prompt
+from jaxserve.server.openai.chunks import ChunkEncoder
 from jaxserve.server.openai.logprobs import chat_logprobs
 from jaxserve.server.openai.protocol import ChatRequest
 from jaxserve.server.openai.responses import (
@@ -27,72 +24,62 @@ from jaxserve.server.openai.responses import (
     ChatResponse,
     total_usage,
 )
-from jaxserve.server.server_state import Loaded, Serving
+from jaxserve.server.server_state import ServerState
 from jaxserve.text.output import OutputDelta
+from jaxserve.text.tokenizer import Tokenizer
 
 
-async def chat_completions(serving: Serving, exchange: Exchange, request: ChatRequest) -> None:
-    """Answers one request."""
-    loaded = serving.require()
-    request.refuse_unsupported()
-    asked, logprobs = request.output_limit(), request.num_logprobs()
-    text = await render(serving, loaded, request)
-    # A template writes its own special tokens.
-    (ids,) = await encode(
-        serving, loaded, [text], add_special_tokens=request.add_special_tokens is True, param="messages"
+async def chat_completions(state: ServerState, exchange: HttpExchange, request: ChatRequest) -> None:
+    """Answer one request."""
+    loaded = state.require_loaded()
+    request.check_supported()
+    requested_limit, logprobs = request.max_output_tokens(), request.num_logprobs()
+    text = await render_prompt(state, loaded, request.messages, request)
+    # By default none are added, since a template writes its own special tokens.
+    (ids,) = await encode_texts(
+        state, loaded, [text], add_special_tokens=request.add_special_tokens is True, param="messages"
     )
     check_prompt(ids, loaded.engine.info, param="messages")
-    limit = output_limit(len(ids), asked, None, loaded.engine.info, param="messages")
+    limit = max_output_tokens(len(ids), requested_limit, None, loaded.engine.info, param="messages")
     sampling = request.sampling(max_tokens=limit, logprobs=logprobs)
     response_id = request.response_id("chatcmpl")
-    requests = engine_requests(
-        loaded,
-        request.engine_name(response_id),
-        [ids],
-        [sampling],
-        priority=request.priority,
-        cache_salt=request.cache_salt,
+    requests = engine_requests(loaded, request.engine_request_id(response_id), [ids], [sampling], request)
+    generation = Generation(state, loaded, requests, exchange.arrival)
+    responder = _ChatResponder(
+        *(loaded.tokenizer, request, ids, sampling.n, response_id, state.model_name, int(time.time()))
     )
-    generation = Generation(serving, loaded, requests, exchange.arrival)
-    answer = _Answer(loaded, request, ids, sampling.n, response_id, serving.model_name)
-    with serving.abortable((response_id, *request.names, exchange.request_id), generation):
-        if request.stream:
-            await answer.stream(generation, exchange)
-        else:
-            await answer.whole(generation, exchange)
+    with state.abortable((response_id, *request.client_ids, exchange.request_id), generation):
+        await (responder.stream if request.stream else responder.respond)(generation, exchange)
 
 
-class _Answer:
-    """One response, whole or streamed, from the same deltas."""
+@dataclass
+class _ChatResponder:
+    """Sends one response, whole or streamed, from the same deltas."""
 
-    def __init__(
-        self, loaded: Loaded, request: ChatRequest, ids: list[int], n: int, response_id: str, model: str
-    ) -> None:
-        self._tokenizer = loaded.tokenizer
-        self._request = request
-        self._prompt_ids = ids
-        self._n = n
-        self._id = response_id
-        self._model = model
-        self._created = int(time.time())
-        self._plain = not request.logprobs and not request.return_token_ids
+    tokenizer: Tokenizer
+    request: ChatRequest
+    prompt_ids: list[int]
+    n: int
+    response_id: str
+    model: str
+    created: int
 
-    async def whole(self, generation: Generation, exchange: Exchange) -> None:
-        """One JSON response when all has come."""
-        deltas: list[list[OutputDelta]] = [[] for _ in range(self._n)]
+    async def respond(self, generation: Generation, exchange: HttpExchange) -> None:
+        """Send one JSON response when all sequences have ended."""
+        deltas: list[list[OutputDelta]] = [[] for _ in range(self.n)]
 
-        async def emit(index: int, delta: OutputDelta) -> None:
+        async def on_delta(index: int, delta: OutputDelta) -> None:
             deltas[index].append(delta)
 
-        usages = await generation.run(emit)
+        usages = await generation.run(on_delta)
         await exchange.respond(
             ChatResponse(
-                id=self._id,
-                created=self._created,
-                model=self._model,
+                id=self.response_id,
+                created=self.created,
+                model=self.model,
                 choices=[self._choice(index, parts) for index, parts in enumerate(deltas)],
-                usage=total_usage(usages, self._n),
-                prompt_token_ids=self._prompt_ids if self._request.return_token_ids else msgspec.UNSET,
+                usage=total_usage(usages, self.n),
+                prompt_token_ids=self.prompt_ids if self.request.return_token_ids else msgspec.UNSET,
             )
         )
 
@@ -100,7 +87,7 @@ class _Answer:
         end = parts[-1]
         assert end.finish_reason is not None
         logprobs = None
-        if self._request.logprobs:
+        if self.request.logprobs:
             logprobs = ChatLogprobs([entry for part in parts for entry in self._logprobs(part).content])
         return ChatChoice(
             index=index,
@@ -110,58 +97,55 @@ class _Answer:
             stop_reason=end.stop_reason,
             matched_stop=end.matched_stop,
             token_ids=[token for part in parts for token in part.token_ids]
-            if self._request.return_token_ids
+            if self.request.return_token_ids
             else msgspec.UNSET,
         )
 
     def _logprobs(self, delta: OutputDelta) -> ChatLogprobs:
-        return chat_logprobs(self._tokenizer, delta.logprobs)
+        return chat_logprobs(self.tokenizer, delta.logprobs)
 
-    async def stream(self, generation: Generation, exchange: Exchange) -> None:
-        """Server-sent events: the role, then text as it comes, then the reason why it ended."""
-        head = {"id": self._id, "object": "chat.completion.chunk", "created": self._created, "model": self._model}
-        chunks = Chunks(
+    async def stream(self, generation: Generation, exchange: HttpExchange) -> None:
+        """Send server-sent events: the role, then text as it arrives, then the finish reason."""
+        head = {"id": self.response_id, "object": "chat.completion.chunk", "created": self.created, "model": self.model}
+        encoder = ChunkEncoder(
             head | {"system_fingerprint": None},
-            num_choices=self._n,
+            num_choices=self.n,
             before='"delta":{"content":',
             after='},"logprobs":null,"finish_reason":null',
-            include_usage=self._request.include_usage,
-            prompt_tokens=[len(self._prompt_ids)] * self._n if self._request.continuous_usage else None,
+            include_usage=self.request.include_usage,
+            prompt_tokens=[len(self.prompt_ids)] * self.n if self.request.continuous_usage else None,
         )
-        out = EventStream(exchange.send)
+        plain = not self.request.logprobs and not self.request.return_token_ids
         opened: set[int] = set()
+        out = EventStream(exchange.send)
 
-        async def emit(index: int, delta: OutputDelta) -> None:
+        async def on_delta(index: int, delta: OutputDelta) -> None:
             events = b""
             if index not in opened:
                 opened.add(index)
                 opening = ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
-                events = chunks.choice(opening, self._prompt_ids if self._request.return_token_ids else None)
-            chunks.count(index, delta)
-            if delta.finish_reason is not None or not self._plain:
+                events = encoder.choice_chunk(opening, self.prompt_ids if self.request.return_token_ids else None)
+            encoder.count_tokens(index, delta)
+            if delta.finish_reason is not None or not plain:
                 if delta.text or delta.logprobs or delta.token_ids or delta.finish_reason is not None:
-                    events += chunks.choice(self._content(index, delta))
+                    events += encoder.choice_chunk(self._content(index, delta))
             elif delta.text:
-                events += chunks.text(index, delta.text)
+                events += encoder.text_chunk(index, delta.text)
             if events:
                 await out.write(events)
 
-        try:
-            usages = await generation.run(emit)
-            end = chunks.usage(total_usage(usages, self._n)) if self._request.include_usage else b""
+        async with out:
+            usages = await generation.run(on_delta)
+            end = encoder.usage_chunk(total_usage(usages, self.n)) if self.request.include_usage else b""
             await out.finish(end + DONE)
-        except Exception as error:
-            if not out.started:
-                raise
-            await out.fail(to_http(error))
 
     def _content(self, index: int, delta: OutputDelta) -> ChatChunkChoice:
-        """What is new of a choice; with its last text comes how it ended, as vLLM's clients want it."""
+        """Return the new part of a choice. Its last text has the finish reason, as vLLM's clients expect."""
         choice = ChatChunkChoice(
             index=index,
             delta=ChatDelta(content=delta.text) if delta.text or delta.finish_reason is None else ChatDelta(),
-            logprobs=self._logprobs(delta) if self._request.logprobs and delta.logprobs else None,
-            token_ids=delta.token_ids if self._request.return_token_ids else msgspec.UNSET,
+            logprobs=self._logprobs(delta) if self.request.logprobs and delta.logprobs else None,
+            token_ids=delta.token_ids if self.request.return_token_ids else msgspec.UNSET,
         )
         if delta.finish_reason is not None:
             choice.finish_reason = delta.finish_reason.value

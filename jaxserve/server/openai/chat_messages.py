@@ -1,5 +1,5 @@
-"""From the messages of a chat to one prompt text. Owns which messages and template arguments are accepted; the template
-itself is `text/`'s."""
+"""Renders the messages of a chat as one prompt text. Owns which messages and template arguments are accepted; the
+template itself belongs to `text/`."""
 
 from __future__ import annotations
 
@@ -10,88 +10,92 @@ from typing import Any, Protocol
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.server.generation.prompts import off_loop
-from jaxserve.server.http.bodies import explain
-from jaxserve.server.openai.protocol import NOT_BUILT, ROLES, Message
-from jaxserve.server.server_state import Loaded, Serving
+from jaxserve.server.generation.prompts import run_off_event_loop
+from jaxserve.server.http.decoding import validation_error
+from jaxserve.server.openai.protocol import ROLES, UNSUPPORTED_MESSAGE_FIELDS, MessageFields
+from jaxserve.server.server_state import LoadedModel, ServerState
 
-OURS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+RESERVED_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
 
-class Conversation(Protocol):
-    """What of a request makes the prompt."""
+class ChatOptions(Protocol):
+    """The fields of a request that change how its messages are rendered."""
 
-    messages: list[dict[str, Any]]
     add_generation_prompt: bool | None
     continue_final_message: bool | None
     chat_template_kwargs: dict[str, Any] | None
     documents: list[dict[str, Any]] | None
 
 
-async def render(serving: Serving, loaded: Loaded, request: Conversation) -> str:
-    """The prompt text. Raises `InvalidRequestError` for what the template can't express."""
+async def render_prompt(
+    state: ServerState, loaded: LoadedModel, messages: list[dict[str, Any]], options: ChatOptions
+) -> str:
+    """Return the prompt text. Raises `InvalidRequestError` for messages or options that the template can't express."""
     source = loaded.template_source
-    messages = await off_loop(
-        serving,
-        len(request.messages),
-        lambda: [_for_template(number, message, source) for number, message in enumerate(request.messages)],
+    prepared = await run_off_event_loop(
+        state,
+        len(messages),
+        lambda: [_prepare(number, message, source) for number, message in enumerate(messages)],
     )
-    if not messages:
+    if not prepared:
         raise InvalidRequestError("messages is empty", param="messages")
-    going_on = bool(request.continue_final_message)
-    prompting = not going_on if request.add_generation_prompt is None else request.add_generation_prompt
-    arguments = _arguments(request, source) if source else {}
+    continues = bool(options.continue_final_message)
     return await loaded.chat_template.render(
-        messages, add_generation_prompt=prompting, continue_final_message=going_on, **arguments
+        prepared,
+        add_generation_prompt=not continues if options.add_generation_prompt is None else options.add_generation_prompt,
+        continue_final_message=continues,
+        **(_template_arguments(options, source) if source else {}),
     )
 
 
-def _arguments(request: Conversation, source: str) -> dict[str, Any]:
-    arguments = dict(request.chat_template_kwargs or {})
-    names = template_names(source) if arguments else ()
+def _template_arguments(options: ChatOptions, source: str) -> dict[str, Any]:
+    arguments = dict(options.chat_template_kwargs or {})
+    words = template_words(source) if arguments else ()
     for name in arguments:
         param = f"chat_template_kwargs.{name[:100]}"
-        if name in OURS:
-            raise InvalidRequestError(f"{param}: {name} is a field of its own", param=param)
-        if name not in names:
+        if name in RESERVED_ARGUMENTS:
+            raise InvalidRequestError(f"{param}: {name} is a field of the request, not of the template", param=param)
+        if name not in words:
             raise InvalidRequestError(f"{param}: this model's chat template does not use it", param=param)
-    if request.documents:
-        if "documents" not in template_names(source):
+    if options.documents:
+        if "documents" not in template_words(source):
             raise InvalidRequestError("documents: this model's chat template does not use them", param="documents")
-        arguments["documents"] = request.documents
+        arguments["documents"] = options.documents
     return arguments
 
 
 @functools.lru_cache(4)
-def template_names(source: str) -> frozenset[str]:
-    """The words of a template; what are its variables is among them."""
+def template_words(source: str) -> frozenset[str]:
+    """Return all words of a template, among them its variables."""
     return frozenset(re.findall(r"[^\W\d]\w*", source))
 
 
-def _for_template(number: int, given: dict[str, Any], source: str) -> dict[str, Any]:
-    """A message as templates know it: its role, its content, and whatever else it has."""
+def _prepare(number: int, given: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return a message as templates expect it: its role, its content and its other fields."""
     where = f"messages[{number}]"
     try:
-        message = msgspec.convert(given, Message)
+        message = msgspec.convert(given, MessageFields)
     except msgspec.ValidationError as error:
-        raise explain(str(error), where) from error
+        raise validation_error(str(error), where) from error
     if message.role not in ROLES:
         raise InvalidRequestError(
             f"{where}.role must be one of {', '.join(ROLES)}, got {message.role[:40]!r}", param=f"{where}.role"
         )
-    for name in NOT_BUILT:
+    for name in UNSUPPORTED_MESSAGE_FIELDS:
         if getattr(message, name) not in (None, []):
             raise InvalidRequestError(
                 f"{where}.{name} is not supported yet: only null is accepted", param=f"{where}.{name}"
             )
-    # "developer" is OpenAI's newer name for the system's role, which most templates don't know.
+    # "developer" is OpenAI's newer name for the system role; most templates don't know it.
     role = "system" if message.role == "developer" and "developer" not in source else message.role
-    # Clients send back an answer with all its fields; templates ask whether they are there, not whether they are null.
-    others = {name: value for name, value in given.items() if name not in NOT_BUILT and value is not None}
+    # Clients send an answer back with all its fields; templates test whether a field is there, not whether it is null.
+    others = {
+        name: value for name, value in given.items() if name not in UNSUPPORTED_MESSAGE_FIELDS and value is not None
+    }
     return {**others, "role": role, "content": _content(where, message)}
 
 
-def _content(where: str, message: Message) -> str | list[dict[str, str]]:
+def _content(where: str, message: MessageFields) -> str | list[dict[str, str]]:
     if isinstance(message.content, str):
         return message.content
     if message.content is None:

@@ -1,4 +1,4 @@
-"""From the engine's log probabilities to OpenAI's two shapes. Owns no numbers: it names tokens and arranges."""
+"""Converts the engine's log probabilities to OpenAI's two shapes. Computes none: it adds texts and arranges them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from jaxserve.text.detokenizer import IncrementalDetokenizer
 if TYPE_CHECKING:
     from jaxserve.text.tokenizer import Tokenizer
 
-# JSON has no infinity; OpenAI's own floor.
-_FLOOR = -9999.0
+# JSON has no infinity; OpenAI writes this instead.
+LOGPROB_FLOOR = -9999.0
 
 
 def prompt_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], offsets: Sequence[int]
 ) -> CompletionLogprobs:
-    """The legacy shape for an echoed prompt, whose tokens begin at `offsets`."""
+    """Return the legacy shape for an echoed prompt whose tokens begin at `offsets`."""
     shaped = completion_logprobs(tokenizer, entries, offsets)
     shaped.tokens = [tokenizer.token_text(token) for token in ids]
     return shaped
 
 
 def prompt_offsets(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
-    """Where each token of a prompt that came as ids begins in its text."""
+    """Return where each token of a prompt given as ids begins in its text."""
     detokenizer = IncrementalDetokenizer(tokenizer, (), skip_special_tokens=skip_special_tokens)
     offsets, length = [], 0
     for token in ids:
-        offsets.append(length + detokenizer.num_broken_off(token))
+        offsets.append(length + detokenizer.num_chars_from_held_bytes(token))
         length += len(detokenizer.push((token,)))
     return offsets
 
@@ -38,17 +38,17 @@ def prompt_offsets(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tok
 def completion_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None], offsets: Sequence[int]
 ) -> CompletionLogprobs:
-    """The legacy shape, of tokens that begin at `offsets` of the choice's text."""
+    """Return the legacy shape for tokens that begin at `offsets` in the choice's text."""
     return CompletionLogprobs(
         ["" if entry is None else tokenizer.token_text(entry.token_id) for entry in entries],
-        [None if entry is None else max(entry.logprob, _FLOOR) for entry in entries],
+        [None if entry is None else max(entry.logprob, LOGPROB_FLOOR) for entry in entries],
         [None if entry is None else _top(tokenizer, entry) for entry in entries],
         list(offsets),
     )
 
 
 def extend(all_of: CompletionLogprobs, more: CompletionLogprobs) -> None:
-    """Appends `more`, in place."""
+    """Append `more` to `all_of`, in place."""
     all_of.tokens += more.tokens
     all_of.token_logprobs += more.token_logprobs
     all_of.top_logprobs += more.top_logprobs
@@ -56,10 +56,10 @@ def extend(all_of: CompletionLogprobs, more: CompletionLogprobs) -> None:
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """Chat's shape."""
+    """Return the shape of chat completions."""
 
     def named(token: int, logprob: float) -> tuple[str, float, list[int]]:
-        return tokenizer.token_text(token), max(logprob, _FLOOR), list(tokenizer.token_bytes(token))
+        return tokenizer.token_text(token), max(logprob, LOGPROB_FLOOR), list(tokenizer.token_bytes(token))
 
     return ChatLogprobs(
         [
@@ -73,8 +73,8 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> Cha
 
 
 def _top(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, float]:
-    # Different ids can have one text; the taken token keeps its own number, then the likelier one.
-    top = {tokenizer.token_text(entry.token_id): max(entry.logprob, _FLOOR)}
+    # Several ids can have the same text; the sampled token's entry wins, then the likeliest one's.
+    top = {tokenizer.token_text(entry.token_id): max(entry.logprob, LOGPROB_FLOOR)}
     for token, logprob in zip(entry.top_ids, entry.top_logprobs):
-        top.setdefault(tokenizer.token_text(token), max(logprob, _FLOOR))
+        top.setdefault(tokenizer.token_text(token), max(logprob, LOGPROB_FLOOR))
     return top

@@ -1,30 +1,30 @@
-"""`/v1/models`: the one model that is served."""
+"""`/v1/models`: lists the one served model."""
 
 from __future__ import annotations
 
 from jaxserve.server.errors import unknown_model
-from jaxserve.server.http.bodies import Exchange
+from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.openai.responses import ModelCard, ModelList
-from jaxserve.server.server_state import Serving
+from jaxserve.server.server_state import ServerState
 
 
-async def list_models(serving: Serving, exchange: Exchange) -> None:
-    """Answers with every model's card."""
-    await exchange.respond(ModelList(data=[_card(serving)]))
+async def list_models(state: ServerState, exchange: HttpExchange) -> None:
+    """Answer with the list of models."""
+    await exchange.respond(ModelList(data=[_card(state)]))
 
 
-async def get_model(serving: Serving, exchange: Exchange) -> None:
-    """Answers with one card, 404 for a model that isn't served."""
+async def get_model(state: ServerState, exchange: HttpExchange) -> None:
+    """Answer with one model's card, or 404 for a model that is not served."""
     name = exchange.scope["path_params"]["model"]
-    if name != serving.model_name:
-        raise unknown_model(name, serving.model_name)
-    await exchange.respond(_card(serving))
+    if name != state.model_name:
+        raise unknown_model(name, state.model_name)
+    await exchange.respond(_card(state))
 
 
-def _card(serving: Serving) -> ModelCard:
-    loaded = serving.loaded
+def _card(state: ServerState) -> ModelCard:
+    loaded = state.loaded
     return ModelCard(
-        id=serving.model_name,
-        created=serving.created,
+        id=state.model_name,
+        created=state.created,
         max_model_len=None if loaded is None else loaded.engine.info.max_model_len,
     )

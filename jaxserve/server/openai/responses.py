@@ -1,4 +1,4 @@
-"""The shapes of what the OpenAI routes answer. Owns nothing but shapes; `openapi.py` describes them to clients."""
+"""The response bodies of the OpenAI routes. Owns shapes only; `openapi.py` describes them to clients."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from jaxserve.api_types import Usage
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """`cached_tokens` of the prompt came from the prefix cache."""
+    """The number of prompt tokens that came from the prefix cache."""
 
     cached_tokens: int = 0
 
 
 class UsageInfo(msgspec.Struct):
-    """Token counts of one request, all its choices together; a prompt counts once however many samples it has."""
+    """The token counts of one request: all its choices together, but each prompt only once, whatever its `n`."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -25,7 +25,7 @@ class UsageInfo(msgspec.Struct):
 
 
 def total_usage(usages: list[Usage], n: int) -> UsageInfo:
-    """The counts of a request whose sequences (in the order of the choices) had `usages`, `n` to a prompt."""
+    """Return the counts of a request from those of its sequences, in the order of the choices, `n` per prompt."""
     prompts = usages[::n]
     prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
     completion_tokens = sum(usage.completion_tokens for usage in usages)
@@ -34,7 +34,7 @@ def total_usage(usages: list[Usage], n: int) -> UsageInfo:
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """The legacy shape: four lists, one entry a token. The first token of an echoed prompt has none."""
+    """Log probabilities in the legacy shape: four lists with one entry per token, null for a prompt's first token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -43,10 +43,10 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One completion, or what is new of it.
+    """One completion, or in a stream the new part of one.
 
     `matched_stop`, as in SGLang, is the stop string, pattern or token id that ended it; `stop_reason`, as in vLLM, is
-    the same but for the model's own end tokens, of which it is null.
+    the same except that it is null for the model's own end tokens.
     """
 
     index: int
@@ -60,7 +60,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
-    """The answer of `/v1/completions`."""
+    """The response of `/v1/completions`."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -72,7 +72,7 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
 
 
 class TopLogprob(msgspec.Struct):
-    """A token and its log probability; `bytes` are exact where `token` can't be."""
+    """A token and its log probability; `bytes` is exact where `token` can't be."""
 
     token: str
     logprob: float
@@ -80,7 +80,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class ChatTokenLogprob(msgspec.Struct):
-    """The token that was taken, and the likeliest ones at its place."""
+    """The sampled token and the most likely tokens at its position."""
 
     token: str
     logprob: float
@@ -89,7 +89,7 @@ class ChatTokenLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """Log probabilities of a message, one entry a token."""
+    """The log probabilities of a message, one entry per token."""
 
     content: list[ChatTokenLogprob]
     refusal: None = None
@@ -104,7 +104,7 @@ class ChatMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """One answer."""
+    """One choice: a whole message."""
 
     index: int
     message: ChatMessage
@@ -116,7 +116,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatResponse(msgspec.Struct, kw_only=True):
-    """The answer of `/v1/chat/completions`."""
+    """The response of `/v1/chat/completions`."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -129,14 +129,14 @@ class ChatResponse(msgspec.Struct, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):
-    """What is new of a message."""
+    """The new part of a message."""
 
     role: str | None = None
     content: str | None = None
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
-    """One choice of a chat chunk. How the answer ended comes with the last of its text."""
+    """One choice of a chat chunk. The chunk with the last of its text has the finish reason."""
 
     index: int
     delta: ChatDelta
@@ -148,7 +148,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """A model that is served."""
+    """A served model."""
 
     id: str
     object: Literal["model"] = "model"
@@ -158,7 +158,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
 
 
 class ModelList(msgspec.Struct, kw_only=True):
-    """The answer of `/v1/models`."""
+    """The response of `/v1/models`."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]

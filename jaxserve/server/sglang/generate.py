@@ -1,6 +1,6 @@
-"""`/generate`: SGLang's own route, whole or streamed; in a stream each event brings all the text there is so far.
+"""`/generate`: SGLang's own route, whole or streamed; each event of a stream has the whole text so far.
 
-Owns the shape of its answers. A list of prompts, or `n` above 1, is answered by a list.
+Owns the shape of its outputs. The response to a list of prompts, or to `n` above 1, is a list.
 """
 
 from __future__ import annotations
@@ -14,32 +14,28 @@ import msgspec
 
 from jaxserve.api_types import FinishReason, SamplingParams, TokenLogprobs
 from jaxserve.errors import InvalidRequestError
-from jaxserve.server.errors import to_http
 from jaxserve.server.generation.generation import Generation
 from jaxserve.server.generation.prompts import (
-    check_length,
-    check_number,
     check_prompt,
-    encode,
+    encode_texts,
     engine_requests,
-    output_limit,
+    max_output_tokens,
+    split_prompts,
 )
-from jaxserve.server.http.bodies import Exchange
-from jaxserve.server.http.sse import DONE, EventStream
-from jaxserve.server.server_state import Loaded, Serving
+from jaxserve.server.http.exchange import HttpExchange
+from jaxserve.server.http.sse import EventStream
+from jaxserve.server.openai.logprobs import LOGPROB_FLOOR
+from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.server.sglang.generate_protocol import GenerateOutput, GenerateRequest, GenerateSampling, MetaInfo
 from jaxserve.text.output import OutputDelta
 from jaxserve.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 128
 
-# JSON has no infinity.
-_FLOOR = -9999.0
-
 
 @dataclass
 class _Output:
-    """One sequence as it grows."""
+    """One sequence and its output so far."""
 
     prompt_ids: list[int]
     text: str = ""
@@ -56,72 +52,53 @@ class _Output:
         self.last = delta
 
 
-async def generate(serving: Serving, exchange: Exchange, request: GenerateRequest) -> None:
-    """Answers one request."""
-    loaded = serving.require()
-    request.refuse_unsupported()
-    prompts, is_list = await _prompts(serving, loaded, request)
-    name = "text" if request.input_ids is None else "input_ids"
-    for prompt in prompts:
-        check_prompt(prompt, loaded.engine.info, param=name)
+async def generate(state: ServerState, exchange: HttpExchange, request: GenerateRequest) -> None:
+    """Answer one request."""
+    loaded = state.require_loaded()
+    request.check_supported()
+    prompts, param, is_list = await _prompts(state, loaded, request)
     if isinstance(request.sampling_params, list) and len(request.sampling_params) != len(prompts):
         raise InvalidRequestError(
             f"sampling_params has {len(request.sampling_params)} entries for {len(prompts)} prompts",
             param="sampling_params",
         )
-    asked = list(request.samplings.items())
-    if len(asked) == 1:
-        asked *= len(prompts)
+    sampling_params = list(request.samplings.items())
+    if len(sampling_params) == 1:
+        sampling_params *= len(prompts)
     samplings = [
-        _sampling(loaded, request, where, one, prompt, name)
-        for (where, one), prompt in zip(asked, prompts, strict=True)
+        _sampling(loaded, request, where, params, prompt, param)
+        for (where, params), prompt in zip(sampling_params, prompts, strict=True)
     ]
     response_id = request.rid or uuid.uuid4().hex
-    # A client's own id may be open already; the engine's never is.
-    requests = engine_requests(
-        loaded,
-        f"generate-{uuid.uuid4().hex}",
-        prompts,
-        samplings,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-    )
+    # A request with the client's id may already be open, so the engine gets a unique one.
+    requests = engine_requests(loaded, f"generate-{uuid.uuid4().hex}", prompts, samplings, request)
     outputs = [_Output(engine_request.prompt_ids) for engine_request in requests]
-    generation = Generation(serving, loaded, requests, exchange.arrival)
-    answer = _Answer(loaded.tokenizer, request, outputs, response_id, exchange.arrival)
-    with serving.abortable((response_id, exchange.request_id), generation):
+    generation = Generation(state, loaded, requests, exchange.arrival)
+    responder = _GenerateResponder(loaded.tokenizer, request, outputs, response_id, exchange.arrival)
+    with state.abortable((response_id, exchange.request_id), generation):
         if request.stream:
-            await answer.stream(generation, exchange)
+            await responder.stream(generation, exchange)
         else:
-            await answer.whole(generation, exchange, as_list=is_list or len(outputs) > 1)
+            await responder.respond(generation, exchange, as_list=is_list or len(outputs) > 1)
 
 
-async def _prompts(serving: Serving, loaded: Loaded, request: GenerateRequest) -> tuple[list[list[int]], bool]:
-    """The ids of each prompt, and whether they came as a list."""
-    if (request.text is None) == (request.input_ids is None):
+async def _prompts(
+    state: ServerState, loaded: LoadedModel, request: GenerateRequest
+) -> tuple[list[list[int]], str, bool]:
+    """Return the ids of each prompt, the name of the prompts' field, and whether it is a list of prompts."""
+    given, param = (request.text, "text") if request.input_ids is None else (request.input_ids, "input_ids")
+    if given is None or (request.text is not None and request.input_ids is not None):
         raise InvalidRequestError("Give one of text and input_ids", param="text")
-    n = _number(request)
-    if request.text is not None:
-        texts = [request.text] if isinstance(request.text, str) else request.text
-        if not texts:
-            raise InvalidRequestError("text is an empty list", param="text")
-        check_number(len(texts), n)
-        prompts = await encode(serving, loaded, texts, add_special_tokens=True, param="text")
-        return prompts, not isinstance(request.text, str)
-    ids = request.input_ids or []
-    if ids and isinstance(ids[0], list):
-        check_number(len(ids), n)
-    else:
-        check_number(1, n)
-        check_length(len(ids), loaded.engine.info, param="input_ids")
-    several = [item for item in ids if isinstance(item, list)]
-    if several and len(several) != len(ids):
-        raise InvalidRequestError("input_ids mixes token ids and lists of them", param="input_ids")
-    return (several, True) if several else ([[item for item in ids if isinstance(item, int)]], False)
+    texts, prompts = split_prompts(given, _num_samples(request), loaded.engine.info, param=param)
+    if texts:
+        prompts = await encode_texts(state, loaded, texts, add_special_tokens=True, param=param)
+    for prompt in prompts:
+        check_prompt(prompt, loaded.engine.info, param=param)
+    return prompts, param, isinstance(given, list) and not isinstance(given[0], int)
 
 
-def _number(request: GenerateRequest) -> int | None:
-    """How many samples of each prompt are asked for: of all of them the same, as in SGLang."""
+def _num_samples(request: GenerateRequest) -> int | None:
+    """Return the number of samples of each prompt. It must be the same for all prompts, as in SGLang."""
     numbers = {sampling.n for sampling in request.samplings.values()}
     if len(numbers) > 1:
         raise InvalidRequestError("n must be the same in all of sampling_params", param="sampling_params")
@@ -129,85 +106,79 @@ def _number(request: GenerateRequest) -> int | None:
 
 
 def _sampling(
-    loaded: Loaded, request: GenerateRequest, where: str, asked: GenerateSampling, prompt: list[int], name: str
+    loaded: LoadedModel, request: GenerateRequest, where: str, params: GenerateSampling, prompt: list[int], param: str
 ) -> SamplingParams:
-    default = max(DEFAULT_MAX_TOKENS, asked.min_new_tokens or 0)
-    limit = output_limit(len(prompt), asked.max_new_tokens, default, loaded.engine.info, param=name)
+    default = max(DEFAULT_MAX_TOKENS, params.min_new_tokens or 0)
+    limit = max_output_tokens(len(prompt), params.max_new_tokens, default, loaded.engine.info, param=param)
     logprobs = (request.top_logprobs_num or 0) if request.return_logprob else None
     prompt_logprobs = None if request.first_logprob is None else logprobs
-    return asked.sampling(where, max_tokens=limit, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    return params.sampling(where, max_tokens=limit, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
 
-class _Answer:
-    """One response, whole or streamed."""
+@dataclass
+class _GenerateResponder:
+    """Sends one response, whole or streamed."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, request: GenerateRequest, outputs: list[_Output], response_id: str, arrival: float
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._request = request
-        self._outputs = outputs
-        self._id = response_id
-        self._arrival = arrival
+    tokenizer: Tokenizer
+    request: GenerateRequest
+    outputs: list[_Output]
+    response_id: str
+    arrival: float
 
-    async def whole(self, generation: Generation, exchange: Exchange, *, as_list: bool) -> None:
-        """One JSON response when all has come."""
+    async def respond(self, generation: Generation, exchange: HttpExchange, *, as_list: bool) -> None:
+        """Send one JSON response when all sequences have ended."""
         ends: dict[int, GenerateOutput] = {}
 
-        async def emit(index: int, delta: OutputDelta) -> None:
-            self._outputs[index].push(delta)
+        async def on_delta(index: int, delta: OutputDelta) -> None:
+            self.outputs[index].push(delta)
             if delta.finish_reason is not None:
-                ends[index] = self._shaped(index)
+                ends[index] = self._shape(index)
 
-        await generation.run(emit)
+        await generation.run(on_delta)
         await exchange.respond([ends[index] for index in range(len(ends))] if as_list else ends[0])
 
-    async def stream(self, generation: Generation, exchange: Exchange) -> None:
-        """Server-sent events as tokens come."""
+    async def stream(self, generation: Generation, exchange: HttpExchange) -> None:
+        """Send server-sent events as tokens arrive."""
         out = EventStream(exchange.send)
 
-        async def emit(index: int, delta: OutputDelta) -> None:
-            self._outputs[index].push(delta)
+        async def on_delta(index: int, delta: OutputDelta) -> None:
+            self.outputs[index].push(delta)
             if delta.text or delta.token_ids or delta.finish_reason is not None:
-                shaped = self._shaped(index)
-                if len(self._outputs) > 1:
+                shaped = self._shape(index)
+                if len(self.outputs) > 1:
                     shaped.index = index
                 await out.write(b"data: " + msgspec.json.encode(shaped) + b"\n\n")
 
-        try:
-            await generation.run(emit)
-            await out.finish(DONE)
-        except Exception as error:
-            if not out.started:
-                raise
-            await out.fail(to_http(error))
+        async with out:
+            await generation.run(on_delta)
+            await out.finish()
 
-    def _shaped(self, index: int) -> GenerateOutput:
-        output = self._outputs[index]
+    def _shape(self, index: int) -> GenerateOutput:
+        output = self.outputs[index]
         last = output.last
         usage = None if last is None else last.usage
         meta = MetaInfo(
-            id=self._id if len(self._outputs) == 1 else f"{self._id}-{index}",
+            id=self.response_id if len(self.outputs) == 1 else f"{self.response_id}-{index}",
             finish_reason=_finish_reason(output),
             prompt_tokens=len(output.prompt_ids),
             completion_tokens=len(output.token_ids) if usage is None else usage.completion_tokens,
         )
         if usage is not None:
             meta.cached_tokens = usage.cached_tokens
-            meta.e2e_latency = time.perf_counter() - self._arrival
-        if self._request.return_logprob:
+            meta.e2e_latency = time.perf_counter() - self.arrival
+        if self.request.return_logprob:
             self._add_logprobs(meta, output)
         return GenerateOutput(output.text, output.token_ids, meta)
 
     def _add_logprobs(self, meta: MetaInfo, output: _Output) -> None:
-        start = self._request.first_logprob
+        start = self.request.first_logprob
         entries = [] if start is None else output.prompt_logprobs[start:]
         ids = output.prompt_ids[len(output.prompt_ids) - len(entries) :]
         meta.input_token_logprobs = [
             self._named(token, None if entry is None else entry.logprob) for token, entry in zip(ids, entries)
         ]
         meta.output_token_logprobs = [self._named(entry.token_id, entry.logprob) for entry in output.logprobs]
-        if self._request.top_logprobs_num:
+        if self.request.top_logprobs_num:
             meta.input_top_logprobs = [None if entry is None else self._top(entry) for entry in entries]
             meta.output_top_logprobs = [self._top(entry) for entry in output.logprobs]
 
@@ -215,8 +186,8 @@ class _Answer:
         return [self._named(token, value) for token, value in zip(entry.top_ids, entry.top_logprobs)]
 
     def _named(self, token: int, logprob: float | None) -> tuple[float | None, int, str | None]:
-        text = self._tokenizer.token_text(token) if self._request.return_text_in_logprobs else None
-        return None if logprob is None else max(logprob, _FLOOR), token, text
+        text = self.tokenizer.token_text(token) if self.request.return_text_in_logprobs else None
+        return None if logprob is None else max(logprob, LOGPROB_FLOOR), token, text
 
 
 def _finish_reason(output: _Output) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The shapes of `/generate`: what SGLang's clients send, and what they get. Owns shapes only."""
+"""The shapes of `/generate`: the requests of SGLang's clients and their responses. Owns shapes only."""
 
 from __future__ import annotations
 
@@ -6,18 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from jaxserve.api_types import (
-    MinP,
-    NumLogprobs,
-    NumSamples,
-    Penalty,
-    RepetitionPenalty,
-    SamplingParams,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-)
+from jaxserve import api_types
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.http.fields import (
     MAX_SEQUENCES,
@@ -30,15 +19,15 @@ from jaxserve.server.http.fields import (
     StopStrings,
     Text,
     TokenLimit,
-    needs,
     one_of,
-    refuse_asking,
+    refuse_unsupported_fields,
+    requires,
 )
-from jaxserve.server.openai.known_fields import KnownGenerate, KnownSampling
-from jaxserve.server.openai.protocol import PROMPT_IDS, PROMPT_TEXT, SamplingFields, prompts
+from jaxserve.server.openai.protocol import PROMPT_IDS, PROMPT_TEXT, SamplingFields, prompt_schema
+from jaxserve.server.openai.unsupported_fields import UnsupportedGenerateFields, UnsupportedSamplingFields
 
-# SGLang's names of fields that have another name elsewhere.
-_OTHER_NAMES = {
+# SGLang's field names, and their names in `SamplingFields`.
+_OPENAI_NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
@@ -46,19 +35,19 @@ _OTHER_NAMES = {
 }
 
 
-class GenerateSampling(KnownSampling, kw_only=True, forbid_unknown_fields=True):
-    """`sampling_params`. Null everywhere means the default."""
+class GenerateSampling(UnsupportedSamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """The object `sampling_params`. Null always means the default."""
 
     max_new_tokens: TokenLimit | None = None
     min_new_tokens: TokenLimit | None = None
-    n: NumSamples | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
+    n: api_types.NumSamples | None = None
+    temperature: api_types.Temperature | None = None
+    top_p: api_types.TopP | None = None
+    top_k: api_types.TopK | None = None
+    min_p: api_types.MinP | None = None
+    repetition_penalty: api_types.RepetitionPenalty | None = None
+    frequency_penalty: api_types.Penalty | None = None
+    presence_penalty: api_types.Penalty | None = None
     logit_bias: LogitBias | None = None
     stop: StopStrings | None = None
     stop_regex: StopPatterns | None = None
@@ -66,42 +55,42 @@ class GenerateSampling(KnownSampling, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
-    sampling_seed: Seed | None = None
+    sampling_seed: api_types.Seed | None = None
 
     def sampling(
         self, where: str, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
-    ) -> SamplingParams:
-        """The engine's view of these fields. Raises `InvalidRequestError` naming the field that is out of range."""
+    ) -> api_types.SamplingParams:
+        """Return the sampling parameters. Raises `InvalidRequestError` naming the field that is out of range."""
         given = {
-            _OTHER_NAMES.get(name, name): getattr(self, name)
+            _OPENAI_NAMES.get(name, name): getattr(self, name)
             for name in self.__struct_fields__
-            if name not in KnownSampling.__struct_fields__
+            if name not in UnsupportedSamplingFields.__struct_fields__
         }
         try:
             fields = SamplingFields(**given)
             return fields.sampling(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         except InvalidRequestError as error:
-            ours = {other: name for name, other in _OTHER_NAMES.items()}
+            ours = {other: name for name, other in _OPENAI_NAMES.items()}
             name = ours.get(error.param or "", error.param or "")
             message = str(error).replace(error.param or name, name, 1)
             raise InvalidRequestError(f"{where}.{message}", param=f"{where}.{name}") from error
 
 
-class GenerateRequest(KnownGenerate, kw_only=True, forbid_unknown_fields=True):
+class GenerateRequest(UnsupportedGenerateFields, kw_only=True, forbid_unknown_fields=True):
     """The body of `/generate`: `text` or `input_ids`, one prompt or a list of them.
 
-    `sampling_params` may be a list, one for each prompt. `logprob_start_len` is the first token of the prompt that log
-    probabilities are wanted of; -1 for none.
+    `sampling_params` may be a list, one for each prompt. `logprob_start_len` is the first prompt token whose log
+    probability is returned; -1 means none.
     """
 
     conditions: ClassVar[tuple[dict[str, Any], ...]] = (
         one_of("text", "input_ids"),
-        needs("top_logprobs_num", [None, 0], "return_logprob"),
+        requires("top_logprobs_num", [None, 0], "return_logprob"),
     )
 
     model: ModelName | None = None
-    text: Annotated[str | list[str], prompts(PROMPT_TEXT)] | None = None
-    input_ids: Annotated[list[int | list[int]], prompts(PROMPT_IDS)] | None = None
+    text: Annotated[str | list[str], prompt_schema(PROMPT_TEXT)] | None = None
+    input_ids: Annotated[list[int | list[int]], prompt_schema(PROMPT_IDS)] | None = None
     sampling_params: (
         GenerateSampling
         | Annotated[list[GenerateSampling], msgspec.Meta(min_length=1, max_length=MAX_SEQUENCES)]
@@ -110,23 +99,23 @@ class GenerateRequest(KnownGenerate, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     return_logprob: bool | None = None
     logprob_start_len: Annotated[int, msgspec.Meta(ge=-1)] | None = None
-    top_logprobs_num: NumLogprobs | None = None
+    top_logprobs_num: api_types.NumLogprobs | None = None
     return_text_in_logprobs: bool | None = None
     rid: Name | None = None
     priority: Priority | None = None
     cache_salt: Text | None = None
 
-    def refuse_unsupported(self) -> None:
-        """Raises `InvalidRequestError` naming a field whose value asks for what isn't built, or makes no sense."""
-        refuse_asking(self)
+    def check_supported(self) -> None:
+        """Raise `InvalidRequestError` for a field whose value is not supported or does not fit the others."""
+        refuse_unsupported_fields(self)
         for where, sampling in self.samplings.items():
-            refuse_asking(sampling, f"{where}.")
+            refuse_unsupported_fields(sampling, f"{where}.")
         if self.top_logprobs_num and not self.return_logprob:
             raise InvalidRequestError("top_logprobs_num needs return_logprob to be true", param="top_logprobs_num")
 
     @property
     def samplings(self) -> dict[str, GenerateSampling]:
-        """The sampling of all prompts, or of each, by where it stands in the request."""
+        """The sampling of each prompt, or one for all prompts, by its path in the request."""
         given = self.sampling_params
         if isinstance(given, list):
             return {f"sampling_params[{number}]": sampling for number, sampling in enumerate(given)}
@@ -134,13 +123,13 @@ class GenerateRequest(KnownGenerate, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def first_logprob(self) -> int | None:
-        """The first prompt token that log probabilities are wanted of, None when only the output's are."""
+        """The first prompt token whose log probability is returned; None if only those of the output are."""
         return None if self.logprob_start_len in (None, -1) or not self.return_logprob else self.logprob_start_len
 
 
 class MetaInfo(msgspec.Struct, omit_defaults=True):
-    """What is known of one output. `cached_tokens` of the prompt came from the prefix cache; it and `e2e_latency`
-    (seconds) come with the end. Log probabilities are [value, token id, text or null], one a token."""
+    """Facts about one output. `cached_tokens` counts the prompt tokens from the prefix cache; it and `e2e_latency`
+    (seconds) are set at the end only. A log probability is [value, token id, text or null], one per token."""
 
     id: str
     finish_reason: dict[str, Any] | None
@@ -155,7 +144,7 @@ class MetaInfo(msgspec.Struct, omit_defaults=True):
 
 
 class GenerateOutput(msgspec.Struct):
-    """One output; `index` says which of several an event of a stream belongs to."""
+    """One output; `index` is set in streams of several outputs."""
 
     text: str
     output_ids: list[int]

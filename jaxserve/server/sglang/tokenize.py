@@ -1,4 +1,4 @@
-"""Routes that OpenAI does not have: `/tokenize`, `/detokenize` (vLLM's shapes) and `/abort_request` (SGLang's)."""
+"""Routes that OpenAI does not have: `/tokenize` and `/detokenize` (vLLM's shapes), `/abort_request` (SGLang's)."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import Any, ClassVar
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.server.generation.prompts import encode, off_loop
-from jaxserve.server.http.bodies import Exchange
+from jaxserve.server.generation.prompts import encode_texts, run_off_event_loop
+from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.fields import (
     ModelName,
     Null,
+    NullOrEmptyList,
+    NullOrEmptyObject,
+    NullOrEmptyText,
     NullOrFalse,
-    NullOrNoList,
-    NullOrNoObject,
-    NullOrNoText,
-    TokenIdHere,
+    VocabularyId,
     one_of,
-    refuse_asking,
+    refuse_unsupported_fields,
 )
-from jaxserve.server.openai.chat_messages import render
-from jaxserve.server.openai.protocol import CONTINUED, Documents, Messages, TemplateArguments
-from jaxserve.server.server_state import Serving
+from jaxserve.server.openai.chat_messages import render_prompt
+from jaxserve.server.openai.protocol import CONTINUE_FINAL_MESSAGE, Documents, Messages, TemplateArguments
+from jaxserve.server.server_state import ServerState
 from jaxserve.text.requests import check_ids
 
 _CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents")
-# Without messages, what is said of a chat must ask for nothing.
-_OF_A_CHAT = {
+# Without messages, the fields of a chat must have no effect.
+_CHAT_FIELDS_NEED_MESSAGES = {
     "anyOf": [
         {"properties": {name: {"enum": [None, False, {}, []]} for name in _CHAT_FIELDS}},
         {"required": ["messages"], "properties": {"messages": {"type": "array"}}},
@@ -36,9 +36,13 @@ _OF_A_CHAT = {
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A text (`prompt`) or a chat (`messages`), one of the two."""
+    """The body of `/tokenize`: either a text (`prompt`) or a chat (`messages`)."""
 
-    conditions: ClassVar[tuple[dict[str, Any], ...]] = (one_of("prompt", "messages"), _OF_A_CHAT, CONTINUED)
+    conditions: ClassVar[tuple[dict[str, Any], ...]] = (
+        one_of("prompt", "messages"),
+        _CHAT_FIELDS_NEED_MESSAGES,
+        CONTINUE_FINAL_MESSAGE,
+    )
 
     model: ModelName | None = None
     prompt: str | None = None
@@ -50,23 +54,15 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     documents: Documents | None = None
     return_token_strs: bool | None = None
 
-    tools: NullOrNoList = None
+    tools: NullOrEmptyList = None
     chat_template: Null = None
-    mm_processor_kwargs: NullOrNoObject = None
-    media_io_kwargs: NullOrNoObject = None
+    mm_processor_kwargs: NullOrEmptyObject = None
+    media_io_kwargs: NullOrEmptyObject = None
     return_token_offsets: NullOrFalse = None
 
 
-class _Chat(msgspec.Struct):
-    messages: Messages
-    add_generation_prompt: bool | None
-    continue_final_message: bool | None
-    chat_template_kwargs: dict[str, Any] | None
-    documents: list[dict[str, Any]] | None
-
-
 class TokenizeResponse(msgspec.Struct):
-    """The ids of a prompt as a request with it would have them."""
+    """The ids that a request with this prompt would have."""
 
     count: int
     max_model_len: int
@@ -75,20 +71,20 @@ class TokenizeResponse(msgspec.Struct):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The ids to turn into text."""
+    """The body of `/detokenize`: ids to decode."""
 
     model: ModelName | None = None
-    tokens: list[TokenIdHere]
+    tokens: list[VocabularyId]
 
 
 class DetokenizeResponse(msgspec.Struct):
-    """The text of the ids, special tokens included."""
+    """The text of the ids, including special tokens."""
 
     prompt: str
 
 
 class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`rid` is the id of a response (`cmpl-…`) or the X-Request-Id of its request; `abort_all` is every open one."""
+    """The body of `/abort_request`. `rid` is the id of a response (`cmpl-…`) or the X-Request-Id of its request."""
 
     conditions: ClassVar[tuple[dict[str, Any], ...]] = (
         {
@@ -102,60 +98,54 @@ class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     rid: str | None = None
     abort_all: bool | None = None
 
-    abort_message: NullOrNoText = None
+    abort_message: NullOrEmptyText = None
     finished_reason: Null = None
 
 
 class AbortResponse(msgspec.Struct):
-    """How many running sequences were asked to end; 0 when nothing of that id was open."""
+    """The number of aborted sequences; 0 if no request with this id was open."""
 
     rid: str | None
     aborted: int
 
 
-async def tokenize(serving: Serving, exchange: Exchange, request: TokenizeRequest) -> None:
-    """Text or chat to ids."""
-    loaded = serving.require()
-    refuse_asking(request)
+async def tokenize(state: ServerState, exchange: HttpExchange, request: TokenizeRequest) -> None:
+    """Answer with the ids of a text or a chat."""
+    loaded = state.require_loaded()
+    refuse_unsupported_fields(request)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequestError("Give one of prompt and messages", param="prompt")
     if request.messages is not None:
-        chat = _Chat(
-            request.messages,
-            request.add_generation_prompt,
-            request.continue_final_message,
-            request.chat_template_kwargs,
-            request.documents,
-        )
-        text, special = await render(serving, loaded, chat), request.add_special_tokens is True
+        text = await render_prompt(state, loaded, request.messages, request)
+        add_special_tokens = request.add_special_tokens is True
     else:
         for name in _CHAT_FIELDS:
             if getattr(request, name):
                 raise InvalidRequestError(f"{name} needs messages", param=name)
-        text, special = request.prompt or "", request.add_special_tokens is not False
-    (ids,) = await encode(serving, loaded, [text], add_special_tokens=special, param=None)
+        text, add_special_tokens = request.prompt or "", request.add_special_tokens is not False
+    (ids,) = await encode_texts(state, loaded, [text], add_special_tokens=add_special_tokens, param=None)
     names = None
     if request.return_token_strs:
-        names = await off_loop(serving, len(ids), lambda: [loaded.tokenizer.token_text(token) for token in ids])
+        names = await run_off_event_loop(state, len(ids), lambda: [loaded.tokenizer.token_text(token) for token in ids])
     await exchange.respond(TokenizeResponse(len(ids), loaded.engine.info.max_model_len, ids, names))
 
 
-async def detokenize(serving: Serving, exchange: Exchange, request: DetokenizeRequest) -> None:
-    """Ids to text."""
-    loaded = serving.require()
+async def detokenize(state: ServerState, exchange: HttpExchange, request: DetokenizeRequest) -> None:
+    """Answer with the text of ids."""
+    loaded = state.require_loaded()
 
     def decode() -> str:
         check_ids(request.tokens, loaded.engine.info.vocab_size, param="tokens")
         return loaded.tokenizer.decode(request.tokens, skip_special_tokens=False)
 
-    text = await off_loop(serving, len(request.tokens), decode)
+    text = await run_off_event_loop(state, len(request.tokens), decode)
     await exchange.respond(DetokenizeResponse(text))
 
 
-async def abort_request(serving: Serving, exchange: Exchange, request: AbortRequest) -> None:
-    """Ends an open request, or all; a response ends with finish reason `abort`."""
-    refuse_asking(request)
+async def abort_request(state: ServerState, exchange: HttpExchange, request: AbortRequest) -> None:
+    """Abort one open request, or all; their responses end with finish reason `abort`."""
+    refuse_unsupported_fields(request)
     if not request.rid and not request.abort_all:
         raise InvalidRequestError("Give a rid, or abort_all", param="rid")
-    aborted = serving.abort_all() if request.abort_all else serving.abort(request.rid or "")
+    aborted = state.abort_all() if request.abort_all else state.abort(request.rid or "")
     await exchange.respond(AbortResponse(request.rid, aborted))

@@ -1,7 +1,7 @@
 """The CPU's backend: one kernel a call, which LLVM compiles for the machine it runs on.
 
-It writes the new keys and values, lists the items of work and shares them among XLA's threads; what they do stands in
-`cpu_decode.py` and `cpu_prefill.py`. XLA sees one operation with the pool in place.
+The kernel writes the new keys and values, lists the work items and shares them among XLA's threads; `decode.py` and
+`prefill.py` have the code of the items. For XLA it is one operation that updates the pool in place.
 """
 
 from __future__ import annotations
@@ -19,20 +19,27 @@ from pallas_kernels.cpu.ffi import Call, handler
 from pallas_kernels.cpu.types import I1, I8, I64, PTR
 from pallas_kernels.paged_attention.cpu.decode import decode, num_chunks, partial_bytes, write_chunks
 from pallas_kernels.paged_attention.cpu.prefill import num_tiles, prefill, write_tiles
-from pallas_kernels.paged_attention.cpu.tiles import LANES, TASK_BYTES, Attention, Work, int_at, token_offset
+from pallas_kernels.paged_attention.cpu.tiles import (
+    LANES,
+    TASK_BYTES,
+    CpuAttention,
+    SharedOperands,
+    int_at,
+    token_offset,
+)
 from pallas_kernels.paged_attention.layout import PagedKV
-from pallas_kernels.paged_attention.problem import Problem, Target
-from pallas_kernels.paged_attention.write import stored
+from pallas_kernels.paged_attention.problem import KernelTarget, Problem
+from pallas_kernels.paged_attention.write import as_pool_dtype
 
 DTYPES = ("float32", "bfloat16")
 MAX_HEAD_DIM = 256
 
-# With so many chunks for each thread, one item is all heads of a chunk, and memory is asked for the next in time.
+# With at least this many chunks a thread, an item is all heads of a chunk, so that each head can prefetch the next.
 _SPARE_CHUNKS = 2
 
 
-def refusal(problem: Problem, target: Target) -> str | None:
-    """Why not, by name: the device, a type, the head size, the page size."""
+def refusal(problem: Problem, target: KernelTarget) -> str | None:
+    """Return what isn't supported (device, dtype, head size or page size), or None."""
     if target.platform != "cpu":
         return f"cpu compiles for the CPU it runs on, not for {target.platform}"
     if why := cpu.refusal():
@@ -64,12 +71,12 @@ def paged_attention(
     soft_cap: float | None,
     sinks: Float[Array, " heads"] | None,
     decode_only: bool,
-    target: Target,
+    target: KernelTarget,
     interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
-    """See `api.paged_attention`."""
+    """Compute `api.paged_attention`."""
     assert kv.scales is None
-    facts = Attention(
+    facts = CpuAttention(
         group=q.shape[1] // k.shape[1],
         head_dim=q.shape[2],
         page_size=kv.page_size,
@@ -82,14 +89,14 @@ def paged_attention(
         decode_only=decode_only,
     )
     integers = (layer * kv.num_pages, page_table, query_starts, kv_lens, num_decodes, num_seqs)
-    # Without it XLA copies a pool that the program has reshaped before.
+    # Without the barrier, XLA copies a pool that the program has reshaped before.
     keys, values = lax.optimization_barrier((kv.keys, kv.values))
     out, keys, values = cpu.call(
         PagedAttention(facts),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, kv.keys, kv.values)],
         q,
-        stored(k, kv, layer, 0),
-        stored(v, kv, layer, 1),
+        as_pool_dtype(k, kv, layer, 0),
+        as_pool_dtype(v, kv, layer, 1),
         keys,
         values,
         *(jnp.asarray(x, jnp.int32) for x in integers),
@@ -101,9 +108,9 @@ def paged_attention(
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttention:
-    """The kernel for calls of which these facts hold, whatever their shapes."""
+    """The kernel of calls with these static facts, for any shapes."""
 
-    facts: Attention
+    facts: CpuAttention
 
     @property
     def name(self) -> str:
@@ -115,13 +122,13 @@ class PagedAttention:
         handler(module, self.name, 11 + self.facts.sinks, 3, lambda call: _write_call(call, self.facts, features))
 
 
-def _write_call(call: Call, facts: Attention, features: frozenset[str]) -> None:
+def _write_call(call: Call, facts: CpuAttention, features: frozenset[str]) -> None:
     f = call.function
     q, k, v, _, _, first_entry, page_table, query_starts, kv_lens, num_decodes, num_seqs, *sinks = call.arguments
     out, keys, values = call.results
     null = f.constant(PTR, 0)
     num_seqs_now = int_at(f, num_seqs.data, f.constant(I64, 0))
-    work = Work(
+    shared = SharedOperands(
         q=q.data,
         out=out.data,
         keys=keys.data,
@@ -140,88 +147,78 @@ def _write_call(call: Call, facts: Attention, features: frozenset[str]) -> None:
         first_entry=int_at(f, first_entry.data, f.constant(I64, 0)),
         max_pages=page_table.dim(1),
     )
-    _write_kv(f, work, num_seqs_now, k.data, v.data, facts)
-    _clear_padding(f, work, num_seqs_now, q.dim(0), facts)
-    _share_work(call, work, num_seqs_now, facts, features)
+    _write_kv(f, shared, num_seqs_now, k.data, v.data, facts)
+    _clear_padding(f, shared, num_seqs_now, q.dim(0), facts)
+    _share_work(call, shared, num_seqs_now, facts, features)
 
 
-def _write_kv(f: Function, work: Work, num_seqs: Value, k: Value, v: Value, facts: Attention) -> None:
-    """Puts each new token into its page."""
+def _write_kv(f: Function, shared: SharedOperands, num_seqs: Value, k: Value, v: Value, facts: CpuAttention) -> None:
+    """Write each new token into its page."""
 
     def row(r: Value) -> None:
-        start, stop = (int_at(f, work.query_starts, r + i) for i in range(2))
-        position = int_at(f, work.kv_lens, r) - stop
+        start, stop = (int_at(f, shared.query_starts, r + i) for i in range(2))
+        position = int_at(f, shared.kv_lens, r) - stop
 
         def head(token: Value, h: Value) -> None:
-            to = token_offset(f, work, facts, r, h, position + token)
-            come = (token * work.kv_heads + h) * facts.kv_row_bytes
-            for pool, new in ((work.keys, k), (work.values, v)):
+            to = token_offset(f, shared, facts, r, h, position + token)
+            source = (token * shared.kv_heads + h) * facts.kv_row_bytes
+            for pool, new in ((shared.keys, k), (shared.values, v)):
                 size, volatile = f.constant(I64, facts.kv_row_bytes), f.constant(I1, 0)
-                f.call("llvm.memcpy.p0.p0.i64", None, f.at(pool, to), f.at(new, come), size, volatile)
+                f.call("llvm.memcpy.p0.p0.i64", None, f.at(pool, to), f.at(new, source), size, volatile)
 
-        def one(token: Value) -> None:
-            f.loop(work.kv_heads, lambda h: head(token, h))
-
-        f.loop(stop, one, start=start)
+        f.loop(stop, lambda token: f.loop(shared.kv_heads, lambda h: head(token, h)), start=start)
 
     f.loop(num_seqs, row)
 
 
-def _clear_padding(f: Function, work: Work, num_seqs: Value, tokens: Value, facts: Attention) -> None:
-    """What a program computes of tokens that aren't there is the same each time."""
-    row_bytes = work.kv_heads * (facts.group * facts.head_dim * facts.q_bytes)
-    live = int_at(f, work.query_starts, num_seqs)
+def _clear_padding(f: Function, shared: SharedOperands, num_seqs: Value, tokens: Value, facts: CpuAttention) -> None:
+    """Set the output of padding tokens to 0, so that what the program computes from it is the same each time."""
+    row_bytes = shared.kv_heads * (facts.group * facts.head_dim * facts.q_bytes)
+    live = int_at(f, shared.query_starts, num_seqs)
     size = (tokens - live) * row_bytes
-    f.call("llvm.memset.p0.i64", None, f.at(work.out, live * row_bytes), f.constant(I8, 0), size, f.constant(I1, 0))
+    f.call("llvm.memset.p0.i64", None, f.at(shared.out, live * row_bytes), f.constant(I8, 0), size, f.constant(I1, 0))
 
 
-def _share_work(call: Call, work: Work, num_seqs: Value, facts: Attention, features: frozenset[str]) -> None:
-    """Lists the items and has them done: prefill tiles, which take longer, and then decodes."""
+def _share_work(
+    call: Call, shared: SharedOperands, num_seqs: Value, facts: CpuAttention, features: frozenset[str]
+) -> None:
+    """List the work items and run them: prefill tiles first, as they take longer, then decodes."""
     f = call.function
 
     def length(row: Value) -> Value:
-        return int_at(f, work.kv_lens, row)
+        return int_at(f, shared.kv_lens, row)
 
-    (chunks,) = f.loop(
-        work.num_decodes, lambda row, count: count + num_chunks(f, facts, length(row)), f.constant(I64, 0)
-    )
-    tiles = f.constant(I64, 0) if facts.decode_only else num_tiles(f, facts, work, num_seqs)
-    chunk_bytes = work.kv_heads * (8 + partial_bytes(facts))
+    zero = f.constant(I64, 0)
+    (chunks,) = f.loop(shared.num_decodes, lambda row, count: count + num_chunks(f, facts, length(row)), zero)
+    tiles = zero if facts.decode_only else num_tiles(f, facts, shared, num_seqs)
+    chunk_bytes = shared.kv_heads * (8 + partial_bytes(facts))
     tasks = f.call("malloc", PTR, chunks * (chunk_bytes + TASK_BYTES) + tiles * TASK_BYTES + 64)
     tile_tasks = f.at(tasks, chunks * TASK_BYTES)
     counters = f.at(tile_tasks, tiles * TASK_BYTES)
-    num_counters = chunks * work.kv_heads
-    one, each = f.constant(I64, 1), work.kv_heads
-    work = work._replace(
+    num_counters = chunks * shared.kv_heads
+    one, each = f.constant(I64, 1), shared.kv_heads
+    shared = shared._replace(
         tasks=tasks,
         counters=counters,
         partials=f.at(counters, num_counters * 8),
         head_shares=f.select(chunks >= call.num_threads * _SPARE_CHUNKS, one, each),
     )
-    f.loop(num_counters, lambda i: f.store(f.constant(I64, 0), counters, i * 8))
-    f.loop(
-        work.num_decodes,
-        lambda row, count: write_chunks(f, facts, tasks, count, row, length(row)),
-        f.constant(I64, 0),
-    )
+    f.loop(num_counters, lambda i: f.store(zero, counters, i * 8))
+    f.loop(shared.num_decodes, lambda row, count: write_chunks(f, facts, tasks, count, row, length(row)), zero)
     if not facts.decode_only:
-        write_tiles(f, facts, work, tile_tasks, num_seqs)
-    tile_items = tiles * work.kv_heads
+        write_tiles(f, facts, shared, tile_tasks, num_seqs)
+    tile_items = tiles * shared.kv_heads
 
-    def do(inner: Function, item: Value, tile_items: Value, tile_tasks: Value, *shared: Value) -> None:
-        mine = Work(*shared)
+    def run_item(f: Function, item: Value, tile_items: Value, tile_tasks: Value, *fields: Value) -> None:
+        shared = SharedOperands(*fields)
 
-        def do_decode() -> None:
-            decode(inner, item - tile_items, mine, facts, features)
+        def run_decode() -> None:
+            decode(f, item - tile_items, shared, facts, features)
 
         if facts.decode_only:
-            do_decode()
+            run_decode()
         else:
-            inner.when(
-                item < tile_items,
-                lambda: prefill(inner, item, tile_tasks, mine, facts, features),
-                do_decode,
-            )
+            f.when(item < tile_items, lambda: prefill(f, item, tile_tasks, shared, facts, features), run_decode)
 
-    call.share(tile_items + chunks * work.head_shares, [tile_items, tile_tasks, *work], do)
+    call.parallel_for(tile_items + chunks * shared.head_shares, [tile_items, tile_tasks, *shared], run_item)
     f.call("free", None, tasks)

@@ -1,8 +1,8 @@
 """Decodes on a CPU: one item is the queries of one row, of one KV head or all, over a chunk of its tokens.
 
-The query heads of a KV head share every key and value that is read. Chunks are the same whatever else there is in the
-batch; the thread that finishes the last chunk of a row's head puts them together, in order. So sums depend on the row
-alone, and one long row keeps every core busy.
+The query heads of a KV head share every key and value that is read. Chunks don't depend on the rest of the batch. The
+thread that finishes the last chunk of a row's head merges them, in order. So sums depend on the row alone, and one long
+row keeps every core busy.
 """
 
 from __future__ import annotations
@@ -14,164 +14,171 @@ from pallas_kernels.paged_attention.cpu.blocks import (
     CHUNK,
     STRIP,
     advance,
-    clear_state,
-    finish,
     lay_out_keys,
-    make_blocks,
+    make_scratch,
     merge_state,
-    put_query,
     query_bytes,
+    reset_state,
     state_bytes,
+    store_query,
+    write_output,
 )
-from pallas_kernels.paged_attention.cpu.tiles import LANES, TASK_BYTES, Attention, Work, int_at, token_offset
+from pallas_kernels.paged_attention.cpu.tiles import (
+    LANES,
+    TASK_BYTES,
+    CpuAttention,
+    SharedOperands,
+    int_at,
+    token_offset,
+)
 
 _LINE = 64
 _GROUPS = BLOCK // LANES
 
 
-def partial_bytes(facts: Attention) -> int:
-    """Of what an item leaves: the states of its query heads."""
-    return _num_rows(facts) * state_bytes(facts)
+def partial_bytes(facts: CpuAttention) -> int:
+    """Return the size of an item's result: the states of its query heads."""
+    return _padded_heads(facts) * state_bytes(facts)
 
 
-def num_chunks(f: Function, facts: Attention, length: Value) -> Value:
-    """Items of a row's KV head."""
+def num_chunks(f: Function, facts: CpuAttention, length: Value) -> Value:
+    """Return the number of chunks of a row."""
     return (length + (CHUNK - 1)) // CHUNK - _first(f, facts, length) // CHUNK
 
 
-def write_chunks(f: Function, facts: Attention, tasks: Value, count: Value, row: Value, length: Value) -> Value:
-    """Lists a row's chunks after the first `count` ones, and returns how many there are then."""
+def write_chunks(f: Function, facts: CpuAttention, tasks: Value, count: Value, row: Value, length: Value) -> Value:
+    """List a row's chunks after the first `count` tasks, and return the new number of tasks."""
     chunks = num_chunks(f, facts, length)
 
-    def one(chunk: Value) -> None:
+    def write_chunk(chunk: Value) -> None:
         task = f.at(tasks, (count + chunk) * TASK_BYTES)
         for i, value in enumerate((row, chunk, count, chunks)):
             f.store(value, task, 8 * i)
 
-    f.loop(chunks, one)
+    f.loop(chunks, write_chunk)
     return count + chunks
 
 
-def decode(f: Function, item: Value, work: Work, facts: Attention, features: frozenset[str]) -> None:
-    """Item `item` of tasks times shares of the KV heads."""
-    index, share = item // work.head_shares, item % work.head_shares
-    per_share = work.kv_heads // work.head_shares
-    task = f.at(work.tasks, index * TASK_BYTES)
+def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention, features: frozenset[str]) -> None:
+    """Compute item `item` of tasks times shares of the KV heads."""
+    index, share = item // shared.head_shares, item % shared.head_shares
+    per_share = shared.kv_heads // shared.head_shares
+    task = f.at(shared.tasks, index * TASK_BYTES)
     row, chunk, first_task, chunks = (f.load(I64, task, 8 * i) for i in range(4))
-    length = int_at(f, work.kv_lens, row)
+    length = int_at(f, shared.kv_lens, row)
     sees_from = _first(f, facts, length)
     start = (sees_from // CHUNK + chunk) * CHUNK
-    begin, end = f.most(start, sees_from & -BLOCK), f.least(start + CHUNK, length)
-    # Where those tokens stand in the pool that are read next, by groups of 16
+    begin, end = f.maximum(start, sees_from & -BLOCK), f.minimum(start + CHUNK, length)
+    # Offsets in the pool of the tokens that are read next, by groups of 16
     ahead = f.stack(_GROUPS * 8)
-    # The head is filled in by each turn of the loop over heads
-    blocks = make_blocks(f, work, facts, row, share, sees_from, features)
-    queries = f.stack(_num_rows(facts) * query_bytes(blocks))
+    # The loop over heads replaces the head
+    scratch = make_scratch(f, shared, facts, row, share, sees_from, features)
+    queries = f.stack(_padded_heads(facts) * query_bytes(scratch))
     first_head = share * per_share
     last_head = first_head + per_share
 
-    def one(head: Value) -> None:
-        own = blocks._replace(head=head)
-        states = f.at(work.partials, (index * work.kv_heads + head) * partial_bytes(facts))
-        of_row = (row * work.kv_heads + head) * (facts.group * facts.head_dim * facts.q_bytes)
-        for r in range(facts.group, _num_rows(facts)):
-            put_query(f, own, None, f.at(queries, r * query_bytes(own)))
+    def decode_head(head: Value) -> None:
+        own = scratch._replace(head=head)
+        states = f.at(shared.partials, (index * shared.kv_heads + head) * partial_bytes(facts))
+        row_offset = (row * shared.kv_heads + head) * (facts.group * facts.head_dim * facts.q_bytes)
+        for r in range(facts.group, _padded_heads(facts)):
+            store_query(f, own, None, f.at(queries, r * query_bytes(own)))
 
-        def put(g: Value) -> None:
-            come = f.at(work.q, of_row + g * (facts.head_dim * facts.q_bytes))
-            put_query(f, own, come, f.at(queries, g * query_bytes(own)))
+        def store_head(g: Value) -> None:
+            source = f.at(shared.q, row_offset + g * (facts.head_dim * facts.q_bytes))
+            store_query(f, own, source, f.at(queries, g * query_bytes(own)))
 
-        f.loop(facts.group, put)
-        f.loop(_num_rows(facts), lambda r: clear_state(f, f.at(states, r * state_bytes(facts)), facts))
+        f.loop(facts.group, store_head)
+        f.loop(_padded_heads(facts), lambda r: reset_state(f, f.at(states, r * state_bytes(facts)), facts))
 
         def block(at: Value) -> None:
             stays = at + BLOCK < end
             next_head, next_at = f.select(stays, head, head + 1), f.select(stays, at + BLOCK, begin)
             next_end = f.select(next_head < last_head, end, f.constant(I64, 0))
-            stop = f.least(at + BLOCK, end)
+            stop = f.minimum(at + BLOCK, end)
 
-            def aim(i: Value) -> None:
+            def find_next(i: Value) -> None:
                 position = next_at + i * LANES
                 here = position < next_end
-                # Without any, what is asked for lies at hand already
+                # If there are no such tokens, prefetch those at hand, which costs nothing
                 position = f.select(here, position, at)
                 seen_head = f.select(here, next_head, head)
-                f.store(token_offset(f, work, facts, row, seen_head, position), ahead, i * 8)
+                f.store(token_offset(f, shared, facts, row, seen_head, position), ahead, i * 8)
 
-            f.loop(_GROUPS, aim)
+            f.loop(_GROUPS, find_next)
 
-            def ask(token: Value, count: int) -> None:
+            def prefetch(token: Value, count: int) -> None:
                 offset = f.load(I64, ahead, token // LANES * 8) + token % LANES * facts.kv_row_bytes
                 for t in range(count):
-                    _fetch_token(f, work, offset + t * facts.kv_row_bytes, facts)
+                    _fetch_token(f, shared, offset + t * facts.kv_row_bytes, facts)
 
             lay_out_keys(f, own, at, stop)
 
-            def strip(s: Value) -> None:
-                first = s * _strip(facts)
+            def attend_strip(s: Value) -> None:
+                first = s * _strip_heads(facts)
                 rows = f.at(states, first * state_bytes(facts))
-                asked = [length - 1] * _strip(facts)
-                advance(f, own, f.at(queries, first * query_bytes(own)), rows, asked, at, stop, ask)
+                query_positions = [length - 1] * _strip_heads(facts)
+                advance(f, own, f.at(queries, first * query_bytes(own)), rows, query_positions, at, stop, prefetch)
 
-            f.loop(_num_rows(facts) // _strip(facts), strip)
-            # What wasn't asked for beside a token of this block
+            f.loop(_padded_heads(facts) // _strip_heads(facts), attend_strip)
+            # The groups that were not prefetched beside a token of this block
             groups = (stop - at + (LANES - 1)) // LANES
             f.loop(
-                _GROUPS,
-                lambda i: _fetch(f, work, row, next_head, next_at + i * LANES, next_end, facts),
-                start=groups,
+                _GROUPS, lambda i: _fetch(f, shared, row, next_head, next_at + i * LANES, next_end, facts), start=groups
             )
 
         f.loop(end, block, start=begin, step=BLOCK)
-        counter = f.at(work.counters, (first_task * work.kv_heads + head) * 8)
+        counter = f.at(shared.counters, (first_task * shared.kv_heads + head) * 8)
 
-        def put_together() -> None:
-            first = f.at(work.partials, (first_task * work.kv_heads + head) * partial_bytes(facts))
-            stride = work.kv_heads * partial_bytes(facts)
+        def merge_chunks() -> None:
+            first = f.at(shared.partials, (first_task * shared.kv_heads + head) * partial_bytes(facts))
+            stride = shared.kv_heads * partial_bytes(facts)
 
             def query_head(g: Value) -> None:
                 state = f.at(first, g * state_bytes(facts))
                 f.loop(chunks, lambda i: merge_state(f, state, f.at(state, i * stride), facts), start=1)
-                to = f.at(work.out, of_row + g * (facts.head_dim * facts.q_bytes))
-                finish(f, state, f.at(work.sinks, (head * facts.group + g) * 4), to, facts)
+                to = f.at(shared.out, row_offset + g * (facts.head_dim * facts.q_bytes))
+                write_output(f, state, f.at(shared.sinks, (head * facts.group + g) * 4), to, facts)
 
             f.loop(facts.group, query_head)
 
-        f.when((f.fetch_add(counter, 1) + 1).same(chunks), put_together)
+        f.when((f.fetch_add(counter, 1) + 1).equals(chunks), merge_chunks)
 
     for i in range(_GROUPS):
-        _fetch(f, work, row, first_head, begin + i * LANES, end, facts)
-    f.loop(last_head, one, start=first_head)
+        _fetch(f, shared, row, first_head, begin + i * LANES, end, facts)
+    f.loop(last_head, decode_head, start=first_head)
 
 
-def _strip(facts: Attention) -> int:
-    """Query heads that advance together: about equal parts of a group."""
+def _strip_heads(facts: CpuAttention) -> int:
+    """Return the number of query heads that are computed together: a group in about equal parts."""
     return -(-facts.group // -(-facts.group // STRIP))
 
 
-def _num_rows(facts: Attention) -> int:
-    """A group of query heads in whole strips."""
-    return -(-facts.group // _strip(facts)) * _strip(facts)
+def _padded_heads(facts: CpuAttention) -> int:
+    """Return the number of query heads of a group, padded to whole strips."""
+    return -(-facts.group // _strip_heads(facts)) * _strip_heads(facts)
 
 
-def _first(f: Function, facts: Attention, length: Value) -> Value:
-    """The first position that is seen."""
-    return f.constant(I64, 0) if facts.window is None else f.most(length - facts.window, 0)
+def _first(f: Function, facts: CpuAttention, length: Value) -> Value:
+    """Return the first position that is seen."""
+    return f.constant(I64, 0) if facts.window is None else f.maximum(length - facts.window, 0)
 
 
-def _fetch(f: Function, work: Work, row: Value, head: Value, position: Value, end: Value, facts: Attention) -> None:
-    """Has memory bring 16 tokens that will be read soon: pages are too short for a CPU to guess the next one."""
+def _fetch(
+    f: Function, shared: SharedOperands, row: Value, head: Value, position: Value, end: Value, facts: CpuAttention
+) -> None:
+    """Prefetch 16 tokens that will be read soon: pages are too short for a CPU's own prefetcher."""
 
     def fetch() -> None:
-        offset = token_offset(f, work, facts, row, head, position)
+        offset = token_offset(f, shared, facts, row, head, position)
 
-        f.loop(LANES, lambda i: _fetch_token(f, work, offset + i * facts.kv_row_bytes, facts))
+        f.loop(LANES, lambda i: _fetch_token(f, shared, offset + i * facts.kv_row_bytes, facts))
 
     f.when(position < end, fetch)
 
 
-def _fetch_token(f: Function, work: Work, offset: Value, facts: Attention) -> None:
-    for pool in (work.keys, work.values):
+def _fetch_token(f: Function, shared: SharedOperands, offset: Value, facts: CpuAttention) -> None:
+    for pool in (shared.keys, shared.values):
         token = f.at(pool, offset)
         for line in range(0, facts.kv_row_bytes, _LINE):
             f.prefetch(f.at(token, line))

@@ -1,4 +1,4 @@
-"""Prefill chunks on a CPU: one item is a KV head's queries of one tile of a row, over all tokens that they see."""
+"""Prefill chunks on a CPU: an item is the queries of one KV head in one tile of a row, over all tokens they see."""
 
 from __future__ import annotations
 
@@ -10,52 +10,54 @@ from pallas_kernels.paged_attention.cpu.blocks import (
     BLOCK,
     CHUNK,
     STRIP,
-    Blocks,
+    BlockScratch,
     advance,
-    clear_state,
-    finish,
     lay_out_keys,
     lay_out_values,
-    make_blocks,
+    make_scratch,
     merge_state,
-    put_query,
     query_bytes,
+    reset_state,
     state_bytes,
+    store_query,
+    write_output,
 )
-from pallas_kernels.paged_attention.cpu.tiles import TASK_BYTES, Attention, Work, int_at
+from pallas_kernels.paged_attention.cpu.tiles import TASK_BYTES, CpuAttention, SharedOperands, int_at
 
 _TILE_ROWS = 96
 
 
-def num_tiles(f: Function, facts: Attention, work: Work, num_seqs: Value) -> Value:
-    """Tiles of all rows that aren't decodes."""
+def num_tiles(f: Function, facts: CpuAttention, shared: SharedOperands, num_seqs: Value) -> Value:
+    """Return the number of tiles of all rows that aren't decodes."""
 
     def add(row: Value, count: Value) -> Value:
-        return count + _tiles_of(f, facts, work, row)
+        return count + _tiles_of(f, facts, shared, row)
 
-    return f.loop(num_seqs, add, f.constant(I64, 0), start=work.num_decodes)[0]
+    return f.loop(num_seqs, add, f.constant(I64, 0), start=shared.num_decodes)[0]
 
 
-def write_tiles(f: Function, facts: Attention, work: Work, tasks: Value, num_seqs: Value) -> None:
-    """Lists the tiles; those at the end of a row, which see the most, first."""
+def write_tiles(f: Function, facts: CpuAttention, shared: SharedOperands, tasks: Value, num_seqs: Value) -> None:
+    """List the tiles. A row's last tiles come first, as they see most tokens."""
 
     def add(row: Value, count: Value) -> Value:
-        tiles = _tiles_of(f, facts, work, row)
+        tiles = _tiles_of(f, facts, shared, row)
 
-        def one(i: Value) -> None:
+        def write_tile(i: Value) -> None:
             task = f.at(tasks, (count + i) * TASK_BYTES)
             f.store(row, task)
             f.store((tiles - 1 - i) * _tile_queries(facts), task, 8)
 
-        f.loop(tiles, one)
+        f.loop(tiles, write_tile)
         return count + tiles
 
-    f.loop(num_seqs, add, f.constant(I64, 0), start=work.num_decodes)
+    f.loop(num_seqs, add, f.constant(I64, 0), start=shared.num_decodes)
 
 
-class _Tile(NamedTuple):
-    """The queries at hand: their first position and how many, all heads of one token first, and the state of each.
-    `later` are the states of every chunk but the first."""
+class _QueryTile(NamedTuple):
+    """The queries of an item, all heads of a token together: their first position, their number, and their states.
+
+    `states` has the first chunk's states, into which those of each later chunk, `later`, are merged.
+    """
 
     first: Value
     num_queries: Value
@@ -65,31 +67,33 @@ class _Tile(NamedTuple):
     later: Value
 
 
-def prefill(f: Function, item: Value, tasks: Value, work: Work, facts: Attention, features: frozenset[str]) -> None:
-    """Item `item` of tiles times KV heads."""
-    task, head = f.at(tasks, item // work.kv_heads * TASK_BYTES), item % work.kv_heads
+def prefill(
+    f: Function, item: Value, tasks: Value, shared: SharedOperands, facts: CpuAttention, features: frozenset[str]
+) -> None:
+    """Compute item `item` of tiles times KV heads."""
+    task, head = f.at(tasks, item // shared.kv_heads * TASK_BYTES), item % shared.kv_heads
     row, offset = (f.load(I64, task, at) for at in (0, 8))
-    from_token, to_token = (int_at(f, work.query_starts, row + i) for i in range(2))
-    first = int_at(f, work.kv_lens, row) - (to_token - from_token) + offset
-    count = f.least(to_token - from_token - offset, _tile_queries(facts))
-    sees_from = f.constant(I64, 0) if facts.window is None else f.most(first - (facts.window - 1), 0)
-    blocks = make_blocks(f, work, facts, row, head, sees_from, features)
+    from_token, to_token = (int_at(f, shared.query_starts, row + i) for i in range(2))
+    first = int_at(f, shared.kv_lens, row) - (to_token - from_token) + offset
+    count = f.minimum(to_token - from_token - offset, _tile_queries(facts))
+    sees_from = f.constant(I64, 0) if facts.window is None else f.maximum(first - (facts.window - 1), 0)
+    scratch = make_scratch(f, shared, facts, row, head, sees_from, features)
     rows = -(-_tile_queries(facts) * facts.group // STRIP) * STRIP
-    memory = [f.stack(rows * size) for size in (query_bytes(blocks), state_bytes(facts), state_bytes(facts))]
-    tile = _Tile(first, count, (count * facts.group + (STRIP - 1)) // STRIP, *memory)
-    own = ((from_token + offset) * work.kv_heads + head) * (facts.group * facts.head_dim * facts.q_bytes)
-    stride = work.kv_heads * (facts.group * facts.head_dim * facts.q_bytes)
-    _start(f, tile, blocks, f.at(work.q, own), stride)
+    memory = [f.stack(rows * size) for size in (query_bytes(scratch), state_bytes(facts), state_bytes(facts))]
+    tile = _QueryTile(first, count, (count * facts.group + (STRIP - 1)) // STRIP, *memory)
+    own = ((from_token + offset) * shared.kv_heads + head) * (facts.group * facts.head_dim * facts.q_bytes)
+    stride = shared.kv_heads * (facts.group * facts.head_dim * facts.q_bytes)
+    _store_queries(f, tile, scratch, f.at(shared.q, own), stride)
     end = first + count
     first_chunk = sees_from // CHUNK
 
     def chunk(c: Value) -> None:
-        is_first = c.same(first_chunk)
+        is_first = c.equals(first_chunk)
         states = f.select(is_first, tile.states, tile.later)
-        begin = f.most(c * CHUNK, sees_from & -BLOCK)
+        begin = f.maximum(c * CHUNK, sees_from & -BLOCK)
         f.loop(
-            f.least((c + 1) * CHUNK, end),
-            lambda at: _block(f, tile, blocks, states, at, f.least(end, at + BLOCK)),
+            f.minimum((c + 1) * CHUNK, end),
+            lambda at: _block(f, tile, scratch, states, at, f.minimum(end, at + BLOCK)),
             start=begin,
             step=BLOCK,
         )
@@ -99,63 +103,63 @@ def prefill(f: Function, item: Value, tasks: Value, work: Work, facts: Attention
 
     def write(r: Value) -> None:
         own_head = r % facts.group
-        to = f.at(work.out, own + r // facts.group * stride + own_head * (facts.head_dim * facts.q_bytes))
-        sink = f.at(work.sinks, (head * facts.group + own_head) * 4)
-        finish(f, f.at(tile.states, r * state_bytes(facts)), sink, to, facts)
+        to = f.at(shared.out, own + r // facts.group * stride + own_head * (facts.head_dim * facts.q_bytes))
+        sink = f.at(shared.sinks, (head * facts.group + own_head) * 4)
+        write_output(f, f.at(tile.states, r * state_bytes(facts)), sink, to, facts)
 
     f.loop(count * facts.group, write)
 
 
-def _tile_queries(facts: Attention) -> int:
+def _tile_queries(facts: CpuAttention) -> int:
     return max(1, _TILE_ROWS // facts.group)
 
 
-def _tiles_of(f: Function, facts: Attention, work: Work, row: Value) -> Value:
-    start, stop = (int_at(f, work.query_starts, row + i) for i in range(2))
+def _tiles_of(f: Function, facts: CpuAttention, shared: SharedOperands, row: Value) -> Value:
+    start, stop = (int_at(f, shared.query_starts, row + i) for i in range(2))
     return (stop - start + (_tile_queries(facts) - 1)) // _tile_queries(facts)
 
 
-def _start(f: Function, tile: _Tile, blocks: Blocks, q: Value, stride: Value) -> None:
-    """Rows beyond the last one are zeros."""
-    facts = blocks.facts
+def _store_queries(f: Function, tile: _QueryTile, scratch: BlockScratch, q: Value, stride: Value) -> None:
+    """Store the queries, zeros for rows beyond the last one, and reset all states."""
+    facts = scratch.facts
     live = tile.num_queries * facts.group
 
     def row(r: Value) -> None:
-        to = f.at(tile.queries, r * query_bytes(blocks))
-        come = f.at(q, r // facts.group * stride + r % facts.group * (facts.head_dim * facts.q_bytes))
-        f.when(r < live, lambda: put_query(f, blocks, come, to), lambda: put_query(f, blocks, None, to))
+        to = f.at(tile.queries, r * query_bytes(scratch))
+        source = f.at(q, r // facts.group * stride + r % facts.group * (facts.head_dim * facts.q_bytes))
+        f.when(r < live, lambda: store_query(f, scratch, source, to), lambda: store_query(f, scratch, None, to))
         for states in (tile.states, tile.later):
-            clear_state(f, f.at(states, r * state_bytes(facts)), facts)
+            reset_state(f, f.at(states, r * state_bytes(facts)), facts)
 
     f.loop(tile.strips * STRIP, row)
 
 
-def _block(f: Function, tile: _Tile, blocks: Blocks, states: Value, at: Value, end: Value) -> None:
-    """All rows that see anything of a block."""
-    group = blocks.facts.group
-    lay_out_keys(f, blocks, at, end)
-    lay_out_values(f, blocks, at, end)
+def _block(f: Function, tile: _QueryTile, scratch: BlockScratch, states: Value, at: Value, end: Value) -> None:
+    """Add a block to all rows that see any of it."""
+    group = scratch.facts.group
+    lay_out_keys(f, scratch, at, end)
+    lay_out_values(f, scratch, at, end)
 
-    def strip(s: Value) -> None:
+    def attend_strip(s: Value) -> None:
         begin = s * STRIP
-        queries = f.at(tile.queries, begin * query_bytes(blocks))
-        own = f.at(states, begin * state_bytes(blocks.facts))
+        queries = f.at(tile.queries, begin * query_bytes(scratch))
+        own = f.at(states, begin * state_bytes(scratch.facts))
 
-        def go() -> None:
-            asked = [tile.first + (begin + r) // group for r in range(STRIP)]
-            advance(f, blocks, queries, own, asked, at, end)
+        def attend() -> None:
+            query_positions = [tile.first + (begin + r) // group for r in range(STRIP)]
+            advance(f, scratch, queries, own, query_positions, at, end)
 
-        f.when(tile.first + (begin + (STRIP - 1)) // group >= at, go)
+        f.when(tile.first + (begin + (STRIP - 1)) // group >= at, attend)
 
-    f.loop(tile.strips, strip)
+    f.loop(tile.strips, attend_strip)
 
 
-def _merge(f: Function, tile: _Tile, facts: Attention) -> None:
-    """A chunk is done."""
+def _merge(f: Function, tile: _QueryTile, facts: CpuAttention) -> None:
+    """Merge the states of a finished chunk and reset them."""
 
     def row(r: Value) -> None:
         later = f.at(tile.later, r * state_bytes(facts))
         merge_state(f, f.at(tile.states, r * state_bytes(facts)), later, facts)
-        clear_state(f, later, facts)
+        reset_state(f, later, facts)
 
     f.loop(tile.num_queries * facts.group, row)

@@ -1,9 +1,4 @@
-"""What both halves of the CPU's kernel stand on: the facts of a call, what its items share, and rows of numbers.
-
-A row of float32 is in memory as it is. Of a row of bfloat16 each 32 numbers are read as 16 words, so that a shift and
-a mask make float32 of them: the 16 even ones, then the 16 odd ones. Whatever meets such rows, queries and sums, is kept
-in their order.
-"""
+"""What decode and prefill of the CPU's kernel share: the facts of a call, its operands, page lookups and rows."""
 
 from __future__ import annotations
 
@@ -20,12 +15,12 @@ VECTOR, WORDS, HALVES = F32.times(LANES), I32.times(LANES), I16.times(LANES)
 MASKED = -1e30
 
 TASK_BYTES = 32
-"""Of what says which part of the work an item is."""
+"""Size of a task, which describes a work item."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention:
-    """The static facts of a call; types by numpy's names."""
+class CpuAttention:
+    """The static facts of a call. Dtypes are numpy's names."""
 
     group: int
     head_dim: int
@@ -40,41 +35,39 @@ class Attention:
 
     @property
     def name(self) -> str:
-        """One for each set of facts."""
+        """A name that is unique for these facts."""
         kind = "decode" if self.decode_only else "mixed"
         digest = hashlib.sha256(repr(dataclasses.astuple(self)).encode()).hexdigest()[:16]
         return f"llvm_paged_attention_{kind}_{self.group}x{self.head_dim}_{digest}"
 
     @property
     def vectors(self) -> int:
-        """Registers that a head fills."""
+        """Vectors of a head."""
         return self.head_dim // LANES
 
     @property
-    def paired(self) -> bool:
-        """Whether rows are in the order of bfloat16."""
-        return self.kv_dtype == "bfloat16"
-
-    @property
     def q_bytes(self) -> int:
-        """Of one number."""
+        """Size of one number of the queries."""
         return 2 if self.dtype == "bfloat16" else 4
 
     @property
     def kv_bytes(self) -> int:
-        """Likewise."""
+        """Size of one number of the pool."""
         return 2 if self.kv_dtype == "bfloat16" else 4
 
     @property
     def kv_row_bytes(self) -> int:
-        """Of one token of one head."""
+        """Size of one token of one head in the pool."""
         return self.head_dim * self.kv_bytes
 
 
-class Work(NamedTuple):
-    """What items share. `entries` is the pool's pages of one head, `first_entry` the layer's first; `tasks` describes
-    the items, `counters` and `partials` are what those of one row need of each other. Decodes of a chunk are one item
-    for each of `head_shares` equal parts of the KV heads."""
+class SharedOperands(NamedTuple):
+    """The pointers and integers that all work items share.
+
+    `entries` is the number of the pool's pages of one head, `first_entry` the layer's first. `tasks` describes the
+    items. `counters` and `partials` are the chunk counts and states that items of one row exchange. A chunk of a decode
+    is `head_shares` items, of equal parts of the KV heads.
+    """
 
     q: Value
     out: Value
@@ -96,56 +89,37 @@ class Work(NamedTuple):
 
 
 def int_at(f: Function, pointer: Value, index: Value) -> Value:
-    """An int32 of an array."""
+    """Load an int32 of an array."""
     return f.convert("sext", f.load(I32, pointer, index * 4), I64)
 
 
-def token_offset(f: Function, work: Work, facts: Attention, row: Value, head: Value, position: Value) -> Value:
-    """Bytes from the pool's begin to a token that the row holds."""
-    page = int_at(f, work.page_table, row * work.max_pages + position // facts.page_size)
-    entry = head * work.entries + work.first_entry + page
+def token_offset(
+    f: Function, shared: SharedOperands, facts: CpuAttention, row: Value, head: Value, position: Value
+) -> Value:
+    """Return the offset in bytes of a row's token in the pool."""
+    page = int_at(f, shared.page_table, row * shared.max_pages + position // facts.page_size)
+    entry = head * shared.entries + shared.first_entry + page
     return (entry * facts.page_size + position % facts.page_size) * facts.kv_row_bytes
 
 
-def load_row(f: Function, pointer: Value, dtype: str, count: int, *, paired: bool) -> list[Value]:
-    """`count` numbers in float32; where `paired`, in the order of bfloat16."""
-    out: list[Value] = []
-    while count >= 2 * LANES and paired:
-        if dtype == "bfloat16":
-            out += maths.pairs_from_bf16(f, f.load(WORDS, pointer, 32 * len(out)))
-        else:
-            low, high = (f.load(VECTOR, pointer, 64 * (len(out) + i)) for i in range(2))
-            out += [f.shuffle(low, high, range(parity, 2 * LANES, 2)) for parity in range(2)]
-        count -= 2 * LANES
-    for _ in range(count // LANES):
-        if dtype == "bfloat16":
-            out.append(maths.from_bf16(f, f.load(HALVES, pointer, 32 * len(out))))
-        else:
-            out.append(f.load(VECTOR, pointer, 64 * len(out)))
-    return out
+def load_row(f: Function, pointer: Value, dtype: str, count: int) -> list[Value]:
+    """Load `count` numbers as float32."""
+    if dtype == "bfloat16":
+        return [maths.from_bf16(f, f.load(HALVES, pointer, 32 * i)) for i in range(count // LANES)]
+    return [f.load(VECTOR, pointer, 64 * i) for i in range(count // LANES)]
 
 
-def store_row(f: Function, row: list[Value], pointer: Value, dtype: str, *, paired: bool) -> None:
-    """The reverse of `load_row`."""
-    at = 0
-    while len(row) - at >= 2 and paired:
-        even, odd = row[at : at + 2]
+def store_row(f: Function, row: list[Value], pointer: Value, dtype: str) -> None:
+    """Store a row of float32 as `dtype`."""
+    for i, numbers in enumerate(row):
         if dtype == "bfloat16":
-            f.store(maths.pairs_to_bf16(f, even, odd), pointer, 32 * at)
+            f.store(maths.to_bf16(f, numbers), pointer, 32 * i)
         else:
-            for i in range(2):
-                lanes = [lane // 2 + LANES * (lane % 2) for lane in range(LANES * i, LANES * (i + 1))]
-                f.store(f.shuffle(even, odd, lanes), pointer, 64 * (at + i))
-        at += 2
-    for i in range(at, len(row)):
-        if dtype == "bfloat16":
-            f.store(maths.to_bf16(f, row[i]), pointer, 32 * i)
-        else:
-            f.store(row[i], pointer, 64 * i)
+            f.store(numbers, pointer, 64 * i)
 
 
-def capped(f: Function, logits: Value, facts: Attention) -> Value:
-    """Products of queries and keys as logits."""
+def capped(f: Function, logits: Value, facts: CpuAttention) -> Value:
+    """Scale and cap products of queries and keys."""
     logits = logits * facts.scale
     if facts.soft_cap is None:
         return logits
@@ -153,16 +127,16 @@ def capped(f: Function, logits: Value, facts: Attention) -> Value:
 
 
 def positions(f: Function, first: Value) -> Value:
-    """Those of a register's tokens, int32."""
+    """Return the positions of a vector's tokens, int32."""
     lanes = f.constant(WORDS, range(LANES))
-    return f.spread(f.convert("trunc", first, I32), LANES) + lanes
+    return f.broadcast(f.convert("trunc", first, I32), LANES) + lanes
 
 
 def splat(f: Function, value: Value) -> Value:
-    """A position in every lane."""
-    return f.spread(f.convert("trunc", value, I32), LANES)
+    """Return a position in every lane, int32."""
+    return f.broadcast(f.convert("trunc", value, I32), LANES)
 
 
 def zero(f: Function) -> Value:
-    """A register of zeros."""
+    """Return a vector of zeros."""
     return f.constant(VECTOR, 0.0)

@@ -1,7 +1,7 @@
 """The Mosaic GPU backend: Hopper GPUs, with their copy engine and warpgroup products, by Pallas' own GPU lowering.
 
-A KV write, a decode kernel and, in programs that have prefill chunks, a prefill kernel. What they can do and with
-which block sizes is decided here; the kernels stand in `mosaic_gpu_decode.py` and `mosaic_gpu_prefill.py`.
+A KV write, a decode kernel and, in programs with prefill chunks, a prefill kernel. This module decides what they
+support and with which block sizes they run; the kernels are in `decode.py` and `prefill.py`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.layout import PagedKV
 from pallas_kernels.paged_attention.mosaic_gpu.decode import decode
-from pallas_kernels.paged_attention.mosaic_gpu.parts import WIDE, Attention, converted_slots
+from pallas_kernels.paged_attention.mosaic_gpu.parts import WIDE, MosaicGpuAttention, converted_slots
 from pallas_kernels.paged_attention.mosaic_gpu.prefill import prefill
-from pallas_kernels.paged_attention.problem import Problem, Target, is_float8
+from pallas_kernels.paged_attention.problem import KernelTarget, Problem, is_float8
 from pallas_kernels.paged_attention.tuning import tuned_blocks
 from pallas_kernels.paged_attention.write import write_kv
 
@@ -23,30 +23,30 @@ MAX_GROUP = 16
 HOPPER = (9, 0)
 
 _CORES = 132
-# The interpreter takes programs one after the other: just enough of them that some rows are split.
+# The interpreter runs programs one after another: just enough of them that some rows are split.
 _INTERPRETED_CORES = 4
 
-# A warpgroup that waits in the interpreter keeps a thread from the one it waits for.
+# In the interpreter a waiting warpgroup occupies a thread, which the warpgroup it waits for may need.
 _INTERPRETER_THREADS = 8
 
 _PROGRAMS_A_CORE = 3
 _MAX_SPLITS = 64
 
-# Of the 227 KiB of shared memory a program may have; queries, weights and a part on its way out take the rest.
+# Of the 227 KiB of shared memory that a program may have; queries, weights and outgoing results take the rest.
 DECODE_BLOCK = 64
 _RING_BYTES = 128 * 1024
 _MAX_STAGES = 8
 
 
-def refusal(problem: Problem, target: Target) -> str | None:
-    """Why not, by name: the device, a type, the head size, the ratio of heads, the page size."""
+def refusal(problem: Problem, target: KernelTarget) -> str | None:
+    """Return what isn't supported (device, dtype, head size, ratio of heads or page size), or None."""
     if target.platform not in ("cuda", "gpu", "cpu"):
         return f"mosaic_gpu compiles for NVIDIA GPUs, not for {target.platform}"
     if target.platform != "cpu" and target.capability != HOPPER:
         return f"mosaic_gpu is written for compute capability 9.0 (Hopper), not for {target.kind or 'this one'}"
     if target.platform == "cpu" and _cpu_threads() < _INTERPRETER_THREADS:
         return (
-            f"mosaic_gpu's interpreter stands still with fewer than {_INTERPRETER_THREADS} threads of XLA's: set "
+            f"mosaic_gpu's interpreter deadlocks with fewer than {_INTERPRETER_THREADS} threads of XLA's: set "
             f"NPROC={_INTERPRETER_THREADS} in the environment"
         )
     if problem.dtype != jnp.bfloat16:
@@ -79,16 +79,16 @@ def paged_attention(
     soft_cap: float | None,
     sinks: Float[Array, " heads"] | None,
     decode_only: bool,
-    target: Target,
+    target: KernelTarget,
     interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
-    """See `api.paged_attention`."""
+    """Compute `api.paged_attention`."""
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     problem = Problem(heads, kv_heads, head_dim, kv.page_size, q.dtype, kv.keys.dtype)
 
-    def attention(blocks: dict[str, int]) -> Attention:
-        return Attention(
+    def attention(blocks: dict[str, int]) -> MosaicGpuAttention:
+        return MosaicGpuAttention(
             kv_heads=kv_heads,
             group=heads // kv_heads,
             head_dim=head_dim,
@@ -119,8 +119,8 @@ def paged_attention(
     return jnp.where((jnp.arange(tokens) < num_decodes)[:, None, None], out, chunks), kv
 
 
-def candidates(kind: str, problem: Problem, target: Target) -> list[dict[str, int]]:
-    """What to time on a device for the tuned table; what doesn't compile there is passed over."""
+def candidates(kind: str, problem: Problem, target: KernelTarget) -> list[dict[str, int]]:
+    """Return the block sizes to time for the tuned table; those that don't compile on the device are skipped."""
     if kind == "decode":
         return [
             {"block": block, "stages": stages, "warpgroups": 1, "p_smem": p_smem}
@@ -138,18 +138,21 @@ def candidates(kind: str, problem: Problem, target: Target) -> list[dict[str, in
 
 
 def _cpu_threads() -> int:
-    """Threads that XLA takes on a CPU."""
+    """Return the number of threads that XLA uses on a CPU."""
     return int(os.environ.get("NPROC") or os.cpu_count() or 1)
 
 
 def _splits(programs: int, blocks: int, *, interpret: bool) -> int:
-    """Parts of a row, so that there are some programs a core; by static shapes alone."""
+    """Return into how many parts a row is split, so that each core has some programs; by static shapes alone."""
     wanted = (_INTERPRETED_CORES if interpret else _CORES) * _PROGRAMS_A_CORE
     return max(1, min(-(-wanted // programs), blocks, _MAX_SPLITS))
 
 
 def _decode_sizes(problem: Problem) -> dict[str, int]:
-    """As many bytes under way as one program a core leaves room for: its registers allow no second one."""
+    """Return sizes that keep as many bytes in flight as shared memory holds for one program a core.
+
+    Its registers leave no room for a second program.
+    """
     block = 2 * DECODE_BLOCK * problem.head_dim
     converted = converted_slots(problem.head_dim) * block * problem.dtype.itemsize
     room = _RING_BYTES - (converted if is_float8(problem.kv_dtype) else 0)
@@ -158,9 +161,10 @@ def _decode_sizes(problem: Problem) -> dict[str, int]:
 
 
 def _prefill_sizes(problem: Problem, *, masked: bool) -> dict[str, int]:
-    """As large as the registers hold: those of the sums, and of a block's logits beside what masks them.
+    """Return the largest sizes for which registers hold the sums, a block's logits and their mask.
 
-    Of fp8, beside large blocks that were converted, shared memory holds one more, which is enough: those are ahead.
+    For fp8, shared memory holds only one stored block besides large converted ones. That is enough, as converted blocks
+    are already ahead of the products.
     """
     if problem.head_dim > WIDE:
         return {"block": 64, "stages": 2, "warpgroups": 1, "p_smem": 0}

@@ -1,8 +1,8 @@
-"""What the warpgroup that loads does where the pool holds fp8: it makes bfloat16 of each block, for the tensor cores.
+"""The loading warpgroup's part if the pool holds fp8: it converts each block to bfloat16 for the tensor cores.
 
-Blocks are copied as they are stored into a ring of their own, some of them under way. In turn one of keys and one of
-values are converted into the shared memory that the products read, one or two blocks ahead of the other warpgroups,
-while those are at a softmax or a product. The scales are their business, so what is written here is exact.
+Stored blocks are copied into a ring of their own, some of them in flight. Blocks of keys and of values are converted in
+turn into the shared memory that the products read, one or two blocks ahead of the other warpgroups, while these compute
+a softmax or a product. The other warpgroups apply the scales, so the conversion is exact.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.mosaic_gpu.parts import (
     TILE_ROWS,
-    Attention,
+    MosaicGpuAttention,
     Ring,
     drain_rings,
     load_block,
-    share_registers,
+    set_register_budget,
 )
 
-# A thread reads eight numbers that follow each other and writes them with one instruction, a warp fills whole lines:
-# neither access meets another one at the same bank, whatever the size of heads.
+# A thread reads eight contiguous numbers and writes them with one instruction, and a warp fills whole lines: neither
+# access has bank conflicts, whatever the head size.
 _NUMBERS, _LANES, _WARPS, _LINE = 8, 32, 4, 128
 
 
 def convert_rings(
-    attention: Attention,
+    attention: MosaicGpuAttention,
     rings: Sequence[tuple[Any, Ring]],
     head: jax.Array,
     entry: Callable[[jax.Array], jax.Array],
@@ -41,11 +41,11 @@ def convert_rings(
     high: jax.Array,
     seen: tuple[jax.Array, jax.Array],
 ) -> None:
-    """`fill_rings` by way of what is stored; the first ring is of keys, the second of values.
+    """Fill the rings as `fill_rings` does, converting stored blocks; the first ring is of keys, the second of values.
 
-    Rows of values at positions outside `seen`, first and end, may hold NaN and become zeros.
+    `seen` is the first position that is seen, and the end. Rows of values outside it may hold NaN and become zeros.
     """
-    share_registers(attention, attends=False)
+    set_register_budget(attention, attends=False)
     stages, block = jnp.int32(attention.stages), attention.block
 
     def load(i: jax.Array, pool: Any, ring: Ring) -> None:
@@ -81,12 +81,12 @@ def convert_rings(
 
 
 def convert(stored: Any, to: Any, seen: tuple[jax.Array, jax.Array] | None = None) -> None:
-    """Write a block's numbers, `[block, head_dim]`, as those of another type; rows outside `seen` become zeros."""
+    """Convert a block, `[block, head_dim]`, to the type of `to`; rows outside `seen` become zeros."""
     rows, columns = stored.shape
     layout = _layout(columns)
     for first in range(0, rows, TILE_ROWS):
         part = plgpu.layout_cast(stored.at[pl.ds(first, TILE_ROWS)][...], layout)
-        # By way of float32: Hopper has no instruction from fp8 to bfloat16.
+        # Through float32: Hopper has no instruction from fp8 to bfloat16.
         numbers = part.astype(jnp.float32).astype(to.dtype)
         if seen is not None:
             row = plgpu.broadcasted_iota(jnp.int32, numbers.shape, 0, layout=layout) + first
@@ -95,7 +95,7 @@ def convert(stored: Any, to: Any, seen: tuple[jax.Array, jax.Array] | None = Non
 
 
 def _layout(columns: int) -> Any:
-    """Which thread holds which numbers of a block: warps one below the other, lanes in rows of a line or less."""
+    """Return the layout of a block over threads: warps one below the other, lanes in rows of a line or less."""
     width = math.gcd(columns, _LINE)
     rows = _LANES * _NUMBERS // width
     tiling = plgpu.Tiling(((_WARPS * rows, width), (rows, width), (_NUMBERS,)))

@@ -1,8 +1,8 @@
 """Decode on NVIDIA GPUs by Mosaic GPU: one query a row, its keys and values split among programs.
 
 A program takes one KV head of one row: the query heads that share it are the rows of one tensor core tile. One
-warpgroup copies pages into a ring of blocks, the other attends. Where a row is split, a second pass puts the parts
-together by their log-sum-exps; how it is split depends on its own length alone, so its bits don't depend on others.
+warpgroup copies pages into a ring of blocks, the other computes attention. If a row is split, a second pass combines
+the parts by their log-sum-exps. The split depends on the row's length alone, so its bits don't depend on other rows.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from pallas_kernels.paged_attention.mosaic_gpu.parts import (
     PIECE,
     TILE,
     TILE_ROWS,
-    Attention,
+    MosaicGpuAttention,
     add_values,
     ceil_div,
     clear_outside,
     fill_rings,
     logits_base_2,
     normalize,
-    products,
+    query_key_products,
     scale_of,
     scales_of,
+    softmax_weights,
     start_softmax,
-    weigh,
 )
 
 MIN_BLOCKS = 4
 
-# Wider parts are staged half by half on their way out.
+# Wider parts are copied out in two halves.
 _STAGED_COLUMNS = 128
 
 _ATTENDS, _LOADS = 0, 1
@@ -54,10 +54,10 @@ def decode(
     kv_lens: Int[Array, " rows"],
     num_decodes: Int[Array, ""],
     sinks: Float[Array, " heads"] | None,
-    attention: Attention,
+    attention: MosaicGpuAttention,
     splits: int,
 ) -> Float[Array, "rows heads head_dim"]:
-    """The output of the first `num_decodes` rows; of the others it is unspecified."""
+    """Return the output of the first `num_decodes` rows; that of the others is unspecified."""
     rows, heads, head_dim = q.shape
     kv_heads, group = attention.kv_heads, attention.group
     padded = -(-group // PIECE) * PIECE
@@ -82,8 +82,8 @@ def decode(
     return out.reshape(rows, heads, head_dim).astype(q.dtype)
 
 
-def _split(lens: Any, splits: int, attention: Attention) -> tuple[Any, Any, Any]:
-    """A row's first block, the blocks of each of its parts, and its end: of one row, or of all of them."""
+def _split(lens: Any, splits: int, attention: MosaicGpuAttention) -> tuple[Any, Any, Any]:
+    """Return the first block, the number of blocks of each part, and the end: of one row, or of all of them."""
     end = ceil_div(lens, attention.block)
     first = jnp.zeros_like(end)
     if attention.window is not None:
@@ -98,13 +98,13 @@ def _parts(
     layer: int | Int[Array, ""],
     page_table: Int[Array, "rows max_pages"],
     lens: Int[Array, " rows"],
-    attention: Attention,
+    attention: MosaicGpuAttention,
     splits: int,
 ) -> tuple[Float[Array, "rows kv_heads splits group head_dim"], Float[Array, "rows kv_heads splits tile_rows"]]:
-    """Each part's output and log-sum-exp (to base 2); of parts that have no blocks, whatever was there."""
+    """Return each part's output and log-sum-exp (to base 2); for parts without blocks, undefined values."""
     rows, kv_heads, group, head_dim = q.shape
     block = attention.block
-    # A whole row's output is rounded once and leaves where its queries came in; parts stay in float32.
+    # The output of an unsplit row is rounded once, in the shared memory of its queries; parts stay in float32.
     part_type = jnp.float32 if splits > 1 else q.dtype
     columns = head_dim // 2 if splits > 1 and head_dim > _STAGED_COLUMNS else head_dim
 
@@ -142,14 +142,14 @@ def _parts(
             def step(i: jax.Array, state: Any) -> Any:
                 slot = attention.slot(i - low)
                 plgpu.barrier_wait(k_ring.arrived.at[slot])
-                z = logits_base_2(attention, products(q_smem, k_ring.blocks.at[slot]), key_scale)
+                z = logits_base_2(attention, query_key_products(q_smem, k_ring.blocks.at[slot]), key_scale)
                 plgpu.barrier_arrive(k_ring.free.at[slot])
                 start = i * block
                 position = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=TILE) + start
                 seen = position < length
                 if attention.window is not None:
                     seen = seen & (position >= window_start)
-                weights, out, peak, total = weigh(jnp.where(seen, z, MASKED), *state)
+                weights, out, peak, total = softmax_weights(jnp.where(seen, z, MASKED), *state)
                 weights = weights.astype(q.dtype)
                 if attention.p_smem:
                     p_smem[...] = weights

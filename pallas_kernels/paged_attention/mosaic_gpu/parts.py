@@ -1,7 +1,7 @@
-"""What the two Mosaic GPU kernels share: the facts of a problem, tiles in shared memory, page loads, a softmax's step.
+"""What the two Mosaic GPU kernels share: static facts, tiles in shared memory, page loads, the step of the softmax.
 
-Also the one place that knows how the kernels are lowered and interpreted, so that what moves between versions of jax
-moves here: 0.11.2 and 0.12 need nothing different.
+Also the only place with options of lowering and interpretation, so that differences between versions of jax are handled
+here: 0.11.2 and 0.12 need none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxtyping import Float
 
 from pallas_kernels.paged_attention.layout import PagedKV
 
-# jax's annotations hide the one and take the others for abstract.
+# jax's annotations hide the first and declare the others abstract.
 _Accumulator: Any = plgpu.WGMMAAccumulatorRef
 _TilingTransform: Any = plgpu.TilingTransform
 _SwizzleTransform: Any = plgpu.SwizzleTransform
@@ -31,23 +31,24 @@ LOG2E = math.log2(math.e)
 TILE = plgpu.Layout.WGMMA
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 
-# Rows of one tensor core instruction, and of the smallest piece that the layouts of shared memory can be cut into.
+# Rows of one tensor core instruction, and of the smallest slice that the layouts of shared memory allow.
 TILE_ROWS = 64
 PIECE = 8
 
-# Registers of one thread of each warpgroup together, and those of a thread that only starts copies, or converts too.
+# Registers of a thread, summed over the warpgroups, and those of a thread that only starts copies, or converts too.
 _REGISTERS, _REGISTER_STEP = 512, 8
 _LOADER_REGISTERS, _CONVERTER_REGISTERS = 40, 96
 
-# Wider heads leave a warpgroup no registers for the weights beside the sums, nor shared memory for many blocks.
+# With wider heads, a warpgroup has no registers for weights besides the sums, and no shared memory for many blocks.
 WIDE = 128
 
 
 class Ring(NamedTuple):
-    """Blocks of keys, or of values, on their way: those that the tensor cores read, `[slots, block, head_dim]`, and
-    barriers of blocks that arrived there and of slots that are free again.
+    """A ring buffer of blocks of keys, or of values, in shared memory.
 
-    Of a pool of fp8 also blocks as they are `stored`, `[stages, block, head_dim]`, and barriers of those copied.
+    `blocks`, `[slots, block, head_dim]`, are read by the tensor cores. The barriers `arrived` and `free` say that a
+    slot was filled, or read. For a pool of fp8, `stored`, `[stages, block, head_dim]`, has unconverted blocks, and
+    `copied` their barriers.
     """
 
     blocks: Any
@@ -58,12 +59,12 @@ class Ring(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention:
-    """Static facts of a call. `block` tokens of a row are read at a time, `stages` blocks are under way,
-    `warpgroups` attend. `converts` says that the pool holds fp8, of which the warpgroup that loads makes bfloat16.
+class MosaicGpuAttention:
+    """The static facts of a call. `block` tokens of a row are read at a time, `stages` blocks are in flight, and
+    `warpgroups` compute attention.
 
-    `p_smem` says that the weights of the values go through shared memory: a GPU can take them from registers, the
-    interpreter can't.
+    With `converts`, the pool holds fp8 and the loading warpgroup converts it to bfloat16. With `p_smem`, the softmax
+    weights go through shared memory: a GPU can multiply them from registers, the interpreter can't.
     """
 
     kv_heads: int
@@ -82,26 +83,26 @@ class Attention:
 
     @property
     def copies(self) -> int:
-        """Copies that bring a block: one a page, or one where a page is as large as a block or larger."""
+        """Copies of a block: one a page, or a single one if a page is as large as a block or larger."""
         return max(1, self.block // self.page_size)
 
     @property
     def slots(self) -> int:
-        """Blocks that the tensor cores may find: all that were copied, or those that were converted."""
+        """Slots of blocks that the tensor cores read: of all stages, or of converted blocks."""
         return converted_slots(self.head_dim) if self.converts else self.stages
 
     def slot(self, count: jax.Array) -> jax.Array:
-        """Where the tensor cores find a block, of which `count` came before."""
+        """Return the slot of the block that comes after `count` others."""
         return lax.rem(count, jnp.int32(self.slots))
 
     def smem(self, *shape: int, dtype: Any = jnp.bfloat16) -> Any:
-        """Shared memory for an operand of the tensor cores; one swizzle for all, as they want it."""
+        """Return shared memory for an operand of the tensor cores, which need the same swizzle for all operands."""
         swizzle = plgpu.find_swizzle(self.head_dim * 16)
         tiling = _TilingTransform((PIECE, swizzle // jnp.dtype(dtype).itemsize))
         return plgpu.SMEM(shape, dtype, transforms=(tiling, _SwizzleTransform(swizzle)))
 
     def ring(self, kv_dtype: Any) -> Ring:
-        """The scratch types of a ring."""
+        """Return the scratch types of a ring."""
         copied = plgpu.Barrier(num_arrivals=self.copies, num_barriers=self.stages)
         blocks = self.smem(self.slots, self.block, self.head_dim)
         free = plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=self.slots)
@@ -111,25 +112,25 @@ class Attention:
         return Ring(blocks, plgpu.Barrier(num_barriers=self.slots), free, stored, copied)
 
     def kernel(self, body: Callable[..., None], name: str, **options: Any) -> Callable[..., Any]:
-        """The kernel of a body; lowered for whole warpgroups, which is where Mosaic GPU is going."""
+        """Return the kernel of a body, with warpgroup semantics, which Mosaic GPU is moving to."""
         parameters = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
         interpret = plgpu.InterpretGPUParams(detect_races=True) if self.interpret else None
         return plgpu.kernel(body, compiler_params=parameters, interpret=interpret, kernel_name=name, **options)
 
 
 def converted_slots(head_dim: int) -> int:
-    """Of a pool of fp8, blocks of bfloat16 that shared memory holds."""
+    """Return how many converted blocks shared memory holds for a pool of fp8."""
     return 2 if head_dim <= WIDE else 1
 
 
 def ceil_div(x: jax.Array, y: int | jax.Array) -> jax.Array:
-    """Of what is never negative."""
+    """Divide nonnegative integers, rounding up."""
     y = jnp.asarray(y, jnp.int32)
     return lax.div(x + y - 1, y)
 
 
 def load_block(
-    attention: Attention,
+    attention: MosaicGpuAttention,
     pool: Any,
     head: jax.Array,
     entry: Callable[[jax.Array], jax.Array],
@@ -137,7 +138,7 @@ def load_block(
     to: Any,
     arrived: Any,
 ) -> None:
-    """Start the copies of block number `block` of a row; `entry` gives the pool's entry of the row's n-th page."""
+    """Start the copies of block number `block` of a row; `entry(n)` returns the pool's entry of the row's n-th page."""
     size = min(attention.page_size, attention.block)
     for i in range(attention.copies):
         if attention.page_size > attention.block:
@@ -150,8 +151,8 @@ def load_block(
         plgpu.copy_gmem_to_smem(source, to.at[pl.ds(i * size, size)], arrived)
 
 
-def share_registers(attention: Attention, *, attends: bool) -> None:
-    """Several warpgroups that attend take what the one that loads can spare; one alone has all that it can have."""
+def set_register_budget(attention: MosaicGpuAttention, *, attends: bool) -> None:
+    """Move registers from the loading warpgroup to the attending ones; a single one already has the maximum."""
     if attention.warpgroups == 1:
         return
     loader = _CONVERTER_REGISTERS if attention.converts else _LOADER_REGISTERS
@@ -163,18 +164,18 @@ def share_registers(attention: Attention, *, attends: bool) -> None:
 
 
 def fill_rings(
-    attention: Attention,
+    attention: MosaicGpuAttention,
     rings: Sequence[tuple[Any, Ring]],
     head: jax.Array,
     entry: Callable[[jax.Array], jax.Array],
     low: jax.Array,
     high: jax.Array,
 ) -> None:
-    """What the warpgroup that loads does: blocks `low` to `high` of each pool into its ring, as slots become free.
+    """Copy blocks `low` to `high` of each pool into its ring, as slots become free: the loading warpgroup's part.
 
-    Ends when the last blocks were read.
+    Returns when the last blocks were read.
     """
-    share_registers(attention, attends=False)
+    set_register_budget(attention, attends=False)
     stages = attention.stages
 
     def load(i: jax.Array, carry: tuple[()]) -> tuple[()]:
@@ -192,7 +193,9 @@ def fill_rings(
     drain_rings(attention, rings, low, high)
 
 
-def drain_rings(attention: Attention, rings: Sequence[tuple[Any, Ring]], low: jax.Array, high: jax.Array) -> None:
+def drain_rings(
+    attention: MosaicGpuAttention, rings: Sequence[tuple[Any, Ring]], low: jax.Array, high: jax.Array
+) -> None:
     """Wait until the last blocks were read."""
 
     def drain(i: jax.Array, carry: tuple[()]) -> tuple[()]:
@@ -214,15 +217,15 @@ def clear_outside(values: Any, start: jax.Array, low: jax.Array | int, high: jax
 
 
 def start_softmax(head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Unnormalized output, largest logit (times log2 e) and sum of exponentials of the rows of a tile."""
+    """Return a softmax over no tokens: unnormalized output, largest logit (times log2 e) and sum of exponentials."""
     out = plgpu.layout_cast(jnp.zeros((TILE_ROWS, head_dim), jnp.float32), TILE)
     peak = plgpu.layout_cast(jnp.full((TILE_ROWS,), MASKED, jnp.float32), ROWS)
     total = plgpu.layout_cast(jnp.zeros((TILE_ROWS,), jnp.float32), ROWS)
     return out, peak, total
 
 
-def products(queries: Any, keys: Any) -> jax.Array:
-    """Queries times keys, `[64, block]`."""
+def query_key_products(queries: Any, keys: Any) -> jax.Array:
+    """Multiply queries by keys, `[64, block]`."""
 
     def multiply(acc: Any) -> jax.Array:
         plgpu.wgmma(acc, queries, keys.transpose((1, 0)))
@@ -232,17 +235,17 @@ def products(queries: Any, keys: Any) -> jax.Array:
 
 
 def scales_of(kv: PagedKV, layer: int | jax.Array) -> Float[jax.Array, "2 kv_heads"] | None:
-    """The factors of a layer's stored keys and values, where the pool has some."""
+    """Return the factors of a layer's stored keys and values, or None if the pool has none."""
     return None if kv.scales is None else kv.scales[:, layer]
 
 
 def scale_of(scales: Any, which: int, head: jax.Array) -> jax.Array | None:
-    """The factor of a head's stored keys (0) or values (1), inside a kernel."""
+    """Return, inside a kernel, the factor of a head's stored keys (0) or values (1)."""
     return None if scales is None else scales[which, head]
 
 
-def logits_base_2(attention: Attention, z: jax.Array, key_scale: jax.Array | None) -> jax.Array:
-    """Scaled and capped, times log2 e. The hyperbolic tangent by an exponential: the approximate one is too coarse."""
+def logits_base_2(attention: MosaicGpuAttention, z: jax.Array, key_scale: jax.Array | None) -> jax.Array:
+    """Scale and cap products, times log2 e. tanh is computed by an exponential: the approximate tanh is too coarse."""
     scale: Any = attention.scale if key_scale is None else key_scale * attention.scale
     if attention.soft_cap is None:
         return z * (scale * LOG2E)
@@ -250,10 +253,10 @@ def logits_base_2(attention: Attention, z: jax.Array, key_scale: jax.Array | Non
     return (1.0 - 2.0 / (e + 1.0)) * (attention.soft_cap * LOG2E)
 
 
-def weigh(
+def softmax_weights(
     z: jax.Array, out: jax.Array, peak: jax.Array, total: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """A block's weights, and the running softmax rescaled to its new peak (Milakov, Gimelshein 2018)."""
+    """Return a block's weights, and the running softmax rescaled to the new peak (Milakov, Gimelshein 2018)."""
     new_peak = jnp.maximum(peak, z.max(axis=1))
     keep = jnp.exp2(peak - new_peak)
     weights = jnp.exp2(z - lax.broadcast_in_dim(new_peak, z.shape, [0]))
@@ -261,8 +264,8 @@ def weigh(
     return weights, out, new_peak, total * keep + weights.sum(axis=1)
 
 
-def add_values(attention: Attention, out: jax.Array, weights: Any, values: Any) -> jax.Array:
-    """`out` plus weights times values; the weights from registers or from shared memory."""
+def add_values(attention: MosaicGpuAttention, out: jax.Array, weights: Any, values: Any) -> jax.Array:
+    """Return `out` plus weights times values; the weights are in registers or in shared memory."""
     if not attention.interpret:
         return pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values))(_Accumulator.init(out))
 
@@ -270,14 +273,14 @@ def add_values(attention: Attention, out: jax.Array, weights: Any, values: Any) 
         plgpu.wgmma(acc, weights, values)
         return acc[...]
 
-    # The interpreter knows no accumulator that begins with something.
+    # The interpreter has no accumulator with an initial value.
     return out + pl.run_scoped(multiply, _Accumulator(out.shape, jnp.float32))
 
 
 def normalize(
     value_scale: jax.Array | None, out: jax.Array, peak: jax.Array, total: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The output, and the logarithm to base 2 of the sum of exponentials. Rows that saw nothing give zeros."""
+    """Return the output and the log-sum-exp to base 2. Rows that saw no token become zeros."""
     safe = jnp.where(total == 0.0, 1.0, total)
     out = out / lax.broadcast_in_dim(safe, out.shape, [0])
     return out if value_scale is None else out * value_scale, peak + jnp.log(safe) * LOG2E

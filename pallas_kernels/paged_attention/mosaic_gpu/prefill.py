@@ -1,8 +1,9 @@
 """Prefill on NVIDIA GPUs by Mosaic GPU: a work list of tiles of queries over paged keys and values.
 
-The rows of a tile are the query heads of one KV head, of some tokens of one sequence. Two warpgroups attend, half a
-tile each (or one, where heads are large), and share the blocks of keys and values that another one copies. Queries are
-laid out anew before: a tile is one copy then, which has to begin at a multiple of eight rows, so sequences do.
+The rows of a tile are the query heads of one KV head, for some tokens of one sequence. Two warpgroups compute
+attention, half a tile each (or a single one, if heads are large), and share the blocks of keys and values that another
+warpgroup copies. Queries are packed before, so that a tile is one copy. A copy must begin at a multiple of eight rows,
+so each sequence begins at one.
 """
 
 from __future__ import annotations
@@ -26,25 +27,28 @@ from pallas_kernels.paged_attention.mosaic_gpu.parts import (
     PIECE,
     TILE,
     TILE_ROWS,
-    Attention,
+    MosaicGpuAttention,
     add_values,
     ceil_div,
     clear_outside,
     fill_rings,
     logits_base_2,
     normalize,
-    products,
+    query_key_products,
     scale_of,
     scales_of,
-    share_registers,
+    set_register_budget,
+    softmax_weights,
     start_softmax,
-    weigh,
 )
 
 
 class _Tiles(NamedTuple):
-    """The work list, padded: of each tile its row of the batch, where its queries lie and how many rows of them it has
-    (none in padding), and the position of its first token. And of each packed row, and each token, where it comes from.
+    """The padded work list, and the indices between tokens and packed rows.
+
+    Each tile has its `row` of the batch, the `start` and number (`rows`, 0 in padding) of its packed queries, and the
+    `position` of its first token. `source` is the query of each packed row. `packed`, `tile` and `tile_row` say where
+    each token's first head is.
     """
 
     row: Int[Array, " tiles"]
@@ -67,9 +71,9 @@ def prefill(
     num_decodes: Int[Array, ""],
     num_seqs: Int[Array, ""],
     sinks: Float[Array, " heads"] | None,
-    attention: Attention,
+    attention: MosaicGpuAttention,
 ) -> Float[Array, "tokens heads head_dim"]:
-    """The output of the tokens of rows `[num_decodes, num_seqs)`; of the others it is unspecified."""
+    """Return the output of the tokens of rows `[num_decodes, num_seqs)`; that of the others is unspecified."""
     tokens, _, head_dim = q.shape
     kv_heads, group = attention.kv_heads, attention.group
     tile_rows = attention.warpgroups * TILE_ROWS
@@ -90,7 +94,7 @@ def prefill(
 
 
 def _tokens_a_tile(group: int, tile_rows: int) -> int:
-    """As many as fit, so that tiles begin at multiples of eight rows; none where those are too many."""
+    """Return the most tokens that fit and let tiles begin at multiples of eight rows; 0 if no number does."""
     step = PIECE // math.gcd(group, PIECE)
     return tile_rows // group // step * step
 
@@ -121,7 +125,7 @@ def _tiles(
         return jnp.minimum(row, num_rows - 1)
 
     most_rows = min(num_rows, tokens)
-    # The last tiles of a sequence have most to read, so they go first: tiles are counted from the end.
+    # The last tiles of a sequence have most to read, so they start first: tiles are counted from the end.
     index = jnp.arange(-(-tokens // per_tile) + most_rows, dtype=jnp.int32)
     index = tile_ends[-1] - 1 - index
     live = index >= 0
@@ -154,18 +158,18 @@ def _attend_tiles(
     layer: int | Int[Array, ""],
     page_table: Int[Array, "rows max_pages"],
     kv_lens: Int[Array, " rows"],
-    attention: Attention,
+    attention: MosaicGpuAttention,
     *,
     with_lse: bool,
 ) -> tuple[Float[Array, "kv_heads packed_rows head_dim"], Any]:
-    """The output, packed as the queries are, and the log-sum-exps (to base 2) `[kv_heads, tiles, rows_a_tile]`."""
+    """Return the output, packed as the queries are, and log-sum-exps (to base 2) `[kv_heads, tiles, tile_rows]`."""
     kv_heads, _, head_dim = q.shape
     block, group, window = attention.block, attention.group, attention.window
     warpgroups = attention.warpgroups
     tile_rows = warpgroups * TILE_ROWS
     per_tile = _tokens_a_tile(group, tile_rows)
     num_tiles = tiles.row.shape[0]
-    # One loop instead of two keeps the sums of large heads in registers.
+    # With one loop instead of two, the sums of large heads stay in registers.
     mask_all = window is not None or warpgroups == 1
 
     def body(
@@ -191,21 +195,21 @@ def _attend_tiles(
         v_clear: Any,
     ) -> None:
         tile, head, warpgroup = (lax.axis_index(name) for name in ("tile", "head", "warpgroup"))
-        row, rows, asked = row_ref[tile], rows_ref[tile], position_ref[tile]
+        row, rows, first_query = row_ref[tile], rows_ref[tile], position_ref[tile]
         length = lens_ref[row]
         live = rows > 0
-        end = jnp.minimum(length, asked + per_tile)
+        end = jnp.minimum(length, first_query + per_tile)
         high = ceil_div(end, block)
-        first_seen = jnp.int32(0) if window is None else jnp.maximum(asked - (window - 1), 0)
+        first_seen = jnp.int32(0) if window is None else jnp.maximum(first_query - (window - 1), 0)
         low = lax.div(first_seen, jnp.int32(block))
 
         @pl.when(live & (warpgroup < warpgroups))
         def _attend() -> None:
-            share_registers(attention, attends=True)
+            set_register_budget(attention, attends=True)
             first_row = warpgroup * TILE_ROWS
             start_row = pl.multiple_of(start_ref[tile] + first_row, PIECE)
-            mine = q_smem.at[warpgroup]
-            plgpu.copy_gmem_to_smem(q_ref.at[head, pl.ds(start_row, TILE_ROWS)], mine, q_arrived.at[warpgroup])
+            q_tile = q_smem.at[warpgroup]
+            plgpu.copy_gmem_to_smem(q_ref.at[head, pl.ds(start_row, TILE_ROWS)], q_tile, q_arrived.at[warpgroup])
             plgpu.barrier_wait(q_arrived.at[warpgroup])
             key_scale = scale_of(scales_ref, 0, head)
 
@@ -213,7 +217,7 @@ def _attend_tiles(
                 slot, start = attention.slot(i - low), i * block
                 clears = masked and not attention.converts
                 if clears:
-                    # Before there are logits: registers are scarce then.
+                    # Before the logits are computed, which leave few registers.
                     plgpu.barrier_wait(v_ring.arrived.at[slot])
 
                     @pl.when((start + block > length) | (start < first_seen))
@@ -226,17 +230,17 @@ def _attend_tiles(
                         plgpu.barrier_wait(v_clear)
 
                 plgpu.barrier_wait(k_ring.arrived.at[slot])
-                z = logits_base_2(attention, products(mine, k_ring.blocks.at[slot]), key_scale)
+                z = logits_base_2(attention, query_key_products(q_tile, k_ring.blocks.at[slot]), key_scale)
                 plgpu.barrier_arrive(k_ring.free.at[slot])
                 if masked:
                     tile_row = plgpu.broadcasted_iota(jnp.int32, z.shape, 0, layout=TILE) + first_row
-                    query = _divide(tile_row, group) + asked
+                    query = _divide(tile_row, group) + first_query
                     position = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=TILE) + start
                     seen = position <= query
                     if window is not None:
                         seen = seen & (position > query - window)
                     z = jnp.where(seen, z, MASKED)
-                weights, out, peak, total = weigh(z, *state)
+                weights, out, peak, total = softmax_weights(z, *state)
                 weights = weights.astype(q.dtype)
                 if attention.p_smem:
                     p_smem[warpgroup] = weights
@@ -248,14 +252,14 @@ def _attend_tiles(
                 plgpu.barrier_arrive(v_ring.free.at[slot])
                 return out, peak, total
 
-            # Blocks that all queries of the tile see in full need no mask; with a window few are of that kind.
-            full = low if mask_all else jnp.minimum(lax.div(asked + 1, jnp.int32(block)), high)
+            # Blocks that all queries of the tile see in full need no mask; with a window there are few of these.
+            full = low if mask_all else jnp.minimum(lax.div(first_query + 1, jnp.int32(block)), high)
             state = start_softmax(head_dim)
             if not mask_all:
                 state = lax.fori_loop(low, full, lambda i, state: step(i, state, masked=False), state)
             state = lax.fori_loop(full, high, lambda i, state: step(i, state, masked=True), state)
             out, lse = normalize(scale_of(scales_ref, 1, head), *state)
-            mine[...] = out.astype(q.dtype)
+            q_tile[...] = out.astype(q.dtype)
             if with_lse:
                 lse_smem[warpgroup] = lse
             plgpu.commit_smem()
@@ -265,17 +269,17 @@ def _attend_tiles(
 
             @pl.when(whole)
             def _() -> None:
-                plgpu.copy_smem_to_gmem(mine, out_ref.at[head, pl.ds(start_row, TILE_ROWS)])
+                plgpu.copy_smem_to_gmem(q_tile, out_ref.at[head, pl.ds(start_row, TILE_ROWS)])
 
             @pl.when(jnp.logical_not(whole))
             def _() -> None:
-                # What follows belongs to the next sequence, or to the next tile of this one.
+                # The following rows belong to the next sequence, or to the next tile of this one.
                 for piece in range(0, TILE_ROWS, PIECE):
 
                     @pl.when(first_row + piece < rows)
                     def _(piece: int = piece) -> None:
                         at = pl.multiple_of(start_row + piece, PIECE)
-                        plgpu.copy_smem_to_gmem(mine.at[pl.ds(piece, PIECE)], out_ref.at[head, pl.ds(at, PIECE)])
+                        plgpu.copy_smem_to_gmem(q_tile.at[pl.ds(piece, PIECE)], out_ref.at[head, pl.ds(at, PIECE)])
 
             plgpu.wait_smem_to_gmem(0)
 
@@ -323,7 +327,7 @@ def _attend_tiles(
 
 
 def _divide(x: jax.Array, by: int) -> jax.Array:
-    """Rows of a tile by the size of a group: exact for what is smaller than 2^16 / 16."""
+    """Divide row numbers of a tile by the group's size; exact below 2^16 / 16."""
     if by == 1:
         return x
     return lax.shift_right_logical(x * (2**16 // by + 1), jnp.full_like(x, 16))

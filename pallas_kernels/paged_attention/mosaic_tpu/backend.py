@@ -1,7 +1,7 @@
-"""The TPU backend: one ragged kernel for the decodes and prefill chunks of a step, which writes the new KV as well.
+"""The TPU backend: one ragged kernel for the decodes and prefill chunks of a step, which also writes the new KV.
 
-What it can do and with which block sizes is decided here, and its operands are laid out; the kernel itself stands in
-`mosaic_tpu_kernel.py`. Heads of any size come in whole rows of 128 lanes, as the pool has them (`layout.py`).
+This module decides what the kernel supports and with which block sizes it runs, and prepares its operands; the kernel
+itself is in `kernel.py`. Heads of any size are padded to whole rows of 128 lanes, as in the pool (`layout.py`).
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention.layout import PagedKV, in_lanes
+from pallas_kernels.paged_attention.layout import PagedKV, as_pool_rows
 from pallas_kernels.paged_attention.mosaic_tpu.kernel import attention_kernel
 from pallas_kernels.paged_attention.mosaic_tpu.memory import (
     LANES,
-    Blocks,
-    Form,
-    Given,
-    Written,
+    KernelOperands,
+    KernelResults,
+    LoopSizes,
+    TpuAttention,
     new_dtype,
     scratch_types,
 )
-from pallas_kernels.paged_attention.problem import Problem, Target, is_float8
+from pallas_kernels.paged_attention.problem import KernelTarget, Problem, is_float8
 from pallas_kernels.paged_attention.tuning import tuned_blocks
-from pallas_kernels.paged_attention.write import stored
+from pallas_kernels.paged_attention.write import as_pool_dtype
 
 MAX_GROUP = 16
 DTYPES = ("float32", "bfloat16")
@@ -37,17 +37,17 @@ DTYPES = ("float32", "bfloat16")
 _DECODE_KEYS = 512
 _PREFILL_KEYS = 512
 _PREFILL_QUERIES = 128
-# Of one slot of a block's pages: enough in flight for HBM's latency.
+# Bytes of a block's pages: enough in flight for HBM's latency.
 _BLOCK_BYTES = 2 * 2**20
 _SCORES_BYTES = 2**18
-# Vector memory of a core, by device; v5e and v6e have the default. XLA keeps a part of it for what runs beside.
+# Vector memory of a core, by device; v5e and v6e have the default. XLA keeps a part of it for other operations.
 _VMEM_BYTES = {"TPU7x": 64 * 2**20}
 _DEFAULT_VMEM_BYTES = 128 * 2**20
 _TABLE_PAGES = 2**15
 
 
-def refusal(problem: Problem, target: Target) -> str | None:
-    """Why not, by name: the device, a type, the head size, the ratio of heads, the page size."""
+def refusal(problem: Problem, target: KernelTarget) -> str | None:
+    """Return what isn't supported (device, dtype, head size, ratio of heads or page size), or None."""
     if target.platform not in ("tpu", "cpu"):
         return f"mosaic_tpu compiles for TPUs, not for {target.platform}"
     if problem.dtype.name not in DTYPES:
@@ -80,27 +80,29 @@ def paged_attention(
     soft_cap: float | None,
     sinks: Float[Array, " heads"] | None,
     decode_only: bool,
-    target: Target,
+    target: KernelTarget,
     interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
-    """See `api.paged_attention`. Raises ValueError for a pool or a page table that a TPU's memory doesn't take."""
+    """Compute `api.paged_attention`. Raises ValueError for a pool or page table that a TPU's memory can't hold."""
     tokens, heads, head_dim = q.shape
     kv_heads, lanes = kv.num_kv_heads, kv.keys.shape[3]
     group = heads // kv_heads
     _check_memory(kv, page_table.shape[1])
     problem = Problem(heads, kv_heads, head_dim, kv.page_size, q.dtype, kv.keys.dtype)
     unit = min(kv.page_size, 32 // kv.keys.dtype.itemsize)
-    form = Form(kv_heads, group, lanes, kv.page_size, unit, q.dtype, kv.keys.dtype, kv.joined, scale, window, soft_cap)
-    decode = block_sizes(form, problem, target, queries=1)
-    prefill = None if decode_only else block_sizes(form, problem, target, queries=_tile_queries(tokens, form))
+    attention = TpuAttention(
+        kv_heads, group, lanes, kv.page_size, unit, q.dtype, kv.keys.dtype, kv.joined, scale, window, soft_cap
+    )
+    decode = block_sizes(attention, problem, target, queries=1)
+    prefill = None if decode_only else block_sizes(attention, problem, target, queries=_tile_queries(tokens, attention))
 
     padding = 0 if prefill is None else prefill.queries
-    rows = in_lanes(stored(k, kv, layer, 0), stored(v, kv, layer, 1), kv)
-    new = tuple(_padded(x, padding, lanes)[:, :, None].astype(new_dtype(form.kv_dtype)) for x in rows)
+    rows = as_pool_rows(as_pool_dtype(k, kv, layer, 0), as_pool_dtype(v, kv, layer, 1), kv)
+    new = tuple(_padded(x, padding, lanes)[:, :, None].astype(new_dtype(attention.kv_dtype)) for x in rows)
     queries = _padded(q, padding, lanes).reshape(-1, kv_heads, group, lanes)
-    tiles, tile_rows, tile_numbers = _tiles(query_starts, kv_lens, num_decodes, num_seqs, tokens, form, prefill)
+    tiles, tile_rows, tile_numbers = _tiles(query_starts, kv_lens, num_decodes, num_seqs, tokens, attention, prefill)
     counts = jnp.stack([jnp.asarray(x, jnp.int32) for x in (num_decodes, tiles, layer * kv.num_pages)])
-    given = Given(
+    operands = KernelOperands(
         counts,
         query_starts,
         kv_lens,
@@ -113,37 +115,37 @@ def paged_attention(
         new,
     )
     out, *pools = _call(
-        given, kv.pools, form, decode, prefill, vmem_limit=_vmem_capacity(target) * 3 // 4, interpret=interpret
+        operands, kv.pools, attention, decode, prefill, vmem_limit=_vmem_capacity(target) * 3 // 4, interpret=interpret
     )
     start = lanes // 2 if kv.joined else 0
     return out[:tokens, :, :, start : start + head_dim].reshape(q.shape), kv.with_pools(pools)
 
 
 def _call(
-    given: Given,
+    operands: KernelOperands,
     pools: tuple[Array, ...],
-    form: Form,
-    decode: Blocks,
-    prefill: Blocks | None,
+    attention: TpuAttention,
+    decode: LoopSizes,
+    prefill: LoopSizes | None,
     *,
     vmem_limit: int,
     interpret: bool,
 ) -> list[Array]:
-    """Runs the kernel; the pools are updated in place."""
+    """Run the kernel; the pools are updated in place."""
     scalar, vector, hbm = (pl.BlockSpec(memory_space=space) for space in (pltpu.SMEM, pltpu.VMEM, pl.ANY))
-    inputs, structure = jax.tree.flatten(given)
+    inputs, structure = jax.tree.flatten(operands)
     first, count = len(inputs), len(pools)
-    in_vector = sum(x is not None for x in (given.scales, given.sinks))
+    in_vector = sum(x is not None for x in (operands.scales, operands.sinks))
     specs = [*[scalar] * 5, *[vector] * in_vector, *[hbm] * (first - 5 - in_vector)]
 
     def kernel(*refs: Any) -> None:
-        out, *written = refs[first + count :]
+        out, *results = refs[first + count :]
         read = jax.tree.unflatten(structure, refs[:first])
-        attention_kernel(read, Written(out, tuple(written)), form, decode, prefill)
+        attention_kernel(read, KernelResults(out, tuple(results)), attention, decode, prefill)
 
     return pl.pallas_call(
         kernel,
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (given.q, *pools)],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (operands.q, *pools)],
         in_specs=[*specs, *[hbm] * count],
         out_specs=[hbm] * (1 + count),
         input_output_aliases={first + i: 1 + i for i in range(count)},
@@ -153,71 +155,74 @@ def _call(
     )(*inputs, *pools)
 
 
-def block_sizes(form: Form, problem: Problem, target: Target, *, queries: int) -> Blocks:
-    """Tuned or by rule, and no larger than vector memory takes: `block_kv` tokens a block, `block_q` queries a tile."""
+def block_sizes(attention: TpuAttention, problem: Problem, target: KernelTarget, *, queries: int) -> LoopSizes:
+    """Return tuned block sizes or those of the rule, reduced until they fit vector memory.
+
+    Tuned tables have `block_kv` tokens a block and `block_q` queries a tile.
+    """
     tuned = tuned_blocks(target, "mosaic_tpu", "decode" if queries == 1 else "prefill", problem) or {}
-    arrays = 1 if form.joined else 2
-    token_bytes = arrays * form.kv_heads * form.lanes * form.kv_dtype.itemsize
+    arrays = 1 if attention.joined else 2
+    token_bytes = arrays * attention.kv_heads * attention.lanes * attention.kv_dtype.itemsize
     keys = min(_DECODE_KEYS if queries == 1 else _PREFILL_KEYS, _BLOCK_BYTES // token_bytes)
-    pages = max(1, tuned.get("block_kv", keys) // form.page_size)
+    pages = max(1, tuned.get("block_kv", keys) // attention.page_size)
     if queries > 1:
-        queries = _whole_units(min(queries, tuned.get("block_q", queries)), form)
+        queries = _whole_units(min(queries, tuned.get("block_q", queries)), attention)
     budget = _vmem_capacity(target) // 3
     while True:
-        blocks = Blocks(queries, pages, _heads_at_once(form, queries, pages))
-        can_halve_queries = queries > form.unit
-        if vmem_bytes(form, blocks) <= budget or (pages == 1 and not can_halve_queries):
-            return blocks
-        if can_halve_queries and (pages == 1 or queries * form.group > pages * form.page_size):
-            queries = _whole_units(queries // 2, form)
+        sizes = LoopSizes(queries, pages, _heads_at_once(attention, queries, pages))
+        can_halve_queries = queries > attention.unit
+        if vmem_bytes(attention, sizes) <= budget or (pages == 1 and not can_halve_queries):
+            return sizes
+        if can_halve_queries and (pages == 1 or queries * attention.group > pages * attention.page_size):
+            queries = _whole_units(queries // 2, attention)
         else:
             pages //= 2
 
 
-def candidates(kind: str, problem: Problem, target: Target) -> list[dict[str, int]]:
-    """What to time on a device for the tuned table."""
+def candidates(kind: str, problem: Problem, target: KernelTarget) -> list[dict[str, int]]:
+    """Return the block sizes to time for the tuned table."""
     keys = [{"block_kv": size} for size in (128, 256, 512, 1024) if size >= problem.page_size]
     if kind == "decode":
         return keys
     return [{"block_q": queries, **one} for queries in (32, 64, 128, 256) for one in keys]
 
 
-def vmem_bytes(form: Form, blocks: Blocks) -> int:
-    """Vector memory of a loop's scratch, and of the scores of the heads that are multiplied at once."""
+def vmem_bytes(attention: TpuAttention, sizes: LoopSizes) -> int:
+    """Return the vector memory of a loop's scratch, and of the scores of the heads that are multiplied at once."""
     types = [
         t
-        for t in jax.tree.leaves(tuple(scratch_types(form, blocks, 1)))
+        for t in jax.tree.leaves(tuple(scratch_types(attention, sizes, 1)))
         if getattr(t, "memory_space", None) == pltpu.VMEM
     ]
-    scores = blocks.heads * blocks.queries * form.group * blocks.pages * form.page_size
+    scores = sizes.heads * sizes.queries * attention.group * sizes.pages * attention.page_size
     return sum(_padded_bytes(t.shape, t.dtype) for t in types) + 6 * scores
 
 
-def _vmem_capacity(target: Target) -> int:
+def _vmem_capacity(target: KernelTarget) -> int:
     return _VMEM_BYTES.get(target.kind, _DEFAULT_VMEM_BYTES)
 
 
 def _padded_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    """As tiles hold it, whose rows are words of 32 bits."""
+    """Return the size in memory tiles, whose rows are words of 32 bits."""
     *outer, rows, lanes = shape
     packing = 4 // np.dtype(dtype).itemsize
     return math.prod(outer) * (rows + -rows % packing) * (lanes + -lanes % LANES) * np.dtype(dtype).itemsize
 
 
-def _heads_at_once(form: Form, queries: int, pages: int) -> int:
-    """For one query several, as a product so small waits for itself; else one."""
+def _heads_at_once(attention: TpuAttention, queries: int, pages: int) -> int:
+    """Return several heads for a single query, whose products alone are too small to hide latency; else 1."""
     if queries > 1:
         return 1
-    most = max(1, _SCORES_BYTES // (4 * 8 * pages * form.page_size))
-    return max(n for n in range(1, form.kv_heads + 1) if form.kv_heads % n == 0 and n <= most)
+    most = max(1, _SCORES_BYTES // (4 * 8 * pages * attention.page_size))
+    return max(n for n in range(1, attention.kv_heads + 1) if attention.kv_heads % n == 0 and n <= most)
 
 
-def _whole_units(queries: int, form: Form) -> int:
-    return max(form.unit, queries - queries % form.unit)
+def _whole_units(queries: int, attention: TpuAttention) -> int:
+    return max(attention.unit, queries - queries % attention.unit)
 
 
-def _tile_queries(tokens: int, form: Form) -> int:
-    return min(_PREFILL_QUERIES, tokens + -tokens % form.unit)
+def _tile_queries(tokens: int, attention: TpuAttention) -> int:
+    return min(_PREFILL_QUERIES, tokens + -tokens % attention.unit)
 
 
 def _tiles(
@@ -226,10 +231,13 @@ def _tiles(
     num_decodes: Int[Array, ""],
     num_seqs: Int[Array, ""],
     tokens: int,
-    form: Form,
-    prefill: Blocks | None,
+    attention: TpuAttention,
+    prefill: LoopSizes | None,
 ) -> tuple[Array | int, Int[Array, " tiles"], Int[Array, " tiles"]]:
-    """The work list of prefill: how many tiles, the row of each and its number in the row. They begin at units."""
+    """Return prefill's work list: the number of tiles, the row of each, and its index in the row.
+
+    Tiles begin at units.
+    """
     if prefill is None:
         return 0, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32)
     rows = kv_lens.shape[0]
@@ -237,9 +245,9 @@ def _tiles(
     new = query_starts[1:] - query_starts[:-1]
     start = kv_lens - new
     live = (row >= num_decodes) & (row < num_seqs) & (new > 0)
-    tiles = jnp.where(live, (start % form.unit + new + prefill.queries - 1) // prefill.queries, 0)
+    tiles = jnp.where(live, (start % attention.unit + new + prefill.queries - 1) // prefill.queries, 0)
     ends = jnp.cumsum(tiles).astype(jnp.int32)
-    # A row has one tile more than its tokens fill, and one more where it begins within a unit.
+    # A row has one tile more than its tokens fill, and one more if it begins within a unit.
     number = jnp.arange(tokens // prefill.queries + 2 * min(rows, tokens), dtype=jnp.int32)
     of = jnp.searchsorted(ends, number, side="right", method="compare_all").astype(jnp.int32)
     of = jnp.minimum(of, rows - 1)

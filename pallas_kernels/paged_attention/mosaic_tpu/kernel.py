@@ -1,14 +1,13 @@
-"""The ragged kernel of the TPU backend: a loop over decodes and a loop over tiles of prefill chunks, the same code.
+"""The ragged kernel of the TPU backend: a loop over decodes and a loop over tiles of prefill chunks, by the same code.
 
-Of a tile's own positions the new tokens are put among what the pool held, and all are attended to; then block after
-block of what the row holds before them. All is copied one step ahead (`mosaic_tpu_memory.py`): page table, queries
-and own positions of the next tile, pages of the next block.
+For each tile, the new tokens are merged with the pool's tokens at the tile's own positions, and the queries attend to
+all of these; then they attend to the row's earlier tokens, block after block. Everything is copied one step ahead
+(`memory.py`): page table, queries and own positions of the next tile, pages of the next block.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +17,13 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.paged_attention.mosaic_tpu.memory import (
-    Blocks,
     Copies,
-    Form,
-    Given,
-    Scratch,
+    KernelOperands,
+    KernelResults,
+    LoopScratch,
+    LoopSizes,
     Tile,
-    Written,
+    TpuAttention,
     own_positions,
     scratch_types,
     start,
@@ -34,46 +33,52 @@ from pallas_kernels.paged_attention.mosaic_tpu.memory import (
 _MASKED = -1e30
 
 
-def attention_kernel(given: Given, written: Written, form: Form, decode: Blocks, prefill: Blocks | None) -> None:
-    """The kernel: decodes, then tiles of prefill chunks where the program has any."""
-    for i, blocks in enumerate((decode, prefill)):
-        if blocks is not None:
-            run = functools.partial(_run, form, blocks, given, written, i)
-            pl.run_scoped(run, *scratch_types(form, blocks, given.page_table.shape[2]))
+def attention_kernel(
+    operands: KernelOperands,
+    results: KernelResults,
+    attention: TpuAttention,
+    decode: LoopSizes,
+    prefill: LoopSizes | None,
+) -> None:
+    """Run the kernel: decodes, then tiles of prefill chunks if the program has any."""
+    for which, sizes in enumerate((decode, prefill)):
+        if sizes is None:
+            continue
 
+        def run(*memory: Any, which: int = which, sizes: LoopSizes = sizes) -> None:
+            scratch = LoopScratch(*memory)
+            copies = Copies(attention, sizes, operands, results, scratch)
+            _TileLoop(attention, sizes, operands, scratch, copies).run(operands.counts[which])
 
-def _run(form: Form, blocks: Blocks, given: Given, written: Written, which: int, *scratch: Any) -> None:
-    _Loop(form, blocks, given, Scratch(*scratch), Copies(form, blocks, given, written, Scratch(*scratch))).run(
-        given.counts[which]
-    )
+        pl.run_scoped(run, *scratch_types(attention, sizes, operands.page_table.shape[2]))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Loop:
-    form: Form
-    blocks: Blocks
-    given: Given
-    scratch: Scratch
+class _TileLoop:
+    attention: TpuAttention
+    sizes: LoopSizes
+    operands: KernelOperands
+    scratch: LoopScratch
     copies: Copies
 
     def run(self, count: Array) -> None:
-        """All tiles, each with the next one's first copies on their way."""
+        """Compute all tiles; the first copies of the next tile are in flight meanwhile."""
 
         @pl.when(count > 0)
         def _() -> None:
             self.copies.table(0, start)
             self.copies.table(0, wait)
             self.copies.inputs(self.copies.tile(0), start)
-            self.copies.first_past(self.copies.tile(0), 0)
+            self.copies.start_first_block(self.copies.tile(0), 0)
 
         pl.when(count > 1)(lambda: self.copies.table(1, start))
-        lax.fori_loop(0, count, lambda i, blocks: self._step(i, count, blocks), jnp.int32(0))
+        lax.fori_loop(0, count, lambda i, blocks_before: self._step(i, count, blocks_before), jnp.int32(0))
         pl.when(count > 0)(lambda: self.copies.out(self.copies.tile(count - 1), wait))
         if not self.copies.chained:
             pl.when(count > 0)(lambda: self.copies.writes(self.copies.tile(count - 1), wait))
 
     def _step(self, i: Array, count: Array, blocks_before: Array) -> Array:
-        """One tile. Blocks take turns in two slots, so that the number of blocks before says where the next goes."""
+        """Compute one tile. Blocks alternate between two slots, so the number of blocks before gives the next slot."""
         copies = self.copies
         tile = copies.tile(i)
         pl.when(i + 2 < count)(lambda: copies.table(i + 2, start))
@@ -94,58 +99,58 @@ class _Loop:
         def next_tile(slot: Array) -> None:
             if copies.chained:
                 copies.writes(tile, wait)
-            pl.when(i + 1 < count)(lambda: copies.first_past(copies.tile(i + 1), slot))
+            pl.when(i + 1 < count)(lambda: copies.start_first_block(copies.tile(i + 1), slot))
 
         def block(b: Array, carry: None) -> None:
             slot = (blocks_before + b) % 2
             at = tile.first_block + b
-            pl.when(b + 1 < tile.blocks)(lambda: copies.past(tile, at + 1, 1 - slot, start))
-            pl.when(b + 1 == tile.blocks)(lambda: next_tile(1 - slot))
+            pl.when(b + 1 < tile.num_blocks)(lambda: copies.past(tile, at + 1, 1 - slot, start))
+            pl.when(b + 1 == tile.num_blocks)(lambda: next_tile(1 - slot))
             copies.past(tile, at, slot, wait)
             self._attend_past(tile, at, slot)
 
-        lax.fori_loop(0, tile.blocks, block, None)
-        pl.when(tile.blocks == 0)(lambda: next_tile(blocks_before % 2))
+        lax.fori_loop(0, tile.num_blocks, block, None)
+        pl.when(tile.num_blocks == 0)(lambda: next_tile(blocks_before % 2))
         self._each_heads(lambda heads: self._finish(tile, heads))
 
-        # Tiles are written whole, the last one of a row into the next row's tokens, which then overwrites them.
+        # Tiles are written whole: a row's last one also covers tokens of the next row, which then overwrites them.
         pl.when(i > 0)(lambda: copies.out(copies.tile(i - 1), wait))
         copies.out(tile, start)
-        return blocks_before + tile.blocks
+        return blocks_before + tile.num_blocks
 
     # Arithmetic, some heads at a time.
 
     def _each_heads(self, do: Callable[[Any], None]) -> None:
-        size = self.blocks.heads
-        lax.fori_loop(0, self.form.kv_heads // size, lambda i, carry: do(pl.ds(i * size, size)), None)
+        size = self.sizes.heads
+        lax.fori_loop(0, self.attention.kv_heads // size, lambda i, carry: do(pl.ds(i * size, size)), None)
 
     def _by_rows(self, x: Float[Array, "queries heads group lanes"]) -> Float[Array, "heads rows lanes"]:
-        """Queries of a KV head side by side. Of several queries only one head is taken at a time."""
-        if self.blocks.queries == 1:
+        """Return the rows of each KV head: its queries times its group. With several queries, `x` has one head."""
+        if self.sizes.queries == 1:
             return x[0]
         return x[:, 0].astype(jnp.float32).reshape(1, -1, x.shape[3])
 
     def _begin(self, tile: Tile, heads: Any) -> None:
-        form, s = self.form, self.scratch
-        q = self._by_rows(s.q[tile.number % 2, :, heads]).astype(jnp.float32) * form.scale
-        if self.given.scales is not None:
-            q = q * self.given.scales[0, heads]
-        s.queries[heads] = q.astype(form.dtype)
+        attention, s = self.attention, self.scratch
+        q = self._by_rows(s.q[tile.number % 2, :, heads]).astype(jnp.float32) * attention.scale
+        if self.operands.scales is not None:
+            q = q * self.operands.scales[0, heads]
+        s.queries[heads] = q.astype(attention.dtype)
         s.sums[heads] = jnp.zeros_like(s.sums[heads])
-        if self.given.sinks is None:
+        if self.operands.sinks is None:
             s.peaks[heads] = jnp.full_like(s.peaks[heads], _MASKED)
             s.totals[heads] = jnp.zeros_like(s.totals[heads])
             return
-        # A sink is a key of its own with nothing for a value.
-        sinks = self.given.sinks[heads]
-        spread = jnp.broadcast_to(sinks[None], (self.blocks.queries, *sinks.shape))
+        # A sink counts as a key whose value is zero.
+        sinks = self.operands.sinks[heads]
+        spread = jnp.broadcast_to(sinks[None], (self.sizes.queries, *sinks.shape))
         s.peaks[heads] = self._by_rows(spread)
         s.totals[heads] = jnp.ones_like(s.totals[heads])
 
     def _merge(self, tile: Tile, heads: Any) -> None:
-        """Puts the new tokens among what the pool held."""
+        """Merge the new tokens with those that the pool held."""
         slot = tile.number % 2
-        at = self._positions(tile.base, own_positions(self.form, self.blocks), axis=0)
+        at = self._positions(tile.base, own_positions(self.attention, self.sizes), axis=0)
         is_new = (at >= tile.position) & (at < tile.end)
         for new_ref, own_ref in zip(self.scratch.new, self.scratch.own, strict=True):
             old = own_ref[slot, heads]
@@ -157,25 +162,25 @@ class _Loop:
             own_ref[slot, heads] = merged.astype(old.dtype).reshape(old.shape)
 
     def _attend_own(self, tile: Tile, heads: Any) -> None:
-        form, slot, size = self.form, tile.number % 2, own_positions(self.form, self.blocks)
+        attention, slot, size = self.attention, tile.number % 2, own_positions(self.attention, self.sizes)
         keys, values = (self._tokens(own[slot, heads]) for own in (self.scratch.own[0], self.scratch.own[-1]))
         at = self._positions(tile.base, size, axis=0)
         held = at < tile.end
-        if form.window is not None:
+        if attention.window is not None:
             held &= at >= tile.first
-        values = jnp.where(held[None], values, 0.0).astype(form.dtype)
+        values = jnp.where(held[None], values, 0.0).astype(attention.dtype)
         ahead = self._positions(tile.base, size, axis=1) - tile.position
         query = lax.broadcasted_iota(jnp.int32, (self.scratch.queries.shape[1], 1), 0)
-        seen = ahead * form.group <= query
-        self._attend(heads, keys.astype(form.dtype), values, self._within_window(seen, ahead))
+        seen = ahead * attention.group <= query
+        self._attend(heads, keys.astype(attention.dtype), values, self._within_window(seen, ahead))
 
     def _attend_past(self, tile: Tile, block: Array, slot: Array) -> None:
-        form = self.form
-        size = self.blocks.pages * form.page_size
+        attention = self.attention
+        size = self.sizes.pages * attention.page_size
         begin = block * size
         past_values = self.scratch.past[-1]
 
-        # What was not read may be NaN, which a weight of 0 would not take out of a sum.
+        # Memory that was not copied to may hold NaN, which a weight of 0 would not remove from a sum.
         @pl.when((begin < tile.first) | (begin + size > tile.base))
         def _() -> None:
             at = self._positions(begin, size, axis=0)
@@ -193,16 +198,16 @@ class _Loop:
 
         def attend(heads: Any) -> None:
             keys, values = (self._tokens(past[slot, heads]) for past in (self.scratch.past[0], past_values))
-            self._attend(heads, keys.astype(form.dtype), values.astype(form.dtype), seen)
+            self._attend(heads, keys.astype(attention.dtype), values.astype(attention.dtype), seen)
 
         self._each_heads(attend)
 
     def _within_window(self, seen: Bool[Array, "rows keys"], ahead: Array) -> Bool[Array, "rows keys"]:
-        """`ahead` says how far keys stand after the tile's first query; row i belongs to query i // group."""
-        if self.form.window is None:
+        """Mask positions outside the window. `ahead` is the distance of keys from the tile's first query."""
+        if self.attention.window is None:
             return seen
         query = lax.broadcasted_iota(jnp.int32, (self.scratch.queries.shape[1], 1), 0)
-        return seen & (query < (ahead + self.form.window) * self.form.group)
+        return seen & (query < (ahead + self.attention.window) * self.attention.group)
 
     def _attend(
         self,
@@ -211,8 +216,8 @@ class _Loop:
         values: Float[Array, "heads keys lanes"],
         seen: Bool[Array, "rows keys"],
     ) -> None:
-        """One block further: rescale what was summed under the old peak, then add the block (Milakov, Gimelshein)."""
-        s, cap = self.scratch, self.form.soft_cap
+        """Add a block to the softmax; sums under the old peak are rescaled (Milakov, Gimelshein 2018)."""
+        s, cap = self.scratch, self.attention.soft_cap
         precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else lax.Precision.DEFAULT
         logits = jnp.einsum(
             "hrl,hkl->hrk", s.queries[heads], keys, precision=precision, preferred_element_type=jnp.float32
@@ -237,20 +242,21 @@ class _Loop:
     def _finish(self, tile: Tile, heads: Any) -> None:
         s, slot = self.scratch, tile.number % 2
         out = s.sums[heads] / s.totals[heads][:, :, :1]
-        if self.given.scales is not None:
-            out = out * self.given.scales[1, heads]
-        if self.blocks.queries == 1:
+        if self.operands.scales is not None:
+            out = out * self.operands.scales[1, heads]
+        if self.sizes.queries == 1:
             s.out[slot, 0, heads] = out.astype(s.out.dtype)
         else:
-            shape = (self.blocks.queries, 1, self.form.group, self.form.lanes)
+            shape = (self.sizes.queries, 1, self.attention.group, self.attention.lanes)
             s.out[slot, :, heads] = out.reshape(shape).astype(s.out.dtype)
 
     @staticmethod
     def _positions(begin: Array, size: int, *, axis: int) -> Array:
-        """Positions from `begin` on, as a column (0) or a row (1)."""
+        """Return positions from `begin` on, as a column (axis 0) or a row (axis 1)."""
         return begin + lax.broadcasted_iota(jnp.int32, (size, 1) if axis == 0 else (1, size), axis)
 
     def _tokens(self, x: Array) -> Float[Array, "heads tokens lanes"]:
-        """Pages or units one after another. Types of eight bits have tiles larger than a page may be."""
-        x = x.astype(self.form.dtype) if x.dtype.itemsize == 1 else x
+        """Return the tokens of pages or units in one dimension. 8-bit types are converted first: their memory tiles
+        may be larger than a page."""
+        x = x.astype(self.attention.dtype) if x.dtype.itemsize == 1 else x
         return x.reshape(x.shape[0], -1, x.shape[3])

@@ -1,7 +1,7 @@
-"""What the TPU kernel moves: its operands, its scratch memory, the tiles it works off, and every copy by DMA.
+"""The memory of the TPU kernel: its operands, its scratch memory, its tiles, and every DMA copy.
 
 A tile is some queries of one row. Its own positions, whole units of memory around its new tokens, are read from the
-pool and written back; what the row holds before them comes by pages, a block of them at a time.
+pool and written back. The row's earlier tokens are read by pages, a block of pages at a time.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from jaxtyping import Array
 LANES = 128
 _TABLES = 4
 
-# A reference to memory that a kernel sees, a copy between two of them, and what is done with one: start or wait.
+# A reference to memory inside a kernel; and the function to apply to a copy: `start` or `wait`.
 Ref = Any
 Act = Callable[[Any], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
-    """Static facts of a kernel. `unit` is the number of positions that can be written at a time."""
+class TpuAttention:
+    """The static facts of a kernel. `unit` is the number of positions that can be written at a time."""
 
     kv_heads: int
     group: int
@@ -43,18 +43,18 @@ class Form:
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
-    """Sizes of one loop: queries of a tile, pages of a block, KV heads that are multiplied at once."""
+class LoopSizes:
+    """The sizes of one loop: queries of a tile, pages of a block, KV heads that are multiplied at once."""
 
     queries: int
     pages: int
     heads: int
 
 
-class Given(NamedTuple):
-    """What a kernel reads. `new` is one array where keys and values are joined, else two.
+class KernelOperands(NamedTuple):
+    """The arrays that a kernel reads. `new` is one array if keys and values are joined, else two.
 
-    `counts` are decodes, tiles, and the layer's first entry. Small integers lie in scalar memory, `scales` and `sinks`
+    `counts` are decodes, tiles, and the layer's first entry. Small integers are in scalar memory, `scales` and `sinks`
     in vector memory, the rest in HBM.
     """
 
@@ -70,15 +70,15 @@ class Given(NamedTuple):
     new: tuple[Ref, ...]
 
 
-class Written(NamedTuple):
-    """What a kernel writes; `pools` are as many as `Given.new`."""
+class KernelResults(NamedTuple):
+    """The arrays that a kernel writes; `pools` has as many as `KernelOperands.new`."""
 
     out: Ref
     pools: tuple[Ref, ...]
 
 
-class Scratch(NamedTuple):
-    """Memory and semaphores of one loop; what is copied ahead has two of each."""
+class LoopScratch(NamedTuple):
+    """The memory and semaphores of one loop; whatever is copied ahead has two buffers."""
 
     table: Ref
     q: Ref
@@ -98,9 +98,9 @@ class Scratch(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Scalars of a tile. It asks for positions [`position`, `end`), its own positions begin at `base`.
+    """The scalars of a tile. Its queries have positions [`position`, `end`); its own positions begin at `base`.
 
-    `first` is the first position that it sees, and of the blocks before `base` those from `first_block` on are read.
+    `first` is the first position that it sees. Before `base`, `num_blocks` blocks are read, from `first_block` on.
     """
 
     number: Array
@@ -111,31 +111,31 @@ class Tile(NamedTuple):
     end: Array
     first: Array
     first_block: Array
-    blocks: Array
+    num_blocks: Array
 
 
-def own_positions(form: Form, blocks: Blocks) -> int:
-    """Positions around a tile's new tokens that are read, merged and written back."""
-    return max(blocks.queries, form.unit)
+def own_positions(attention: TpuAttention, sizes: LoopSizes) -> int:
+    """Return the number of positions around a tile's new tokens that are read, merged and written back."""
+    return max(sizes.queries, attention.unit)
 
 
-def scratch_types(form: Form, blocks: Blocks, pages: int) -> Scratch:
-    """What a loop allocates; `pages` is the width of the page table."""
-    heads, lanes, rows = form.kv_heads, form.lanes, blocks.queries * form.group
-    own = own_positions(form, blocks)
-    arrays = 1 if form.joined else 2
-    # Tiles begin at units, so that a row's first queries lie up to a unit into the first one.
-    new_rows = 1 if blocks.queries == 1 else own + form.unit
+def scratch_types(attention: TpuAttention, sizes: LoopSizes, pages: int) -> LoopScratch:
+    """Return the memory that a loop allocates; `pages` is the width of the page table."""
+    heads, lanes, rows = attention.kv_heads, attention.lanes, sizes.queries * attention.group
+    own = own_positions(attention, sizes)
+    arrays = 1 if attention.joined else 2
+    # Tiles begin at units, so a row's first query may be up to a unit into its first tile.
+    new_rows = 1 if sizes.queries == 1 else own + attention.unit
     state = pltpu.VMEM((heads, rows, LANES), jnp.float32)
-    queries = pltpu.VMEM((2, blocks.queries, heads, form.group, lanes), form.dtype)
-    return Scratch(
+    queries = pltpu.VMEM((2, sizes.queries, heads, attention.group, lanes), attention.dtype)
+    return LoopScratch(
         table=pltpu.SMEM((_TABLES, 1, pages), jnp.int32),
         q=queries,
-        new=(pltpu.VMEM((2, new_rows, heads, 1, lanes), new_dtype(form.kv_dtype)),) * arrays,
-        own=(pltpu.VMEM((2, heads, own // form.unit, form.unit, lanes), form.kv_dtype),) * arrays,
-        past=(pltpu.VMEM((2, heads, blocks.pages, form.page_size, lanes), form.kv_dtype),) * arrays,
+        new=(pltpu.VMEM((2, new_rows, heads, 1, lanes), new_dtype(attention.kv_dtype)),) * arrays,
+        own=(pltpu.VMEM((2, heads, own // attention.unit, attention.unit, lanes), attention.kv_dtype),) * arrays,
+        past=(pltpu.VMEM((2, heads, sizes.pages, attention.page_size, lanes), attention.kv_dtype),) * arrays,
         out=queries,
-        queries=pltpu.VMEM((heads, rows, lanes), form.dtype),
+        queries=pltpu.VMEM((heads, rows, lanes), attention.dtype),
         sums=pltpu.VMEM((heads, rows, lanes), jnp.float32),
         peaks=state,
         totals=state,
@@ -148,7 +148,7 @@ def scratch_types(form: Form, blocks: Blocks, pages: int) -> Scratch:
 
 
 def new_dtype(kv_dtype: np.dtype) -> np.dtype:
-    """What new tokens come in: single rows of eight bits can't be addressed."""
+    """Return the dtype of the new tokens' operand: single rows of an 8-bit type can't be addressed."""
     return np.dtype(jnp.bfloat16) if np.dtype(kv_dtype).itemsize == 1 else np.dtype(kv_dtype)
 
 
@@ -162,56 +162,56 @@ def wait(copy: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """All copies of one loop. Each method names those of one kind, to be started or waited for."""
+    """All copies of one loop. Each method starts, or waits for, the copies of one kind."""
 
-    form: Form
-    blocks: Blocks
-    given: Given
-    written: Written
-    scratch: Scratch
+    attention: TpuAttention
+    sizes: LoopSizes
+    operands: KernelOperands
+    results: KernelResults
+    scratch: LoopScratch
 
     @property
     def chained(self) -> bool:
-        """Whether a tile may read what the one before has written: chunks have several tiles, decodes one."""
-        return self.blocks.queries > 1
+        """Whether a tile may read what the previous one wrote: chunks have several tiles, decodes one."""
+        return self.sizes.queries > 1
 
     def _row(self, i: Array | int) -> Array:
-        return self.given.tile_rows[i] if self.chained else jnp.asarray(i, jnp.int32)
+        return self.operands.tile_rows[i] if self.chained else jnp.asarray(i, jnp.int32)
 
     def tile(self, i: Array | int) -> Tile:
-        form, given = self.form, self.given
+        attention, operands = self.attention, self.operands
         row = self._row(i)
-        first_token, length = given.query_starts[row], given.kv_lens[row]
-        begin = length - (given.query_starts[row + 1] - first_token)
-        base = begin - lax.rem(begin, form.unit)
+        first_token, length = operands.query_starts[row], operands.kv_lens[row]
+        begin = length - (operands.query_starts[row + 1] - first_token)
+        base = begin - lax.rem(begin, attention.unit)
         position = begin
         end = length
         if self.chained:
-            base = base + given.tile_numbers[i] * self.blocks.queries
+            base = base + operands.tile_numbers[i] * self.sizes.queries
             position = jnp.maximum(begin, base)
-            end = jnp.minimum(length, base + self.blocks.queries)
-        first = jnp.int32(0) if form.window is None else jnp.maximum(position - form.window + 1, 0)
-        size = self.blocks.pages * form.page_size
+            end = jnp.minimum(length, base + self.sizes.queries)
+        first = jnp.int32(0) if attention.window is None else jnp.maximum(position - attention.window + 1, 0)
+        size = self.sizes.pages * attention.page_size
         first_block = lax.div(first, size)
-        blocks = jnp.where(first < base, lax.div(base + size - 1, size) - first_block, 0)
+        num_blocks = jnp.where(first < base, lax.div(base + size - 1, size) - first_block, 0)
         token = first_token + position - begin
-        return Tile(jnp.int32(i), row, token, position, base, end, first, first_block, blocks)
+        return Tile(jnp.int32(i), row, token, position, base, end, first, first_block, num_blocks)
 
     def table(self, i: Array | int, act: Act) -> None:
         slot = jnp.int32(i) % _TABLES
         act(
             self._copy(
-                self.given.page_table.at[self._row(i)], self.scratch.table.at[slot], self.scratch.table_done.at[slot]
+                self.operands.page_table.at[self._row(i)], self.scratch.table.at[slot], self.scratch.table_done.at[slot]
             )
         )
 
     def inputs(self, tile: Tile, act: Act) -> None:
-        """Queries, new tokens, and what the pool holds around them."""
-        slot, tokens = tile.number % 2, self.blocks.queries
+        """Copy the queries, the new tokens, and the pool's tokens around them."""
+        slot, tokens = tile.number % 2, self.sizes.queries
         done = self.scratch.inputs_done.at[slot]
-        act(self._copy(self.given.q.at[pl.ds(tile.token, tokens)], self.scratch.q.at[slot], done))
+        act(self._copy(self.operands.q.at[pl.ds(tile.token, tokens)], self.scratch.q.at[slot], done))
         offset = tile.position - tile.base if self.chained else 0
-        for new, to in zip(self.given.new, self.scratch.new, strict=True):
+        for new, to in zip(self.operands.new, self.scratch.new, strict=True):
             act(self._copy(new.at[pl.ds(tile.token, tokens)], to.at[slot, pl.ds(offset, tokens)], done))
         self._own(tile, lambda pool, own: act(self._copy(pool, own, done)))
 
@@ -220,53 +220,53 @@ class Copies:
         self._own(tile, lambda pool, own: act(self._copy(own, pool, done)))
 
     def _own(self, tile: Tile, copy: Callable[[Ref, Ref], None]) -> None:
-        """Units of the pool that hold the tile's own positions, and where they lie here."""
-        unit, page_size = self.form.unit, self.form.page_size
+        """Call `copy(pool, scratch)` for each unit of the pool that holds own positions of the tile."""
+        unit, page_size = self.attention.unit, self.attention.page_size
 
         def one(u: Array, carry: None) -> None:
             position = tile.base + u * unit
             entry = self._entry(tile, lax.div(position, page_size))
             within = pl.ds(pl.multiple_of(lax.rem(position, page_size), unit), unit)
-            for pool, own in zip(self.written.pools, self.scratch.own, strict=True):
+            for pool, own in zip(self.results.pools, self.scratch.own, strict=True):
                 copy(pool.at[entry, :, within], own.at[tile.number % 2, :, u])
 
         lax.fori_loop(0, lax.div(tile.end - tile.base + unit - 1, unit), one, None)
 
-    def first_past(self, tile: Tile, slot: Array | int) -> None:
-        """Starts a tile's first block, if it has any."""
-        pl.when(tile.blocks > 0)(lambda: self.past(tile, tile.first_block, slot, start))
+    def start_first_block(self, tile: Tile, slot: Array | int) -> None:
+        """Start the copy of a tile's first block, if it has any."""
+        pl.when(tile.num_blocks > 0)(lambda: self.past(tile, tile.first_block, slot, start))
 
     def past(self, tile: Tile, block: Array, slot: Array | int, act: Act) -> None:
-        """Pages of a block from the window's first on, as far as they lie before `base`, and nothing beyond it."""
-        unit, page_size = self.form.unit, self.form.page_size
-        done, offset = self.scratch.past_done.at[slot], block * self.blocks.pages
+        """Copy a block's pages, from the window's first page on, up to `base` and nothing beyond it."""
+        unit, page_size = self.attention.unit, self.attention.page_size
+        done, offset = self.scratch.past_done.at[slot], block * self.sizes.pages
         last = lax.div(tile.base, page_size)
 
         def whole(page: Array, carry: None) -> None:
             entry = self._entry(tile, page)
-            for pool, past in zip(self.written.pools, self.scratch.past, strict=True):
+            for pool, past in zip(self.results.pools, self.scratch.past, strict=True):
                 act(self._copy(pool.at[entry], past.at[slot, :, page - offset], done))
 
         begin = jnp.maximum(offset, lax.div(tile.first, page_size))
-        lax.fori_loop(begin, jnp.minimum(offset + self.blocks.pages, last), whole, None)
+        lax.fori_loop(begin, jnp.minimum(offset + self.sizes.pages, last), whole, None)
         if unit == page_size:
             return
 
         def part(u: Array, carry: None) -> None:
             entry = self._entry(tile, last)
             within = pl.ds(pl.multiple_of(u * unit, unit), unit)
-            for pool, past in zip(self.written.pools, self.scratch.past, strict=True):
+            for pool, past in zip(self.results.pools, self.scratch.past, strict=True):
                 act(self._copy(pool.at[entry, :, within], past.at[slot, :, last - offset, within], done))
 
         units = lax.div(lax.rem(tile.base, page_size), unit)
-        lax.fori_loop(0, jnp.where(last < offset + self.blocks.pages, units, 0), part, None)
+        lax.fori_loop(0, jnp.where(last < offset + self.sizes.pages, units, 0), part, None)
 
     def out(self, tile: Tile, act: Act) -> None:
-        to = self.written.out.at[pl.ds(tile.token, self.blocks.queries)]
+        to = self.results.out.at[pl.ds(tile.token, self.sizes.queries)]
         act(self._copy(self.scratch.out.at[tile.number % 2], to, self.scratch.out_done))
 
     def _entry(self, tile: Tile, page: Array) -> Array:
-        return self.given.counts[2] + self.scratch.table[tile.number % _TABLES, 0, page]
+        return self.operands.counts[2] + self.scratch.table[tile.number % _TABLES, 0, page]
 
     @staticmethod
     def _copy(source: Ref, to: Ref, done: Ref) -> Any:

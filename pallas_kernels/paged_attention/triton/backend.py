@@ -1,7 +1,7 @@
 """The Triton backend: NVIDIA GPUs from Ampere on, by Pallas' Triton lowering.
 
-A KV write, a decode kernel and, in programs that have prefill chunks, a prefill kernel. What they can do and with
-which block sizes is decided here; the kernels stand in `triton_decode.py` and `triton_prefill.py`.
+A KV write, a decode kernel and, in programs with prefill chunks, a prefill kernel. This module decides what they
+support and with which block sizes they run; the kernels are in `write.py`, `decode.py` and `prefill.py`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention.layout import PagedKV
-from pallas_kernels.paged_attention.problem import Problem, Target, is_float8
+from pallas_kernels.paged_attention.layout import KVLayout, PagedKV
+from pallas_kernels.paged_attention.problem import KernelTarget, Problem, is_float8
 from pallas_kernels.paged_attention.triton.decode import DecodeBlocks, decode
 from pallas_kernels.paged_attention.triton.prefill import PrefillBlocks, prefill
-from pallas_kernels.paged_attention.triton.tiles import Attention, PoolRefs, flat
+from pallas_kernels.paged_attention.triton.tiles import PoolRefs, TritonAttention, flat
 from pallas_kernels.paged_attention.triton.write import write
 from pallas_kernels.paged_attention.tuning import tuned_blocks
 from pallas_kernels.paged_attention.write import token_slots
@@ -23,7 +23,7 @@ from pallas_kernels.paged_attention.write import token_slots
 MAX_GROUP = 16
 DTYPES = ("float32", "bfloat16", "float16")
 
-# Streaming multiprocessors of the chips a serving machine has; others are taken for as large as Hopper.
+# Streaming multiprocessors of common server GPUs; others are assumed to have as many as Hopper.
 _CORES = {(8, 0): 108, (8, 6): 84, (8, 9): 142}
 _PROGRAMS_A_CORE = 4
 
@@ -33,8 +33,8 @@ _SPARE_SPLITS = 4
 _LONG_SPLIT_TOKENS = 2048
 
 
-def refusal(problem: Problem, target: Target) -> str | None:
-    """Why not, by name: the device, a type, the head size, the ratio of heads, the page size."""
+def refusal(problem: Problem, target: KernelTarget) -> str | None:
+    """Return what isn't supported (device, dtype, head size, ratio of heads or page size), or None."""
     if target.platform not in ("cuda", "gpu", "cpu"):
         return f"triton compiles for NVIDIA GPUs, not for {target.platform}"
     capability = target.capability
@@ -75,14 +75,14 @@ def paged_attention(
     soft_cap: float | None,
     sinks: Float[Array, " heads"] | None,
     decode_only: bool,
-    target: Target,
+    target: KernelTarget,
     interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
-    """See `api.paged_attention`."""
+    """Compute `api.paged_attention`."""
     tokens, heads, head_dim = q.shape
     kv_heads, entries = kv.keys.shape[:2]
     problem = Problem(heads, kv_heads, head_dim, kv.page_size, q.dtype, kv.keys.dtype)
-    attention = Attention(
+    attention = TritonAttention(
         kv_heads, heads // kv_heads, head_dim, kv.page_size, kv.num_pages, entries, scale, window, soft_cap
     )
     _check_addressable(kv)
@@ -101,24 +101,24 @@ def paged_attention(
     return out, kv
 
 
-def decode_blocks_for(problem: Problem, target: Target, *, rows: int) -> DecodeBlocks:
-    """Tuned or by rule, with splits that fill the device."""
+def decode_blocks_for(problem: Problem, target: KernelTarget, *, rows: int) -> DecodeBlocks:
+    """Return tuned block sizes or those of the rule, with as many splits as fill the device."""
     sizes = tuned_blocks(target, "triton", "decode", problem) or _decode_sizes(problem, target)
     programs = _PROGRAMS_A_CORE * _CORES.get(target.capability or (9, 0), 132)
     splits, min_tokens = pl.cdiv(programs, rows * problem.kv_heads), _SPLIT_TOKENS
     if splits < _SPARE_SPLITS:
-        # The device is full; but a long row among short ones would be waited for, so it alone is split.
+        # The device is full. But the others would wait for a single long row, so only long rows are split.
         splits, min_tokens = _SPARE_SPLITS, _LONG_SPLIT_TOKENS
     return DecodeBlocks(splits=min(splits, _MAX_SPLITS), min_tiles=max(1, min_tokens // sizes["block_kv"]), **sizes)
 
 
-def prefill_blocks_for(problem: Problem, target: Target) -> PrefillBlocks:
-    """Tuned or by rule."""
+def prefill_blocks_for(problem: Problem, target: KernelTarget) -> PrefillBlocks:
+    """Return tuned block sizes or those of the rule."""
     return PrefillBlocks(**(tuned_blocks(target, "triton", "prefill", problem) or _prefill_sizes(problem, target)))
 
 
-def candidates(kind: str, problem: Problem, target: Target) -> list[dict[str, int]]:
-    """What to time on a device for the tuned table; what doesn't compile there is passed over."""
+def candidates(kind: str, problem: Problem, target: KernelTarget) -> list[dict[str, int]]:
+    """Return the block sizes to time for the tuned table; those that don't compile on the device are skipped."""
     if kind == "decode":
         return [
             {"block_kv": block_kv, "num_warps": num_warps, "num_stages": num_stages}
@@ -135,22 +135,25 @@ def candidates(kind: str, problem: Problem, target: Target) -> list[dict[str, in
     ]
 
 
-def _decode_sizes(problem: Problem, target: Target) -> dict[str, int]:
-    """Tiles of 16 KiB of keys and as many of values, two of each in flight. Half of that in a small shared memory, and
-    in float32, which is multiplied without tensor cores and takes more registers."""
+def _decode_sizes(problem: Problem, target: KernelTarget) -> dict[str, int]:
+    """Return sizes for tiles of 16 KiB of keys and 16 KiB of values, two of each in flight.
+
+    Half of that with a small shared memory, and with float32, which is multiplied without tensor cores and takes more
+    registers.
+    """
     halved = _small_shared_memory(target) or problem.dtype.itemsize == 4
     tile_bytes = 8 * 1024 if halved else 16 * 1024
     block_kv = tile_bytes // (pl.next_power_of_2(problem.head_dim) * problem.dtype.itemsize)
     return {"block_kv": min(128, max(16, block_kv)), "num_warps": 4, "num_stages": 3}
 
 
-def _prefill_sizes(problem: Problem, target: Target) -> dict[str, int]:
-    """The largest tiles that compile without a register spilled. Before Hopper the queries too are in registers."""
+def _prefill_sizes(problem: Problem, target: KernelTarget) -> dict[str, int]:
+    """Return the largest tiles that compile without spilling registers. Before Hopper, queries are in registers too."""
     lanes = pl.next_power_of_2(problem.head_dim)
     if problem.dtype.itemsize == 4:
         sizes = (32, 32, 8, 2) if lanes <= 64 else (16, 16, 4, 2)
     elif target.capability is not None and (target.capability < (9, 0) or _small_shared_memory(target)):
-        # There fp8 is converted in registers that it has to share with the queries.
+        # Here fp8 is converted in registers, besides those of the queries.
         block_kv = (64 if lanes <= 64 else 32) // (2 if is_float8(problem.kv_dtype) else 1)
         sizes = (128, block_kv, 8, 3) if lanes <= 128 else (32, block_kv, 8, 2)
     else:
@@ -158,16 +161,22 @@ def _prefill_sizes(problem: Problem, target: Target) -> dict[str, int]:
     return dict(zip(PrefillBlocks._fields, sizes))
 
 
-def _small_shared_memory(target: Target) -> bool:
-    """Whether a program has the 99 KiB of GPUs that aren't a data centre's largest: 8.6, 8.9, 12.x."""
+def _small_shared_memory(target: KernelTarget) -> bool:
+    """Return whether shared memory is the 99 KiB of smaller GPUs: compute capability 8.6, 8.9, 12.x."""
     return target.capability is not None and target.capability[0] in (8, 12) and target.capability != (8, 0)
 
 
-def addressable(elements: int, dtype: np.dtype) -> int:
-    """Of the elements of a pool's keys (or values), as many as kernels can reach.
+def addressable_pages(layout: KVLayout, shards: int) -> int:
+    """Return how many of a layer's pages kernels can address on one of `shards` of the heads."""
+    page = layout.num_layers * layout.num_kv_heads // shards * layout.page_size * layout.lanes
+    return _addressable(layout.num_pages * page, layout.dtype) // page
 
-    Pallas' Triton lowering counts them in 32 bits with a sign wherever an array has at most 4 GiB, which is too few for
-    fp8 between 2 and 4 GiB.
+
+def _addressable(elements: int, dtype: np.dtype) -> int:
+    """Return how many elements of a pool's keys (or values) kernels can address.
+
+    Pallas' Triton lowering computes addresses in signed 32 bits if an array has at most 4 GiB. That is too little for
+    fp8 pools between 2 and 4 GiB.
     """
     if elements >= 2**31 and elements * dtype.itemsize <= 2**32:
         return 2**31 - 1
@@ -175,7 +184,7 @@ def addressable(elements: int, dtype: np.dtype) -> int:
 
 
 def _check_addressable(kv: PagedKV) -> None:
-    if addressable(kv.keys.size, kv.keys.dtype) < kv.keys.size:
+    if _addressable(kv.keys.size, kv.keys.dtype) < kv.keys.size:
         raise ValueError(
             f"the triton attention backend can't address an fp8 KV pool whose keys take {kv.keys.nbytes / 2**30:.2f} "
             "GiB, between 2 and 4 GiB: give it fewer or more tokens, or choose attention backend 'reference'"

@@ -1,7 +1,8 @@
 """Decode on Triton: one query a row, its tokens split over programs whose partial sums a second kernel combines.
 
-A program takes all query heads of a KV head, so that keys and values are read once. How many programs share a row
-follows from its own length, so a row's sums are the same in any company; programs with nothing to do end at once.
+A program takes all query heads of a KV head, so that keys and values are read once. The number of programs that share a
+row depends on its own length alone, so a row's sums are the same whatever other rows there are. Programs without work
+end at once.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from jaxtyping import Array, Float
 from pallas_kernels.paged_attention.triton.tiles import (
     LOG2E,
     MASKED,
-    Attention,
     PoolRefs,
     Ref,
-    Running,
+    SoftmaxState,
+    TritonAttention,
     advance,
+    empty_softmax,
     kv_scale,
     load_rows,
-    places,
-    start,
+    pool_rows,
     store_rows,
 )
 
-# Rows of the smallest tile that tensor cores multiply.
+# Rows of the smallest tile of tensor cores.
 MIN_ROWS = 16
 
 
 class DecodeBlocks(NamedTuple):
-    """`block_kv` tokens are one tile; a row has at most `splits` programs a KV head, of at least `min_tiles` tiles."""
+    """A tile has `block_kv` tokens; a row has up to `splits` programs a KV head, each of at least `min_tiles` tiles."""
 
     block_kv: int
     splits: int
@@ -45,15 +46,15 @@ class DecodeBlocks(NamedTuple):
     num_stages: int
 
 
-class _Rows(NamedTuple):
+class _DecodeInputs(NamedTuple):
     num_decodes: Ref
     kv_lens: Ref
     q: Ref
     sinks: Ref | None
 
 
-class _Partial(NamedTuple):
-    """Normalized outputs of each split, and the logarithms in base 2 of what they were divided by."""
+class _SplitOutputs(NamedTuple):
+    """Normalized outputs of each split, and their log-sum-exps to base 2."""
 
     out: Ref
     lse: Ref
@@ -65,22 +66,22 @@ def decode(
     kv_lens: Array,
     num_decodes: Array,
     sinks: Array | None,
-    attention: Attention,
+    attention: TritonAttention,
     blocks: DecodeBlocks,
     *,
     interpret: bool,
 ) -> Float[Array, "tokens heads head_dim"]:
-    """The output of tokens `[0, num_decodes)`; that of the others is not written."""
+    """Return the output of tokens `[0, num_decodes)`; the output of other tokens is not written."""
     tokens, heads, head_dim = q.shape
     rows = min(tokens, kv_lens.shape[0])
-    inputs = _Rows(num_decodes.reshape(1), kv_lens, q, sinks)
+    inputs = _DecodeInputs(num_decodes.reshape(1), kv_lens, q, sinks)
     whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
     out, partial = pl.pallas_call(
         functools.partial(_decode, attention=attention, blocks=blocks),
         grid=(blocks.splits, attention.kv_heads, rows),
         out_shape=(
             whole,
-            _Partial(
+            _SplitOutputs(
                 jax.ShapeDtypeStruct((rows, heads, blocks.splits, head_dim), jnp.float32),
                 jax.ShapeDtypeStruct((rows, heads, blocks.splits), jnp.float32),
             ),
@@ -100,8 +101,8 @@ def decode(
     )(out, inputs, partial)
 
 
-def _tiles(length: Array, attention: Attention, blocks: DecodeBlocks) -> tuple[Array, Array, Array]:
-    """Of a row: the first tile, the end, and how many tiles a split takes."""
+def _tiles(length: Array, attention: TritonAttention, blocks: DecodeBlocks) -> tuple[Array, Array, Array]:
+    """Return a row's first tile, its end, and the number of tiles of a split."""
     end = pl.cdiv(length, blocks.block_kv)
     first = jnp.int32(0)
     if attention.window is not None:
@@ -110,9 +111,15 @@ def _tiles(length: Array, attention: Attention, blocks: DecodeBlocks) -> tuple[A
 
 
 def _decode(
-    rows: _Rows, pool: PoolRefs, out: Ref, partial: _Partial, *, attention: Attention, blocks: DecodeBlocks
+    rows: _DecodeInputs,
+    pool: PoolRefs,
+    out: Ref,
+    partial: _SplitOutputs,
+    *,
+    attention: TritonAttention,
+    blocks: DecodeBlocks,
 ) -> None:
-    """One split of a row and KV head; a row that has no other is done with it."""
+    """Compute one split of a row and KV head. A row's only split writes the final output."""
     split, kv_head, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     first, end, each = _tiles(rows.kv_lens[row], attention, blocks)
     at = first + split * each
@@ -138,16 +145,16 @@ def _decode(
 
 
 def _attend(
-    rows: _Rows,
+    rows: _DecodeInputs,
     pool: PoolRefs,
     row: Array,
     kv_head: Array,
     first: Array,
     end: Array,
-    attention: Attention,
+    attention: TritonAttention,
     blocks: DecodeBlocks,
-) -> tuple[Running, Array, Array]:
-    """The softmax over some tiles, the heads of its rows, and which of them are there."""
+) -> tuple[SoftmaxState, Array, Array]:
+    """Return the softmax over tiles `[first, end)`, the heads of its rows, and which of these exist."""
     size = max(MIN_ROWS, pl.next_power_of_2(attention.group))
     member = lax.iota(jnp.int32, size)
     head, live = kv_head * attention.group + member, member < attention.group
@@ -160,21 +167,23 @@ def _attend(
         held = position < length
         if attention.window is not None:
             held &= position >= length - attention.window
-        return places(pool, row, kv_head, position, held, attention), held
+        return pool_rows(pool, row, kv_head, position, held, attention), held
 
-    # Places are looked up a tile ahead, so that loads of keys and values wait for no other load.
-    def body(tile: Array, carry: tuple[Running, tuple[Array, Array]]) -> tuple[Running, tuple[Array, Array]]:
+    # Indices are looked up a tile ahead, so that loads of keys and values wait for no other load.
+    def body(tile: Array, carry: tuple[SoftmaxState, tuple[Array, Array]]) -> tuple[SoftmaxState, tuple[Array, Array]]:
         state, (at, held) = carry
         keys = load_rows(pool.keys, (at,), held, attention)
         values = load_rows(pool.values, (at,), held, attention)
         return advance(state, q, keys, values, held[None, :], key_scale, attention), tile_at(tile + 1)
 
-    state, _ = lax.fori_loop(first, end, body, (start(size, attention.lanes), tile_at(first)))
+    state, _ = lax.fori_loop(first, end, body, (empty_softmax(size, attention.lanes), tile_at(first)))
     return state, head, live
 
 
-def _combine(_: Ref, rows: _Rows, partial: _Partial, out: Ref, *, attention: Attention, blocks: DecodeBlocks) -> None:
-    """One head of a row that was split: the parts, weighted by their shares of the softmax."""
+def _combine(
+    _: Ref, rows: _DecodeInputs, partial: _SplitOutputs, out: Ref, *, attention: TritonAttention, blocks: DecodeBlocks
+) -> None:
+    """Combine the splits of one head of a row, weighted by their shares of the softmax."""
     head, row = pl.program_id(0), pl.program_id(1)
     first, end, each = _tiles(rows.kv_lens[row], attention, blocks)
 

@@ -1,6 +1,6 @@
-"""What both Triton kernels do with a tile: gather keys and values from their pages, and advance a softmax by them.
+"""What the Triton kernels share: loads and stores of tiles, page lookups, and the step of the running softmax.
 
-Triton's arrays have sizes that are powers of two, so a head of 80 or 96 is a tile of 128 whose last lanes are neither
+Sizes of Triton's arrays are powers of two, so a head of 80 or 96 becomes a tile of 128 whose last lanes are neither
 read nor written.
 """
 
@@ -25,8 +25,8 @@ Ref = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention:
-    """What stays the same over all tiles of a call; `num_pages` is of one layer, `entries` of all."""
+class TritonAttention:
+    """The static facts of a call. `num_pages` counts one layer's pages, `entries` those of all layers."""
 
     kv_heads: int
     group: int
@@ -45,9 +45,9 @@ class Attention:
 
 
 class PoolRefs(NamedTuple):
-    """The pool of all layers, flat: `[kv_heads * entries * page_size, head_dim]`, and which layer of it is meant.
+    """The pool of all layers, flat: `[kv_heads * entries * page_size, head_dim]`, and the layer to use.
 
-    `scales` is there where the pool holds fp8: `[2, layers, kv_heads]`.
+    `scales`, `[2, layers, kv_heads]`, is None unless the pool holds fp8.
     """
 
     keys: Ref
@@ -57,7 +57,7 @@ class PoolRefs(NamedTuple):
     page_table: Ref
 
 
-class Running(NamedTuple):
+class SoftmaxState(NamedTuple):
     """A softmax in progress: unnormalized output, largest logit in base 2, sum of exponentials."""
 
     out: Float[Array, "queries lanes"]
@@ -65,26 +65,26 @@ class Running(NamedTuple):
     total: Float[Array, " queries"]
 
 
-def start(queries: int, lanes: int) -> Running:
-    """Nothing seen yet."""
-    return Running(
+def empty_softmax(queries: int, lanes: int) -> SoftmaxState:
+    """Return a softmax over no tokens."""
+    return SoftmaxState(
         jnp.zeros((queries, lanes), jnp.float32),
         jnp.full((queries,), MASKED, jnp.float32),
         jnp.zeros((queries,), jnp.float32),
     )
 
 
-def lanes_of(attention: Attention) -> tuple[Int[Array, "1 lanes"], Bool[Array, "1 lanes"]]:
-    """Index of each lane of a head, and whether the head has it."""
+def head_lanes(attention: TritonAttention) -> tuple[Int[Array, "1 lanes"], Bool[Array, "1 lanes"]]:
+    """Return the index of each lane of a tile, and whether the head has it."""
     lane = lax.broadcasted_iota(jnp.int32, (1, attention.lanes), 1)
     return lane, lane < attention.head_dim
 
 
 def load_rows(
-    ref: Ref, at: tuple[Any, ...], live: Bool[Array, " rows"] | None, attention: Attention
+    ref: Ref, at: tuple[Any, ...], live: Bool[Array, " rows"] | None, attention: TritonAttention
 ) -> Float[Array, "rows lanes"]:
-    """Rows of heads at the indices `at`, one of which is a vector; zeros where they aren't live."""
-    lane, has_lane = lanes_of(attention)
+    """Load rows of heads at the indices `at`, one of which is a vector; zeros for rows that aren't live."""
+    lane, has_lane = head_lanes(attention)
     index = tuple(x[:, None] if getattr(x, "ndim", 0) == 1 else x for x in at)
     if live is None and attention.lanes == attention.head_dim:
         return plgpu.load(ref.at[(*index, lane)])
@@ -99,23 +99,23 @@ def store_rows(
     at: tuple[Any, ...],
     rows: Float[Array, "rows lanes"],
     live: Bool[Array, " rows"],
-    attention: Attention,
+    attention: TritonAttention,
 ) -> None:
-    """Write the rows that are live."""
-    lane, has_lane = lanes_of(attention)
+    """Store the rows that are live."""
+    lane, has_lane = head_lanes(attention)
     index = tuple(x[:, None] if getattr(x, "ndim", 0) == 1 else x for x in at)
     plgpu.store(ref.at[(*index, lane)], rows.astype(ref.dtype), mask=live[:, None] & has_lane)
 
 
-def places(
+def pool_rows(
     pool: PoolRefs,
     row: Array,
     kv_head: Array,
     position: Int[Array, " tokens"],
     held: Bool[Array, " tokens"],
-    attention: Attention,
+    attention: TritonAttention,
 ) -> Int[Array, " tokens"]:
-    """Where in the flat pool the tokens of a row lie; for those not held, a place that is in the pool."""
+    """Return the rows of the flat pool that hold a row's tokens; for tokens not `held`, some row of the pool."""
     size = attention.page_size
     page = plgpu.load(pool.page_table.at[row, lax.div(position, size)], mask=held, other=0)
     entry = kv_head * attention.entries + pool.layer[0] * attention.num_pages + page
@@ -123,26 +123,26 @@ def places(
 
 
 def kv_scale(pool: PoolRefs, which: int, kv_head: Array) -> Array | float:
-    """The factor of stored keys (0) or values (1)."""
+    """Return the factor of stored keys (0) or values (1)."""
     return 1.0 if pool.scales is None else pool.scales[which, pool.layer[0], kv_head]
 
 
 def dot(a: Float[Array, "m k"], b: Float[Array, "k n"]) -> Float[Array, "m n"]:
-    """Float32 sums of products; of float32 numbers they aren't rounded to TF32."""
+    """Multiply with float32 sums; float32 operands aren't rounded to TF32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def advance(
-    state: Running,
+    state: SoftmaxState,
     q: Float[Array, "queries lanes"],
     keys: Float[Array, "tokens lanes"],
     values: Float[Array, "tokens lanes"],
     seen: Bool[Array, "queries tokens"] | None,
     key_scale: Array | float,
-    attention: Attention,
-) -> Running:
-    """One tile of tokens further: what was summed under the old peak is rescaled (Milakov, Gimelshein 2018)."""
+    attention: TritonAttention,
+) -> SoftmaxState:
+    """Add a tile of tokens to the softmax; sums under the old peak are rescaled (Milakov, Gimelshein 2018)."""
     logits = dot(q, keys.astype(q.dtype).T)
     if attention.soft_cap is None:
         logits = logits * (key_scale * (attention.scale * LOG2E))
@@ -157,9 +157,9 @@ def advance(
     if seen is not None:
         weights = jnp.where(seen, weights, 0.0)
     out = state.out * keep[:, None] + dot(weights.astype(q.dtype), values.astype(q.dtype))
-    return Running(out, peak, state.total * keep + jnp.sum(weights, axis=1))
+    return SoftmaxState(out, peak, state.total * keep + jnp.sum(weights, axis=1))
 
 
 def flat(pool: jax.Array) -> jax.Array:
-    """A pool `[kv_heads, entries, page_size, head_dim]` as rows of heads."""
+    """Return a pool `[kv_heads, entries, page_size, head_dim]` as rows `[rows, head_dim]`."""
     return pool.reshape(-1, pool.shape[3])

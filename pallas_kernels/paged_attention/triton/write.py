@@ -1,4 +1,4 @@
-"""KV write on Triton: new keys and values go into their pages in place, in one kernel for both."""
+"""KV write on Triton: one kernel writes new keys and values into their pages in place."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.layout import PagedKV
 from pallas_kernels.paged_attention.problem import is_float8
-from pallas_kernels.paged_attention.triton.tiles import Attention, Ref, flat, load_rows, store_rows
+from pallas_kernels.paged_attention.triton.tiles import Ref, TritonAttention, flat, load_rows, store_rows
 from pallas_kernels.paged_attention.write import FLOAT8_MAX
 
 TOKENS = 16
 
 
-class _New(NamedTuple):
+class _NewTokens(NamedTuple):
     keys: Ref
     values: Ref
     slots: Ref
@@ -34,11 +34,11 @@ def write(
     kv: PagedKV,
     layer: Int[Array, " 1"],
     slots: Int[Array, " tokens"],
-    attention: Attention,
+    attention: TritonAttention,
     *,
     interpret: bool,
 ) -> PagedKV:
-    """The pool with each token in its slot of the layer, those of a negative slot left out."""
+    """Return the pool with each token in its slot of the layer; tokens of negative slots are not written."""
     pools = flat(kv.keys), flat(kv.values)
     keys, values = pl.pallas_call(
         functools.partial(_write, attention=attention),
@@ -48,11 +48,11 @@ def write(
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="paged_attention_write",
-    )(*pools, _New(k, v, slots, kv.scales, layer))
+    )(*pools, _NewTokens(k, v, slots, kv.scales, layer))
     return kv.with_pools([keys.reshape(kv.keys.shape), values.reshape(kv.values.shape)])
 
 
-def _write(_keys: Ref, _values: Ref, new: _New, keys: Ref, values: Ref, *, attention: Attention) -> None:
+def _write(_keys: Ref, _values: Ref, new: _NewTokens, keys: Ref, values: Ref, *, attention: TritonAttention) -> None:
     kv_head, layer = pl.program_id(0), new.layer[0]
     token = pl.program_id(1) * TOKENS + lax.iota(jnp.int32, TOKENS)
     there = token < new.slots.shape[0]

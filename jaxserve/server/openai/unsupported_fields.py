@@ -1,9 +1,8 @@
-"""The fields of OpenAI's, vLLM's and SGLang's requests that are known here and not built.
+"""The fields of OpenAI's, vLLM's and SGLang's requests that are not supported here.
 
-Clients and gateways (sglang-router, vllm-router) write out every field with its default. So a value that asks for
-nothing passes, one that asks for something is refused by name, and a field that nobody knows is a 400. The types are
-that table: `NullOrFalse` is a field that may be null or false. Owns no field that does something; those of one OpenAI
-route alone stand with it, in `openai/protocol.py`.
+Clients and gateways (sglang-router, vllm-router) send every field with its default. So a value without an effect is
+accepted, and any other is refused with the field's name. The types say which values are accepted: a `NullOrFalse` field
+may be null or false. Owns no supported field; unsupported fields of only one OpenAI route are in `openai/protocol.py`.
 """
 
 from __future__ import annotations
@@ -14,26 +13,26 @@ import msgspec
 
 from jaxserve.server.http.fields import (
     Null,
+    NullOrEmptyList,
+    NullOrEmptyObject,
+    NullOrEmptyText,
     NullOrFalse,
-    NullOrNoList,
-    NullOrNoObject,
-    NullOrNoText,
     NullOrOne,
     NullOrTrue,
     NullOrZero,
-    only,
+    accepts_only,
 )
 
 
-class Known(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What SGLang takes on all of its generating routes, and its gateway or a client may write out."""
+class UnsupportedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields of all of SGLang's generating routes."""
 
-    lora_path: NullOrNoText = None
+    lora_path: NullOrEmptyText = None
     session_id: Null = None
-    session_params: NullOrNoObject = None
-    custom_logit_processor: NullOrNoText = None
-    custom_labels: NullOrNoObject = None
-    extra_key: NullOrNoText = None
+    session_params: NullOrEmptyObject = None
+    custom_logit_processor: NullOrEmptyText = None
+    custom_labels: NullOrEmptyObject = None
+    extra_key: NullOrEmptyText = None
     return_hidden_states: NullOrFalse = None
     return_routed_experts: NullOrFalse = None
     routed_experts_start_len: NullOrZero = None
@@ -53,35 +52,35 @@ class Known(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ngram_corpus_id: Null = None
 
 
-class KnownOpenAI(Known, kw_only=True, forbid_unknown_fields=True):
-    """What completions and chat have in common: OpenAI's, vLLM's, then SGLang's."""
+class UnsupportedOpenAIFields(UnsupportedFields, kw_only=True, forbid_unknown_fields=True):
+    """The fields of both completions and chat: OpenAI's, then vLLM's, then SGLang's."""
 
     store: NullOrFalse = None
-    service_tier: Annotated[Any, only("auto", "default")] = None
-    response_format: Annotated[Any, only({"type": "text"})] = None
+    service_tier: Annotated[Any, accepts_only("auto", "default")] = None
+    response_format: Annotated[Any, accepts_only({"type": "text"})] = None
 
     use_beam_search: NullOrFalse = None
     length_penalty: NullOrOne = None
     prompt_logprobs: Null = None
-    logprob_token_ids: NullOrNoList = None
+    logprob_token_ids: NullOrEmptyList = None
     truncate_prompt_tokens: Null = None
     truncation_side: Null = None
     allowed_token_ids: Null = None
-    bad_words: NullOrNoList = None
+    bad_words: NullOrEmptyList = None
     spaces_between_special_tokens: NullOrTrue = None
     structured_outputs: Null = None
     guided_json: Null = None
     guided_regex: Null = None
-    guided_choice: NullOrNoList = None
+    guided_choice: NullOrEmptyList = None
     guided_grammar: Null = None
     guided_decoding_backend: Null = None
     guided_whitespace_pattern: Null = None
-    logits_processors: NullOrNoList = None
-    kv_transfer_params: NullOrNoObject = None
-    ec_transfer_params: NullOrNoObject = None
-    vllm_xargs: NullOrNoObject = None
+    logits_processors: NullOrEmptyList = None
+    kv_transfer_params: NullOrEmptyObject = None
+    ec_transfer_params: NullOrEmptyObject = None
+    vllm_xargs: NullOrEmptyObject = None
     repetition_detection: Null = None
-    thinking_token_budget: Annotated[Any, only(-1)] = None
+    thinking_token_budget: Annotated[Any, accepts_only(-1)] = None
     stream_interval: NullOrOne = None
     watermarking: NullOrFalse = None
     return_tokens_as_token_ids: NullOrFalse = None
@@ -93,26 +92,26 @@ class KnownOpenAI(Known, kw_only=True, forbid_unknown_fields=True):
     ebnf: Null = None
     json_schema: Null = None
     structural_tag: Null = None
-    custom_params: NullOrNoObject = None
+    custom_params: NullOrEmptyObject = None
     sampling_seed: Null = None
     return_cached_tokens_details: NullOrFalse = None
 
 
-class KnownGenerate(Known, kw_only=True, forbid_unknown_fields=True):
-    """`/generate` alone."""
+class UnsupportedGenerateFields(UnsupportedFields, kw_only=True, forbid_unknown_fields=True):
+    """The fields of `/generate` only."""
 
     input_embeds: Null = None
     positional_embed_overrides: Null = None
-    image_data: NullOrNoList = None
-    video_data: NullOrNoList = None
-    audio_data: NullOrNoList = None
-    mm_hashes: NullOrNoList = None
-    mm_content_hashes: NullOrNoList = None
-    modalities: NullOrNoList = None
+    image_data: NullOrEmptyList = None
+    video_data: NullOrEmptyList = None
+    audio_data: NullOrEmptyList = None
+    mm_hashes: NullOrEmptyList = None
+    mm_content_hashes: NullOrEmptyList = None
+    modalities: NullOrEmptyList = None
     video_config: Null = None
     image_max_dynamic_patch: Null = None
     video_max_dynamic_patch: Null = None
-    token_ids_logprob: NullOrNoList = None
+    token_ids_logprob: NullOrEmptyList = None
     return_sampling_mask: NullOrFalse = None
     return_flat_raw_top_logprobs: NullOrFalse = None
     return_flat_raw_top_logprobs_b64: NullOrFalse = None
@@ -124,7 +123,7 @@ class KnownGenerate(Known, kw_only=True, forbid_unknown_fields=True):
     background: NullOrFalse = None
     require_reasoning: NullOrFalse = None
     max_thinking_tokens: Null = None
-    lora_id: NullOrNoText = None
+    lora_id: NullOrEmptyText = None
     conversation_id: Null = None
     routing_key: Null = None
     decode_tp_size: Null = None
@@ -133,19 +132,19 @@ class KnownGenerate(Known, kw_only=True, forbid_unknown_fields=True):
     received_time: Null = None
     http_worker_ipc: Null = None
     need_wait_for_mm_inputs: NullOrFalse = None
-    num_items_assigned: NullOrNoObject = None
-    encoder_urls: NullOrNoList = None
-    multi_item_delimiter_indices: NullOrNoList = None
+    num_items_assigned: NullOrEmptyObject = None
+    encoder_urls: NullOrEmptyList = None
+    multi_item_delimiter_indices: NullOrEmptyList = None
 
 
-class KnownSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`sampling_params` of `/generate`."""
+class UnsupportedSamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields of `sampling_params` in `/generate`."""
 
     json_schema: Null = None
     regex: Null = None
     ebnf: Null = None
     structural_tag: Null = None
-    custom_params: NullOrNoObject = None
+    custom_params: NullOrEmptyObject = None
     spaces_between_special_tokens: NullOrTrue = None
     beam_width: NullOrOne = None
     stream_interval: NullOrOne = None

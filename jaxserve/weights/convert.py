@@ -1,5 +1,7 @@
-"""What `jaxserve convert` does with a model's config and weights; it needs no device, and no more memory than two
-parameters."""
+"""Writes a model's config and weights as an Orbax checkpoint: the work of `jaxserve convert`.
+
+It needs no device, and no more memory than two parameters take.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource, read_config
 from jaxserve.models.config import parse_model_config
+from jaxserve.models.dtypes import dtype_of
 from jaxserve.models.registry import family
-from jaxserve.runtime.programs.builder import dtype_of
 from jaxserve.weights import open_weights
 from jaxserve.weights.arrays import flatten
 from jaxserve.weights.manifest import write_manifest
@@ -25,12 +27,12 @@ Progress = Callable[[int, int], None]
 
 
 def convert(source: ModelSource, config: EngineConfig, folder: Path, progress: Progress) -> None:
-    """Write config.json, the weights as `--dtype` has them, and last what tells that they are whole, into `folder`.
+    """Write config.json, the weights in `--dtype`, and last the manifest that marks them as complete, into `folder`.
 
-    `progress` is told, after each parameter, its bytes and those of all. Raises `ConfigError` for what can't be read or
-    written.
+    Calls `progress` after each parameter, with its bytes and the bytes of all parameters. Raises `ConfigError` if the
+    model can't be read or the folder can't be written.
     """
-    # Orbax asks jax which process this is, and jax would take hold of an accelerator for that
+    # Orbax asks jax which process this is, and jax would acquire an accelerator for that
     jax.config.update("jax_platforms", "cpu")
     raw = read_config(source)
     model = parse_model_config(raw, str(source.config_file))
@@ -44,4 +46,4 @@ def convert(source: ModelSource, config: EngineConfig, folder: Path, progress: P
     except ConfigError:
         raise
     except (OSError, ValueError) as error:  # TensorStore's errors are bare ValueErrors
-        raise ConfigError(f"the checkpoint can't be made in {folder.parent}: {error}") from error
+        raise ConfigError(f"the checkpoint can't be written in {folder.parent}: {error}") from error

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the README's tables of commands and flags from the code. `tests/test_readme.py` fails when they differ."""
+"""Writes the tables in docs/reference/ from the code; `tests/test_docs.py` fails where a table is out of date."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from jaxserve.config import aliases
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.config.settings import Config, as_flag, settings
 from jaxserve.server.app import make_app
-from jaxserve.server.server_state import Serving
+from jaxserve.server.server_state import ServerState
 
-README = Path(__file__).parents[1] / "README.md"
+FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 
 
-def written(readme: str) -> str:
-    """The README with every table between its markers written anew."""
-    for name, table in TABLES.items():
-        pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
-        readme, count = re.subn(pattern, lambda match, table=table: match[1] + table() + match[2], readme, flags=re.S)
-        assert count == 1, f"README.md has {count} places for the table {name!r}"
-    return readme
+def with_tables(page: str) -> str:
+    """Return the text of a page with each table between its markers replaced by the current one."""
+    tables = re.compile(r"(<!-- table: ([a-z ]+) -->\n).*?(<!-- end -->)", flags=re.S)
+    return tables.sub(lambda match: match[1] + TABLES[match[2]]() + match[3], page)
 
 
 def commands() -> str:
-    """Every subcommand."""
+    """Return the table of all commands."""
     return _table(("command", "does"), ((f"`jaxserve {name}`", what) for name, what in COMMANDS.items()))
 
 
 def bench_commands() -> str:
-    """Every command of `jaxserve bench`."""
+    """Return the table of the commands of `jaxserve bench`."""
     return _table(("command", "does"), ((f"`jaxserve bench {name}`", what) for name, what in SUBCOMMANDS.items()))
 
 
 def routes() -> str:
-    """Every route, as the server's own description has it."""
-    app = make_app(Serving(ServerConfig(), EngineConfig()))
-    paths = TestClient(app).get("/openapi.json").json()["paths"]
-    rows = (
-        (f"`{method.upper()} {path}`", what["summary"]) for path, by in paths.items() for method, what in by.items()
-    )
-    return _table(("route", "does"), rows)
+    """Return the table of all routes, as the server's own /openapi.json describes them."""
+    app = make_app(ServerState(ServerConfig(api_key="key"), EngineConfig()))
+    paths = TestClient(app).get("/openapi.json", headers={"Authorization": "Bearer key"}).json()["paths"]
+    rows = []
+    for path, operations in paths.items():
+        for method, operation in operations.items():
+            streams = "yes" if "text/event-stream" in operation["responses"]["200"]["content"] else ""
+            key = "yes" if "security" in operation else ""
+            rows.append((f"`{method.upper()} {path}`", operation["summary"], streams, key))
+    return _table(("route", "does", "can stream", "needs the key"), rows)
 
 
 def flags(owner: type[Config]) -> str:
-    """Every setting of one struct, under its flag."""
+    """Return the table of the settings of one struct, by flag."""
     rows = []
     for setting in settings().values():
         if setting.owner is owner:
@@ -62,22 +62,22 @@ def flags(owner: type[Config]) -> str:
 
 
 def accepted() -> str:
-    """Other engines' flags whose promise holds."""
+    """Return the table of the flags of other engines that are accepted."""
     rows = []
     for name, alias, outcome in _outcomes():
         if isinstance(outcome, aliases.InForce):
-            rows.append((_as_written(name, alias), outcome.why))
+            rows.append((_flag_and_value(name, alias), outcome.why))
         elif isinstance(outcome, aliases.Sets):
-            rows.append((_as_written(name, alias), f"sets `{outcome.key}: {str(outcome.value).lower()}`"))
+            rows.append((_flag_and_value(name, alias), f"sets `{outcome.key}: {str(outcome.value).lower()}`"))
     return _table(("flag", "because"), rows)
 
 
 def refused() -> str:
-    """Other engines' flags that are refused."""
+    """Return the table of the flags of other engines that are refused."""
     rows = [
-        (_as_written(name, alias), outcome.why)
+        (_flag_and_value(name, alias), outcome.why)
         for name, alias, outcome in _outcomes()
-        if isinstance(outcome, aliases.Refused)
+        if isinstance(outcome, aliases.RefusedName)
     ]
     return _table(("flag", "because"), rows)
 
@@ -94,16 +94,16 @@ TABLES = {
 
 
 def _outcomes() -> Iterable[tuple[str, str | None, aliases.Outcome]]:
-    """Flag, value and outcome of every foreign flag; of switches only what is written as `--flag`."""
+    """Yield flag, value and outcome of every flag of another engine; of a switch only the form `--flag`."""
     for name, alias in aliases.ALIASES.items():
-        if isinstance(alias, aliases.Switch):
+        if isinstance(alias, aliases.SwitchAlias):
             yield name, None, alias.on
-        elif isinstance(alias, aliases.Choice):
+        elif isinstance(alias, aliases.ChoiceAlias):
             yield from ((name, value, outcome) for value, outcome in alias.known.items())
             yield name, "…", alias.other
 
 
-def _as_written(name: str, value: str | None) -> str:
+def _flag_and_value(name: str, value: str | None) -> str:
     return f"`{as_flag(name)}`" if value is None else f"`{as_flag(name)} {value}`"
 
 
@@ -113,4 +113,5 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(written(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in FOLDER.glob("*.md"):
+        page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
