@@ -3,22 +3,31 @@
 
 SHELL := /bin/bash
 PORT ?= 8000
-PIP := -m pip install --disable-pip-version-check --progress-bar off
+comma := ,
+PIP := -m pip install --disable-pip-version-check --progress-bar off --no-compile
+# On all cores, unlike pip; a package may have files that no Python can compile.
+COMPILE := -m compileall -q -j 0 -x "/(tests|transformers/models)/"
 
 # What `make install` has found last: cpu, cuda12, cuda13 or tpu; and the packages that make jax use another one.
 EXTRA = $(shell cat .venv/.accelerator)
+# Tests run in three processes, a file in one of them: some wait for processes of their own, so more than two cores'.
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
+# The programs of tests take longer to compile than to run. `make test-full` compiles them as a server does.
+UNOPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=0
+
 PLUGINS := jax-cuda12-plugin jax-cuda12-pjrt jax-cuda13-plugin jax-cuda13-pjrt libtpu
 OTHER_PLUGINS = $(foreach name,$(PLUGINS),$(if $(findstring $(EXTRA),$(name)),,$(name)))
 
-.PHONY: help install run test test-aot check bench look
+.PHONY: help install run test test-full test-aot check bench look
 look:
 
 help:
 	@echo 'make install    .venv with jaxserve in it, and the jax for the GPU or TPU it finds (PYTHON=/path/to/python3.12'
 	@echo '                to choose one, ACCELERATOR=cpu, cuda12, cuda13 or tpu to choose what jax is for)'
 	@echo 'make run        install, fetch the default model, serve it on port $(PORT) (PORT=), show an answer'
-	@echo 'make test       the whole test suite'
+	@echo 'make test       the tests: every promise, on the corners of the large tables; at most 8 minutes on two cores'
 	@echo 'make test-aot   compile for GPUs and TPUs that are not here, in .venv-aot (a download of about 5 GB)'
+	@echo 'make test-full  all of both: whole tables, long budgets, every mesh shape; an hour and more'
 	@echo 'make check      lint, types and the quick tests (scripts/check)'
 	@echo 'make bench      measure the server on this machine'
 
@@ -30,10 +39,15 @@ run: .venv/.installed
 
 test: .venv/.installed-dev
 	@.venv/bin/jaxserve pull
-	.venv/bin/pytest -m 'not aot'
+	$(UNOPTIMIZED) .venv/bin/pytest $(WORKERS) -m 'not aot and not grid'
 
 test-aot: .venv-aot/.installed
-	JAX_PLATFORMS=cpu .venv-aot/bin/python -m pytest -m aot tests/aot
+	JAX_PLATFORMS=cpu .venv-aot/bin/python -m pytest -n 2 -m 'aot and not grid' tests/aot
+
+test-full: .venv/.installed-dev .venv-aot/.installed
+	@.venv/bin/jaxserve pull
+	JAXSERVE_TESTS=full .venv/bin/pytest $(WORKERS) -m 'not aot'
+	JAX_PLATFORMS=cpu .venv-aot/bin/python -m pytest -n 2 -m aot tests/aot
 
 check: .venv/.installed-dev
 	scripts/check
@@ -41,10 +55,16 @@ check: .venv/.installed-dev
 bench: .venv/.installed
 	.venv/bin/python benchmarks/serving_cpu.py
 
-.venv/.installed: pyproject.toml scripts/make-venv .venv/.accelerator
+# Install the project with the extras that it is called with.
+define INSTALL
 	@scripts/make-venv .venv
 	@.venv/bin/python -m pip uninstall -qq -y $(OTHER_PLUGINS)
-	.venv/bin/python $(PIP) -q -e '.[$(EXTRA)]'
+	.venv/bin/python $(PIP) -q -e '.[$(1)]'
+	@.venv/bin/python $(COMPILE) .venv/lib >/dev/null 2>&1 || true
+endef
+
+.venv/.installed: pyproject.toml scripts/make-venv .venv/.accelerator
+	$(call INSTALL,$(EXTRA))
 	@touch $@
 
 # Once, and whenever somebody asks; the file changes only with the choice.
@@ -52,11 +72,12 @@ bench: .venv/.installed
 	@scripts/make-venv .venv
 	@.venv/bin/python -m jaxserve.accelerators $@
 
-.venv/.installed-dev: .venv/.installed
-	.venv/bin/python $(PIP) -q -e '.[dev]'
-	@touch $@
+.venv/.installed-dev: pyproject.toml scripts/make-venv .venv/.accelerator
+	$(call INSTALL,$(EXTRA)$(comma)dev)
+	@touch .venv/.installed $@
 
 .venv-aot/.installed: pyproject.toml scripts/make-venv
 	@scripts/make-venv .venv-aot
 	.venv-aot/bin/python $(PIP) -q -e '.[test,cuda13,tpu]'
+	@.venv-aot/bin/python $(COMPILE) .venv-aot/lib >/dev/null 2>&1 || true
 	@touch $@

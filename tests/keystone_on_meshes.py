@@ -1,6 +1,8 @@
-"""Run by test_mesh.py where jax sees eight CPU devices: the keystone's requests on every mesh shape, a JSON line each.
+"""Run by test_mesh.py with eight CPU devices: serves the keystone's requests on each mesh shape, and prints a JSON line
+for each.
 
-A pool so small that requests are retracted, with a tier in host memory; arrivals, aborts, chunks as in the keystone.
+The page pool is so small that requests are retracted, and host memory is a second cache tier; arrivals, aborts and
+chunks are as in the keystone.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import jax
 from jaxserve.api_types import FinishReason
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.core.loop import EngineLoop
-from jaxserve.engine.multihost.process_group import Nodes
+from jaxserve.engine.multihost.process_group import ProcessGroup
 from jaxserve.worker import build_engine
 from tests.test_keystone import FULL, _check, _random_request, _run, sampled_requests
 from tests.tiny_model import write_tiny_model
@@ -36,7 +38,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def settings(model: str, data: int, tensor: int, **more: Any) -> EngineConfig:
-    """The configuration of a mesh shape."""
+    """Return the configuration of a mesh shape."""
     common: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": "float32",
@@ -46,12 +48,12 @@ def settings(model: str, data: int, tensor: int, **more: Any) -> EngineConfig:
     return EngineConfig(model=model, dp_size=data, tp_size=tensor, **common, **SETTINGS, **more)
 
 
-def on_mesh(config: EngineConfig, nodes: Nodes | None = None) -> dict[str, Any]:
-    """Serve them all; greedy ones are held against a naive recompute, drawn ones are returned."""
-    loop, info = build_engine(config, nodes)
+def serve_on_mesh(config: EngineConfig, group: ProcessGroup | None = None) -> dict[str, Any]:
+    """Serve all requests, compare greedy tokens with a naive recompute, and return the sampled ones with counters."""
+    loop, info = build_engine(config, group)
     aborted = 0
     sequences: list[list[int]] = []
-    for seed in range(config.dp_size):  # a rank gets as many as one device does
+    for seed in range(config.dp_size):  # each rank gets as many requests as a single device does
         rng = random.Random(f"mesh {seed}")
         requests = []
         for i in range(24):
@@ -64,7 +66,7 @@ def on_mesh(config: EngineConfig, nodes: Nodes | None = None) -> dict[str, Any]:
         aborted += sum(answer.last.finish_reason is FinishReason.ABORT for answer in answers.values())
     stats = loop.stats(check=True)
     return {
-        "tokens": _drawn(loop),
+        "tokens": _sampled_tokens(loop),
         "aborted": aborted,
         "preempted": stats.num_preemptions,
         "hits": stats.cache_hit_tokens,
@@ -77,7 +79,7 @@ def write_model(folder: Path) -> None:
     (write_tiny_model(folder) / "config.json").write_text(json.dumps(FULL))
 
 
-def _drawn(loop: EngineLoop) -> dict[str, list[int]]:
+def _sampled_tokens(loop: EngineLoop) -> dict[str, list[int]]:
     rng = random.Random(1)
     requests = sampled_requests(rng)
     return {name: answer.tokens for name, answer in _run(loop, requests, rng).items()}
@@ -89,7 +91,7 @@ def main(shapes: list[str]) -> None:
         write_model(Path(name))
         for shape in shapes:
             data, tensor = map(int, shape.split("x"))
-            print(json.dumps({"shape": shape, **on_mesh(settings(name, data, tensor))}), flush=True)
+            print(json.dumps({"shape": shape, **serve_on_mesh(settings(name, data, tensor))}), flush=True)
 
 
 if __name__ == "__main__":

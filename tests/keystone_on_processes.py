@@ -1,4 +1,4 @@
-"""Run by test_processes.py, once for each process of a mesh: the keystone's requests, a line of JSON by process 0.
+"""Run by test_mesh.py in each process of a mesh: serves the keystone's requests; process 0 prints a JSON line.
 
 python -m tests.keystone_on_processes MODEL 2x2 NNODES NODE_RANK ADDRESS
 """
@@ -9,21 +9,21 @@ import json
 import os
 import sys
 
-from jaxserve.engine.multihost.process_group import Nodes
+from jaxserve.engine.multihost.process_group import ProcessGroup
 from jaxserve.worker import build_follower
-from tests.keystone_on_meshes import on_mesh, settings
+from tests.keystone_on_meshes import serve_on_mesh, settings
 
 
 def main(model: str, shape: str, nnodes: int, node_rank: int, address: str) -> None:
     data, tensor = map(int, shape.split("x"))
     config = settings(model, data, tensor, nnodes=nnodes, node_rank=node_rank, dist_init_addr=address)
-    nodes = Nodes.meet(config, lambda reason: print(reason, file=sys.stderr))
+    group = ProcessGroup.connect(config, lambda reason: print(reason, file=sys.stderr))
     if node_rank > 0:
-        obey, _ = build_follower(config, nodes)
+        execute, _ = build_follower(config, group)
         while True:
-            obey(nodes.next_command())
-    print(json.dumps({"shape": shape, **on_mesh(config, nodes)}), flush=True)
-    nodes.leave("all requests are answered")
+            execute(group.next_command())
+    print(json.dumps({"shape": shape, **serve_on_mesh(config, group)}), flush=True)
+    group.leave("all requests are answered")
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Machines that are made up, of the files and programs by which accelerators are found."""
+"""Fake machines: the files and programs by which accelerators are detected."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ GCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1~22.04)
 
 
 def write_nvidia_smi(folder: Path, *answers: str, gpus: int = 1, complaint: str = "No devices were found") -> None:
-    """A program of that name: `answers` are driver, name and compute capability; without the last it is one that
-    doesn't know the question, and without any one that fails."""
+    """Write a fake `nvidia-smi`. `answers` are driver, name and compute capability; without the last it is a version
+    that can't tell the capability, and without any answer it fails with `complaint`."""
     folder.mkdir(parents=True, exist_ok=True)
     driver, name, capability = (*answers, "", "", "")[:3]
     known = {"driver_version,name": f"{driver}, {name}" if driver else "", "compute_cap": capability}
@@ -27,7 +27,7 @@ def write_nvidia_smi(folder: Path, *answers: str, gpus: int = 1, complaint: str 
 
 
 def write_device(root: Path, slot: int, vendor: str, number: str, kind: str) -> None:
-    """One on the PCI bus."""
+    """Write the files of a device on the PCI bus."""
     folder = root / f"sys/bus/pci/devices/0000:00:{slot:02x}.0"
     folder.mkdir(parents=True)
     for name, value in (("vendor", vendor), ("device", number), ("class", kind)):
@@ -35,6 +35,6 @@ def write_device(root: Path, slot: int, vendor: str, number: str, kind: str) -> 
 
 
 def write_file(root: Path, name: str, text: str = "") -> None:
-    """A device file, or one of /proc."""
+    """Write a device file, or a file of /proc."""
     (root / name).parent.mkdir(parents=True, exist_ok=True)
     (root / name).write_text(text)

@@ -1,4 +1,4 @@
-"""What is found on machines that are made up, and which jax is chosen for it."""
+"""The accelerators detected on fake machines, and the extra chosen for them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.accelerators import Accelerator, choose, find, report
+from jaxserve.accelerators import Accelerator, choose_extra, find_accelerators, report
 from tests.machines import VERSION, write_device, write_file, write_nvidia_smi
 
 L4 = ("NVIDIA L4", "8.9")
@@ -22,7 +22,7 @@ def _linux(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def look(root: Path) -> list[Accelerator]:
-    return find(root, {"PATH": str(root / "bin")})
+    return find_accelerators(root, {"PATH": str(root / "bin")})
 
 
 def only(root: Path) -> Accelerator:
@@ -31,10 +31,10 @@ def only(root: Path) -> Accelerator:
     return found
 
 
-def test_a_machine_without_any(tmp_path: Path) -> None:
+def test_a_machine_without_accelerators(tmp_path: Path) -> None:
     write_device(tmp_path, 1, *NETWORK_CARD)
     write_device(tmp_path, 2, *DISK)
-    write_device(tmp_path, 3, "0x1002", "0x164e", "0x030000")  # a laptop's screen
+    write_device(tmp_path, 3, "0x1002", "0x164e", "0x030000")  # a laptop's integrated GPU
     write_file(tmp_path, "dev/nvidiactl")
     write_file(tmp_path, "dev/vfio/0")
     write_file(tmp_path, "dev/vfio/vfio")
@@ -57,10 +57,10 @@ def test_a_machine_without_any(tmp_path: Path) -> None:
         (("525.60.13", *L4), "cuda12"),
     ],
 )
-def test_the_driver_and_the_gpu_choose_the_cuda(tmp_path: Path, answers: tuple[str, ...], extra: str) -> None:
+def test_the_cuda_version_depends_on_driver_and_gpu(tmp_path: Path, answers: tuple[str, ...], extra: str) -> None:
     write_nvidia_smi(tmp_path / "bin", *answers)
     assert only(tmp_path) == Accelerator("cuda", f"{answers[1]} with driver {answers[0]}", extra)
-    assert choose(look(tmp_path)) == extra
+    assert choose_extra(look(tmp_path)) == extra
 
 
 @pytest.mark.parametrize(
@@ -70,11 +70,11 @@ def test_the_driver_and_the_gpu_choose_the_cuda(tmp_path: Path, answers: tuple[s
         (("580.65.06", "Tesla M40", "5.0"), "its compute capability is 5.0, and jax needs 5.2"),
     ],
 )
-def test_what_is_too_old_gets_the_cpus_jax_and_is_said(tmp_path: Path, answers: tuple[str, ...], problem: str) -> None:
+def test_too_old_gpus_get_the_cpu_extra_and_a_message(tmp_path: Path, answers: tuple[str, ...], problem: str) -> None:
     write_nvidia_smi(tmp_path / "bin", *answers)
     found = only(tmp_path)
     assert found.problem.startswith(problem)
-    assert choose([found]) == "cpu"
+    assert choose_extra([found]) == "cpu"
     assert f"found {answers[1]} with driver {answers[0]}: {problem}" in report([found], "cpu")
 
 
@@ -83,14 +83,14 @@ def test_several_gpus(tmp_path: Path) -> None:
     assert only(tmp_path).name == "4 x NVIDIA L4 with driver 580.65.06"
 
 
-def test_a_gpu_whose_driver_is_not_there(tmp_path: Path) -> None:
+def test_a_gpu_without_a_driver(tmp_path: Path) -> None:
     write_device(tmp_path, 4, *GPU_ON_BUS)
     assert only(tmp_path).problem.startswith("no NVIDIA driver is loaded: install version 580 or newer")
     write_nvidia_smi(tmp_path / "bin", complaint="NVIDIA-SMI has failed because it no driver.")
     assert "loaded (nvidia-smi says: NVIDIA-SMI has failed because" in only(tmp_path).problem
 
 
-def test_a_gpu_that_a_container_was_not_given(tmp_path: Path) -> None:
+def test_a_gpu_without_device_files(tmp_path: Path) -> None:
     write_device(tmp_path, 4, *GPU_ON_BUS)
     write_file(tmp_path, "proc/driver/nvidia/version", VERSION.format("570.86.15"))
     found = only(tmp_path)
@@ -100,19 +100,19 @@ def test_a_gpu_that_a_container_was_not_given(tmp_path: Path) -> None:
     assert only(tmp_path).extra == "cuda12"
 
 
-def test_a_driver_that_nobody_can_ask_is_taken_for_an_old_one(tmp_path: Path) -> None:
+def test_a_driver_of_unknown_version_is_treated_as_old(tmp_path: Path) -> None:
     write_file(tmp_path, "dev/nvidia0")
     write_file(tmp_path, "dev/nvidia1")
     assert only(tmp_path) == Accelerator("cuda", "NVIDIA GPU", "cuda12")
 
 
-def test_windows_linux(tmp_path: Path) -> None:
+def test_wsl(tmp_path: Path) -> None:
     write_file(tmp_path, "dev/dxg")
     write_nvidia_smi(tmp_path / "usr/lib/wsl/lib", "581.15", "NVIDIA GeForce RTX 4090", "8.9")
     assert only(tmp_path).extra == "cuda13"
 
 
-def test_a_gpu_of_a_system_that_jax_has_no_plugin_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_on_a_system_without_a_jax_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setattr("shutil.which", lambda name, path: str(tmp_path / "bin" / name))
     write_nvidia_smi(tmp_path / "bin", "581.15", *L4)
@@ -128,19 +128,19 @@ def test_tpus(tmp_path: Path) -> None:
     assert only(tmp_path) == Accelerator("tpu", "4 x TPU chip", "tpu")
 
 
-def test_a_tpu_of_which_only_the_device_file_is_seen(tmp_path: Path) -> None:
+def test_a_tpu_with_only_a_device_file(tmp_path: Path) -> None:
     write_file(tmp_path, "dev/accel0")
     assert only(tmp_path) == Accelerator("tpu", "TPU chip", "tpu")
 
 
-def test_amds_cards_are_named_and_not_served(tmp_path: Path) -> None:
+def test_amd_gpus_are_reported_but_not_served(tmp_path: Path) -> None:
     write_device(tmp_path, 1, "0x1002", "0x74a1", "0x120000")
     write_device(tmp_path, 2, "0x1002", "0x74a1", "0x120000")
     assert only(tmp_path) == Accelerator("rocm", "2 x AMD GPU", problem="jaxserve does not serve AMD's GPUs")
-    assert choose(look(tmp_path)) == "cpu"
+    assert choose_extra(look(tmp_path)) == "cpu"
 
 
-def test_a_choice_is_one_of_those_there_are() -> None:
-    assert choose([Accelerator("cuda", "L4", "cuda13")], "cpu") == "cpu"
+def test_an_unknown_extra_is_an_error() -> None:
+    assert choose_extra([Accelerator("cuda", "L4", "cuda13")], "cpu") == "cpu"
     with pytest.raises(ValueError, match="ACCELERATOR=rocm is not known: choose cpu, cuda13, cuda12, tpu, or leave"):
-        choose([], "rocm")
+        choose_extra([], "rocm")

@@ -1,4 +1,4 @@
-"""Every file of a model, damaged field by field and byte by byte: it loads, or one of our errors says what is wrong."""
+"""Damages every file of a model, field by field and byte by byte: it loads, or one of our errors says what is wrong."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MEMORY = 512 << 20
 
 
 def load(model: Path) -> ModelConfig:
-    """All that is read of a model before a device is asked for anything, and its weights."""
+    """Read all files of a model as the engine does, weights included, without a device."""
     source = resolve(str(model))
     config = parse_model_config(read_config(source), str(source.config_file))
     inverse, scale = frequencies(config.rope, config.head_dim)
@@ -46,7 +46,7 @@ def load(model: Path) -> ModelConfig:
     tokenizer = load_tokenizer(source)
     assert all(token_id >= 0 for token_id in tokenizer.eos_ids)
     tokenizer.decode(tokenizer.encode("Hello <s>"))
-    tokenizer.least_tokens("Hello")
+    tokenizer.min_num_tokens("Hello")
     ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
     check_tensors(source, config)
     abstract = family(config).abstract(config, np.dtype(np.float32))
@@ -58,17 +58,20 @@ def load(model: Path) -> ModelConfig:
     return config
 
 
-def outcome(model: Path) -> str:
-    """What it says; empty where it loads. Anything but our own error fails the test, and so does a lot of memory."""
+def load_error(model: Path) -> str:
+    """Return the error message of loading a model; empty if it loads.
+
+    Raises on any error but ours, and if loading takes too much memory.
+    """
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         load(model)
-        said = ""
+        message = ""
     except JaxserveError as error:
-        said = str(error)
-        assert 0 < len(said) < 3000
+        message = str(error)
+        assert 0 < len(message) < 3000
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < MEMORY
-    return said
+    return message
 
 
 def tensors(names: Callable[[str, int | None], str]) -> dict[str, np.ndarray[Any, Any]]:
@@ -103,7 +106,7 @@ def gguf_name(part: str, layer: int | None) -> str:
 
 
 @pytest.fixture(scope="module")
-def whole_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def intact_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_tiny_model(tmp_path_factory.mktemp("whole"))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [257]}))
     (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>"}))
@@ -113,11 +116,11 @@ def whole_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(whole_folder: Path, tmp_path: Path) -> Path:
-    """A folder of links to the whole one's files, as the hub's cache has them; tests put others in their place."""
+def folder(intact_folder: Path, tmp_path: Path) -> Path:
+    """A folder of links to the intact files, like the hub's cache; tests replace some of them."""
     made = tmp_path / "model"
     made.mkdir()
-    for file in whole_folder.iterdir():
+    for file in intact_folder.iterdir():
         (made / file.name).symlink_to(file)
     return made
 
@@ -137,8 +140,8 @@ OTHERS = ("rope_scaling", "rope_parameters", "layer_types", "sliding_window", "q
           "mlp_bias", "max_window_layers", "use_sliding_window", "hidden_act", "unheard_of")  # fmt: skip
 
 
-SOME = pytest.mark.parametrize("most", [120, pytest.param(10**6, marks=pytest.mark.slow)], ids=["some", "all"])
-"""All of them take half a minute."""
+SOME = pytest.mark.parametrize("most", [120, pytest.param(10**6, marks=pytest.mark.grid)], ids=["some", "all"])
+"""Runs some of the cases; all of them take half a minute."""
 
 
 def some[T](cases: list[T], most: int) -> list[T]:
@@ -151,7 +154,7 @@ def test_every_field_of_config_json(folder: Path, most: int) -> None:
     cases += [{"rope_scaling": {**ROPE, field: value}} for field in ROPE for value in VALUES]
     for case in some(cases, most):
         put(folder, "config.json", json.dumps({**CONFIG, **case}))
-        outcome(folder)
+        load_error(folder)
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "special_tokens_map.json"])
@@ -161,7 +164,7 @@ def test_every_field_of_the_tokenizers_files(folder: Path, name: str, most: int)
     cases = [(field, value) for field in (*fields, "add_bos_token", "add_eos_token") for value in VALUES]
     for field, value in some(cases, most // 4):
         put(folder, name, json.dumps({**fields, "add_bos_token": True, field: value}))
-        outcome(folder)
+        load_error(folder)
 
 
 @pytest.mark.parametrize(
@@ -173,11 +176,11 @@ def test_a_file_that_is_no_json_is_named(folder: Path, name: str) -> None:
     (folder / "model.safetensors").rename(folder / "other.safetensors")
     for content in ("", "{", "[]", "5", DEEP, f'{{"x": {DEEP}}}', b"\xff\xfe", '{"eos_token_id": ' + "9" * 5000 + "}"):
         put(folder, name, content)
-        assert name in outcome(folder), content[:20]
+        assert name in load_error(folder), content[:20]
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every object and list inside, with each of its keys."""
+    """Yield every object and list inside `value`, with each of its keys."""
     for key in value if isinstance(value, dict) else range(min(2, len(value))) if isinstance(value, list) else ():
         yield value, key
         yield from places(value[key])
@@ -193,18 +196,18 @@ def test_every_field_of_tokenizer_json(folder: Path, most: int) -> None:
         owner, key = list(places(damaged))[number]
         owner[key] = rng.choice([value for value in VALUES if value == value])
         put(folder, "tokenizer.json", json.dumps(damaged))
-        outcome(folder)
+        load_error(folder)
 
 
 @pytest.mark.parametrize(
     "file",
     ["../../etc/passwd", "/etc/passwd", "../model/model.safetensors", ".", "..", "", "a\0b", 5, None, [], "x/y"],
 )
-def test_an_index_names_files_of_the_folder_alone(folder: Path, file: Any) -> None:
+def test_an_index_may_name_only_files_of_the_folder(folder: Path, file: Any) -> None:
     put(folder, "model.safetensors.index.json", json.dumps({"weight_map": {"lm_head.weight": file}}))
     (folder / "model.safetensors").unlink()
 
-    assert "only files of the folder itself are opened" in outcome(folder)
+    assert "only files of the folder itself are opened" in load_error(folder)
 
 
 def test_an_index_of_links_is_followed(folder: Path) -> None:
@@ -212,7 +215,7 @@ def test_an_index_of_links_is_followed(folder: Path) -> None:
     names = dict.fromkeys(tensors(hf_name), "model-1.safetensors")
     put(folder, "model.safetensors.index.json", json.dumps({"weight_map": names}))
 
-    assert outcome(folder) == ""
+    assert load_error(folder) == ""
 
 
 def test_bytes_of_safetensors(folder: Path) -> None:
@@ -221,27 +224,27 @@ def test_bytes_of_safetensors(folder: Path) -> None:
     rng = random.Random(0)
     for length in (0, 7, 8, 100, header + 8, len(whole) - 1):
         put(folder, "model.safetensors", whole[:length])
-        assert outcome(folder), length
+        assert load_error(folder), length
     for size in (2**63, 2**31, header + 1, header - 1, 0):
         put(folder, "model.safetensors", struct.pack("<Q", size) + whole[8:])
-        assert outcome(folder), size
+        assert load_error(folder), size
     for _ in range(60):
         damaged = bytearray(whole)
         for position in rng.choices(range(8 + header), k=3):
             damaged[position] = rng.randrange(256)
         put(folder, "model.safetensors", bytes(damaged))
-        outcome(folder)
+        load_error(folder)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.self_attn.k_proj.weight", "model.norm.weight"])
-def test_a_weight_that_is_no_number_is_named(folder: Path, name: str, value: float) -> None:
+def test_a_weight_that_is_nan_or_infinite_is_named(folder: Path, name: str, value: float) -> None:
     made = tensors(hf_name)
     made[name].flat[-1] = value
     (folder / "model.safetensors").unlink()
     save_file(made, folder / "model.safetensors")
 
-    assert f"tensor {name} holds NaN or infinity" in outcome(folder)
+    assert f"tensor {name} holds NaN or infinity" in load_error(folder)
 
 
 GGUF_TOKENIZER: dict[str, Any] = {
@@ -270,7 +273,7 @@ def gguf(path: Path, values: dict[str, Any] | None = None, **changed: np.ndarray
 
 
 @pytest.fixture(scope="module")
-def whole_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def intact_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf")
     file = gguf(path)
     assert load(file).num_layers == LAYERS
@@ -288,24 +291,24 @@ def test_every_key_of_a_gguf_file(tmp_path: Path, most: int) -> None:
     values = [value for value in VALUES if isinstance(value, int | float | str) and value != 10**400]
     cases = [(key, value) for key in keys for value in (*values, [5, 5], ["x", ""])]
     for key, value in some(cases, most):
-        outcome(gguf(tmp_path, {key: value}))
+        load_error(gguf(tmp_path, {key: value}))
 
 
 @SOME
-def test_bytes_of_a_gguf_file(tmp_path: Path, whole_gguf: Path, most: int) -> None:
+def test_bytes_of_a_gguf_file(tmp_path: Path, intact_gguf: Path, most: int) -> None:
     rng, damaged = random.Random(0), tmp_path / "m.gguf"
-    begin = min(info.offset for info in GGUFMetadata(whole_gguf).tensors.values())
-    whole = whole_gguf.read_bytes()
+    begin = min(info.offset for info in GGUFMetadata(intact_gguf).tensors.values())
+    whole = intact_gguf.read_bytes()
     for number in range(min(most, 2000)):
         content = bytearray(whole)
         for position in rng.choices(range(4, begin), k=1 + number % 3):
             content[position] = rng.choice([0, 1, 0x7F, 0xFF, rng.randrange(256)])
         damaged.write_bytes(content[: rng.randrange(len(content))] if number % 10 == 0 else content)
-        outcome(damaged)
+        load_error(damaged)
 
 
 def refused_gguf(tmp_path: Path, values: dict[str, Any]) -> str:
-    return outcome(gguf(tmp_path, values))
+    return load_error(gguf(tmp_path, values))
 
 
 @pytest.mark.parametrize(
@@ -321,10 +324,10 @@ def refused_gguf(tmp_path: Path, values: dict[str, Any]) -> str:
     ],
 )
 def test_a_gguf_file_key_and_value_are_named(tmp_path: Path, key: str, value: Any, allowed: str) -> None:
-    said = refused_gguf(tmp_path, {key: value})
+    message = refused_gguf(tmp_path, {key: value})
 
-    assert f"m.gguf: {key} should be" in said
-    assert allowed in said
+    assert f"m.gguf: {key} should be" in message
+    assert allowed in message
 
 
 @pytest.mark.parametrize(
@@ -345,39 +348,39 @@ def test_a_gguf_file_key_and_value_are_named(tmp_path: Path, key: str, value: An
 def test_a_field_of_config_json_is_named(folder: Path, field: str, value: Any) -> None:
     (folder / "generation_config.json").unlink()
     put(folder, "config.json", json.dumps({**CONFIG, field: value}))
-    said = outcome(folder)
+    message = load_error(folder)
 
-    assert f"config.json: {field} should be" in said
-    assert f"it is {value!r}" in said
+    assert f"config.json: {field} should be" in message
+    assert f"it is {value!r}" in message
 
 
-def test_a_stretch_that_turns_rotations_round_is_refused(folder: Path) -> None:
+def test_a_negative_rope_factor_is_refused(folder: Path) -> None:
     put(folder, "config.json", json.dumps({**CONFIG, "rope_scaling": {"rope_type": "yarn", "factor": -1}}))
-    assert "rope scaling: factor should be a number in [1, 1000000], it is -1" in outcome(folder)
+    assert "rope scaling: factor should be a number in [1, 1000000], it is -1" in load_error(folder)
 
 
 def test_a_list_of_templates_is_checked(folder: Path) -> None:
     put(folder, "tokenizer_config.json", json.dumps({"chat_template": [{"name": "default", "template": "x"}, 5]}))
-    assert "tokenizer_config.json: chat_template should be a string, or a list of objects" in outcome(folder)
+    assert "tokenizer_config.json: chat_template should be a string, or a list of objects" in load_error(folder)
 
 
-def test_more_layers_than_tensors_are_told_before_anything_is_compiled(folder: Path) -> None:
+def test_missing_layers_are_found_before_anything_is_compiled(folder: Path) -> None:
     put(folder, "config.json", json.dumps({**CONFIG, "num_hidden_layers": 4096}))
     source = resolve(str(folder))
     with pytest.raises(ConfigError, match=r"36846 tensors are missing: model\.layers\.10\."):
         check_tensors(source, parse_model_config(read_config(source)))
 
 
-def test_places_of_gguf_tensors(tmp_path: Path) -> None:
+def test_offsets_of_gguf_tensors(tmp_path: Path) -> None:
     whole = bytearray(gguf(tmp_path).read_bytes())
     place = whole.index(b"output.weight") + len(b"output.weight") + 4 + 16 + 4
     (offset,) = struct.unpack_from("<Q", whole, place)
     for changed, words in ((offset + 4, "no multiple of 32"), (offset - 64, "overlap"), (2**62, "ends at byte")):
         struct.pack_into("<Q", whole, place, changed)
         (tmp_path / "m.gguf").write_bytes(whole)
-        assert words in outcome(tmp_path / "m.gguf")
+        assert words in load_error(tmp_path / "m.gguf")
 
 
-def test_a_copy_is_whole(folder: Path, tmp_path: Path) -> None:
+def test_a_copy_loads(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "copy")
-    assert outcome(tmp_path / "copy") == ""
+    assert load_error(tmp_path / "copy") == ""

@@ -12,6 +12,7 @@ import pytest
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.errors import ConfigError
+from tests.selection import examples
 from tests.tiny_model import CONFIG, write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -43,7 +44,7 @@ def _requests() -> list[tuple[list[int], SamplingParams]]:
     rng = random.Random(4)
     shared = [rng.randrange(256) for _ in range(100)]
     requests = []
-    for i in range(32):
+    for i in range(examples(32, 12)):
         own = [rng.randrange(256) for _ in range(rng.choice((1, 5, 17, 60, 300)))]
         params = SamplingParams(
             max_tokens=rng.choice((8, 60)), seed=i, logprobs=3, ignore_eos=True, n=1 + i % 2, **SHAPES[i % len(SHAPES)]
@@ -63,7 +64,9 @@ def _found(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[A
 def test_a_request_gives_the_same_bits_in_any_company(folder: Path) -> None:
     requests = _requests()
     programs = {"model": str(folder), "program_cache_dir": str(folder / "programs")}
-    with LLM(**programs, **SETTINGS, disable_radix_cache=True, disable_overlap_schedule=True) as llm:
+    with LLM(
+        **programs, **SETTINGS, cuda_graph_bs=[12], disable_radix_cache=True, disable_overlap_schedule=True
+    ) as llm:
         assert llm._engine.info.deterministic
         alone = [_found(llm, [request])[0] for request in requests]
     crowd = {"chunked_prefill_size": 40, "cuda_graph_bs": [3, 12], "max_total_tokens": 576}

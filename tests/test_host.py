@@ -1,4 +1,4 @@
-"""What stands for the parts of Linux that other systems don't have."""
+"""The functions that replace missing parts of Linux on other systems."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxserve.errors import ConfigError
 
 
 @pytest.mark.parametrize("missing", [(), ("preadv",), ("preadv", "pread")])
-def test_a_file_is_read_at_a_place(missing: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_read_at_an_offset(missing: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in missing:
         monkeypatch.delattr(os, name)
     (tmp_path / "file").write_bytes(bytes(range(10)))
@@ -32,7 +32,7 @@ def test_a_file_is_read_at_a_place(missing: tuple[str, ...], tmp_path: Path, mon
         assert host.read_at(file, memoryview(out), 8) == 2
         assert out == bytes((8, 9, 5, 6))
         assert host.read_at(file, memoryview(out), 10) == 0
-        monkeypatch.setattr(host, "_READ_MAX", 1)
+        monkeypatch.setattr(host, "_MAX_READ_BYTES", 1)
         assert host.read_at(file, memoryview(out), 0) == 1
     finally:
         os.close(file)
@@ -61,7 +61,7 @@ def test_a_lock_is_held_against_others_until_its_file_is_closed(tmp_path: Path) 
         assert host.lock_file(other, wait=False)
 
 
-def test_without_uvloop_there_is_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_uvloop_the_loop_is_asyncios(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvloop", None)
     with asyncio.Runner(loop_factory=host.new_event_loop) as runner:
         assert type(runner.get_loop()).__module__.startswith("asyncio")
@@ -75,8 +75,8 @@ def test_cores_and_the_cpu_without_linux(monkeypatch: pytest.MonkeyPatch) -> Non
     assert host.cpu_info() == ""
 
 
-def test_as_many_open_files_as_the_system_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """macOS says that there is no limit, and takes no more than some."""
+def test_the_open_file_limit_is_raised_to_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS reports no limit, but refuses to set a large one."""
     no_limit, taken = 2**63 - 1, []
 
     def setrlimit(_: int, limits: tuple[int, int]) -> None:
@@ -86,16 +86,16 @@ def test_as_many_open_files_as_the_system_gives(monkeypatch: pytest.MonkeyPatch)
 
     system = SimpleNamespace(RLIMIT_NOFILE=8, getrlimit=lambda _: (256, no_limit), setrlimit=setrlimit)
     monkeypatch.setattr(host, "resource", system)
-    host.allow_open_files()
+    host.raise_open_file_limit()
     assert taken == [(10_240, no_limit)]
     monkeypatch.setattr(host, "resource", None)
-    host.allow_open_files()
+    host.raise_open_file_limit()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel sees to it on Linux only")
 def test_a_process_dies_with_its_parent() -> None:
-    """The one that is killed is asked for its child's id; the pipe ends when the child has gone too."""
-    child = "import signal, time; from jaxserve.host import die_with_parent as d; d(signal.SIGKILL); print(1, flush=True); time.sleep(99)"  # noqa: E501
+    """Kill a process that has a child; the child's output pipe closes when the child has ended too."""
+    child = "import os, signal, time; from jaxserve.host import die_with_parent as d; d(os.getppid(), signal.SIGKILL); print(1, flush=True); time.sleep(99)"  # noqa: E501
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -104,8 +104,8 @@ def test_a_process_dies_with_its_parent() -> None:
         assert process.stdout.read() == b""
 
 
-def test_on_windows_serve_names_the_system_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    host.check_servers_run()
+def test_serve_on_windows_is_an_error_that_names_wsl(monkeypatch: pytest.MonkeyPatch) -> None:
+    host.check_can_serve()
     monkeypatch.setattr(sys, "platform", "win32")
-    with pytest.raises(ConfigError, match="on Windows, in WSL2"):
-        host.check_servers_run()
+    with pytest.raises(ConfigError, match="on Windows, use WSL2"):
+        host.check_can_serve()

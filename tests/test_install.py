@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.accelerators import find
+from jaxserve.accelerators import find_accelerators
 from tests.machines import write_nvidia_smi
 
 ROOT = Path(__file__).parents[1]
 
 pytestmark = [
+    pytest.mark.process,
     pytest.mark.skipif(shutil.which("make") is None, reason="there is no make"),
-    pytest.mark.skipif(bool(find()), reason="this machine has an accelerator of its own"),
+    pytest.mark.skipif(bool(find_accelerators()), reason="this machine has an accelerator of its own"),
 ]
 
 

@@ -23,15 +23,18 @@ from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.models.config import ModelConfig, parse_model_config
 from jaxserve.models.registry import family
 from jaxserve.runtime.devices.mesh import shardings
-from jaxserve.runtime.programs.builder import program_keys
+from jaxserve.runtime.programs.builder import step_keys
 from jaxserve.runtime.step import batch as batches
-from jaxserve.runtime.step.batch import ProgramKey
+from jaxserve.runtime.step.batch import StepKey
 from jaxserve.step_plan import Capacity, SlotOpen, StepPlan
 from jaxserve.weights.dummy import dummy_params
 from jaxserve.worker import build_engine
 from tests.models.forward import cpu_mesh, prompt_logits
 from tests.runtime import plain_sampling
+from tests.selection import grid
 from tests.tiny_model import CONFIG, write_tiny_model
+
+pytestmark = pytest.mark.slow
 
 LONGEST = 100
 FULL = CONFIG | {"max_position_embeddings": LONGEST}
@@ -44,41 +47,30 @@ FP8_TOLERANCE = 0.01
 Engine = tuple[EngineLoop, EngineInfo]
 Build = Callable[..., Engine]
 
-# Every one is run with overlap and without.
+# Programs of these sizes are made once for all settings that have them.
+SMALL: dict[str, Any] = {
+    "context_length": 64,
+    "max_running_requests": 8,
+    "chunked_prefill_size": 16,
+    "max_total_tokens": 72,
+    "page_size": 4,
+    "cuda_graph_bs": (1, 8),
+}
+# Most of what is cached goes to host memory, and comes back.
+WITH_HOST_MEMORY: dict[str, Any] = SMALL | {"enable_hierarchical_cache": True, "hicache_ratio": 4.0}
+# Each runs with overlap and without.
 SETTINGS: dict[str, dict[str, Any]] = {
+    "tiny-pool": SMALL | {"schedule_conservativeness": 0.1},
+    "slivers": SMALL | {"max_prefill_tokens": 5, "schedule_policy": "random"},
+    "write-through": WITH_HOST_MEMORY,
+    "write-back": WITH_HOST_MEMORY | {"hicache_write_policy": "write_back"},
+    "windowed": {"context_length": 64, "max_running_requests": 8, "chunked_prefill_size": 16, "cuda_graph_bs": (8,)},
     "roomy": {
         "context_length": 64,
         "max_running_requests": 8,
         "chunked_prefill_size": 32,
         "page_size": 4,
         "schedule_policy": "shortest-prefill-first",
-    },
-    "slivers": {
-        "context_length": 64,
-        "max_running_requests": 8,
-        "chunked_prefill_size": 32,
-        "max_prefill_tokens": 5,
-        "schedule_policy": "random",
-    },
-    "tiny-pool": {
-        "context_length": 64,
-        "max_running_requests": 8,
-        "chunked_prefill_size": 16,
-        "max_total_tokens": 72,
-        "schedule_conservativeness": 0.1,
-        "page_size": 4,
-        "cuda_graph_bs": (1, 8),
-    },
-    # Most of what is cached goes to host memory, and comes back.
-    "write-through": {
-        "context_length": 64,
-        "max_running_requests": 8,
-        "chunked_prefill_size": 16,
-        "max_total_tokens": 72,
-        "page_size": 4,
-        "cuda_graph_bs": (1, 8),
-        "enable_hierarchical_cache": True,
-        "hicache_ratio": 4.0,
     },
     # More rows than are sampled at once, prompts in one piece, and several mixed programs.
     "wide": {
@@ -89,12 +81,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "page_size": 8,
         "cuda_graph_bs": (4, 20),
     },
-    "windowed": {"context_length": 64, "max_running_requests": 8, "chunked_prefill_size": 16, "cuda_graph_bs": (8,)},
 }
-
-
-SETTINGS["write-back"] = SETTINGS["write-through"] | {"hicache_write_policy": "write_back"}
 TIERED = ("write-through", "write-back")
+QUICK = {name for name, sizes in SETTINGS.items() if SMALL.items() <= sizes.items()} | {"windowed"}
 
 
 @pytest.fixture(scope="session")
@@ -107,7 +96,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
         (folder / "config.json").write_text(json.dumps(_model(name)))
         common = {"load_format": "dummy", "dtype": "float32", "device": "cpu"}
         paths = {"model": str(folder), "program_cache_dir": str(programs)}
-        return build_engine(EngineConfig(**common, **paths, **SETTINGS[name], **options))
+        return build_engine(EngineConfig(**common, **paths, **SETTINGS[name] | options))
 
     return make
 
@@ -199,7 +188,7 @@ def _check(request: EngineRequest, answer: Answer, context: int, model: dict[str
             prompt_ids=prompt,
             output_ids=tokens[:i],
         )
-        edited = plain_sampling.edited(logits[len(prompt) - 1 + i], opened)
+        edited = plain_sampling.adjusted(logits[len(prompt) - 1 + i], opened)
         assert edited[token] >= edited.max() - TOLERANCE, (request, i)
     ended_by_stop = bool(tokens) and tokens[-1] in request.stop_ids and len(tokens) > sampling.min_tokens
     early = [i for i, token in enumerate(tokens[:-1]) if token in request.stop_ids and i >= sampling.min_tokens]
@@ -274,9 +263,7 @@ def _random_request(rng: random.Random, number: int, context: int, earlier: list
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in-turn"])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "windowed" else name for name in SETTINGS]
-)
+@pytest.mark.parametrize("name", grid(SETTINGS, QUICK.__contains__))
 def test_greedy_tokens_are_those_of_the_request_alone(build: Build, name: str, overlap: bool) -> None:
     loop, info = build(name, disable_overlap_schedule=not overlap)
     aborted = 0
@@ -326,14 +313,14 @@ def sampled_requests(rng: random.Random) -> list[EngineRequest]:
     ]
 
 
-@pytest.mark.parametrize("name", ["tiny-pool", "wide"])
+@pytest.mark.parametrize("name", grid(["tiny-pool", "wide"], QUICK.__contains__))
 def test_sampled_tokens_depend_on_the_request_alone(build: Build, name: str) -> None:
     rng = random.Random(name)
     requests = sampled_requests(rng)
     crowd, _ = build(name)
     together = _run(crowd, requests, rng)
     assert crowd.stats().num_preemptions > 0 or name != "tiny-pool"
-    lonely, _ = build("roomy", disable_overlap_schedule=True)
+    lonely, _ = build("tiny-pool", disable_overlap_schedule=True)
     for request in requests:
         alone = _run(lonely, [request])[request.request_id]
         found = together[request.request_id]
@@ -343,7 +330,7 @@ def test_sampled_tokens_depend_on_the_request_alone(build: Build, name: str) -> 
 
 
 def test_samples_of_a_seeded_prompt_differ_and_repeat(build: Build) -> None:
-    loop, _ = build("roomy")
+    loop, _ = build("tiny-pool")
     samples = [
         EngineRequest(
             request_id=f"s{i}",
@@ -363,7 +350,7 @@ def test_samples_of_a_seeded_prompt_differ_and_repeat(build: Build) -> None:
 
 def test_requests_without_a_seed_differ_and_the_engines_seed_repeats_them(build: Build) -> None:
     def tokens(**options: Any) -> list[list[int]]:
-        loop, _ = build("roomy", **options)
+        loop, _ = build("tiny-pool", **options)
         requests = [
             EngineRequest(request_id=f"r{i}", prompt_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=12))
             for i in range(3)
@@ -376,37 +363,46 @@ def test_requests_without_a_seed_differ_and_the_engines_seed_repeats_them(build:
 
 
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 63])
-def test_a_prompt_scored_without_output(build: Build, length: int) -> None:
+@pytest.mark.parametrize("name", grid(["tiny-pool", "slivers", "roomy", "wide"], QUICK.__contains__))
+def test_a_prompt_scored_without_output(build: Build, name: str, length: int) -> None:
     """In one piece, in chunks of the program's size, and in slivers."""
     prompt = np.random.default_rng(length).integers(0, VOCAB, length).tolist()
     sampling = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=20)
-    for name in ("wide", "roomy", "slivers"):
-        loop, info = build(name)
-        request = EngineRequest(request_id="echo", prompt_ids=prompt, sampling=sampling)
-        answer = _run(loop, [request])["echo"]
-        assert answer.tokens == []
-        assert answer.last.finish_reason is FinishReason.LENGTH
-        _check(request, answer, info.max_model_len)
+    loop, info = build(name)
+    request = EngineRequest(request_id="echo", prompt_ids=prompt, sampling=sampling)
+    answer = _run(loop, [request])["echo"]
+    assert answer.tokens == []
+    assert answer.last.finish_reason is FinishReason.LENGTH
+    _check(request, answer, info.max_model_len)
 
 
-def test_nothing_compiles_once_the_engine_is_ready(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    used: set[ProgramKey] = set()
+@pytest.mark.parametrize(
+    ("name", "counts", "lengths"),
+    [
+        ("tiny-pool", (1, 5, 8), (50, 10)),
+        pytest.param("wide", (1, 4, 5, 20), (90, 40), marks=pytest.mark.grid),
+    ],
+)
+def test_nothing_compiles_once_the_engine_is_ready(
+    build: Build, monkeypatch: pytest.MonkeyPatch, name: str, counts: tuple[int, ...], lengths: tuple[int, ...]
+) -> None:
+    used: set[StepKey] = set()
     choose = batches.choose_program
 
-    def record(plan: StepPlan, capacity: Capacity) -> ProgramKey:
+    def record(plan: StepPlan, capacity: Capacity) -> StepKey:
         key = choose(plan, capacity)
         used.add(key)
-        closed.update(program_keys(capacity))
+        closed.update(step_keys(capacity))
         return key
 
-    closed: set[ProgramKey] = set()
+    closed: set[StepKey] = set()
     monkeypatch.setattr(batches, "choose_program", record)
-    loop, info = build("wide")
+    loop, info = build(name)
     for options in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "logprobs": 5, "presence_penalty": 1.0}):
-        for count in (1, 4, 5, 20):
+        for count in counts:
             sampling = SamplingParams(max_tokens=4, **options)
             _run(loop, [EngineRequest(request_id=f"r{i}", prompt_ids=[i], sampling=sampling) for i in range(count)])
-    for length in (90, 40):  # the longer one while nothing of it is cached
+    for length in lengths:  # the longer one while nothing of it is cached
         prompt = list(range(length))
         for echo in (None, 5):
             sampling = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=echo)
@@ -440,10 +436,10 @@ def test_pages_that_went_to_the_host_give_the_same_tokens_and_log_probabilities(
     assert stats.compiles_after_ready == 0
 
 
-@pytest.mark.parametrize("name", ["tiny-pool", "write-through"])
+@pytest.mark.parametrize("name", grid(["tiny-pool", "write-through"], lambda name: name == "write-through"))
 def test_tokens_over_an_fp8_cache_are_those_of_the_request_alone(build: Build, name: str) -> None:
     """Whatever writes and reads it; sums in another order may round a number to its neighbour, so nearly the best."""
-    loop, info = build(name, kv_cache_dtype="fp8_e4m3")
+    loop, info = build(name, kv_cache_dtype="fp8_e4m3", cuda_graph_bs=(8,))
     rng = random.Random(name)
     sequences: list[list[int]] = []
     requests = []
@@ -470,18 +466,18 @@ def test_tokens_over_an_fp8_cache_are_those_of_the_request_alone(build: Build, n
 
 
 def test_a_compile_after_ready_is_noticed(build: Build) -> None:
-    loop, _ = build("roomy")
+    loop, _ = build("tiny-pool")
     jax.jit(lambda x: x * 7 - 3)(np.float32(1))
     assert loop.stats().compiles_after_ready > 0
 
 
 def test_the_start_says_what_was_decided(build: Build, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "jaxserve"):
-        build("wide")
+        build("tiny-pool")
     [line] = [message for message in caplog.messages if message.startswith("max_total_num_tokens=")]
     expected = (
-        r"max_total_num_tokens=600, chunked_prefill_size=100, max_prefill_tokens=100, max_running_requests=20, "
-        r"context_len=100, available_gpu_mem=(\d+\.\d\d) GB"
+        r"max_total_num_tokens=72, chunked_prefill_size=16, max_prefill_tokens=16, max_running_requests=8, "
+        r"context_len=64, available_gpu_mem=(\d+\.\d\d) GB"
     )
     found = re.fullmatch(expected, line)
     assert found, line

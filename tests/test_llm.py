@@ -1,4 +1,4 @@
-"""`LLM` over the real engine with a tiny random model; greedy, so that texts can be compared."""
+"""Tests `LLM` with the real engine and a tiny random model; greedy, so that texts can be compared."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 @pytest.fixture
 def llm(shared: LLM) -> Iterator[LLM]:
-    """The shared one; whatever a test does with it, it must be left idle with every page free."""
+    """The shared `LLM`; after each test it must be idle, with every page free."""
     yield shared
     while shared._engine.engine.has_work:
         shared._engine.engine.step()
@@ -48,7 +48,7 @@ def test_settings_are_checked_before_anything_is_loaded() -> None:
         LLM(enable_lora=True)
 
 
-def test_outputs_come_in_the_prompts_order_and_as_if_each_ran_alone(llm: LLM) -> None:
+def test_outputs_are_in_the_prompts_order_and_the_same_as_when_run_alone(llm: LLM) -> None:
     together = llm.generate(PROMPTS * 2, GREEDY, use_tqdm=False)
     assert [output.prompt for output in together] == PROMPTS * 2
     for output in together:
@@ -162,7 +162,7 @@ def test_only_prompts_of_one_salt_share_a_cached_prefix(llm: LLM) -> None:
     assert all(first == 0 and second > 0 for first, second in cached.values()), cached
 
 
-def test_a_priority_where_none_is_heeded_is_refused(llm: LLM) -> None:
+def test_a_priority_that_the_policy_ignores_is_refused(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="this engine schedules by lpm"):
         llm.generate(["a", "b"], GREEDY, use_tqdm=False, priority=[0, 1])
     with pytest.raises(InvalidRequestError, match="1 priorities for 2 prompts"):
@@ -214,7 +214,9 @@ def test_a_prompt_that_can_not_be_served_is_refused_before_anything_runs(llm: LL
     assert not llm._engine.engine.has_work
 
 
-def test_an_interrupt_takes_effect_after_the_step_and_ends_what_ran(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_takes_effect_after_the_step_and_ends_the_requests(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step, finished = llm._engine.engine.step, []
 
     def interrupted_step() -> list[TokenEvent]:
@@ -233,9 +235,7 @@ def test_an_interrupt_takes_effect_after_the_step_and_ends_what_ran(llm: LLM, mo
     assert llm.generate("abc", GREEDY, use_tqdm=False)[0].usage.completion_tokens == 12
 
 
-def test_a_request_that_the_engine_gives_up_is_an_error_and_ends_the_others(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_fails_is_an_error_and_ends_the_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     step = llm._engine.engine.step
 
     def failing_step() -> list[TokenEvent]:
@@ -251,7 +251,7 @@ def test_a_request_that_the_engine_gives_up_is_an_error_and_ends_the_others(
 
 
 def test_threads_share_one_batch(llm: LLM) -> None:
-    """Each gets what it would have got alone, whether it generates, streams, or leaves its stream."""
+    """Each thread gets the same output as alone, whether it generates, streams, or closes its stream early."""
     (expected,) = llm.generate("abc", GREEDY, use_tqdm=False)
 
     def stream(_: int) -> list[int]:
@@ -282,7 +282,7 @@ def test_a_stream_that_pauses_loses_nothing(llm: LLM) -> None:
     assert tokens == expected.outputs[0].token_ids
 
 
-def test_closing_ends_what_other_threads_wait_for(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_closing_ends_streams_of_other_threads(tmp_path_factory: pytest.TempPathFactory) -> None:
     llm = LLM(**tiny_settings(tmp_path_factory))
     deltas = llm.stream("abc", GREEDY)
     next(deltas)
@@ -301,7 +301,7 @@ def test_the_progress_bar_is_on_stderr_and_can_be_left_out(llm: LLM, capsys: pyt
     assert "3/3" in shown.err
 
 
-def test_a_closed_llm_says_so(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_closed_llm_raises_an_error(tmp_path_factory: pytest.TempPathFactory) -> None:
     llm = LLM(**tiny_settings(tmp_path_factory))
     llm.close()
     with pytest.raises(EngineDeadError, match="closed"):

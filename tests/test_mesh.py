@@ -1,6 +1,7 @@
-"""The keystone on meshes: whatever the numbers of ranks and shards, the tokens are those of one device.
+"""The keystone on meshes, in one process or several: for any number of ranks and shards, the tokens are those of one
+device.
 
-Eight CPU devices are simulated in a process of their own, as jax makes up its mind about them once.
+CPU devices are simulated in child processes, because jax fixes the number of devices when it starts.
 """
 
 from __future__ import annotations
@@ -14,28 +15,75 @@ from typing import Any
 
 import pytest
 
+from jaxserve import host
+from tests.keystone_on_meshes import write_model
+from tests.selection import grid
+
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[1]
 SHAPES = [f"{data}x{tensor}" for data in (1, 2, 4) for tensor in (1, 2, 4) if data * tensor <= 8]
-# Programs this small are compiled longer than they run.
+# Programs this small take longer to compile than to run.
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
 
+QUICK = ("1x1", "2x2")
+
+
 @pytest.fixture(scope="module")
-def served() -> dict[str, Any]:
+def served(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What each shape gave; without those that failed, and all that came after."""
+    asked = {item.name for item in request.session.items if item.path == request.path}
+    shapes = [shape for shape in SHAPES if shape in QUICK or any(f"[{shape}]" in name for name in asked)]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
-    command = [sys.executable, "-m", "tests.keystone_on_meshes", *SHAPES]
+    command = [sys.executable, "-m", "tests.keystone_on_meshes", *shapes]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     return {line["shape"]: line for line in lines} | {"log": done.stderr}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", grid(SHAPES, lambda shape: shape in QUICK))
 def test_tokens_are_those_of_one_device(shape: str, served: dict[str, Any]) -> None:
     assert shape in served, served["log"][-5000:]
     found = served[shape]
     assert found["tokens"] == served["1x1"]["tokens"]
-    assert min(found["aborted"], found["hits"], found["loaded"]) > 0, "these seeds try too little"
+    assert min(found["aborted"], found["hits"], found["loaded"]) > 0, "a case never occurred"
     assert found["preempted"] > 0
-    assert found["compiles"] == 0 or shape == "1x1", "the naive recompute compiles once"
+    assert found["compiles"] == 0 or shape == "1x1", "only the naive recompute of the first shape may compile"
+
+
+# (data x tensor, processes): one rank over both processes, one rank in each, one shard of a rank in each.
+CASES = [("1x2", 2), ("2x2", 2), ("2x2", 4)]
+
+
+def _run(model: Path, shape: str, nnodes: int) -> dict[str, Any]:
+    data, tensor = map(int, shape.split("x"))
+    flags = f"--xla_force_host_platform_device_count={data * tensor // nnodes} --xla_backend_optimization_level=0"
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    address = f"127.0.0.1:{host.free_port()}"
+    command = [sys.executable, "-m", "tests.keystone_on_processes", str(model), shape, str(nnodes)]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), address], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for rank in range(nnodes)
+    ]
+    try:
+        answers = [process.communicate(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * nnodes, [log[-3000:] for _, log in answers]
+    found: dict[str, Any] = json.loads(answers[0][0].splitlines()[-1])
+    return found
+
+
+@pytest.mark.grid  # `make test` compares the answers of two processes over HTTP: `e2e/test_processes.py`
+@pytest.mark.parametrize(("shape", "nnodes"), CASES, ids=[f"{shape} on {nnodes}" for shape, nnodes in CASES])
+def test_processes_give_the_tokens_of_one_device(
+    shape: str, nnodes: int, tmp_path: Path, served: dict[str, Any]
+) -> None:
+    write_model(tmp_path)
+    found = _run(tmp_path, shape, nnodes)
+    assert found["tokens"] == served["1x1"]["tokens"]
+    assert min(found["aborted"], found["hits"], found["loaded"], found["preempted"]) > 0, "a case never occurred"

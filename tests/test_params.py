@@ -1,4 +1,4 @@
-"""What shards are made of, put together again, is the parameter on the mesh."""
+"""Checks that the windows of all shards together give the parameter on the mesh."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _stored(spec: ParamSpec) -> np.ndarray:
     return np.arange(1, 1 + np.prod(spec.stored_shape), dtype=np.float32).reshape(spec.stored_shape)
 
 
-def test_a_plain_one_is_cut_where_it_is_split() -> None:
+def test_a_plain_parameter_is_split_into_shards() -> None:
     spec = ParamSpec((6, 4), F32, ("vocab", None))
     stored = _stored(spec)
     np.testing.assert_array_equal(np.concatenate(_shards(spec, stored, 0, 3)), stored)
@@ -47,7 +47,7 @@ def test_padding_is_zero_and_comes_last() -> None:
 
 
 @pytest.mark.parametrize(("replicas", "group"), list(itertools.product([1, 2, 4], [4, 8])))
-def test_replicas_of_a_kv_head_share_its_keys_and_part_its_queries(replicas: int, group: int) -> None:
+def test_replicas_of_a_kv_head_share_its_keys_and_divide_its_queries(replicas: int, group: int) -> None:
     kv_heads = 3
     shape = (kv_heads * replicas, group // replicas + 2, 2, 5)
     axes = ("kv_heads", None, None, None)
@@ -63,7 +63,7 @@ def test_replicas_of_a_kv_head_share_its_keys_and_part_its_queries(replicas: int
     np.testing.assert_array_equal(np.concatenate(shards), _part(spec, stored, (slice(None),) * 4))
 
 
-def test_what_follows_the_heads_is_only_parted() -> None:
+def test_the_axis_after_the_heads_is_divided() -> None:
     spec = ParamSpec((5, 4, 2, 3), F32, (None, "kv_heads", None, None), kv_replicas=2)
     stored = _stored(spec)
     assert stored.shape == (5, 2, 4, 3)

@@ -1,4 +1,4 @@
-"""What the engine process says of its weights, and that what it says is what it holds."""
+"""The engine's description of its weights matches the weights it holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.programs.builder import ProgramBuilder
 from jaxserve.runtime.sizing.deployment import deploy, read_model, read_stored
-from pallas_kernels.paged_attention import Target
+from pallas_kernels.paged_attention import KernelTarget
 from tests.tiny_model import SETTINGS
 from tests.weights.conftest import GOLDEN
 from tests.weights.test_gguf import from_golden
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All its matrices are Q8_0 whose rows are whole blocks: not the MLP's way down, of 48 inputs."""
+    """A GGUF model whose matrices are Q8_0, except the MLP's down projection: its 48 inputs are no whole blocks."""
     return from_golden("smollm2", tmp_path_factory.mktemp("gguf") / "m.gguf", Kind.Q8_0)
 
 
@@ -38,7 +38,7 @@ def settings(model: Path, **changes: Any) -> EngineConfig:
 
 
 def started(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineInfo, int]:
-    """The engine's description, and the bytes that its parameters really have."""
+    """Build an engine; return its description and the real size of its parameters in bytes."""
     held = []
     load = worker._load
     monkeypatch.setattr(worker, "_load", lambda *args: held.append(load(*args)) or held[-1])
@@ -46,7 +46,8 @@ def started(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Engi
     return info, sum(array.nbytes for array in jax.tree.leaves(held))
 
 
-def test_packed_weights_are_told_and_counted(
+@pytest.mark.grid
+def test_packed_weights_are_logged_and_counted(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "jaxserve.worker")
@@ -63,18 +64,18 @@ def test_packed_weights_are_told_and_counted(
         ({"quantization": "none"}, []),
     ],
 )
-def test_why_weights_are_dequantized_is_told_to_who_did_not_ask_for_it(
+def test_the_reason_for_dequantized_weights_is_logged_unless_requested(
     changes: dict[str, Any], said: list[str], model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "jaxserve.worker")
     config = settings(model, **changes)
     parsed = read_model(config.model)
-    device = DeviceFacts(Target("cpu"), 2**34)
-    worker._say_weights(deploy(config, parsed, device, stored=read_stored(config)))
+    device = DeviceFacts(KernelTarget("cpu"), 2**34)
+    worker._log_weights(deploy(config, parsed, device, stored=read_stored(config)))
     assert [text.partition(", so")[0] for text in caplog.messages] == said
 
 
-def test_packed_weights_that_can_not_be_are_refused_before_anything_is_compiled(model: Path) -> None:
+def test_unsupported_packed_weights_are_refused_before_anything_is_compiled(model: Path) -> None:
     for config in (
         settings(model, quantization="gguf", dtype="float32"),
         settings(GOLDEN / "smollm2", quantization="gguf"),
@@ -84,7 +85,7 @@ def test_packed_weights_that_can_not_be_are_refused_before_anything_is_compiled(
             worker.build_engine(config)
 
 
-def test_weights_that_cannot_be_loaded_are_told_before_all_is_compiled(
+def test_a_weight_error_is_raised_before_all_programs_are_compiled(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = []
@@ -96,4 +97,4 @@ def test_weights_that_cannot_be_loaded_are_told_before_all_is_compiled(
     monkeypatch.setattr(ProgramBuilder, "compile", lambda self, key: compiled.append(key) or time.sleep(0.2))
     with pytest.raises(ConfigError, match="holds NaN"):
         worker.build_engine(settings(model))
-    assert len(compiled) <= 2  # one a core, begun before it was known
+    assert len(compiled) <= 2  # one per core, started before the error

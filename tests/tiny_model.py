@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -48,24 +50,30 @@ SETTINGS = {
 """What keeps its start short: few programs, little memory."""
 
 
-def write_tiny_model(folder: Path) -> Path:
-    """Write it and return the folder. A byte is its own id; then come `<s>` and `</s>`."""
+def byte_tokenizer(*special: str) -> tokenizers.Tokenizer:
+    """Return a tokenizer whose ids are bytes; the special tokens come after them, from 256 on."""
     vocab = {char: value for value, char in byte_alphabet().items()}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "</s>"])
-    backend.save(str(folder / "tokenizer.json"))
+    backend.add_special_tokens(list(special))
+    return backend
+
+
+def write_tiny_model(folder: Path, **changes: Any) -> Path:
+    """Write it and return the folder. A byte is its own id; then come `<s>` and `</s>`."""
+    byte_tokenizer("<s>", "</s>").save(str(folder / "tokenizer.json"))
     names = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     return folder
 
 
 def tiny_settings(folders: pytest.TempPathFactory) -> dict[str, Any]:
     """Settings of a tiny model, by name. One folder a test run: its programs are compiled once for all tests."""
-    folder = folders.getbasetemp() / "tiny-model"
+    own = folders.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "tiny-model"
     if not folder.exists():
-        folder.mkdir()
-        write_tiny_model(folder)
+        with contextlib.suppress(OSError):  # another worker of pytest-xdist was faster
+            write_tiny_model(folders.mktemp("tiny-model")).rename(folder)
     return {"model": str(folder), "program_cache_dir": str(folder / "programs"), **SETTINGS}

@@ -1,4 +1,4 @@
-"""Runs without any device, and closes with a table of what was compiled."""
+"""Runs without any device, and ends with a table of the compiled programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import jax
 import pytest
 
-from jaxserve.cli.common.table import span, table
+from jaxserve.cli.common.table import format_range, format_table
 from jaxserve.runtime.programs.inspection import KernelReport
 
 HEADER = (
@@ -19,7 +19,7 @@ HEADER = (
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A line of the closing table; what its kernels take of a core is shown from the least to the most."""
+    """A row of the final table; shows the smallest and the largest resources of its kernels."""
 
     target: str
     model: str
@@ -37,10 +37,10 @@ class Row:
             f"{self.seconds:.1f}",
             f"{self.temp_bytes / 2**20:.1f}",
             f"{self.alias_bytes / 2**20:.0f}",
-            span(one.registers for one in self.kernels),
-            span(one.stack_bytes for one in self.kernels),
-            span((_kib(one.shared_bytes) for one in self.kernels), "{:.1f}"),
-            span((_kib(one.vmem_bytes) for one in self.kernels), "{:.0f}"),
+            format_range(one.registers for one in self.kernels),
+            format_range(one.stack_bytes for one in self.kernels),
+            format_range((_kib(one.shared_bytes) for one in self.kernels), "{:.1f}"),
+            format_range((_kib(one.vmem_bytes) for one in self.kernels), "{:.0f}"),
         )
 
 
@@ -48,23 +48,21 @@ def _kib(size: int | None) -> float | None:
     return None if size is None else size / 1024
 
 
-ROWS = pytest.StashKey[list[Row]]()
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _cpu_only() -> None:
-    """An accelerator that happens to be here is left alone."""
+    """Don't use an accelerator even if there is one."""
     jax.config.update("jax_platforms", "cpu")
 
 
 @pytest.fixture
-def report(pytestconfig: pytest.Config) -> Callable[[Row], None]:
-    return pytestconfig.stash.setdefault(ROWS, []).append
+def report(request: pytest.FixtureRequest) -> Callable[[Row], None]:
+    """Adds a row to the table that is printed at the end, in whichever process the test runs."""
+    return lambda row: request.node.user_properties.append(("row", row.cells()))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    rows = config.stash.get(ROWS, [])
-    if not rows:
-        return
-    terminalreporter.section("programs compiled for devices that are not here")
-    terminalreporter.write_line(table(HEADER, [row.cells() for row in rows], left=(0, 1, 2)))
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    tests = [one for outcome in ("passed", "failed") for one in terminalreporter.stats.get(outcome, [])]
+    rows = [cells for test in tests for name, cells in test.user_properties if name == "row"]
+    if rows:
+        terminalreporter.section("programs compiled for devices that are not here")
+        terminalreporter.write_line(format_table(HEADER, rows, left=(0, 1, 2)))

@@ -1,4 +1,4 @@
-"""Deployments to compile: a model's shape on a target, with a pool about as large as the device would hold."""
+"""Deployments to compile: a model's shape on a target, with a pool about as large as the device can hold."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ PAGE_SIZES = {"nvidia-h200": 16, "tpu-v6e": 32}
 def deployment(
     target: str, config: dict[str, Any], *, tensor: int, data: int = 1, attention: str = "auto", kv: str = "auto"
 ) -> ProgramBuilder:
-    """What `build_engine` would make on that device, in bfloat16, by the profiles in configs/."""
+    """Return the program builder that `build_engine` would make on that device, in bfloat16."""
     made = deployed(target, config, tensor=tensor, data=data, attention=attention, kv=kv)
     return made.builder(target_mesh(target, tensor=tensor, data=data))
 
@@ -69,12 +69,8 @@ def deployment(
 def deployed(
     target: str, config: dict[str, Any], *, tensor: int, data: int = 1, attention: str = "auto", kv: str = "auto"
 ) -> Deployment:
-    """Its sizes."""
-    settings: dict[str, Any] = {
-        "attention_backend": attention,
-        "kv_cache_dtype": kv,
-        "page_size": PAGE_SIZES[target],
-    }
+    """Return the deployment and its sizes."""
+    settings: dict[str, Any] = {"attention_backend": attention, "kv_cache_dtype": kv, "page_size": PAGE_SIZES[target]}
     engine = EngineConfig(
         **settings,
         tp_size=tensor,

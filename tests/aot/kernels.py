@@ -1,16 +1,82 @@
-"""What kernels of ours take of a GPU that isn't here."""
+"""Compiles attention for devices that aren't here, and checks what kernels take of a GPU."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
 from jaxserve.runtime.devices.target import load_target
 from jaxserve.runtime.programs.inspection import KernelReport, instructions, own_kernels_of
+from pallas_kernels.paged_attention import PagedKV, Problem, choose_backend, kv_layout, paged_attention, target_of
+
+FP8 = "float8_e4m3fn"
+TOKENS, LAYERS = 512, 2
+# Keys and values together: as on a device, each more than 32 bits can address. On a TPU with heads outermost, the
+# stride between heads would exceed what its copies support.
+POOL_BYTES = 10 * 2**30
 
 
-def fitting_kernels(compiled: Any, target: str) -> tuple[KernelReport, ...]:
-    """The kernels of a program, none of which spills or takes more shared memory than a block can have there."""
+def compile_attention(
+    mesh: Mesh,
+    backend_name: str,
+    *,
+    heads: int = 32,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    page_size: int = 16,
+    rows: int = 64,
+    max_pages: int | None = None,
+    dtype: str = "bfloat16",
+    kv_dtype: str | None = None,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: bool = False,
+    decode_only: bool = False,
+    compiler_options: dict[str, Any] | None = None,
+) -> Any:
+    """Return the compiled attention of one layer over a pool of `POOL_BYTES`, which is donated."""
+    problem = Problem(heads, kv_heads, head_dim, page_size, jnp.dtype(dtype), jnp.dtype(kv_dtype or dtype))
+    backend = choose_backend(target_of(mesh.devices.flat[0]), problem, backend_name)
+
+    def struct(*shape: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    def attention(kv: PagedKV, sinks: jax.Array | None, *arrays: jax.Array) -> Any:
+        q, k, v, *rest = arrays
+        options = {"window": window, "soft_cap": cap, "sinks": sinks, "decode_only": decode_only, "backend": backend}
+        return paged_attention(q, k, v, kv, 1, *rest, scale=head_dim**-0.5, **options)
+
+    sizes = {"num_layers": LAYERS, "page_size": page_size, "num_kv_heads": kv_heads, "head_dim": head_dim}
+    form = {"dtype": problem.kv_dtype, "platform": backend.kv_platform}
+    page = kv_layout(**sizes, **form, num_pages=1).nbytes
+    layout = kv_layout(**sizes, **form, num_pages=POOL_BYTES // page)
+    pools = (struct(*shape, dtype=layout.dtype) for shape in (layout.shape, layout.values_shape))
+    tokens = rows if decode_only else TOKENS
+    new = struct(tokens, kv_heads, head_dim, dtype=problem.dtype)
+    sharded = jax.shard_map(attention, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(sharded, donate_argnums=0).lower(
+            layout.paged_kv(*pools, struct(2, LAYERS, kv_heads, dtype=np.float32) if kv_dtype else None),
+            struct(heads, dtype=np.float32) if sinks else None,
+            struct(tokens, heads, head_dim, dtype=problem.dtype),
+            new,
+            new,
+            struct(rows, max_pages or 8192 // page_size),
+            struct(rows + 1),
+            struct(rows),
+            struct(),
+            struct(),
+        )
+    return lowered.compile(compiler_options)
+
+
+def checked_kernels(compiled: Any, target: str) -> tuple[KernelReport, ...]:
+    """Return a program's kernels; assert that none spills or exceeds the shared memory of a block on the target."""
     found, unread = own_kernels_of(compiled, instructions(compiled.as_text()))
     assert unread is None
     [limit] = re.findall(r"shared_memory_per_block_optin: (\d+)", load_target(target).target_config or "")

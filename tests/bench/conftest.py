@@ -5,17 +5,17 @@ from collections.abc import AsyncIterator
 import pytest_asyncio
 
 from jaxserve.bench.load.backends import CHAT, COMPLETIONS, RequestWriter
-from jaxserve.bench.load.client import Client
-from jaxserve.bench.load.http_client import Pool
+from jaxserve.bench.load.client import LoadClient
+from jaxserve.bench.load.http_client import ConnectionPool
 from tests.bench.known_server import KnownServer
 
 
 class Harness:
-    """A server in this loop, and clients for it."""
+    """A known server in this event loop, and clients for it."""
 
     def __init__(self, server: KnownServer, port: int) -> None:
         self.server, self.port = server, port
-        self.pools: list[Pool] = []
+        self.pools: list[ConnectionPool] = []
 
     def client(
         self,
@@ -25,18 +25,18 @@ class Harness:
         stall: float = 30.0,
         keep_alive: bool = True,
         **known: object,
-    ) -> Client:
-        pool = Pool("127.0.0.1", self.port, keep_alive=keep_alive)
+    ) -> LoadClient:
+        pool = ConnectionPool("127.0.0.1", self.port, keep_alive=keep_alive)
         self.pools.append(pool)
         writer = RequestWriter(
             CHAT if chat else COMPLETIONS, f"127.0.0.1:{self.port}", "known", chat, extra_body={"known": known}
         )
-        return Client(pool, writer, timeout=timeout, stall=stall)
+        return LoadClient(pool, writer, timeout=timeout, stall=stall)
 
 
 @pytest_asyncio.fixture
 async def harness() -> AsyncIterator[Harness]:
-    """A known server and clients, closed in the end."""
+    """A known server and clients, closed after the test."""
     server = KnownServer()
     made = Harness(server, await server.start())
     yield made

@@ -1,8 +1,8 @@
-"""A server that streams at known times and writes down when it sent what; faults on request.
+"""A server that streams at known times and records when it sent each token; it can also fail on request.
 
-Its own asyncio loop on raw sockets, so that what it says of its times is what it did. Every request says in its body
-how it is to be answered (`Behaviour`); `GET /seen` tells what was asked, `GET /sent` tells by request id, by the clock
-`time.perf_counter()`, which processes share.
+It uses raw sockets, so that its recorded times are exact. The body of each request says how to answer it (`Behaviour`).
+`GET /seen` returns the requests; `GET /sent` returns the times by request id, of the clock `time.perf_counter()`, which
+all processes share.
 
     python -m tests.bench.known_server      # prints its port
 """
@@ -27,7 +27,7 @@ TEXTS = (" one", " two", " three", " four", " five")
 
 
 class Behaviour(msgspec.Struct):
-    """`itl` and `ttft` in seconds; the fault comes after `good` tokens."""
+    """How to answer a request: `itl` and `ttft` are in seconds; a fault comes after `good` tokens."""
 
     ttft: float = 0.0
     itl: float = 0.0
@@ -40,13 +40,13 @@ class Behaviour(msgspec.Struct):
     pieces: int = 0
 
 
-class Asked(msgspec.Struct):
+class RequestBody(msgspec.Struct):
     max_tokens: int
     known: Behaviour = msgspec.field(default_factory=Behaviour)
 
 
 class KnownServer:
-    """What it saw and did, by request id."""
+    """The server, with its received requests and its sending times by request id."""
 
     def __init__(self) -> None:
         self.sent: dict[str, dict[str, Any]] = {}
@@ -57,7 +57,7 @@ class KnownServer:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> int:
-        """Listen; returns the port."""
+        """Listen and return the port."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=2048)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
@@ -79,11 +79,11 @@ class KnownServer:
                 await writer.wait_closed()
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Answers one request; whether the connection stays open."""
+        """Answer one request and return whether the connection stays open."""
         first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         head = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines) if name}
         body = await reader.readexactly(int(head.get("content-length", 0)))
-        came = time.perf_counter()
+        arrived = time.perf_counter()
         route = first.split(" ")[1]
         self.routes.append(route)
         if route.endswith("_profile"):
@@ -98,18 +98,23 @@ class KnownServer:
             return self._json(writer, {"error": {"message": f"no route {route}"}}, 404)
         self.heads.append(head)
         self.bodies.append(json.loads(body))
-        asked = msgspec.json.decode(body, type=Asked)
+        asked = msgspec.json.decode(body, type=RequestBody)
         self.open += 1
         self.most_open = max(self.most_open, self.open)
         try:
             times: list[float] = []
-            self.sent[head["x-request-id"]] = {"came": came, "tokens": times}
+            self.sent[head["x-request-id"]] = {"arrived": arrived, "tokens": times}
             return await self._stream(reader, writer, asked, route, times)
         finally:
             self.open -= 1
 
     async def _stream(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, asked: Asked, route: str, times: list[float]
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        asked: RequestBody,
+        route: str,
+        times: list[float],
     ) -> bool:
         how = asked.known
         if how.fault == "http":
@@ -194,7 +199,7 @@ class KnownServer:
 
 @contextlib.contextmanager
 def in_a_process() -> Iterator[int]:
-    """A server in a process of its own; gives its port."""
+    """Run a server in another process; yield its port."""
     command = [sys.executable, "-m", "tests.bench.known_server"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -205,7 +210,7 @@ def in_a_process() -> Iterator[int]:
 
 
 async def main() -> None:
-    """Serve until ended."""
+    """Serve until killed."""
     print(await KnownServer().start(), flush=True)
     await asyncio.Event().wait()
 

@@ -1,4 +1,4 @@
-"""Results of `bench serve` made of random requests, with vLLM's keys, for what reads such files."""
+"""Generates results of `bench serve` from random requests, with vLLM's keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def serve_result(
     seed: int, *, ttft: float = 0.1, itl: float = 0.02, requests: int = 200, tokens: int = 20, clients: int = 8,
     noise: float = 0.1, failed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Requests of `clients` that each send the next when one has ended; times in seconds, spread by `noise`."""
+    """Return a result of `clients` clients that send one request after the other; times in seconds, with `noise`."""
     rng = np.random.default_rng(seed)
     ttfts = ttft * rng.lognormal(0.0, noise, requests)
     itls = itl * rng.lognormal(0.0, noise, (requests, tokens - 1))
@@ -47,6 +47,6 @@ def serve_result(
 
 
 def written(path: Path, content: object) -> str:
-    """The path of a file with this content."""
+    """Write the content to a file and return its path."""
     path.write_text(json.dumps(content))
     return str(path)

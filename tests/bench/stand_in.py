@@ -1,9 +1,10 @@
-"""Stand-ins for what a sweep starts: real processes that say ready and write results, in no time.
+"""Stand-ins for the processes of a sweep: real processes that are ready and write results immediately.
 
-`python -m tests.bench.stand_in serve|load|sweep|tune …`. The server answers with its flags; the load makes results up
-from them, so that it is known which settings are best. `max_running_requests` 13 fails to start; a load of 13 prompts
-fails, one of 14 kills its server. With the environment variable STAND_IN_FIFO, a load of seed 1 writes half a
-result, says so to the FIFO and waits for ever; the server holds that FIFO open too: its end shows that both are gone.
+`python -m tests.bench.stand_in serve|load|sweep|tune …`. The server answers with its flags; the load computes its
+result from them, so that the best settings are known. A server with `max_running_requests` 13 fails to start; a load of
+13 prompts fails, one of 14 kills its server. With the environment variable STAND_IN_FIFO, a load with seed 1 writes
+half a result, reports this to the FIFO and waits forever. The server keeps the FIFO open too: its end shows that both
+ended.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def serve(argv: list[str]) -> None:
 
 
 def info(settings: dict[str, Any]) -> dict[str, Any]:
-    """As /server_info has it: most steps have 3 rows, in a program of 8."""
+    """Return the content of /server_info: all decode steps have 3 rows, in a program of 8."""
     return {
         "settings": settings,
         "engine": {
@@ -86,7 +87,7 @@ def load(argv: list[str]) -> None:
             signal.pause()
     with urllib.request.urlopen(f"{given.base_url}/server_info") as answer:
         settings = json.load(answer)["settings"]
-    # Twice the requests are a tenth faster, up to 16; a program of just the right size another tenth.
+    # Twice the requests are 10 % faster, up to 16; a program of exactly the right size another 10 %.
     speed = 1.1 ** min(settings["max_running_requests"] // 8, 2)
     if 3 in (settings["cuda_graph_bs"] or ()):
         speed *= 1.1
@@ -99,7 +100,7 @@ def load(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    from jaxserve.bench.sweep.run_sweep import Commands
+    from jaxserve.bench.sweep.run_sweep import BenchCommands
     from jaxserve.cli.bench import sweep, tune
     from jaxserve.errors import JaxserveError
 
@@ -108,7 +109,7 @@ def main(argv: list[str]) -> int:
         {"serve": serve, "load": load}[name](rest)
         return 0
     try:
-        return {"sweep": sweep, "tune": tune}[name].main(rest, Commands(SERVE, LOAD))
+        return {"sweep": sweep, "tune": tune}[name].main(rest, BenchCommands(SERVE, LOAD))
     except JaxserveError as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""A small real tokenizer: byte-level BPE that knows some hundred words after a space, and a BOS that it puts first."""
+"""A small real tokenizer: byte-level BPE with about a hundred words after a space, and a BOS in front."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SYLLABLES = ("ba", "ce", "di", "fo", "gu", "ha", "je", "ki", "lo", "mu", "na", "
 
 
 def backend() -> tokenizers.Tokenizer:
-    """Trained on all words of two syllables."""
+    """Train a tokenizer on all words of two syllables."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -31,11 +31,11 @@ def backend() -> tokenizers.Tokenizer:
 
 
 def word_tokenizer() -> Tokenizer:
-    """As `Tokenizer`."""
+    """Return it as a `Tokenizer`."""
     return Tokenizer(TokenizerParts(backend=backend(), eos_ids=(), bos_id=0, special_tokens={}, chat_template=None))
 
 
 def write_folder(folder: Path) -> str:
-    """As a folder that holds the tokenizer alone; returns its path."""
+    """Write a folder that holds only the tokenizer, and return its path."""
     backend().save(str(folder / "tokenizer.json"))
     return str(folder)

@@ -1,4 +1,4 @@
-"""`benchmarks/device.py`: a section that fails is told and the others go on; the dry run ends with a table."""
+"""`benchmarks/device.py`: a failed section is reported and the others go on; the dry run ends with a table."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "device.py"
 
 
@@ -21,7 +23,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return runpy.run_path(str(SCRIPT))
 
 
-def test_a_section_that_fails_is_told_with_its_last_words(script: dict[str, Any], tmp_path: Path) -> None:
+def test_a_failed_section_is_reported_with_its_last_line(script: dict[str, Any], tmp_path: Path) -> None:
     nowhere = tmp_path / "missing" / "rows.jsonl"
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     fault = script["one_section"]("machine.rates", nowhere, 120, True, environment)
@@ -30,7 +32,7 @@ def test_a_section_that_fails_is_told_with_its_last_words(script: dict[str, Any]
     assert script["one_section"]("machine.rates", nowhere, 0.5, True, environment) == "no time was left"
 
 
-def test_a_section_that_hangs_is_ended(script: dict[str, Any], tmp_path: Path) -> None:
+def test_a_hanging_section_is_killed(script: dict[str, Any], tmp_path: Path) -> None:
     fifo = tmp_path / "rows.jsonl"
     os.mkfifo(fifo)  # opening it for writing waits for a reader that never comes
     fault = script["one_section"]("machine.rates", fifo, 8, True, os.environ | {"JAX_PLATFORMS": "cpu"})
@@ -46,7 +48,7 @@ def test_the_table_shows_ratios_and_faults(script: dict[str, Any], capsys: pytes
     assert lines[4].split() == ["engine", "FAILED:", "exit", "code", "1"]
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_a_dry_run_of_everything(tmp_path: Path) -> None:
     argv = [sys.executable, str(SCRIPT), "--interpret-tiny", "--minutes", "20", "--results", str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Configs of real models, as a folder without weights has them."""
+"""Configs of real models, without weights."""
 
 from __future__ import annotations
 

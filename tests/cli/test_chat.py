@@ -16,7 +16,7 @@ SAMPLING = ["--max-tokens", "4", "--ignore-eos", "--temperature", "0"]
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
-    """The conversations that were put to the model."""
+    """The conversations sent to the model."""
     conversations: list[list[dict[str, str]]] = []
     encode = LLM.encode_chat
 
@@ -44,10 +44,10 @@ def test_the_conversation_grows_until_it_is_cleared(tiny_flags, asked, monkeypat
     assert capsys.readouterr().out.startswith(answer + "\n")
 
 
-def test_a_conversation_that_does_not_fit_is_said_and_goes_on(tiny_flags, asked, monkeypatch, capsys) -> None:
+def test_a_message_that_does_not_fit_is_an_error_and_the_chat_goes_on(tiny_flags, asked, monkeypatch, capsys) -> None:
     assert chat(monkeypatch, "x" * 100 + "\nhi\n", *SAMPLING, *tiny_flags) == 0
     assert asked[1] == [{"role": "user", "content": "hi"}]
-    assert "/clear starts anew" in capsys.readouterr().err
+    assert "/clear starts a new conversation" in capsys.readouterr().err
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(tiny_flags, asked, monkeypatch) -> None:

@@ -15,17 +15,19 @@ import jax
 import pytest
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.cli.compile import show
+from jaxserve.cli.compile import print_reports
 from jaxserve.cli.main import main
-from jaxserve.config.settings import as_flag
 from jaxserve.errors import ConfigError
 from jaxserve.observability import log
 from jaxserve.runtime.devices.mesh import make_mesh
 from jaxserve.runtime.programs.builder import ProgramBuilder
 from jaxserve.runtime.programs.inspection import KernelReport, ProgramReport
 from jaxserve.runtime.sizing import aot
+from tests.cli.conftest import as_argv
 from tests.cli.model_folder import write_config
 from tests.tiny_model import tiny_settings
+
+pytestmark = pytest.mark.slow
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
          "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64}  # fmt: skip
@@ -46,6 +48,7 @@ def argv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["compile", model, "--target", "nvidia-h200", "--chunked-prefill-size", "16", "--dtype", "float32", *flags]
 
 
+@pytest.mark.grid
 def test_every_program_is_compiled_and_shown(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -85,17 +88,10 @@ def test_a_program_that_does_not_build_fails_the_command(
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made by the command, for the tiny model on the CPU that is here."""
+    """A bundle compiled by the command, for the tiny model on this CPU."""
     folder = tmp_path_factory.mktemp("bundle")
-    assert main(["compile", "--output", str(folder), *_flags(tiny_settings(tmp_path_factory))]) == 0
+    assert main(["compile", "--output", str(folder), *as_argv(tiny_settings(tmp_path_factory))]) == 0
     return folder
-
-
-def _flags(settings: dict[str, Any]) -> list[str]:
-    flags: list[str] = []
-    for name, value in settings.items():
-        flags += [as_flag(name), *map(str, value if isinstance(value, list) else [value])]
-    return flags
 
 
 def test_a_bundle_is_served_without_compiling(
@@ -122,7 +118,7 @@ def test_a_bundle_is_served_without_compiling(
         ({"max_total_tokens": 256}, "sizes.num_pages is 32 in the bundle and 16 here"),
     ],
 )
-def test_a_bundle_of_something_else_is_refused_with_what_differs(
+def test_another_bundle_is_refused_with_the_difference(
     changed: dict[str, Any], why: str, bundle: Path, settings: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(why)):
@@ -136,10 +132,13 @@ def test_a_bundle_of_something_else_is_refused_with_what_differs(
             ["--target", "tpu-v6e", "--output", "x"],
             "programs for a device that isn't here can't be kept, only compiled",
         ),
-        (["--output", "x", "--only", "decode-*"], "--only and --output: a folder of programs is whole or of no use"),
+        (
+            ["--output", "x", "--only", "decode-*"],
+            "--only and --output: a folder of programs must hold all of them; leave out --only",
+        ),
     ],
 )
-def test_what_a_bundle_can_not_be(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_bundle_flags_are_refused(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compile", *argv]) == 2
     assert line in capsys.readouterr().err
 
@@ -160,7 +159,7 @@ def _of_triton(*numbers: int | None) -> KernelReport:
     return KernelReport("decode (triton)", 2, registers, stack_bytes, shared_bytes, threads)
 
 
-def test_what_each_kernel_takes_is_shown_over_all_programs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernel_resources_are_shown_over_all_programs(capsys: pytest.CaptureFixture[str]) -> None:
     wide, narrow = _of_triton(168, 0, 0, 128), _of_triton(40, 24, 2560, 128)
     other = KernelReport("prefill (mosaic gpu)", 1, 200, 0, 3 * 2**10, 256)
     reports = [
@@ -169,7 +168,7 @@ def test_what_each_kernel_takes_is_shown_over_all_programs(capsys: pytest.Captur
         ProgramReport("decode-4-full", 1.0, own_kernels=[wide, narrow]),
         ProgramReport("mixed-16-full", 1.0, own_kernels=[other]),
     ]
-    show(reports, False, {})
+    print_reports(reports, False, {})
     printed = capsys.readouterr()
     lines = [line.split() for line in printed.out.splitlines()]
     first = lines.index(["kernel", "programs", "registers", "stack", "bytes", "shared", "KiB", "threads"])
@@ -178,22 +177,22 @@ def test_what_each_kernel_takes_is_shown_over_all_programs(capsys: pytest.Captur
     assert printed.err == ""
 
 
-def test_what_a_tpu_kernel_takes_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tpu_kernel_resources_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     kernels = [KernelReport("paged (mosaic tpu)", 2, vmem_bytes=size) for size in (2**22, 2**23)]
-    show([ProgramReport("decode-1-full", 1.0, own_kernels=kernels)], False, {})
+    print_reports([ProgramReport("decode-1-full", 1.0, own_kernels=kernels)], False, {})
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[3:5] == [["kernel", "programs", "VMEM", "KiB"], ["paged", "(mosaic", "tpu)", "1", "4096-8192"]]
 
 
-def test_what_could_not_be_read_is_a_dash_and_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_resources_are_dashes_with_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
     unknown = {"own_kernels": [_of_triton(None, None, None, None)], "unread": "no Riegeli file"}
     known = ProgramReport("decode-1-full", 1.0, own_kernels=[_of_triton(40, 0, 0, 128)])
     reports = [known, *(ProgramReport(name, 1.0, **unknown) for name in ("decode-2-full", "decode-4-full"))]
-    show(reports, False, {})
+    print_reports(reports, False, {})
     printed = capsys.readouterr()
-    assert printed.err == "what kernels take of a core can't be read out of decode-2-full: no Riegeli file\n"
+    assert printed.err == "the resources of kernels can't be read from decode-2-full: no Riegeli file\n"
     assert ["decode", "(triton)", "3", "-", "-", "-", "-"] in [line.split() for line in printed.out.splitlines()]
-    show(reports, True, {"target": "nvidia-h200"})
+    print_reports(reports, True, {"target": "nvidia-h200"})
     first, second, _ = json.loads(capsys.readouterr().out)["programs"]
     assert first["own_kernels"] == [
         {"kernel": "decode (triton)", "calls": 2, "registers": 40, "stack_bytes": 0, "shared_bytes": 0, "threads": 128,

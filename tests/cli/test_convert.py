@@ -9,7 +9,8 @@ import pytest
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.cli import convert
-from jaxserve.cli.main import INTERRUPTED, main
+from jaxserve.cli.common.dispatch import INTERRUPTED
+from jaxserve.cli.main import main
 from tests.tiny_model import write_tiny_model
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
@@ -46,8 +47,8 @@ def test_a_converted_model_answers_as_its_source_does(
     assert json.loads(capfd.readouterr().out)["weight_bytes"] > 0
 
 
-def test_what_a_folder_holds_can_be_read_by_others(tiny: Path, tmp_path: Path) -> None:
-    """As the umask has it, and not by its maker alone."""
+def test_a_converted_folder_is_readable_by_others(tiny: Path, tmp_path: Path) -> None:
+    """Its permissions follow the umask, not those of a private temporary folder."""
     target = tmp_path / "converted"
     assert main(["convert", str(tiny), "--load-format", "dummy", "--output", str(target)]) == 0
     names = {path.name for path in target.iterdir()}
@@ -59,7 +60,7 @@ def test_what_a_folder_holds_can_be_read_by_others(tiny: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
-def test_what_exists_is_never_touched(
+def test_an_existing_target_is_not_changed(
     kind: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "target"
@@ -74,7 +75,7 @@ def test_what_exists_is_never_touched(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["target", "tiny"]
 
 
-def test_a_model_that_is_not_whole_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_incomplete_model_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = Path(shutil.copytree(GOLDEN / "llama_sharded", tmp_path / "model"))
     shutil.copy(GOLDEN / "llama2" / "model.safetensors", model / "model.safetensors")
     assert main(["convert", str(model), "--output", str(tmp_path / "made" / "target")]) == 2
@@ -82,7 +83,7 @@ def test_a_model_that_is_not_whole_leaves_nothing(tmp_path: Path, capsys: pytest
     assert not any((tmp_path / "made").iterdir())
 
 
-def test_one_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(config: Any, folder: Path) -> None:
         (folder / "params").mkdir()
         raise KeyboardInterrupt
@@ -92,22 +93,24 @@ def test_one_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     assert not any(tmp_path.iterdir())
 
 
-def test_a_disk_that_takes_no_more_is_told(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_created_is_an_error(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
     assert main(["convert", str(tiny), "--output", str(tmp_path / "file" / "target")]) == 2
-    assert "can't be made: " in capsys.readouterr().err
+    assert "can't be created: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        ([], "say where to: --output DIR"),
+        ([], "name the folder to create: --output DIR"),
         (["--output", "x", "--tp-size", "2"], "--tp-size is not a known flag"),
-        (["--output", "x", "--dtype", "float16"], "bfloat16 is the 16-bit type here"),
+        (["--output", "x", "--dtype", "float16"], "the 16-bit type is bfloat16"),
         (["/no/such", "--output", "x"], "there is no such file or folder"),
     ],
 )
-def test_what_a_person_got_wrong(
+def test_user_errors(
     argv: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

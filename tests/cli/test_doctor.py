@@ -1,4 +1,4 @@
-"""The doctor before a server that is scripted, on a clock that only sleeping moves."""
+"""The doctor with a scripted server, on a clock that only `sleep` advances."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUSY = EngineStats(num_running=8, num_waiting=50, token_usage=0.95, num_pages=40
 
 
 class Scripted:
-    """Answers as a server whose engine goes through `states`; a text is the reason of its end, None no answer."""
+    """A server whose engine goes through `states`; a text is the reason why it died, None means no answer."""
 
     def __init__(self, *states: EngineStats | str | None, key: str | None = None) -> None:
         self._states = list(states)
@@ -64,7 +64,7 @@ def stages(change: Callable[[int], dict[str, Any]]) -> Iterator[EngineStats]:
         yield msgspec.structs.replace(BUSY, **change(index))
 
 
-def test_it_looks_at_the_interval_until_the_time_is_over() -> None:
+def test_it_samples_at_the_interval_until_the_time_is_over() -> None:
     server = Scripted(*stages(lambda index: {"generation_tokens": 100 * index}))
     samples, settings, notes = server.watch(5.0, 2.0)
     assert [sample.seconds for sample in samples] == [0.0, 2.0, 4.0, 5.0]
@@ -78,7 +78,7 @@ def test_it_looks_at_the_interval_until_the_time_is_over() -> None:
     assert "HEALTHY: 4 of 4 samples had work" in text
 
 
-def test_advice_stands_beside_its_figure() -> None:
+def test_advice_is_shown_with_its_figure() -> None:
     server = Scripted(*stages(lambda index: {"num_retractions": index, "num_waiting": 0}))
     text = doctor.report(*server.watch(10.0))
     flat = " ".join(text.split())
@@ -93,14 +93,14 @@ def test_an_idle_server_is_not_judged() -> None:
     assert "There was work in 0 of 6 samples" in text
 
 
-def test_the_engines_end_is_the_end_of_the_look() -> None:
+def test_watching_ends_when_the_engine_dies() -> None:
     samples, settings, notes = Scripted(BUSY, BUSY, "engine process ended with code -9 (SIGKILL)").watch(60.0)
     assert len(samples) == 3
     text = doctor.report(samples, settings, notes)
     assert "NOT SERVING: engine process ended with code -9 (SIGKILL)" in text
 
 
-def test_a_server_that_is_gone() -> None:
+def test_an_unreachable_server() -> None:
     samples, settings, notes = Scripted(BUSY, BUSY, None).watch(60.0)
     assert len(samples) == 3
     assert samples[-1].running == 8, "the last there was"
@@ -116,7 +116,7 @@ def test_a_server_with_a_key_hides_its_settings() -> None:
     assert "--api-key" in doctor.report(samples, settings, notes)
 
 
-def test_ctrl_c_judges_what_was_seen() -> None:
+def test_ctrl_c_reports_the_samples_so_far() -> None:
     class Interrupted(Scripted):
         def sleep(self, seconds: float) -> None:
             super().sleep(seconds)
@@ -138,10 +138,10 @@ def test_ctrl_c_judges_what_was_seen() -> None:
     ],
 )
 def test_the_address_may_be_written_in_several_ways(written: str, base: str) -> None:
-    assert doctor._base(written) == base
+    assert doctor._base_url(written) == base
 
 
 @pytest.mark.parametrize("flags", [["--interval", "0"], ["--seconds", "0.5"], ["--interval", "-1", "--seconds", "2"]])
-def test_times_that_make_no_sense(flags: list[str]) -> None:
+def test_invalid_times_are_refused(flags: list[str]) -> None:
     with pytest.raises(ConfigError, match="--interval"):
         doctor.main(["http://localhost:1", *flags])

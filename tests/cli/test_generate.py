@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 SAMPLING = ["--max-tokens", "8", "--ignore-eos"]
 
 
-def test_it_streams_the_text_that_llm_gives(tiny_flags, settings, capsys, monkeypatch) -> None:
+def test_it_streams_the_same_text_as_llm(tiny_flags, settings, capsys, monkeypatch) -> None:
     with LLM(**settings) as llm:
         greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
         text = llm.generate("abc", greedy, use_tqdm=False)[0].outputs[0].text
@@ -23,7 +23,7 @@ def test_it_streams_the_text_that_llm_gives(tiny_flags, settings, capsys, monkey
     assert capsys.readouterr().out == text + "\n"
 
 
-def test_seed_is_the_sampling_s(tiny_flags, capsys) -> None:
+def test_seed_is_the_sampling_seed(tiny_flags, capsys) -> None:
     texts = []
     for seed in ("1", "1", "2"):
         assert main(["generate", "abc", "--temperature", "1", "--seed", seed, *SAMPLING, *tiny_flags]) == 0
@@ -31,6 +31,6 @@ def test_seed_is_the_sampling_s(tiny_flags, capsys) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_a_prompt_that_does_not_fit_is_one_line(tiny_flags, capsys) -> None:
+def test_a_prompt_that_does_not_fit_is_a_one_line_error(tiny_flags, capsys) -> None:
     assert main(["generate", "x" * 100, *tiny_flags]) == 2
     assert "jaxserve: error: the prompt has 100 tokens" in capsys.readouterr().err

@@ -43,20 +43,20 @@ def test_every_command_has_its_own_help(name: str, capsys: pytest.CaptureFixture
         (["serve", "--max-num-seq", "8"], "--max-num-seq is not a known flag; did you mean --max-num-seqs?"),
         (["serve", "--page-sise=8"], "--page-sise is not a known flag; did you mean --page-size?"),
         (["serve", "a", "b"], "unexpected argument 'b' (see `jaxserve serve --help`)"),
-        (["serve", "a", "--model", "b"], "the model is named twice, by --model and by 'a'; keep one"),
+        (["serve", "a", "--model", "b"], "the model is given twice, by --model and as 'a'; keep one"),
         (["serve", "--page-size"], "argument --page-size/--block-size: expected one argument "
          "(see `jaxserve serve --help`)"),
         (["serve", "--page-size", "x"], "--page-size must be a whole number, got 'x'"),
         (["serve", "--page-size", "3"], "page_size must be a power of two, got 3"),
         (["serve", "--tp-size", "0"], "tp_size must be at least 1, got 0"),
         (["generate", "hi", "--dp-size", "2", "--dp-mode", "replicas"], "dp_mode=replicas starts 2 engine processes, "
-         "and LLM has one: leave it out for dp_mode=mesh, or ask a `jaxserve serve`"),
+         "and LLM runs only one: leave it out for dp_mode=mesh, or use `jaxserve serve`"),
         (["generate", "--max-token", "8"], "--max-token is not a known flag; did you mean --max-tokens?"),
         (["generate", "hi", "--temperature", "-1"], "temperature must be in [0.0, 100.0], got -1.0"),
-        (["config"], "write `jaxserve config explain [flags of jaxserve serve] [--json]`"),
+        (["config"], "usage: jaxserve config explain [flags of jaxserve serve] [--json]"),
     ],
 )  # fmt: skip
-def test_what_a_person_got_wrong_is_one_line_and_exit_code_2(
+def test_user_errors_are_one_line_and_exit_code_2(
     argv: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv) == 2

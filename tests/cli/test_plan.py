@@ -85,7 +85,7 @@ def test_ranks_in_either_form_share_one_machine(llama: str, mode: str, capsys: p
     assert "tp_size=2 and dp_size=8 take 16 devices, and there are 8" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_is_refused_with_the_flag_that_makes_it_fit(
+def test_a_model_that_does_not_fit_is_refused_with_a_flag_that_helps(
     llama: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["plan", llama, "--target", "tpu-v5e"]
@@ -115,15 +115,15 @@ def test_the_text_says_it_all(llama: str, capsys: pytest.CaptureFixture[str]) ->
     assert "doesn't fit: a request of 131,072 tokens" in capsys.readouterr().out
 
 
-def test_float32_has_no_peak_rate_and_says_so(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_float32_has_no_known_peak_rate(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", llama, "--target", "nvidia-h200", "--dtype", "float32"]) == 0
-    assert "there is no peak rate of float32" in capsys.readouterr().out
+    assert "the peak rate of float32 on this device is unknown" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        ([], "say for which device: --target {nvidia-a100-80,"),
+        ([], "name the device: --target {nvidia-a100-80,"),
         (["--target", "nvidia-h20"], "target 'nvidia-h20' is not known; did you mean nvidia-h200?"),
         (["--target", "nvidia-h200", "--tp-size", "16"], "take 16 devices, and there are 8; what fits: --tp-size 8"),
         (["--target", "nvidia-h200", "--tp-size", "3"], "the nearest that can: --tp-size 2 or --tp-size 4"),
@@ -131,6 +131,6 @@ def test_float32_has_no_peak_rate_and_says_so(llama: str, capsys: pytest.Capture
         (["--target", "nvidia-h200", "--context-length", "200000"], "context_length=200000 is longer than the model's"),
     ],
 )
-def test_what_a_person_got_wrong(argv: list[str], line: str, llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_errors(argv: list[str], line: str, llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", llama, *argv]) == 2
     assert line in capsys.readouterr().err

@@ -1,21 +1,30 @@
 import pytest
 
-from jaxserve.config.aliases import ALIASES, COUNTERPARTS, Choice, InForce, Refused, Rename, Sets, Switch
-from jaxserve.config.load import Given, resolve
+from jaxserve.config.aliases import (
+    ALIASES,
+    COUNTERPARTS,
+    ChoiceAlias,
+    InForce,
+    RefusedName,
+    RenameAlias,
+    Sets,
+    SwitchAlias,
+)
+from jaxserve.config.load import GivenSetting, load_config
 from jaxserve.config.settings import as_flag, settings
 from jaxserve.errors import ConfigError
 
 
-def flag(key: str, value: object) -> Given:
-    return Given(key, value, "flag", as_flag(key))
+def flag(key: str, value: object) -> GivenSetting:
+    return GivenSetting(key, value, "flag", as_flag(key))
 
 
-def outcomes() -> list[InForce | Sets | Refused]:
-    found: list[InForce | Sets | Refused] = []
+def outcomes() -> list[InForce | Sets | RefusedName]:
+    found: list[InForce | Sets | RefusedName] = []
     for alias in ALIASES.values():
-        if isinstance(alias, Switch):
+        if isinstance(alias, SwitchAlias):
             found += [alias.on, alias.off]
-        elif isinstance(alias, Choice):
+        elif isinstance(alias, ChoiceAlias):
             found += [alias.other, *alias.known.values()]
     return found
 
@@ -24,14 +33,14 @@ def test_no_alias_hides_a_setting() -> None:
     assert not set(ALIASES) & set(settings())
 
 
-def test_renames_and_what_is_set_are_settings() -> None:
-    assert {alias.to for alias in ALIASES.values() if isinstance(alias, Rename)} <= set(settings())
+def test_aliases_refer_to_existing_settings() -> None:
+    assert {alias.to for alias in ALIASES.values() if isinstance(alias, RenameAlias)} <= set(settings())
     for outcome in outcomes():
         if isinstance(outcome, Sets):
             settings()[outcome.key].convert(outcome.value, outcome.key)
 
 
-def test_counterparts_are_values_we_do_not_take() -> None:
+def test_counterparts_are_not_valid_values() -> None:
     for name, values in COUNTERPARTS.items():
         assert not set(values) & set(settings()[name].choices)
 
@@ -60,8 +69,8 @@ def test_every_reason_is_one_line() -> None:
         ("cuda_graph_sizes", ["1,2"], "cuda_graph_bs", (1, 2)),
     ],
 )
-def test_a_rename_sets_ours_and_remembers_its_name(written: str, value: object, ours: str, expected: object) -> None:
-    loaded = resolve([flag(written, value)])
+def test_a_rename_sets_our_setting(written: str, value: object, ours: str, expected: object) -> None:
+    loaded = load_config([flag(written, value)])
     (changed,) = [value for value in loaded.values if value.source != "default"]
     assert (changed.setting.name, changed.value, changed.alias) == (ours, expected, written)
     assert loaded.notes == ()
@@ -81,8 +90,8 @@ def test_a_rename_sets_ours_and_remembers_its_name(written: str, value: object, 
         ("pipeline_parallel_size", "1"),
     ],
 )
-def test_a_flag_whose_promise_holds_changes_nothing_and_says_so(key: str, value: object) -> None:
-    loaded = resolve([flag(key, value)])
+def test_a_flag_in_force_changes_nothing_and_makes_a_note(key: str, value: object) -> None:
+    loaded = load_config([flag(key, value)])
     assert all(value.source == "default" for value in loaded.values)
     (note,) = loaded.notes
     assert note.startswith(as_flag(key))
@@ -91,8 +100,8 @@ def test_a_flag_whose_promise_holds_changes_nothing_and_says_so(key: str, value:
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("kv_cache_dtype", "fp8_e5m2", "only e4m3 is built"),
-        ("kv_cache_dtype", "bfloat16", "auto has the type of --dtype"),
+        ("kv_cache_dtype", "fp8_e5m2", "quantized KV cache type is e4m3"),
+        ("kv_cache_dtype", "bfloat16", "auto uses the type of --dtype"),
         ("quantization", "fp8", "blocks of a GGUF file"),
         ("pipeline_parallel_size", "2", "only 1"),
         ("speculative_method", "ngram", "not built yet"),
@@ -102,21 +111,21 @@ def test_a_flag_whose_promise_holds_changes_nothing_and_says_so(key: str, value:
         ("dtype", "half", "bfloat16"),
     ],
 )
-def test_a_flag_whose_promise_does_not_hold_is_refused_with_the_reason(key: str, value: object, says: str) -> None:
+def test_an_unsupported_flag_is_refused_with_the_reason(key: str, value: object, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        resolve([flag(key, value)])
+        load_config([flag(key, value)])
 
 
-def test_a_switch_of_another_engine_may_set_something_of_ours() -> None:
-    assert resolve([flag("enable_chunked_prefill", False)]).engine.chunked_prefill_size == -1
-    assert resolve([flag("async_scheduling", False)]).engine.disable_overlap_schedule is True
-    assert resolve([flag("enable_prefix_caching", False)]).engine.disable_radix_cache is True
-    assert resolve([flag("enable_priority_scheduling", True)]).engine.schedule_policy == "priority"
-    quiet = resolve([flag("disable_log_stats", True)])
+def test_a_foreign_switch_may_set_one_of_our_settings() -> None:
+    assert load_config([flag("enable_chunked_prefill", False)]).engine.chunked_prefill_size == -1
+    assert load_config([flag("async_scheduling", False)]).engine.disable_overlap_schedule is True
+    assert load_config([flag("enable_prefix_caching", False)]).engine.disable_radix_cache is True
+    assert load_config([flag("enable_priority_scheduling", True)]).engine.schedule_policy == "priority"
+    quiet = load_config([flag("disable_log_stats", True)])
     assert quiet.engine.log_level == "warning"
     assert quiet.notes == ("--disable-log-stats: sets log_level=warning",)
 
 
 def test_a_switch_must_be_true_or_false() -> None:
     with pytest.raises(ConfigError, match="must be true or false, got 'yes'"):
-        resolve([Given("enable_metrics", "yes", "yaml", "x.yaml:1: enable_metrics")])
+        load_config([GivenSetting("enable_metrics", "yes", "yaml", "x.yaml:1: enable_metrics")])

@@ -1,13 +1,13 @@
 from jaxserve.config.explain import as_rows, as_text
-from jaxserve.config.load import Given, resolve
+from jaxserve.config.load import GivenSetting, load_config
 from jaxserve.config.settings import settings
 
-LOADED = resolve(
+LOADED = load_config(
     [
-        Given("max_num_seqs", "8", "flag", "--max-num-seqs"),
-        Given("api_key", "secret", "flag", "--api-key"),
-        Given("cuda_graph_bs", ["1", "2"], "flag", "--cuda-graph-bs"),
-        Given("enable_metrics", True, "flag", "--enable-metrics"),
+        GivenSetting("max_num_seqs", "8", "flag", "--max-num-seqs"),
+        GivenSetting("api_key", "secret", "flag", "--api-key"),
+        GivenSetting("cuda_graph_bs", ["1", "2"], "flag", "--cuda-graph-bs"),
+        GivenSetting("enable_metrics", True, "flag", "--enable-metrics"),
     ]
 )
 
@@ -16,7 +16,7 @@ def test_there_is_a_row_for_every_setting() -> None:
     assert [row["key"] for row in as_rows(LOADED)] == list(settings())
 
 
-def test_a_row_says_value_origin_and_meaning() -> None:
+def test_a_row_has_value_origin_and_description() -> None:
     (row,) = [row for row in as_rows(LOADED) if row["key"] == "max_running_requests"]
     assert row == {
         "key": "max_running_requests",
@@ -29,7 +29,7 @@ def test_a_row_says_value_origin_and_meaning() -> None:
     }
 
 
-def test_the_text_says_the_same_and_ends_with_the_notes() -> None:
+def test_the_text_has_the_same_values_and_ends_with_the_notes() -> None:
     lines = list(as_text(LOADED))
     assert "max_running_requests = 8  [flag --max-num-seqs, alias max_num_seqs]" in lines
     assert "cuda_graph_bs = [1, 2]  [flag --cuda-graph-bs]" in lines

@@ -2,13 +2,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.config.load import Given, from_arguments, load, resolve
+from jaxserve.config.load import GivenSetting, from_arguments, load_config
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.errors import ConfigError
 
 
-def flag(name: str, value: object) -> Given:
-    return Given(name.removeprefix("--").replace("-", "_"), value, "flag", name)
+def flag(name: str, value: object) -> GivenSetting:
+    return GivenSetting(name.removeprefix("--").replace("-", "_"), value, "flag", name)
 
 
 @pytest.fixture
@@ -23,27 +23,29 @@ def yaml_file(tmp_path: Path):
 
 def refused(path: Path) -> str:
     with pytest.raises(ConfigError) as raised:
-        resolve([], path)
+        load_config([], path)
     return str(raised.value)
 
 
-def test_nothing_given_is_the_schema_s_defaults() -> None:
-    assert load() == (EngineConfig(), ServerConfig())
+def test_without_input_all_values_are_defaults() -> None:
+    loaded = load_config()
+    assert (loaded.engine, loaded.server) == (EngineConfig(), ServerConfig())
 
 
-def test_yaml_goes_over_defaults_and_flags_over_yaml(yaml_file) -> None:
+def test_yaml_overrides_defaults_and_flags_override_yaml(yaml_file) -> None:
     path = yaml_file("page_size: 32\nmax-running-requests: 8\nport: 9000\n")
-    engine, server = load([flag("--page-size", "64")], path)
+    loaded = load_config([flag("--page-size", "64")], path)
+    engine, server = loaded.engine, loaded.server
     assert (engine.page_size, engine.max_running_requests, server.port) == (64, 8, 9000)
 
 
-def test_a_flag_under_another_name_goes_over_yaml_too(yaml_file) -> None:
-    engine, _ = load([flag("--max-num-seqs", "4")], yaml_file("max_running_requests: 8\n"))
+def test_a_flag_under_another_name_overrides_yaml_too(yaml_file) -> None:
+    engine = load_config([flag("--max-num-seqs", "4")], yaml_file("max_running_requests: 8\n")).engine
     assert engine.max_running_requests == 4
 
 
 def test_yaml_may_use_other_engines_names(yaml_file) -> None:
-    loaded = resolve([], yaml_file("gpu-memory-utilization: 0.5\nenable_chunked_prefill: true\n"))
+    loaded = load_config([], yaml_file("gpu-memory-utilization: 0.5\nenable_chunked_prefill: true\n"))
     assert loaded.engine.mem_fraction_static == 0.5
     assert len(loaded.notes) == 1
 
@@ -52,14 +54,14 @@ def test_every_kind_of_value_in_yaml(yaml_file) -> None:
     path = yaml_file(
         "model: a/b\nmem_fraction_static: 1\ncuda_graph_bs: [1, 2]\ndisable_overlap_schedule: true\ncontext_length:\n"
     )
-    engine, _ = load([], path)
+    engine = load_config([], path).engine
     assert engine == EngineConfig(
         model="a/b", mem_fraction_static=1.0, cuda_graph_bs=(1, 2), disable_overlap_schedule=True, context_length=None
     )
 
 
 def test_an_empty_file_sets_nothing(yaml_file) -> None:
-    assert load([], yaml_file("# nothing\n")) == load()
+    assert load_config([], yaml_file("# nothing\n")) == load_config()
 
 
 def test_a_wrong_key_names_file_line_and_the_nearest_right_one(yaml_file) -> None:
@@ -74,13 +76,13 @@ def test_a_wrong_type_names_file_line_and_what_it_must_be(yaml_file) -> None:
     assert refused(path) == f"{path}:1: page_size must be a whole number, got '16'"
 
 
-def test_a_key_that_stands_twice_is_refused(yaml_file) -> None:
+def test_a_duplicate_key_is_refused(yaml_file) -> None:
     path = yaml_file("page_size: 16\npage-size: 32\n")
-    assert "stands twice" in refused(path)
+    assert "is a duplicate of" in refused(path)
 
 
 @pytest.mark.parametrize("text", ["- page_size\n", "page_size", "a: [1\n", "engine:\n  page_size: 16\n"])
-def test_what_is_no_flat_mapping_is_refused_naming_the_file(yaml_file, text: str) -> None:
+def test_a_file_that_is_no_flat_mapping_is_refused(yaml_file, text: str) -> None:
     path = yaml_file(text)
     assert str(path) in refused(path)
 
@@ -96,7 +98,7 @@ def test_a_value_out_of_range_is_refused_by_the_schema(yaml_file) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"disable_radix_cache": True}, "nothing is cached then; keep one"),
+        ({"disable_radix_cache": True}, "that disable_radix_cache disables; keep one"),
         ({"hicache_ratio": 0.0}, "hicache_ratio must be more than 0, got 0.0"),
         ({"hicache_size": -1.0}, "hicache_size must be more than 0, got -1.0"),
         ({"enable_hierarchical_cache": False, "hicache_size": 4.0}, "need enable_hierarchical_cache"),
@@ -109,19 +111,19 @@ def test_a_tier_in_host_memory_needs_a_cache_and_a_size(given: dict[str, object]
 
 
 def test_a_repeated_flag_counts_as_last_written() -> None:
-    assert load([flag("--page-size", "16"), flag("--page-size", "32")])[0].page_size == 32
+    assert load_config([flag("--page-size", "16"), flag("--page-size", "32")]).engine.page_size == 32
 
 
 def test_two_names_for_one_setting_must_agree() -> None:
     same = [flag("--max-num-seqs", "8"), flag("--max-running-requests", "8")]
-    assert load(same)[0].max_running_requests == 8
+    assert load_config(same).engine.max_running_requests == 8
     with pytest.raises(ConfigError, match=r"--max-running-requests and --max-num-seqs both set max_running_requests"):
-        load([flag("--max-num-seqs", "8"), flag("--max-running-requests", "16")])
+        load_config([flag("--max-num-seqs", "8"), flag("--max-running-requests", "16")])
 
 
 def test_where_each_value_came_from(yaml_file) -> None:
     path = yaml_file("page_size: 32\nseed: 3\n")
-    values = {value.setting.name: value for value in resolve([flag("--tp", "1")], path).values}
+    values = {value.setting.name: value for value in load_config([flag("--tp", "1")], path).values}
     assert (values["page_size"].source, values["page_size"].place) == ("yaml", f"{path}:1: page_size")
     assert (values["random_seed"].source, values["random_seed"].alias) == ("yaml", "seed")
     assert (values["tp_size"].source, values["tp_size"].place, values["tp_size"].alias) == ("flag", "--tp", "tp")
@@ -138,8 +140,8 @@ def test_arguments_of_a_call_have_their_own_types() -> None:
 
 
 @pytest.mark.parametrize("value", ["1" * 5000, "2026-99-99", "[" * 100_000])
-def test_a_value_that_yaml_itself_chokes_on(value: str, tmp_path: Path):
+def test_a_value_that_yaml_cannot_construct_is_refused(value: str, tmp_path: Path):
     path = tmp_path / "c.yaml"
     path.write_text(f"page_size: {value}\n")
     with pytest.raises(ConfigError, match=str(path)):
-        load([], path)
+        load_config([], path)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.config.data_parallel import when_serving
-from jaxserve.config.load import Given, load
+from jaxserve.config.data_parallel import resolve_dp_mode
+from jaxserve.config.load import GivenSetting, load_config
 from jaxserve.config.processes import parse_address
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
@@ -24,7 +24,7 @@ def test_an_address_is_host_and_port(text: str, parts: tuple[str, int]) -> None:
 @pytest.mark.parametrize(
     "text", ["", "10.0.0.1", ":5000", "fd00::1:5000", "a:0", "a:65536", "a:x", "a:", "a:-1", "a:²"]
 )
-def test_anything_else_is_none(text: str) -> None:
+def test_other_texts_are_errors(text: str) -> None:
     with pytest.raises(ConfigError, match="dist_init_addr"):
         parse_address(text)
 
@@ -34,17 +34,17 @@ def test_anything_else_is_none(text: str) -> None:
     [
         ({"nnodes": 2, "tp_size": 2}, "nnodes=2 needs dist_init_addr"),
         ({"dist_init_addr": HERE}, "set nnodes"),
-        ({"node_rank": 1}, "node_rank=1 with nnodes=1: only 0"),
+        ({"node_rank": 1}, "node_rank=1 with nnodes=1: it must be 0"),
         ({"nnodes": 2, "node_rank": 2, "tp_size": 2, "dist_init_addr": HERE}, r"in \[0, 1\]"),
         ({"nnodes": 2, "node_rank": -1, "tp_size": 2, "dist_init_addr": HERE}, r"in \[0, 1\]"),
         ({"nnodes": 0}, "nnodes must be at least 1"),
-        ({"nnodes": 2, "dist_init_addr": HERE}, "what can: tp_size=2 dp_size=1 or tp_size=1 dp_size=2"),
-        ({"nnodes": 3, "tp_size": 3, "dp_size": 2, "dist_init_addr": HERE}, "what can: tp_size=3 dp_size=6"),
+        ({"nnodes": 2, "dist_init_addr": HERE}, "possible: tp_size=2 dp_size=1 or tp_size=1 dp_size=2"),
+        ({"nnodes": 3, "tp_size": 3, "dp_size": 2, "dist_init_addr": HERE}, "possible: tp_size=3 dp_size=6"),
         ({"nnodes": 2, "tp_size": 2, "dist_init_addr": HERE, "programs": "x"}, "programs=x"),
         ({"nnodes": 2, "dp_size": 2, "dist_init_addr": HERE, "dp_mode": "replicas"}, "dp_mode=replicas"),
     ],
 )
-def test_what_does_not_belong_together_is_refused(settings: dict[str, Any], says: str) -> None:
+def test_contradicting_settings_are_errors(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         EngineConfig(**settings)
 
@@ -52,18 +52,21 @@ def test_what_does_not_belong_together_is_refused(settings: dict[str, Any], says
 @pytest.mark.parametrize(
     ("tensor", "data", "nnodes"), [(2, 1, 2), (4, 2, 2), (4, 2, 4), (1, 4, 2), (2, 3, 3), (2, 2, 4)]
 )
-def test_whole_ranks_or_equal_parts_of_one_can_be_spread(tensor: int, data: int, nnodes: int) -> None:
+def test_processes_get_whole_ranks_or_equal_parts_of_one(tensor: int, data: int, nnodes: int) -> None:
     EngineConfig(tp_size=tensor, dp_size=data, nnodes=nnodes, dist_init_addr=HERE)
 
 
-def test_several_processes_share_a_mesh_unless_told_otherwise() -> None:
-    assert when_serving(EngineConfig(dp_size=2, nnodes=2, dist_init_addr=HERE)).dp_mode == "mesh"
-    assert when_serving(EngineConfig(dp_size=2)).dp_mode == "replicas"
+def test_several_processes_share_a_mesh_by_default() -> None:
+    assert resolve_dp_mode(EngineConfig(dp_size=2, nnodes=2, dist_init_addr=HERE)).dp_mode == "mesh"
+    assert resolve_dp_mode(EngineConfig(dp_size=2)).dp_mode == "replicas"
 
 
 def test_names_of_other_engines() -> None:
-    flags = [Given("nccl_init_addr", HERE, "flag", "--nccl-init-addr"), Given("nnodes", "2", "flag", "--nnodes")]
-    engine, _ = load([*flags, Given("tp", "2", "flag", "--tp")])
+    flags = [
+        GivenSetting("nccl_init_addr", HERE, "flag", "--nccl-init-addr"),
+        GivenSetting("nnodes", "2", "flag", "--nnodes"),
+    ]
+    engine = load_config([*flags, GivenSetting("tp", "2", "flag", "--tp")]).engine
     assert engine.dist_init_addr == HERE
     with pytest.raises(ConfigError, match="--dist-init-addr HOST:PORT"):
-        load([Given("master_addr", "10.0.0.1", "flag", "--master-addr")])
+        load_config([GivenSetting("master_addr", "10.0.0.1", "flag", "--master-addr")])

@@ -12,7 +12,7 @@ def test_every_field_of_the_schema_is_a_setting_with_a_description() -> None:
     assert all(setting.description for setting in settings().values())
 
 
-def test_flag_and_key_are_each_other_s_inverse() -> None:
+def test_flag_and_key_are_inverse() -> None:
     assert [as_key(as_flag(name)) for name in settings()] == list(settings())
 
 
@@ -30,7 +30,7 @@ def test_flag_and_key_are_each_other_s_inverse() -> None:
         ("cuda_graph_bs", ["1", "2,4"], (1, 2, 4)),
     ],
 )
-def test_the_text_of_a_flag_becomes_the_field_s_type(name: str, text: str | list[str], value: object) -> None:
+def test_the_text_of_a_flag_is_converted_to_the_field_s_type(name: str, text: str | list[str], value: object) -> None:
     parsed = settings()[name].parse(text, "--x")
     assert parsed == value
     assert type(parsed) is type(value)
@@ -47,7 +47,7 @@ def test_the_text_of_a_flag_becomes_the_field_s_type(name: str, text: str | list
         ("cuda_graph_bs", ["1", "two"], "--x must be a list of whole numbers, got 1,two"),
     ],
 )
-def test_a_wrong_text_says_what_it_must_be(name: str, text: str | list[str], message: str) -> None:
+def test_an_invalid_text_is_an_error_that_says_what_is_valid(name: str, text: str | list[str], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         settings()[name].parse(text, "--x")
     assert str(raised.value) == message
@@ -65,10 +65,10 @@ def test_a_wrong_text_says_what_it_must_be(name: str, text: str | list[str], mes
         ("mem_fraction_static", float("inf")),
     ],
 )
-def test_values_of_yaml_must_have_the_very_type(name: str, value: object) -> None:
+def test_yaml_values_must_have_the_exact_type(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match="x must be"):
         settings()[name].convert(value, "x")
 
 
-def test_none_stands_for_chosen_at_start_up() -> None:
+def test_none_means_chosen_at_start_up() -> None:
     assert settings()["context_length"].convert(None, "x") is None

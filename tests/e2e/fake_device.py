@@ -21,7 +21,7 @@ from jaxserve.engine.process.main import run
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.observability import log
 from jaxserve.server.lifecycle import serve
-from jaxserve.server.server_state import Loaded
+from jaxserve.server.server_state import LoadedModel
 from jaxserve.step_plan import Capacity, StepPlan
 from tests.engine.fake_executor import VOCAB, FakeExecutor
 from tests.server.tiny import TEMPLATE, TinyTemplate, tiny_tokenizer
@@ -90,16 +90,16 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
     return EngineLoop(scheduler, _Device(capacity, config.model), overlap=True), info
 
 
-async def load(engine_config: EngineConfig, server_config: ServerConfig) -> Loaded:
+async def load(engine_config: EngineConfig, server_config: ServerConfig) -> LoadedModel:
     """A tokenizer of bytes, and the engine process."""
     tokenizer = tiny_tokenizer()
     engine = await launch_engine(engine_config, module="tests.e2e.fake_device")
-    return Loaded(engine, tokenizer, TinyTemplate(tokenizer), TEMPLATE)
+    return LoadedModel(engine, tokenizer, TinyTemplate(tokenizer), TEMPLATE)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] != ["serve"]:
         sys.exit(run(build_engine))
-    settings = flags.loaded(command.parser().parse(sys.argv[2:]))
+    settings = flags.config_from_arguments(command.parser().parse(sys.argv[2:]))
     log.setup(settings.engine.log_level)
     sys.exit(serve(settings.engine, settings.server, load=load))

@@ -19,7 +19,7 @@ from jaxserve.cli import doctor
 from tests.e2e.fake_server import serving, until
 from tests.engine.fake_executor import VOCAB
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 STOPS_EARLY = {"stop_token_ids": list(range(3))}
 
@@ -84,6 +84,7 @@ def test_the_client_is_the_bottleneck(capsys: Capture) -> None:
     assert "of 32" in text
 
 
+@pytest.mark.grid
 def test_too_conservative_and_then_not(capsys: Capture) -> None:
     # One page holds a whole request, as nearly all stop early.
     flags = ["--max-total-tokens", "8192", "--page-size", "128", "--max-running-requests", "128"]
@@ -110,6 +111,7 @@ def test_frequent_retractions(capsys: Capture) -> None:
     assert "--schedule-conservativeness to a value like 1.3 (it is 0)" in text
 
 
+@pytest.mark.grid
 def test_all_slots_taken_and_a_queue_beyond_lpm(capsys: Capture) -> None:
     for policy in ("lpm", "fcfs"):
         with serving("--max-running-requests", "4", "--schedule-policy", policy) as url, load(url, 200, max_tokens=50):
@@ -121,6 +123,7 @@ def test_all_slots_taken_and_a_queue_beyond_lpm(capsys: Capture) -> None:
         assert "QUEUE TOO LONG" not in text
 
 
+@pytest.mark.grid
 def test_an_order_by_prefixes_that_nobody_shares(capsys: Capture) -> None:
     for policy in ("lpm", "fcfs"):
         flags = ["--max-running-requests", "4", "--schedule-policy", policy]
@@ -130,6 +133,7 @@ def test_an_order_by_prefixes_that_nobody_shares(capsys: Capture) -> None:
         assert ("NO SHARED PREFIXES: 0 of" in text) == (policy == "lpm"), text
 
 
+@pytest.mark.grid
 def test_memory_left_over_and_too_short(capsys: Capture) -> None:
     for fraction, found in (
         ("0.5", "MEMORY LEFT OVER: 40.00 GB"),
@@ -143,6 +147,7 @@ def test_memory_left_over_and_too_short(capsys: Capture) -> None:
         assert ("MEMORY" in text) == (found is not None), text
 
 
+@pytest.mark.grid
 def test_a_queue_too_long(capsys: Capture) -> None:
     with (
         serving("--max-running-requests", "4", "--schedule-policy", "fcfs") as url,

@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.server_process import serving
 from tests.tiny_model import VOCAB_SIZE, write_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 FLAGS = ["--load-format", "dummy", "--dtype", "float32", "--device", "cpu", "--context-length", "64",
          "--max-running-requests", "4", "--cuda-graph-bs", "4", "--chunked-prefill-size", "16",
@@ -46,6 +46,7 @@ async def _answers(url: str) -> list[dict[str, Any]]:
     return [answer.json()["choices"][0] for answer in answers]
 
 
+@pytest.mark.grid
 def test_it_answers_as_one_device_does(model: str) -> None:
     with serving(model, *FLAGS) as server:
         alone = asyncio.run(_answers(server.url))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.fake_server import serving, until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 
 def test_a_higher_priority_preempts_and_nothing_is_lost() -> None:

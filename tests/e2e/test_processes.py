@@ -15,15 +15,19 @@ import httpx
 import psutil
 import pytest
 
+from jaxserve import host
 from tests.e2e.server_process import ServerProcess, kill, serving
+from tests.selection import grid
 from tests.tiny_model import VOCAB_SIZE, write_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 FLAGS = ["--load-format", "dummy", "--dtype", "float32", "--device", "cpu", "--context-length", "1024",
          "--max-running-requests", "4", "--cuda-graph-bs", "4", "--chunked-prefill-size", "32",
          "--page-size", "4", "--max-total-tokens", "4096", "--drain-timeout", "100"]  # fmt: skip
-MESH = ["--tp-size", "2", "--dp-size", "2", "--nnodes", "2"]
+# One shard for each process; and, where answers are compared, one of two ranks for each.
+MESH = ["--tp-size", "2", "--nnodes", "2"]
+RANKS = ["--tp-size", "2", "--dp-size", "2", "--nnodes", "2"]
 STREAM = {"prompt": [1, 2, 3], "temperature": 0, "ignore_eos": True, "stream": True}
 
 
@@ -36,17 +40,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
 class Service:
     """Both processes of a mesh: the leader, with its URL, and the follower."""
 
-    def __init__(self, model: str, follower_port: int, leader_port: int) -> None:
-        common = [model, *FLAGS, "--program-cache-dir", f"{model}/programs", *MESH]
+    def __init__(self, model: str, follower_port: int, leader_port: int, mesh: list[str]) -> None:
+        common = [model, *FLAGS, "--program-cache-dir", f"{model}/programs", *mesh]
         self.follower = ServerProcess(
             *common, "--node-rank", "1", "--dist-init-addr", f"127.0.0.1:{follower_port}", wait=False
         )
@@ -72,12 +70,13 @@ def service(
     model: str,
     monkeypatch: pytest.MonkeyPatch,
     relay: Relay | None = None,
+    mesh: list[str] = MESH,
 ) -> Iterator[Service]:
     """Ready, and gone afterwards with all of its processes."""
-    devices = "--xla_force_host_platform_device_count=2"
+    devices = f"--xla_force_host_platform_device_count={2 if mesh is RANKS else 1}"
     monkeypatch.setenv("XLA_FLAGS", f"{devices} --xla_backend_optimization_level=0")
-    port = relay.target if relay is not None else _free_port()
-    made = Service(model, relay.port if relay is not None else port, port)
+    port = relay.target if relay is not None else host.free_port()
+    made = Service(model, relay.port if relay is not None else port, port, mesh)
     try:
         for one in made.both:
             one.wait_until_ready()
@@ -95,7 +94,7 @@ class Relay:
     """Carries TCP connections from `port` to `target` until it is cut: then nothing passes, and nobody is told."""
 
     def __init__(self) -> None:
-        self.target = _free_port()
+        self.target = host.free_port()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._is_cut = False
@@ -172,11 +171,12 @@ def _texts(url: str) -> list[str]:
     return texts
 
 
+@pytest.mark.grid
 def test_it_answers_as_one_device_does_and_drains(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     with serving(model, *FLAGS, "--program-cache-dir", f"{model}/programs") as alone:
         expected = _texts(alone.url)
-    with service(model, monkeypatch) as made:
+    with service(model, monkeypatch, mesh=RANKS) as made:
         assert _texts(made.url) == expected
         assert made.leader.info()["engine"]["max_total_num_tokens"] == 8192
         metrics = httpx.get(f"{made.url}/metrics").text.splitlines()
@@ -189,7 +189,7 @@ def test_it_answers_as_one_device_does_and_drains(model: str, monkeypatch: pytes
         assert "The service has ended" in made.log(1)
 
 
-@pytest.mark.parametrize("victim", ["api", "engine", "watcher", "follower"])
+@pytest.mark.parametrize("victim", grid(["api", "engine", "watcher", "follower"], lambda victim: victim == "follower"))
 def test_a_killed_process_ends_all(victim: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with service(model, monkeypatch) as made:
         with _open_streams(made.url, 3) as streams:
@@ -205,13 +205,14 @@ def test_a_killed_process_ends_all(victim: str, model: str, monkeypatch: pytest.
             assert re.search(rf"The engine has ended: .*node rank 1 \(.*\) {why}", made.log(0))
 
 
+@pytest.mark.grid
 def test_a_follower_that_is_told_to_end_ends_all(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with service(model, monkeypatch) as made:
         with _open_streams(made.url, 2) as streams:
             made.follower.process.send_signal(signal.SIGTERM)
         assert ["error" in events[-1] for events in streams] == [True] * 2
         assert [one.wait() for one in made.both] == [1, 0]
-        assert re.search(r"node rank 1 \(.*\) has ended: it was told to end", made.log(0))
+        assert re.search(r"node rank 1 \(.*\) has ended: it was asked to stop", made.log(0))
 
 
 def test_a_connection_that_is_cut_without_a_word_ends_both(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,12 +227,12 @@ def test_a_connection_that_is_cut_without_a_word_ends_both(model: str, monkeypat
 
 
 def test_processes_that_were_started_otherwise_refuse_each_other(model: str) -> None:
-    where = f"127.0.0.1:{_free_port()}"
+    where = f"127.0.0.1:{host.free_port()}"
     common = [model, *FLAGS, *MESH, "--dist-init-addr", where]
     leader = ServerProcess(*common, "--dist-timeout", "15", wait=False)
     follower = ServerProcess(*common, "--node-rank", "1", "--page-size", "8", wait=False)
     assert [leader.wait(), follower.wait()] == [2, 2]
     assert "page_size is 8 there and 4 on node rank 0" in "".join(follower.log)
-    assert "did not come" in "".join(leader.log)
+    assert "did not join" in "".join(leader.log)
     assert "page_size is 8 there and 4 on node rank 0" in "".join(leader.log)
     assert not any("Traceback" in line for line in leader.log + follower.log)

@@ -13,9 +13,10 @@ from jaxserve.bench.engine.step_times import read_step_times
 from jaxserve.observability.timeline import HOST_PHASES
 from tests.e2e.server_process import serving
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 
+@pytest.mark.grid
 def test_a_profile_while_requests_run(tmp_path: Path) -> None:
     with serving("--profile-dir", str(tmp_path)) as server, httpx.Client(base_url=server.url, timeout=300) as client:
         answers: list[Any] = []

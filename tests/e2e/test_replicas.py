@@ -19,9 +19,10 @@ import psutil
 import pytest
 
 from tests.e2e.server_process import ServerProcess, kill, renders_templates, serving
+from tests.selection import grid
 from tests.tiny_model import VOCAB_SIZE, write_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 FLAGS = ["--load-format", "dummy", "--dtype", "float32", "--device", "cpu", "--context-length", "2048",
          "--max-running-requests", "4", "--cuda-graph-bs", "4", "--chunked-prefill-size", "64",
@@ -78,6 +79,7 @@ def _cached(url: str, prompt: list[int]) -> int:
     return count
 
 
+@pytest.mark.grid
 def test_it_answers_as_one_engine_does_adds_up_and_drains(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with replicas(model, 1, monkeypatch) as server:
         assert len(server.info()["replicas"]) == 1
@@ -147,7 +149,7 @@ def _stream_while(server: ServerProcess, act: Any, *, max_tokens: int = 1900) ->
     return ends
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", grid([0, 1], lambda victim: False))
 def test_killing_one_ends_every_request_and_the_server(
     model: str, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +164,7 @@ def test_killing_one_ends_every_request_and_the_server(
         )
 
 
+@pytest.mark.grid
 def test_a_killed_server_leaves_no_replica(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with replicas(model, 2, monkeypatch) as server:
         kill(server.process.pid)

@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from tests.e2e.server_process import ServerProcess, has_jax, serving
+from tests.selection import examples, grid
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 MODEL = "smollm2-135m-instruct"
 SCRIPTS = {
@@ -51,7 +52,7 @@ def test_it_answers(client: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", grid(SCRIPTS, lambda script: script in ("latin", "devanagari", "thai")))
 def test_streamed_equals_unstreamed(client: openai.OpenAI, script: str) -> None:
     request: dict[str, Any] = {"model": MODEL, "prompt": SCRIPTS[script], "max_tokens": 40, "temperature": 1, "seed": 7}
     # Each finds nothing in the prefix cache: in bfloat16 a prompt in other pieces may give other tokens.
@@ -93,7 +94,7 @@ def test_a_third_hangs_up_and_nothing_leaks(server: ServerProcess) -> None:
 
     async def crowd() -> list[int]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300) as client:
-            return await asyncio.gather(*(one(client, index) for index in range(64)))
+            return await asyncio.gather(*(one(client, index) for index in range(examples(64, 24))))
 
     assert all(asyncio.run(crowd()))
     # The last hang-ups are under way when the crowd has gone: ask until they have arrived.
@@ -133,8 +134,15 @@ def test_broken_json_is_a_400(server: ServerProcess, content: bytes) -> None:
     assert answer.json()["error"]["message"]
 
 
-def test_no_compile_after_ready(server: ServerProcess) -> None:
-    """Every decode and mixed program runs; nothing is compiled for it."""
+@pytest.mark.parametrize(
+    ("counts", "lengths"),
+    [
+        pytest.param((1, 8), (1, 40, 250), id="some"),
+        pytest.param((1, 2, 3, 5, 8), (1, 16, 60, 100, 250, 600), id="all", marks=pytest.mark.grid),
+    ],
+)
+def test_no_compile_after_ready(server: ServerProcess, counts: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+    """Decode and mixed programs of all sizes run; nothing is compiled for them."""
 
     async def ask(count: int, length: int) -> None:
         async with httpx.AsyncClient(timeout=300) as client:
@@ -152,8 +160,8 @@ def test_no_compile_after_ready(server: ServerProcess) -> None:
             answers = await asyncio.gather(*(client.post(f"{server.url}/v1/completions", json=body) for body in bodies))
             assert all(answer.status_code == 200 for answer in answers), [answer.text for answer in answers]
 
-    for count in (1, 2, 3, 5, 8):
-        for length in (1, 16, 60, 100, 250, 600):
+    for count in counts:
+        for length in lengths:
             asyncio.run(ask(count, length))
     metrics = httpx.get(f"{server.url}/metrics").text
     [line] = [line for line in metrics.splitlines() if line.startswith("jaxserve:compiles_after_ready")]

@@ -17,7 +17,13 @@ CASES = json.loads((Path(__file__).parents[1] / "fixtures" / "smollm2_greedy.jso
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(dtype="float32", max_running_requests=8, context_length=512, chunked_prefill_size=128) as llm:
+    with LLM(
+        dtype="float32",
+        max_running_requests=8,
+        cuda_graph_bs=[8],
+        context_length=512,
+        chunked_prefill_size=64,
+    ) as llm:
         yield llm
 
 
@@ -28,6 +34,7 @@ def test_greedy_tokens_equal_hugging_face(llm: LLM) -> None:
         assert list(output.outputs[0].token_ids) == case["output_ids"], case["name"]
 
 
+@pytest.mark.grid
 def test_a_seeded_draw_is_the_same_alone_and_in_a_full_batch(llm: LLM) -> None:
     prompt = CASES[0]["prompt_ids"]
     seeded = SamplingParams(max_tokens=48, temperature=0.8, top_p=0.95, seed=11, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Small makers that the tests of the engine share."""
+"""Builders that the tests of the engine share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_request(
     namespace: str = "",
     **sampling: Any,
 ) -> EngineRequest:
-    """A greedy request with a prompt of those tokens, or of that many that no other request has."""
+    """Make a greedy request; `prompt` is its tokens, or the number of tokens that no other request shares."""
     if isinstance(prompt, int):
         prompt = [zlib.crc32(f"{request_id} {i}".encode()) % 50 for i in range(prompt)]
     params = SamplingParams(**{"temperature": 0.0, **sampling})
@@ -36,7 +36,7 @@ def make_request(
 
 
 def make_capacity(**changes: Any) -> Capacity:
-    """Room for 4 requests of up to 64 tokens, unless told otherwise."""
+    """Make a capacity, by default for 4 requests of up to 64 tokens."""
     sizes: dict[str, Any] = {
         "num_slots": 4,
         "num_pages": 64,

@@ -1,8 +1,8 @@
-"""A device that is a few dictionaries, and a model that is a hash.
+"""A fake executor: its device is a few dictionaries, and its model is a hash.
 
 The next token is a hash of every token so far, read back through the slot's own page table from the pages as they are
-now. So a wrong page, position, slot, order or token in a plan gives wrong tokens, and a page that was handed out too
-early shows. It keeps its state from the plans alone and holds each plan to `Capacity`.
+now. So a wrong page, position, slot, order or token in a plan gives wrong tokens, and a page that was freed too
+early shows too. Its state comes only from plans, and it checks each plan against `Capacity`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VOCAB = 64
 
 
 def next_token(tokens: Sequence[int], num_outputs: int, sampling: SamplingParams, stop_ids: Sequence[int]) -> int:
-    """The model: what follows `tokens`, the last `num_outputs` of which are output."""
+    """Return the model's next token after `tokens`, of which the last `num_outputs` are output."""
     seed = f"{list(tokens)} {num_outputs} {sampling.seed if sampling.temperature else None}"
     token = zlib.crc32(seed.encode()) % VOCAB
     while num_outputs < sampling.min_tokens and token in stop_ids:
@@ -28,13 +28,13 @@ def next_token(tokens: Sequence[int], num_outputs: int, sampling: SamplingParams
 
 
 def logprobs_of(tokens: Sequence[int], token: int) -> TokenLogprobs:
-    """What the model thinks of `token` after `tokens`."""
+    """Return the log probabilities of `token` after `tokens`."""
     return TokenLogprobs(token, -float(zlib.crc32(f"{list(tokens)} {token}".encode()) % 1000), [token], [-1.0])
 
 
 @dataclasses.dataclass
 class Expected:
-    """What a request gives when it runs alone."""
+    """The result of a request that runs alone."""
 
     token_ids: list[int]
     finish_reason: FinishReason
@@ -43,7 +43,7 @@ class Expected:
 
 
 def run_alone(request: EngineRequest, max_model_len: int) -> Expected:
-    """The naive full recompute of one request (its sampling has a seed, or is greedy)."""
+    """Compute one request alone, in full at every step (its sampling has a seed, or is greedy)."""
     sampling, tokens = request.sampling, list(request.prompt_ids)
     outputs: list[int] = []
     logprobs: list[TokenLogprobs] = []
@@ -77,7 +77,7 @@ class _Slot:
 
 
 class FakeExecutor:
-    """Runs a plan at once when it is dispatched, as programs run in order, and keeps its result until collected."""
+    """Runs each plan when it is dispatched, as programs run in order, and returns its result when it is collected."""
 
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
@@ -112,7 +112,7 @@ class FakeExecutor:
             (chunk.rank, page) for chunk in plan.chunks for page in self._slots[chunk.rank, chunk.slot].pages
         )
         written = [page for chunk in plan.chunks for page in self._written(chunk)]
-        assert all(readers[page] == 1 for page in written), "a page is written that another sequence of the step has"
+        assert all(readers[page] == 1 for page in written), "a page is written that another sequence of the step reads"
         assert loaded.isdisjoint(written), "a page is loaded and computed"
         result = StepResult(tokens=[], logprobs={}, prompt_logprobs={})
         for index in range(len(plan.chunks)):
@@ -137,7 +137,7 @@ class FakeExecutor:
         assert chunk.start == slot.length
         if chunk.tokens is None:
             assert chunk.length == 1
-            assert slot.last_token is not None, "a decode before any token was drawn"
+            assert slot.last_token is not None, "a decode before any token was sampled"
             tokens = [slot.last_token]
         else:
             tokens = chunk.tokens
@@ -146,7 +146,7 @@ class FakeExecutor:
             kv[slot.pages[slot.length // size]][slot.length % size] = token
             slot.length += 1
         assert slot.length < self.capacity.max_model_len
-        assert len(slot.pages) == -(-slot.length // size), "pages beyond what the chunk writes"
+        assert len(slot.pages) == -(-slot.length // size), "more or fewer pages than the tokens need"
         seen = [kv[slot.pages[i // size]][i % size] for i in range(slot.length)]
         result.tokens.append([])
         if chunk.sample:
@@ -155,7 +155,7 @@ class FakeExecutor:
             token = next_token(seen, slot.num_outputs, sampling, slot.opened.stop_ids)
             slot.last_token = token
             slot.num_outputs += 1
-            assert slot.num_outputs <= sampling.max_tokens, "a step past the known length"
+            assert slot.num_outputs <= sampling.max_tokens, "a step beyond max_tokens"
             result.tokens[index].append(token)
             if sampling.logprobs is not None:
                 result.logprobs[index] = [logprobs_of(seen, token)]
@@ -167,7 +167,7 @@ class FakeExecutor:
 
     def _check_sizes(self, plan: StepPlan) -> None:
         capacity = self.capacity
-        total = plan.most_tokens(capacity.num_ranks)
+        total = plan.max_rank_tokens(capacity.num_ranks)
         slots = [(chunk.rank, chunk.slot) for chunk in plan.chunks]
         assert len(slots) == len(set(slots))
         assert all(0 <= rank < capacity.num_ranks and 0 <= slot < capacity.num_slots for rank, slot in slots)

@@ -1,4 +1,4 @@
-"""A profiler that records nothing and says what it was asked to do."""
+"""A fake profiler that records its calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class FakeProfiler:
-    """`fail` names the method that raises. A stop does not come to its end while `go` is cleared."""
+    """Records the calls in `calls`. `fail` names the method that raises. `stop` blocks while `go` is cleared."""
 
     def __init__(self, fail: str = "") -> None:
         self.fail = fail

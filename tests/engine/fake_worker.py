@@ -1,4 +1,4 @@
-"""An engine process over the fake device. `config.model` says how it behaves; see `build_engine`."""
+"""An engine process with the fake executor. `config.model` selects its behaviour; see `build_engine`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.engine.fake_profiler import FakeProfiler
 
 
 class _Stuck(FakeExecutor):
-    """Never gives back what it computed."""
+    """Never returns a result."""
 
     def collect(self, handle: object) -> StepResult:
         print("stuck", file=sys.stderr, flush=True)
@@ -29,7 +29,7 @@ class _Stuck(FakeExecutor):
 
 
 class _Broken(FakeExecutor):
-    """Fails at its third step."""
+    """Fails at the third step."""
 
     def dispatch(self, plan: StepPlan) -> Any:
         if len(self.plans) == 2:
@@ -38,11 +38,11 @@ class _Broken(FakeExecutor):
 
 
 class _NoRoomError(ConfigError):
-    """As the device wing has one."""
+    """A subclass of `ConfigError`, as `runtime/` has one."""
 
 
 def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
-    """What `jaxserve.worker` does, with a device of the kind `config.model` names."""
+    """Build an engine as `jaxserve.worker` does, with the fake executor that `config.model` names."""
     match config.model:
         case "unfit":
             raise ConfigError("page_size is 3; make it a power of two")

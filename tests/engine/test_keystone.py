@@ -1,4 +1,4 @@
-"""The keystone of the scheduling wing: whatever happens around a request, its tokens are those of it running alone."""
+"""The keystone test of scheduling: a request's tokens are the same as when it runs alone, whatever else happens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from jaxserve.engine.scheduling.policy import Policy
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.step_plan import Capacity
 from tests.engine.fake_executor import VOCAB, FakeExecutor, run_alone
+from tests.selection import grid
+
+pytestmark = pytest.mark.slow
 
 
 def _prompt(rng: random.Random, length: int, earlier: list[EngineRequest], max_model_len: int) -> list[int]:
-    """A prompt of its own, one that begins as another's does, or another's with its answer: the next turn of a chat."""
+    """Make a new prompt, one that shares another's beginning, or the next turn of another (prompt plus answer)."""
     own = [rng.randrange(VOCAB) for _ in range(length)]
     if not earlier or rng.random() < 0.4:
         return own
@@ -50,7 +53,7 @@ def _random_request(rng: random.Random, number: int, max_model_len: int, earlier
 
 
 def _random_engine(rng: random.Random, *, tiered: bool, num_ranks: int) -> tuple[EngineLoop, Scheduler, FakeExecutor]:
-    """Of any kind, or `tiered`, with host memory and so few pages that most of what is cached must go there."""
+    """Make a random engine; if `tiered`, with host memory and so few pages that most cached ones are evicted to it."""
     num_slots = rng.choice([1, 3] if tiered else [1, 3, 8, 8])
     page_size = rng.choice([1, 2, 4] if tiered else [1, 2, 4, 8])
     max_model_len = rng.randint(24, 48) if tiered else rng.randint(8, 48)
@@ -82,16 +85,17 @@ def _random_engine(rng: random.Random, *, tiered: bool, num_ranks: int) -> tuple
     return EngineLoop(scheduler, executor, overlap=rng.random() < 0.7), scheduler, executor
 
 
-@pytest.mark.parametrize(
-    ("block", "tiered", "num_ranks"),
-    [
-        *((block, False, 1) for block in range(16)),
-        *((block, True, 1) for block in range(8)),
-        *((ranks, False, ranks) for ranks in (2, 3, 4)),
-        (2, True, 2),
-    ],
-)
-def test_tokens_are_those_of_the_request_alone(block: int, tiered: bool, num_ranks: int) -> None:
+BLOCKS = [
+    *((block, False, 1) for block in range(16)),
+    *((block, True, 1) for block in range(8)),
+    *((ranks, False, ranks) for ranks in (2, 3, 4)),
+    (2, True, 2),
+]
+QUICK = ((0, False, 1), (0, True, 1), (2, False, 2))
+
+
+@pytest.mark.parametrize(("block", "tiered", "num_ranks"), grid(BLOCKS, QUICK.__contains__))
+def test_tokens_are_those_of_each_request_alone(block: int, tiered: bool, num_ranks: int) -> None:
     preempted = aborted_running = hits = loaded = 0
     for seed in range(block * 50, block * 50 + 50):
         rng = random.Random(seed)
@@ -99,7 +103,7 @@ def test_tokens_are_those_of_the_request_alone(block: int, tiered: bool, num_ran
         max_model_len = executor.capacity.max_model_len
         requests: dict[str, EngineRequest] = {}
         for i in range(num_ranks * (rng.randint(10, 20) if tiered else rng.randint(1, 20))):
-            # Few conversations, and long ones, are found again after they have been evicted.
+            # A few long conversations are found again after they have been evicted.
             earlier = list(requests.values())[: 4 if tiered else None]
             requests[f"r{i}"] = _random_request(rng, i, max_model_len, earlier)
         arrivals = list(requests.values())
@@ -158,7 +162,7 @@ def test_tokens_are_those_of_the_request_alone(block: int, tiered: bool, num_ran
                 assert [entry for event in seen for entry in event.logprobs or []] == expected.logprobs
             assert seen[0].prompt_logprobs == expected.prompt_logprobs
             assert all(event.prompt_logprobs is None for event in seen[1:])
-    assert preempted > 5, "this block of seeds tries no retraction"
-    assert hits > 100, "this block of seeds finds nothing in the cache"
-    assert loaded > 40 or not tiered, "this block of seeds loads nothing from host memory"
-    assert aborted_running > 0, "this block of seeds tries no abort on the way"
+    assert preempted > 5, "these seeds cause no retractions"
+    assert hits > 100, "these seeds cause no cache hits"
+    assert loaded > 40 or not tiered, "these seeds load nothing from host memory"
+    assert aborted_running > 0, "these seeds abort no running request"

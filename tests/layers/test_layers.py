@@ -1,4 +1,4 @@
-"""Norm, products, feed-forward and embedding against float64 numpy, on a mesh of one device."""
+"""Compares norm, products, feed-forward and embedding with float64 numpy, on a mesh of one device."""
 
 from __future__ import annotations
 
@@ -60,6 +60,6 @@ def test_embedding_and_head() -> None:
     np.testing.assert_allclose(wide, exact, atol=1e-4)
 
 
-def test_tokens_of_other_shards_stand_past_the_end() -> None:
+def test_tokens_of_other_shards_have_an_index_past_the_end() -> None:
     found = on_mesh(lambda tokens: shard_index(tokens, 10))(np.array([0, 9, 10, -1, 2**31 - 1], np.int32))
     assert found.tolist() == [0, 9, 10, 10, 10]

@@ -1,4 +1,4 @@
-"""A product of one bfloat16 row on a CPU has a form of its own; it must be the same product."""
+"""The product of one bfloat16 row on a CPU has its own implementation; it must give the same numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxserve.layers.linear import linear
 
 @pytest.mark.parametrize("in_dim", [64, 576, 1536, 4608, 72, 16])
 def test_one_row_is_the_same_product(in_dim: int) -> None:
-    """Widths of one term and of many, and two that no number of lanes divides."""
+    """Input widths of one term and of many, and two widths that no number of lanes divides."""
     rng = np.random.default_rng(in_dim)
     x = jnp.asarray(rng.standard_normal((1, in_dim)), jnp.bfloat16)
     weight = jnp.asarray(rng.standard_normal((48, in_dim)), jnp.bfloat16)
@@ -24,6 +24,6 @@ def test_one_row_is_the_same_product(in_dim: int) -> None:
 
 
 def test_one_row_reads_its_weights_once() -> None:
-    """XLA's own product of one row, 20 times slower, is gone from what a CPU compiles."""
+    """The compiled program doesn't contain XLA's own product of one row, which is 20 times slower."""
     args = jax.ShapeDtypeStruct((1, 576), jnp.bfloat16), jax.ShapeDtypeStruct((960, 576), jnp.bfloat16)
     assert "dot_general" not in jax.jit(linear).lower(*args).as_text()

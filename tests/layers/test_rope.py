@@ -1,4 +1,4 @@
-"""Rotation as multiplication by complex numbers, and each stretching by what it promises."""
+"""Checks rotation against multiplication by complex numbers, and each scaling by its properties."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _inverse(theta: float = 10000.0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
-def test_a_pair_turns_by_position_times_frequency(theta: float) -> None:
+def test_a_pair_is_rotated_by_position_times_frequency(theta: float) -> None:
     rng = np.random.default_rng(0)
     positions = np.array([0, 1, 7, 1000], np.int32)
     x = rng.standard_normal((4, 3, DIM)).astype(np.float32)
@@ -33,8 +33,8 @@ def test_products_depend_on_distance_alone() -> None:
     rng = np.random.default_rng(1)
     q, k = rng.standard_normal((2, 1, 1, DIM)).astype(np.float32)
 
-    def product(at: int, asked: int) -> float:
-        turn = [rotation(np.array([p], np.int32), RopeConfig(), DIM) for p in (asked, at)]
+    def product(key_position: int, query_position: int) -> float:
+        turn = [rotation(np.array([p], np.int32), RopeConfig(), DIM) for p in (query_position, key_position)]
         return float((np.asarray(rotate(q, *turn[0])) * np.asarray(rotate(k, *turn[1]))).sum())
 
     assert product(3, 10) == pytest.approx(product(103, 110), abs=1e-4)
@@ -47,13 +47,13 @@ def test_the_dtype_is_kept_and_the_angle_exact() -> None:
     assert float(turned[0, 0, 0]) == pytest.approx(math.cos(4097) - math.sin(4097), abs=0.01)
 
 
-def test_linear_stretches_every_frequency() -> None:
+def test_linear_scales_every_frequency() -> None:
     found, scale = frequencies(RopeConfig(kind="linear", factor=4.0), DIM)
     np.testing.assert_allclose(found, _inverse() / 4, rtol=1e-6)
     assert scale == 1.0
 
 
-def test_llama3_keeps_short_waves_and_stretches_long_ones() -> None:
+def test_llama3_keeps_short_waves_and_scales_long_ones() -> None:
     rope = RopeConfig(
         theta=500000.0, kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192
     )
@@ -69,7 +69,7 @@ def test_llama3_keeps_short_waves_and_stretches_long_ones() -> None:
     assert scale == 1.0
 
 
-def test_yarn_keeps_fast_pairs_stretches_slow_ones_and_sharpens() -> None:
+def test_yarn_keeps_fast_pairs_and_scales_slow_ones() -> None:
     rope = RopeConfig(kind="yarn", factor=4.0, original_max_position=2048)
     found, scale = frequencies(rope, DIM)
     plain = _inverse()

@@ -1,4 +1,4 @@
-"""Small GGUF files, written by the gguf package: real files without a real model."""
+"""Writes small GGUF files with the gguf package: real files without a real model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write_gguf(
     tensors: dict[str, np.ndarray[Any, Any]] | None = None,
     without: tuple[str, ...] = (),
 ) -> Path:
-    """A file with the keys every model has, `values` over them (names without dot belong to the architecture)."""
+    """Write a file with the keys that every model has, and `values` in addition or in their place."""
     keys: dict[str, Any] = {
         "context_length": 128,
         "embedding_length": HIDDEN,

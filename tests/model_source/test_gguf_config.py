@@ -145,12 +145,12 @@ def test_a_value_by_layer_counts_if_all_are_equal(tmp_path: Path) -> None:
         ("llama", {"without": ("token_embd.weight",)}, "no tensor token_embd.weight"),
     ],
 )
-def test_what_would_change_the_mathematics_is_refused_by_name(
+def test_keys_that_change_the_mathematics_are_refused_by_name(
     tmp_path: Path, architecture: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of(tmp_path, architecture, **changes)
 
 
-def test_an_unknown_key_that_switches_nothing_on_is_let_through(tmp_path: Path) -> None:
+def test_an_unknown_key_that_is_off_is_ignored(tmp_path: Path) -> None:
     config_of(tmp_path, values={"llama.expert_count": 0, "llama.use_parallel_residual": False})

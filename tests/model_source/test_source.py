@@ -9,7 +9,7 @@ import huggingface_hub.constants
 import pytest
 
 from jaxserve.errors import ConfigError, ModelNotFoundError
-from jaxserve.model_source import CHECKPOINT, ModelSource, config_of, gguf_of, read_config, resolve
+from jaxserve.model_source import CHECKPOINT_FILE, ModelSource, fetch_config, read_config, resolve, resolve_gguf
 from tests.model_source.gguf_files import VOCAB, write_gguf
 
 
@@ -37,12 +37,12 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     assert read_config(source)["vocab_size"] == VOCAB
 
 
-def test_only_a_gguf_file_is_one(tmp_path: Path) -> None:
+def test_resolve_gguf_returns_only_gguf_files(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf")
     (tmp_path / "config.json").write_text("{}")
-    assert gguf_of(str(path)) == resolve(str(path))
+    assert resolve_gguf(str(path)) == resolve(str(path))
     for other in (tmp_path, tmp_path / "config.json", "some/hub-id", tmp_path / "missing.gguf"):
-        assert gguf_of(str(other)) is None
+        assert resolve_gguf(str(other)) is None
 
 
 def test_a_relative_path_and_home_are_understood(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,12 +70,12 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
 
 
 def test_a_converted_folder(folder: Path) -> None:
-    (folder / CHECKPOINT).write_text("{}")
+    (folder / CHECKPOINT_FILE).write_text("{}")
 
     source = resolve(str(folder))
 
     assert source == ModelSource(folder, "orbax", "my-model")
-    assert read_config(source) == config_of(str(folder)) == {"model_type": "llama"}
+    assert read_config(source) == fetch_config(str(folder)) == {"model_type": "llama"}
 
 
 def test_an_orbax_checkpoint_that_is_no_converted_folder(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_an_orbax_checkpoint_that_is_no_converted_folder(tmp_path: Path) -> None
     for path in (tmp_path, params):
         with pytest.raises(ModelNotFoundError, match=rf"{params} is an Orbax checkpoint, but only a whole folder of"):
             resolve(str(path))
-    (tmp_path / CHECKPOINT).write_text("{}")
+    (tmp_path / CHECKPOINT_FILE).write_text("{}")
     with pytest.raises(ModelNotFoundError, match=rf"it is a part of {tmp_path}: pass that"):
         resolve(str(params))
     with pytest.raises(ModelNotFoundError, match=r"has no config\.json.*copy it again"):
@@ -101,7 +101,7 @@ def test_a_file_of_another_kind(tmp_path: Path) -> None:
         resolve(str(path))
 
 
-def test_a_wrong_name_brings_the_nearest() -> None:
+def test_a_wrong_name_suggests_the_nearest() -> None:
     with pytest.raises(ModelNotFoundError, match="did you mean 'smollm2-135m-instruct'"):
         resolve("smollm2-135m-instrct")
 
@@ -142,7 +142,7 @@ def test_a_broken_config(folder: Path, content: str, message: str) -> None:
         read_config(resolve(str(folder)))
 
 
-def test_importing_it_brings_nothing_heavy() -> None:
+def test_importing_it_imports_no_large_library() -> None:
     code = "import sys, json, jaxserve.model_source; print(json.dumps(sorted(sys.modules)))"
     loaded = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
 

@@ -1,4 +1,4 @@
-"""A whole prompt through a model as one chunk, all logits out: the naive way, for comparison."""
+"""Runs a whole prompt through a model as one chunk and returns all logits: the naive way, for comparison."""
 
 from __future__ import annotations
 
@@ -54,8 +54,11 @@ def _compiled(config: ModelConfig, dtype: Any, kv_dtype: Any) -> Any:
 def prompt_logits(
     config: ModelConfig, params: Any, tokens: list[int], *, size: int | None = None, kv_dtype: Any = None
 ) -> np.ndarray:
-    """Logits `[len(tokens), vocab]`; `size` pads, so that prompts of many lengths share a compile. Keys and values are
-    of the parameters' type, or rounded to `kv_dtype`."""
+    """Return the logits of all tokens, `[len(tokens), vocab]`.
+
+    The prompt is padded to `size`, so that prompts of many lengths share a compilation. Keys and values have the
+    parameters' type, or are rounded to `kv_dtype`.
+    """
     padded = np.zeros(size or len(tokens), np.int32)
     padded[: len(tokens)] = tokens
     dtype = jax.tree.leaves(params)[0].dtype

@@ -1,4 +1,4 @@
-"""The dashboard names metrics that are served, with labels and values that they have."""
+"""Checks that the dashboard uses only metrics, labels and label values that are served."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 
 @pytest.fixture(scope="module")
 def served() -> dict[str, set[tuple[str, str]]]:
-    """Each sample's name with the labels and values it has."""
+    """The label and value pairs of each sample name."""
     found: dict[str, set[tuple[str, str]]] = {}
     for family in text_string_to_metric_families(Metrics("tiny", lambda: (INFO, STATS)).render().decode()):
         for sample in family.samples:

@@ -13,7 +13,7 @@ def rendered(stats: EngineStats = STATS) -> str:
     return Metrics('a "model"\\', lambda: (INFO, stats)).render().decode()
 
 
-def test_what_is_served_is_what_is_read() -> None:
+def test_read_sample_parses_served_metrics() -> None:
     assert read_sample(rendered(), 2.5, "gone") == Sample(
         seconds=2.5,
         running=3,

@@ -10,7 +10,7 @@ def reading(generated: int, prompt: int = 0) -> EngineStats:
     return EngineStats(generation_tokens=generated, prompt_tokens=prompt)
 
 
-def test_nothing_is_known_from_one_reading() -> None:
+def test_one_reading_gives_no_rate() -> None:
     throughput = Throughput()
     assert throughput.generation() == 0.0
     throughput.record(5.0, reading(100))
@@ -32,10 +32,10 @@ def test_two_readings_of_one_moment() -> None:
     assert throughput.generation() == 0.0
 
 
-def test_what_is_longer_ago_than_the_window_counts_no_more() -> None:
+def test_readings_older_than_the_window_do_not_count() -> None:
     throughput = Throughput()
     for second in range(60):
         throughput.record(float(second), reading(100 * min(second, 30)))
-        # 100 a second while it ran, then less with every second, and nothing in the end
+        # 100 per second while tokens come, then less with every second, and nothing in the end
         busy = min(second, 30) - max(second - WINDOW, 0)
         assert throughput.generation() == pytest.approx(max(busy, 0) * 100 / min(max(second, 1), WINDOW))

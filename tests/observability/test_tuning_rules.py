@@ -1,4 +1,4 @@
-"""Each rule with a scenario that triggers it and one, next to it, that must not."""
+"""Tests each rule with a scenario that triggers it, and a similar one that must not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxserve.observability.sample import Sample, Settings
-from jaxserve.observability.tuning_rules import Advice, advise
+from jaxserve.observability.tuning_rules import TuningAdvice, apply_rules
 
 HEALTHY: dict[str, Any] = {
     "running": 100,
@@ -31,7 +31,7 @@ LPM = Settings("lpm", 1.0)
 
 
 def seen(*changes: dict[str, Any], seconds: float = 30.0) -> list[Sample]:
-    """Samples over `seconds` that differ from a healthy server's as told."""
+    """Return samples over `seconds` that differ from a healthy server's by `changes`."""
     step = seconds / max(len(changes) - 1, 1)
     return [Sample(seconds=index * step, **HEALTHY | change) for index, change in enumerate(changes)]
 
@@ -41,18 +41,18 @@ def all_along(**change: Any) -> list[Sample]:
 
 
 def grown(seconds: float = 30.0, **counters: int) -> list[Sample]:
-    """Counters that stood at 5 before and grew by so much."""
+    """Return samples in which counters grow from 5 by the given numbers."""
     start = dict.fromkeys(counters, 5)
     end = {name: 5 + value for name, value in counters.items()}
     return seen(start, start, end, end, seconds=seconds)
 
 
 def rules(samples: list[Sample], settings: Settings = LPM) -> list[str]:
-    return [advice.rule for advice in advise(samples, settings)]
+    return [advice.rule for advice in apply_rules(samples, settings)]
 
 
-def only(samples: list[Sample], settings: Settings = LPM) -> Advice:
-    found = advise(samples, settings)
+def only(samples: list[Sample], settings: Settings = LPM) -> TuningAdvice:
+    found = apply_rules(samples, settings)
     assert len(found) == 1, found
     return found[0]
 
@@ -161,7 +161,7 @@ def test_a_queue_beyond_lpms_reach() -> None:
     assert rules(all_along(waiting=129), Settings()) == []
 
 
-def test_nothing_shared() -> None:
+def test_no_shared_prefixes() -> None:
     advice = only(grown(queried_tokens=20_000, hit_tokens=100))
     assert advice.rule == "no shared prefixes"
     assert "100 of 20000 prompt tokens" in advice.figure
@@ -206,7 +206,7 @@ def test_all_slots_taken() -> None:
 
 
 def test_a_flag_is_about_one_rank() -> None:
-    [advice] = advise(all_along(running=256, token_usage=0.5), Settings(num_ranks=4))
+    [advice] = apply_rules(all_along(running=256, token_usage=0.5), Settings(num_ranks=4))
     assert "all 256 slots" in advice.figure
     assert "--max-running-requests (it is 64 a rank)" in advice.what_to_do
 
@@ -216,6 +216,6 @@ def test_compiles_while_serving() -> None:
     assert (advice.rule, advice.figure[:10]) == ("compiles while serving", "2 programs")
 
 
-def test_several_rules_the_gravest_first() -> None:
+def test_several_rules_the_most_severe_first() -> None:
     samples = seen(*[{"waiting": 2500, "compiles_after_ready": 1}] * 4, {"problem": "gone", "compiles_after_ready": 1})
     assert rules(samples) == ["not serving", "compiles while serving", "queue too long", "queue beyond lpm's reach"]

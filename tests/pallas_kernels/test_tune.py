@@ -1,4 +1,4 @@
-"""Tuning: a dry run writes a table that block sizes are then read from, and the caller's come before it."""
+"""Tuning: a dry run writes a table; block sizes come from the caller, else from the table."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels import tune
-from pallas_kernels.paged_attention import Problem, Target, tuning
+from pallas_kernels.paged_attention import KernelTarget, Problem, tuning
 from pallas_kernels.paged_attention.tuning import read_entries, tuned_blocks
 
 BF16 = np.dtype(jnp.bfloat16)
 LLAMA = Problem(32, 8, 128, 16, BF16, BF16)
-H200 = Target("cuda", "NVIDIA H200", (9, 0))
+H200 = KernelTarget("cuda", "NVIDIA H200", (9, 0))
 
 
+@pytest.mark.grid
 def test_a_dry_run_writes_a_table(tmp_path: Path) -> None:
     path = tmp_path / "new" / "table.json"
     assert tune.main(["--interpret-tiny", "--output", str(path)]) == 0
@@ -29,18 +30,18 @@ def test_a_dry_run_writes_a_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="an accelerator is attached")
-def test_without_an_accelerator_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_an_accelerator_it_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert tune.main([]) == 1
     assert "no accelerator is attached" in capsys.readouterr().err
 
 
-def test_a_dry_run_has_to_say_where_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_needs_an_output(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         tune.main(["--interpret-tiny"])
     assert "--interpret-tiny needs --output" in capsys.readouterr().err
 
 
-def test_the_caller_comes_before_the_table_and_the_table_before_the_rule(
+def test_the_callers_sizes_precede_the_tables_and_those_the_rule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "TABLES", tmp_path)

@@ -1,4 +1,4 @@
-"""Which parameters are packed, from types and shapes alone."""
+"""Checks which parameters are packed; the choice depends on types and shapes only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig, parse_model_config
 from jaxserve.models.registry import family
 from jaxserve.params import Path
-from jaxserve.quant import EMBEDDING, HEAD, Packing, choose, pack, packed_weights
+from jaxserve.quant import EMBEDDING, HEAD, WeightPacking, choose_packing, pack_specs, packed_weights
 from tests.tiny_model import CONFIG
 
 BF16 = np.dtype(jnp.bfloat16)
@@ -27,35 +27,37 @@ QKV, OUTPUT, GATE_UP, DOWN = (
 
 
 def model(**changes: Any) -> ModelConfig:
-    """One layer whose linears are all whole blocks."""
+    """Return a model of one layer, whose linear layers are all made of whole blocks."""
     sizes = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96, "vocab_size": 256, "num_hidden_layers": 1}
     return parse_model_config({**CONFIG, **sizes, **changes})
 
 
 def types(config: ModelConfig, default: str = "Q4_0", **others: str) -> dict[str, str]:
-    """A type for each tensor of the checkpoint; `others` by a part of its name."""
+    """Return a type for each tensor of the checkpoint; `others` gives types by a part of the name."""
     return {
         name: next((kind for part, kind in others.items() if part in name), "F32" if "norm" in name else default)
-        for name in family(config).placements(config)
+        for name in family(config).tensor_mappings(config)
     }
 
 
-def chosen(config: ModelConfig, stored: dict[str, str], asked: Any = "auto", **device: Any) -> Packing:
+def chosen(config: ModelConfig, stored: dict[str, str], asked: Any = "auto", **device: Any) -> WeightPacking:
     module = family(config)
     place = {"platform": "cpu", "dtype": BF16, "tensor": 1} | device
-    return choose(asked, module.abstract(config, place["dtype"]), module.placements(config), stored, **place)
+    return choose_packing(
+        asked, module.abstract(config, place["dtype"]), module.tensor_mappings(config), stored, **place
+    )
 
 
 def bits(config: ModelConfig, stored: dict[str, str]) -> dict[Path, int]:
-    """Of those that stay in their blocks."""
-    return chosen(config, stored).kept
+    """Return the bits of the weights that stay quantized."""
+    return chosen(config, stored).quantized
 
 
 def test_every_linear_layer_is_packed_in_the_bits_of_its_type() -> None:
     config = model()
     for kind, width in {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 8, "Q5_1": 8, "Q5_K": 8, "Q8_0": 8}.items():
         made = chosen(config, types(config, kind))
-        assert made == Packing(dict.fromkeys((QKV, OUTPUT, GATE_UP, DOWN, HEAD), width), num_linears=5)
+        assert made == WeightPacking(dict.fromkeys((QKV, OUTPUT, GATE_UP, DOWN, HEAD), width), num_linears=5)
 
 
 def test_a_parameter_of_several_tensors_has_the_widest_or_stays_dense() -> None:
@@ -72,8 +74,8 @@ def test_a_tied_head_is_packed_as_its_embedding_is_stored() -> None:
     assert bits(untied, types(untied, embed="Q6_K", lm_head="Q4_1"))[HEAD] == 4
 
 
-def test_what_has_no_whole_blocks_or_strips_stays_dense() -> None:
-    narrow = model(head_dim=16)  # a block would reach over two heads
+def test_weights_without_whole_blocks_or_strips_stay_dense() -> None:
+    narrow = model(head_dim=16)  # a block would span two heads
     assert OUTPUT not in bits(narrow, types(narrow))
     odd = model(vocab_size=250, intermediate_size=80)
     assert bits(odd, types(odd)) == {QKV: 4, OUTPUT: 4, GATE_UP: 4}
@@ -87,7 +89,7 @@ def test_what_has_no_whole_blocks_or_strips_stays_dense() -> None:
         ({"tensor": 2}, "tp_size is 2"),
     ],
 )
-def test_where_it_can_not_be_it_is_said_or_refused_by_name(device: dict[str, Any], says: str) -> None:
+def test_an_obstacle_is_the_reason_or_an_error(device: dict[str, Any], says: str) -> None:
     config = model()
     made = chosen(config, types(config), **device)
     assert not made.bits
@@ -98,11 +100,11 @@ def test_where_it_can_not_be_it_is_said_or_refused_by_name(device: dict[str, Any
     assert (made.bits, made.num_linears, made.reason, len(made.dense)) == ({}, 5, "", 5)
 
 
-def test_a_file_without_such_blocks_is_dense_and_refused_where_they_were_asked_for() -> None:
+def test_a_file_without_packable_blocks_is_an_error_if_they_were_requested() -> None:
     config = model()
     for stored in ({}, types(config, "BF16")):
         made = chosen(config, stored)
-        assert (made.kept, made.reason) == ({}, ""), "nothing to say where nothing is quantized"
+        assert (made.quantized, made.reason) == ({}, ""), "nothing to say where nothing is quantized"
     assert "it holds F32, Q6_K;" in chosen(config, types(config, "Q6_K")).reason
     with pytest.raises(ConfigError, match="quantization=gguf: the model has no quantized blocks: only GGUF files have"):
         chosen(config, {}, "gguf")
@@ -110,14 +112,14 @@ def test_a_file_without_such_blocks_is_dense_and_refused_where_they_were_asked_f
         chosen(config, types(config, "BF16"), "gguf")
 
 
-def test_what_is_in_no_blocks_is_packed_in_16_bits() -> None:
+def test_other_weights_are_packed_in_16_bits() -> None:
     config = model()
     linears = (QKV, OUTPUT, GATE_UP, DOWN, HEAD)
     assert chosen(config, {}).bits == dict.fromkeys(linears, 16)
     assert chosen(config, types(config), "none").bits == dict.fromkeys(linears, 16)
     mixed = chosen(config, types(config, v_proj="Q8_0", up_proj="Q6_K", lm_head="F16")).bits
     assert mixed == {QKV: 8, OUTPUT: 4, GATE_UP: 16, DOWN: 4, HEAD: 16}
-    narrow = model(head_dim=16)  # a block of 32 inputs may reach over two heads where it is no block of the file
+    narrow = model(head_dim=16)  # 32 inputs may span two heads if they are not a block of the file
     assert chosen(narrow, types(narrow)).bits[OUTPUT] == 16
 
 
@@ -125,15 +127,15 @@ def test_a_tied_head_of_16_bits_is_the_embedding() -> None:
     tied = model(tie_word_embeddings=True)
     made = chosen(tied, {})
     assert made.bits == dict.fromkeys((QKV, OUTPUT, GATE_UP, DOWN, EMBEDDING), 16)
-    tree = pack(family(tied).abstract(tied, BF16), made.bits)
+    tree = pack_specs(family(tied).abstract(tied, BF16), made.bits)
     assert tree.output is None
     assert tree.embedding.data.nbytes == 256 * 64 * 2
 
 
-def test_the_tree_has_packed_weights_in_the_place_of_dense_ones() -> None:
+def test_packed_weights_replace_dense_ones_in_the_tree() -> None:
     tied = model(tie_word_embeddings=True)
     dense = family(tied).abstract(tied, BF16)
-    tree = pack(dense, {QKV: 4, OUTPUT: 8, HEAD: 8})
+    tree = pack_specs(dense, {QKV: 4, OUTPUT: 8, HEAD: 8})
     assert {path: (weight.shape, weight.bits) for path, weight in packed_weights(tree).items()} == {
         QKV: ((2, 4, 32, 64), 4),
         OUTPUT: ((64, 2, 2, 32), 8),
@@ -142,8 +144,8 @@ def test_the_tree_has_packed_weights_in_the_place_of_dense_ones() -> None:
     assert tree.layers[0].attention.output.data.shape == (4, 4, 16 * 32 + 16 * 8)
     assert (tree.embedding, tree.layers[0].down) == (dense.embedding, dense.layers[0].down)
     added = sum(packed.data.nbytes for packed in packed_weights(tree).values())
-    gone = dense.layers[0].attention.qkv.nbytes + dense.layers[0].attention.output.nbytes
+    removed = dense.layers[0].attention.qkv.nbytes + dense.layers[0].attention.output.nbytes
     sizes = [sum(spec.nbytes for spec in jax.tree.leaves(each)) for each in (dense, tree)]
-    assert sizes[1] - sizes[0] == added - gone
+    assert sizes[1] - sizes[0] == added - removed
     assert packed_weights(dense) == {}
-    assert pack(dense, {}) == dense
+    assert pack_specs(dense, {}) == dense

@@ -1,4 +1,4 @@
-"""Run by test_shards.py where jax sees four CPU devices: one check, by name, of what meshes of them compute."""
+"""Checks what meshes of four CPU devices compute; test_shards.py runs it in a subprocess, one named check at a time."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from jaxserve.runtime.programs.builder import READ_KEY, UPDATE_KEY, WRITE_KEY, P
 from jaxserve.runtime.programs.inspection import instructions
 from jaxserve.runtime.sizing.deployment import deploy
 from jaxserve.runtime.step import sampling
-from jaxserve.runtime.step.batch import ProgramKey, build, step_shape
-from jaxserve.runtime.step.page_copies import PAGES_A_COPY, row_specs
+from jaxserve.runtime.step.batch import StepKey, pack_step, step_shape
+from jaxserve.runtime.step.page_copies import PAGES_PER_COPY, row_specs
 from jaxserve.runtime.step.slot_update import pack_open
 from jaxserve.runtime.step.state import make_state
 from jaxserve.runtime.step.step import StepContext
 from jaxserve.step_plan import StepPlan
 from jaxserve.weights.dummy import dummy_params
-from pallas_kernels.paged_attention import REFERENCE, Target
+from pallas_kernels.paged_attention import REFERENCE, KernelTarget
 from tests.runtime.step.test_sampling import VOCAB, _rows
 from tests.runtime.tiny import CAPACITY, F32, model, opening, prefill, specs
 
@@ -41,8 +41,10 @@ SAMPLING = [
 
 
 def run(tensor: int) -> list[np.ndarray]:
-    """One mixed step of four prompts with prompt log probabilities; everything it leaves behind, and the pages of two
-    of them once more, through host memory."""
+    """Run a mixed step of four prompts with prompt log probabilities, and copy the pages of two through host memory.
+
+    Return all arrays of the results and the state.
+    """
     capacity = msgspec.structs.replace(CAPACITY, prompt_logprob_tokens=16)
     mesh = make_mesh(jax.devices(), tensor=tensor)
     abstract, state_specs = family(model()).abstract(model(), F32), specs(capacity)
@@ -56,15 +58,15 @@ def run(tensor: int) -> list[np.ndarray]:
             state = update(state, vector[None])
     chunks = [prefill(slot, 0, prompt, (slot,), logits=len(prompt)) for slot, prompt in enumerate(prompts)]
     plan = StepPlan(opens=[], chunks=chunks, closes=[], num_decodes=0, greedy=False)
-    key = ProgramKey("prompt_logprobs", 16, False)
-    packed = build(plan, step_shape(key, capacity), capacity)
+    key = StepKey("prompt_logprobs", 16, False)
+    packed = pack_step(plan, step_shape(key, capacity), capacity)
     state, output = builder.compile(key)(params, state, packed)
-    pages = np.full((2, 1, PAGES_A_COPY), -1, np.int32)
+    pages = np.full((2, 1, PAGES_PER_COPY), -1, np.int32)
     pages[:, 0, :2] = [0, 2], [9, 7]
     host = HostPool(row_specs(state_specs), 2)
     state, rows = builder.compile(READ_KEY)(state, pages[0])
-    host.take([[1, 0]], rows)
-    state = builder.compile(WRITE_KEY)(state, pages[1], host.give([[1, 0]]))
+    host.store([[1, 0]], rows)
+    state = builder.compile(WRITE_KEY)(state, pages[1], host.fetch([[1, 0]]))
     keys = np.asarray(state.kv.keys)
     np.testing.assert_array_equal(keys[:, :, [9, 7]], keys[:, :, [0, 2]])
     tokens = sum(map(len, prompts))
@@ -73,7 +75,7 @@ def run(tensor: int) -> list[np.ndarray]:
 
 
 def step() -> None:
-    """Two shards of a step leave behind what one does."""
+    """Two shards compute the same results and state as one."""
     for one, two in zip(run(1), run(2), strict=True):
         np.testing.assert_allclose(one, two, atol=1e-5, rtol=1e-5)
 
@@ -95,7 +97,7 @@ DRAWN: list[dict[str, Any]] = [
 
 
 def sampler() -> None:
-    """Four shards draw the tokens that one does, and see the same probabilities; also among equals."""
+    """Four shards draw the same tokens with the same log probabilities as one, also among equals."""
     rng = np.random.default_rng(0)
     for batch in range(20):
         logits = rng.normal(0.0, 2.0, (len(DRAWN), VOCAB)).astype(np.float32)
@@ -126,22 +128,22 @@ def _on(count: int) -> Callable[..., Any]:
 
 
 def collectives() -> None:
-    """A decode step exchanges what the mathematics needs, within its rank: never the logits."""
-    device = DeviceFacts(Target("cpu"), 2**34, max_devices=4)
+    """A decode step exchanges only what the mathematics needs, within a rank, and never the logits."""
+    device = DeviceFacts(KernelTarget("cpu"), 2**34, max_devices=4)
     config = EngineConfig(dtype="float32", dp_size=2, tp_size=2, max_running_requests=4, max_total_tokens=64)
     made = deploy(config, model(), device)
     builder = made.builder(make_mesh(jax.devices(), data=2, tensor=2))
     layers = made.model.num_layers
-    greedy, full = (_collectives(builder, ProgramKey("decode", 4, greedy)) for greedy in (True, False))
-    # After attention and after the MLP of each layer, after the embedding, and two to find the likeliest token.
+    greedy, full = (_collectives(builder, StepKey("decode", 4, greedy)) for greedy in (True, False))
+    # One after attention and one after the MLP of each layer, one after the embedding, two for the likeliest token.
     assert [opcode for opcode, _ in greedy] == ["all-reduce"] * (2 * layers + 3), greedy
     shard = 4 * made.model.vocab_size // 2
-    # Twenty of the likeliest from each shard, and 15 candidates of a threshold, are the most that a row exchanges.
+    # The largest exchanges of a row are the 20 likeliest tokens of each shard and 15 candidates of a threshold.
     assert max(elements for _, elements in full) < shard, full
     assert max(elements for opcode, elements in full if opcode == "all-gather") <= 4 * 20 * 2, full
 
 
-def _collectives(builder: ProgramBuilder, key: ProgramKey) -> list[tuple[str, int]]:
+def _collectives(builder: ProgramBuilder, key: StepKey) -> list[tuple[str, int]]:
     found = instructions(builder.compile(key).as_text())
     return [(one.opcode, one.elements) for one in found if one.opcode.startswith(("all-", "reduce-scatter", "coll"))]
 

@@ -1,4 +1,4 @@
-"""Sampling as its definition says it, one row at a time in float64 numpy: what may be drawn, and how often."""
+"""Sampling by its definition, one row at a time in float64 numpy: which tokens may be drawn, and how often."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from jaxserve.api_types import SamplingParams
 from jaxserve.step_plan import SlotOpen
 
 
-def edited(logits: np.ndarray, opened: SlotOpen) -> np.ndarray:
-    """Logits after penalties, bias and forbidden stop ids, for the token after `prompt_ids + output_ids`."""
+def adjusted(logits: np.ndarray, opened: SlotOpen) -> np.ndarray:
+    """Return logits after penalties, bias and forbidden stop ids, for the token after `prompt_ids + output_ids`."""
     sampling, logits = opened.sampling, logits.astype(np.float64).copy()
     for token in set(opened.prompt_ids) | set(opened.output_ids):
         if logits[token] > 0:
@@ -27,9 +27,9 @@ def edited(logits: np.ndarray, opened: SlotOpen) -> np.ndarray:
 
 
 def probabilities(logits: np.ndarray, opened: SlotOpen) -> np.ndarray:
-    """The distribution of the next token; zero for what may not be drawn."""
+    """Return the distribution of the next token; tokens that may not be drawn have probability 0."""
     sampling = opened.sampling
-    logits = edited(logits, opened)
+    logits = adjusted(logits, opened)
     if sampling.temperature == 0:
         return (np.arange(len(logits)) == np.argmax(logits)).astype(np.float64)
     return _truncated(np.exp((logits - logits.max()) / sampling.temperature), sampling)

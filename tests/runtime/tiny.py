@@ -1,4 +1,4 @@
-"""A deployment in miniature: two layers, a few slots, programs that compile in a second."""
+"""A tiny deployment: two layers, a few slots, programs that compile in a second."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def on_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
 def opening(
     slot: int = 0, prompt: list[int] | None = None, outputs: list[int] | None = None, **options: Any
 ) -> SlotOpen:
-    """A slot that opens; options that `SlotOpen` has no field for are the request's sampling."""
+    """Return a `SlotOpen`; options that it has no field for become sampling parameters."""
     own = {name: options.pop(name) for name in list(options) if name in SlotOpen.__struct_fields__}
     fields: dict[str, Any] = {"rank": 0, "stop_ids": (), "sample": 0} | own
     sampling = SamplingParams(**{"seed": 0} | options)

@@ -1,6 +1,6 @@
-"""A real small engine without a model: the client surface of `jaxserve.engine.client`, tokens by a rule.
+"""A small engine without a model, with the interface of `jaxserve.engine.client`. A rule gives the tokens.
 
-One step a turn of the event loop; steps can be held, so that a test decides what has happened and needs no sleep.
+It makes one step per turn of the event loop. A test can hold the steps and make them itself, so it needs no sleep.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jaxserve.api_types import (
     EngineRequest,
     EngineStats,
     FinishReason,
-    Profile,
-    ReplicaReading,
+    ProfileInfo,
+    ReplicaStats,
     TokenEvent,
     TokenLogprobs,
     Usage,
@@ -29,35 +29,35 @@ from jaxserve.errors import EngineDeadError
 MAX_MODEL_LEN = 512
 
 
-def counting(request: EngineRequest) -> Iterable[int]:
-    """Letters of the alphabet, from where the last prompt id and the sample's number say."""
+def alphabet_rule(request: EngineRequest) -> Iterable[int]:
+    """Return the alphabet's letters as tokens, starting at the last prompt id plus the sample's number."""
     start = request.prompt_ids[-1] + request.sample
     return (ord("a") + (start + step) % 26 for step in itertools.count())
 
 
 def logprobs_of(token: int, count: int) -> TokenLogprobs:
-    """A made-up reading that depends on the token alone; the second likeliest has probability zero."""
+    """Return made-up log probabilities that depend only on the token; the second most likely has probability 0."""
     alternatives = [token, *((token + 1 + other) % 256 for other in range(count))][:count]
     values = [-token / 100, float("-inf"), *(-9.0 - other for other in range(count))][:count]
     return TokenLogprobs(token, -token / 100, alternatives, values)
 
 
-class _Running:
+class _RunningRequest:
     def __init__(self, request: EngineRequest, tokens: Iterable[int]) -> None:
         self.request = request
         self.tokens = iter(tokens)
-        self.given = 0
+        self.num_tokens = 0
         self.events: asyncio.Queue[TokenEvent] = asyncio.Queue()
 
 
 class FakeEngine:
-    """`rule` gives the tokens of a request; `refuse` may give a reason to end one with an error at once."""
+    """A fake engine. `rule` gives the tokens of a request; if `refuse` returns a reason, the request fails with it."""
 
     def __init__(
         self,
         vocab_size: int,
         *,
-        rule: Callable[[EngineRequest], Iterable[int]] = counting,
+        rule: Callable[[EngineRequest], Iterable[int]] = alphabet_rule,
         refuse: Callable[[EngineRequest], str | None] = lambda _: None,
         max_model_len: int = MAX_MODEL_LEN,
         cached_tokens: int = 0,
@@ -91,15 +91,15 @@ class FakeEngine:
         self._refuse = refuse
         self._cached_tokens = cached_tokens
         self._tokens_per_step = tokens_per_step
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _RunningRequest] = {}
         self._go = asyncio.Event()
         self._go.set()
         self._steps_allowed = 0
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def replicas(self) -> tuple[ReplicaReading, ...]:
-        return (ReplicaReading(os.getpid(), self.stats),)
+    def replicas(self) -> tuple[ReplicaStats, ...]:
+        return (ReplicaStats(os.getpid(), self.stats),)
 
     @property
     def num_running(self) -> int:
@@ -109,7 +109,7 @@ class FakeEngine:
         if self.on_death.done():
             raise EngineDeadError(self.on_death.result())
         assert request.request_id not in {earlier.request_id for earlier in self.submitted}
-        running = _Running(request, self._rule(request))
+        running = _RunningRequest(request, self._rule(request))
         self.submitted.append(request)
         reason = self._refuse(request)
         if len(request.prompt_ids) >= self.info.max_model_len:
@@ -135,12 +135,12 @@ class FakeEngine:
         self._notify()
 
     def fail(self, request_id: str, reason: str) -> None:
-        """Ends one request with an error."""
+        """End one request with an error."""
         running = self._running.pop(request_id)
         running.events.put_nowait(TokenEvent(request_id, [], FinishReason.ERROR, error=reason))
 
     def die(self, reason: str) -> None:
-        """As the client does when the engine process is gone."""
+        """Fail all requests, as the client does when the engine process has ended."""
         self.health = reason
         self.on_death.set_result(reason)
         for request_id in list(self._running):
@@ -160,12 +160,12 @@ class FakeEngine:
 
     async def start_profile(
         self, output_dir: str | None = None, *, num_steps: int | None = None, with_stack: bool = False
-    ) -> Profile:
+    ) -> ProfileInfo:
         if self.on_death.done():
             raise EngineDeadError(self.on_death.result())
         return self.profiling.start(output_dir, num_steps=num_steps, with_stack=with_stack)
 
-    async def stop_profile(self) -> Profile:
+    async def stop_profile(self) -> ProfileInfo:
         return await asyncio.wrap_future(self.profiling.stop())
 
     async def shutdown(self) -> None:
@@ -173,21 +173,21 @@ class FakeEngine:
         self.abort(list(self._running))
 
     def hold(self) -> None:
-        """No step from now on but those that `step` allows."""
+        """Stop stepping, except for calls of `step`."""
         self._go.clear()
 
     def release(self) -> None:
-        """Steps run freely again."""
+        """Step freely again."""
         self._go.set()
 
     async def step(self) -> None:
-        """One held step, and the readers' turn after it."""
+        """Make one step, and give its readers a turn of the event loop."""
         self._step()
         for _ in range(5):
             await asyncio.sleep(0)
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Returns once `condition` holds after a submit, an abort or an end."""
+        """Return once `condition` holds after a submission, a step or an abort."""
         async with self.changed, asyncio.timeout(30):
             await self.changed.wait_for(condition)
 
@@ -205,19 +205,19 @@ class FakeEngine:
         )
         self._notify()
 
-    def _advance(self, running: _Running) -> None:
+    def _advance(self, running: _RunningRequest) -> None:
         request, sampling = running.request, running.request.sampling
         tokens: list[int] = []
         reason: FinishReason | None = FinishReason.LENGTH if sampling.max_tokens == 0 else None
         while len(tokens) < self._tokens_per_step and reason is None:
             token = next(running.tokens)
             tokens.append(token)
-            if token in request.stop_ids and running.given + len(tokens) > sampling.min_tokens:
+            if token in request.stop_ids and running.num_tokens + len(tokens) > sampling.min_tokens:
                 reason = FinishReason.STOP
-            elif running.given + len(tokens) >= sampling.max_tokens:
+            elif running.num_tokens + len(tokens) >= sampling.max_tokens:
                 reason = FinishReason.LENGTH
-        first = running.given == 0
-        running.given += len(tokens)
+        first = running.num_tokens == 0
+        running.num_tokens += len(tokens)
         self.stats = msgspec.structs.replace(
             self.stats,
             generation_tokens=self.stats.generation_tokens + len(tokens),
@@ -244,12 +244,12 @@ class FakeEngine:
             return None
         return [None, *(logprobs_of(token, count) for token in request.prompt_ids[1:])]
 
-    def _last(self, running: _Running, tokens: list[int], reason: FinishReason) -> TokenEvent:
-        usage = Usage(len(running.request.prompt_ids), running.given, self._cached_tokens)
+    def _last(self, running: _RunningRequest, tokens: list[int], reason: FinishReason) -> TokenEvent:
+        usage = Usage(len(running.request.prompt_ids), running.num_tokens, self._cached_tokens)
         stop_id = tokens[-1] if reason is FinishReason.STOP else None
         return TokenEvent(running.request.request_id, tokens, reason, stop_id, usage=usage)
 
-    async def _events(self, running: _Running) -> AsyncIterator[TokenEvent]:
+    async def _events(self, running: _RunningRequest) -> AsyncIterator[TokenEvent]:
         while True:
             event = await running.events.get()
             yield event

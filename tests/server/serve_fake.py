@@ -1,4 +1,4 @@
-"""A whole server process over a fake engine, for `test_run.py`: `python -m tests.server.serve_fake SCENARIO`.
+"""A whole server process with a fake engine, for `test_lifecycle.py`: `python -m tests.server.serve_fake SCENARIO`.
 
 SIGUSR1 ends the fake engine as a crash would.
 """
@@ -14,13 +14,13 @@ from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.errors import ConfigError
 from jaxserve.observability import log
 from jaxserve.server.lifecycle import serve
-from jaxserve.server.server_state import Loaded
+from jaxserve.server.server_state import LoadedModel
 from tests.server.fake_engine import FakeEngine
 from tests.server.tiny import TEMPLATE, VOCAB_SIZE, TinyTemplate, tiny_tokenizer
 
 
-async def load(engine_config: EngineConfig, server_config: ServerConfig) -> Loaded:
-    """`starting` never gets ready, `broken` fails, `holding` makes no step until it is told to drain."""
+async def load(engine_config: EngineConfig, server_config: ServerConfig) -> LoadedModel:
+    """Load the fake engine. `starting` never gets ready, `broken` fails, `holding` makes no step until SIGUSR2."""
     if scenario == "starting":
         await asyncio.get_running_loop().create_future()
     if scenario == "broken":
@@ -32,7 +32,7 @@ async def load(engine_config: EngineConfig, server_config: ServerConfig) -> Load
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGUSR1, engine.die, "engine process ended with code -9")
     loop.add_signal_handler(signal.SIGUSR2, engine.release)
-    return Loaded(engine, tokenizer, TinyTemplate(tokenizer), TEMPLATE)
+    return LoadedModel(engine, tokenizer, TinyTemplate(tokenizer), TEMPLATE)
 
 
 scenario, drain_timeout = sys.argv[1], float(sys.argv[2])

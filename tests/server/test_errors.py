@@ -13,19 +13,21 @@ from jaxserve.errors import (
     QueueFullError,
     RequestFailedError,
 )
-from jaxserve.server.errors import ContextLengthError, UnavailableError, failure_of, to_http
-from tests.server.conftest import Served, over_asgi, over_socket
+from jaxserve.server.errors import ContextLengthError, UnavailableError, request_error, to_http_error
+from tests.server.conftest import ServerUnderTest, over_asgi, over_socket
 from tests.server.tiny import VOCAB_SIZE
 
 
-async def refuse(served: Served, path: str = "/v1/completions", *, status: int = 400, **request: Any) -> dict[str, Any]:
-    response = await served.http.post(path, **request)
+async def expect_error(
+    server: ServerUnderTest, path: str = "/v1/completions", *, status: int = 400, **request: Any
+) -> dict[str, Any]:
+    response = await server.http.post(path, **request)
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     assert set(response.json()) == {"error"}
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert not served.engine.num_running
+    assert not server.engine.num_running
     return error
 
 
@@ -40,6 +42,7 @@ async def refuse(served: Served, path: str = "/v1/completions", *, status: int =
         ({"prompt": [[]]}, "prompt", "empty"),
         ({"prompt": ["a", ""]}, "prompt", "empty"),
         ({"prompt": ["a", 1]}, "prompt", "mixes"),
+        ({"prompt": [[1]] * 1025, "n": 2}, "prompt", "2050 sequences"),
         ({"prompt": [1, -7]}, "prompt", "-7"),
         ({"prompt": [1, VOCAB_SIZE]}, "prompt", str(VOCAB_SIZE)),
         ({"prompt": [[1], [2, 10**30]]}, "prompt", str(10**30)),
@@ -93,9 +96,9 @@ async def refuse(served: Served, path: str = "/v1/completions", *, status: int =
         ({"zzzzzz": 3}, "zzzzzz", "Unknown"),
     ],
 )
-async def test_a_wrong_field_is_named(served: Served, body: dict[str, Any], param: str, words: str):
+async def test_a_wrong_field_is_named(server: ServerUnderTest, body: dict[str, Any], param: str, words: str):
     body = ({} if body == {} else {"prompt": "a"}) | body
-    error = await refuse(served, json=body)
+    error = await expect_error(server, json=body)
     assert error["param"] == param
     assert words in error["message"]
     assert error["type"] == "invalid_request_error"
@@ -116,8 +119,8 @@ async def test_a_wrong_field_is_named(served: Served, body: dict[str, Any], para
         (b"[" * 1_000_000, "object"),
     ],
 )
-async def test_broken_json(served: Served, body: bytes, words: str):
-    error = await refuse(served, content=body)
+async def test_broken_json(server: ServerUnderTest, body: bytes, words: str):
+    error = await expect_error(server, content=body)
     assert words in error["message"]
 
 
@@ -126,109 +129,109 @@ async def test_broken_json(served: Served, body: bytes, words: str):
     [
         ({"prompt": "a" * 513}, ["512", "513"]),
         ({"prompt": "a" * 512}, ["512", "513"]),
-        ({"prompt": "a" * 512, "max_tokens": 0, "echo": True}, ["512 tokens, and one must be left"]),
+        ({"prompt": "a" * 512, "max_tokens": 0, "echo": True}, ["512 tokens, and it must leave room"]),
         ({"prompt": "a" * 500, "max_tokens": 20}, ["512", "520", "500", "20"]),
         ({"prompt": list(range(200)) * 2_000}, ["512", "400000"]),
         ({"prompt": "a" * 6_145}, ["512", "at least 513"]),
         ({"prompt": ["b", "a" * 10_000_000]}, ["512", "at least 833334"]),
     ],
 )
-async def test_context_length(served: Served, body: dict[str, Any], numbers: list[str]):
-    error = await refuse(served, json=body)
+async def test_context_length(server: ServerUnderTest, body: dict[str, Any], numbers: list[str]):
+    error = await expect_error(server, json=body)
     assert error["code"] == "context_length_exceeded"
     assert error["param"] == "prompt"
     assert "maximum context length is" in error["message"]
     assert all(number in error["message"] for number in numbers)
 
 
-async def test_a_text_longer_than_the_context_can_still_be_tokenized(served: Served):
-    response = await served.http.post("/tokenize", json={"prompt": "a" * 400_000})
+async def test_a_text_longer_than_the_context_can_still_be_tokenized(server: ServerUnderTest):
+    response = await server.http.post("/tokenize", json={"prompt": "a" * 400_000})
     assert response.json()["count"] == 400_000
 
 
-async def test_a_stop_string_is_bounded(served: Served):
-    error = await refuse(served, json={"prompt": "a", "stop": "a" * 4097})
+async def test_the_length_of_a_stop_string_is_limited(server: ServerUnderTest):
+    error = await expect_error(server, json={"prompt": "a", "stop": "a" * 4097})
     assert error["param"] == "stop"
     assert "4097" in error["message"]
     assert "4096" in error["message"]
 
 
-async def test_a_prompt_one_short_of_the_context_can_be_scored(served: Served):
-    response = await served.http.post(
+async def test_a_prompt_one_short_of_the_context_can_be_scored(server: ServerUnderTest):
+    response = await server.http.post(
         "/v1/completions", json={"prompt": "a" * 511, "max_tokens": 0, "echo": True, "logprobs": 0}
     )
     assert response.status_code == 200
 
 
-async def test_long_texts_are_tokenized_on_a_thread(served: Served):
+async def test_long_texts_are_tokenized_on_a_thread(server: ServerUnderTest):
     async with over_asgi(engine={"max_model_len": 100_000}) as wide:
         response = await wide.http.post("/v1/completions", json={"prompt": "ab" * 20_000, "max_tokens": 1})
         assert response.json()["usage"]["prompt_tokens"] == 40_000
 
 
-async def test_unknown_model(served: Served):
-    error = await refuse(served, status=404, json={"prompt": "a", "model": "other"})
+async def test_unknown_model(server: ServerUnderTest):
+    error = await expect_error(server, status=404, json={"prompt": "a", "model": "other"})
     assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert "other" in error["message"]
     assert "tiny" in error["message"]
-    assert (await served.http.get("/v1/models/other")).status_code == 404
+    assert (await server.http.get("/v1/models/other")).status_code == 404
 
 
-async def test_unknown_routes_and_methods(served: Served):
-    error = await refuse(served, "/v1/nothing", status=404)
+async def test_unknown_routes_and_methods(server: ServerUnderTest):
+    error = await expect_error(server, "/v1/nothing", status=404)
     assert error["code"] == "not_found"
-    error = await refuse(served, "/v1/models", status=405)
+    error = await expect_error(server, "/v1/models", status=405)
     assert "GET" in error["message"]
-    response = await served.http.get("/v1/completions")
+    response = await server.http.get("/v1/completions")
     assert response.status_code == 405
     assert response.headers["allow"] == "POST"
     assert response.json()["error"]["code"] == "method_not_allowed"
 
 
 async def test_a_full_queue_is_503():
-    async with over_asgi(engine={"refuse": lambda _: "queue full: 8 requests wait, the limit"}) as served:
+    async with over_asgi(engine={"refuse": lambda _: "queue full: 8 requests wait, the limit"}) as server:
         for stream in (False, True):
-            error = await refuse(served, status=503, json={"prompt": "a", "stream": stream})
+            error = await expect_error(server, status=503, json={"prompt": "a", "stream": stream})
             assert error["code"] == "queue_full"
             assert "8 requests" in error["message"]
 
 
-async def test_one_failed_sequence_fails_the_request_and_ends_its_siblings(caplog: pytest.LogCaptureFixture):
+async def test_one_failed_sequence_fails_the_request_and_aborts_the_others(caplog: pytest.LogCaptureFixture):
     async with over_asgi(
         engine={"refuse": lambda request: "device on fire" if request.sample == 1 else None}
-    ) as served:
-        served.engine.hold()
+    ) as server:
+        server.engine.hold()
         for stream in (False, True):
-            served.engine.submitted.clear()
-            served.engine.aborted.clear()
+            server.engine.submitted.clear()
+            server.engine.aborted.clear()
             with caplog.at_level(logging.ERROR, "jaxserve.server"):
-                error = await refuse(served, status=500, json={"prompt": "a", "n": 3, "stream": stream})
+                error = await expect_error(server, status=500, json={"prompt": "a", "n": 3, "stream": stream})
             assert "device on fire" in error["message"]
             assert error["type"] == "server_error"
-            names = [request.request_id for request in served.engine.submitted if request.sample != 1]
-            assert set(served.engine.aborted) == set(names)
+            names = [request.request_id for request in server.engine.submitted if request.sample != 1]
+            assert set(server.engine.aborted) == set(names)
     assert len(caplog.records) == 2
 
 
-async def test_an_error_in_the_middle_of_a_stream_is_its_last_event(live: Served):
-    live.engine.hold()
-    async with live.openai() as client:
-        chunks = await _open(live, client)
-        live.engine.fail(live.engine.submitted[0].request_id, "page fault")
+async def test_an_error_in_the_middle_of_a_stream_is_its_last_event(live_server: ServerUnderTest):
+    live_server.engine.hold()
+    async with live_server.openai() as client:
+        chunks = await _open_stream(live_server, client)
+        live_server.engine.fail(live_server.engine.submitted[0].request_id, "page fault")
         with pytest.raises(openai.APIError, match="page fault"):
             await anext(chunks)
 
 
-async def test_the_engines_death_reaches_every_open_request(live: Served):
-    live.engine.hold()
-    async with live.openai() as client:
-        chunks = await _open(live, client)
+async def test_the_engines_death_fails_every_open_request(live_server: ServerUnderTest):
+    live_server.engine.hold()
+    async with live_server.openai() as client:
+        chunks = await _open_stream(live_server, client)
         whole = client.completions.create(model="tiny", prompt="b")
         import asyncio
 
         task = asyncio.ensure_future(whole)
-        await live.engine.wait_for(lambda: len(live.engine.submitted) == 2)
-        live.engine.die("engine process ended with code -9")
+        await live_server.engine.wait_for(lambda: len(live_server.engine.submitted) == 2)
+        live_server.engine.die("engine process ended with code -9")
         with pytest.raises(openai.APIError, match="code -9"):
             await anext(chunks)
         with pytest.raises(openai.InternalServerError, match="code -9") as caught:
@@ -239,20 +242,20 @@ async def test_the_engines_death_reaches_every_open_request(live: Served):
         assert caught.value.status_code == 503
 
 
-async def _open(live: Served, client: openai.AsyncOpenAI) -> Any:
-    """A stream that has given its first token."""
+async def _open_stream(live_server: ServerUnderTest, client: openai.AsyncOpenAI) -> Any:
+    """Open a stream and read its first token."""
     import asyncio
 
     creating = asyncio.ensure_future(client.completions.create(model="tiny", prompt="a", stream=True))
-    await live.engine.wait_for(lambda: len(live.engine.submitted) == 1)
-    await live.engine.step()
+    await live_server.engine.wait_for(lambda: len(live_server.engine.submitted) == 1)
+    await live_server.engine.step()
     chunks = await creating
     assert (await anext(aiter(chunks))).choices[0].text
     return aiter(chunks)
 
 
-async def test_openai_clients_errors(live: Served):
-    async with live.openai() as client:
+async def test_openai_clients_errors(live_server: ServerUnderTest):
+    async with live_server.openai() as client:
         with pytest.raises(openai.BadRequestError) as bad:
             await client.completions.create(model="tiny", prompt="a", temperature=-1)
         assert bad.value.param == "temperature"
@@ -264,33 +267,33 @@ async def test_openai_clients_errors(live: Served):
         assert long.value.code == "context_length_exceeded"
 
 
-async def test_our_bugs_are_500_and_one_log_line(caplog: pytest.LogCaptureFixture):
+async def test_unexpected_errors_are_500_and_one_log_line(caplog: pytest.LogCaptureFixture):
     def broken(_: Any) -> str:
         raise ZeroDivisionError("secret")
 
-    async with over_asgi(engine={"refuse": broken}) as served:
+    async with over_asgi(engine={"refuse": broken}) as server:
         with caplog.at_level(logging.INFO, "jaxserve"):
-            error = await refuse(served, status=500, json={"prompt": "a"})
+            error = await expect_error(server, status=500, json={"prompt": "a"})
     assert "secret" not in error["message"]
     assert len(caplog.records) == 1
     assert caplog.records[0].exc_info
 
 
 class TestBodyLimit:
-    async def test_by_content_length(self, served: Served):
-        error = await refuse(served, status=413, content=b"x" * (16 * 2**20 + 1))
+    async def test_by_content_length(self, server: ServerUnderTest):
+        error = await expect_error(server, status=413, content=b"x" * (16 * 2**20 + 1))
         assert "16777216" in error["message"]
 
-    async def test_while_streaming(self, served: Served):
+    async def test_while_streaming(self, server: ServerUnderTest):
         async def parts():
             for _ in range(100):
                 yield b" " * 2**18
 
-        error = await refuse(served, status=413, content=parts())
+        error = await expect_error(server, status=413, content=parts())
         assert error["code"] == "request_too_large"
 
     @pytest.mark.parametrize("chunked", [False, True])
-    async def test_100_mb_are_answered_without_being_kept(self, chunked: bool):
+    async def test_a_body_of_100_mb_is_refused_without_being_kept(self, chunked: bool):
         import tracemalloc
 
         async def parts():
@@ -298,19 +301,19 @@ class TestBodyLimit:
             for _ in range(100):
                 yield block
 
-        async with over_socket(max_body_bytes=2**20) as live:
+        async with over_socket(max_body_bytes=2**20) as live_server:
             tracemalloc.start()
             try:
                 headers = {} if chunked else {"content-length": str(100 * 2**20)}
-                response = await live.http.post("/v1/completions", content=parts(), headers=headers, timeout=60)
+                response = await live_server.http.post("/v1/completions", content=parts(), headers=headers, timeout=60)
                 _, peak = tracemalloc.get_traced_memory()
             finally:
                 tracemalloc.stop()
             assert response.status_code == 413
             assert response.json()["error"]["code"] == "request_too_large"
             assert peak < 20 * 2**20
-            # The server goes on.
-            assert (await live.http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+            # The server continues.
+            assert (await live_server.http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -318,9 +321,9 @@ class TestBodyLimit:
     [
         (InvalidRequestError("x", param="p"), 400, None),
         (ContextLengthError("x", param="p"), 400, "context_length_exceeded"),
-        (failure_of("queue full: 3", engine_dead=False), 503, "queue_full"),
-        (failure_of("queue full: 3", engine_dead=True), 503, "engine_dead"),
-        (failure_of("x", engine_dead=False), 500, "request_failed"),
+        (request_error("queue full: 3", engine_dead=False), 503, "queue_full"),
+        (request_error("queue full: 3", engine_dead=True), 503, "engine_dead"),
+        (request_error("x", engine_dead=False), 500, "request_failed"),
         (QueueFullError("x"), 503, "queue_full"),
         (EngineDeadError("x"), 503, "engine_dead"),
         (EngineUnresponsiveError("x"), 503, "engine_unresponsive"),
@@ -329,6 +332,6 @@ class TestBodyLimit:
         (ValueError("x"), 500, None),
     ],
 )
-def test_the_whole_tree_has_a_status(error: Exception, status: int, code: str | None):
-    answer = to_http(error)
+def test_every_error_class_has_a_status(error: Exception, status: int, code: str | None):
+    answer = to_http_error(error)
     assert (answer.status, answer.code) == (status, code)

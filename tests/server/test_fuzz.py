@@ -1,4 +1,4 @@
-"""Whatever a body holds, the answer is an answer: never a 500, always OpenAI's form, nothing left running."""
+"""Random request bodies: the response is never a 500, errors have OpenAI's form, and nothing keeps running."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
 
 from jaxserve.server.openai.protocol import ChatRequest, CompletionRequest
+from tests.selection import examples
 from tests.server.conftest import over_asgi
 
 JSON = st.recursive(
@@ -56,34 +57,34 @@ REQUESTS = st.tuples(st.just("/v1/completions"), bodies(CompletionRequest.__stru
 
 def check(path: str, body: bytes) -> None:
     async def run() -> None:
-        async with over_asgi(engine={"max_model_len": 64}) as served:
-            response = await served.http.post(path, content=body)
+        async with over_asgi(engine={"max_model_len": 64}) as server:
+            response = await server.http.post(path, content=body)
             assert response.status_code in (200, 400, 404), response.text
             if response.status_code != 200:
                 assert set(response.json()) == {"error"}
                 assert response.json()["error"]["message"]
             elif "event-stream" in response.headers["content-type"]:
                 assert response.text.endswith("data: [DONE]\n\n")
-            assert served.engine.num_running == 0
-            assert served.serving.num_open == 0
+            assert server.engine.num_running == 0
+            assert server.state.num_open_requests == 0
 
     asyncio.run(run())
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(REQUESTS)
 def test_any_values_in_any_fields(request_: tuple[str, dict[str, Any]]):
     path, body = request_
     check(path, json.dumps(body).encode("utf-8", "surrogatepass"))
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort_request"]), JSON)
 def test_any_json(path: str, body: Any):
     check(path, json.dumps(body).encode())
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(st.binary(max_size=60) | st.binary(max_size=20).map(lambda tail: b'{"prompt": "a", "user": ' + tail))
 def test_any_bytes(body: bytes):
     check("/v1/completions", body)

@@ -1,4 +1,4 @@
-"""The life of a server process, from outside: a real process, real signals, a fake engine."""
+"""A server process from start to exit: a real process and real signals, with a fake engine."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.errors import ConfigError
 from jaxserve.server.lifecycle import serve
 
+pytestmark = pytest.mark.process
+
 LONG = {"prompt": "a", "max_tokens": 10**8}
 
 
-class Process:
-    """A server process; what it wrote to stderr so far is in `lines`."""
+class ServerProcess:
+    """A server process; `lines` are the lines of its stderr so far."""
 
     def __init__(self, scenario: str, drain_timeout: float) -> None:
         command = [sys.executable, "-m", "tests.server.serve_fake", scenario, str(drain_timeout)]
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
 
-    def until(self, word: str) -> str:
-        """The next line of stderr that holds `word`."""
+    def wait_for_line(self, word: str) -> str:
+        """Return the next line of stderr that contains `word`."""
         for line in self._process.stderr:
             self.lines.append(line)
             if word in line:
@@ -38,7 +40,7 @@ class Process:
         raise AssertionError(f"{word!r} never came; stderr: {''.join(self.lines)}")
 
     def url(self, word: str = "Ready: ") -> str:
-        return re.search(r"http://[\d.]+:\d+", self.until(word))[0]
+        return re.search(r"http://[\d.]+:\d+", self.wait_for_line(word))[0]
 
     def kill(self, number: int) -> None:
         self._process.send_signal(number)
@@ -57,8 +59,8 @@ class Process:
 def start() -> Iterator[object]:
     processes = []
 
-    def start(scenario: str, drain_timeout: float = 30.0) -> Process:
-        processes.append(Process(scenario, drain_timeout))
+    def start(scenario: str, drain_timeout: float = 30.0) -> ServerProcess:
+        processes.append(ServerProcess(scenario, drain_timeout))
         return processes[-1]
 
     yield start
@@ -66,7 +68,7 @@ def start() -> Iterator[object]:
         process.end()
 
 
-def test_ready_line_and_nothing_else(start):
+def test_the_log_has_the_ready_line_and_no_more(start):
     process = start("serving")
     url = process.url()
     assert httpx.get(f"{url}/health").status_code == 200
@@ -110,7 +112,7 @@ def test_a_signal_lets_open_requests_finish(start, number: int):
         while httpx.get(f"{url}/server_info").json()["open_requests"] < 2:
             pass
         process.kill(number)
-        process.until("Draining: 2 open requests")
+        process.wait_for_line("Draining: 2 open requests")
         refused = httpx.post(f"{url}/v1/completions", json=body)
         assert refused.status_code == 503
         process.kill(signal.SIGUSR2)
@@ -132,7 +134,7 @@ def test_the_drain_ends_at_its_timeout(start):
     assert any("aborting 1 open requests" in line for line in process.lines)
 
 
-def test_the_engines_death_is_told_to_everybody(start):
+def test_the_engines_death_is_reported_to_clients_and_probes(start):
     process = start("holding")
     url = process.url()
     with ThreadPoolExecutor() as pool:
@@ -149,7 +151,7 @@ def test_the_engines_death_is_told_to_everybody(start):
     assert any("The engine has ended: engine process ended with code -9" in line for line in process.lines)
 
 
-def test_a_taken_port_is_a_config_error():
+def test_an_occupied_port_is_a_config_error():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -158,6 +160,6 @@ def test_a_taken_port_is_a_config_error():
             serve(EngineConfig(), ServerConfig(port=port))
 
 
-def test_an_address_that_is_none():
+def test_an_invalid_address_is_a_config_error():
     with pytest.raises(ConfigError, match="--host"):
         serve(EngineConfig(), ServerConfig(host="no such host"))

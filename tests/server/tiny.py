@@ -1,17 +1,14 @@
-"""A byte-level tokenizer: id = byte for ASCII and all others, then the special tokens. Small, but the real classes."""
+"""A small byte-level tokenizer of the real classes: an id is its byte, followed by the special tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
-
 from jaxserve.text.chat_template import ChatTemplate, Message
-from jaxserve.text.token_bytes import byte_alphabet
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tokenizer_parts import TokenizerParts
+from tests.tiny_model import byte_tokenizer
 
 SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>"]
 BOS_ID, START_ID, END_ID = 256, 257, 258
@@ -26,17 +23,12 @@ TEMPLATE = (
 
 
 def tiny_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
-    """The tokenizer; it adds no BOS, and ends a generation at `<|im_end|>`."""
-    vocab = {char: value for value, char in byte_alphabet().items()}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(SPECIAL)
-    return Tokenizer(TokenizerParts(backend, (END_ID,), BOS_ID, {"bos_token": "<s>"}, template))
+    """Return the tokenizer. It adds no BOS; `<|im_end|>` ends a generation."""
+    return Tokenizer(TokenizerParts(byte_tokenizer(*SPECIAL), (END_ID,), BOS_ID, {"bos_token": "<s>"}, template))
 
 
 class TinyTemplate:
-    """The chat template of the tokenizer, rendered in the test's own process."""
+    """Renders the tokenizer's chat template in the test's process."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)

@@ -1,4 +1,4 @@
-"""Small real tokenizers of the three kinds of decoders, and one that only joins words."""
+"""Small real tokenizers, one for each kind of decoder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPECIAL = ["<bos>", "<eos>"]
 
 
 def byte_level() -> Tokenizer:
-    """Byte-level BPE as GPT-2's; some of its tokens are parts of characters."""
+    """Return a byte-level BPE like GPT-2's; some of its tokens are parts of characters."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -36,13 +36,13 @@ def byte_level() -> Tokenizer:
         vocab_size=400, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
     )
     backend.train_from_iterator(SCRIPTS, trainer)
-    # Added tokens: one in the alphabet of bytes, one outside
+    # Two added tokens: one within the byte alphabet, one outside
     backend.add_tokens([AddedToken("é!", normalized=False), AddedToken("日本", normalized=False)])
     return make(backend)
 
 
 def sentencepiece() -> Tokenizer:
-    """BPE with byte fallback as Llama 2's: characters it doesn't know are single bytes."""
+    """Return a BPE with byte fallback like Llama 2's: unknown characters become single bytes."""
     known = [
         *SPECIAL,
         "<unk>",
@@ -66,7 +66,7 @@ def sentencepiece() -> Tokenizer:
 
 
 def words() -> Tokenizer:
-    """Whole words without any decoder: decoding joins them with spaces."""
+    """Return a tokenizer of whole words without a decoder: decoding joins them with spaces."""
     vocab = {token: index for index, token in enumerate([*SPECIAL, "<unk>", "hello", "world", "it", "is", "世界"])}
     backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -75,7 +75,7 @@ def words() -> Tokenizer:
 
 
 def make(backend: tokenizers.Tokenizer, chat_template: str | None = None) -> Tokenizer:
-    """A `Tokenizer` with the usual ends."""
+    """Return a `Tokenizer` with the backend's usual BOS and EOS."""
     return Tokenizer(
         TokenizerParts(
             backend=backend,

@@ -54,25 +54,25 @@ def test_special_tokens_and_arguments_are_variables() -> None:
         (PARTS_ONLY, "<one><two>;"),
     ],
 )
-def test_parts_are_given_as_the_template_wants_them(source: str, expected: str) -> None:
+def test_content_parts_take_the_form_that_the_template_expects(source: str, expected: str) -> None:
     assert template(source).render(PARTS) == expected
 
 
 @pytest.mark.parametrize(("source", "expected"), [(TEXT_ONLY, "user: Hi;"), (BOTH, "Hi;"), (PARTS_ONLY, "<Hi>;")])
-def test_texts_are_given_as_the_template_wants_them(source: str, expected: str) -> None:
+def test_content_texts_take_the_form_that_the_template_expects(source: str, expected: str) -> None:
     assert template(source).render(HI) == expected
 
 
 @pytest.mark.parametrize(
     ("part", "kind"), [({"type": "image_url", "image_url": {}}, "'image_url'"), ({"text": "x"}, "None"), (3, "'int'")]
 )
-def test_other_parts_are_refused_by_name(part: object, kind: str) -> None:
+def test_parts_of_other_types_are_refused(part: object, kind: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"content parts of type {kind} are not supported") as caught:
         template(BOTH).render([{"role": "user", "content": [part]}])
     assert caught.value.param == "messages"
 
 
-def test_the_message_of_a_template_reaches_the_user() -> None:
+def test_an_error_has_the_templates_own_message() -> None:
     chat = template("{% if messages[0].role != 'user' %}{{ raise_exception('Roles must alternate!') }}{% endif %}")
 
     with pytest.raises(InvalidRequestError, match="Roles must alternate!") as caught:
@@ -90,22 +90,22 @@ def test_the_message_of_a_template_reaches_the_user() -> None:
         "{{ ''.__class__.mro() }}",
     ],
 )
-def test_whatever_fails_in_a_template_is_the_requests_error(source: str) -> None:
+def test_every_template_failure_is_an_invalid_request(source: str) -> None:
     with pytest.raises(InvalidRequestError, match="the chat template"):
         template(source).render(HI)
 
 
-def test_a_template_that_is_no_jinja() -> None:
-    with pytest.raises(ConfigError, match="no valid Jinja: line 2"):
+def test_an_invalid_template_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="not valid Jinja: line 2"):
         template("first line\n{% for x in %}")
 
 
-def test_a_model_without_template_says_what_to_do() -> None:
+def test_the_error_without_a_template_names_a_remedy() -> None:
     with pytest.raises(InvalidRequestError, match="--chat-template FILE"):
         template(None).render(HI)
 
 
-def test_continuing_ends_where_the_last_message_does() -> None:
+def test_continue_final_message_ends_with_the_last_message() -> None:
     chat = template("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}")
     messages = [*HI, {"role": "assistant", "content": "So I \n"}]
 
@@ -114,7 +114,7 @@ def test_continuing_ends_where_the_last_message_does() -> None:
     assert rendered == "<|user|>Hi<|end|>\n<|assistant|>So I \n"
 
 
-def test_continuing_parts() -> None:
+def test_continue_final_message_with_parts() -> None:
     messages = [*HI, {"role": "assistant", "content": [{"type": "text", "text": "So"}]}]
 
     assert template(BOTH).render(messages, add_generation_prompt=False, continue_final_message=True) == "Hi;<So"
@@ -129,19 +129,21 @@ def test_continuing_parts() -> None:
         ("fixed text", HI, False, "doesn't show the last message"),
     ],
 )
-def test_continuing_what_can_not_be_continued(source: str, messages: list[Any], add: bool, message: str) -> None:
+def test_continue_final_message_refuses_unsuitable_conversations(
+    source: str, messages: list[Any], add: bool, message: str
+) -> None:
     with pytest.raises(InvalidRequestError, match=message) as caught:
         template(source).render(messages, add_generation_prompt=add, continue_final_message=True)
     assert caught.value.param == "continue_final_message"
 
 
-def test_today_is_known() -> None:
+def test_strftime_now() -> None:
     assert template("{{ strftime_now('%Y') }}").render(HI) in {
         str(year) for year in (datetime.datetime.now().year, datetime.datetime.now().year - 1)
     }
 
 
-def test_the_messages_of_the_caller_are_not_changed() -> None:
+def test_the_callers_messages_are_not_modified() -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
     before = json.dumps(messages)
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from jaxserve.text.detokenizer import IncrementalDetokenizer
 from jaxserve.text.tokenizer import Tokenizer
+from tests.selection import examples
 from tests.text import small_tokenizers
 from tests.text.small_tokenizers import SCRIPTS
 
@@ -23,7 +24,7 @@ def stream(tokenizer: Tokenizer, prompt: list[int], parts: list[list[int]], *, s
 
 
 @ALL
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_any_split_of_any_ids_gives_the_decoded_text(make: functools.partial[Tokenizer], data: st.DataObject) -> None:
     tokenizer = make()
@@ -36,7 +37,7 @@ def test_any_split_of_any_ids_gives_the_decoded_text(make: functools.partial[Tok
 
     before = tokenizer.decode(prompt, skip_special_tokens=skip)
     whole = tokenizer.decode(prompt + output, skip_special_tokens=skip)
-    if before.endswith("\ufffd"):  # perhaps a character that the output completes
+    if before.endswith("\ufffd"):  # the output may complete this character
         assert whole.endswith("".join(texts))
         assert len(whole) - len("".join(texts)) in (len(before), len(before) - 1)
     else:
@@ -44,9 +45,9 @@ def test_any_split_of_any_ids_gives_the_decoded_text(make: functools.partial[Tok
 
 
 @ALL
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
-def test_text_comes_as_early_as_it_is_certain(make: functools.partial[Tokenizer], data: st.DataObject) -> None:
+def test_text_is_returned_as_soon_as_it_is_certain(make: functools.partial[Tokenizer], data: st.DataObject) -> None:
     tokenizer = make()
     prompt = tokenizer.encode("Hello")
     output = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
@@ -64,7 +65,7 @@ def test_text_comes_as_early_as_it_is_certain(make: functools.partial[Tokenizer]
 
 @pytest.mark.parametrize("text", SCRIPTS)
 @pytest.mark.parametrize("make", [byte_level, sentencepiece], ids=["byte_level", "sentencepiece"])
-def test_every_script_token_by_token(make: functools.partial[Tokenizer], text: str) -> None:
+def test_every_script_decodes_token_by_token(make: functools.partial[Tokenizer], text: str) -> None:
     tokenizer = make()
     ids = tokenizer.encode(text)
 
@@ -74,7 +75,7 @@ def test_every_script_token_by_token(make: functools.partial[Tokenizer], text: s
     assert not any("\ufffd" in part for part in texts)
 
 
-def test_a_character_begun_by_the_prompt_is_completed() -> None:
+def test_the_output_completes_the_prompts_last_character() -> None:
     tokenizer = byte_level()
     ids = [tokenizer._backend.token_to_id(char) for char in "ðŁĳį"]  # the four bytes of one emoji
     assert tokenizer.decode(ids) == "👍"
@@ -83,7 +84,7 @@ def test_a_character_begun_by_the_prompt_is_completed() -> None:
         assert "".join(stream(tokenizer, [*tokenizer.encode("Hi"), *ids[:cut]], [ids[cut:]])) == "👍"
 
 
-def test_bytes_that_can_not_become_a_character_are_not_held() -> None:
+def test_invalid_bytes_are_not_held_back() -> None:
     tokenizer = sentencepiece()
     lead = tokenizer._backend.token_to_id("<0xE4>")
     detokenizer = IncrementalDetokenizer(tokenizer, [3], skip_special_tokens=True)
@@ -94,7 +95,7 @@ def test_bytes_that_can_not_become_a_character_are_not_held() -> None:
     assert detokenizer.flush() == "\ufffd"
 
 
-def test_the_space_at_the_start_is_stripped_only_from_a_text_that_starts_here() -> None:
+def test_the_leading_space_is_stripped_only_without_a_prompt() -> None:
     tokenizer = sentencepiece()
     world = tokenizer.encode("world")
     bos = tokenizer.bos_id

@@ -23,7 +23,7 @@ def load(path: Path, values: dict[str, Any]) -> Tokenizer:
 
 
 def byte_level(path: Path, pre: str | None, merges: tuple[str, ...] = ("Z Z",), **values: Any) -> Tokenizer:
-    """A vocabulary of all bytes, what `merges` make, and two tokens of its own at the end."""
+    """Return a tokenizer of all bytes, the results of `merges`, and two added tokens at the end."""
     tokens = [*BYTES, *(merge.replace(" ", "") for merge in merges), "<end>", "<mark>"]
     types = [*[NORMAL] * (len(tokens) - 2), CONTROL, USER_DEFINED]
     keys: dict[str, Any] = {
@@ -38,7 +38,7 @@ def byte_level(path: Path, pre: str | None, merges: tuple[str, ...] = ("Z Z",), 
 
 
 def words(tokenizer: Tokenizer, text: str) -> list[str]:
-    """How the pre-tokenizer cuts a text."""
+    """Return the words into which the pre-tokenizer splits a text."""
     backend: Backend = tokenizer._backend
     normalized = backend.normalizer.normalize_str(text) if backend.normalizer else text
     return [text[start:end] for _, (start, end) in backend.pre_tokenizer.pre_tokenize_str(normalized)]
@@ -55,24 +55,24 @@ def words(tokenizer: Tokenizer, text: str) -> list[str]:
         (None, "Don|'|t| pay| |123|4|.|50| |–| IT|'|S|  | ok|!!|\n|\n|x"),
     ],
 )
-def test_pre_tokenizers_cut_as_their_models_do(tmp_path: Path, pre: str | None, expected: str) -> None:
+def test_pre_tokenizers_split_as_their_models_do(tmp_path: Path, pre: str | None, expected: str) -> None:
     assert words(byte_level(tmp_path, pre), "Don't pay 1234.50 – IT'S   ok!!\n\nx") == expected.split("|")
 
 
 @pytest.mark.parametrize("pre", _SPLITS)
-def test_no_pre_tokenizer_loses_anything(tmp_path: Path, pre: str) -> None:
+def test_no_pre_tokenizer_loses_text(tmp_path: Path, pre: str) -> None:
     text = "Straße, 東京 №7½: नमस्ते 👩‍👩‍👧\r\n\t x  "
     tokenizer = byte_level(tmp_path, pre)
 
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_qwen_composes_characters(tmp_path: Path) -> None:
+def test_qwen_normalizes_to_composed_characters(tmp_path: Path) -> None:
     assert byte_level(tmp_path, "qwen2").encode("e\u0301") == byte_level(tmp_path, "qwen2").encode("é")
     assert byte_level(tmp_path, "gpt-2").encode("e\u0301") != byte_level(tmp_path, "gpt-2").encode("é")
 
 
-def test_merges_and_tokens_of_their_own(tmp_path: Path) -> None:
+def test_merges_and_added_tokens(tmp_path: Path) -> None:
     tokenizer = byte_level(tmp_path, "gpt-2", ("l l", "h e", "he ll", "Ġ w"))
     tokens = [tokenizer.token_text(token_id) for token_id in tokenizer.encode("hello well<mark><end>")]
 
@@ -82,8 +82,8 @@ def test_merges_and_tokens_of_their_own(tmp_path: Path) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=False) == "a<mark><end>"
 
 
-def test_whole_words_first_where_the_model_does_so(tmp_path: Path) -> None:
-    merges = ["e l", "h el", "l o", "he l"]  # "hel" is made two ways, "hell" by none
+def test_merges_are_ignored_for_whole_words_if_the_model_does_so(tmp_path: Path) -> None:
+    merges = ["e l", "h el", "l o", "he l"]  # two merges make "hel", none makes "hell"
     tokens = [*BYTES, "el", "hel", "lo", "hello", "<end>"]
     keys = {"ggml.model": "gpt2", "ggml.tokens": tokens, "ggml.merges": merges[:3]}
 
@@ -93,7 +93,7 @@ def test_whole_words_first_where_the_model_does_so(tmp_path: Path) -> None:
     assert [tokens[token_id] for token_id in found["gpt-2"]] == ["hel", "lo"]
 
 
-def test_ends(tmp_path: Path) -> None:
+def test_bos_and_eos(tmp_path: Path) -> None:
     end = 257
     tokenizer = byte_level(tmp_path, "llama-bpe", ggml__bos_token_id=end, ggml__eos_token_id=end, ggml__eot_token_id=5)
 
@@ -107,7 +107,7 @@ def test_ends(tmp_path: Path) -> None:
     assert explicit.eos_ids == ()
 
 
-def test_the_end_of_a_turn_ends_a_generation(tmp_path: Path) -> None:
+def test_end_of_turn_tokens_end_a_generation(tmp_path: Path) -> None:
     keys = {
         "ggml.model": "gpt2",
         "ggml.tokens": [*BYTES, "<end>", "<|eot_id|>"],
@@ -125,7 +125,7 @@ def test_chat_template(tmp_path: Path) -> None:
 
 
 def sentencepiece_keys() -> dict[str, Any]:
-    """Pieces in another order than that of their scores, by which they are merged."""
+    """Return pieces in an order that differs from that of their scores, which decide the merges."""
     made = {"el": -6.0, "llo": -5.0, "ll": -4.0, "he": -2.0, "▁h": -3.0, "▁he": -1.0}
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256)), *made, *"▁helo"]
     types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(made) + 5)]
@@ -151,7 +151,7 @@ def test_sentencepiece_merges_by_score(tmp_path: Path) -> None:
     assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
-def test_sentencepiece_without_the_space_at_the_start(tmp_path: Path) -> None:
+def test_sentencepiece_without_a_leading_space(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, sentencepiece_keys() | {"ggml.add_space_prefix": False, "ggml.add_bos_token": False})
 
     assert [tokenizer.token_text(token_id) for token_id in tokenizer.encode("hello")] == ["he", "llo"]
@@ -172,6 +172,6 @@ def test_sentencepiece_without_the_space_at_the_start(tmp_path: Path) -> None:
         ({"ggml.model": "llama", "ggml.tokens": ["a"]}, r"tokenizer\.ggml\.scores is missing"),
     ],
 )
-def test_what_can_not_be_built_is_refused_by_name(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+def test_unsupported_files_are_refused_with_a_reason(tmp_path: Path, values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, values)

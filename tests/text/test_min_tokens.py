@@ -10,15 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from jaxserve.text.min_tokens import TextLengths
+from jaxserve.text.min_tokens import MinTokenCounter
 from jaxserve.text.token_bytes import byte_alphabet
+from tests.selection import examples
 from tests.text import small_tokenizers
 
 SHORTENED = ["\u212a", "\U0001d400", "a\u0308\u0304", "\u1100\u1161\u11a8", "\uff21", "A", " ", "▁", "<pad>", "日本"]
 
 
-def over_bytes(normalizer: Any = None, missing: int | None = None, **added: bool) -> tokenizers.Tokenizer:
-    """Bytes, `aaaaaaaa`, and two added tokens."""
+def byte_level_bpe(normalizer: Any = None, missing: int | None = None, **added: bool) -> tokenizers.Tokenizer:
+    """Return a tokenizer of all bytes, `aaaaaaaa` and two added tokens."""
     alphabet = [char for value, char in byte_alphabet().items() if value != missing]
     vocab = [*alphabet, "aa", "aaaa", "aaaaaaaa"]
     merges = [("a", "a"), ("aa", "aa"), ("aaaa", "aaaa")]
@@ -32,52 +33,52 @@ def over_bytes(normalizer: Any = None, missing: int | None = None, **added: bool
 
 
 BOUNDED = {
-    "bytes": over_bytes(),
-    "nfc": over_bytes(normalizers.NFC()),
-    "nfkc lower": over_bytes(normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])),
-    "replace": over_bytes(normalizers.Replace("aaaa", "a")),
-    "no token for a byte": over_bytes(missing=ord("A")),
-    "strips": over_bytes(rstrip=True),
+    "bytes": byte_level_bpe(),
+    "nfc": byte_level_bpe(normalizers.NFC()),
+    "nfkc lower": byte_level_bpe(normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])),
+    "replace": byte_level_bpe(normalizers.Replace("aaaa", "a")),
+    "no token for a byte": byte_level_bpe(missing=ord("A")),
+    "strips": byte_level_bpe(rstrip=True),
     "byte fallback": small_tokenizers.sentencepiece()._backend,
     "trained": small_tokenizers.byte_level()._backend,
 }
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-def test_no_text_has_fewer_tokens(name: str) -> None:
-    backend, lengths = BOUNDED[name], TextLengths(BOUNDED[name])
+def test_the_bound_holds_for_any_text(name: str) -> None:
+    backend, lengths = BOUNDED[name], MinTokenCounter(BOUNDED[name])
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=examples(100), deadline=None)
     @given(st.lists(st.sampled_from(SHORTENED) | st.text(max_size=4), max_size=8), st.integers(1, 40))
     def check(parts: list[str], times: int) -> None:
         text = "".join(parts) * times
-        assert lengths.least_tokens(text) <= len(backend.encode(text, add_special_tokens=False))
+        assert lengths.min_num_tokens(text) <= len(backend.encode(text, add_special_tokens=False))
 
     check()
-    assert lengths.least_tokens("b" * 10_000) > 100
+    assert lengths.min_num_tokens("b" * 10_000) > 100
 
 
 @pytest.mark.parametrize(
     "backend",
     [
         small_tokenizers.words()._backend,
-        over_bytes(normalizers.StripAccents()),
-        over_bytes(normalizers.Replace("a", "")),
-        over_bytes(normalizers.NFKC(), missing=ord("A")),
-        over_bytes(normalizers.Replace(tokenizers.Regex("a+"), "a")),
+        byte_level_bpe(normalizers.StripAccents()),
+        byte_level_bpe(normalizers.Replace("a", "")),
+        byte_level_bpe(normalizers.NFKC(), missing=ord("A")),
+        byte_level_bpe(normalizers.Replace(tokenizers.Regex("a+"), "a")),
     ],
     ids=["words", "strip accents", "replace by nothing", "drop what is normalized", "replace a pattern"],
 )
 def test_a_tokenizer_that_may_drop_text_has_no_bound(backend: tokenizers.Tokenizer) -> None:
-    assert TextLengths(backend).least_tokens("b" * 10_000) == 0
+    assert MinTokenCounter(backend).min_num_tokens("b" * 10_000) == 0
 
 
-def test_a_token_takes_any_white_space_beside_it() -> None:
-    assert TextLengths(over_bytes()).least_tokens("<pad>" + " " * 10_000) > 1000
-    assert TextLengths(over_bytes(rstrip=True)).least_tokens("<pad>" + " " * 10_000) == 1
+def test_an_added_token_may_absorb_white_space() -> None:
+    assert MinTokenCounter(byte_level_bpe()).min_num_tokens("<pad>" + " " * 10_000) > 1000
+    assert MinTokenCounter(byte_level_bpe(rstrip=True)).min_num_tokens("<pad>" + " " * 10_000) == 1
 
 
-def test_other_threads_go_on_while_a_text_is_tokenized() -> None:
+def test_other_threads_run_while_a_text_is_tokenized() -> None:
     tokenizer, ticks, done = small_tokenizers.byte_level(), 0, threading.Event()
 
     def tick() -> None:

@@ -16,7 +16,7 @@ EOS = 1
 
 
 def ids_of(text: str) -> list[int]:
-    """One token a byte, so that tests know where tokens begin."""
+    """Return one token per byte, so that tests know where tokens begin."""
     return [id_ for char in text for id_ in tokenizer().encode(char)]
 
 
@@ -60,7 +60,7 @@ def test_text_and_usage_of_an_output_that_ends_by_length() -> None:
     assert not deltas[-1].abort
 
 
-def test_eos_gives_no_text_and_no_reason_but_counts() -> None:
+def test_eos_is_counted_without_text_or_stop_reason() -> None:
     (delta,) = run(request(), [event([*ids_of("hi"), EOS], finish_reason=FinishReason.STOP, stop_id=EOS)])
 
     assert (delta.text, delta.finish_reason, delta.stop_reason) == ("hi", FinishReason.STOP, None)
@@ -69,7 +69,7 @@ def test_eos_gives_no_text_and_no_reason_but_counts() -> None:
     assert delta.usage.completion_tokens == 3
 
 
-def test_a_stop_id_of_the_request_is_the_reason() -> None:
+def test_the_requests_stop_id_is_the_stop_reason() -> None:
     (stop,) = ids_of("x")
     (delta,) = run(
         request(stop_token_ids=(stop,), skip_special_tokens=False),
@@ -79,14 +79,14 @@ def test_a_stop_id_of_the_request_is_the_reason() -> None:
     assert (delta.text, delta.stop_reason, delta.finish_reason) == ("hi", stop, FinishReason.STOP)
 
 
-def test_a_stop_id_before_the_end_is_text() -> None:
+def test_a_stop_id_before_min_tokens_is_text() -> None:
     (stop,) = ids_of("x")
     (delta,) = run(request(), [event(ids_of("axbx"), finish_reason=FinishReason.STOP, stop_id=stop)])
 
     assert delta.text == "axb"
 
 
-def test_a_stop_string_across_tokens_ends_and_aborts() -> None:
+def test_a_stop_string_across_tokens_ends_the_output_and_aborts() -> None:
     deltas = run(request(stop=("END",)), one_by_one("to ENDless"))
 
     assert [delta.text for delta in deltas] == ["t", "o", " ", "", "", ""]
@@ -95,7 +95,7 @@ def test_a_stop_string_across_tokens_ends_and_aborts() -> None:
     assert last.usage == Usage(len(request().prompt_ids), 6)
 
 
-def test_a_stop_string_inside_one_event_drops_what_follows() -> None:
+def test_text_after_a_stop_string_is_dropped() -> None:
     ids = ids_of("to ENDless")
     logprobs = [TokenLogprobs(token_id, -1.0, [], []) for token_id in ids]
     (delta,) = run(
@@ -103,7 +103,7 @@ def test_a_stop_string_inside_one_event_drops_what_follows() -> None:
     )
 
     assert (delta.text, delta.finish_reason, delta.stop_reason) == ("to ", FinishReason.STOP, "END")
-    assert not delta.abort  # the engine is done already
+    assert not delta.abort  # the engine has already ended it
     assert delta.token_ids == ids[:6]
     assert delta.logprobs == logprobs[:6]
     assert delta.text_offsets == [0, 1, 2, 3, 4, 5]
@@ -117,7 +117,7 @@ def test_a_stop_string_can_be_kept() -> None:
     assert "".join(delta.text for delta in deltas) == "to END"
 
 
-def test_held_text_comes_when_the_output_ends() -> None:
+def test_held_back_text_is_returned_at_the_end() -> None:
     deltas = run(request(stop=("END",)), one_by_one("to EN", finish_reason=FinishReason.LENGTH))
 
     assert deltas[-1].text == "EN"
@@ -128,7 +128,7 @@ def test_held_text_comes_when_the_output_ends() -> None:
     assert by_eos[-1].text == "EN"
 
 
-def test_half_a_character_is_held_until_the_end() -> None:
+def test_half_a_character_is_held_back_until_the_end() -> None:
     first, *_ = tokenizer().encode("ß")
     whole = ids_of("ß")
     halves = [tokenizer()._backend.token_to_id(char) for char in "ÃŁ"]
@@ -142,13 +142,13 @@ def test_half_a_character_is_held_until_the_end() -> None:
     assert offsets == [0, 1, 1, 2]
 
 
-def test_a_stop_in_the_prompt_does_not_count() -> None:
+def test_a_stop_string_in_the_prompt_does_not_match() -> None:
     deltas = run(request("the EN", stop=("END", "the")), one_by_one("D of it", finish_reason=FinishReason.LENGTH))
 
     assert "".join(delta.text for delta in deltas) == "D of it"
 
 
-def test_stop_strings_count_after_min_tokens() -> None:
+def test_stop_strings_match_after_min_tokens() -> None:
     deltas = run(request(stop=("x",), min_tokens=3), one_by_one("axxxbx"))
 
     assert "".join(delta.text for delta in deltas) == "axx"
@@ -172,7 +172,7 @@ def test_errors_and_aborts_keep_the_text_so_far(reason: FinishReason) -> None:
     assert deltas[-1].usage is not None
 
 
-def test_nothing_may_come_after_the_end() -> None:
+def test_an_event_after_the_end_is_an_error() -> None:
     processor = OutputProcessor(tokenizer(), request())
     processor.push(event([], finish_reason=FinishReason.ABORT))
 

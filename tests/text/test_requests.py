@@ -5,7 +5,7 @@ import pytest
 
 from jaxserve.api_types import MAX_STOP_IDS, EngineInfo, EngineRequest, SamplingParams
 from jaxserve.errors import InvalidRequestError
-from jaxserve.text.requests import check_ids, engine_requests
+from jaxserve.text.requests import check_ids, sample_requests
 from tests.text.small_tokenizers import byte_level
 
 TOKENIZER = byte_level()
@@ -27,42 +27,42 @@ INFO = EngineInfo(
 BY_PRIORITY = msgspec.structs.replace(INFO, schedule_policy="priority")
 
 
-def made(**sampling: object) -> list[EngineRequest]:
-    return engine_requests("r", [5, 6], SamplingParams(**sampling), TOKENIZER, INFO)  # type: ignore[arg-type]
+def requests_for(**sampling: object) -> list[EngineRequest]:
+    return sample_requests("r", [5, 6], SamplingParams(**sampling), TOKENIZER, INFO)  # type: ignore[arg-type]
 
 
-def test_one_request_a_sample_under_one_group() -> None:
-    requests = made(n=3, seed=7)
+def test_each_sample_is_a_request_of_one_group() -> None:
+    requests = requests_for(n=3, seed=7)
     assert [request.request_id for request in requests] == ["r-0", "r-1", "r-2"]
     assert [request.sample for request in requests] == [0, 1, 2]
     assert {request.group_id for request in requests} == {"r"}
     assert all(request.prompt_ids == [5, 6] and request.sampling.seed == 7 for request in requests)
 
 
-def test_stop_ids_are_the_model_s_and_the_request_s_each_once() -> None:
-    assert made()[0].stop_ids == (EOS,)
-    assert made(stop_token_ids=(9, EOS, 9))[0].stop_ids == (EOS, 9)
-    assert made(stop_token_ids=(9,), ignore_eos=True)[0].stop_ids == (9,)
-    assert made(ignore_eos=True)[0].stop_ids == ()
+def test_stop_ids_join_the_models_and_the_requests_without_repeats() -> None:
+    assert requests_for()[0].stop_ids == (EOS,)
+    assert requests_for(stop_token_ids=(9, EOS, 9))[0].stop_ids == (EOS, 9)
+    assert requests_for(stop_token_ids=(9,), ignore_eos=True)[0].stop_ids == (9,)
+    assert requests_for(ignore_eos=True)[0].stop_ids == ()
 
 
-def test_more_stop_ids_than_the_engine_takes_are_refused() -> None:
+def test_too_many_stop_ids_are_refused() -> None:
     many = tuple(token for token in range(MAX_STOP_IDS + 1) if token != EOS)[:MAX_STOP_IDS]
-    assert len(made(stop_token_ids=many[1:])[0].stop_ids) == MAX_STOP_IDS
-    # However many of them are the same, so that a schema can say it.
+    assert len(requests_for(stop_token_ids=many[1:])[0].stop_ids) == MAX_STOP_IDS
+    # Repeated ids count too, so that a schema can express the limit.
     for ids in (many, many[:1] * MAX_STOP_IDS):
         with pytest.raises(InvalidRequestError, match=f"make {MAX_STOP_IDS + 1}"):
-            made(stop_token_ids=ids, ignore_eos=True)
+            requests_for(stop_token_ids=ids, ignore_eos=True)
 
 
 @pytest.mark.parametrize("sampling", [{"stop_token_ids": (VOCAB_SIZE,)}, {"logit_bias": {VOCAB_SIZE: 1.0}}])
 def test_ids_outside_the_vocabulary_are_refused_naming_the_field(sampling: dict[str, object]) -> None:
     with pytest.raises(InvalidRequestError, match=f"holds the token id {VOCAB_SIZE}") as raised:
-        made(**sampling)
+        requests_for(**sampling)
     assert raised.value.param == next(iter(sampling))
 
 
-def test_ids_are_checked_at_both_ends() -> None:
+def test_negative_and_too_large_ids_are_refused() -> None:
     check_ids([0, VOCAB_SIZE - 1], VOCAB_SIZE, param="prompt")
     check_ids([], VOCAB_SIZE, param="prompt")
     with pytest.raises(InvalidRequestError, match="token id -1"):
@@ -70,7 +70,7 @@ def test_ids_are_checked_at_both_ends() -> None:
 
 
 def test_every_sample_has_the_priority_and_the_namespace() -> None:
-    requests = engine_requests("r", [5], SamplingParams(n=2), TOKENIZER, BY_PRIORITY, priority=3, cache_salt="tenant")
+    requests = sample_requests("r", [5], SamplingParams(n=2), TOKENIZER, BY_PRIORITY, priority=3, cache_salt="tenant")
     assert [(request.priority, request.namespace) for request in requests] == [(3, "tenant")] * 2
 
 
@@ -82,7 +82,7 @@ def test_every_sample_has_the_priority_and_the_namespace() -> None:
         (INFO, {"cache_salt": ""}, "cache_salt", "is empty"),
     ],
 )
-def test_what_would_change_nothing_is_refused(info: EngineInfo, options: Any, param: str, reason: str) -> None:
+def test_values_without_an_effect_are_refused(info: EngineInfo, options: Any, param: str, reason: str) -> None:
     with pytest.raises(InvalidRequestError, match=reason) as raised:
-        engine_requests("r", [5], SamplingParams(), TOKENIZER, info, **options)
+        sample_requests("r", [5], SamplingParams(), TOKENIZER, info, **options)
     assert raised.value.param == param

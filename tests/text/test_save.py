@@ -64,7 +64,7 @@ def _round_trip(path: Path, keys: dict[str, Any]) -> None:
     assert_same(load_tokenizer(source), load_tokenizer(ModelSource(folder, "folder", "m")))
 
 
-def test_the_files_of_a_folder_are_copied_but_for_those_of_weights_and_config(tmp_path: Path) -> None:
+def test_a_folders_tokenizer_files_are_copied(tmp_path: Path) -> None:
     model, target = tmp_path / "model", tmp_path / "target"
     model.mkdir()
     target.mkdir()

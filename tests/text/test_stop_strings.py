@@ -10,7 +10,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
 def expected(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """The first character at which a stop string is complete, and the longest of those."""
+    """Return the text up to the first character that completes a stop string, and the longest one completed there."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -38,7 +38,7 @@ def test_any_split_gives_the_same_as_the_whole(text: str, stops: list[str], incl
 
 
 @given(TEXTS, STOPS)
-def test_holds_back_exactly_what_may_become_a_stop_string(text: str, stops: list[str]) -> None:
+def test_exactly_the_possible_starts_of_a_stop_string_are_held_back(text: str, stops: list[str]) -> None:
     matcher, shown = StopMatcher(stops, False), ""
     for end, char in enumerate(text, start=1):
         part, matched = matcher.push(char)
@@ -62,7 +62,7 @@ def test_included() -> None:
     assert StopMatcher(["END"], True).push("the END of") == ("the END", "END")
 
 
-def test_what_is_held_comes_with_the_flush() -> None:
+def test_flush_returns_the_held_back_text() -> None:
     matcher = StopMatcher(["END"], False)
 
     assert matcher.push("the EN") == ("the ", None)
@@ -70,12 +70,12 @@ def test_what_is_held_comes_with_the_flush() -> None:
     assert matcher.flush() == ""
 
 
-def test_first_complete_wins_then_the_longest() -> None:
+def test_the_first_completed_then_the_longest_stop_string_wins() -> None:
     assert StopMatcher(["abcd", "bc"], False).push("abcd") == ("a", "bc")
     assert StopMatcher(["bc", "abc"], False).push("abcd") == ("", "abc")
 
 
-def test_a_long_stop_string_costs_no_more_than_the_text() -> None:
+def test_the_cost_of_a_long_stop_string_is_linear_in_the_text() -> None:
     stop = "a" * 50_000 + "b"
     matcher = StopMatcher([stop], False)
 

@@ -12,6 +12,8 @@ from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.template_process import TemplateProcess
 
+pytestmark = pytest.mark.process
+
 HI = [{"role": "user", "content": "Hi \ud800 \u2028 é"}]
 PRINTING = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}{{ mood }}"
 THREE_DEEP = "".join(f"{{% for {name} in range(99999) %}}" for name in "abc") + "{% endfor %}" * 3
@@ -27,7 +29,7 @@ async def process(source: str | None) -> AsyncIterator[TemplateProcess]:
         await started.close()
 
 
-async def test_it_renders_as_in_this_process() -> None:
+async def test_the_child_renders_as_this_process_does() -> None:
     here = ChatTemplate(PRINTING, {"bos_token": "<s>"})
     async with process(PRINTING) as template:
         for mood in ("merry", {"a": [1.5, None]}, 2**200):
@@ -36,7 +38,7 @@ async def test_it_renders_as_in_this_process() -> None:
         assert await template.render(large) == here.render(large)
 
 
-async def test_what_a_template_refuses_comes_through() -> None:
+async def test_errors_of_a_template_are_raised_here() -> None:
     async with process("{{ raise_exception('roles must alternate') }}") as template:
         with pytest.raises(InvalidRequestError, match="refused: roles must alternate") as refused:
             await template.render(HI)
@@ -47,7 +49,7 @@ async def test_what_a_template_refuses_comes_through() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "message"),
     [
         (THREE_DEEP, r"took more than 0\.2 s"),
         (DOUBLED, r"took more than 0\.2 s"),
@@ -58,33 +60,33 @@ async def test_what_a_template_refuses_comes_through() -> None:
         ("{{ 'a' * 40000000 }}", "wrote 40000000 characters, at most 33554432"),
     ],
 )
-async def test_a_template_without_end_is_ended(source: str, words: str) -> None:
+async def test_a_template_that_exceeds_a_limit_is_ended(source: str, message: str) -> None:
     async with process("{% if mood %}" + source + "{% else %}fine{% endif %}") as template:
-        with pytest.raises(InvalidRequestError, match=words):
+        with pytest.raises(InvalidRequestError, match=message):
             await template.render(HI, mood=1)
         assert await template.render(HI) == "fine"
 
 
-async def test_a_process_that_was_killed_is_started_again() -> None:
+async def test_a_killed_child_is_replaced() -> None:
     async with process("fine") as template:
         await template.start()
-        assert template._standing is not None
-        os.kill(template._standing.pid, signal.SIGKILL)
-        await template._standing.wait()
+        assert template._child is not None
+        os.kill(template._child.pid, signal.SIGKILL)
+        await template._child.wait()
         assert await template.render(HI) == "fine"
 
 
-async def test_a_process_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stopped_child_is_killed_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     async with process("fine") as template:
         assert await template.render(HI) == "fine"
-        assert template._standing is not None
-        os.kill(template._standing.pid, signal.SIGSTOP)
-        monkeypatch.setattr("jaxserve.text.template_process._PATIENCE", 0.01)
+        assert template._child is not None
+        os.kill(template._child.pid, signal.SIGSTOP)
+        monkeypatch.setattr("jaxserve.text.template_process._ANSWER_TIMEOUT", 0.01)
         with pytest.raises(InvalidRequestError, match="ended with code -9"):
             await template.render(HI)
 
 
-async def test_a_client_that_hangs_up_leaves_no_answer_behind() -> None:
+async def test_a_cancelled_request_leaves_no_answer_in_the_pipe() -> None:
     async with process("{{ messages[0].content }}") as template:
         for number in range(20):
             asking = asyncio.ensure_future(template.render([{"role": "user", "content": f"left {number}"}]))
@@ -93,11 +95,11 @@ async def test_a_client_that_hangs_up_leaves_no_answer_behind() -> None:
             assert await template.render([{"role": "user", "content": f"stayed {number}"}]) == f"stayed {number}"
 
 
-def test_a_template_is_compiled_without_computing_anything() -> None:
+def test_compiling_a_template_evaluates_no_constants() -> None:
     ChatTemplate("{{ 'a' * 10**12 }}{{ 10 | center(10**12) }}{% if 'a' * 10**12 %}{% endif %}", {})
 
 
-def test_a_template_nested_too_deep_is_none() -> None:
+def test_a_template_nested_too_deep_is_refused() -> None:
     for source in ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if 1 %}" * 5000 + "{% endif %}" * 5000):
         with pytest.raises(ConfigError, match="can't be compiled"):
             ChatTemplate(source, {})

@@ -15,6 +15,7 @@ from jaxserve.config.schema import DEFAULT_MODEL
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.model_source import ModelSource, resolve
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from tests.selection import examples
 from tests.text import small_tokenizers
 from tests.text.small_tokenizers import SCRIPTS
 
@@ -29,7 +30,7 @@ words = functools.cache(small_tokenizers.words)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A Hugging Face folder with a tokenizer whose BOS is <bos>; tests add the JSON files around it."""
+    """Return a Hugging Face folder with a tokenizer whose BOS is <bos>; tests add its other JSON files."""
     byte_level()._backend.save(str(tmp_path / "tokenizer.json"))
     write(tmp_path, "tokenizer_config.json", {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}})
     write(tmp_path, "config.json", {})
@@ -46,32 +47,32 @@ def load(folder: Path) -> Tokenizer:
 
 @pytest.mark.parametrize("text", SCRIPTS)
 @pytest.mark.parametrize("make", [byte_level, sentencepiece], ids=["byte_level", "sentencepiece"])
-def test_every_script_comes_back(make: functools.partial[Tokenizer], text: str) -> None:
+def test_every_script_round_trips(make: functools.partial[Tokenizer], text: str) -> None:
     assert make().decode(make().encode(text)) == text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(ids=st.lists(st.integers(0, 500), max_size=30), skip=st.booleans())
-def test_pieces_are_what_the_backend_decodes(ids: list[int], skip: bool) -> None:
+def test_token_bytes_are_what_the_backend_decodes(ids: list[int], skip: bool) -> None:
     tokenizer = byte_level()
-    assert tokenizer.pieces is not None
+    assert tokenizer.byte_table is not None
 
     shown = [token_id for token_id in ids if not skip or token_id not in tokenizer.skipped_ids]
 
-    joined = b"".join(tokenizer.pieces[token_id] for token_id in shown).decode(errors="replace")
+    joined = b"".join(tokenizer.byte_table[token_id] for token_id in shown).decode(errors="replace")
     assert joined == tokenizer._backend.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(parts=st.lists(st.text(max_size=10) | st.sampled_from(["<bos>", "<eos>"]), max_size=5), skip=st.booleans())
-def test_byte_fallback_decodes_valid_text_as_the_backend(parts: list[str], skip: bool) -> None:
+def test_byte_fallback_decodes_valid_text_like_the_backend(parts: list[str], skip: bool) -> None:
     tokenizer = sentencepiece()
     ids = tokenizer.encode("".join(parts))
 
     assert tokenizer.decode(ids, skip_special_tokens=skip) == tokenizer._backend.decode(ids, skip_special_tokens=skip)
 
 
-def test_byte_fallback_keeps_the_valid_part_of_a_broken_run() -> None:
+def test_byte_fallback_keeps_the_valid_part_of_an_invalid_run() -> None:
     tokenizer = sentencepiece()
     ids = [tokenizer._backend.token_to_id(f"<0x{value:02X}>") for value in [*"é".encode(), 0xFF, *"字".encode()[:2]]]
 
@@ -89,7 +90,7 @@ def test_a_token_as_text_and_bytes() -> None:
     assert (words().token_text(3), words().token_bytes(3)) == ("hello", b"hello")
 
 
-def test_ids_and_texts_that_can_not_be_are_refused() -> None:
+def test_invalid_ids_and_texts_are_refused() -> None:
     for tokenizer in (byte_level(), words()):
         with pytest.raises(InvalidRequestError, match="token ids must be in"):
             tokenizer.decode([-1])
@@ -101,17 +102,17 @@ def test_ids_and_texts_that_can_not_be_are_refused() -> None:
         sentencepiece().decode([-1])
 
 
-def test_ids_beyond_the_vocabulary_give_no_text() -> None:
+def test_ids_beyond_the_vocabulary_have_no_text() -> None:
     for tokenizer in (byte_level(), sentencepiece(), words()):
         assert tokenizer.decode([tokenizer.vocab_size + 10]) == ""
         assert not tokenizer.has_token(tokenizer.vocab_size + 10)
 
 
-def test_a_batch_is_the_texts_one_by_one() -> None:
+def test_a_batch_equals_the_texts_one_by_one() -> None:
     assert byte_level().encode_batch(SCRIPTS) == [byte_level().encode(text) for text in SCRIPTS]
 
 
-def test_truncation_and_padding_of_the_file_are_switched_off(folder: Path) -> None:
+def test_truncation_and_padding_of_the_file_are_disabled(folder: Path) -> None:
     backend = small_tokenizers.byte_level()._backend
     backend.enable_truncation(2)
     backend.enable_padding(length=50)
@@ -147,7 +148,7 @@ def test_all_ids_that_end_a_generation(
     assert load(folder).eos_ids == expected
 
 
-def test_added_ends_follow_tokenizer_config(folder: Path) -> None:
+def test_tokenizer_config_decides_about_bos_and_eos(folder: Path) -> None:
     plain = load(folder).encode("Hello")
     settings = {"bos_token": "<bos>", "eos_token": "<eos>"}
 
@@ -163,7 +164,7 @@ def test_added_ends_follow_tokenizer_config(folder: Path) -> None:
     assert load(folder).encode("Hello") == plain
 
 
-def test_where_the_chat_template_may_be(folder: Path) -> None:
+def test_every_place_of_the_chat_template(folder: Path) -> None:
     assert load(folder).chat_template is None
     write(folder, "tokenizer_config.json", {"chat_template": "one"})
     assert load(folder).chat_template == "one"
@@ -175,14 +176,14 @@ def test_where_the_chat_template_may_be(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-def test_a_broken_file_is_named(folder: Path, name: str) -> None:
+def test_the_error_names_an_invalid_file(folder: Path, name: str) -> None:
     (folder / name).write_text("{broken")
 
     with pytest.raises(ConfigError, match=f"{name} can't be read"):
         load(folder)
 
 
-def test_a_folder_without_any_tokenizer(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     write(tmp_path, "config.json", {"model_type": "llama"})
 
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
@@ -215,7 +216,7 @@ def test_the_default_model_encodes_as_hugging_face() -> None:
 
 @pytest.mark.parametrize("text", SCRIPTS)
 @pytest.mark.parametrize("make", [byte_level, sentencepiece], ids=["byte_level", "sentencepiece"])
-def test_each_token_of_a_text_begins_where_its_offset_says(make: functools.partial[Tokenizer], text: str) -> None:
+def test_text_offsets_are_the_starts_of_tokens(make: functools.partial[Tokenizer], text: str) -> None:
     tokenizer = make()
     ids = tokenizer.encode(text)
     offsets = tokenizer.text_offsets(text)

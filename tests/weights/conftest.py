@@ -1,4 +1,4 @@
-"""Small checkpoints that are made, not mocked: arrays in memory as a source, and placements of a fused layer."""
+"""Small real checkpoints for tests: arrays in memory as a source, random checkpoints, converted folders."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.model_source import ModelSource, read_config, resolve
 from jaxserve.models import registry
 from jaxserve.models.config import parse_model_config
-from jaxserve.params import ParamSpec, Placement, Window
-from jaxserve.runtime.convert import convert
-from jaxserve.weights import TensorInfo, build, open_weights
+from jaxserve.params import ParamSpec, TensorMapping, Window
+from jaxserve.weights import TensorInfo, build_params, open_weights
+from jaxserve.weights.convert import convert
 
 GOLDEN = Path(__file__).parent.parent / "fixtures" / "golden"
 
 
 class MemorySource:
-    """A checkpoint in memory that counts what is read of it."""
+    """A checkpoint in memory that counts the elements that are read."""
 
     def __init__(self, tensors: dict[str, np.ndarray[Any, Any]]) -> None:
         self.tensors = tensors
@@ -47,22 +47,22 @@ class MemorySource:
 
 
 def on_one_device(abstract: Any) -> Any:
-    """A sharding for each parameter: all of it on the first device."""
+    """Return a sharding for each parameter that puts it on the first device."""
     return jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), abstract)
 
 
 def spec(*shape: int, dtype: Any = np.float32, init: Any = "normal", scale: float = 0.02) -> ParamSpec:
-    """A parameter whose axes don't matter here."""
+    """Return the spec of a parameter whose axes don't matter."""
     return ParamSpec(shape, np.dtype(dtype), (None,) * len(shape), init, scale)
 
 
-def random_checkpoint(placements: Mapping[str, Placement], seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
-    """A float32 tensor for each placement, vectors and matrices as Hugging Face has them."""
+def random_checkpoint(mappings: Mapping[str, TensorMapping], seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+    """Return a random float32 tensor for each mapping, in Hugging Face's shape."""
     rng = np.random.default_rng(seed)
     tensors = {}
-    for name, placement in placements.items():
+    for name, mapping in mappings.items():
         last = name.rsplit(".", 2)[-2:]
-        shape = placement.shape
+        shape = mapping.shape
         if last == ["o_proj", "weight"]:
             shape = (shape[0], math.prod(shape[1:]))
         elif name.endswith(".weight") and len(shape) > 1:
@@ -74,14 +74,14 @@ def random_checkpoint(placements: Mapping[str, Placement], seed: int = 0) -> dic
 
 
 def load_model(source: ModelSource, dtype: Any = np.float32) -> Any:
-    """Parameters of a real family from files, the way the engine gets them."""
+    """Load the parameters of a model from files, as the engine does."""
     config = parse_model_config(read_config(source))
     abstract = registry.family(config).abstract(config, np.dtype(dtype))
-    return build(abstract, on_one_device(abstract), open_weights(source, config, abstract))
+    return build_params(abstract, on_one_device(abstract), open_weights(source, config, abstract))
 
 
 def converted(model: Path, target: Path, dtype: Any) -> ModelSource:
-    """A model as `jaxserve convert` writes it, but for its tokenizer."""
+    """Convert a model as `jaxserve convert` does, without its tokenizer."""
     target.mkdir()
     config = EngineConfig(model=str(model), dtype=np.dtype(dtype).name)
     convert(resolve(str(model)), config, target, lambda nbytes, total: None)
@@ -89,7 +89,7 @@ def converted(model: Path, target: Path, dtype: Any) -> ModelSource:
 
 
 def assert_same_params(left: Any, right: Any) -> None:
-    """Equal trees, equal types, equal bits."""
+    """Assert that two trees have equal structures, types and bits."""
     assert str(jax.tree.structure(left)) == str(jax.tree.structure(right))
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(left), jax.tree.leaves(right)):
         assert a.dtype == b.dtype, path

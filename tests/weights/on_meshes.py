@@ -1,6 +1,6 @@
 """Run by test_meshes.py where jax sees eight CPU devices, one process' or several's: a model read on meshes of them.
 
-Prints one JSON object: for each mesh shape the bytes that left the safetensors files, and the bytes of the shards.
+Prints one JSON object: for each mesh shape the bytes read from the safetensors files, and the bytes of the shards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxserve.model_source import ModelSource, read_config, resolve
 from jaxserve.models.config import parse_model_config
 from jaxserve.models.registry import family
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
-from jaxserve.weights.arrays import WeightReader, build, flatten
+from jaxserve.weights.arrays import WeightReader, build_params, flatten
 from jaxserve.weights.load import checkpoint_reader
 from jaxserve.weights.open import open_source, open_weights
 
@@ -27,7 +27,7 @@ F32 = np.dtype(np.float32)
 
 
 class Counted:
-    """Stands for a safetensors file, or a slice of one: counts the bytes that leave it."""
+    """A safetensors file, or a slice of one, that counts the bytes that are read from it."""
 
     def __init__(self, inner: Any, count: Callable[[int], None]) -> None:
         self.inner, self.count = inner, count
@@ -42,7 +42,7 @@ class Counted:
 
 
 def reader_on(source: ModelSource, shards: int, read: list[int]) -> tuple[Any, WeightReader]:
-    """The specs of a model for so many shards, and what reads it and says how many bytes each read was of."""
+    """Return the specs of a model for `shards` shards, and a reader that appends the bytes of each read to `read`."""
     model = dataclasses.replace(parse_model_config(read_config(source)), shards=shards)
     module = family(model)
     abstract = module.abstract(model, F32)
@@ -50,16 +50,16 @@ def reader_on(source: ModelSource, shards: int, read: list[int]) -> tuple[Any, W
         return abstract, open_weights(source, model, abstract)
     tensors = open_source(source)
     tensors._files = {name: Counted(file, read.append) for name, file in tensors._files.items()}
-    return abstract, checkpoint_reader(abstract, tensors, module.placements(model), ignored=module.ignored)
+    return abstract, checkpoint_reader(abstract, tensors, module.tensor_mappings(model), ignored=module.ignored)
 
 
 def load_on(source: ModelSource, mesh: Mesh) -> dict[str, int]:
-    """Load on a mesh, and hold each shard against the same part of the whole parameter."""
+    """Load a model on a mesh, and compare each shard with the same part of the whole parameter."""
     whole: list[int] = []
     read: list[int] = []
     abstract, reader = reader_on(source, mesh.shape["tensor"], read)
     _, naive = reader_on(source, mesh.shape["tensor"], whole)
-    params = build(abstract, shardings(mesh, abstract), reader)
+    params = build_params(abstract, shardings(mesh, abstract), reader)
     shard_bytes = 0
     for (path, spec), array in zip(flatten(abstract)[0], jax.tree.leaves(params), strict=True):
         assert array.shape == spec.shape
@@ -87,7 +87,7 @@ def main(model: str, shapes: list[str]) -> None:
 
 if __name__ == "__main__":
     peers, folder, *shapes = sys.argv[1:]
-    if peers != "alone":
+    if peers != "single":
         address, rank = peers.split("/")
         jax.distributed.initialize(address, num_processes=2, process_id=int(rank))
     main(folder, shapes)

@@ -41,7 +41,7 @@ def test_a_parameter_depends_on_the_seed_and_its_path_alone() -> None:
 
 
 def test_rows_of_a_large_parameter_differ() -> None:
-    """It is longer than the block of random numbers it is made from."""
+    """The parameter is longer than the block of random numbers that it is made from."""
     table = made({"w": spec(5000, 1024)})["w"]
     assert len(np.unique(table[:, :4], axis=0)) == 5000
     assert abs(table.std() - 0.02) < 0.001

@@ -20,7 +20,7 @@ from jaxserve.weights.gguf import GGUFFile
 from jaxserve.weights.source import BLOCK_ELEMENTS
 from tests.weights.conftest import GOLDEN, assert_same_params, load_model
 
-# Where a block's float16 scales stand, for the types that the gguf package can't quantize to
+# The byte offsets of a block's float16 scales, for the types that the gguf package can't quantize to
 SCALES = {Kind.Q4_K: [0, 2], Kind.Q5_K: [0, 2], Kind.Q6_K: [208]}
 NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -42,7 +42,7 @@ NAMES = {
 
 
 def packed(kind: Kind, shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray[Any, Any]:
-    """A tensor as its bytes lie in the file."""
+    """Return a tensor as the bytes that the file holds."""
     if kind not in SCALES:
         quantized: np.ndarray[Any, Any] = quantize(rng.standard_normal(shape, dtype=np.float32), kind)
         return quantized
@@ -57,7 +57,7 @@ def packed(kind: Kind, shape: tuple[int, int], rng: np.random.Generator) -> np.n
 def write(
     path: Path, tensors: dict[str, tuple[np.ndarray[Any, Any], Kind | None]], architecture: str = "qwen2", **values: Any
 ) -> Path:
-    """A GGUF file; `values` are keys under the architecture's name."""
+    """Write a GGUF file; `values` are keys under the architecture's name."""
     writer = GGUFWriter(path, architecture)
     for key, value in values.items():
         name = f"{architecture}.{key.replace('__', '.')}"
@@ -82,8 +82,8 @@ def read(source: GGUFFile, name: str) -> np.ndarray[Any, Any]:
     return out
 
 
-def turned(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """The order of q's and k's rows in llama.cpp's files of architecture llama."""
+def permuted(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """Return q's or k's rows in the order of llama.cpp's files of architecture llama."""
     split = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(weight.shape)
 
@@ -91,7 +91,7 @@ def turned(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
 def from_golden(
     name: str, path: Path, kind: Kind | None = None, extra: Mapping[str, np.ndarray[Any, Any]] = MappingProxyType({})
 ) -> Path:
-    """A fixture as llama.cpp's converter writes it; matrices whose rows allow it in `kind`."""
+    """Write a fixture as llama.cpp's converter does; matrices whose rows allow it are stored as `kind`."""
     folder = GOLDEN / name
     config = json.loads((folder / "config.json").read_text())
     architecture = config["model_type"]
@@ -99,9 +99,9 @@ def from_golden(
     tensors: dict[str, tuple[np.ndarray[Any, Any], Kind | None]] = {key: (data, None) for key, data in extra.items()}
     for hf_name, weight in load_file(folder / "model.safetensors").items():
         if architecture == "llama" and ".q_proj." in hf_name:
-            weight = turned(weight, heads)
+            weight = permuted(weight, heads)
         if architecture == "llama" and ".k_proj." in hf_name:
-            weight = turned(weight, kv_heads)
+            weight = permuted(weight, kv_heads)
         gguf_name = hf_name
         for long, short in NAMES.items():
             gguf_name = gguf_name.replace(long, short)
@@ -154,7 +154,7 @@ def test_every_type_gives_the_values_of_the_gguf_package(tmp_path: Path, rng: np
     part = np.empty((4, 512), np.float32)
     source.read("model.embed_tokens.weight", (slice(5, 9), slice(0, 512)), part)
     np.testing.assert_array_equal(part, expected[5:9])
-    for columns in (slice(0, 256), slice(31, 290), slice(500, 512)):  # of blocks: one or several, whole or in part
+    for columns in (slice(0, 256), slice(31, 290), slice(500, 512)):  # one or several blocks, whole or in part
         part = np.empty((rows - 2, columns.stop - columns.start), np.float32)
         source.read("model.embed_tokens.weight", (slice(2, rows), columns), part)
         np.testing.assert_array_equal(part, expected[2:, columns])
@@ -176,8 +176,8 @@ def test_a_model_converted_to_gguf_has_the_parameters_it_had(tmp_path: Path, nam
     )
 
 
-def test_rows_of_quantized_q_and_k_are_turned_back(tmp_path: Path) -> None:
-    """A row is quantized by itself, so turning and quantizing may change places."""
+def test_rows_of_quantized_q_and_k_are_restored(tmp_path: Path) -> None:
+    """Each row is quantized by itself, so reordering rows and quantizing them commute."""
     source = GGUFFile(from_golden("smollm2", tmp_path / "m.gguf", Kind.Q8_0))
     weights = load_file(GOLDEN / "smollm2" / "model.safetensors")
     for part in ("q", "k", "v", "o"):
@@ -186,11 +186,11 @@ def test_rows_of_quantized_q_and_k_are_turned_back(tmp_path: Path) -> None:
         np.testing.assert_array_equal(read(source, name), dequantize(quantize(weights[name], Kind.Q8_0), Kind.Q8_0))
 
 
-def test_biases_of_a_llama_are_turned_back_too(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_biases_of_a_llama_are_restored_too(tmp_path: Path, rng: np.random.Generator) -> None:
     bias = rng.standard_normal(24).astype(np.float32)
     tensors = {
-        "blk.0.attn_q.bias": (turned(bias, 3), None),
-        "blk.0.attn_k.bias": (turned(bias[:8], 1), None),
+        "blk.0.attn_q.bias": (permuted(bias, 3), None),
+        "blk.0.attn_k.bias": (permuted(bias[:8], 1), None),
         "blk.0.attn_v.bias": (bias[:8], None),
     }
     heads = {"attention__head_count": [3, 3], "attention__head_count_kv": [1, 1]}
@@ -199,7 +199,7 @@ def test_biases_of_a_llama_are_turned_back_too(tmp_path: Path, rng: np.random.Ge
         np.testing.assert_array_equal(read(source, f"model.layers.0.self_attn.{part}_proj.bias"), bias[:size])
 
 
-def test_scaled_frequencies_are_no_weight_and_unknown_names_stay_visible(tmp_path: Path) -> None:
+def test_scaled_frequencies_are_not_a_weight_and_unknown_names_are_kept(tmp_path: Path) -> None:
     vector = (np.ones(8, np.float32), None)
     names = ["rope_freqs.weight", "blk.0.ssm_a.weight", "blk.0.attn_sinks.weight", "cls.weight", "odd"]
     source = GGUFFile(write(tmp_path / "m.gguf", dict.fromkeys(names, vector)))

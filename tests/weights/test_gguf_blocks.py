@@ -1,4 +1,4 @@
-"""Blocks as a GGUF file has them, against the gguf package's own dequantization; packed weights made of them."""
+"""Decoded GGUF blocks, compared with the gguf package's own dequantization; packed weights made from them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from gguf.quants import dequantize
 from jaxserve.model_source import ModelSource, read_config
 from jaxserve.models.config import parse_model_config
 from jaxserve.models.registry import family
-from jaxserve.params import ParamSpec, Placement, dotted
-from jaxserve.quant import HEAD, choose, pack
-from jaxserve.weights import WeightReader, build, open_weights, stored_types
+from jaxserve.params import ParamSpec, TensorMapping, dotted
+from jaxserve.quant import HEAD, choose_packing, pack_specs
+from jaxserve.weights import WeightReader, build_params, open_weights, stored_types
 from jaxserve.weights.arrays import flatten
 from jaxserve.weights.gguf import GGUFFile
 from jaxserve.weights.gguf_blocks import BLOCK_KINDS
 from jaxserve.weights.load import checkpoint_reader
-from jaxserve.weights.packed import _windows
+from jaxserve.weights.packed import _strip_windows
 from jaxserve.weights.source import BLOCK_ELEMENTS
 from pallas_kernels.packed_matmul import BLOCK_DTYPE, STRIP, PackedWeight, unpack
 from tests.weights.conftest import GOLDEN, MemorySource, assert_same_params, load_model, on_one_device
-from tests.weights.test_gguf import from_golden, packed, turned, write
+from tests.weights.test_gguf import from_golden, packed, permuted, write
 
 KINDS = sorted(BLOCK_KINDS, key=lambda kind: kind.name)
 HEADS = {"attention__head_count": 4, "attention__head_count_kv": 2}
@@ -34,13 +34,13 @@ Q, K, V = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv")
 
 
 def values(blocks: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """What blocks stand for."""
+    """Return the weights that blocks represent."""
     whole: np.ndarray[Any, Any] = blocks["scale"][..., None] * blocks["q"] + blocks["minimum"][..., None]
     return whole.reshape(*blocks.shape[:-1], -1)
 
 
 def filled(reader: WeightReader, abstract: Any) -> list[np.ndarray[Any, Any]]:
-    """The leaves of a tree as a reader fills them."""
+    """Return the leaves of a tree, filled by a reader."""
     made = []
     for path, spec in flatten(abstract)[0]:
         made.append(np.zeros(spec.shape, spec.dtype))
@@ -48,17 +48,17 @@ def filled(reader: WeightReader, abstract: Any) -> list[np.ndarray[Any, Any]]:
     return made
 
 
-def loaded(source: Any, abstract: dict[str, Any], placements: dict[str, Placement]) -> dict[str, PackedWeight]:
-    """A tree of packed weights alone."""
+def loaded(source: Any, abstract: dict[str, Any], mappings: dict[str, TensorMapping]) -> dict[str, PackedWeight]:
+    """Load a tree that holds only packed weights."""
     _, structure = flatten(abstract)
-    return jax.tree.unflatten(structure, filled(checkpoint_reader(abstract, source, placements), abstract))
+    return jax.tree.unflatten(structure, filled(checkpoint_reader(abstract, source, mappings), abstract))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_every_type_gives_the_values_of_the_gguf_package(kind: Kind, tmp_path: Path, rng: np.random.Generator) -> None:
     raw = packed(kind, (48, 512), rng)
     raw[0] = 255 if kind in (Kind.Q4_K, Kind.Q5_K) else raw[0]
-    if kind in (Kind.Q4_K, Kind.Q5_K):  # all scales of 6 bits at their largest, but the float16 ones no NaN
+    if kind in (Kind.Q4_K, Kind.Q5_K):  # the largest 6-bit scales; float16 scales that are not NaN
         raw[0].reshape(2, -1)[:, :4] = np.array([0.5, 0.25], np.float16).view(np.uint8)
     source = GGUFFile(write(tmp_path / "m.gguf", {"output.weight": (raw, kind)}))
     out = np.zeros((48, 16), BLOCK_DTYPE)
@@ -81,21 +81,21 @@ def test_a_window_is_read_into_any_strides(kind: Kind, tmp_path: Path, rng: np.r
 
 
 def test_q_k_and_v_of_mixed_types_become_one_weight_of_the_widest(tmp_path: Path, rng: np.random.Generator) -> None:
-    """Two KV heads of two queries each: the rows of q and k are turned back, and interleaved with those of v."""
+    """Two KV heads of two queries each: rows of q and k get Hugging Face's order, interleaved with those of v."""
     kinds, rows = {"q": Kind.Q4_1, "k": Kind.Q4_0, "v": Kind.Q8_0}, {"q": 128, "k": 64, "v": 64}
     stored, whole = {}, {}
     for part, kind in kinds.items():
         raw = packed(kind, (rows[part], 64), rng)
         whole[part] = dequantize(raw, kind)
         heads = {"q": 4, "k": 2}.get(part)
-        stored[f"blk.0.attn_{part}.weight"] = (raw if heads is None else turned(raw, heads), kind)
+        stored[f"blk.0.attn_{part}.weight"] = (raw if heads is None else permuted(raw, heads), kind)
     source = GGUFFile(write(tmp_path / "m.gguf", stored, "llama", **HEADS))
     abstract = {"qkv": ParamSpec((2, 4, 32, 64), np.dtype(jnp.bfloat16), (None,) * 4, inputs=1)}
-    abstract = pack(abstract, {("qkv",): 8})
+    abstract = pack_specs(abstract, {("qkv",): 8})
     places = {
-        Q: Placement(("qkv",), (2, 2, 32, 64), (0, 0, 0, 0)),
-        K: Placement(("qkv",), (2, 1, 32, 64), (0, 2, 0, 0)),
-        V: Placement(("qkv",), (2, 1, 32, 64), (0, 3, 0, 0)),
+        Q: TensorMapping(("qkv",), (2, 2, 32, 64), (0, 0, 0, 0)),
+        K: TensorMapping(("qkv",), (2, 1, 32, 64), (0, 2, 0, 0)),
+        V: TensorMapping(("qkv",), (2, 1, 32, 64), (0, 3, 0, 0)),
     }
     qkv = loaded(source, abstract, places)["qkv"]
     parts = [whole["q"].reshape(2, 2, 32, 64), whole["k"].reshape(2, 1, 32, 64), whole["v"].reshape(2, 1, 32, 64)]
@@ -105,24 +105,26 @@ def test_q_k_and_v_of_mixed_types_become_one_weight_of_the_widest(tmp_path: Path
 @pytest.mark.parametrize(
     ("shape", "inputs"),
     [
-        ((2, 24, 64), 1),  # neither half is whole strips by itself
-        ((512, 3, 2, 64), 3),  # inputs of several dimensions, and several parts
+        ((2, 24, 64), 1),  # neither half is a whole number of strips
+        ((512, 3, 2, 64), 3),  # several input dimensions, and several windows
         ((1, 2048, 256), 1),
     ],
 )
-def test_parts_make_up_the_whole(shape: tuple[int, ...], inputs: int, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_windows_cover_the_whole_weight(
+    shape: tuple[int, ...], inputs: int, tmp_path: Path, rng: np.random.Generator
+) -> None:
     split = len(shape) - inputs
     raw = packed(Kind.Q4_1, (int(np.prod(shape[:split])), int(np.prod(shape[split:]))), rng)
     source = GGUFFile(write(tmp_path / "m.gguf", {"output.weight": (raw, Kind.Q4_1)}))
     spec = ParamSpec(shape, np.dtype(jnp.bfloat16), (None,) * len(shape), inputs=inputs)
-    placements = {"lm_head.weight": Placement(("w",), shape, (0,) * len(shape))}
-    weight = loaded(source, pack({"w": spec}, {("w",): 4}), placements)["w"]
+    mappings = {"lm_head.weight": TensorMapping(("w",), shape, (0,) * len(shape))}
+    weight = loaded(source, pack_specs({"w": spec}, {("w",): 4}), mappings)["w"]
     np.testing.assert_array_equal(unpack(weight), dequantize(raw, Kind.Q4_1).reshape(shape))
 
 
-def test_a_part_is_whole_strips_and_no_larger_than_it_must() -> None:
+def test_windows_are_whole_strips_and_no_larger_than_necessary() -> None:
     for shape, most in (((49152,), 227), ((2, 1536), 227), ((3, 5, 64), 227), ((5, 48), 7), ((2, 24), 1), ((16,), 0)):
-        sizes = [np.prod([part.stop - part.start for part in window]) for window in _windows(shape, most)]
+        sizes = [np.prod([part.stop - part.start for part in window]) for window in _strip_windows(shape, most)]
         assert sum(sizes) == np.prod(shape)
         assert all(size % STRIP == 0 for size in sizes)
         assert max(sizes) <= max(most, 3 * STRIP), (shape, sizes)
@@ -133,34 +135,35 @@ def test_dense_weights_are_packed_in_16_bits(rng: np.random.Generator) -> None:
     dense = rng.standard_normal((2048, 96)).astype(jnp.bfloat16)
     assert dense.size > BLOCK_ELEMENTS
     source = MemorySource({"w": dense})
-    abstract = pack({"w": ParamSpec(shape, dense.dtype, (None,) * 3, inputs=1)}, {("w",): 16})
-    weight = loaded(source, abstract, {"w": Placement(("w",), shape, (0, 0, 0))})["w"]
+    abstract = pack_specs({"w": ParamSpec(shape, dense.dtype, (None,) * 3, inputs=1)}, {("w",): 16})
+    weight = loaded(source, abstract, {"w": TensorMapping(("w",), shape, (0, 0, 0))})["w"]
     np.testing.assert_array_equal(unpack(weight), dense.astype(np.float32).reshape(shape))
     assert source.elements_read == {"w": dense.size}
 
 
 @pytest.mark.parametrize("name", ["smollm2", "llama2"])
-def test_a_model_has_the_weights_it_had_those_that_can_packed(name: str, tmp_path: Path) -> None:
-    """Of these small models attention's output (heads of 16) and the MLP's (48 inputs) have no whole blocks, and the
-    second not even 32 inputs more; the head of the first is its embedding."""
+def test_a_model_keeps_its_weights_when_they_are_packed(name: str, tmp_path: Path) -> None:
+    """In these small models the output projections of attention (heads of 16) and of the MLP (48 inputs) can't stay
+    quantized, as they have no whole blocks; the latter can't be packed at all. smollm2's head is tied to its embedding.
+    """
     source = ModelSource(from_golden(name, tmp_path / "m.gguf", Kind.Q8_0), "gguf", name)
     config = parse_model_config(read_config(source))
     module = family(config)
     abstract = module.abstract(config, np.dtype(jnp.bfloat16))
-    packing = choose(
+    packing = choose_packing(
         "auto",
         abstract,
-        module.placements(config),
+        module.tensor_mappings(config),
         stored_types(source),
         platform="cpu",
         dtype=np.dtype(jnp.bfloat16),
         tensor=1,
     )
-    assert {dotted(path).rpartition(".")[2] for path in packing.kept} == {"qkv", "gate_up", "output"}
+    assert {dotted(path).rpartition(".")[2] for path in packing.quantized} == {"qkv", "gate_up", "output"}
     assert packing.bits[HEAD] == 8
     assert packing.bits["layers", 0, "attention", "output"] == 16
-    tree = pack(abstract, packing.bits)
-    params = build(tree, on_one_device(tree), open_weights(source, config, tree))
+    tree = pack_specs(abstract, packing.bits)
+    params = build_params(tree, on_one_device(tree), open_weights(source, config, tree))
     dense = load_model(source, jnp.bfloat16)
     exact = load_model(source)
     assert_same_params(params.embedding, dense.embedding)
@@ -173,7 +176,7 @@ def test_a_model_has_the_weights_it_had_those_that_can_packed(name: str, tmp_pat
         np.testing.assert_array_equal(unpack(layer.attention.output), same.attention.output.astype(np.float32))
 
 
-def test_types_are_told_of_a_gguf_file_that_is_read(tmp_path: Path) -> None:
+def test_stored_types_are_those_of_a_gguf_file_only(tmp_path: Path) -> None:
     source = ModelSource(from_golden("smollm2", tmp_path / "m.gguf", Kind.Q8_0), "gguf", "m")
     types = stored_types(source)
     assert (types["model.norm.weight"], types["model.embed_tokens.weight"]) == ("F32", "Q8_0")

@@ -35,7 +35,7 @@ def test_reads_what_was_stored(tmp_path: Path, rng: np.random.Generator, stored:
     assert not any(info.unreadable for info in source.infos.values())
     for name, array in tensors.items():
         np.testing.assert_array_equal(read(source, name), array.astype(np.float32))
-    part = np.empty((2, 64, 2), np.float32)[..., 0]  # any strides, from any row
+    part = np.empty((2, 64, 2), np.float32)[..., 0]  # any strides, any rows
     source.read("w", (slice(7, 9), slice(0, 64)), part)
     np.testing.assert_array_equal(part, tensors["w"][7:9].astype(np.float32))
     part = np.empty((rows - 3, 9), np.float32)  # any columns too
@@ -44,7 +44,7 @@ def test_reads_what_was_stored(tmp_path: Path, rng: np.random.Generator, stored:
 
 
 @pytest.mark.parametrize(("stored", "name"), [(np.int8, "I8"), (ml_dtypes.float8_e4m3fn, "F8_E4M3")])
-def test_types_that_are_no_plain_floats_are_refused_by_name(tmp_path: Path, stored: Any, name: str) -> None:
+def test_types_other_than_floats_are_refused_by_name(tmp_path: Path, stored: Any, name: str) -> None:
     save_file({"w": np.ones((2, 2), np.float32).astype(stored)}, tmp_path / "model.safetensors")
     info = SafetensorsFolder(tmp_path).infos["w"]
     assert name in info.unreadable
@@ -102,7 +102,7 @@ def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
             SafetensorsFolder(tmp_path)
 
 
-def test_one_safetensors_file_of_any_name_will_do_and_two_will_not(tmp_path: Path) -> None:
+def test_one_safetensors_file_may_have_any_name_but_two_need_an_index(tmp_path: Path) -> None:
     save_file({"w": np.ones((2, 2), np.float32)}, tmp_path / "weights.safetensors")
     assert list(SafetensorsFolder(tmp_path).infos) == ["w"]
     save_file({"w": np.ones((2, 2), np.float32)}, tmp_path / "more.safetensors")
@@ -120,7 +120,7 @@ def test_a_folder_without_safetensors_says_what_it_has(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", sorted(GOLDEN.iterdir()), ids=lambda folder: folder.name)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_every_golden_checkpoint_has_its_place(folder: Path, dtype: Any) -> None:
+def test_every_golden_checkpoint_is_loaded(folder: Path, dtype: Any) -> None:
     params = load_model(ModelSource(folder, "folder", folder.name), dtype)
     files = sorted(folder.glob("*.safetensors"))
     embedding = next(t["model.embed_tokens.weight"] for t in map(load_file, files) if "model.embed_tokens.weight" in t)

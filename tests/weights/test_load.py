@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.params import Placement, Window
-from jaxserve.weights import TensorInfo, load_params
+from jaxserve.params import TensorMapping, Window
+from jaxserve.weights import TensorInfo, build_params
+from jaxserve.weights.load import checkpoint_reader
 from tests.weights.conftest import MemorySource, on_one_device, spec
 
 
@@ -25,18 +26,24 @@ class Layer:
     bias: Any
 
 
-def tiny(dtype: Any = np.float32, layers: int = 2) -> tuple[Any, dict[str, Placement]]:
-    """Fused qkv [kv heads, group + 2, head, dim] beside a norm and an absent bias, as the Llama family has them."""
+def load_params(abstract: Any, source: MemorySource, mappings: Mapping[str, TensorMapping], **options: Any) -> Any:
+    """Load a tree from a checkpoint onto the first device."""
+    reader = checkpoint_reader(abstract, source, mappings, **options)
+    return build_params(abstract, on_one_device(abstract), reader)
+
+
+def tiny(dtype: Any = np.float32, layers: int = 2) -> tuple[Any, dict[str, TensorMapping]]:
+    """Return layers of a fused qkv [kv heads, group + 2, head, dim], a norm and no bias, as in the Llama family."""
     abstract = {
         "layers": tuple(Layer(spec(2, 4, 3, 5, dtype=dtype), spec(5, dtype=dtype), None) for _ in range(layers))
     }
     places = {}
     for i in range(layers):
         at = ("layers", i)
-        places[f"{i}.q"] = Placement((*at, "qkv"), (2, 2, 3, 5), (0, 0, 0, 0))
-        places[f"{i}.k"] = Placement((*at, "qkv"), (2, 1, 3, 5), (0, 2, 0, 0))
-        places[f"{i}.v"] = Placement((*at, "qkv"), (2, 1, 3, 5), (0, 3, 0, 0))
-        places[f"{i}.norm"] = Placement((*at, "norm"), (5,), (0,))
+        places[f"{i}.q"] = TensorMapping((*at, "qkv"), (2, 2, 3, 5), (0, 0, 0, 0))
+        places[f"{i}.k"] = TensorMapping((*at, "qkv"), (2, 1, 3, 5), (0, 2, 0, 0))
+        places[f"{i}.v"] = TensorMapping((*at, "qkv"), (2, 1, 3, 5), (0, 3, 0, 0))
+        places[f"{i}.norm"] = TensorMapping((*at, "norm"), (5,), (0,))
     return abstract, places
 
 
@@ -49,10 +56,10 @@ def tiny_tensors(rng: np.random.Generator, layers: int = 2) -> dict[str, np.ndar
     }
 
 
-def test_fused_pieces_stand_where_their_placements_say(rng: np.random.Generator) -> None:
+def test_fused_pieces_are_written_where_their_mappings_say(rng: np.random.Generator) -> None:
     abstract, places = tiny()
     tensors = tiny_tensors(rng)
-    params = load_params(abstract, MemorySource(tensors), places, on_one_device(abstract))
+    params = load_params(abstract, MemorySource(tensors), places)
     for i in range(2):
         q, k, v = (tensors[f"{i}.{name}"].reshape(2, -1, 3, 5) for name in "qkv")
         layer = params["layers"][i]
@@ -62,17 +69,17 @@ def test_fused_pieces_stand_where_their_placements_say(rng: np.random.Generator)
 
 
 def test_a_tensor_may_be_spread_within_rows(rng: np.random.Generator) -> None:
-    """Pieces along the last dimensions: no window has the tensor's layout, and rows are copied one by one."""
+    """Pieces along the last dimensions: no window has the tensor's layout, so rows are copied one by one."""
     abstract = {"w": spec(4, 2, 3, 5)}
     places = {
-        "a": Placement(("w",), (4, 2, 1, 5), (0, 0, 0, 0)),
-        "b": Placement(("w",), (4, 2, 2, 5), (0, 0, 1, 0)),
+        "a": TensorMapping(("w",), (4, 2, 1, 5), (0, 0, 0, 0)),
+        "b": TensorMapping(("w",), (4, 2, 2, 5), (0, 0, 1, 0)),
     }
     tensors = {
         "a": rng.standard_normal((4, 10)).astype(np.float32),
         "b": rng.standard_normal((4, 20)).astype(np.float32),
     }
-    params = load_params(abstract, MemorySource(tensors), places, on_one_device(abstract))
+    params = load_params(abstract, MemorySource(tensors), places)
     expected = np.concatenate([tensors["a"].reshape(4, 2, 1, 5), tensors["b"].reshape(4, 2, 2, 5)], axis=2)
     np.testing.assert_array_equal(np.asarray(params["w"]), expected)
 
@@ -82,29 +89,29 @@ def test_a_tensor_may_be_spread_within_rows(rng: np.random.Generator) -> None:
 def test_values_are_rounded_once_to_the_type_of_the_spec(rng: np.random.Generator, stored: Any, wanted: Any) -> None:
     abstract, places = tiny(wanted)
     tensors = {name: array.astype(stored) for name, array in tiny_tensors(rng).items()}
-    params = load_params(abstract, MemorySource(tensors), places, on_one_device(abstract))
+    params = load_params(abstract, MemorySource(tensors), places)
     loaded = np.asarray(params["layers"][1].norm)
     assert loaded.dtype == wanted
     np.testing.assert_array_equal(loaded, tensors["1.norm"].astype(wanted))
 
 
-def test_parameters_are_made_in_the_order_of_the_file(rng: np.random.Generator) -> None:
+def test_parameters_are_read_in_the_order_of_the_file(rng: np.random.Generator) -> None:
     abstract, places = tiny(layers=6)
     names = ("norm", "k", "q", "v")
     tensors = tiny_tensors(rng, layers=6)
     source = MemorySource({f"{i}.{name}": tensors[f"{i}.{name}"] for i in reversed(range(6)) for name in names})
-    load_params(abstract, source, places, on_one_device(abstract))
+    load_params(abstract, source, places)
     position = {name: i for i, name in enumerate(source.infos)}
     assert source.first_reads
-    for names_read in source.first_reads.values():  # each thread goes forward, however far the other has come
+    for names_read in source.first_reads.values():  # each thread reads in the file's order
         places_read = [position[name] for name in names_read]
         assert places_read == sorted(places_read)
 
 
 class WatchedSource(MemorySource):
-    """Makes its rows when they are read, and counts the parameters that are begun and not finished."""
+    """A checkpoint that counts the parameters whose reading has begun but not finished."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], places: dict[str, Placement]) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], places: dict[str, TensorMapping]) -> None:
         super().__init__({name: np.broadcast_to(np.float32(1), shape) for name, shape in shapes.items()})
         self.left = {p.path: 0 for p in places.values()}
         for name, place in places.items():
@@ -132,7 +139,7 @@ def test_at_most_two_tensors_are_held_besides_the_destination() -> None:
     abstract = tuple(spec(heads, 3, head, dim) for _ in range(layers))
     shapes = {f"{name}{i}": (heads * head, dim) for name in "qkv" for i in range(layers)}
     places = {
-        f"{name}{i}": Placement((i,), (heads, 1, head, dim), (0, part, 0, 0))
+        f"{name}{i}": TensorMapping((i,), (heads, 1, head, dim), (0, part, 0, 0))
         for part, name in enumerate("qkv")
         for i in range(layers)
     }
@@ -141,7 +148,7 @@ def test_at_most_two_tensors_are_held_besides_the_destination() -> None:
     jax.block_until_ready(jax.device_put(np.ones(64, np.float32), shardings[0]))
     tracemalloc.start()
     try:
-        params = load_params(abstract, source, places, shardings)
+        params = load_params(abstract, source, places)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -162,12 +169,12 @@ class _Unreadable(MemorySource):
 def refused(source: MemorySource, layers: int = 2, **options: Any) -> str:
     abstract, places = tiny(layers=layers)
     with pytest.raises(ConfigError) as caught:
-        load_params(abstract, source, places, on_one_device(abstract), **options)
+        load_params(abstract, source, places, **options)
     assert not any(source.elements_read.values()), "something was read before the names were checked"
     return str(caught.value)
 
 
-def test_every_fault_is_named_at_once(rng: np.random.Generator) -> None:
+def test_all_mismatches_are_named_at_once(rng: np.random.Generator) -> None:
     tensors = tiny_tensors(rng)
     del tensors["1.v"]
     tensors["extra.b"] = tensors["extra.a"] = np.zeros(3, np.float32)
@@ -186,20 +193,20 @@ def test_long_lists_of_names_end_in_a_count(rng: np.random.Generator) -> None:
     assert "32 tensors are missing: 1.k, 1.norm, 1.q, 1.v, 2.k, 2.norm, 2.q, 2.v, 3.k, 3.norm and 22 more" in message
 
 
-def test_what_is_ignored_on_purpose_is_not_left_over(rng: np.random.Generator) -> None:
+def test_ignored_tensors_are_not_left_over(rng: np.random.Generator) -> None:
     abstract, places = tiny()
     source = MemorySource(tiny_tensors(rng) | {"inv_freq": np.zeros(3, np.float32)})
     assert "inv_freq" in refused(source)
-    load_params(abstract, source, places, on_one_device(abstract), ignored=lambda name: name == "inv_freq")
+    load_params(abstract, source, places, ignored=lambda name: name == "inv_freq")
     assert source.elements_read["inv_freq"] == 0
 
 
-def test_a_placement_that_leaves_a_gap_is_our_own_fault(rng: np.random.Generator) -> None:
+def test_a_mapping_that_leaves_a_gap_is_an_assertion_error(rng: np.random.Generator) -> None:
     abstract, places = tiny()
     tensors = tiny_tensors(rng)
     del places["0.v"], tensors["0.v"]
     with pytest.raises(AssertionError, match=r"layers\.0\.qkv"):
-        load_params(abstract, MemorySource(tensors), places, on_one_device(abstract))
+        load_params(abstract, MemorySource(tensors), places)
 
 
 def test_an_error_while_reading_reaches_the_caller(rng: np.random.Generator) -> None:
@@ -209,7 +216,7 @@ def test_an_error_while_reading_reaches_the_caller(rng: np.random.Generator) -> 
 
     abstract, places = tiny()
     with pytest.raises(OSError, match="disk error"):
-        load_params(abstract, Broken(tiny_tensors(rng)), places, on_one_device(abstract))
+        load_params(abstract, Broken(tiny_tensors(rng)), places)
 
 
 def test_on_a_cpu_the_array_is_the_buffer_that_was_filled(rng: np.random.Generator) -> None:
@@ -224,7 +231,7 @@ def test_on_a_cpu_the_array_is_the_buffer_that_was_filled(rng: np.random.Generat
 
     abstract, places = tiny()
     source = Pointers(tiny_tensors(rng))
-    params = load_params(abstract, source, places, on_one_device(abstract))
+    params = load_params(abstract, source, places)
     if jax.devices()[0].platform != "cpu":
         pytest.skip("the first device is not a CPU")
     assert params["layers"][0].norm.unsafe_buffer_pointer() == source.pointers["0.norm"]

@@ -1,10 +1,9 @@
-"""On meshes a shard has its part of every tensor, and no more is read of the files than the shards hold."""
+"""On any mesh a shard holds its part of every tensor, and no more is read from the files than the shards hold."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +12,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jaxserve import host
 from jaxserve.models.config import parse_model_config
 from jaxserve.models.registry import family
 from tests.weights.conftest import converted, random_checkpoint
+
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
@@ -29,19 +31,19 @@ CONFIG = {
     "vocab_size": 99,
     "tie_word_embeddings": False,
 }
-"""Two KV heads that shards share, biases, and a vocabulary that is padded wherever it is split."""
+"""Two KV heads that shards share, biases, and a vocabulary that needs padding wherever it is split."""
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     model = parse_model_config(CONFIG)
-    save_file(random_checkpoint(family(model).placements(model)), tmp_path / "model.safetensors")
+    save_file(random_checkpoint(family(model).tensor_mappings(model)), tmp_path / "model.safetensors")
     return tmp_path
 
 
 def start(arguments: list[str], devices: int) -> subprocess.Popen[str]:
-    """A process of on_meshes.py that sees so many CPU devices."""
+    """Start on_meshes.py in a process that sees `devices` CPU devices."""
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
@@ -59,28 +61,25 @@ def result(process: subprocess.Popen[str]) -> dict[str, dict[str, int]]:
 
 
 def test_a_process_reads_each_shard_once(folder: Path) -> None:
-    found = result(start(["alone", str(folder), "1x1", "1x2", "2x2", "2x4", "1x8", "8x1"], 8))
-    for shape in ("1x1", "1x2", "2x2", "8x1"):  # nothing is shared by shards: all of the checkpoint, and all once
+    found = result(start(["single", str(folder), "1x1", "1x2", "2x2", "2x4", "1x8", "8x1"], 8))
+    for shape in ("1x1", "1x2", "2x2", "8x1"):  # shards share nothing: the whole checkpoint is read, once
         assert found[shape]["read"] == found[shape]["checkpoint"], shape
-    for shape, one in found.items():  # padding is not read, a KV head that shards share by each of them
+    for shape, one in found.items():  # padding is not read; a shared KV head is read by each shard
         rows = CONFIG["vocab_size"] % int(shape[-1]) and int(shape[-1]) - CONFIG["vocab_size"] % int(shape[-1])
         assert one["read"] == one["shards"] - 2 * rows * CONFIG["hidden_size"] * 4, shape
 
 
 def test_an_orbax_checkpoint_is_restored_onto_any_mesh(folder: Path, tmp_path: Path) -> None:
-    """Each shard is held against all that is stored, which test_orbax.py holds against the source."""
+    """Compares each shard with the stored parameter; test_orbax.py compares that with the source."""
     target = tmp_path / "converted"
     converted(folder, target, np.float32)
     shapes = ["1x1", "1x2", "2x4", "1x4", "1x8"]
-    found = result(start(["alone", str(target), *shapes], 8))
+    found = result(start(["single", str(target), *shapes], 8))
     assert list(found) == shapes
 
 
-@pytest.mark.slow
 def test_a_process_reads_what_its_own_devices_hold(folder: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{host.free_port()}"
     processes = [start([f"{address}/{rank}", str(folder), "1x8", "1x2"], 4) for rank in range(2)]
     found = [result(process) for process in processes]
     for one in found:

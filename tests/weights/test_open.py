@@ -16,8 +16,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource, read_config
 from jaxserve.models.config import parse_model_config
 from jaxserve.models.registry import family
-from jaxserve.quant import choose, pack, packed_weights
-from jaxserve.weights import build, open_source, open_weights
+from jaxserve.quant import choose_packing, pack_specs, packed_weights
+from jaxserve.weights import build_params, open_source, open_weights
 from pallas_kernels.packed_matmul import PackedWeight, unpack
 from tests.weights.conftest import GOLDEN, converted, on_one_device
 
@@ -59,20 +59,22 @@ def test_other_formats_dont_pay_for_orbax() -> None:
 
 
 @pytest.mark.parametrize("load_format", ["dummy", "auto"])
-def test_16_bits_are_packed_whatever_they_are_read_from(load_format: Any, tmp_path: Path) -> None:
+def test_16_bit_weights_are_packed_from_every_format(load_format: Any, tmp_path: Path) -> None:
     source = ModelSource(GOLDEN / "smollm2", "folder", "m")
     config = parse_model_config(read_config(source))
     module, dtype = family(config), np.dtype(jnp.bfloat16)
     abstract = module.abstract(config, dtype)
-    chosen = choose("auto", abstract, module.placements(config), {}, platform="cpu", dtype=dtype, tensor=1)
-    tree = pack(abstract, chosen.bits)
+    chosen = choose_packing("auto", abstract, module.tensor_mappings(config), {}, platform="cpu", dtype=dtype, tensor=1)
+    tree = pack_specs(abstract, chosen.bits)
     assert packed_weights(tree)
     sources = [source]
     if load_format == "auto":
         sources.append(converted(GOLDEN / "smollm2", tmp_path / "orbax", jnp.bfloat16))
     for one in sources:
-        dense = build(abstract, on_one_device(abstract), open_weights(one, config, abstract, load_format=load_format))
-        packed = build(tree, on_one_device(tree), open_weights(one, config, tree, load_format=load_format))
+        dense = build_params(
+            abstract, on_one_device(abstract), open_weights(one, config, abstract, load_format=load_format)
+        )
+        packed = build_params(tree, on_one_device(tree), open_weights(one, config, tree, load_format=load_format))
         same = jax.tree.map(_unpacked, packed, is_leaf=lambda leaf: isinstance(leaf, PackedWeight))
         jax.tree.map(np.testing.assert_array_equal, same, jax.tree.map(lambda x: x.astype(jnp.float32), dense))
 

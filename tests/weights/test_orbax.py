@@ -17,13 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.errors import ConfigError
-from jaxserve.model_source import CHECKPOINT, ModelSource
+from jaxserve.model_source import CHECKPOINT_FILE, ModelSource
 from jaxserve.params import ParamSpec
 from jaxserve.weights import orbax, orbax_write
 from jaxserve.weights.arrays import WeightReader, flatten
-from jaxserve.weights.manifest import PARAMS, write_manifest
+from jaxserve.weights.manifest import PARAMS_FOLDER, write_manifest
 from jaxserve.weights.orbax import OrbaxCheckpoint
 from jaxserve.weights.orbax_write import chunk_shape, write_checkpoint
+from tests.selection import examples
 from tests.weights.conftest import GOLDEN, assert_same_params, converted, load_model, spec
 
 FAMILIES = ["llama2", "llama_sharded", "mistral", "qwen2", "qwen3", "smollm2"]
@@ -32,7 +33,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A converted model; a test that changes it takes a copy."""
+    """A converted model. Tests that change it use `copied`."""
     return converted(GOLDEN / "qwen2", tmp_path_factory.mktemp("orbax") / "qwen", np.float32).path
 
 
@@ -61,7 +62,7 @@ def test_a_converted_model_has_the_parameters_it_had(name: str, tmp_path: Path) 
     assert_same_params(load_model(target), load_model(source))
 
 
-def test_it_is_rounded_to_the_type_asked_for_and_has_no_other(tmp_path: Path) -> None:
+def test_it_is_rounded_to_the_requested_type_and_loads_only_as_that(tmp_path: Path) -> None:
     source = ModelSource(GOLDEN / "smollm2", "folder", "m")
     target = converted(source.path, tmp_path / "converted", BF16)
     assert_same_params(load_model(target, BF16), load_model(source, BF16))
@@ -71,7 +72,7 @@ def test_it_is_rounded_to_the_type_asked_for_and_has_no_other(tmp_path: Path) ->
 
 
 def test_orbax_itself_restores_it(qwen: Path) -> None:
-    restored = ocp.PyTreeCheckpointer().restore(qwen / PARAMS)
+    restored = ocp.PyTreeCheckpointer().restore(qwen / PARAMS_FOLDER)
     params = load_model(ModelSource(qwen, "orbax", "m"))
     leaves, _ = flatten(params)
     for path, array in leaves:
@@ -101,8 +102,8 @@ def test_parameters_of_another_shape_are_named(copied: Path) -> None:
     assert "embedding [128, 32] instead of [127, 32]" in message
 
 
-def test_a_folder_that_was_copied_in_part_names_what_lacks(copied: Path) -> None:
-    files = sorted(path for path in (copied / PARAMS).rglob("*") if path.is_file() and path.stat().st_size > 100)
+def test_a_folder_that_was_copied_in_part_names_the_missing_files(copied: Path) -> None:
+    files = sorted(path for path in (copied / PARAMS_FOLDER).rglob("*") if path.is_file() and path.stat().st_size > 100)
     files[0].unlink()
     files[1].write_bytes(files[1].read_bytes()[:50])
     message = refused(copied)
@@ -111,8 +112,8 @@ def test_a_folder_that_was_copied_in_part_names_what_lacks(copied: Path) -> None
     assert "Copy it again" in message
 
 
-def test_zeros_are_stored_as_any_numbers_are(tmp_path: Path) -> None:
-    """TensorStore may leave out chunks that hold nothing else."""
+def test_zeros_are_stored(tmp_path: Path) -> None:
+    """By default TensorStore doesn't store chunks that hold only zeros."""
     abstract = {"w": spec(8, 8)}
 
     def fill(path: Any, spec: Any, window: Any, out: np.ndarray[Any, Any]) -> None:
@@ -127,7 +128,7 @@ def test_zeros_are_stored_as_any_numbers_are(tmp_path: Path) -> None:
 
 def test_a_file_that_is_cut_short_after_it_was_checked_is_named(copied: Path) -> None:
     reader = OrbaxCheckpoint(copied)
-    path = copied / PARAMS / "norm" / "0"
+    path = copied / PARAMS_FOLDER / "norm" / "0"
     path.write_bytes(path.read_bytes()[:-4])
     out = np.empty(32, np.float32)
     with pytest.raises(ConfigError, match=r"norm/0: norm can't be read \(.*copy the folder again"):
@@ -136,7 +137,7 @@ def test_a_file_that_is_cut_short_after_it_was_checked_is_named(copied: Path) ->
 
 def test_a_parameter_that_was_never_written_is_named(copied: Path) -> None:
     edit(
-        copied / CHECKPOINT,
+        copied / CHECKPOINT_FILE,
         lambda manifest: manifest["parameters"].update(extra={"shape": [2], "dtype": "float32", "chunks": [2]}),
     )
     checkpoint = OrbaxCheckpoint(copied)
@@ -157,7 +158,7 @@ def test_a_parameter_that_was_never_written_is_named(copied: Path) -> None:
     ],
 )
 def test_a_manifest_that_is_damaged_or_too_new(copied: Path, content: str, message: str) -> None:
-    (copied / CHECKPOINT).write_text(content)
+    (copied / CHECKPOINT_FILE).write_text(content)
     with pytest.raises(ConfigError, match=message):
         OrbaxCheckpoint(copied)
 
@@ -169,12 +170,16 @@ def test_chunks_are_pieces_of_the_axis_that_is_split() -> None:
     dim = (8192, None)
     assert chunks(dim, (28672, "mlp")) == (8192, 28672 // 16)
     assert chunks((2, None), (28672, "mlp"), dim) == (2, 28672 // 16, 8192)
-    assert chunks((128256, "vocab"), dim) == (128256 // 32, 8192), "no chunk is too large to be held"
+    assert chunks((128256, "vocab"), dim) == (128256 // 32, 8192), "no chunk is too large to be held in memory"
     assert chunks((50257, "vocab"), (1024, None)) == (3142, 1024), "the last one is smaller"
     assert chunks((8, "kv_heads"), (10, None), (128, None), dim) == (1, 10, 128, 8192)
     assert chunks(dim) == (8192,)
-    assert chunks((64, "mlp"), (64, None)) == (64, 64), "none is so small that finding it takes longer than reading it"
-    assert chunks((4096, None), (32, "heads"), (128, None)) == (4096, 4, 128), "of a row a kilobyte lies together"
+    assert chunks((64, "mlp"), (64, None)) == (64, 64), (
+        "no chunk is so small that finding it takes longer than reading it"
+    )
+    assert chunks((4096, None), (32, "heads"), (128, None)) == (4096, 4, 128), (
+        "at least a kilobyte of a row is contiguous"
+    )
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -182,7 +187,7 @@ def test_a_shard_reads_little_more_than_its_own_bytes(
     axis: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(orbax_write, "_CHUNK_BYTES", (1 << 10, 1 << 20))
-    monkeypatch.setattr(orbax_write, "_RUN_BYTES", 1 << 7)
+    monkeypatch.setattr(orbax_write, "_MIN_RUN_BYTES", 1 << 7)
     read = []
     fill_from_file = orbax._read_bytes
 
@@ -209,10 +214,10 @@ def test_a_shard_reads_little_more_than_its_own_bytes(
     assert sum(read) == out.nbytes
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_window_of_any_chunks_is_read(data: st.DataObject) -> None:
-    """Into memory of any strides; rows wider than what is read at a time, and narrower ones."""
+    """Reads into memory of any strides, rows that are wider or narrower than what is read at a time."""
     shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4), label="shape"))
     axis = data.draw(st.integers(0, len(shape) - 1), label="axis")
     pieces = data.draw(st.integers(1, shape[axis]), label="pieces")
@@ -239,7 +244,7 @@ def test_any_window_of_any_chunks_is_read(data: st.DataObject) -> None:
 
 
 def test_few_parameters_are_held_while_it_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Two that are made, and two that TensorStore has written but not let go of yet."""
+    """At most two being read, and two that TensorStore has not released yet."""
     abstract = {f"w{i}": spec(1 << 10, 1 << 10) for i in range(12)}
     done = []
 
@@ -255,4 +260,4 @@ def test_few_parameters_are_held_while_it_is_written(tmp_path: Path, caplog: pyt
         tracemalloc.stop()
     assert done == [8, *[4 << 20] * 12]
     assert peak < 4.5 * done[-1]
-    assert not caplog.records, "nothing that a person would have to make sense of"
+    assert not caplog.records, "no warnings"

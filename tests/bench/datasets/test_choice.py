@@ -1,4 +1,4 @@
-"""Datasets as the flags choose them."""
+"""Datasets chosen by flags."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.bench.datasets.prompts import Conversation
+from jaxserve.bench.datasets.prompts import BenchConversation
 from jaxserve.cli.bench.dataset_flags import add_datasets, chosen_dataset
 from jaxserve.cli.common.parser import Parser
 from jaxserve.errors import ConfigError
@@ -17,19 +17,19 @@ from tests.bench.word_tokenizer import word_tokenizer
 TOKENIZER = word_tokenizer()
 
 
-def made(line: str, *, chat: bool = False, warmups: int | None = None) -> list[Conversation]:
+def made(line: str, *, chat: bool = False, warmups: int | None = None) -> list[BenchConversation]:
     parser = Parser(prog="bench")
     add_datasets(parser)
     dataset = chosen_dataset(parser.parse(line.split()), chat=chat)
     return dataset.make(dataset.vocabulary(TOKENIZER), warmups=warmups)
 
 
-def texts(conversations: list[Conversation]) -> list[str]:
+def texts(conversations: list[BenchConversation]) -> list[str]:
     return [str(prompt.content) for conversation in conversations for prompt in conversation.prompts]
 
 
-def only(conversation: Conversation) -> tuple[int, int | None, int]:
-    """Tokens that the prompt really has, that it is said to have, and that it asks for."""
+def only(conversation: BenchConversation) -> tuple[int, int | None, int]:
+    """Return the real number of prompt tokens, the declared one, and the requested output tokens."""
     (prompt,) = conversation.prompts
     content = prompt.content
     real = len(TOKENIZER.encode(content)) if isinstance(content, str) else len(content)
@@ -40,7 +40,7 @@ def test_random_texts_have_the_length_with_bos() -> None:
     assert {only(c) for c in made("--random-input-len 50 --random-output-len 9 --num-prompts 20")} == {(50, 50, 9)}
 
 
-def test_random_lengths_spread_as_said_and_may_spread_apart() -> None:
+def test_random_lengths_cover_their_ranges() -> None:
     drawn = [only(c) for c in made(
         '--random-input-len 41 --random-output-len 10 --num-prompts 300 --random-range-ratio {"input":0.5,"output":0}'
     )]  # fmt: skip
@@ -51,7 +51,7 @@ def test_random_lengths_spread_as_said_and_may_spread_apart() -> None:
     assert {only(c)[2] for c in sglang} == {1, 2, 3, 4}
 
 
-def test_a_prefix_comes_on_top_and_is_shared() -> None:
+def test_a_prefix_is_added_and_shared() -> None:
     drawn = made("--random-input-len 21 --random-prefix-len 30 --num-prompts 3")
     assert {only(c)[0] for c in drawn} == {51}
     shared = [TOKENIZER.encode(text)[:31] for text in texts(drawn)]
@@ -64,14 +64,14 @@ def test_random_ids_are_sent_as_they_are() -> None:
     assert all(token < 50 for c in drawn for token in c.prompts[0].content)  # type: ignore[operator]
 
 
-def test_the_same_seed_gives_the_same_prompts_and_a_longer_run_begins_alike() -> None:
+def test_a_longer_dataset_starts_with_the_shorter_one_of_the_same_seed() -> None:
     short, long = (texts(made(f"--random-input-len 20 --num-prompts {n} --random-range-ratio 0.5")) for n in (4, 9))
     assert long[:4] == short
     assert texts(made("--random-input-len 20 --num-prompts 4 --random-range-ratio 0.5 --seed 1")) != short
 
 
 @pytest.mark.parametrize("name", ["random", "prefix-repetition", "generated-shared-prefix", "multi-turn"])
-def test_warmups_are_other_prompts(name: str) -> None:
+def test_warmups_have_different_prompts(name: str) -> None:
     size = "--gsp-num-groups 2 --gsp-prompts-per-group 3" if name == "generated-shared-prefix" else "--num-prompts 10"
     line = f"--dataset-name {name} {size}"
     warmups = texts(made(line, warmups=2))
@@ -125,13 +125,13 @@ def sharegpt(tmp_path: Path) -> Path:
     return file
 
 
-def test_sharegpt_asks_for_the_length_of_the_first_answer(sharegpt: Path) -> None:
+def test_sharegpt_requests_the_length_of_the_first_answer(sharegpt: Path) -> None:
     drawn = made(f"--dataset-name sharegpt --dataset-path {sharegpt}")
     assert sorted(only(c) for c in drawn) == [(11, 11, 10), (21, 21, 10), (31, 31, 10)]
     assert {only(c)[2] for c in made(f"--dataset-name sharegpt --dataset-path {sharegpt} --output-len 5")} == {5}
 
 
-def test_a_file_is_repeated_where_more_is_asked_for(sharegpt: Path) -> None:
+def test_a_short_file_is_repeated(sharegpt: Path) -> None:
     assert len(made(f"--dataset-name sharegpt --dataset-path {sharegpt} --num-prompts 8")) == 8
     assert len(made(f"--dataset-name sharegpt --dataset-path {sharegpt} --num-prompts 8 --no-oversample")) == 3
     assert len(made(f"--dataset-name sharegpt --dataset-path {sharegpt} --num-prompts 2")) == 2
@@ -159,7 +159,7 @@ def test_custom_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "chat", "error"),
     [
-        ('{"prompt": "a"}\n{nonsense', False, "line 2 is no JSON"),
+        ('{"prompt": "a"}\n{nonsense', False, "line 2 is not JSON"),
         ("[1]", False, "line 1 should hold an object, it holds a list"),
         ('{"text": "a"}', False, 'line 1 has neither "prompt"'),
         ('{"messages": [{"role": "user", "content": "a"}]}', False, "only --backend openai-chat can send"),
@@ -168,7 +168,7 @@ def test_custom_lines(tmp_path: Path) -> None:
         ("", False, "gives no requests"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, content: str, chat: bool, error: str) -> None:
+def test_an_invalid_line_is_named(tmp_path: Path, content: str, chat: bool, error: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(content)
     with pytest.raises(ConfigError, match=error):
@@ -187,7 +187,7 @@ def mooncake(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_trace_keeps_its_times_lengths_and_what_is_shared(mooncake: Path) -> None:
+def test_a_trace_keeps_its_times_lengths_and_shared_prefixes(mooncake: Path) -> None:
     drawn = made(f"--dataset-name timed_trace --dataset-path {mooncake}")
     assert [c.at for c in drawn] == [0.0, 0.5, 3.0]
     assert [only(c) for c in drawn] == [(1100, 1100, 5), (1030, 1030, 6), (30, 30, 7)]
@@ -196,7 +196,7 @@ def test_a_trace_keeps_its_times_lengths_and_what_is_shared(mooncake: Path) -> N
     assert first[1024:1030] != second[1024:1030]
 
 
-def test_a_trace_may_count_otherwise(mooncake: Path) -> None:
+def test_a_trace_with_other_units(mooncake: Path) -> None:
     drawn = made(f"--dataset-name timed-trace --dataset-path {mooncake} --timed-trace-chunk-hash-size 16 "
                  "--timed-trace-sec-multiplier 1 --num-prompts 2")  # fmt: skip
     assert [c.at for c in drawn] == [0.0, 500.0]
@@ -213,18 +213,18 @@ def test_a_trace_is_text_for_a_chat(mooncake: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        ("--dataset-name random --gsp-num-groups 3", "--gsp-num-groups means nothing for --dataset-name random"),
+        ("--dataset-name random --gsp-num-groups 3", "--gsp-num-groups has no effect with --dataset-name random"),
         ("--dataset-name sharegpt", "reads a file: name it with --dataset-path"),
         ("--dataset-name custom --dataset-path /nowhere/x", "can't be read"),
         ("--num-prompts 0", "--num-prompts must be at least 1, got 0"),
         ("--random-input-len 0", "--random-input-len must be at least 1, got 0"),
         ("--random-range-ratio 1.5", r"must be in \[0, 1\) by vLLM's semantics, got 1.5"),
         ("--random-range-ratio x", "'x' is neither a number nor like"),
-        ("--input-len 5 --random-input-len 6", "it is given by its own flag too"),
+        ("--input-len 5 --random-input-len 6", "its own flag is given too"),
         ("--dataset-name prefix-repetition --input-len 5", "has its own lengths"),
         ("--dataset-name prefix-repetition --num-prompts 3", "there must be 1 to 3"),
     ],
 )
-def test_what_means_nothing_is_refused(line: str, error: str) -> None:
+def test_invalid_flags_are_refused(line: str, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         made(line)

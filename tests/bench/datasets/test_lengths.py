@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxserve.bench.datasets.lengths import Semantics, Span, span
+from jaxserve.bench.datasets.lengths import LengthRange, Semantics, length_range
 from jaxserve.errors import ConfigError
 
 
@@ -19,18 +19,18 @@ from jaxserve.errors import ConfigError
         (100, 1.0, "sglang", 100, 100),
     ],
 )
-def test_one_ratio_means_two_things(length: int, ratio: float, semantics: Semantics, low: int, high: int) -> None:
-    assert span(length, ratio, semantics) == Span(low, high)
+def test_a_ratio_has_two_meanings(length: int, ratio: float, semantics: Semantics, low: int, high: int) -> None:
+    assert length_range(length, ratio, semantics) == LengthRange(low, high)
 
 
-def test_every_length_of_a_span_is_drawn() -> None:
+def test_every_length_of_a_range_is_drawn() -> None:
     rng = np.random.default_rng(0)
-    assert {Span(3, 6).draw(rng) for _ in range(200)} == {3, 4, 5, 6}
+    assert {LengthRange(3, 6).draw(rng) for _ in range(200)} == {3, 4, 5, 6}
 
 
 @pytest.mark.parametrize(
     ("length", "ratio", "semantics"), [(0, 0.0, "vllm"), (9, 1.0, "vllm"), (9, -0.1, "vllm"), (9, 1.1, "sglang")]
 )
-def test_what_has_no_meaning_is_refused(length: int, ratio: float, semantics: Semantics) -> None:
+def test_invalid_lengths_and_ratios_are_refused(length: int, ratio: float, semantics: Semantics) -> None:
     with pytest.raises(ConfigError):
-        span(length, ratio, semantics)
+        length_range(length, ratio, semantics)

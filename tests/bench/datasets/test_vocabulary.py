@@ -10,7 +10,7 @@ from tests.text import small_tokenizers
 
 
 @pytest.mark.parametrize("count", [1, 7, 500])
-def test_a_text_has_as_many_tokens_as_were_asked_for(count: int) -> None:
+def test_a_text_has_the_requested_number_of_tokens(count: int) -> None:
     tokenizer = word_tokenizer()
     vocabulary, rng = Vocabulary(tokenizer), np.random.default_rng(0)
     ids = vocabulary.words(rng, count)
@@ -29,7 +29,7 @@ def test_texts_that_share_ids_share_tokens() -> None:
 
 
 @pytest.mark.parametrize("make", [small_tokenizers.byte_level, small_tokenizers.sentencepiece])
-def test_where_no_words_keep_their_borders_the_length_said_is_the_length_counted(make: object) -> None:
+def test_the_returned_length_is_counted_if_tokens_merge(make: object) -> None:
     tokenizer = make()  # type: ignore[operator]
     vocabulary, rng = Vocabulary(tokenizer), np.random.default_rng(0)
     text, tokens = vocabulary.text(rng, vocabulary.words(rng, 30))
@@ -42,7 +42,7 @@ def test_special_tokens_are_never_drawn() -> None:
     assert 0 not in Vocabulary(tokenizer).ids(np.random.default_rng(0), 20_000)
 
 
-def test_ids_need_no_tokenizer_but_a_size() -> None:
+def test_ids_need_only_a_vocabulary_size() -> None:
     drawn = Vocabulary(None, 10).ids(np.random.default_rng(0), 1000)
     assert set(drawn) == set(range(10))
     with pytest.raises(ConfigError, match="--vocab-size"):

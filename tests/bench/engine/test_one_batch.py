@@ -16,20 +16,20 @@ async def test_phases_add_up() -> None:
     assert times.latency == times.prefill + times.decode
 
 
-async def test_prefill_lasts_until_the_last_sequence_has_begun() -> None:
+async def test_prefill_lasts_until_the_last_first_token() -> None:
     engine = FakeEngine(300, tokens_per_step=4)
     times = await run_batch(engine, [[1]], name="x", output_len=4)
     assert times.first == times.prefill
     assert times.decode < times.prefill
 
 
-async def test_a_request_that_fails_is_no_measurement() -> None:
+async def test_a_failed_request_is_an_error() -> None:
     engine = FakeEngine(300, refuse=lambda request: "queue full" if request.prompt_ids == [9] else None)
-    with pytest.raises(BenchRunError, match="gave a request up: queue full"):
+    with pytest.raises(BenchRunError, match="failed in the engine: queue full"):
         await run_batch(engine, [[1], [9]], name="x", output_len=3)
 
 
-async def test_an_answer_that_is_cut_is_no_measurement() -> None:
+async def test_an_aborted_answer_is_an_error() -> None:
     engine = FakeEngine(300)
     engine.hold()
     import asyncio

@@ -48,10 +48,10 @@ def test_host_phases_are_means_of_a_step() -> None:
     )
     assert times.other_ms == pytest.approx(1.0)
     assert times.programs == []
-    assert "nothing to say of it" in breakdown(times)
+    assert "has no times of operations" in breakdown(times)
 
 
-def test_an_operation_counts_without_those_within_it() -> None:
+def test_nested_operations_are_not_counted_twice() -> None:
     events = [
         *HOST,
         operation("while", 0, 1000), operation("dot.1", 100, 300), operation("add", 450, 50),
@@ -66,7 +66,7 @@ def test_an_operation_counts_without_those_within_it() -> None:
     assert program.busy_ms == pytest.approx((1.5 + 0.04 + 0.6) / 2)
 
 
-def test_a_device_has_lines_of_its_own() -> None:
+def test_device_lines_replace_host_threads() -> None:
     device = [
         named("process_name", "/device:TPU:0", 3),
         named("thread_name", "XLA Ops", 3, 1),
@@ -84,7 +84,7 @@ def test_a_device_has_lines_of_its_own() -> None:
     assert program.busy_ms == pytest.approx(9.0)
 
 
-def test_the_breakdown_adds_layers_up() -> None:
+def test_the_breakdown_sums_layers() -> None:
     events = [*HOST, operation("dot.1", 0, 300), operation("dot.3", 400, 100)]
     scopes = {"jit_decode_2": {"dot.1": "layer_0/attention", "dot.3": "layer_1/attention"}}
     text = breakdown(step_times(events, scopes))
@@ -101,21 +101,21 @@ def _write(folder: Path, events: list[Any]) -> Path:
     return folder
 
 
-def test_a_folder_is_read(tmp_path: Path) -> None:
+def test_a_profile_folder_is_read(tmp_path: Path) -> None:
     assert read_step_times(_write(tmp_path, [*HOST, {}])).num_steps == 2
     (tmp_path / "scopes.json.gz").write_bytes(b"half")
     with pytest.raises(BenchRunError, match="holds no profile"):
         read_step_times(tmp_path)
 
 
-def test_what_holds_no_steps_is_an_error(tmp_path: Path) -> None:
+def test_a_profile_without_steps_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(BenchRunError, match="no profile of an engine"):
         read_step_times(tmp_path)
     with pytest.raises(BenchRunError, match="no step of an engine"):
         read_step_times(_write(tmp_path, []))
 
 
-def test_a_trace_that_was_cut_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxserve.bench.engine.step_times._MOST_EVENTS", len(HOST))
+def test_a_truncated_trace_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxserve.bench.engine.step_times._MAX_EVENTS", len(HOST))
     with pytest.raises(BenchRunError, match="profile fewer steps"):
         read_step_times(_write(tmp_path, HOST))

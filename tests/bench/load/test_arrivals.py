@@ -43,12 +43,12 @@ def test_the_same_seed_gives_the_same_times() -> None:
 
 
 @pytest.mark.parametrize(("rate", "burstiness"), [(0.0, 1.0), (-1.0, 1.0), (math.nan, 1.0), (1.0, 0.0)])
-def test_what_no_process_has_is_refused(rate: float, burstiness: float) -> None:
+def test_invalid_rates_are_refused(rate: float, burstiness: float) -> None:
     with pytest.raises(ConfigError, match="must be above 0"):
         arrival_times(np.random.default_rng(0), 1, rate, burstiness=burstiness)
 
 
 @pytest.mark.parametrize(("start", "end"), [(0.0, 1.0), (1.0, math.inf)])
-def test_a_ramp_needs_rates(start: float, end: float) -> None:
+def test_a_ramp_needs_valid_rates(start: float, end: float) -> None:
     with pytest.raises(ConfigError, match="finite and above 0"):
         RampUp("linear", start, end)

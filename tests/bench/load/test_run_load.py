@@ -6,17 +6,19 @@ import asyncio
 
 import pytest
 
-from jaxserve.bench.datasets.prompts import Conversation, Prompt, alone
-from jaxserve.bench.load.run_load import Load, count_with
+from jaxserve.bench.datasets.prompts import BenchConversation, Prompt, single_prompt
+from jaxserve.bench.load.run_load import LoadRun, count_answer_tokens
 from tests.bench.conftest import Harness
 
+pytestmark = pytest.mark.process
 
-def prompts(count: int, tokens: int = 3) -> list[Conversation]:
-    return [alone(f"prompt {i}", None, tokens) for i in range(count)]
+
+def prompts(count: int, tokens: int = 3) -> list[BenchConversation]:
+    return [single_prompt(f"prompt {i}", None, tokens) for i in range(count)]
 
 
 async def test_all_are_sent_and_recorded_in_order(harness: Harness) -> None:
-    load = Load(harness.client(), prompts(5), [0.0] * 5, id_prefix="x-")
+    load = LoadRun(harness.client(), prompts(5), [0.0] * 5, id_prefix="x-")
     run = await load.run(asyncio.Event())
     assert [(record.id, record.status) for record in run.records] == [(f"x-{i}", "ok") for i in range(5)]
     assert not run.interrupted
@@ -26,11 +28,11 @@ async def test_all_are_sent_and_recorded_in_order(harness: Harness) -> None:
 
 @pytest.mark.parametrize("most", [1, 3])
 async def test_no_more_are_open_than_allowed(harness: Harness, most: int) -> None:
-    load = Load(harness.client(itl=0.005), prompts(8), [0.0] * 8, max_concurrency=most)
+    load = LoadRun(harness.client(itl=0.005), prompts(8), [0.0] * 8, max_concurrency=most)
     run = await load.run(asyncio.Event())
     assert harness.server.most_open == most
     assert harness.server.connections == most
-    # What waited for its turn was not yet sent: the wait is in no latency
+    # Latency starts when a request is sent, after the wait for its turn.
     last = run.records[-1]
     assert last.start - run.start == pytest.approx(last.queued, abs=0.5 * last.queued)
     assert (last.ttft or 0) < last.queued
@@ -38,22 +40,22 @@ async def test_no_more_are_open_than_allowed(harness: Harness, most: int) -> Non
 
 async def test_requests_are_sent_at_their_times(harness: Harness) -> None:
     times = [0.0, 0.1, 0.3]
-    run = await Load(harness.client(), prompts(3), times).run(asyncio.Event())
+    run = await LoadRun(harness.client(), prompts(3), times).run(asyncio.Event())
     sent = [record.start - run.start for record in run.records]
     assert all(when >= due for when, due in zip(sent, times))
     assert sent[2] - sent[1] > sent[1] - sent[0] > 0
 
 
-async def test_each_request_has_a_seed_of_its_own_where_asked(harness: Harness) -> None:
-    await Load(harness.client(), prompts(3), [0.0] * 3, max_concurrency=1, seed=40).run(asyncio.Event())
-    await Load(harness.client(), prompts(1), [0.0]).run(asyncio.Event())
+async def test_each_request_has_its_own_seed_if_requested(harness: Harness) -> None:
+    await LoadRun(harness.client(), prompts(3), [0.0] * 3, max_concurrency=1, seed=40).run(asyncio.Event())
+    await LoadRun(harness.client(), prompts(1), [0.0]).run(asyncio.Event())
     assert [body.get("seed") for body in harness.server.bodies] == [40, 41, 42, None]
 
 
 @pytest.mark.parametrize("chat", [True, False])
-async def test_a_turn_is_sent_with_what_was_said_before(harness: Harness, chat: bool) -> None:
-    conversation = Conversation((Prompt("first", None, 2), Prompt("second", None, 1)), system="be brief")
-    run = await Load(harness.client(chat=chat), [conversation], [0.0]).run(asyncio.Event())
+async def test_a_turn_is_sent_with_the_turns_before_it(harness: Harness, chat: bool) -> None:
+    conversation = BenchConversation((Prompt("first", None, 2), Prompt("second", None, 1)), system="be brief")
+    run = await LoadRun(harness.client(chat=chat), [conversation], [0.0]).run(asyncio.Event())
     assert [record.status for record in run.records] == ["ok", "ok"]
     assert run.records[1].start >= run.records[0].end
     second = harness.server.bodies[1]
@@ -69,17 +71,17 @@ async def test_a_turn_is_sent_with_what_was_said_before(harness: Harness, chat: 
 
 
 async def test_turns_after_a_failure_are_not_sent(harness: Harness) -> None:
-    conversation = Conversation(tuple(Prompt("hi", None, 5) for _ in range(3)))
-    run = await Load(harness.client(fault="close"), [conversation], [0.0]).run(asyncio.Event())
+    conversation = BenchConversation(tuple(Prompt("hi", None, 5) for _ in range(3)))
+    run = await LoadRun(harness.client(fault="close"), [conversation], [0.0]).run(asyncio.Event())
     assert [record.status for record in run.records] == ["failed"] * 3
     assert run.records[2].error == "not sent: an earlier turn of its conversation failed"
     assert len(harness.server.bodies) == 1
 
 
-async def test_a_stopped_run_keeps_what_was_measured(harness: Harness) -> None:
+async def test_a_stopped_run_keeps_its_measurements(harness: Harness) -> None:
     stop = asyncio.Event()
-    conversations = [*prompts(2, tokens=1), *prompts(2, tokens=10_000), alone("late", None, 1)]
-    load = Load(harness.client(itl=0.001), conversations, [0.0, 0.0, 0.0, 0.0, 1e6])
+    conversations = [*prompts(2, tokens=1), *prompts(2, tokens=10_000), single_prompt("late", None, 1)]
+    load = LoadRun(harness.client(itl=0.001), conversations, [0.0, 0.0, 0.0, 0.0, 1e6])
     running = asyncio.create_task(load.run(stop))
     while not (load.records[0].status == load.records[1].status == "ok" and load.records[3].token_times):
         await asyncio.sleep(0)
@@ -92,14 +94,14 @@ async def test_a_stopped_run_keeps_what_was_measured(harness: Harness) -> None:
 
 
 async def test_answers_without_usage_are_counted_by_their_text(harness: Harness) -> None:
-    run = await Load(harness.client(usage=False, tokens_a_chunk=2), prompts(1, tokens=5), [0.0]).run(asyncio.Event())
+    run = await LoadRun(harness.client(usage=False, tokens_a_chunk=2), prompts(1, tokens=5), [0.0]).run(asyncio.Event())
     assert run.records[0].output_tokens == 3
-    count_with(run.records, lambda text: len(text.split()))
+    count_answer_tokens(run.records, lambda text: len(text.split()))
     assert (run.records[0].output_tokens, run.records[0].counted_by) == (5, "tokenizer")
 
 
-async def test_a_blocked_loop_is_noticed(harness: Harness) -> None:
-    load = Load(harness.client(itl=0.01), prompts(1, tokens=30), [0.0])
+async def test_a_blocked_loop_is_detected(harness: Harness) -> None:
+    load = LoadRun(harness.client(itl=0.01), prompts(1, tokens=30), [0.0])
     running = asyncio.create_task(load.run(asyncio.Event()))
     while not load.records[0].token_times:
         await asyncio.sleep(0)

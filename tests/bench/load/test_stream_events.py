@@ -1,11 +1,11 @@
-"""Events as servers of the field write them."""
+"""Events as real servers write them."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
 
-from jaxserve.bench.load.stream_events import decode_chunk
+from jaxserve.bench.load.stream_events import decode_stream_chunk
 
 
 @pytest.mark.parametrize(
@@ -25,12 +25,12 @@ from jaxserve.bench.load.stream_events import decode_chunk
     ],
 )
 def test_what_counts_as_a_token(event: str, said: str, is_token: bool) -> None:
-    (choice,) = decode_chunk(event).choices
-    assert (choice.said(), choice.is_token()) == (said, is_token)
+    (choice,) = decode_stream_chunk(event).choices
+    assert (choice.new_text(), choice.is_token()) == (said, is_token)
 
 
 def test_usage_alone_is_no_token() -> None:
-    chunk = decode_chunk('{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":9,"total_tokens":12}}')
+    chunk = decode_stream_chunk('{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":9,"total_tokens":12}}')
     assert (chunk.choices, chunk.usage and chunk.usage.completion_tokens) == ([], 9)
 
 
@@ -44,9 +44,9 @@ def test_usage_alone_is_no_token() -> None:
     ],
 )
 def test_faults(event: str, fault: str | None) -> None:
-    assert decode_chunk(event).fault() == fault
+    assert decode_stream_chunk(event).error_text() == fault
 
 
-def test_what_is_no_json_is_an_error() -> None:
+def test_invalid_json_is_an_error() -> None:
     with pytest.raises(msgspec.DecodeError):
-        decode_chunk("{no")
+        decode_stream_chunk("{no")

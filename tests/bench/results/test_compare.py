@@ -20,20 +20,21 @@ def verdicts(comparison: Comparison) -> dict[str, str]:
     return {row.metric: row.verdict for row in comparison.rows}
 
 
-def test_one_run_a_side_of_the_same_thing_is_no_difference() -> None:
+@pytest.mark.grid
+def test_equal_runs_show_no_difference() -> None:
     for seed in range(20):
         found = verdicts(of([serve_result(2 * seed)], [serve_result(2 * seed + 1)]))
         assert set(found.values()) <= {"no difference beyond noise", "can't tell"}, (seed, found)
 
 
-def test_what_really_changed_is_found_and_only_that() -> None:
+def test_only_real_changes_are_found() -> None:
     found = verdicts(of([serve_result(0)], [serve_result(1, itl=0.023)]))
     assert found["median_itl_ms"] == found["mean_tpot_ms"] == found["output_throughput"] == "slower"
     assert found["median_ttft_ms"] == "no difference beyond noise"
     assert verdicts(of([serve_result(0)], [serve_result(1, itl=0.017)]))["output_throughput"] == "faster"
 
 
-def test_the_values_are_the_files_own() -> None:
+def test_values_come_from_the_files() -> None:
     a, b = serve_result(0), serve_result(1, ttft=0.2)
     for row in of([a], [b]).rows:
         if row.interval is not None:
@@ -43,8 +44,8 @@ def test_the_values_are_the_files_own() -> None:
     assert row.worse_by == pytest.approx(100 * (b["mean_ttft_ms"] / a["mean_ttft_ms"] - 1))
 
 
-def test_several_runs_bring_the_spread_between_runs() -> None:
-    """Each run alone is exact to a percent, but they differ by ten: the second comparison must see that."""
+def test_several_runs_use_the_spread_between_runs() -> None:
+    """Each run is exact to a percent, but the runs differ by ten: the second comparison must take this into account."""
     calm = [serve_result(i, itl=0.02) for i in range(3)]
     wild = [serve_result(i + 3, itl=itl) for i, itl in enumerate((0.020, 0.024, 0.027))]
     assert verdicts(of(calm[:1], wild[1:2]))["mean_tpot_ms"] == "slower"
@@ -77,7 +78,7 @@ def test_without_raw_requests_there_is_no_verdict() -> None:
         ({"total_input_tokens": 200 * 32}, "mean input tokens of a request: 16.0"),
     ],
 )
-def test_different_loads_are_refused_by_name(change: dict[str, Any], says: str) -> None:
+def test_different_loads_are_refused_with_their_differences(change: dict[str, Any], says: str) -> None:
     other = serve_result(1) | change
     with pytest.raises(ConfigError, match=says):
         of([serve_result(0)], [other])
@@ -85,19 +86,19 @@ def test_different_loads_are_refused_by_name(change: dict[str, Any], says: str) 
     assert says in forced.differences[0]
 
 
-def test_a_run_that_was_cut_is_named() -> None:
+def test_an_interrupted_run_is_noted() -> None:
     comparison = of([serve_result(0)], [serve_result(1) | {"interrupted": True}])
     assert any("b0.json was interrupted" in note for note in comparison.notes)
 
 
-def test_burstiness_means_nothing_without_a_rate() -> None:
+def test_burstiness_is_ignored_without_a_rate() -> None:
     of([serve_result(0)], [serve_result(1) | {"burstiness": 0.5}])
     rates = [serve_result(i) | {"request_rate": 2.0, "burstiness": 1.0 - i / 2} for i in range(2)]
     with pytest.raises(ConfigError, match="burstiness"):
         of(rates[:1], rates[1:])
 
 
-def test_failed_requests_are_said_and_never_averaged_in() -> None:
+def test_failed_requests_are_noted_and_not_averaged() -> None:
     comparison = of([serve_result(0)], [serve_result(0, requests=180, failed=20) | {"num_prompts": 200}])
     assert comparison.failed_share == (0.0, 0.1)
     assert any("20 requests of B failed (10.0%)" in note for note in comparison.notes)
@@ -137,18 +138,18 @@ def test_latency_and_throughput_results_are_read_too() -> None:
     [
         ("{", "not JSON"),
         ("[1]", "no JSON object"),
-        ('{"foo": 1}', "no result that can be compared"),
+        ('{"foo": 1}', "not a result that can be compared"),
         ('{"request_throughput": 1, "completed": "x", "duration": 1}', "broken result"),
     ],
 )
-def test_files_that_are_no_results_are_named(tmp_path: Path, text: str, says: str) -> None:
+def test_files_without_results_are_refused(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=f"{path}.*{says}"):
         read_runs(path)
 
 
-def test_a_file_may_hold_a_run_a_line(tmp_path: Path) -> None:
+def test_a_file_may_hold_one_run_per_line(tmp_path: Path) -> None:
     paths = [written(tmp_path / f"{i}.json", serve_result(i)) for i in range(2)]
     both = tmp_path / "both.jsonl"
     both.write_text("\n".join(Path(path).read_text() for path in paths))

@@ -14,8 +14,8 @@ def test_blocks_of_neighbours_are_drawn() -> None:
     assert len(np.unique(indices)) == 100
 
 
-def test_the_same_thing_measured_twice_is_rarely_called_different() -> None:
-    """Of 400 pairs that differ by noise alone, the interval at 95 % should miss 1 about 20 times."""
+def test_equal_distributions_are_rarely_called_different() -> None:
+    """Of 400 pairs that differ only by noise, the 95 % interval should miss 1 about 20 times."""
     rng = np.random.default_rng(0)
     for runs in (2, 3, 5):
         pairs = (ratio_of_runs(*rng.lognormal(4.0, 0.05, (2, runs)), confidence=0.95) for _ in range(400))
@@ -29,7 +29,7 @@ def test_a_true_difference_is_found() -> None:
     assert sum(pair.low > 1.0 for pair in pairs if pair) >= 48
 
 
-def test_one_run_borrows_the_spread_of_the_other_side() -> None:
+def test_a_single_run_uses_the_spread_of_the_other_side() -> None:
     few, many = ratio_of_runs([100.0], [90.0, 110.0], 0.95), ratio_of_runs([100.0] * 2, [90.0, 110.0], 0.95)
     assert few is not None
     assert many is not None
@@ -38,7 +38,7 @@ def test_one_run_borrows_the_spread_of_the_other_side() -> None:
     assert ratio_of_runs([100.0], [110.0], 0.95) is None
 
 
-def test_draws_hold_the_ratio_between_their_bounds() -> None:
+def test_bounds_of_draws_contain_the_ratio() -> None:
     rng = np.random.default_rng(0)
     interval = ratio_of_draws(rng.normal(100, 1, 1000), rng.normal(110, 1, 1000), 1.1, 0.99)
     assert 1.05 < interval.low < 1.1 < interval.high < 1.15

@@ -1,4 +1,4 @@
-"""Figures of records that were written by hand."""
+"""Figures of handwritten records."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from dataclasses import replace
 import pytest
 
 from jaxserve.bench.load.client_load import ClientLoad
-from jaxserve.bench.load.records import Record
-from jaxserve.bench.load.run_load import Run
-from jaxserve.bench.results.metrics import summary
+from jaxserve.bench.load.records import RequestRecord
+from jaxserve.bench.load.run_load import LoadResult
+from jaxserve.bench.results.metrics import compute_figures
 
 IDLE = ClientLoad(0.1, 0.1, 1.0, 2.0)
 
 
-def record(start: float, times: list[float], tokens: int, **changes: object) -> Record:
-    made = Record("r", tokens, 10, start=start, token_times=times, end=times[-1], output_tokens=tokens, status="ok")
+def record(start: float, times: list[float], tokens: int, **changes: object) -> RequestRecord:
+    made = RequestRecord(
+        "r", tokens, 10, start=start, token_times=times, end=times[-1], output_tokens=tokens, status="ok"
+    )
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def figures(*records: Record, **options: object) -> dict[str, object]:
-    return summary(Run(list(records), 100.0, 2.0, False, IDLE), **options)  # type: ignore[arg-type]
+def figures(*records: RequestRecord, **options: object) -> dict[str, object]:
+    return compute_figures(LoadResult(list(records), 100.0, 2.0, False, IDLE), **options)  # type: ignore[arg-type]
 
 
 def test_latencies_of_one_request() -> None:
@@ -31,7 +33,7 @@ def test_latencies_of_one_request() -> None:
     assert seen["p99.9_e2el_ms"] == pytest.approx(500)
 
 
-def test_throughput_counts_only_what_ended_well() -> None:
+def test_throughput_counts_only_successful_requests() -> None:
     bad = record(100.0, [109.0], 1, status="failed", error="x")
     cut = record(100.0, [108.0], 50, status="unfinished")
     seen = figures(record(100.0, [100.5, 101.0], 2), record(100.5, [101.0, 101.5], 2), bad, cut)
@@ -52,7 +54,7 @@ def test_requests_open_at_once_are_those_that_overlap() -> None:
     assert seen["max_concurrent_requests"] == 2
 
 
-def test_goodput_wants_every_goal_met() -> None:
+def test_goodput_counts_requests_within_every_limit() -> None:
     fast, slow = record(100.0, [100.1, 100.2], 2), record(100.0, [100.1, 100.9], 2)
     single = record(100.0, [100.1], 1)
     assert figures(fast, slow, single, goodput={"ttft": 101, "tpot": 200})["request_goodput"] == 1.0
@@ -60,7 +62,7 @@ def test_goodput_wants_every_goal_met() -> None:
     assert "request_goodput" not in figures(fast)
 
 
-def test_what_nobody_measured_is_left_out() -> None:
+def test_metrics_without_values_are_left_out() -> None:
     seen = figures(record(100.0, [100.1], 1, status="failed"))
     assert not [key for key in seen if key.endswith("_ms")]
     single = figures(record(100.0, [100.1], 1))

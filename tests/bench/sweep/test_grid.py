@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.bench.sweep.grid import Grid, Run, read_grid
+from jaxserve.bench.sweep.grid import Grid, GridRun, read_grid
 from jaxserve.cli.bench import serve
 from jaxserve.errors import ConfigError
 
@@ -30,13 +30,13 @@ def test_the_example_of_the_guide(tmp_path: Path) -> None:
     assert "--cuda-graph-bs" not in grid.serve_flags(0)
 
 
-def test_each_repetition_has_its_seed_and_loads_take_turns(tmp_path: Path) -> None:
+def test_each_repetition_has_its_own_seed_and_loads_take_turns(tmp_path: Path) -> None:
     grid = grid_of(tmp_path, "load: {max_concurrency: [1, 2], seed: 7}\nrepetitions: 2")
-    assert grid.runs() == [Run(0, 0, 1), Run(0, 1, 1), Run(0, 0, 2), Run(0, 1, 2)]
+    assert grid.runs() == [GridRun(0, 0, 1), GridRun(0, 1, 1), GridRun(0, 0, 2), GridRun(0, 1, 2)]
     assert [grid.load_flags(run)[-1] for run in grid.runs()] == ["7", "7", "8", "8"]
 
 
-def test_grids_may_be_listed_one_after_the_other(tmp_path: Path) -> None:
+def test_a_list_of_grids(tmp_path: Path) -> None:
     text = """
 engine: [{max_running_requests: 4}, {max_running_requests: 8, disable_radix_cache: [true, false]}]
 load: [{request_rate: [1, 2]}, {max_concurrency: 4, ignore_eos: true, goodput: [["ttft:200", "tpot:50"]]}]
@@ -47,7 +47,7 @@ load: [{request_rate: [1, 2]}, {max_concurrency: 4, ignore_eos: true, goodput: [
         ["--max-running-requests", "8", "--disable-radix-cache"],
         ["--max-running-requests", "8", "--no-disable-radix-cache"],
     ]
-    flags = grid.load_flags(Run(0, 2, 1))
+    flags = grid.load_flags(GridRun(0, 2, 1))
     assert flags == ["--max-concurrency", "4", "--ignore-eos", "--goodput", "ttft:200", "tpot:50", "--seed", "0"]
 
 
@@ -59,18 +59,18 @@ load: [{request_rate: [1, 2]}, {max_concurrency: 4, ignore_eos: true, goodput: [
         ("load: {max_concurency: 1}", "did you mean --max-concurrency"),
         ("load: {max_concurrency: many}", "max-concurrency"),
         ("load: {max_concurrency: []}", "empty list"),
-        ("load: {base_url: x}", "given by the sweep itself"),
-        ("base: {port: 1}\nload: {max_concurrency: 1}", "base.port is given by the sweep itself"),
+        ("load: {base_url: x}", "set by the sweep itself"),
+        ("base: {port: 1}\nload: {max_concurrency: 1}", "base.port is set by the sweep itself"),
         ("engine: {max_runing_requests: 4}\nload: {max_concurrency: 1}", "did you mean max_running_requests"),
         ("engine: {page_size: [16, 17]}\nload: {max_concurrency: 1}", "power of two"),
         ("engine: {cuda_graph_bs: [1, 8]}\nload: {max_concurrency: 1}", "lists of lists"),
-        ("load: {max_concurrency: 1}\nrepetitions: 0", "whole number from 1 on"),
+        ("load: {max_concurrency: 1}\nrepetitions: 0", "whole number of at least 1"),
         ("load: {max_concurrency: 1}\nrun_timeout: soon", "seconds above 0"),
         ("load: [1]", "mapping of options"),
         ("[1]", "must be a mapping"),
         ("load: {", "not valid YAML"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_runs(tmp_path: Path, text: str, says: str) -> None:
+def test_invalid_files_are_refused_before_anything_runs(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         grid_of(tmp_path, text)

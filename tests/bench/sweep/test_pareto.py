@@ -22,7 +22,7 @@ def test_known_fronts(points: list[tuple[float, float]], front: list[int]) -> No
     assert pareto_front([x for x, _ in points], [y for _, y in points]) == front
 
 
-def test_the_front_is_what_nothing_beats() -> None:
+def test_the_front_holds_the_undominated_points() -> None:
     rng = random.Random(0)
     for _ in range(100):
         points = [(rng.randrange(8), rng.randrange(8)) for _ in range(12)]

@@ -1,4 +1,4 @@
-"""A sweep over processes that are real but for the model."""
+"""A sweep over real processes without a model."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import pytest
 
 from jaxserve.bench.results.run_file import read_runs
 from tests.bench import stand_in
+
+pytestmark = pytest.mark.process
 
 GRID = """
 base: {model: tiny}
@@ -36,12 +38,12 @@ def sweep(grid: Path, *flags: str) -> int:
 
 
 def results(grid: Path) -> dict[str, int]:
-    """The results in the folder, and when each was written."""
+    """Return the modification times of the results in the folder."""
     files = (grid.parent / "out" / "runs").glob("*.json")
     return {path.name: path.stat().st_mtime_ns for path in files}
 
 
-def test_all_runs_and_what_is_made_of_them(grid: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_runs_and_their_summary(grid: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sweep(grid) == 0
     assert len(results(grid)) == 8
     out = grid.parent / "out"
@@ -74,8 +76,12 @@ def test_all_runs_and_what_is_made_of_them(grid: Path, capsys: pytest.CaptureFix
     assert "https://" not in page
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
-def test_a_sweep_that_is_ended_midway_is_resumed(grid: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.grid), signal.SIGKILL],
+    ids=["SIGINT", "SIGKILL"],
+)
+def test_an_interrupted_sweep_is_resumed(grid: Path, number: signal.Signals) -> None:
     fifo = grid.parent / "fifo"
     os.mkfifo(fifo)
     command = [sys.executable, "-m", "tests.bench.stand_in", "sweep", str(grid), "--output", str(grid.parent / "out")]
@@ -97,14 +103,15 @@ def test_a_sweep_that_is_ended_midway_is_resumed(grid: Path, number: signal.Sign
     assert sorted(before) == ["engine-01.load-01.rep-1.json", "engine-01.load-02.rep-1.json"]
     if number is signal.SIGINT:
         assert process.returncode == 130
-        assert "2 of 8 runs are done; the same command goes on" in text
+        assert "2 of 8 runs are done; the same command continues" in text
     assert sweep(grid) == 0
     after = results(grid)
     assert len(after) == 8
     assert before.items() <= after.items(), "what was done is not done again"
 
 
-def test_another_grid_is_refused_and_begun_anew_when_asked(grid: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.grid
+def test_another_grid_is_refused_unless_fresh(grid: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid.write_text(GRID.replace("repetitions: 2", ""))
     assert sweep(grid) == 0
     before = results(grid)
@@ -119,7 +126,7 @@ def test_another_grid_is_refused_and_begun_anew_when_asked(grid: Path, capsys: p
     assert not set(before.items()) & set(results(grid).items())
 
 
-def test_what_fails_is_recorded_and_the_rest_goes_on(grid: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failures_are_recorded_and_the_sweep_continues(grid: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid.write_text("""
 engine: {max_running_requests: [13, 8]}
 load: {dataset_name: random, num_prompts: [13, 100, 14, 50]}
@@ -144,7 +151,7 @@ def test_a_dry_run_lists_the_runs_and_starts_nothing(grid: Path, capsys: pytest.
     assert not (grid.parent / "out").exists()
 
 
-def test_one_sweep_at_a_time_works_in_a_folder(grid: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_is_locked_by_one_sweep(grid: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import fcntl
 
     out = grid.parent / "out"
@@ -152,15 +159,15 @@ def test_one_sweep_at_a_time_works_in_a_folder(grid: Path, capsys: pytest.Captur
     with (out / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert sweep(grid) == 2
-    assert "another sweep is at work" in capsys.readouterr().err
+    assert "another sweep is running" in capsys.readouterr().err
 
 
-def test_a_folder_of_somebody_else_is_left_alone(grid: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_sweep_json_is_not_touched(grid: Path, capsys: pytest.CaptureFixture[str]) -> None:
     precious = grid.parent / "out" / "runs" / "engine-01.json"
     precious.parent.mkdir(parents=True)
     precious.touch()
     assert sweep(grid, "--fresh") == 2
-    assert "no sweep.json" in capsys.readouterr().err
+    assert "no sweep.json that identifies their sweep" in capsys.readouterr().err
     assert precious.exists()
 
 
@@ -171,7 +178,7 @@ def test_png(grid: Path) -> None:
     assert (grid.parent / "out" / "plots.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_the_extra_is_named(grid: Path) -> None:
+def test_without_matplotlib_the_error_names_the_extra(grid: Path) -> None:
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
         f"from jaxserve.cli.main import main; sys.exit(main(['bench', 'sweep', {str(grid)!r}]))"

@@ -24,7 +24,7 @@ def test_known_optima(steps: dict[int, int], count: int, best: tuple[int, ...]) 
     assert best_buckets(steps, 8, count) == best
 
 
-def test_no_other_set_of_as_many_sizes_wastes_less() -> None:
+def test_no_other_set_of_as_many_sizes_pads_less() -> None:
     rng = random.Random(0)
     for _ in range(60):
         largest = rng.randint(1, 9)
@@ -40,15 +40,15 @@ def test_no_other_set_of_as_many_sizes_wastes_less() -> None:
             assert padding_share(steps, found) == pytest.approx(least)
 
 
-def test_a_program_is_added_only_where_it_pays() -> None:
+def test_a_program_is_added_only_if_it_saves_enough() -> None:
     steps = {1: 1, 16: 1000}
     assert choose_buckets(steps, 16).buckets == (16,), "15 rows of 16,000 are nothing"
-    assert choose_buckets(steps, 16, worth=0.0001).buckets == (1, 16)
+    assert choose_buckets(steps, 16, min_saving=0.0001).buckets == (1, 16)
     choice = choose_buckets({1: 500, 16: 500}, 32)
     assert choice.buckets == (1, 16, 32)
     assert choice.padding == 0.0
-    assert choice.one_fewer == pytest.approx(7500 / 16000)
-    assert len(choose_buckets(dict.fromkeys(range(1, 257), 1), 256, max_programs=5, worth=0.0).buckets) == 5
+    assert choice.padding_with_one_fewer == pytest.approx(7500 / 16000)
+    assert len(choose_buckets(dict.fromkeys(range(1, 257), 1), 256, max_programs=5, min_saving=0.0).buckets) == 5
 
 
 def test_a_load_that_never_decoded_gets_one_program() -> None:

@@ -1,4 +1,4 @@
-"""A search over processes that are real but for the model, and its parts alone."""
+"""A search over real processes without a model, and its parts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from jaxserve.bench.sweep.run_sweep import Commands
-from jaxserve.bench.tune.candidates import KNOBS, Observed, candidates
+from jaxserve.bench.sweep.run_sweep import BenchCommands
+from jaxserve.bench.tune.candidates import TUNED_SETTINGS, ObservedLoad, choose_candidates
 from jaxserve.bench.tune.goal import read_goal
-from jaxserve.bench.tune.profile import profile
-from jaxserve.bench.tune.run_tune import Tuned, Tuner
-from jaxserve.config.load import load
+from jaxserve.bench.tune.profile import profile_text
+from jaxserve.bench.tune.run_tune import Tuner, TuningResult
+from jaxserve.config.load import load_config
 from jaxserve.errors import ConfigError
 from tests.bench import stand_in
 from tests.bench.result_files import serve_result
@@ -28,23 +28,25 @@ def tune(folder: Path, *flags: str) -> tuple[int, str]:
     return code, file.read_text() if file.exists() else ""
 
 
-def test_the_best_settings_are_found_and_said_why(tmp_path: Path) -> None:
+@pytest.mark.grid
+def test_the_best_settings_are_found_with_reasons(tmp_path: Path) -> None:
     base = tmp_path / "base.yaml"
     base.write_text("page_size: 32\nport: 8001\n")
     code, text = tune(tmp_path, "--config", str(base), "--minutes", "10")
     assert code == 0
     settings = yaml.safe_load(text)
     assert settings == {"page_size": 32, "max_running_requests": 16, "cuda_graph_bs": [3, 16]}
-    engine, _ = load(config_file=tmp_path / "tuned.yaml")
+    engine = load_config(config_file=tmp_path / "tuned.yaml").engine
     assert engine.cuda_graph_bs == (3, 16)
     assert "# max_running_requests=4: x0.9" in text
     assert ": kept." in text
     assert "Result against default, both on fresh servers: x1.2" in text
-    assert "schedule_conservativeness: all that may run needs about" in text
+    assert "schedule_conservativeness: the requests that may run need" in text
 
 
-def test_what_the_time_did_not_allow_is_said(tmp_path: Path) -> None:
-    """A clock that jumps when the first candidate has been measured: nothing after it is tried, nor claimed."""
+@pytest.mark.grid
+def test_candidates_skipped_for_time_are_listed(tmp_path: Path) -> None:
+    """The clock jumps after the first candidate: no later one is tried, and there is no final comparison."""
     times = []
 
     def clock() -> float:
@@ -52,21 +54,21 @@ def test_what_the_time_did_not_allow_is_said(tmp_path: Path) -> None:
         times.append(0.0 if not file.exists() else 1e6)
         return times[-1]
 
-    commands = Commands(stand_in.SERVE, stand_in.LOAD)
+    commands = BenchCommands(stand_in.SERVE, stand_in.LOAD)
     goal = read_goal("throughput", [])
     tuned = Tuner(
-        {}, LOAD[1:], goal, minutes=10, folder=tmp_path, say=lambda _: None, commands=commands, clock=clock
+        {}, LOAD[1:], goal, minutes=10, folder=tmp_path, notify=lambda _: None, commands=commands, clock=clock
     ).tune()
     assert tuned.changes == {"max_running_requests": 16}
-    assert tuned.check is None
+    assert tuned.final_comparison is None
     assert tuned.skipped["max_running_requests"] == "the time was up before max_running_requests=4"
     assert "cuda_graph_bs=[3, 16]" in tuned.skipped["cuda_graph_bs"]
-    text = profile({}, tuned, goal, LOAD[1:], datetime.date(2026, 11, 21))
-    assert "before default and result could meet once more" in text
+    text = profile_text({}, tuned, goal, LOAD[1:], datetime.date(2026, 11, 21))
+    assert "before the final comparison" in text
     assert yaml.safe_load(text) == {"max_running_requests": 16}
 
 
-def test_without_time_nothing_is_claimed(tmp_path: Path) -> None:
+def test_without_time_there_is_no_profile(tmp_path: Path) -> None:
     assert tune(tmp_path, "--minutes", "0.02") == (2, "")
 
 
@@ -80,7 +82,7 @@ def test_without_time_nothing_is_claimed(tmp_path: Path) -> None:
         (["--max-runing-requests", "3"], "did you mean --max-running-requests"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path: Path, flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_errors(tmp_path: Path, flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert tune(tmp_path, *flags)[0] == 2
     assert says in capsys.readouterr().err
 
@@ -90,17 +92,17 @@ def test_a_load_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no load" in capsys.readouterr().err
 
 
-def seen(**changes: Any) -> Observed:
+def seen(**changes: Any) -> ObservedLoad:
     usual: dict[str, Any] = {
         "peak_open": 64, "mean_input": 100.0, "mean_output": 50.0, "max_running": 32, "chunk": 512,
         "kv_tokens": 100_000, "preemptions": 0, "policy": "lpm", "conservativeness": 1.0,
         "steps_by_rows": {32: 100}, "padding": 0.0,
     }  # fmt: skip
-    return Observed(**(usual | changes))
+    return ObservedLoad(**(usual | changes))
 
 
 @pytest.mark.parametrize(
-    ("knob", "observed", "values"),
+    ("setting", "observed", "values"),
     [
         ("max_running_requests", seen(), (64, 16)),
         ("max_running_requests", seen(peak_open=20), (16,)),
@@ -117,18 +119,20 @@ def seen(**changes: Any) -> Observed:
         ("cuda_graph_bs", seen(steps_by_rows={20: 50, 32: 50}, padding=0.2), ([20, 32],)),
     ],
 )
-def test_only_what_can_matter_is_tried(knob: str, observed: Observed, values: tuple[Any, ...]) -> None:
-    found = candidates(knob, observed, "throughput")
+def test_only_settings_that_can_matter_are_tried(setting: str, observed: ObservedLoad, values: tuple[Any, ...]) -> None:
+    found = choose_candidates(setting, observed, "throughput")
     assert found.values == values
     assert found.why
 
 
-def test_the_order_of_short_prompts_counts_for_latency() -> None:
-    assert "shortest-prefill-first" in candidates("schedule_policy", seen(), "latency").values
-    assert set(KNOBS) == {knob for knob in KNOBS if candidates(knob, seen(), "latency").why}
+def test_shortest_prefill_first_is_tried_for_latency() -> None:
+    assert "shortest-prefill-first" in choose_candidates("schedule_policy", seen(), "latency").values
+    assert set(TUNED_SETTINGS) == {
+        setting for setting in TUNED_SETTINGS if choose_candidates(setting, seen(), "latency").why
+    }
 
 
-def test_goodput_counts_requests_that_keep_every_limit() -> None:
+def test_the_latency_goal_counts_requests_within_every_limit() -> None:
     result = serve_result(0, ttft=0.1, itl=0.02, noise=0.0)
     rate = result["request_throughput"]
     assert read_goal("latency", ["ttft:101", "tpot:21"]).score(result) == pytest.approx(rate)
@@ -139,9 +143,9 @@ def test_goodput_counts_requests_that_keep_every_limit() -> None:
         read_goal("latency", ["ttft"])
 
 
-def test_a_noisy_machine_is_named() -> None:
+def test_the_profile_warns_of_a_noisy_machine() -> None:
     for scores, noisy in (((10.0, 10.1, 9.9), False), ((10.0, 14.0, 6.0), True)):
-        tuned = Tuned({}, scores, (), {}, None, 60.0)
-        text = profile({}, tuned, read_goal("throughput", []), LOAD[1:], datetime.date(2026, 11, 21))
+        tuned = TuningResult({}, scores, (), {}, None, 60.0)
+        text = profile_text({}, tuned, read_goal("throughput", []), LOAD[1:], datetime.date(2026, 11, 21))
         assert ("So much noise" in text) == noisy
         assert "nothing is changed" in text

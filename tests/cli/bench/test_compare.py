@@ -32,7 +32,7 @@ def test_the_exit_code_says_whether_there_is_a_regression(files: list[str], caps
     assert main(["bench", "compare", *files, "--fail-on-regression", "5", "--metrics", "median_ttft_ms"]) == 0
 
 
-def test_patterns_name_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_patterns_select_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for i in range(6):
         written(tmp_path / f"{'ab'[i // 3]}-{i}.json", serve_result(i, itl=0.02 + 0.002 * (i // 3)))
     sides = ["--a", str(tmp_path / "a-*.json"), "--b", *(str(tmp_path / f"b-{i}.json") for i in range(3, 6))]
@@ -45,17 +45,15 @@ def test_patterns_name_several_runs(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ([], "no two sides"),
-        (["one.json"], "1 files are named"),
-        (["--a", "nothing-*.json", "--b", "x"], "no file has a name like it"),
+        ([], "nothing to compare"),
+        (["one.json"], "got 1 files"),
+        (["--a", "nothing-*.json", "--b", "x"], "as a pattern it matches none"),
         (["{a}", "{b}", "--confidence", "2"], "--confidence must be in"),
         (["{a}", "{b}", "--metrics", "mean_ttf_ms"], "did you mean mean_ttft_ms"),
         (["{a}", "{b}", "--fail-on-regression", "-1"], "at least 0 percent"),
         (["{a}", "{b}", "--output-json", "/no/such/folder/x.json"], "can't be written"),
     ],
 )
-def test_what_is_wrong_is_said(
-    files: list[str], argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_user_errors(files: list[str], argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "compare", *(item.format(a=files[0], b=files[1]) for item in argv)]) == 2
     assert says in capsys.readouterr().err

@@ -9,7 +9,7 @@ BATCH = ["bench", "latency", "--batch-size", "3", "--input-len", "8", "--output-
 
 
 @pytest.mark.slow
-def test_what_it_prints_and_writes(tiny_flags, tmp_path: Path, capsys) -> None:
+def test_output_and_json_file(tiny_flags, tmp_path: Path, capsys) -> None:
     path, profiles = tmp_path / "result.json", tmp_path / "profiles"
     more = ["--num-iters-warmup", "1", "--breakdown", "--output-json", str(path), "--profile-dir", str(profiles)]
     assert main([*BATCH, *more, *tiny_flags]) == 0
@@ -31,7 +31,7 @@ def test_what_it_prints_and_writes(tiny_flags, tmp_path: Path, capsys) -> None:
     assert list(profiles.rglob("*.xplane.pb")), "a folder that was asked for keeps the profile"
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -54,6 +54,6 @@ def test_a_batch_that_does_not_fit(tiny_flags, flags: list[str], message: str, c
     ],
     ids=str,
 )
-def test_what_is_wrong_is_one_line(flags: list[str], message: str, capsys) -> None:
+def test_user_errors_are_one_line(flags: list[str], message: str, capsys) -> None:
     assert main(["bench", "latency", *flags]) == 2
     assert message in capsys.readouterr().err

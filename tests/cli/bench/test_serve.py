@@ -1,4 +1,4 @@
-"""`jaxserve bench serve` from outside: against a known server, what it prints, writes and returns."""
+"""`jaxserve bench serve` against a known server: its output, files and exit codes."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def test_the_result_has_vllms_keys_and_every_request(
     assert "TTFT" in shown
 
 
-def test_latencies_are_those_the_server_wrote_down(known_port: int, result: Path) -> None:
-    """Against another process's record; a busy machine makes some streams late, a wrong clock would make all."""
+def test_latencies_match_the_server(known_port: int, result: Path) -> None:
+    """Compares with the other process's record. A busy machine delays some streams; a wrong clock would delay all."""
     known = {"ttft": 0.15, "itl": 0.03}
     assert bench(known_port, *IDS, "--num-prompts", "6", "--max-concurrency", "3", "--random-output-len", "20",
                  "--output-json", str(result), known=known) == 0  # fmt: skip
@@ -80,14 +80,14 @@ def test_latencies_are_those_the_server_wrote_down(known_port: int, result: Path
     for record in got["records"]:
         there = sent[record["id"]]
         tokens, seen = there["tokens"], record["token_times"]
-        ttft.append((seen[0] - record["start"]) / (tokens[0] - there["came"]) - 1)
+        ttft.append((seen[0] - record["start"]) / (tokens[0] - there["arrived"]) - 1)
         tpot.append(abs((seen[-1] - seen[0]) / (tokens[-1] - tokens[0]) - 1))
     assert 0 < min(ttft) < 0.1
     assert min(tpot) < 0.05
     assert got["median_ttft_ms"] == pytest.approx(1e3 * statistics.median(got["ttfts"]))
 
 
-def test_what_is_sent(known_port: int) -> None:
+def test_the_requests_sent(known_port: int) -> None:
     assert bench(
         known_port, *IDS, "--num-prompts", "2", "--max-concurrency", "1", "--random-output-len", "3", "--profile",
         "--api-key", "secret", "--header", "X-Team=a=b", "--request-id-prefix", "run7-", "--temperature", "0",
@@ -110,7 +110,7 @@ def test_what_is_sent(known_port: int) -> None:
     assert seen["bodies"][2]["seed"] == 6
 
 
-def test_a_field_is_taken_away_by_null(known_port: int) -> None:
+def test_null_removes_a_field(known_port: int) -> None:
     assert bench(known_port, *IDS, "--num-prompts", "1", "--extra-body", '{"stream_options": null, "user": "me"}') == 0
     with urllib.request.urlopen(f"http://127.0.0.1:{known_port}/seen") as answer:
         (body,) = json.load(answer)["bodies"]
@@ -132,7 +132,7 @@ def test_a_chat_in_turns_with_text_and_a_tokenizer(
     assert (got["completed"], got["generated_texts"]) == (4, [" one two three"] * 4)
 
 
-def test_failures_are_counted_shown_and_never_averaged(
+def test_failures_are_counted_shown_and_not_averaged(
     known_port: int,
     result: Path,
     capsys: pytest.CaptureFixture[str],
@@ -142,10 +142,10 @@ def test_failures_are_counted_shown_and_never_averaged(
     assert (got["completed"], got["failed"], got["output_lens"]) == (0, 3, [0, 0, 0])
     assert not [key for key in got if key.endswith("_ttft_ms")]
     assert {record["status"] for record in got["records"]} == {"failed"}
-    assert "3 x the server closed the connection before the answer's end" in capsys.readouterr().out
+    assert "3 x the server closed the connection before the end of the response" in capsys.readouterr().out
 
 
-def test_a_server_without_usage_is_told(
+def test_a_server_without_usage_is_reported(
     known_port: int,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -162,9 +162,10 @@ def test_warmups_that_all_fail_end_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert bench(known_port, *IDS, "--num-warmups", "2", known={"fault": "http"}) == 1
-    assert "no warm-up request was answered well: HTTP 503: too much" in capsys.readouterr().err
+    assert "all warm-up requests failed: HTTP 503: too much" in capsys.readouterr().err
 
 
+@pytest.mark.process
 def test_ctrl_c_prints_what_was_measured(known_port: int, result: Path) -> None:
     command = [
         sys.executable, "-m", "jaxserve", "bench", "serve", "--port", str(known_port), *IDS, "--num-prompts", "3",
@@ -188,7 +189,7 @@ def test_ctrl_c_prints_what_was_measured(known_port: int, result: Path) -> None:
     assert got["completed"] + got["unfinished"] == 3
 
 
-def test_a_refused_connection_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_connection_is_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     assert bench(port, *IDS) == 1
@@ -201,13 +202,16 @@ def test_a_refused_connection_is_one_line(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        ("--backend openai-chat --dataset-name random-ids", "random-ids sends token ids, which a chat doesn't take"),
+        (
+            "--backend openai-chat --dataset-name random-ids",
+            "random-ids sends token ids, which chat routes don't accept",
+        ),
         ("--request-rate 0", "--request-rate must be above 0 (or inf), got 0"),
         ("--burstiness -1", "--burstiness must be above 0, got -1"),
         ("--max-concurrency 0", "--max-concurrency must be at least 1, got 0"),
-        ("--ramp-up-strategy linear", "a ramp-up takes --ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps"),
-        ("--request-rate 3 --ramp-up-strategy linear --ramp-up-start-rps 1 --ramp-up-end-rps 2", "are two rates"),
-        ("--self-timed", "--self-timed: --dataset-name random has no times"),
+        ("--ramp-up-strategy linear", "a ramp-up needs all of --ramp-up-strategy, --ramp-up-start-rps and"),
+        ("--request-rate 3 --ramp-up-strategy linear --ramp-up-start-rps 1 --ramp-up-end-rps 2", "both set the rate"),
+        ("--self-timed", "--self-timed: --dataset-name random has no arrival times"),
         ("--goodput ttft", "'ttft' should be one of ttft:MS, tpot:MS, e2el:MS"),
         ("--goodput itl:5", "'itl:5' should be one of ttft:MS, tpot:MS, e2el:MS"),
         ("--metric-percentiles 50,x", "'50,x' should be numbers from 0 to 100"),
@@ -219,9 +223,7 @@ def test_a_refused_connection_is_one_line(capsys: pytest.CaptureFixture[str]) ->
         ("--port 0", "--port must be from 1 to 65535, got 0"),
     ],
 )
-def test_what_a_person_got_wrong_is_one_line_and_exit_code_2(
-    line: str, error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_user_errors_are_one_line_and_exit_code_2(line: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", *line.split()]) == 2
     said = capsys.readouterr().err
     assert said.startswith("jaxserve: error: ")

@@ -4,22 +4,22 @@ from typing import Any
 
 import pytest
 
-from jaxserve.bench.engine.startup import Start
+from jaxserve.bench.engine.startup import StartupTimes
 from jaxserve.cli.bench import startup
 from jaxserve.cli.main import main
 
 
-def test_what_it_prints_and_writes(monkeypatch, tmp_path: Path, capsys) -> None:
+def test_output_and_json_file(monkeypatch, tmp_path: Path, capsys) -> None:
     seen: list[dict[str, Any]] = []
 
-    def start(flags: list[str], log: Path, *, timeout: float) -> Start:
+    def start(flags: list[str], log: Path, *, timeout: float) -> StartupTimes:
         settings = json.loads(Path(flags[1]).read_text())
         cold = settings["program_cache_dir"] not in {one["program_cache_dir"] for one in seen}
         seen.append(settings)
         total = (20.0 if cold else 5.0) + len(seen)
-        return Start(total, 1.0, {"imports": 2.0, "programs": total - 3.0, "engine": total - 1.0}, 7, 7 * cold)
+        return StartupTimes(total, 1.0, {"imports": 2.0, "programs": total - 3.0, "engine": total - 1.0}, 7, 7 * cold)
 
-    monkeypatch.setattr(startup, "start_once", start)
+    monkeypatch.setattr(startup, "measure_startup", start)
     monkeypatch.setattr(startup.model_source, "resolve", lambda model: None)
     path = tmp_path / "result.json"
     counts = ["--num-cold", "2", "--num-warm", "3"]
@@ -42,11 +42,11 @@ def test_what_it_prints_and_writes(monkeypatch, tmp_path: Path, capsys) -> None:
     ("flags", "message"),
     [
         (["--num-cold", "0"], "--num-cold must be at least 1"),
-        (["--program-cache-dir", "x"], "--program-cache-dir is what the starts themselves set"),
-        (["--port", "8001"], "--port is what the starts themselves set"),
+        (["--program-cache-dir", "x"], "--program-cache-dir is set by the benchmark itself"),
+        (["--port", "8001"], "--port is set by the benchmark itself"),
     ],
     ids=str,
 )
-def test_what_is_wrong_is_one_line(flags: list[str], message: str, capsys) -> None:
+def test_user_errors_are_one_line(flags: list[str], message: str, capsys) -> None:
     assert main(["bench", "startup", *flags]) == 2
     assert message in capsys.readouterr().err

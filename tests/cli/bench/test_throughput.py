@@ -9,7 +9,7 @@ RUN = ["bench", "throughput", "--num-prompts", "6", "--input-len", "10", "--outp
 
 
 @pytest.mark.slow
-def test_what_it_prints_and_writes(tiny_flags, tmp_path: Path, capsys) -> None:
+def test_output_and_json_file(tiny_flags, tmp_path: Path, capsys) -> None:
     path = tmp_path / "new" / "result.json"
     assert main([*RUN, "--output-json", str(path), *tiny_flags]) == 0
     result = json.loads(path.read_text())
@@ -35,6 +35,6 @@ def test_what_it_prints_and_writes(tiny_flags, tmp_path: Path, capsys) -> None:
     ],
     ids=str,
 )
-def test_what_is_wrong_is_one_line(flags: list[str], message: str, capsys) -> None:
+def test_user_errors_are_one_line(flags: list[str], message: str, capsys) -> None:
     assert main(["bench", "throughput", *flags]) == 2
     assert message in capsys.readouterr().err

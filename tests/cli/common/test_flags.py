@@ -4,18 +4,18 @@ import pytest
 
 from jaxserve.cli import serve
 from jaxserve.cli.common import flags
-from jaxserve.config.aliases import ALIASES, Choice, Rename, Switch
-from jaxserve.config.load import Loaded
+from jaxserve.config.aliases import ALIASES, ChoiceAlias, RenameAlias, SwitchAlias
+from jaxserve.config.load import LoadedConfig
 from jaxserve.config.settings import as_flag, settings
 from jaxserve.observability import log
 
 
-def loaded(*argv: str) -> Loaded:
-    return flags.loaded(serve.parser().parse(argv))
+def loaded(*argv: str) -> LoadedConfig:
+    return flags.config_from_arguments(serve.parser().parse(argv))
 
 
 EXAMPLES = {bool: None, int: "16", float: "0.5", str: "text"}
-# Settings that mean nothing without others, with those.
+# Settings that need other settings.
 NEEDS = {
     "hicache_ratio": ["--enable-hierarchical-cache"],
     "hicache_size": ["--enable-hierarchical-cache"],
@@ -43,8 +43,8 @@ def test_every_name_of_the_table_is_a_flag() -> None:
     known = set(serve.parser()._option_string_actions)
     for name, alias in ALIASES.items():
         assert as_flag(name) in known
-        assert (f"--no-{name.replace('_', '-')}" in known) == isinstance(alias, Switch)
-        assert isinstance(alias, Rename | Switch | Choice)
+        assert (f"--no-{name.replace('_', '-')}" in known) == isinstance(alias, SwitchAlias)
+        assert isinstance(alias, RenameAlias | SwitchAlias | ChoiceAlias)
 
 
 def test_switches_come_in_pairs() -> None:
@@ -87,11 +87,11 @@ def test_sizes_are_given_apart_or_with_commas() -> None:
     assert loaded("--cuda-graph-sizes", "1,2,4").engine.cuda_graph_bs == (1, 2, 4)
 
 
-def test_what_llm_gets_is_what_was_set_and_concerns_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llm_arguments_are_the_given_engine_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     levels: list[str] = []
     monkeypatch.setattr(log, "setup", levels.append)
     given = loaded("folder", "--seed", "1", "--port", "9000", "--chat-template", "file", "--enable-metrics")
-    assert flags.arguments(given) == {"model": "folder", "random_seed": 1, "chat_template": "file"}
+    assert flags.llm_arguments(given) == {"model": "folder", "random_seed": 1, "chat_template": "file"}
     assert levels == ["warning"]
-    flags.arguments(loaded("--log-level", "debug"))
+    flags.llm_arguments(loaded("--log-level", "debug"))
     assert levels == ["warning", "debug"]

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from jaxserve.api_types import EngineInfo, EngineStats
-from jaxserve.engine.client.aggregate import merged_info, merged_stats
+from jaxserve.engine.client.aggregate import merge_info, merge_stats
 
 INFO = EngineInfo(
     max_model_len=64,
@@ -24,47 +24,47 @@ INFO = EngineInfo(
 )
 
 
-def test_what_they_are_together() -> None:
+def test_infos_are_merged() -> None:
     other = msgspec.structs.replace(
         INFO, startup_seconds={"weights": 3.0, "programs": 0.5}, num_compiled_programs=0, free_bytes=60, working_bytes=9
     )
-    together = merged_info([INFO, other])
+    together = merge_info([INFO, other])
     assert (together.num_pages, together.max_running_requests, together.max_total_num_tokens) == (20, 16, 320)
     assert (together.max_model_len, together.page_size, together.num_programs) == (64, 16, 5)
     assert together.startup_seconds == {"weights": 3.0, "programs": 2.0}
     assert (together.num_compiled_programs, together.free_bytes, together.working_bytes) == (5, 60, 9)
 
 
-def test_every_count_is_added_up() -> None:
+def test_counts_are_added() -> None:
     counts = [name for name, value in msgspec.structs.asdict(EngineStats()).items() if type(value) is int]
     assert len(counts) > 20
     readings = [EngineStats(**{name: scale * at for at, name in enumerate(counts)}) for scale in (1, 10)]
-    together = merged_stats(readings)
+    together = merge_stats(readings)
     assert [getattr(together, name) for name in counts] == [11 * at for at in range(len(counts))]
 
 
-def test_steps_are_added_up_by_their_size() -> None:
+def test_steps_are_added_by_their_size() -> None:
     zeros = (0,) * 11
-    together = merged_stats(
+    together = merge_stats(
         [EngineStats(steps_by_tokens=(1, 2, 3, *zeros)), EngineStats(steps_by_tokens=(4, 0, 1, *zeros))]
     )
     assert together.steps_by_tokens == (5, 2, 4, *zeros)
 
 
-def test_shares_are_of_the_whole() -> None:
+def test_shares_are_of_all_pages() -> None:
     full = EngineStats(num_pages=10, num_free_pages=0, num_evictable_pages=0, token_usage=1.0, new_token_ratio=0.2)
     empty = EngineStats(num_pages=10, num_free_pages=6, num_evictable_pages=4, new_token_ratio=0.6)
-    together = merged_stats([full, empty])
+    together = merge_stats([full, empty])
     assert together.token_usage == 0.5
     assert together.new_token_ratio == pytest.approx(0.4)
-    assert merged_stats([EngineStats(), EngineStats()]).token_usage == 0.0
+    assert merge_stats([EngineStats(), EngineStats()]).token_usage == 0.0
 
 
-def test_what_an_audit_found_says_where() -> None:
+def test_integrity_errors_name_the_replica() -> None:
     readings = [
         EngineStats(decode_steps_by_rows={1: 2, 4: 1}),
         EngineStats(decode_steps_by_rows={4: 5}, integrity_errors=("page 3 is owned twice",)),
     ]
-    together = merged_stats(readings)
+    together = merge_stats(readings)
     assert together.integrity_errors == ("DP1: page 3 is owned twice",)
     assert together.decode_steps_by_rows == {1: 2, 4: 6}

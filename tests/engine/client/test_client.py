@@ -33,13 +33,15 @@ from jaxserve.errors import (
 from tests.engine.conftest import make_request
 from tests.engine.fake_executor import run_alone
 
+pytestmark = pytest.mark.process
+
 MODULE = "tests.engine.fake_worker"
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
 def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where engines make their directories; must be empty again afterwards. (pytest's own is too long for a socket.)"""
+    """The parent of the engines' directories, empty again afterwards. (pytest's tmp_path is too long for a socket.)"""
     monkeypatch.chdir(ROOT)
     with tempfile.TemporaryDirectory(prefix="t") as directory:
         monkeypatch.setattr(tempfile, "tempdir", directory)
@@ -72,7 +74,7 @@ def tokens_of(events: list[TokenEvent]) -> list[int]:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-async def test_streams_bring_the_tokens_of_each_request(overlap: bool) -> None:
+async def test_streams_have_the_tokens_of_each_request(overlap: bool) -> None:
     async with running(disable_overlap_schedule=not overlap, max_total_tokens=128) as client:
         assert client.info.max_model_len == 64
         requests = [make_request(f"r{i}", i + 1, max_tokens=20 + i, stop_ids=(7,)) for i in range(20)]
@@ -81,7 +83,7 @@ async def test_streams_bring_the_tokens_of_each_request(overlap: bool) -> None:
             expected = run_alone(request, 64)
             assert tokens_of(events) == expected.token_ids
             assert events[-1].finish_reason is expected.finish_reason
-        await client.refresh_stats()  # a step may be under way still when the last stream ends; then none is
+        await client.refresh_stats()  # a step may still be in flight when the last stream ends, but not after a reading
         stats = await client.refresh_stats()
         assert stats.integrity_errors == ()
         assert sum(stats.decode_steps_by_rows.values()) == stats.decode_steps > 0
@@ -91,11 +93,11 @@ async def test_streams_bring_the_tokens_of_each_request(overlap: bool) -> None:
         assert not client.on_death.done()
 
 
-async def test_a_stream_is_a_stream() -> None:
+async def test_events_arrive_while_the_request_runs() -> None:
     async with running(context_length=20_000) as client:
         stream = client.submit(make_request("r", max_tokens=10_000))
         first = await anext(stream)
-        assert 0 < len(first.token_ids) < 5_000, "as soon as there is one, with what else has come by then"
+        assert 0 < len(first.token_ids) < 5_000, "the first event has only the tokens of the first steps"
         assert first.finish_reason is None
         assert client.stats.num_running == 1
 
@@ -118,7 +120,7 @@ async def test_abort_ends_the_stream_with_one_last_event_and_frees_all() -> None
         assert stats.num_free_pages + stats.num_evictable_pages == stats.num_pages
 
 
-async def test_an_id_is_taken_until_its_last_event() -> None:
+async def test_an_id_is_open_until_its_last_event() -> None:
     async with running(context_length=20_000) as client:
         stream = client.submit(make_request("r", max_tokens=10_000))
         with pytest.raises(InvalidRequestError, match="'r' is open"):
@@ -131,7 +133,7 @@ async def test_an_id_is_taken_until_its_last_event() -> None:
         assert tokens_of(await all_of(client.submit(again))) == run_alone(again, 20_000).token_ids
 
 
-async def test_a_refusal_is_the_only_event() -> None:
+async def test_a_rejection_is_the_only_event() -> None:
     async with running(max_running_requests=1, max_queued_requests=0, context_length=20_000) as client:
         [too_long] = await all_of(client.submit(make_request("long", 20_000)))
         assert too_long.finish_reason is FinishReason.ERROR
@@ -158,7 +160,7 @@ async def test_a_flush_is_safe_while_requests_run() -> None:
         stream = client.submit(long)
         begun = await anext(stream)
         await client.flush_cache()
-        assert await cached_tokens("third") == 0, "what runs keeps its pages, but nobody finds them"
+        assert await cached_tokens("third") == 0, "running requests keep their pages, but no lookup finds them"
         assert tokens_of([begun, *await all_of(stream)]) == run_alone(long, 600).token_ids
         assert await cached_tokens("fourth") == 32
         assert await client.flush_cache() > 0
@@ -167,7 +169,7 @@ async def test_a_flush_is_safe_while_requests_run() -> None:
         assert (stats.num_free_pages, stats.num_evictable_pages) == (stats.num_pages, 0)
 
 
-async def test_kill_ends_every_stream_once_and_says_why() -> None:
+async def test_kill_ends_every_stream_once_with_the_reason() -> None:
     async with running(context_length=20_000, max_running_requests=1) as client:
         streams = [client.submit(make_request(f"r{i}", max_tokens=10_000)) for i in range(3)]
         await anext(streams[0])
@@ -205,9 +207,7 @@ async def test_a_failing_step_ends_the_engine_with_its_reason() -> None:
         ("gone", EngineDeadError, r"ended with code 7 before it was ready"),
     ],
 )
-async def test_what_kept_the_engine_from_starting_is_raised(
-    model: str, kind: type[JaxserveError], message: str
-) -> None:
+async def test_errors_at_start_up_are_raised_by_launch(model: str, kind: type[JaxserveError], message: str) -> None:
     with pytest.raises(kind, match=message):
         await EngineClient.launch(EngineConfig(model=model, log_level="error"), module=MODULE)
     assert psutil.Process().children() == []
@@ -241,11 +241,11 @@ async def test_shutdown_ends_a_stuck_engine_by_force(capfd: pytest.CaptureFixtur
         assert not process.is_running()
 
 
-async def test_the_watchdog_minds_only_a_lack_of_progress() -> None:
+async def test_the_watchdog_reports_only_a_lack_of_progress() -> None:
     now = 0.0
     async with running("stuck", clock=lambda: now, watchdog_timeout=0.4) as client:
         now = 1000.0
-        await until(lambda: client.health is None)  # nothing was asked of it, and it says that it lives
+        await until(lambda: client.health is None)  # it is idle and sends signs of life
         client.submit(make_request("r"))
         now = 1000.3
         assert client.health is None
@@ -264,7 +264,7 @@ async def test_the_watchdog_minds_only_a_lack_of_progress() -> None:
         assert client.health is None, "a step resets it"
 
 
-async def test_a_frozen_engine_with_nothing_open_shows() -> None:
+async def test_a_frozen_idle_engine_is_unhealthy() -> None:
     now = 0.0
     async with running(clock=lambda: now, watchdog_timeout=300.0) as client:
         await until(lambda: client._is_idle)
@@ -274,13 +274,13 @@ async def test_a_frozen_engine_with_nothing_open_shows() -> None:
         now = 11.0
         assert client.health is None
         for ask in (client.flush_cache, client.refresh_stats, client.start_profile, client.stop_profile):
-            with pytest.raises(EngineUnresponsiveError, match="was not heard for 10 s, with nothing to do"):
+            with pytest.raises(EngineUnresponsiveError, match="the idle engine sent no sign of life for 10 s"):
                 await ask(timeout=60.0)
         now = 31.0
-        assert client.health == "the engine was not heard for 30 s, with nothing to do"
+        assert client.health == "the idle engine sent no sign of life for 30 s"
         now = 301.0
-        assert client.health == "the engine was not heard for 300 s"
-        with pytest.raises(EngineUnresponsiveError, match="was not heard for 300 s"):
+        assert client.health == "the engine sent nothing for 300 s"
+        with pytest.raises(EngineUnresponsiveError, match="sent nothing for 300 s"):
             client.submit(make_request("r"))
         os.kill(client.pid, signal.SIGCONT)
         await until(lambda: client.health is None)
@@ -289,7 +289,7 @@ async def test_a_frozen_engine_with_nothing_open_shows() -> None:
         assert tokens_of(await all_of(client.submit(request))) == run_alone(request, 64).token_ids
 
 
-async def test_an_engine_that_freezes_while_it_is_asked_is_not_waited_for() -> None:
+async def test_a_call_fails_if_the_engine_freezes_meanwhile() -> None:
     now = 0.0
     async with running(clock=lambda: now) as client:
         await until(lambda: client._is_idle)
@@ -297,7 +297,7 @@ async def test_an_engine_that_freezes_while_it_is_asked_is_not_waited_for() -> N
         asking = asyncio.ensure_future(client.flush_cache(timeout=60.0))
         await until(lambda: client._answers)
         now = 11.0
-        with pytest.raises(EngineUnresponsiveError, match="was not heard for 10 s"):
+        with pytest.raises(EngineUnresponsiveError, match="sent no sign of life for 10 s"):
             await asking
         await client.shutdown(timeout=0.0)
 
@@ -306,7 +306,7 @@ JUNK: list[Any] = [None, True, -1, 0, 2**31, 2**64 - 1, 1e308, float("nan"), "",
 
 
 async def test_no_command_ends_the_engine(sockets: Path) -> None:
-    """Each command with junk in each of its fields, and frames that are no command at all."""
+    """Send each command with invalid values in each field, and frames that are no commands."""
     async with running(profile_dir=str(sockets / "profiles"), context_length=600) as client:
         stream = client.submit(make_request("long", max_tokens=500))
         good = make_request("r", max_tokens=1)
@@ -323,7 +323,7 @@ async def test_no_command_ends_the_engine(sockets: Path) -> None:
             fields = msgspec.to_builtins(command, builtin_types=(bytes,))
             for place in range(1, len(fields)):
                 for junk in JUNK:
-                    # To another API process than this one there is no way back, and no command names one.
+                    # Answers to another API process would be lost; no command of this client names one.
                     if not (place == 1 and len(fields) > 2 and type(junk) is int):
                         frames.append(msgspec.msgpack.encode([*fields[:place], junk, *fields[place + 1 :]]))
         for name in (field.name for field in msgspec.structs.fields(type(good)) if field.name != "client"):
@@ -337,7 +337,7 @@ async def test_no_command_ends_the_engine(sockets: Path) -> None:
     shutil.rmtree(sockets / "profiles")
 
 
-async def test_who_sent_a_command_that_cannot_be_read_is_told() -> None:
+async def test_the_sender_of_an_unreadable_command_gets_an_error() -> None:
     async with running() as client:
         bad = msgspec.structs.replace(make_request("bad", max_tokens=5), priority="high")  # type: ignore[arg-type]
         [event] = await all_of(client.submit(bad))
@@ -347,7 +347,7 @@ async def test_who_sent_a_command_that_cannot_be_read_is_told() -> None:
             await client.start_profile(with_stack="yes")  # type: ignore[arg-type]
 
 
-async def test_what_no_message_can_hold_is_refused_and_leaves_nothing_open() -> None:
+async def test_a_request_that_cannot_be_encoded_is_rejected() -> None:
     async with running() as client:
         for wrong in ({"priority": 2**64}, {"namespace": "\ud800"}, {"prompt_ids": [-(2**63) - 1]}):
             with pytest.raises(InvalidRequestError, match="can't be sent"):
@@ -381,7 +381,7 @@ async def main():
     await client.on_death
 asyncio.run(main())
 """
-    # A parent that is killed can't clean up, so its directory is ours.
+    # A killed parent can't clean up, so its directory is ours.
     with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as directory:
         environment = {**os.environ, "TMPDIR": directory}
         command = [sys.executable, "-c", code]
@@ -396,7 +396,7 @@ asyncio.run(main())
             engine.wait(timeout=60)
 
 
-def test_the_module_run_by_hand_says_what_it_is() -> None:
+def test_the_module_run_by_hand_explains_itself() -> None:
     done = subprocess.run([sys.executable, "-m", MODULE], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 1
     assert "jaxserve serve" in done.stderr
@@ -436,7 +436,7 @@ def test_in_process_engine() -> None:
         engine.submit(requests["r2"])
 
 
-def test_in_process_engine_fails_loudly_and_for_good() -> None:
+def test_in_process_engine_raises_after_a_failed_step() -> None:
     engine = InProcessEngine.start(EngineConfig(model="broken"), module=MODULE)
     engine.submit(make_request("r", max_tokens=10))
     engine.step()
@@ -447,7 +447,7 @@ def test_in_process_engine_fails_loudly_and_for_good() -> None:
     engine.close()
 
 
-async def test_a_profile_ends_in_an_idle_engine_and_under_load(sockets: Path) -> None:
+async def test_a_profile_ends_while_idle_and_under_load(sockets: Path) -> None:
     profiles = sockets / "profiles"
     async with running(profile_dir=str(profiles)) as client:
         started = await client.start_profile("idle")
@@ -463,11 +463,11 @@ async def test_a_profile_ends_in_an_idle_engine_and_under_load(sockets: Path) ->
             assert (await client.stop_profile()).num_steps == 3
         await client.start_profile("last")
     [last] = (profiles / "last" / "plugins" / "profile").iterdir()
-    assert last.is_dir(), "what runs when the engine is shut down is written"
+    assert last.is_dir(), "a profile that runs at shutdown is written"
     shutil.rmtree(profiles)
 
 
-async def test_an_engine_without_a_directory_refuses_to_profile() -> None:
+async def test_profiling_without_a_directory_is_an_error() -> None:
     async with running() as client:
         with pytest.raises(InvalidRequestError, match="--profile-dir"):
             await client.start_profile()

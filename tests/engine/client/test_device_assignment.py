@@ -6,9 +6,11 @@ import pytest
 
 from jaxserve.api_types import Devices
 from jaxserve.config.schema import EngineConfig
-from jaxserve.engine.client.device_assignment import find_devices, shares
-from jaxserve.engine.process.launch_protocol import Share
+from jaxserve.engine.client.device_assignment import assign_devices, find_devices
+from jaxserve.engine.process.launch_protocol import ReplicaResources
 from jaxserve.errors import ConfigError
+
+pytestmark = pytest.mark.process
 
 
 def gpus(count: int) -> Devices:
@@ -17,33 +19,33 @@ def gpus(count: int) -> Devices:
 
 def visible(dp: int, tp: int, devices: Devices, environment: dict[str, str], variable: str) -> list[str]:
     config = EngineConfig(dp_size=dp, tp_size=tp)
-    return [share.environment[variable] for share in shares(config, devices, environment)]
+    return [resources.environment[variable] for resources in assign_devices(config, devices, environment)]
 
 
-def test_gpus_are_shared_out_among_those_that_may_be_used() -> None:
+def test_gpus_are_assigned_from_the_visible_ones() -> None:
     name = "CUDA_VISIBLE_DEVICES"
     assert visible(2, 2, gpus(4), {}, name) == ["0,1", "2,3"]
     assert visible(3, 1, gpus(4), {}, name) == ["0", "1", "2"]
     assert visible(2, 1, gpus(2), {name: "5, 3"}, name) == ["5", "3"]
     assert visible(2, 1, gpus(2), {name: "GPU-aa,MIG-bb"}, name) == ["GPU-aa", "MIG-bb"]
     config = EngineConfig(dp_size=2)
-    assert [share.name for share in shares(config, gpus(2), {})] == ["DP0", "DP1"]
+    assert [resources.name for resources in assign_devices(config, gpus(2), {})] == ["DP0", "DP1"]
 
 
-def test_too_few_gpus_are_refused_with_what_fits() -> None:
+def test_too_few_gpus_are_an_error_with_sizes_that_fit() -> None:
     with pytest.raises(ConfigError) as caught:
-        shares(EngineConfig(dp_size=4, tp_size=2), gpus(4), {})
+        assign_devices(EngineConfig(dp_size=4, tp_size=2), gpus(4), {})
     assert str(caught.value) == (
         "tp_size=2 and dp_size=4 take 8 devices, and there are 4; what fits: --tp-size 2 --dp-size 2"
     )
     with pytest.raises(ConfigError, match=r"what fits: --tp-size 1 --dp-size 1$"):
-        shares(EngineConfig(dp_size=2, tp_size=4), gpus(1), {})
+        assign_devices(EngineConfig(dp_size=2, tp_size=4), gpus(1), {})
 
 
-def test_a_tpu_gives_chips() -> None:
+def test_a_tpu_is_divided_by_chips() -> None:
     v6e = Devices(platform="tpu", num_devices=8, num_chips=8)
-    [first, second] = shares(EngineConfig(dp_size=2, tp_size=4), v6e, {})
-    assert first == Share(
+    [first, second] = assign_devices(EngineConfig(dp_size=2, tp_size=4), v6e, {})
+    assert first == ReplicaResources(
         "DP0",
         {"TPU_VISIBLE_CHIPS": "0,1,2,3", "TPU_CHIPS_PER_PROCESS_BOUNDS": "2,2,1", "TPU_PROCESS_BOUNDS": "1,1,1"},
     )
@@ -51,25 +53,25 @@ def test_a_tpu_gives_chips() -> None:
     two_on_a_chip = Devices(platform="tpu", num_devices=8, num_chips=4)
     assert visible(4, 2, two_on_a_chip, {"TPU_VISIBLE_CHIPS": "3,2,1,0"}, "TPU_VISIBLE_CHIPS") == ["3", "2", "1", "0"]
     with pytest.raises(ConfigError, match=r"tp_size=1 gives each replica 0\.5 TPU chips"):
-        shares(EngineConfig(dp_size=2), two_on_a_chip, {})
+        assign_devices(EngineConfig(dp_size=2), two_on_a_chip, {})
     with pytest.raises(ConfigError, match=r"3 TPU chips, and a process can have 1, 2, 4, 8"):
-        shares(EngineConfig(dp_size=2, tp_size=3), v6e, {})
+        assign_devices(EngineConfig(dp_size=2, tp_size=3), v6e, {})
 
 
 @pytest.mark.parametrize(("threads", "replicas", "each"), [(8, 2, "4"), (8, 3, "2"), (2, 4, "1")])
-def test_a_cpu_gives_each_its_part_of_the_threads(threads: int, replicas: int, each: str) -> None:
+def test_a_cpu_is_divided_by_threads(threads: int, replicas: int, each: str) -> None:
     cpu = Devices(platform="cpu", num_devices=1, num_chips=1)
     found = visible(replicas, 1, cpu, {"NPROC": str(threads)}, "NPROC")
     assert found == [each] * replicas
 
 
-def test_a_cpu_is_not_parted_without_end() -> None:
+def test_a_cpu_has_a_limit_of_replicas() -> None:
     with pytest.raises(ConfigError, match=r"dp_size=65536: .* at most \d+ replicas"):
-        shares(EngineConfig(dp_size=65536), Devices(platform="cpu", num_devices=1, num_chips=1), {})
+        assign_devices(EngineConfig(dp_size=65536), Devices(platform="cpu", num_devices=1, num_chips=1), {})
 
 
-async def test_the_devices_are_those_jax_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of its own: this one would not give a device back."""
+async def test_the_devices_are_listed_by_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listed in a separate process, because this one would not release a device."""
     assert (await find_devices(EngineConfig(device="cpu"))).platform == "cpu"
     monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
     monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=3")

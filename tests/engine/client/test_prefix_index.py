@@ -7,7 +7,7 @@ def names(*tokens: int, namespace: str = "") -> list[int]:
     return page_names(namespace, tokens, 2)
 
 
-def test_a_page_is_known_by_all_before_it() -> None:
+def test_the_name_of_a_page_depends_on_all_tokens_before_it() -> None:
     one, two = names(1, 2, 3, 4, 5), names(9, 2, 3, 4)
     assert len(one) == 2, "the last page is not whole"
     assert names(1, 2, 3, 4, 7, 8)[:2] == one
@@ -15,9 +15,9 @@ def test_a_page_is_known_by_all_before_it() -> None:
     assert names(1, 2, namespace="salt") != names(1, 2)
 
 
-def test_prefixes_are_found_as_far_as_they_agree() -> None:
+def test_a_match_ends_where_prefixes_differ() -> None:
     index = PrefixIndex(8)
-    index.use(names(1, 2, 3, 4, 5, 6))
+    index.add(names(1, 2, 3, 4, 5, 6))
     assert index.match(names(1, 2, 3, 4, 7, 8)) == 2
     assert index.match(names(3, 4)) == 0
     assert index.match(names(1, 2, namespace="salt")) == 0
@@ -25,15 +25,15 @@ def test_prefixes_are_found_as_far_as_they_agree() -> None:
     assert index.match(names(1, 2)) == 0
 
 
-def test_what_was_not_used_for_longest_is_forgotten_ends_first() -> None:
+def test_the_end_of_the_least_recently_used_prefix_is_evicted_first() -> None:
     index = PrefixIndex(4)
-    index.use(names(1, 1, 2, 2, 3, 3))
-    index.use(names(1, 1, 9, 9))
+    index.add(names(1, 1, 2, 2, 3, 3))
+    index.add(names(1, 1, 9, 9))
     assert len(index) == 4
-    index.use(names(8, 8))
-    assert index.match(names(1, 1, 2, 2, 3, 3)) == 2, "its end has gone"
+    index.add(names(8, 8))
+    assert index.match(names(1, 1, 2, 2, 3, 3)) == 2, "its end was evicted"
     assert index.match(names(1, 1, 9, 9)) == 2
-    index.use(names(7, 7, 6, 6, 5, 5))
+    index.add(names(7, 7, 6, 6, 5, 5))
     assert index.match(names(1, 1, 9, 9)) == 0
     assert index.match(names(8, 8)) == 1
     assert len(index) == 4
@@ -41,13 +41,13 @@ def test_what_was_not_used_for_longest_is_forgotten_ends_first() -> None:
 
 def test_outputs_take_room_too() -> None:
     index = PrefixIndex(4)
-    index.use(names(1, 1, 2, 2))
-    index.fill(3)
+    index.add(names(1, 1, 2, 2))
+    index.add_outputs(3)
     assert (len(index), index.match(names(1, 1, 2, 2))) == (4, 1)
 
 
-def test_an_engine_without_a_cache_has_nothing() -> None:
+def test_an_engine_without_a_cache_matches_nothing() -> None:
     index = PrefixIndex(0)
-    index.use(names(1, 1))
-    index.fill(2)
+    index.add(names(1, 1))
+    index.add_outputs(2)
     assert (len(index), index.match(names(1, 1))) == (0, 0)

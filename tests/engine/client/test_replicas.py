@@ -24,13 +24,15 @@ from jaxserve.errors import ConfigError, EngineDeadError, EngineUnresponsiveErro
 from tests.engine.conftest import make_request
 from tests.engine.fake_executor import run_alone
 
+pytestmark = pytest.mark.process
+
 MODULE = "tests.engine.fake_worker"
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
 def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where engines make their directories; must be empty again afterwards. (pytest's own is too long for a socket.)"""
+    """The parent of the engines' directories, empty again afterwards. (pytest's tmp_path is too long for a socket.)"""
     monkeypatch.chdir(ROOT)
     with tempfile.TemporaryDirectory(prefix="t") as directory:
         monkeypatch.setattr(tempfile, "tempdir", directory)
@@ -60,11 +62,11 @@ def tokens_of(events: list[TokenEvent]) -> list[int]:
 
 
 async def settled(engine: Engine) -> None:
-    """A step may be under way still when the last stream ends; after a first reading none is."""
+    """Wait until no step is in flight: one may still be when the last stream ends, but not after a reading."""
     await engine.refresh_stats()
 
 
-async def test_a_frozen_replica_shows_and_what_it_refuses_is_not_counted() -> None:
+async def test_a_frozen_replica_is_unhealthy_and_requests_it_rejects_are_not_counted() -> None:
     async with running(watchdog_timeout=0.4) as engine:
         assert isinstance(engine, Replicas)
         pid = engine.replicas[1].pid
@@ -72,14 +74,14 @@ async def test_a_frozen_replica_shows_and_what_it_refuses_is_not_counted() -> No
         async with asyncio.timeout(60):
             while engine.health is None:
                 await asyncio.sleep(0.01)
-        assert engine.health == "DP1: the engine was not heard for 0.4 s"
+        assert engine.health == "DP1: the engine sent nothing for 0.4 s"
         with pytest.raises(EngineUnresponsiveError):
             await engine.flush_cache(timeout=60.0)
         with pytest.raises(EngineUnresponsiveError):
             engine.submit_all([make_request("a"), make_request("b")])
         os.kill(pid, signal.SIGCONT)
         async with asyncio.timeout(60):
-            while engine.health is not None or engine._placement.num_open:
+            while engine.health is not None or engine._router.num_open:
                 await asyncio.sleep(0.01)
         for stream in engine.submit_all([make_request("a"), make_request("b")]):
             await all_of(stream)
@@ -91,7 +93,7 @@ async def test_one_engine_needs_no_replicas() -> None:
         assert len(engine.replicas) == 1
 
 
-async def test_streams_bring_the_tokens_of_each_request_and_all_replicas_work() -> None:
+async def test_streams_have_the_tokens_of_each_request_and_all_replicas_are_used() -> None:
     async with running(max_total_tokens=128) as engine:
         assert isinstance(engine, Replicas)
         assert (engine.info.max_running_requests, engine.info.max_total_num_tokens) == (16, 256)
@@ -120,7 +122,7 @@ async def test_requests_follow_their_prefix() -> None:
                 request = make_request(f"r{number}-{turn}", prompt, max_tokens=2)
                 usage = (await all_of(engine.submit(request)))[-1].usage
                 assert usage is not None
-                assert usage.cached_tokens == (0 if turn == 0 else 48), "of the last page one token must be computed"
+                assert usage.cached_tokens == (0 if turn == 0 else 48), "one token of the last page must be computed"
         assert [replica.stats.prompt_tokens for replica in engine.replicas] == [2 * 3 * 64] * 2
         assert await engine.flush_cache() > 0
         usage = (await all_of(engine.submit(make_request("after", prompts[0], max_tokens=2))))[-1].usage
@@ -147,7 +149,7 @@ async def test_abort_and_ids() -> None:
         assert tokens_of(await all_of(engine.submit(request))) == run_alone(request, 20_000).token_ids
 
 
-async def test_the_queue_limit_is_that_of_all() -> None:
+async def test_the_queue_limit_holds_for_all_replicas_together() -> None:
     async with running(max_running_requests=1, max_queued_requests=2, context_length=20_000) as engine:
         requests = [make_request(f"r{i}", max_tokens=10_000) for i in range(5)]
         *streams, refused = engine.submit_all(requests)
@@ -160,7 +162,7 @@ async def test_the_queue_limit_is_that_of_all() -> None:
         assert tokens_of(await all_of(engine.submit(make_request("later", max_tokens=3))))
 
 
-async def test_requests_without_a_seed_are_drawn_apart() -> None:
+async def test_requests_without_a_seed_get_different_seeds() -> None:
     async with running() as engine:
         asked = [make_request(f"r{i}", [1, 2, 3], max_tokens=12, temperature=1.0) for i in range(6)]
         answers = await asyncio.gather(*(all_of(engine.submit(request)) for request in asked))
@@ -169,7 +171,7 @@ async def test_requests_without_a_seed_are_drawn_apart() -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-async def test_killing_one_ends_every_stream_once_and_says_which(victim: int) -> None:
+async def test_killing_one_replica_ends_every_stream_once_and_names_it(victim: int) -> None:
     async with running(context_length=20_000, max_running_requests=1) as engine:
         pids = [replica.pid for replica in engine.replicas]
         streams = [engine.submit(make_request(f"r{i}", max_tokens=10_000)) for i in range(5)]
@@ -199,7 +201,7 @@ async def test_killing_one_ends_every_stream_once_and_says_which(victim: int) ->
         ("gone", EngineDeadError, r"DP\d: engine process ended with code 7 before it was ready"),
     ],
 )
-async def test_what_keeps_one_from_starting_ends_all(model: str, error: type[Exception], says: str) -> None:
+async def test_if_one_replica_fails_to_start_all_end(model: str, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         await launch_engine(configured(model, dp_size=3), module=MODULE)
     assert not [child for child in psutil.Process().children() if "fake_worker" in " ".join(child.cmdline())]
@@ -215,7 +217,7 @@ async def test_a_cancelled_start_leaves_nothing_behind() -> None:
     assert not psutil.Process().children()
 
 
-async def test_a_profile_is_of_all(sockets: Path) -> None:
+async def test_a_profile_covers_all_replicas(sockets: Path) -> None:
     profiles = sockets / "profiles"
     async with running(profile_dir=str(profiles)) as engine:
         with pytest.raises(InvalidRequestError, match="not within the directory"):
@@ -232,5 +234,5 @@ async def test_a_profile_is_of_all(sockets: Path) -> None:
         assert sorted(path.name for path in (profiles / "here").iterdir()) == ["DP0", "DP1"]
         await engine.start_profile(num_steps=3)
         await all_of(engine.submit(make_request("a", max_tokens=9)))
-        assert (await engine.stop_profile()).num_steps in (0, 3), "that of the idle one, and the other if still written"
+        assert (await engine.stop_profile()).num_steps in (0, 3), "of the idle one, and of the other if still written"
     shutil.rmtree(profiles)

@@ -12,7 +12,7 @@ def event_of(token: int, **facts: Any) -> TokenEvent:
     return TokenEvent("r", [token], logprobs=[TokenLogprobs(token, -0.5, [token], [-0.5])], **facts)
 
 
-async def test_a_reader_who_fell_behind_gets_all_that_came_as_one_event() -> None:
+async def test_a_slow_reader_gets_merged_events() -> None:
     usage = Usage(3, 4, 2)
     stream = RequestStream(make_request("r"), abort=lambda _: None)
     stream.push(event_of(1, prompt_logprobs=[None], queue_seconds=0.5))
@@ -28,7 +28,7 @@ async def test_a_reader_who_fell_behind_gets_all_that_came_as_one_event() -> Non
     assert [event async for event in stream] == []
 
 
-async def test_tokens_before_an_error_come_before_it() -> None:
+async def test_tokens_before_an_error_are_delivered_first() -> None:
     stream = RequestStream(make_request("r"), abort=lambda _: None)
     stream.push(event_of(1, queue_seconds=0.5))
     stream.push(event_of(2))

@@ -49,7 +49,7 @@ def test_one_step_is_in_flight_while_the_next_is_planned(overlap: bool, calls: l
     assert executor.calls == calls
 
 
-def test_flush_takes_in_what_is_under_way() -> None:
+def test_flush_commits_the_steps_in_flight() -> None:
     executor = _Recording()
     loop = _loop(executor)
     loop.add(make_request("a", max_tokens=3))
@@ -60,7 +60,7 @@ def test_flush_takes_in_what_is_under_way() -> None:
 
 
 @pytest.mark.parametrize("method", ["dispatch", "collect"])
-def test_a_failing_device_ends_the_loop_for_good(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_device_ends_the_loop(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = _Recording()
 
     def fail(_: object) -> StepResult:
@@ -93,7 +93,7 @@ def test_log_lines(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_a_pause_is_not_counted_into_the_throughput(caplog: pytest.LogCaptureFixture) -> None:
+def test_idle_time_is_not_counted_into_the_throughput(caplog: pytest.LogCaptureFixture) -> None:
     executor = _Recording()
     loop = _loop(executor, overlap=False, decode_log_interval=4)
     now = 0.0
@@ -110,7 +110,7 @@ def test_a_pause_is_not_counted_into_the_throughput(caplog: pytest.LogCaptureFix
     assert all("(token/s): 1.00," in line for line in throughputs)
 
 
-def test_stats_say_what_the_device_says() -> None:
+def test_stats_include_compiles_of_the_device() -> None:
     executor = _Recording()
     executor.compiles_after_ready = 3
     assert _loop(executor).stats().compiles_after_ready == 3

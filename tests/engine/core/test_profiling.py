@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.api_types import Profile
+from jaxserve.api_types import ProfileInfo
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.core.profiling import Profiling
 from jaxserve.engine.scheduling.scheduler import Scheduler
@@ -23,38 +23,38 @@ def _profiling(tmp_path: Path, fail: str = "") -> tuple[Profiling, FakeProfiler]
 
 def test_a_profile_has_a_folder_and_counts_its_steps(tmp_path: Path) -> None:
     profiling, profiler = _profiling(tmp_path)
-    profiling.stepped()
+    profiling.count_step()
     started = profiling.start(with_stack=True)
     assert started.num_steps == 0
     assert Path(started.directory).is_relative_to(tmp_path / "profiles")
-    profiling.stepped()
-    profiling.stepped()
-    assert profiling.stop().result() == Profile(started.directory, 2)
+    profiling.count_step()
+    profiling.count_step()
+    assert profiling.stop().result() == ProfileInfo(started.directory, 2)
     assert profiler.calls == [("start profiles", True), ("stop", False)]
     again = profiling.start()
     assert again.directory != started.directory
     profiling.close()
 
 
-def test_a_profile_of_some_steps_ends_by_itself(tmp_path: Path) -> None:
+def test_a_profile_with_a_number_of_steps_ends_by_itself(tmp_path: Path) -> None:
     profiling, profiler = _profiling(tmp_path)
     folder = profiling.start("mine", num_steps=2).directory
     assert Path(folder).is_relative_to(tmp_path / "profiles" / "mine")
     profiler.go.clear()
-    profiling.stepped()
-    profiling.stepped()
-    profiling.stepped()
+    profiling.count_step()
+    profiling.count_step()
+    profiling.count_step()
     written = profiling.stop()
     assert not written.done()
     with pytest.raises(InvalidRequestError, match="still being written"):
         profiling.start()
     profiler.go.set()
-    assert written.result() == Profile(folder, 2)
+    assert written.result() == ProfileInfo(folder, 2)
     with pytest.raises(InvalidRequestError, match=rf"no profile is running; the last: 2 steps, in {folder}"):
         profiling.stop()
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_invalid_profile_requests_are_rejected(tmp_path: Path) -> None:
     for unable in (Profiling(), Profiling(FakeProfiler()), Profiling(None, str(tmp_path))):
         with pytest.raises(InvalidRequestError, match="--profile-dir"):
             unable.start()
@@ -69,11 +69,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
         assert refused.value.param == "output_dir"
     assert profiler.calls == []
     profiling.start()
-    with pytest.raises(InvalidRequestError, match=r"running already, into .*stop_profile"):
+    with pytest.raises(InvalidRequestError, match=r"running already, in .*stop_profile"):
         profiling.start()
 
 
-def test_a_profiler_that_fails_ends_nothing_else(tmp_path: Path) -> None:
+def test_a_failing_profiler_affects_nothing_else(tmp_path: Path) -> None:
     profiling, profiler = _profiling(tmp_path, fail="start")
     with pytest.raises(RequestFailedError, match="no profiler here"):
         profiling.start()

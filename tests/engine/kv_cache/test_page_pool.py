@@ -5,7 +5,7 @@ import pytest
 from jaxserve.engine.kv_cache.page_pool import PagePool
 
 
-def test_pages_are_taken_and_given_back() -> None:
+def test_pages_are_allocated_and_released() -> None:
     pool = PagePool(4, 16)
     pages = pool.allocate(3)
     assert len(set(pages)) == 3
@@ -21,7 +21,7 @@ def test_pages_for_rounds_up() -> None:
     assert [pool.pages_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
 
 
-def test_misuse_is_an_error_of_ours() -> None:
+def test_misuse_fails_an_assertion() -> None:
     pool = PagePool(2, 16)
     with pytest.raises(AssertionError):
         pool.allocate(3)
@@ -29,7 +29,7 @@ def test_misuse_is_an_error_of_ours() -> None:
         pool.release([0])
 
 
-def test_check_names_leaks_and_doubles() -> None:
+def test_check_reports_leaked_and_duplicate_pages() -> None:
     pool = PagePool(3, 16)
     [page] = pool.allocate(1)
     assert pool.check([]) == [f"page {page} has 0 owners and is free 0 times"]

@@ -7,7 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from jaxserve.engine.kv_cache.host_tier import HostTier, WritePolicy
 from jaxserve.engine.kv_cache.page_pool import PagePool
 from jaxserve.engine.kv_cache.radix_cache import RadixCache
-from jaxserve.engine.kv_cache.radix_node import Node
+from jaxserve.engine.kv_cache.radix_node import RadixNode
+from tests.selection import examples
 
 SIZE = 2
 
@@ -19,11 +20,11 @@ def _cache(num_pages: int = 16, tier: HostTier | None = None) -> tuple[PagePool,
 
 def _keep(pool: PagePool, cache: RadixCache, tokens: list[int], namespace: str = "") -> list[int]:
     pages = pool.allocate(len(tokens) // SIZE)
-    cache.adopt(namespace, tokens, pages, 0)
+    cache.insert(namespace, tokens, pages, 0)
     return pages
 
 
-def _consistent(pool: PagePool, cache: RadixCache, ends: list[Node], own: list[int]) -> None:
+def _consistent(pool: PagePool, cache: RadixCache, ends: list[RadixNode], own: list[int]) -> None:
     assert cache.check(ends) == []
     assert pool.check([*own, *cache.pages()]) == []
 
@@ -40,7 +41,7 @@ def test_a_match_ends_at_a_whole_page_and_at_the_limit() -> None:
     _consistent(pool, cache, [], [])
 
 
-def test_a_match_ends_where_tokens_differ_also_if_they_go_on_as_a_later_run_does() -> None:
+def test_a_match_ends_where_tokens_differ() -> None:
     pool, cache = _cache()
     pages = _keep(pool, cache, [1, 1, 2, 2])
     _keep(pool, cache, [1, 1, 2, 2, 3, 3])
@@ -48,7 +49,7 @@ def test_a_match_ends_where_tokens_differ_also_if_they_go_on_as_a_later_run_does
     assert cache.match("", [1, 1, 3, 3], 4)[1] == pages[:1]
 
 
-def test_what_is_there_already_is_not_kept_twice() -> None:
+def test_cached_pages_are_not_kept_twice() -> None:
     pool, cache = _cache(8)
     pages = _keep(pool, cache, [1, 2, 3, 4])
     _keep(pool, cache, [1, 2, 3, 4, 5, 6])
@@ -56,7 +57,7 @@ def test_what_is_there_already_is_not_kept_twice() -> None:
     assert cache.match("", [1, 2, 3, 4, 5, 6, 0], 7)[1][:2] == pages
 
 
-def test_the_least_recently_used_leaf_goes_first_from_its_end() -> None:
+def test_the_end_of_the_least_recently_used_leaf_is_evicted_first() -> None:
     pool, cache = _cache()
     _keep(pool, cache, [1, 2, 3, 4, 5, 6])
     _keep(pool, cache, [1, 2, 9, 9])
@@ -71,7 +72,7 @@ def test_the_least_recently_used_leaf_goes_first_from_its_end() -> None:
     assert cache.num_evictable == 0
 
 
-def test_what_is_locked_stays_and_so_does_all_before_it() -> None:
+def test_locked_nodes_and_their_ancestors_are_not_evicted() -> None:
     pool, cache = _cache(3)
     _keep(pool, cache, [1, 2, 3, 4, 5, 6])
     node, pages = cache.match("", [1, 2, 3, 4], 4)
@@ -84,7 +85,7 @@ def test_what_is_locked_stays_and_so_does_all_before_it() -> None:
     assert cache.evict(3) == 2
 
 
-def test_a_prompt_in_chunks_is_one_run() -> None:
+def test_a_chunked_prompt_is_one_node() -> None:
     pool, cache = _cache()
     node, _ = cache.match("", [1, 2, 3, 4], 3)
     cache.lock(node)
@@ -97,7 +98,7 @@ def test_a_prompt_in_chunks_is_one_run() -> None:
     _consistent(pool, cache, [node], [])
 
 
-def test_two_that_compute_the_same_keep_their_own_pages_till_the_end() -> None:
+def test_two_requests_that_compute_the_same_keep_their_own_pages() -> None:
     pool, cache = _cache()
     root, _ = cache.match("", [1, 2], 1)
     cache.lock(root)
@@ -105,13 +106,13 @@ def test_two_that_compute_the_same_keep_their_own_pages_till_the_end() -> None:
     first, second = pool.allocate(1), pool.allocate(1)
     node, _ = cache.extend(root, [1, 2], first)
     assert cache.extend(root, [1, 2], second) == (root, 0)
-    cache.adopt("", [1, 2], second, 0)
+    cache.insert("", [1, 2], second, 0)
     cache.unlock(root)
     assert pool.num_free == 15
     _consistent(pool, cache, [node], [])
 
 
-def test_a_flush_forgets_all_and_frees_what_is_locked_later() -> None:
+def test_a_flush_frees_locked_pages_when_they_are_unlocked() -> None:
     pool, cache = _cache(4)
     _keep(pool, cache, [1, 2, 3, 4])
     _keep(pool, cache, [5, 6])
@@ -122,8 +123,8 @@ def test_a_flush_forgets_all_and_frees_what_is_locked_later() -> None:
     _keep(pool, cache, [1, 2])
     _consistent(pool, cache, [node], [])
     own = pool.allocate(1)
-    assert cache.extend(node, [5, 6], own) == (node, 0), "what follows a forgotten prefix is not kept"
-    cache.adopt("", [1, 2, 3, 4, 5, 6], own, 2)
+    assert cache.extend(node, [5, 6], own) == (node, 0), "a detached node is not extended"
+    cache.insert("", [1, 2, 3, 4, 5, 6], own, 2)
     cache.unlock(node)
     assert pool.num_free == 3
     _consistent(pool, cache, [], [])
@@ -141,19 +142,19 @@ def test_a_disabled_cache_keeps_nothing() -> None:
     assert (cache.extend(node, [1, 2], own), pages) == ((node, 0), [])
 
 
-def test_the_list_of_leaves_does_not_grow_without_end() -> None:
+def test_the_heap_of_leaves_stays_bounded() -> None:
     pool, cache = _cache()
     for i in range(10_000):
         _keep(pool, cache, [i % 5, 1])
-    assert len(cache._ends) < 3000
+    assert len(cache._evictable) < 3000
     assert cache.evict(99) == 5
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Sequences that read, write and leave in any order, beside a model that is a dictionary of pages to tokens, and
-    one of host memory.
+    """Runs sequences that start and end in any order against a model: dictionaries from pages and host slots to
+    their tokens.
 
-    Whatever the cache says a page holds is what was last written to it, or loaded into it.
+    Each page holds the tokens that were last written to it or loaded into it, as the cache reports.
     """
 
     num_host_pages = 0
@@ -164,16 +165,16 @@ class CacheMachine(RuleBasedStateMachine):
         self.pool, self.cache = _cache(12, HostTier(self.num_host_pages, SIZE, self.policy))
         self.held: dict[int, tuple[int, ...]] = {}
         self.host: dict[int, tuple[int, ...]] = {}
-        self.running: list[tuple[list[int], Node, int, list[int]]] = []
+        self.running: list[tuple[list[int], RadixNode, int, list[int]]] = []
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14))
     def start(self, tokens: list[int]) -> None:
-        """One plan: what is evicted for it is saved first, then it loads, then it writes."""
-        self.cache.tier.save_entered()
+        """Make one plan: first save evicted pages, then load, then write."""
+        self.cache.tier.save_added()
         found = self.cache.match_length("", tokens, len(tokens) - 1)
         node, pages = self.cache.match("", tokens, len(tokens) - 1)
-        absent = self.cache.num_absent(node)
-        assert found == SIZE * (len(pages) + absent)
+        host_only = self.cache.num_host_only(node)
+        assert found == SIZE * (len(pages) + host_only)
         self.cache.lock(node)
         needed = -(-len(tokens) // SIZE) - len(pages)
         if needed > self.pool.num_free + self.cache.num_evictable:
@@ -183,8 +184,8 @@ class CacheMachine(RuleBasedStateMachine):
             short = needed - self.pool.num_free
             assert self.cache.evict(short) == short
         own = self.pool.allocate(needed)
-        self.cache.load(node, own[:absent])
-        pages, own = pages + own[:absent], own[absent:]
+        self.cache.load(node, own[:host_only])
+        pages, own = pages + own[:host_only], own[host_only:]
         self._run_copies()
         for i, page in enumerate(pages):
             assert self.held[page] == tuple(tokens[: (i + 1) * SIZE])
@@ -207,7 +208,7 @@ class CacheMachine(RuleBasedStateMachine):
         tokens, node, shared, own = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         whole = max(len(tokens) // SIZE, shared)
         self.pool.release(own[whole - shared :])
-        self.cache.adopt("", tokens[: whole * SIZE], own[: whole - shared], shared)
+        self.cache.insert("", tokens[: whole * SIZE], own[: whole - shared], shared)
         self.cache.unlock(node)
 
     @rule(count=st.integers(1, 12))
@@ -246,4 +247,4 @@ TestWriteThrough = WriteThroughMachine.TestCase
 TestWriteBack = WriteBackMachine.TestCase
 TestTinyTier = TinyTierMachine.TestCase
 for case in (TestCache, TestWriteThrough, TestWriteBack, TestTinyTier):
-    case.settings = settings(max_examples=100, stateful_step_count=30, deadline=None, derandomize=True)
+    case.settings = settings(max_examples=examples(100), stateful_step_count=30, deadline=None, derandomize=True)

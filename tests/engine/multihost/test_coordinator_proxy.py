@@ -4,25 +4,26 @@ import select
 import socket
 import threading
 
-from jaxserve.engine.multihost.coordinator_proxy import end_tunnel, free_port, open_tunnel
+from jaxserve import host
+from jaxserve.engine.multihost.coordinator_proxy import forward_to_coordinator, start_proxy
 
 
 def _tunnel() -> tuple[socket.socket, socket.socket, socket.socket]:
-    """A coordinator's listener, a connection to it through a tunnel, and the middle of the tunnel."""
-    coordinator = socket.create_server(("127.0.0.1", free_port()))
-    hall = socket.create_server(("127.0.0.1", 0))
+    """Return both ends of a connection through a tunnel to a coordinator, and the socket between the two nodes."""
+    coordinator = socket.create_server(("127.0.0.1", host.free_port()))
+    rendezvous = socket.create_server(("127.0.0.1", 0))
     middle = []
 
-    def greet() -> None:
-        guest, _ = hall.accept()
-        end_tunnel(guest, coordinator.getsockname()[1])
+    def accept() -> None:
+        connected, _ = rendezvous.accept()
+        forward_to_coordinator(connected, coordinator.getsockname()[1])
 
     def connect() -> socket.socket:
-        middle.append(socket.create_connection(hall.getsockname()))
+        middle.append(socket.create_connection(rendezvous.getsockname()))
         return middle[0]
 
-    threading.Thread(target=greet, daemon=True).start()
-    client = socket.create_connection(("127.0.0.1", open_tunnel(connect)))
+    threading.Thread(target=accept, daemon=True).start()
+    client = socket.create_connection(("127.0.0.1", start_proxy(connect)))
     client.sendall(b"hello")
     server, _ = coordinator.accept()
     coordinator.close()
@@ -32,18 +33,18 @@ def _tunnel() -> tuple[socket.socket, socket.socket, socket.socket]:
     return client, server, middle[0]
 
 
-def test_both_ways_and_a_client_that_leaves_is_told() -> None:
+def test_bytes_pass_both_ways_and_the_end_of_the_client_too() -> None:
     client, server, _ = _tunnel()
     with client, server:
         client.shutdown(socket.SHUT_RDWR)
         assert server.recv(1) == b""
 
 
-def test_a_coordinator_that_is_gone_is_not_told() -> None:
+def test_the_client_stays_connected_when_the_coordinator_is_gone() -> None:
     client, server, middle = _tunnel()
     with client:
         server.shutdown(socket.SHUT_RDWR)
         server.close()
         middle.shutdown(socket.SHUT_RDWR)
-        client.sendall(b"nobody reads it")
+        client.sendall(b"unread")
         assert select.select([client], [], [], 0.5)[0] == []

@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.api_types import EngineStats, FinishReason, TokenEvent
 from jaxserve.engine.core.loop import EngineLoop
-from jaxserve.engine.process.main import _Server
+from jaxserve.engine.process.main import _CommandServer
 from jaxserve.engine.process.transport import (
     Abort,
     Add,
@@ -51,31 +51,31 @@ def _commands(engine: EngineTransport, count: int) -> list[Command]:
     return commands
 
 
-def test_each_client_gets_its_own_and_one_message_a_step(sockets: Path) -> None:
+def test_each_client_gets_its_own_events_in_one_message_per_step(sockets: Path) -> None:
     commands = f"ipc://{sockets}/commands"
     addresses = [f"ipc://{sockets}/client-{i}" for i in range(2)]
-    lifeline, parent = os.pipe()
+    parent_pipe, parent = os.pipe()
     scheduler = Scheduler(make_capacity(), chunked_prefill_size=32, max_prefill_tokens=32, max_num_batched_tokens=64)
     loop = EngineLoop(scheduler, FakeExecutor(make_capacity()), overlap=False)
     with (
         ClientTransport(commands, addresses[0]) as first,
-        EngineTransport(commands, addresses, lifeline) as engine,
+        EngineTransport(commands, addresses, parent_pipe) as engine,
         ClientTransport(commands, addresses[1]) as second,
     ):
         mine = [make_request(name, max_tokens=3, client=0) for name in ("a", "b")]
-        theirs = make_request("c", max_tokens=3, client=1)
+        other = make_request("c", max_tokens=3, client=1)
         first.send(Add(mine))
         first.send(ReadStats(0, 7))
-        server = _Server(loop, engine)
+        server = _CommandServer(loop, engine)
         for command in _commands(engine, 2):
-            server._obey(command)
-        second.send(Add([theirs, make_request("a", client=1)]))
+            server._execute(command)
+        second.send(Add([other, make_request("a", client=1)]))
         second.send(Abort(["nobody"]))
         for command in _commands(engine, 2):
-            server._obey(command)
+            server._execute(command)
         while loop.has_work:
             server._route(loop.step())
-            server._publish()
+            server._send_step()
         [reading, *steps] = _receive(first, 4)
         assert isinstance(reading, StatsReading)
         assert reading.number == 7
@@ -83,37 +83,37 @@ def test_each_client_gets_its_own_and_one_message_a_step(sockets: Path) -> None:
             {"a", "b"}
         ] * 3
         others = [step for step in _receive(second, 3) if isinstance(step, StepEvents)]
-        assert [event.request_id for event in others[0].events] == ["a", "c"], "the refusal goes to the newcomer"
+        assert [event.request_id for event in others[0].events] == ["a", "c"], "the rejection goes to the second client"
         assert others[0].events[0].finish_reason is FinishReason.ERROR
         tokens = [token for step in others for event in step.events for token in event.token_ids]
-        assert tokens == run_alone(theirs, 64).token_ids
+        assert tokens == run_alone(other, 64).token_ids
     os.close(parent)
-    os.close(lifeline)
+    os.close(parent_pipe)
 
 
-def test_the_end_of_the_lifeline_wakes_the_engine(sockets: Path) -> None:
-    lifeline, parent = os.pipe()
-    with EngineTransport(f"ipc://{sockets}/commands", [], lifeline) as engine:
+def test_the_end_of_the_parent_wakes_the_engine(sockets: Path) -> None:
+    parent_pipe, parent = os.pipe()
+    with EngineTransport(f"ipc://{sockets}/commands", [], parent_pipe) as engine:
         assert engine.receive(wait=False) == []
         os.close(parent)
         assert engine.receive(wait=True) is None
-    os.close(lifeline)
+    os.close(parent_pipe)
 
 
-def test_messages_wait_for_whoever_is_not_there_yet(sockets: Path) -> None:
-    lifeline, parent = os.pipe()
+def test_messages_wait_for_a_client_that_has_not_connected_yet(sockets: Path) -> None:
+    parent_pipe, parent = os.pipe()
     commands, address = f"ipc://{sockets}/commands", f"ipc://{sockets}/client-0"
     message = StepEvents([TokenEvent("a", [1, 2])], EngineStats(num_steps=3))
-    with EngineTransport(commands, [address], lifeline) as engine:
+    with EngineTransport(commands, [address], parent_pipe) as engine:
         engine.send(0, message)
         with ClientTransport(commands, address) as client:
             assert _receive(client, 1) == [message]
     os.close(parent)
-    os.close(lifeline)
+    os.close(parent_pipe)
 
 
 class _Scripted:
-    """A transport whose commands are written down before."""
+    """A transport that returns commands given in advance."""
 
     num_clients = 1
 
@@ -123,10 +123,10 @@ class _Scripted:
         self.sent: list[Message] = []
 
     def receive(self, *, wait: bool, timeout: float | None = None) -> list[Command] | None:
-        assert timeout == 1.0, "nothing to wake up for but the next sign of life"
+        assert timeout == 1.0, "only the next heartbeat may wake it up"
         self.waits.append(wait)
-        assert len(self.waits) < 20, "turning without end"
-        # While there is work nothing comes in.
+        assert len(self.waits) < 20, "the loop doesn't end"
+        # No command arrives while there is work.
         return self.turns.pop(0) if wait else []
 
     def send(self, client: int, message: Message) -> None:
@@ -138,6 +138,6 @@ def test_the_engine_sleeps_when_idle_and_only_then(end: list[Command] | None) ->
     scheduler = Scheduler(make_capacity(), chunked_prefill_size=32, max_prefill_tokens=32, max_num_batched_tokens=64)
     loop = EngineLoop(scheduler, FakeExecutor(make_capacity()), overlap=False)
     transport = _Scripted([Add([make_request("a", max_tokens=3)])], [Abort(["nobody"])], [], end)
-    _Server(loop, cast(EngineTransport, transport)).run()
+    _CommandServer(loop, cast(EngineTransport, transport)).run()
     assert transport.waits == [True, False, False, True, True, True]
-    assert [type(message) for message in transport.sent] == [StepEvents] * 3 + [Idle], "one message a step"
+    assert [type(message) for message in transport.sent] == [StepEvents] * 3 + [Idle], "one message per step"

@@ -29,9 +29,9 @@ def test_trim(total: int, last: int, cut: int) -> None:
 @pytest.mark.parametrize(
     ("totals", "lasts", "cuts"),
     [
-        ([19, 4], [10, 2], [3, 0]),  # the fullest decides
+        ([19, 4], [10, 2], [3, 0]),  # the fullest rank decides
         ([19, 18], [10, 4], [3, 2]),
-        ([19, 18], [10, 0], [0, 0]),  # the second has nothing to cut: both would run in the larger one still
+        ([19, 18], [10, 0], [0, 0]),  # rank 1 can't be cut, so the larger program is needed anyway
         ([19, 20], [19, 20], [0, 0]),
         ([3, 0], [3, 0], [0, 0]),
     ],
@@ -41,7 +41,7 @@ def test_all_ranks_are_trimmed_or_none(totals: list[int], lasts: list[int], cuts
 
 
 @given(st.integers(1, 128), st.data())
-def test_trim_always_leaves_progress_and_lands_on_a_bucket(total: int, data: st.DataObject) -> None:
+def test_trim_leaves_at_least_one_token_and_ends_at_a_bucket(total: int, data: st.DataObject) -> None:
     last = data.draw(st.integers(1, total))
     [cut] = trim_to_bucket([total], [last], BUCKETS)
     assert 0 <= cut < last
@@ -50,27 +50,27 @@ def test_trim_always_leaves_progress_and_lands_on_a_bucket(total: int, data: st.
 
 def test_budget_of_prefill_and_step() -> None:
     budget = PrefillBudget([4], step_tokens=16, prefill_tokens=10, prompt_logprob_tokens=8)
-    assert budget.offer(0, prompt_logprobs=False) == 10
-    budget.take(0, 3, prompt_logprobs=False)
-    assert budget.offer(0, prompt_logprobs=False) == 7
-    assert budget.offer(0, prompt_logprobs=True) == 1
-    budget.take(0, 1, prompt_logprobs=True)
+    assert budget.max_chunk(0, prompt_logprobs=False) == 10
+    budget.add_chunk(0, 3, prompt_logprobs=False)
+    assert budget.max_chunk(0, prompt_logprobs=False) == 7
+    assert budget.max_chunk(0, prompt_logprobs=True) == 1
+    budget.add_chunk(0, 1, prompt_logprobs=True)
     assert budget.totals == [8]
-    assert budget.offer(0, prompt_logprobs=False) == 0, "the step is one of prompt logprobs now"
+    assert budget.max_chunk(0, prompt_logprobs=False) == 0, "the step has prompt logprobs now"
 
 
-def test_decodes_may_leave_nothing() -> None:
+def test_decodes_may_use_the_whole_budget() -> None:
     budget = PrefillBudget([20], step_tokens=16, prefill_tokens=10, prompt_logprob_tokens=8)
-    assert budget.offer(0, prompt_logprobs=False) == 0
+    assert budget.max_chunk(0, prompt_logprobs=False) == 0
 
 
-def test_ranks_have_budgets_of_their_own_but_one_program() -> None:
+def test_ranks_have_separate_budgets_but_one_program() -> None:
     budget = PrefillBudget([4, 0], step_tokens=16, prefill_tokens=10, prompt_logprob_tokens=8)
-    budget.take(0, 10, prompt_logprobs=False)
-    assert budget.offer(0, prompt_logprobs=False) == 0
-    assert budget.offer(1, prompt_logprobs=False) == 10
-    assert budget.offer(1, prompt_logprobs=True) == 0, "rank 0 has more than such a program holds"
+    budget.add_chunk(0, 10, prompt_logprobs=False)
+    assert budget.max_chunk(0, prompt_logprobs=False) == 0
+    assert budget.max_chunk(1, prompt_logprobs=False) == 10
+    assert budget.max_chunk(1, prompt_logprobs=True) == 0, "rank 0 has more tokens than that program holds"
     budget = PrefillBudget([4, 0], step_tokens=16, prefill_tokens=10, prompt_logprob_tokens=8)
-    budget.take(1, 3, prompt_logprobs=True)
-    assert budget.offer(0, prompt_logprobs=False) == 4
-    assert budget.offer(1, prompt_logprobs=False) == 5
+    budget.add_chunk(1, 3, prompt_logprobs=True)
+    assert budget.max_chunk(0, prompt_logprobs=False) == 4
+    assert budget.max_chunk(1, prompt_logprobs=False) == 5

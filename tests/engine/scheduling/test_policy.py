@@ -20,7 +20,7 @@ def _order(queue: WaitingQueue) -> list[int]:
     return [request.arrival for request in queue.in_order()]
 
 
-def test_those_put_back_go_first_in_the_order_they_came() -> None:
+def test_requeued_requests_go_first_by_arrival() -> None:
     queue = WaitingQueue()
     requests = [_request(i) for i in range(6)]
     for request in requests:
@@ -29,7 +29,7 @@ def test_those_put_back_go_first_in_the_order_they_came() -> None:
         assert next(queue.in_order()) is request
         queue.remove(request)
     for i in (1, 3, 0):
-        queue.put_back(requests[i])
+        queue.requeue(requests[i])
     assert _order(queue) == [0, 1, 3, 4, 5] == [request.arrival for request in queue]
     queue.remove(requests[1])
     queue.remove(requests[4])
@@ -58,21 +58,21 @@ def test_the_shortest_prefill_first() -> None:
     for i, prompt in enumerate([9, 3, 5, 3]):
         queue.add(_request(i, prompt=prompt))
     assert _order(queue) == [1, 3, 2, 0]
-    assert _order(queue) == [1, 3, 2, 0], "looking changes nothing"
+    assert _order(queue) == [1, 3, 2, 0], "iterating changes nothing"
 
 
-def test_a_higher_priority_goes_first_also_among_those_put_back() -> None:
+def test_a_higher_priority_goes_first_also_among_requeued_requests() -> None:
     queue = WaitingQueue("priority")
     requests = [_request(i, priority=priority) for i, priority in enumerate([0, 7, -1, 7])]
     for request in requests:
         queue.add(request)
     assert _order(queue) == [1, 3, 0, 2]
     queue.remove(requests[0])
-    queue.put_back(requests[0])
+    queue.requeue(requests[0])
     assert _order(queue) == [1, 3, 0, 2]
 
 
-def test_random_is_no_order_of_arrival_and_the_same_for_a_seed() -> None:
+def test_random_order_depends_on_the_seed() -> None:
     orders = []
     for seed in (1, 1, 2):
         queue = WaitingQueue("random", seed=seed)
@@ -84,8 +84,8 @@ def test_random_is_no_order_of_arrival_and_the_same_for_a_seed() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lpm", "fcfs", "shortest-prefill-first", "random"])
-def test_nobody_is_overtaken_by_more_than_the_bound(policy: Policy) -> None:
-    """The unlucky one has nothing cached and the longest prompt, while others come without end."""
+def test_no_request_is_overtaken_by_more_than_the_bound(policy: Policy) -> None:
+    """The first request has the longest prompt and nothing cached, while others keep arriving."""
     rng = random.Random(0)
     queue = WaitingQueue(policy, lambda request: request.arrival)
     arrived: dict[int, Request] = {}
@@ -94,7 +94,7 @@ def test_nobody_is_overtaken_by_more_than_the_bound(policy: Policy) -> None:
         for i in (2 * arrival, 2 * arrival + 1):
             arrived[i] = _request(i, prompt=50 if i == 0 else rng.randint(1, 9))
             queue.add(arrived[i])
-        # Half as many start as arrive, but never more than lpm looks at wait.
+        # Half as many start as arrive, but the queue stays below the limit of lpm.
         for _ in range(1 if len(queue) < LPM_MAX_WAITING - 2 else 2):
             started = next(queue.in_order())
             queue.remove(started)

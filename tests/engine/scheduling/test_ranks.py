@@ -1,4 +1,4 @@
-"""Several data-parallel ranks under one scheduler: who goes where, and what stays apart."""
+"""Several data-parallel ranks under one scheduler: the choice of a rank, and their separation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxserve.api_types import FinishReason
-from jaxserve.engine.scheduling.bucket_stats import PaddingCount
+from jaxserve.engine.scheduling.bucket_stats import BucketStats
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.step_plan import StepPlan
 from tests.engine.conftest import make_capacity, make_request
@@ -45,14 +45,14 @@ def test_sequences_are_spread_evenly() -> None:
 
 
 def test_tokens_are_spread_evenly() -> None:
-    """One long prompt weighs as much as several short ones."""
+    """One long prompt costs as much as several short ones."""
     scheduler = make(2, chunked_prefill_size=200, max_prefill_tokens=200, max_num_batched_tokens=200)
     scheduler.add(make_request("long", 60))
     for i in range(2):
         scheduler.add(make_request(f"r{i}", 4))
     plan = planned(scheduler)
     assert ranks_of(plan) == {"long": 0, "r0": 1, "r1": 1}
-    assert plan.most_tokens(2) == 60
+    assert plan.max_rank_tokens(2) == 60
 
 
 def test_a_request_goes_where_its_prefix_is() -> None:
@@ -67,7 +67,7 @@ def test_a_request_goes_where_its_prefix_is() -> None:
 
 
 def test_a_prefix_is_computed_again_rather_than_crowding_its_rank() -> None:
-    """Requests stay with it until their rank has a quarter of its slots more than another."""
+    """Requests go to their prefix's rank until it runs more than the other by a quarter of its slots."""
     scheduler = make(2, num_slots=7, decode_buckets=(7,))
     scheduler.add(make_request("first", [*SYSTEM, 1], max_tokens=20))
     home = ranks_of(step(scheduler))["first"]
@@ -75,10 +75,10 @@ def test_a_prefix_is_computed_again_rather_than_crowding_its_rank() -> None:
     for i in range(2, 5):
         scheduler.add(make_request(f"r{i}", [*SYSTEM, i], max_tokens=20))
         places.append(ranks_of(step(scheduler))[f"r{i}"])
-    assert places == [home, 1 - home, 1 - home], "and then it is in both caches"
+    assert places == [home, 1 - home, 1 - home], "afterwards the prefix is in both caches"
 
 
-def test_same_slots_and_pages_of_two_ranks_are_different_ones() -> None:
+def test_slot_and_page_numbers_are_local_to_a_rank() -> None:
     scheduler = make(2)
     for name in "ab":
         scheduler.add(make_request(name, 8))
@@ -90,7 +90,7 @@ def test_same_slots_and_pages_of_two_ranks_are_different_ones() -> None:
 
 
 def test_a_full_rank_sends_requests_to_the_next() -> None:
-    """Slots of the best rank are all taken: where there are some a prefix is computed again."""
+    """If the best rank has no free slot, another rank computes the prefix again."""
     scheduler = make(2, num_slots=1)
     scheduler.add(make_request("a", [*SYSTEM, 1], max_tokens=9))
     step(scheduler)
@@ -111,7 +111,7 @@ def test_one_rank_retracts_and_the_other_goes_on() -> None:
     assert len(alone) < len(executor.plans)
 
 
-def test_a_request_too_long_for_a_rank_is_refused_whatever_the_others_have() -> None:
+def test_a_request_too_long_for_one_rank_is_rejected() -> None:
     scheduler = make(4, num_pages=8)
     refused = scheduler.add(make_request("a", 40))
     assert refused is not None
@@ -127,19 +127,19 @@ def test_flushing_forgets_the_prefixes_of_all_ranks() -> None:
     assert scheduler.stats().num_free_pages == 3 * 64
 
 
-def test_scored_prompts_keep_all_ranks_to_their_program() -> None:
-    """It holds 8 tokens a rank."""
+def test_prompt_logprobs_limit_the_chunks_of_all_ranks() -> None:
+    """The program with prompt log probabilities holds 8 tokens per rank."""
     scheduler = make(2, policy="fcfs")
     scheduler.add(make_request("scored", 20, max_tokens=0, prompt_logprobs=0))
     scheduler.add(make_request("plain", 30))
     plan = step(scheduler)
     assert {chunk.request_id: chunk.length for chunk in plan.chunks} == {"scored": 8, "plain": 8}
     while ranks_of(plan).get("scored") is not None:
-        assert plan.most_tokens(2) <= 8
+        assert plan.max_rank_tokens(2) <= 8
         plan = step(scheduler)
 
 
-def test_a_scored_prompt_is_not_overtaken_for_ever_by_long_ones_elsewhere() -> None:
+def test_a_prompt_with_logprobs_is_not_starved_by_long_prompts_on_other_ranks() -> None:
     scheduler = make(2, policy="fcfs", chunked_prefill_size=16)
     for i in range(4):
         scheduler.add(make_request(f"long{i}", 60, max_tokens=1))
@@ -150,12 +150,12 @@ def test_a_scored_prompt_is_not_overtaken_for_ever_by_long_ones_elsewhere() -> N
     for _ in range(30):
         if "scored" in ranks_of(step(scheduler)):
             return
-    raise AssertionError("the scored prompt waits for ever")
+    raise AssertionError("the prompt with log probabilities never starts")
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm", "priority"])
-def test_one_that_lacks_only_budget_on_its_rank_waits_for_it(policy: Any) -> None:
-    """A long cached prefix on a rank whose budget others have used up: the next step is soon enough."""
+def test_a_request_waits_for_budget_on_the_rank_with_its_prefix(policy: Any) -> None:
+    """A rank with a long cached prefix is worth waiting one step for, when others have used up its budget."""
     prefix = [5, 6, 7, 8] * 40
     capacity = make_capacity(
         num_ranks=2, num_slots=16, decode_buckets=(16,), prompt_logprob_tokens=20, num_pages=200, max_model_len=400
@@ -170,7 +170,7 @@ def test_one_that_lacks_only_budget_on_its_rank_waits_for_it(policy: Any) -> Non
     while scheduler.has_work:
         steps.append(step(scheduler))
     opened = {opened.rank: opened for plan in steps for opened in plan.opens}
-    assert set(opened) == {0}, "each found its prefix on the rank that has it"
+    assert set(opened) == {0}, "each starts on the rank that has its prefix"
 
 
 def test_priority_preempts_on_one_rank_only() -> None:
@@ -188,7 +188,7 @@ def test_padding_counts_the_rows_of_all_ranks() -> None:
     for i in range(3):
         scheduler.add(make_request(f"r{i}", 4, max_tokens=5))
     plan = step(scheduler)
-    count = PaddingCount(make_capacity(num_ranks=2))
+    count = BucketStats(make_capacity(num_ranks=2))
     count.count(plan)
     assert (count.mixed_tokens, count.mixed_bucket_tokens) == (12, 32)
     count.count(step(scheduler))

@@ -32,7 +32,7 @@ def planned(scheduler: Scheduler) -> StepPlan:
 
 
 def answer(plan: StepPlan, token: int = 1) -> StepResult:
-    """Every chunk that draws a token draws this one."""
+    """Return a result in which every sampling chunk samples `token`."""
     return StepResult(
         tokens=[[token] if chunk.sample else [] for chunk in plan.chunks], logprobs={}, prompt_logprobs={}
     )
@@ -58,7 +58,7 @@ def last_events(events: list[TokenEvent]) -> dict[str, TokenEvent]:
     return {event.request_id: event for event in last}
 
 
-def test_decodes_come_first_then_prompts_under_way_then_new_ones() -> None:
+def test_decodes_come_first_then_running_prompts_then_new_ones() -> None:
     scheduler = make_scheduler(chunked_prefill_size=8)
     scheduler.add(make_request("a", 4))
     plan = planned(scheduler)
@@ -106,7 +106,7 @@ def test_decodes_count_towards_the_tokens_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("name", ["chunked_prefill_size", "max_prefill_tokens", "max_num_batched_tokens"])
-def test_a_limit_under_which_nothing_runs_is_refused(name: str) -> None:
+def test_a_limit_below_one_is_an_error(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
         make_scheduler(**{name: 0})
 
@@ -118,7 +118,7 @@ def test_a_step_just_above_a_bucket_is_cut_to_it() -> None:
     assert shape(planned(scheduler)) == [("a", 16, 8)]
 
 
-def test_pages_are_given_for_what_a_chunk_writes() -> None:
+def test_pages_are_allocated_for_what_a_chunk_writes() -> None:
     scheduler = make_scheduler(chunked_prefill_size=6)
     scheduler.add(make_request("a", 8, max_tokens=10))
     given = [planned(scheduler).chunks[0].new_pages for _ in range(7)]
@@ -147,17 +147,17 @@ def test_slots_open_with_a_seed_and_close_once() -> None:
     assert planned(other).opens[0].sampling.seed != first.sampling.seed
 
 
-def test_a_slot_taken_again_at_once_is_not_closed() -> None:
+def test_a_slot_reused_in_the_same_plan_is_not_closed() -> None:
     scheduler = make_scheduler(capacity=make_capacity(num_slots=1))
     scheduler.add(make_request("a", max_tokens=1))
     scheduler.add(make_request("b", max_tokens=1))
     planned(scheduler)
-    plan = planned(scheduler)  # a's last token is planned, so b need not wait until it is known
+    plan = planned(scheduler)  # a's last token is planned, so b need not wait for it
     assert [opened.slot for opened in plan.opens] == [0]
     assert plan.closes == []
 
 
-def test_a_length_stop_is_known_when_planning() -> None:
+def test_a_length_stop_is_known_at_planning() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request("a", max_tokens=2))
     first, second = planned(scheduler), planned(scheduler)
@@ -189,7 +189,7 @@ def test_a_token_computed_past_a_stop_is_dropped() -> None:
     assert scheduler.stats().generation_tokens == 1
 
 
-def test_a_step_may_bring_several_tokens_and_ends_within_them() -> None:
+def test_a_step_may_return_several_tokens_and_stop_within_them() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request("a", stop_ids=(5,), max_tokens=10))
     scheduler.add(make_request("b", max_tokens=2))
@@ -213,7 +213,7 @@ def test_a_stop_id_counts_only_after_min_tokens() -> None:
     assert reasons == [None, None, FinishReason.STOP]
 
 
-def test_no_tokens_wanted_means_prefill_only() -> None:
+def test_max_tokens_zero_means_prefill_only() -> None:
     scheduler = make_scheduler(chunked_prefill_size=3)
     events, executor = run(scheduler, make_request("a", 8, max_tokens=0, prompt_logprobs=1))
     [event] = events
@@ -237,28 +237,28 @@ def test_prompt_logprobs_bound_the_step_and_name_the_next_token() -> None:
     assert (plan.chunks[1].logits, plan.chunks[1].target) == (5, None)
 
 
-def test_greedy_is_said_of_those_that_draw() -> None:
+def test_a_plan_is_greedy_if_all_sampling_requests_are() -> None:
     scheduler = make_scheduler(chunked_prefill_size=8)
     scheduler.add(make_request("a", 4))
     scheduler.add(make_request("b", 8, temperature=1.0))
-    assert planned(scheduler).greedy, "b only begins its prompt"
+    assert planned(scheduler).greedy, "b does not sample yet"
     assert not planned(scheduler).greedy
     assert not planned(scheduler).greedy
 
 
-def test_a_prompt_starts_when_all_of_it_and_a_page_more_are_free() -> None:
+def test_a_prompt_starts_when_its_pages_and_one_more_are_free() -> None:
     scheduler = make_scheduler(capacity=make_capacity(num_pages=10, token_buckets=(64,)), chunked_prefill_size=20)
     scheduler.add(make_request("a", 24))
     scheduler.add(make_request("b", 15))
     scheduler.add(make_request("c", 2))
     assert shape(planned(scheduler)) == [("a", 0, 20)]
     plan = planned(scheduler)
-    assert shape(plan) == [("a", 20, 4)], "b's 4 pages are free but not one more, and nobody overtakes it"
+    assert shape(plan) == [("a", 20, 4)], "b's 4 pages are free but not one more, and no request passes it"
     scheduler.abort("b")
     assert shape(planned(scheduler)) == [("a", 24, 1), ("c", 0, 2)]
 
 
-def test_there_is_never_more_than_one_prompt_halfway() -> None:
+def test_at_most_one_prompt_is_partly_planned() -> None:
     scheduler = make_scheduler(chunked_prefill_size=8)
     for name in "abc":
         scheduler.add(make_request(name, 12))
@@ -268,7 +268,7 @@ def test_there_is_never_more_than_one_prompt_halfway() -> None:
     assert shape(planned(scheduler)) == [("a", 13, 1), ("b", 12, 1), ("c", 0, 8)]
 
 
-def test_prompts_halfway_give_way_to_decodes_and_come_back() -> None:
+def test_partly_planned_prompts_are_retracted_for_decodes_and_restart() -> None:
     capacity = make_capacity(num_slots=2, num_pages=9, decode_buckets=(2,))
     requests = [make_request("a", 8, max_tokens=20), make_request("b", 20, max_tokens=4)]
     scheduler = make_scheduler(capacity=capacity, chunked_prefill_size=1)
@@ -282,7 +282,7 @@ def test_prompts_halfway_give_way_to_decodes_and_come_back() -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_retraction_loses_and_doubles_nothing(overlap: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_retraction_neither_loses_nor_duplicates_tokens(overlap: bool, caplog: pytest.LogCaptureFixture) -> None:
     capacity = make_capacity(num_pages=10)
     requests = [
         make_request(f"r{i}", 6, max_tokens=25, temperature=1.0, seed=i, logprobs=1, prompt_logprobs=1)
@@ -308,7 +308,7 @@ def test_retraction_loses_and_doubles_nothing(overlap: bool, caplog: pytest.LogC
     assert len([opened for plan in executor.plans for opened in plan.opens]) == 6 + retracted
 
 
-def test_who_was_retracted_does_not_start_in_the_same_plan() -> None:
+def test_a_retracted_request_does_not_start_in_the_same_plan() -> None:
     capacity = make_capacity(num_slots=3, num_pages=6, decode_buckets=(3,))
     scheduler = make_scheduler(capacity=capacity)
     for name in ("a", "b"):
@@ -325,7 +325,7 @@ def test_who_was_retracted_does_not_start_in_the_same_plan() -> None:
     assert scheduler.num_waiting == 1
 
 
-def test_the_last_one_running_ends_with_an_error_when_the_pool_is_too_small() -> None:
+def test_the_only_running_request_fails_if_the_pool_is_too_small() -> None:
     capacity = make_capacity(num_pages=5)
     scheduler = make_scheduler(capacity=capacity)
     events, _ = run(scheduler, make_request("a", 10, max_tokens=40), make_request("b", 12, max_tokens=2))
@@ -338,12 +338,12 @@ def test_the_last_one_running_ends_with_an_error_when_the_pool_is_too_small() ->
     assert tokens == run_alone(make_request("a", 10, max_tokens=11), 64).token_ids
 
 
-def test_an_end_on_its_way_spares_the_last_one_the_error() -> None:
+def test_a_stop_in_flight_avoids_the_error() -> None:
     capacity = make_capacity(num_pages=1)
     scheduler = make_scheduler(capacity=capacity)
     scheduler.add(make_request("a", 4, stop_ids=(5,), max_tokens=10))
     plan = planned(scheduler)
-    assert scheduler.plan() is None, "the pool is full, but the token on its way may be the last"
+    assert scheduler.plan() is None, "the pool is full, but the token in flight may be the last"
     [event] = scheduler.commit(plan, answer(plan, 5))
     assert event.finish_reason is FinishReason.STOP
 
@@ -352,7 +352,7 @@ def test_an_end_on_its_way_spares_the_last_one_the_error() -> None:
     ("prompt", "error"),
     [(0, "prompt is empty"), (64, "has 64 tokens.*context length of 64"), (41, "has 41 tokens, more than the 40")],
 )
-def test_what_can_never_fit_is_refused_at_once(prompt: int, error: str) -> None:
+def test_a_request_that_can_never_fit_is_rejected_at_once(prompt: int, error: str) -> None:
     scheduler = make_scheduler(capacity=make_capacity(num_pages=10))
     event = scheduler.add(make_request("a", prompt))
     assert event is not None
@@ -369,7 +369,7 @@ def test_a_prompt_that_fills_the_pool_still_runs() -> None:
     assert {event.finish_reason for event in last_events(events).values()} == {FinishReason.LENGTH}
 
 
-def test_the_newcomer_of_two_with_one_id_is_refused() -> None:
+def test_a_second_request_with_an_open_id_is_rejected() -> None:
     scheduler = make_scheduler()
     assert scheduler.add(make_request("a")) is None
     event = scheduler.add(make_request("a"))
@@ -378,7 +378,7 @@ def test_the_newcomer_of_two_with_one_id_is_refused() -> None:
     assert scheduler.num_waiting == 1
 
 
-def test_a_full_queue_refuses_whoever_no_free_slot_could_take() -> None:
+def test_a_full_queue_rejects_requests_beyond_the_free_slots() -> None:
     scheduler = make_scheduler(capacity=make_capacity(num_slots=2), max_queued_requests=1)
     assert [scheduler.add(make_request(name)) for name in "abc"] == [None] * 3
     event = scheduler.add(make_request("d"))
@@ -410,7 +410,7 @@ def test_abort_frees_everything_with_one_event(moment: str) -> None:
     assert event.usage is not None
     assert scheduler.abort(target) is None
     assert scheduler.check_integrity() == []
-    # The id may be used again, and what is in flight for the first bearer is not the second's.
+    # The id may be used again, and results in flight for the first request don't go to the second.
     assert scheduler.add(make_request(target, 3, max_tokens=1)) is None
     for plan in flights:
         assert scheduler.commit(plan, answer(plan)) == []
@@ -421,23 +421,23 @@ def test_abort_frees_everything_with_one_event(moment: str) -> None:
     assert scheduler.check_integrity() == []
 
 
-def test_many_waiting_cost_a_step_nothing() -> None:
+def test_many_waiting_requests_do_not_slow_a_step() -> None:
     scheduler = make_scheduler(capacity=make_capacity(num_slots=1))
     for i in range(10_000):
         scheduler.add(make_request(f"r{i}", 1))
     planned(scheduler)
-    waiting = scheduler._roster.waiting
+    waiting = scheduler._table.waiting
     waiting.__class__ = type("Watched", (type(waiting),), {"__iter__": None})
     assert scheduler.plan() is not None, "a step looks only at the head of the queue"
 
 
-def test_integrity_names_what_is_wrong() -> None:
+def test_check_integrity_reports_problems() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request("a", 6))
     scheduler.add(make_request("b", 6))
     planned(scheduler)
-    roster = scheduler._roster
-    a, b = roster.running
+    table = scheduler._table
+    a, b = table.running
     b.pages[0][1] = a.pages[0][1]
     assert any("page 1 has 2 owners" in problem for problem in scheduler.check_integrity())
     b.pages[0][1] = 3
@@ -450,7 +450,7 @@ def test_integrity_names_what_is_wrong() -> None:
     b.slot = a.slot
     assert "slot 0 is free or owned 2 times" in scheduler.check_integrity()
     b.slot = 1
-    roster.waiting.add(a)
+    table.waiting.add(a)
     assert any("listed 2 times" in problem for problem in scheduler.check_integrity())
 
 
@@ -464,7 +464,7 @@ def test_a_prompt_reuses_whole_pages_of_earlier_prompts_and_outputs() -> None:
     answered = run_alone(first, 64).token_ids
     events, executor = run(scheduler, make_request("b", [*first.prompt_ids, *answered, 9], max_tokens=1))
     [opened] = executor.plans[0].opens
-    # 14 tokens are known, of which the last drawn one was never computed: 3 whole pages.
+    # 14 tokens are known, but the last sampled one was never computed: 3 whole pages.
     assert opened.num_cached_tokens == 12
     assert len(opened.cached_pages[0]) == 3
     assert events[-1].usage == Usage(15, 1, cached_tokens=12)
@@ -499,7 +499,7 @@ def test_prompt_logprobs_are_computed_not_looked_up() -> None:
     assert events[0].prompt_logprobs == run_alone(request, 64).prompt_logprobs
 
 
-def test_those_who_arrive_together_compute_a_shared_prefix_once() -> None:
+def test_requests_that_arrive_together_compute_a_shared_prefix_once() -> None:
     capacity = make_capacity(num_slots=8, decode_buckets=(8,), prompt_logprob_tokens=9)
     scheduler = make_scheduler(capacity=capacity, chunked_prefill_size=64)
     requests = [make_request(f"r{i}", [*SYSTEM, i, i + 1], max_tokens=2) for i in range(6)]
@@ -514,7 +514,7 @@ def test_those_who_arrive_together_compute_a_shared_prefix_once() -> None:
         assert tokens == run_alone(request, 64).token_ids
 
 
-def test_whoever_waits_for_a_prefix_is_overtaken_and_counted() -> None:
+def test_a_request_deferred_for_a_prefix_is_passed_and_counted() -> None:
     scheduler = make_scheduler(chunked_prefill_size=64)
     scheduler.add(make_request("a", [*SYSTEM, 1]))
     scheduler.add(make_request("b", [*SYSTEM, 2]))
@@ -525,7 +525,7 @@ def test_whoever_waits_for_a_prefix_is_overtaken_and_counted() -> None:
     assert scheduler.stats().num_deferred == 0
 
 
-def test_without_the_cache_nothing_is_kept_or_shared() -> None:
+def test_a_disabled_cache_keeps_and_shares_nothing() -> None:
     scheduler = make_scheduler(prefix_cache=False)
     requests = [make_request(f"r{i}", SYSTEM, max_tokens=3) for i in range(3)]
     _, executor = run(scheduler, *requests)
@@ -534,24 +534,24 @@ def test_without_the_cache_nothing_is_kept_or_shared() -> None:
     assert (stats.num_free_pages, stats.num_evictable_pages, stats.cache_hit_tokens) == (stats.num_pages, 0, 0)
 
 
-def test_what_is_computed_again_after_a_retraction_is_no_hit() -> None:
+def test_a_restart_after_a_retraction_is_not_a_cache_hit() -> None:
     scheduler = make_scheduler(capacity=make_capacity(num_pages=10))
     requests = [make_request(f"r{i}", 6, max_tokens=25) for i in range(4)]
     events, executor = run(scheduler, *requests)
     stats = scheduler.stats()
     assert stats.num_preemptions > 0
-    assert any(opened.num_cached_tokens for plan in executor.plans for opened in plan.opens), "none was found again"
+    assert any(opened.num_cached_tokens for plan in executor.plans for opened in plan.opens), "no cached pages are used"
     assert (stats.cache_hit_tokens, stats.cache_query_tokens) == (0, 4 * 6)
     assert all(last.usage is not None and last.usage.cached_tokens == 0 for last in last_events(events).values())
 
 
-def test_a_flush_under_way_takes_nothing_from_those_who_run() -> None:
+def test_a_flush_takes_no_pages_from_running_requests() -> None:
     scheduler = make_scheduler()
     run(scheduler, make_request("a", SYSTEM, max_tokens=1))
     scheduler.add(make_request("b", [*SYSTEM, 1], max_tokens=4))
     flights = [planned(scheduler)]
     assert flights[0].opens[0].num_cached_tokens == 40
-    assert scheduler.flush_cache() == 0, "b reads all of it"
+    assert scheduler.flush_cache() == 0, "b uses all cached pages"
     assert scheduler.check_integrity() == []
     scheduler.add(make_request("c", [*SYSTEM, 2], max_tokens=4))
     flights.append(planned(scheduler))
@@ -567,19 +567,19 @@ def test_a_flush_under_way_takes_nothing_from_those_who_run() -> None:
     assert scheduler.stats().num_free_pages == stats.num_pages
 
 
-def test_conservativeness_keeps_room_for_what_runs() -> None:
-    """With c = 1, 0.7 of 38 tokens are kept for `a`: 7 pages; with 0.3 it is 2."""
+def test_conservativeness_reserves_room_for_running_requests() -> None:
+    """With c = 1, 0.7 of 38 tokens are reserved for `a`: 7 pages; with c = 0.3 it is 2."""
     for conservativeness, pages, starts in ((1.0, 12, False), (1.0, 13, True), (0.3, 7, False), (0.3, 8, True)):
         capacity = make_capacity(num_pages=pages, max_model_len=48)
         scheduler = make_scheduler(capacity=capacity, conservativeness=conservativeness)
         scheduler.add(make_request("a", 8, max_tokens=41))
-        planned(scheduler)  # which plans one of its 40
+        planned(scheduler)  # plans one of a's 40 tokens
         scheduler.add(make_request("b", 8, max_tokens=1))
         plan = planned(scheduler)
         assert [opened.prompt_ids for opened in plan.opens] == [make_request("b", 8).prompt_ids] * starts, pages
 
 
-def test_the_ratio_of_new_tokens_falls_with_decode_steps_and_starts_anew_when_idle() -> None:
+def test_the_new_token_ratio_falls_with_decode_steps_and_resets_when_idle() -> None:
     scheduler = make_scheduler(capacity=make_capacity(num_pages=300, max_model_len=1000), conservativeness=1.0)
     assert scheduler.stats().new_token_ratio == pytest.approx(0.7)
     scheduler.add(make_request("a", 4, max_tokens=900))
@@ -606,7 +606,7 @@ def test_a_retraction_sets_the_ratio_from_the_survivors(caplog: pytest.LogCaptur
     assert "total_cumulative_preemption_cnt: 1" in caplog.text
 
 
-def test_a_higher_priority_preempts_a_lower_one_and_both_end_right() -> None:
+def test_a_higher_priority_preempts_a_lower_one_and_both_finish_correctly() -> None:
     capacity = make_capacity(num_slots=2, decode_buckets=(2,))
     low = [make_request(f"low{i}", 8, max_tokens=12, priority=1) for i in range(2)]
     high = make_request("high", 8, max_tokens=4, priority=2)
@@ -629,7 +629,7 @@ def test_a_higher_priority_preempts_a_lower_one_and_both_end_right() -> None:
     assert ends[0] == "high"
     opened = [opened.prompt_ids for plan in executor.plans for opened in plan.opens]
     names = ["low0", "low1", "high", "low1", "equal"]
-    assert opened == [make_request(name, 8).prompt_ids for name in names], "an equal one preempts nobody"
+    assert opened == [make_request(name, 8).prompt_ids for name in names], "an equal priority preempts no request"
     for request in [*low, high]:
         tokens = [token for event in events if event.request_id == request.request_id for token in event.token_ids]
         assert tokens == run_alone(request, 64).token_ids
@@ -641,7 +641,7 @@ def test_padding_is_counted_by_program() -> None:
     run(scheduler, *(make_request(f"r{i}", 5, max_tokens=2 if i < 2 else 4) for i in range(3)), overlap=False)
     stats = scheduler.stats()
     assert (stats.mixed_tokens, stats.mixed_bucket_tokens) == (15, 16)
-    # Three rows once in the program of four, then one row twice.
+    # One step of three rows in the program of four, then two steps of one row.
     assert (stats.decode_steps, stats.decode_rows, stats.decode_bucket_rows) == (3, 5, 6)
     assert stats.coarse_decode_steps == 1
     assert scheduler.decode_steps_by_rows == {3: 1, 1: 2}

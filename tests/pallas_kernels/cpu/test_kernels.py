@@ -17,6 +17,8 @@ from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
 from pallas_kernels.cpu.types import F32, I32, I64
 
+pytestmark = pytest.mark.slow
+
 Body = Callable[[Function, Value], Value]
 
 
@@ -38,10 +40,10 @@ def harmonic(f: Function, x: Value) -> Value:
 
 
 def collatz(f: Function, x: Value) -> Value:
-    """How many steps x is from 1."""
+    """The number of Collatz steps from x to 1."""
 
     def step(n: Value, count: Value) -> list[Value]:
-        return [f.select((n % 2).same(0), n // 2, n * 3 + 1), count + 1]
+        return [f.select((n % 2).equals(0), n // 2, n * 3 + 1), count + 1]
 
     first = f.convert("fptosi", x, I32)
     _, count = f.loop_while(lambda n, _: n > 1, step, first, f.constant(I32, 0))
@@ -55,12 +57,12 @@ def sign_by_branch(f: Function, x: Value) -> Value:
     return f.load(F32, place)
 
 
-def lanes_turned(f: Function, x: Value) -> Value:
+def lanes_reversed(f: Function, x: Value) -> Value:
     """The third of four neighbours x, x + 1, …."""
-    four = f.spread(x, 4) + f.constant(F32.times(4), [0, 1, 2, 3])
-    turned = f.shuffle(four, four, [3, 2, 1, 0])
+    four = f.broadcast(x, 4) + f.constant(F32.times(4), [0, 1, 2, 3])
+    reversed_ = f.shuffle(four, four, [3, 2, 1, 0])
     place = f.stack(16)
-    f.store(f.fma(turned, f.constant(F32.times(4), 1), f.constant(F32.times(4), 0)), place)
+    f.store(f.fma(reversed_, f.constant(F32.times(4), 1), f.constant(F32.times(4), 0)), place)
     return f.load(F32, place, 4)
 
 
@@ -70,13 +72,13 @@ BODIES: dict[str, tuple[Body, Callable[[float], float]]] = {
     "harmonic": (harmonic, lambda x: sum(1 / i for i in range(1, int(x) + 1))),
     "collatz": (collatz, lambda x: {1: 0, 2: 1, 3: 7, 4: 2, 5: 5, 6: 8, 7: 16}.get(int(x), 0)),
     "sign_by_branch": (sign_by_branch, lambda x: 1.0 if x > 0 else -1.0),
-    "lanes_turned": (lanes_turned, lambda x: x + 2),
+    "lanes_reversed": (lanes_reversed, lambda x: x + 2),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Elementwise:
-    """A function of every number, each an item of its own."""
+    """Applies a function to every number; each number is an item of its own."""
 
     body: str
 
@@ -89,7 +91,7 @@ class Elementwise:
             def work(f: Function, item: Value, x: Value, out: Value) -> None:
                 f.store(BODIES[self.body][0](f, f.load(F32, x, item * 4)), out, item * 4)
 
-            call.share(call.arguments[0].dim(0), [call.arguments[0].data, call.results[0].data], work)
+            call.parallel_for(call.arguments[0].dim(0), [call.arguments[0].data, call.results[0].data], work)
 
         handler(module, self.name, 1, 1, compute)
 
@@ -99,20 +101,20 @@ def run(name: str, x: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_what_is_written_is_computed(name: str) -> None:
+def test_generated_code_computes_what_was_written(name: str) -> None:
     x = np.arange(-1, 8, dtype=np.float32)
     np.testing.assert_allclose(run(name, jnp.asarray(x)), [BODIES[name][1](float(one)) for one in x], rtol=1e-6)
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 10_000])
-def test_every_item_is_done_once_however_many_there_are(length: int) -> None:
+def test_every_item_is_computed_once(length: int) -> None:
     x = jnp.arange(float(length))
     for _ in range(20):
         np.testing.assert_array_equal(jax.jit(lambda x: run("add_one", run("add_one", x)))(x), np.arange(length) + 2)
 
 
 def test_several_calls_run_at_once() -> None:
-    """More than there are threads, each of which asks for others."""
+    """More calls than threads, each of which asks for helpers."""
     x = jnp.arange(1000.0)
     many = jax.jit(lambda x: sum(run("add_one", x + i) for i in range(32)))
     np.testing.assert_allclose(many(x), 32 * np.arange(1000) + 32 + 31 * 16)

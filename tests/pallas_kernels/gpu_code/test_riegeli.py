@@ -1,4 +1,4 @@
-"""Files written by hand, after the description of the format."""
+"""Reads files built by hand from the description of the format."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BLOCK = 2**16
 
 
 def chunk(data: bytes, *, kind: str, count: int = 0) -> bytes:
-    """A chunk without its checksums, which nobody looks at."""
+    """Return a chunk without checksums, which are not verified."""
     return struct.pack("<5Q", 0, len(data), 0, count << 8 | ord(kind), 0) + data
 
 
 def simple(*records: bytes, packing: bytes = b"\0") -> bytes:
-    """A chunk of records shorter than 61 bytes in all, so that one literal of Snappy's holds them."""
+    """Return a chunk of records shorter than 61 bytes in all, so that one Snappy literal holds them."""
     parts = [bytes(map(len, records)), b"".join(records)]
     if packing == b"s":
         parts = [bytes([len(part), len(part), len(part) - 1 << 2]) + part for part in parts]
@@ -27,7 +27,7 @@ def simple(*records: bytes, packing: bytes = b"\0") -> bytes:
 
 
 def file(*chunks: bytes) -> bytes:
-    """A file of these chunks after its signature, with a header before each block of it."""
+    """Return a file of these chunks after its signature, with a header before each of its blocks."""
     data = b"".join((chunk(b"", kind="s"), *chunks))
     rest = BLOCK - 24
     blocks = [SIGNATURE.ljust(24, b"\0") + data[at : at + rest] for at in range(0, len(data), rest)]
@@ -40,7 +40,7 @@ def test_records_of_several_chunks(packing: bytes) -> None:
     assert list(records(data)) == [b"a", b"", b"long", b"b"]
 
 
-def test_a_record_that_reaches_into_further_blocks() -> None:
+def test_a_record_that_spans_several_blocks() -> None:
     record = bytes(range(256)) * 1000
     size = bytes([0x80 | len(record) & 0x7F, 0x80 | len(record) >> 7 & 0x7F, len(record) >> 14])
     [found] = records(file(chunk(b"\0\x03" + size + record, kind="r", count=1)))
@@ -58,9 +58,11 @@ def test_a_record_that_reaches_into_further_blocks() -> None:
         (file(chunk(b"z\x01\x01a", kind="r", count=1)), "packed with b'z'"),
         (file(chunk(b"\0\x01\x02a", kind="r", count=1)), "it ends at byte 1, before 2"),
         (file(chunk(b"\0\x01\x01ab", kind="r", count=1)), "1 records fill 1 of 2 bytes"),
-        (file(chunk(b"s\x03\x02\x01\x00\x01a", kind="r", count=1)), "came out of Riegeli records of 2|Snappy"),
+        (file(chunk(b"s\x03\x02\x01\x00\x01a", kind="r", count=1)), "says 1 for Riegeli records of 2"),
+        (file(chunk(b"s\x06" + b"\x80\x80\x04" * 2, kind="r", count=1)), "a Snappy block of 6 bytes says 65536"),
+        (file(chunk(b"s\x04\x01\x01\x04a\x01", kind="r", count=1)), "a Snappy block is damaged"),
     ],
 )
-def test_what_is_no_such_file_is_refused(data: bytes, why: str) -> None:
+def test_damaged_and_unknown_files_are_refused(data: bytes, why: str) -> None:
     with pytest.raises(UnreadableError, match=why):
         list(records(data))

@@ -1,4 +1,4 @@
-"""Root mean squares and log-sum-exps against float64 numpy, and whatever rows are beside a row."""
+"""RMS norms and log-sum-exps against float64 numpy, and their independence of other rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels.cpu import call
 from pallas_kernels.cpu.emit import Module
-from pallas_kernels.normalization import log_sum_exp, rms_norm, takes_rms_norm
+from pallas_kernels.normalization import log_sum_exp, rms_norm, supports_rms_norm
 from pallas_kernels.normalization.cpu import RmsNorm
 
 RNG = np.random.default_rng(0)
@@ -20,8 +20,8 @@ EPS = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
-class OnAnOldCPU(RmsNorm):
-    """The kernel as a CPU gets it of which nothing is known."""
+class WithoutFeatures(RmsNorm):
+    """The kernel for a CPU without optional features."""
 
     @property
     def name(self) -> str:
@@ -50,14 +50,14 @@ def test_rms_norm(dtype: str, shape: tuple[int, ...]) -> None:
 
 def test_rms_norm_without_instructions_for_bfloat16() -> None:
     x, weight = (RNG.standard_normal(shape).astype(jnp.bfloat16) for shape in ((9, 80), (1, 80)))
-    found = call(OnAnOldCPU("bfloat16", EPS), jax.ShapeDtypeStruct(x.shape, x.dtype), jnp.asarray(x), weight)
+    found = call(WithoutFeatures("bfloat16", EPS), jax.ShapeDtypeStruct(x.shape, x.dtype), jnp.asarray(x), weight)
     np.testing.assert_array_equal(found, rms_norm(jnp.asarray(x), jnp.asarray(weight[0]), EPS))
 
 
-def test_what_rms_norm_does_not_take() -> None:
+def test_unsupported_sizes_and_dtypes() -> None:
     x = jnp.zeros((2, 24))
-    assert not takes_rms_norm(x, x[0])
-    assert not takes_rms_norm(jnp.zeros((2, 32)), jnp.zeros(32, jnp.bfloat16))
+    assert not supports_rms_norm(x, x[0])
+    assert not supports_rms_norm(jnp.zeros((2, 32)), jnp.zeros(32, jnp.bfloat16))
 
 
 @pytest.mark.parametrize("count", [1, 63, 64, 600, 49_153])
@@ -71,7 +71,7 @@ def test_log_sum_exp(count: int) -> None:
     np.testing.assert_allclose(jax.jit(log_sum_exp)(x), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_row_is_the_same_in_any_company() -> None:
+def test_a_row_does_not_depend_on_other_rows() -> None:
     x = RNG.standard_normal((40, 576)).astype(jnp.bfloat16)
     weight = jnp.asarray(RNG.standard_normal(576), jnp.bfloat16)
     normed, summed = (np.asarray(f(jnp.asarray(x))) for f in (lambda x: rms_norm(x, weight, EPS), _logs))

@@ -15,20 +15,22 @@ from pallas_kernels.packed_matmul import (
     BLOCK_DTYPE,
     Bits,
     PackedWeight,
+    gather_rows,
     pack_blocks,
     pack_dense,
     packed_matmul,
     packed_shape,
-    rows_of,
     unpack,
 )
 from pallas_kernels.packed_matmul.cpu import PackedMatmul
+
+pytestmark = pytest.mark.slow
 
 BITS: list[Bits] = [4, 8, 16]
 
 
 def weights(bits: Bits, out_dim: int, in_dim: int, seed: int = 0) -> tuple[PackedWeight, np.ndarray]:
-    """A packed weight and what it stands for."""
+    """Return a packed weight and its dense values."""
     rng = np.random.default_rng(seed)
     data = np.zeros(packed_shape(out_dim, in_dim, bits), np.uint8)
     if bits == 16:
@@ -46,7 +48,7 @@ def weights(bits: Bits, out_dim: int, in_dim: int, seed: int = 0) -> tuple[Packe
 
 @dataclasses.dataclass(frozen=True)
 class Plain(PackedMatmul):
-    """The kernel that a CPU without products of bfloat16 gets."""
+    """The kernel for a CPU that doesn't multiply bfloat16."""
 
     @property
     def name(self) -> str:
@@ -62,7 +64,7 @@ def plain(x: jax.Array, weight: PackedWeight) -> jax.Array:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_what_is_packed_can_be_unpacked(bits: Bits) -> None:
+def test_unpacking_returns_the_packed_values(bits: Bits) -> None:
     packed, dense = weights(bits, 48, 96)
     np.testing.assert_allclose(unpack(packed), dense, rtol=1e-6, atol=1e-7)
     assert unpack(packed.reshape(3, 16, 96)).shape == (3, 16, 96)
@@ -71,9 +73,9 @@ def test_what_is_packed_can_be_unpacked(bits: Bits) -> None:
 
 @pytest.mark.parametrize("product", [packed_matmul, plain])
 @pytest.mark.parametrize("bits", BITS)
-# Fewer strips than a tile has, whole tiles, and some left over; rows likewise; several items
+# Fewer strips than a tile, whole tiles, and a remainder; the same of rows; several items
 @pytest.mark.parametrize(("tokens", "out_dim", "in_dim"), [(1, 16, 32), (4, 64, 64), (7, 80, 96), (9, 2080, 576)])
-def test_it_is_the_product_with_what_is_packed(product, bits: Bits, tokens: int, out_dim: int, in_dim: int) -> None:
+def test_it_equals_the_dense_product(product, bits: Bits, tokens: int, out_dim: int, in_dim: int) -> None:
     packed, dense = weights(bits, out_dim, in_dim)
     x = jnp.asarray(np.random.default_rng(1).standard_normal((tokens, in_dim)), jnp.bfloat16)
     expected = np.asarray(x, np.float64) @ dense.T.astype(np.float64)
@@ -83,7 +85,7 @@ def test_it_is_the_product_with_what_is_packed(product, bits: Bits, tokens: int,
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_a_row_is_the_same_in_any_company(bits: Bits) -> None:
+def test_a_row_does_not_depend_on_other_rows(bits: Bits) -> None:
     packed, _ = weights(bits, 320, 576)
     x = jnp.asarray(np.random.default_rng(1).standard_normal((16, 576)), jnp.bfloat16)
     many = np.asarray(jax.jit(packed_matmul)(x, packed))
@@ -91,9 +93,9 @@ def test_a_row_is_the_same_in_any_company(bits: Bits) -> None:
         np.testing.assert_array_equal(jax.jit(packed_matmul)(x[3 : 3 + count], packed), many[3 : 3 + count])
 
 
-def test_rows_are_taken_out_of_a_packed_table() -> None:
+def test_rows_of_a_packed_table_are_read() -> None:
     packed, dense = weights(16, 48, 64)
-    given = jax.jit(rows_of)(packed, jnp.asarray([0, 47, 17, 48]))
+    given = jax.jit(gather_rows)(packed, jnp.asarray([0, 47, 17, 48]))
     np.testing.assert_array_equal(given.astype(jnp.float32), [dense[0], dense[47], dense[17], np.zeros(64)])
 
 

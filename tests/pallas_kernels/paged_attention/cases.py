@@ -1,7 +1,7 @@
-"""The one table of cases that every backend passes, and the arrays of a case.
+"""The table of cases that every backend passes, and the arrays of a case.
 
-A case is a ragged batch, decodes first. Its pool holds NaN wherever the contract says that nothing is read: pages of
-nobody, of other layers, tails of pages, and what lies before every window of a row.
+A case is a ragged batch, decodes first. Its pool holds NaN wherever the contract says that nothing is read: unused
+pages, pages of other layers, tails of pages, and tokens before the windows of all of a row's queries.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 class Case:
     """`rows` are (length with the new tokens, new tokens), the first `num_decodes` of them decodes.
 
-    `pad_rows` and `pad_tokens` say how much larger than the batch the program is. The first `shared_pages` pages of all
-    rows are the same ones, as the prefix cache makes them. `kv_dtype` is the pool's where it isn't that of the queries.
+    The program has `pad_rows` more rows and `pad_tokens` more tokens than the batch. The first `shared_pages` pages of
+    all rows are the same, as with the prefix cache. `kv_dtype` is the pool's dtype if it differs from the queries'.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Case:
 class Batch:
     """The arguments of `paged_attention`, and each row's whole keys and values `[length, kv_heads, head_dim]`.
 
-    Of a pool of fp8, `rows` are what its numbers stand for.
+    For a pool of fp8, `rows` has the scaled values.
     """
 
     q: np.ndarray
@@ -69,7 +69,7 @@ class Batch:
 
 
 def stored(case: Case, x: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
-    """Keys and values `[2, tokens, kv_heads, head_dim]` as the pool of the case's layer holds them."""
+    """Convert keys and values `[2, tokens, kv_heads, head_dim]` to the form in which the case's layer is stored."""
     dtype = jnp.dtype(case.kv_dtype or case.dtype)
     if scales is None:
         return x.astype(dtype)
@@ -78,7 +78,7 @@ def stored(case: Case, x: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
 
 
 def make_batch(case: Case, *, max_pages: int | None = None, num_pages: int | None = None) -> Batch:
-    """Random contents of a case; `max_pages` and `num_pages` pin shapes so that many cases share a compile."""
+    """Return random arrays of a case. `max_pages` and `num_pages` fix shapes, so that cases share one program."""
     rng = np.random.default_rng(case.seed)
     dtype = jnp.dtype(case.dtype)
     size = case.page_size
@@ -91,12 +91,12 @@ def make_batch(case: Case, *, max_pages: int | None = None, num_pages: int | Non
     shared = case.shared_pages
     own = sum(used) - shared * max(len(case.rows) - 1, 0)
     num_pages = num_pages or own + 2
-    # Page 0, which a kernel may take for a page that it doesn't read, is nobody's as long as there are others.
+    # Page 0, which a kernel may substitute for pages that it doesn't read, is used last.
     free = [0, *(rng.permutation(num_pages - 1) + 1).tolist()]
     common = [free.pop() for _ in range(shared)]
     prefix = normal(2, shared * size, case.kv_heads, case.head_dim)
 
-    # What stands beyond a row's pages is a page of somebody else or of nobody.
+    # Entries beyond a row's pages are pages of other rows, or unused ones.
     page_table = rng.integers(0, num_pages, (len(case.rows) + case.pad_rows, max_pages), dtype=np.int32)
     kv_dtype = jnp.dtype(case.kv_dtype or case.dtype)
     scales = None
@@ -106,7 +106,7 @@ def make_batch(case: Case, *, max_pages: int | None = None, num_pages: int | Non
     pools = np.full((2, case.kv_heads, case.num_layers * num_pages, size, case.head_dim), np.nan, kv_dtype)
     tokens = sum(new for _, new in case.rows)
     total = len(case.rows) + case.pad_rows if case.decode_only else tokens + case.pad_tokens
-    # Not the NaN of the pool: it would be seen there.
+    # A different NaN than the pool's, so that writing it to the pool would be noticed.
     new_kv = np.full((2, total, case.kv_heads, case.head_dim), -np.nan, dtype)
     q = np.full((total, case.heads, case.head_dim), np.nan, dtype)
     q[:tokens] = normal(tokens, case.heads, case.head_dim)
@@ -162,7 +162,7 @@ def _prefill(name: str, **options: Any) -> Case:
 def _shared(
     name: str, num_decodes: int, shared_pages: int, *, prefill: tuple[int, int] | None = None, **o: Any
 ) -> Case:
-    """Decodes that begin with the same pages, the last of them with nothing but one token after those."""
+    """Return decodes that begin with the same pages; the last one has a single token after them."""
     start = shared_pages * o.get("page_size", 16)
     rows = tuple((start + 1 + 9 * i, 1) for i in reversed(range(num_decodes)))
     more = () if prefill is None else (prefill,)
@@ -216,3 +216,27 @@ CASES = [
     _mixed("fp8-dim-96-page-64", kv_dtype="float8_e4m3fn", heads=10, head_dim=96, page_size=64),
     _prefill("prefill-fp8-dim-80", kv_dtype="float8_e4m3fn", heads=6, kv_heads=3, head_dim=80, page_size=32),
 ]
+
+# What only `make test-full` adds to these are combinations of what they have. Interpreters take seconds for a case.
+CORNERS_OF_INTERPRETED = {"heads-9-of-3-dim-96-page-32", "fp8-bf16-everything"}
+CORNERS = CORNERS_OF_INTERPRETED | {
+    "everything",
+    "mixed",
+    "decode",
+    "prefill",
+    "nothing-live",
+    "nothing-live-decode",
+    "one-token-no-padding",
+    "shared-pages",
+    "many-decodes",
+    "many-decodes-and-a-prefill",
+    "decodes-that-share-everything",
+    "decodes-that-share-in-bf16",
+    "decodes-that-share-page-128",
+    "heads-8-of-1-dim-256-page-128",
+    "decode-window-16",
+    "prefill-window-16",
+    "window-page-64",
+    "decode-everything",
+    "prefill-bf16-window",
+}

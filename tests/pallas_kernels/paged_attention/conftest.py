@@ -1,4 +1,4 @@
-"""What holds for every test of these kernels."""
+"""A check after every test of these kernels."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _no_race(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """Pallas' interpreters say on stdout that two accesses of memory race; only newer ones raise an error too."""
+    """Pallas' interpreters report races of memory accesses on stdout; only newer ones also raise an error."""
     yield
     assert "RACE DETECTED" not in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What `paged_attention` must give, in float64 numpy: one dense softmax a query, and the pool after the step."""
+"""The expected result of `paged_attention` in float64 numpy: one dense softmax a query, and the pool after the step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.pallas_kernels.paged_attention.cases import Batch, Case, stored
 
 
 def attention(case: Case, batch: Batch) -> np.ndarray:
-    """The output of the live tokens, `[tokens, heads, head_dim]`."""
+    """Return the output of the live tokens, `[tokens, heads, head_dim]`."""
     group = case.heads // case.kv_heads
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     out = []
@@ -18,10 +18,10 @@ def attention(case: Case, batch: Batch) -> np.ndarray:
         logits = np.einsum("qhd,thd->hqt", q, keys) * scale
         if case.soft_cap is not None:
             logits = case.soft_cap * np.tanh(logits / case.soft_cap)
-        asked, at = np.arange(length - new, length)[:, None], np.arange(length)
-        seen = at <= asked
+        query, at = np.arange(length - new, length)[:, None], np.arange(length)
+        seen = at <= query
         if case.window is not None:
-            seen &= asked - at < case.window
+            seen &= query - at < case.window
         weights = np.where(seen, np.exp(logits), 0.0)
         total = weights.sum(axis=-1)
         if batch.sinks is not None:
@@ -31,7 +31,7 @@ def attention(case: Case, batch: Batch) -> np.ndarray:
 
 
 def pool_after(case: Case, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """The pool with the live new tokens in place, and nothing else changed."""
+    """Return the pool with the live new tokens in place, and nothing else changed."""
     keys, values = batch.keys.copy(), batch.values.copy()
     num_pages = keys.shape[1] // case.num_layers
     new_keys, new_values = stored(case, np.stack([batch.k, batch.v]), batch.scales)

@@ -1,4 +1,4 @@
-"""The choice of a backend, and how much memory a pool takes."""
+"""The choice of a backend, and the size of a pool."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention import PagedKV, Problem, Target, choose_backend, kv_layout
+from pallas_kernels.paged_attention import KernelTarget, PagedKV, Problem, choose_backend, kv_layout
 
 PROBLEM = Problem(32, 8, 128, 16, np.dtype(jnp.bfloat16), np.dtype(jnp.bfloat16))
 
 
-def test_the_choice_says_why() -> None:
-    chosen = choose_backend(Target("cpu", "cpu"), PROBLEM)
+def test_the_choice_has_a_reason() -> None:
+    chosen = choose_backend(KernelTarget("cpu", "cpu"), PROBLEM)
     assert (chosen.name, chosen.reason, chosen.interpret) == ("cpu", "the best for cpu", False)
-    assert choose_backend(Target("tpu", "TPU v6 lite"), PROBLEM, "reference").reason == "asked for"
+    assert choose_backend(KernelTarget("tpu", "TPU v6 lite"), PROBLEM, "reference").reason == "requested"
 
 
 def test_a_backend_that_is_not_built_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'fa3' is not built; available: reference, cpu, triton, mosaic_tpu"):
-        choose_backend(Target("cuda", "NVIDIA H200", (9, 0)), PROBLEM, "fa3")
+        choose_backend(KernelTarget("cuda", "NVIDIA H200", (9, 0)), PROBLEM, "fa3")
 
 
 @pytest.mark.parametrize(
     ("kind", "capability"), [("NVIDIA A100-SXM4-80GB", (8, 0)), ("NVIDIA L4", (8, 9)), ("NVIDIA H200", (9, 0))]
 )
 def test_an_nvidia_gpu_from_ampere_on_has_a_kernel(kind: str, capability: tuple[int, int]) -> None:
-    assert choose_backend(Target("cuda", kind, capability), PROBLEM).name != "reference"
-    assert choose_backend(Target("cuda", kind, capability), PROBLEM, "triton").name == "triton"
+    assert choose_backend(KernelTarget("cuda", kind, capability), PROBLEM).name != "reference"
+    assert choose_backend(KernelTarget("cuda", kind, capability), PROBLEM, "triton").name == "triton"
 
 
 FP8 = np.dtype(jnp.float8_e4m3fn)
-A100 = Target("cuda", "NVIDIA A100-SXM4-80GB", (8, 0))
+A100 = KernelTarget("cuda", "NVIDIA A100-SXM4-80GB", (8, 0))
 
 
 @pytest.mark.parametrize(
     ("target", "change", "reason"),
     [
-        (Target("cuda", "Tesla T4", (7, 5)), {}, r"capability 8\.0 .* not Tesla T4"),
-        (Target("tpu", "TPU v6 lite"), {}, r"not for tpu"),
+        (KernelTarget("cuda", "Tesla T4", (7, 5)), {}, r"capability 8\.0 .* not Tesla T4"),
+        (KernelTarget("tpu", "TPU v6 lite"), {}, r"not for tpu"),
         (A100, {"kv_dtype": FP8}, r"fp8 KV cache needs compute capability 8\.9 .* not NVIDIA A100"),
         (A100, {"head_dim": 512}, r"heads of 16 to 256 in steps of 8, not of 512"),
         (A100, {"heads": 71, "kv_heads": 1}, r"up to 16 query heads a KV head, not 71 for 1"),
@@ -51,7 +51,7 @@ A100 = Target("cuda", "NVIDIA A100-SXM4-80GB", (8, 0))
         (A100, {"kv_dtype": np.dtype(np.int8)}, r"not of int8"),
     ],
 )
-def test_triton_says_what_it_cannot_do(target: Target, change: dict[str, Any], reason: str) -> None:
+def test_triton_refuses_with_a_reason(target: KernelTarget, change: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         choose_backend(target, dataclasses.replace(PROBLEM, **change), "triton")
 
@@ -59,15 +59,15 @@ def test_triton_says_what_it_cannot_do(target: Target, change: dict[str, Any], r
 @pytest.mark.parametrize(
     ("target", "change", "reason"),
     [
-        (Target("cuda", "NVIDIA H200", (9, 0)), {}, r"not for cuda"),
-        (Target("cpu"), {"kv_dtype": FP8}, r"KV caches of float32 and bfloat16, not float8_e4m3fn"),
-        (Target("cpu"), {"dtype": np.dtype(np.float16)}, r"computes in float32 and bfloat16, not float16"),
-        (Target("cpu"), {"head_dim": 72}, r"heads of 16 to 256 in steps of 16, not of 72"),
-        (Target("cpu"), {"head_dim": 512}, r"not of 512"),
-        (Target("cpu"), {"page_size": 8}, r"pages of whole multiples of 16 tokens, not of 8"),
+        (KernelTarget("cuda", "NVIDIA H200", (9, 0)), {}, r"not for cuda"),
+        (KernelTarget("cpu"), {"kv_dtype": FP8}, r"KV caches of float32 and bfloat16, not float8_e4m3fn"),
+        (KernelTarget("cpu"), {"dtype": np.dtype(np.float16)}, r"computes in float32 and bfloat16, not float16"),
+        (KernelTarget("cpu"), {"head_dim": 72}, r"heads of 16 to 256 in steps of 16, not of 72"),
+        (KernelTarget("cpu"), {"head_dim": 512}, r"not of 512"),
+        (KernelTarget("cpu"), {"page_size": 8}, r"pages of whole multiples of 16 tokens, not of 8"),
     ],
 )
-def test_the_cpus_kernel_says_what_it_cannot_do(target: Target, change: dict[str, Any], reason: str) -> None:
+def test_the_cpus_kernel_refuses_with_a_reason(target: KernelTarget, change: dict[str, Any], reason: str) -> None:
     problem = dataclasses.replace(PROBLEM, **change)
     with pytest.raises(ValueError, match=reason):
         choose_backend(target, problem, "cpu")
@@ -77,7 +77,7 @@ def test_the_cpus_kernel_says_what_it_cannot_do(target: Target, change: dict[str
         assert re.search(reason, chosen.reason)
 
 
-def test_a_pool_is_as_large_as_its_layout_says() -> None:
+def test_a_pool_has_the_size_of_its_layout() -> None:
     layout = kv_layout(num_layers=3, num_pages=5, page_size=8, num_kv_heads=2, head_dim=16, dtype=jnp.bfloat16)
     kv = PagedKV(jnp.zeros(layout.shape, layout.dtype), jnp.zeros(layout.shape, layout.dtype), 3)
     assert kv.keys.nbytes + kv.values.nbytes == layout.nbytes == 5 * 8 * layout.bytes_per_token

@@ -1,8 +1,7 @@
-"""Mosaic GPU in the interpreter, with race detection on: corners of the case table in bfloat16 and over fp8, and bugs
-put in.
+"""Mosaic GPU in the interpreter, with race detection: cases of the table in bfloat16 and over fp8, and seeded bugs.
 
-The whole table would take too long. The interpreter knows neither swizzles nor registers, and doesn't see that a
-product reads: a block that is released before its product passes here. A GPU runs the same cases natively.
+The whole table would take too long. The interpreter ignores swizzles and registers, and doesn't count products as
+reads: it doesn't notice a block that is released before its product. Benchmarks run the same cases on a GPU.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from pallas_kernels.paged_attention import Problem, Target, choose_backend
+from pallas_kernels.paged_attention import KernelTarget, Problem, choose_backend
 from pallas_kernels.paged_attention.mosaic_gpu import backend as mosaic_gpu
 from pallas_kernels.paged_attention.mosaic_gpu import convert, decode, parts, prefill
 from tests.pallas_kernels.paged_attention import test_paged_attention as suite
 from tests.pallas_kernels.paged_attention.cases import CASES, Case, make_batch
+from tests.selection import grid
 
-pytestmark = suite.pytestmark
+pytestmark = [suite.pytestmark, pytest.mark.slow]
 
 CORNERS = (
     "decode",
@@ -54,36 +54,38 @@ TABLE = {case.name: dataclasses.replace(case, dtype="bfloat16") for case in CASE
 SHORT: dict[str, Any] = {"dtype": "bfloat16", "heads": 2, "kv_heads": 1, "pad_rows": 0, "pad_tokens": 0}
 
 BF16 = np.dtype(jnp.bfloat16)
-H200 = Target("cuda", "NVIDIA H200", (9, 0))
+H200 = KernelTarget("cuda", "NVIDIA H200", (9, 0))
 PROBLEM = Problem(32, 8, 128, 16, BF16, BF16)
 
 
 @pytest.fixture(autouse=True)
 def _small_ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """So small that rows of the table go round in it."""
+    """A ring so small that rows of the table fill it several times."""
     monkeypatch.setattr(mosaic_gpu, "_MAX_STAGES", 2)
     suite._compiled.cache_clear()
     yield
     suite._compiled.cache_clear()
 
 
-@pytest.mark.parametrize("name", CORNERS)
+@pytest.mark.parametrize("name", grid(CORNERS, lambda name: name == "everything"))
 def test_equals_dense_attention(name: str) -> None:
     suite._check(TABLE[name], make_batch(TABLE[name]), "mosaic_gpu")
 
 
-@pytest.mark.parametrize("name", FP8_CORNERS)
+@pytest.mark.parametrize("name", grid(FP8_CORNERS, lambda name: name == "decode-fp8"))
 def test_over_fp8_equals_dense_attention(name: str) -> None:
     case = dataclasses.replace(TABLE[name], **FP8)
     suite._check(case, make_batch(case), "mosaic_gpu")
 
 
+@pytest.mark.grid
 def test_an_odd_ratio_of_wide_heads_is_padded_in_a_tile() -> None:
     options = {**SHORT, "heads": 13, "head_dim": 144, "sinks": True}
     case = Case("odd", ((700, 1), (90, 25), (17, 17)), 1, page_size=32, **options)
     suite._check(case, make_batch(case), "mosaic_gpu")
 
 
+@pytest.mark.grid
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(case=suite._ragged())
 def test_drawn_batches_equal_dense_attention(case: Case) -> None:
@@ -92,8 +94,9 @@ def test_drawn_batches_equal_dense_attention(case: Case) -> None:
     suite._check(case, make_batch(case, max_pages=pages, num_pages=suite._ROWS * pages), "mosaic_gpu")
 
 
-def test_a_row_does_not_depend_on_its_company() -> None:
-    """Bit for bit, though the row is split."""
+@pytest.mark.grid
+def test_a_row_does_not_depend_on_other_rows() -> None:
+    """Compare bits, for a row that is split."""
     batch = make_batch(Case("company", ((600, 1), (700, 1)), 2, decode_only=True, **SHORT))
     case = Case("company", (), 2, decode_only=True, **SHORT)
     shorter = dataclasses.replace(batch, kv_lens=np.array([600, 40], np.int32))
@@ -103,7 +106,7 @@ def test_a_row_does_not_depend_on_its_company() -> None:
 
 DECODE = Case("decode", ((300, 1),), 1, decode_only=True, **SHORT)
 PREFILL = Case("prefill", ((140, 40), (290, 70)), 0, **SHORT)
-# With several blocks for each slot that is converted into: a loader that waits for nobody is found out by the third.
+# Several blocks for each slot of converted blocks: the third one shows whether the loader waits.
 DECODE_FP8 = Case("decode", ((300, 1),), 1, decode_only=True, **FP8, **{**SHORT, "head_dim": 256})
 PREFILL_FP8 = Case("prefill", ((40, 40), (1100, 70)), 0, **FP8, **SHORT)
 MODULES = {"decode": decode, "prefill": prefill}
@@ -125,19 +128,19 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", grid(BUGS, lambda bug: bug == "read-before-it-arrived"))
 def test_the_suite_finds_a_bug(bug: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each put into a copy of a kernel's source."""
+    """Each bug is put into a copy of a kernel's source."""
     case, right, wrong = BUGS[bug]
     monkeypatch.setattr(mosaic_gpu, case.name, getattr(_spoilt(MODULES[case.name], right, wrong), case.name))
     assert _found(case, capsys)
 
 
-@pytest.mark.parametrize("case", [DECODE, PREFILL], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", grid([DECODE, PREFILL], lambda case: False), ids=lambda case: case.name)
 def test_the_suite_finds_a_block_overwritten_before_it_is_free(
     case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the loader both kernels share."""
+    """The bug is in the loader that both kernels share."""
     spoilt = _spoilt(parts, "@pl.when(i - low >= stages)", "@pl.when(i < low)")
     monkeypatch.setattr(MODULES[case.name], "fill_rings", spoilt.fill_rings)
     assert _found(case, capsys)
@@ -152,18 +155,18 @@ def test_the_suite_finds_a_block_overwritten_before_it_is_free(
     ],
     ids=["overwritten-before-it-is-free", "converted-before-it-arrived", "values-not-cleared"],
 )
-@pytest.mark.parametrize("case", [DECODE_FP8, PREFILL_FP8], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", grid([DECODE_FP8, PREFILL_FP8], lambda case: False), ids=lambda case: case.name)
 def test_the_suite_finds_a_bug_where_fp8_is_converted(
     right: str, wrong: str, case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In what both kernels' loaders do then."""
+    """The bug is in the conversion of both kernels' loaders."""
     spoilt = _spoilt(convert, right, wrong)
     monkeypatch.setattr(MODULES[case.name], "convert_rings", spoilt.convert_rings)
     assert _found(case, capsys)
 
 
 def _spoilt(module: types.ModuleType, right: str, wrong: str) -> types.ModuleType:
-    """A copy of a module with a bug."""
+    """Return a copy of a module with a bug."""
     source = inspect.getsource(module)
     assert source.count(right) == 1
     copy = types.ModuleType(module.__name__)
@@ -190,24 +193,28 @@ def _found(case: Case, capsys: pytest.CaptureFixture[str]) -> bool:
         ({"page_size": 8}, "pages of a power of two from 16 on, not of 8 tokens"),
     ],
 )
-def test_what_it_can_not_do_is_refused_by_name(change: dict[str, Any], reason: str) -> None:
+def test_unsupported_problems_are_refused_with_a_reason(change: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=f"'mosaic_gpu' can't be used here: mosaic_gpu takes {reason}"):
         choose_backend(H200, dataclasses.replace(PROBLEM, **change), "mosaic_gpu")
 
 
-def test_it_is_for_hopper_and_asked_for() -> None:
-    assert choose_backend(H200, PROBLEM, "mosaic_gpu").reason == "asked for"
+def test_it_is_for_hopper_and_only_on_request() -> None:
+    assert choose_backend(H200, PROBLEM, "mosaic_gpu").reason == "requested"
     assert choose_backend(H200, PROBLEM).name == "triton"
-    for target in (Target("cuda", "NVIDIA B200", (10, 0)), Target("cuda", "NVIDIA L4", (8, 9)), Target("tpu")):
+    for target in (
+        KernelTarget("cuda", "NVIDIA B200", (10, 0)),
+        KernelTarget("cuda", "NVIDIA L4", (8, 9)),
+        KernelTarget("tpu"),
+    ):
         assert mosaic_gpu.refusal(PROBLEM, target) is not None
 
 
-def test_its_interpreter_is_refused_too_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_interpreter_needs_enough_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPROC", "2")
-    assert "set NPROC=8" in str(mosaic_gpu.refusal(PROBLEM, Target("cpu")))
+    assert "set NPROC=8" in str(mosaic_gpu.refusal(PROBLEM, KernelTarget("cpu")))
 
 
-def test_what_is_timed_holds_the_rule() -> None:
+def test_the_candidates_include_the_rules_sizes() -> None:
     assert mosaic_gpu._decode_sizes(PROBLEM) in mosaic_gpu.candidates("decode", PROBLEM, H200)
     for masked in (False, True):
         sizes = mosaic_gpu._prefill_sizes(PROBLEM, masked=masked)

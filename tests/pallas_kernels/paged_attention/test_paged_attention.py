@@ -1,9 +1,10 @@
-"""Every backend against dense attention, over the table of cases and over batches that are drawn."""
+"""Every backend against dense attention, over the table of cases and over random batches."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any, get_args
 
 import jax
@@ -23,14 +24,15 @@ from pallas_kernels.paged_attention import (
     target_of,
 )
 from pallas_kernels.paged_attention.backends import backend_module
-from pallas_kernels.paged_attention.layout import in_lanes
+from pallas_kernels.paged_attention.layout import as_pool_rows
 from tests.pallas_kernels.paged_attention import naive
-from tests.pallas_kernels.paged_attention.cases import CASES, Batch, Case, make_batch
+from tests.pallas_kernels.paged_attention.cases import CASES, CORNERS, CORNERS_OF_INTERPRETED, Batch, Case, make_batch
+from tests.selection import examples, grid
 
 BACKENDS = get_args(BackendName)
 
 
-# Numpy says so in Mosaic GPU's interpreter, of rows of a tile that nobody asked for.
+# Numpy warns in Mosaic GPU's interpreter about rows of a tile that are never used.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 
 
@@ -43,13 +45,13 @@ def _compiled(backend: BackendName, scale: float, window: int | None, soft_cap: 
         "decode_only": decode_only,
         "backend": Backend(backend, target=target_of(jax.devices()[0])),
     }
-    # Compiling is most of what these tests take, and half of that is optimizing.
+    # Compiling takes most of the time of these tests, and half of that is optimizing.
     fast = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
     return jax.jit(functools.partial(paged_attention, **options), compiler_options=fast)
 
 
 def _pool(case: Case, batch: Batch, platform: str) -> PagedKV:
-    """The batch's pool as it lies in the memory of a platform."""
+    """Return the batch's pool in the layout of a platform."""
     kv_heads, entries, page_size, head_dim = batch.keys.shape
     layout = kv_layout(
         num_layers=case.num_layers,
@@ -63,7 +65,7 @@ def _pool(case: Case, batch: Batch, platform: str) -> PagedKV:
     arrays = (jnp.zeros(shape, layout.dtype) for shape in (layout.shape, layout.values_shape))
     scales = None if batch.scales is None else jnp.asarray(batch.scales)
     kv = layout.paged_kv(*arrays, scales)
-    pools = in_lanes(jnp.asarray(batch.keys), jnp.asarray(batch.values), kv)
+    pools = as_pool_rows(jnp.asarray(batch.keys), jnp.asarray(batch.values), kv)
     return kv.with_pools([pool.swapaxes(0, 1) for pool in pools] if kv.page_major else pools)
 
 
@@ -90,7 +92,7 @@ def _run(
 
 
 def _skip_refused(case: Case, backend: BackendName) -> None:
-    """What a backend refuses isn't asked of it; `test_mosaic_gpu.py` asks in bfloat16 what is here in float32."""
+    """Skip what a backend refuses; `test_mosaic_gpu.py` has cases in bfloat16 that are in float32 here."""
     dtype, kv_dtype = jnp.dtype(case.dtype), jnp.dtype(case.kv_dtype or case.dtype)
     problem = Problem(case.heads, case.kv_heads, case.head_dim, case.page_size, dtype, kv_dtype)
     if refusal := backend_module(backend).refusal(problem, target_of(jax.devices()[0])):
@@ -98,7 +100,7 @@ def _skip_refused(case: Case, backend: BackendName) -> None:
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
-    """NaN equals NaN, and -0 is not 0."""
+    """Return the bits as integers: then NaN equals NaN, and -0 is not 0."""
     return np.ascontiguousarray(array).view({1: np.uint8, 2: np.uint16, 4: np.uint32}[array.dtype.itemsize])
 
 
@@ -113,8 +115,21 @@ def _check(case: Case, batch: Batch, backend: BackendName, platform: str = "") -
     np.testing.assert_array_equal(_bits(values), _bits(expected_values))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+def _case_marks(case: Case, backend: BackendName) -> list[pytest.MarkDecorator]:
+    """More of the corners run on the backend that runs here; an interpreter takes seconds for each."""
+    # `test_mosaic_gpu.py` has corners of its own.
+    if backend == "mosaic_gpu" or case.name not in (CORNERS if backend == "cpu" else CORNERS_OF_INTERPRETED):
+        return [pytest.mark.grid]
+    return [] if backend == "cpu" else [pytest.mark.slow]
+
+
+PAIRS = [
+    pytest.param(case, backend, marks=_case_marks(case, backend))
+    for case, backend in itertools.product(CASES, BACKENDS)
+]
+
+
+@pytest.mark.parametrize(("case", "backend"), PAIRS, ids=str)
 def test_equals_dense_attention(case: Case, backend: BackendName) -> None:
     _skip_refused(case, backend)
     _check(case, make_batch(case), backend)
@@ -131,7 +146,7 @@ _ROWS, _TOKENS, _LONGEST, _PAGE = 6, 96, 200, 16
 
 @st.composite
 def _ragged(draw: st.DrawFn) -> Case:
-    """A batch that fits one program of `_ROWS` rows and `_TOKENS` tokens."""
+    """Draw a batch that fits one program of `_ROWS` rows and `_TOKENS` tokens."""
     num_decodes = draw(st.integers(0, _ROWS))
     rows = [(draw(st.integers(1, _LONGEST)), 1) for _ in range(num_decodes)]
     left = _TOKENS - num_decodes
@@ -155,11 +170,12 @@ def _ragged(draw: st.DrawFn) -> Case:
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", grid(BACKENDS, lambda name: name == "cpu"))
 def test_drawn_batches_equal_dense_attention(backend: BackendName) -> None:
     interpreted = Backend(backend, target=target_of(jax.devices()[0])).interpret
 
-    @settings(max_examples=12 if interpreted else 40, deadline=None, derandomize=True)
+    @settings(max_examples=12 if interpreted else examples(40), deadline=None, derandomize=True)
     @given(case=_ragged())
     def check(case: Case) -> None:
         _skip_refused(case, backend)
@@ -169,9 +185,9 @@ def test_drawn_batches_equal_dense_attention(backend: BackendName) -> None:
     check()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_row_does_not_depend_on_its_company(backend: BackendName) -> None:
-    """Bit for bit: the sums of a row run over its own pages in their own order, however long the others are."""
+@pytest.mark.parametrize("backend", grid(BACKENDS, lambda name: name in ("cpu", "triton")))
+def test_a_row_does_not_depend_on_other_rows(backend: BackendName) -> None:
+    """Compare bits: a row is summed over its own pages in their own order, however long other rows are."""
     case = Case("company", ((40, 1), (180, 1), (100, 30)), 2, head_dim=16, pad_rows=_ROWS - 3, pad_tokens=_TOKENS - 32)
     _skip_refused(case, backend)
     batch = make_batch(case, max_pages=13, num_pages=_ROWS * 13)

@@ -7,7 +7,7 @@ import pytest
 from pallas_kernels.paged_attention import PagedKV, kv_layout, read_pages, write_pages
 
 LAYERS, PAGES, SIZE = 3, 5, 4
-# A plain pool, one by pages with keys and values joined, and one by pages.
+# A plain pool, a page-major one with keys and values joined, and a page-major one.
 LAYOUTS = {"plain": ("cpu", 16), "joined": ("tpu", 64), "by pages": ("tpu", 128)}
 
 
@@ -30,7 +30,7 @@ def _pool(name: str, seed: int) -> PagedKV:
 
 
 def _page(kv: PagedKV, which: int, page: int) -> np.ndarray:
-    """A page of one array, layer by layer, told by its layout's own words."""
+    """Return a page of one array, layer by layer, by the definition of its layout."""
     pool = np.asarray(kv.pools[which], np.float32)
     pool = pool if kv.page_major else pool.swapaxes(0, 1)
     return np.stack([pool[layer * PAGES + page] for layer in range(LAYERS)])
@@ -47,7 +47,7 @@ def test_a_page_is_read_over_all_layers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_what_was_read_is_written_elsewhere_and_nothing_else_is_touched(name: str) -> None:
+def test_pages_are_written_elsewhere_and_nothing_else_changes(name: str) -> None:
     source, target = _pool(name, 0), _pool(name, 1)
     written = write_pages(target, jnp.asarray([4, -1, 1]), read_pages(source, jnp.asarray([3, 2, 0])))
     came_from = {4: (source, 3), 1: (source, 0)}

@@ -1,6 +1,6 @@
-"""The devices that an engine gets, and what is said of those it doesn't get.
+"""The devices that an engine gets, and the explanations for those it can't use.
 
-jax itself is asked in processes of their own, as it looks for devices once; the words are tried here.
+jax itself runs in subprocesses, as it looks for devices only once per process; the texts are tested here.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ AMD = Accelerator("rocm", "8 x AMD GPU", problem="jaxserve does not serve AMD's 
             [],
             [],
             "no NVIDIA GPU with its driver is found here, nor jax's plug-in for one (pip install 'jaxserve[cuda13]'); "
-            "--device auto serves on the best there is",
+            "--device auto serves on the best available device",
         ),
         (
             "tpu",
             [L4],
             ["tpu"],
             "no TPU is found here (jax says: it failed); there is NVIDIA L4 with driver 580.65.06; "
-            "--device auto serves on the best there is",
+            "--device auto serves on the best available device",
         ),
         ("cuda", [AMD], ["cuda13"], "no NVIDIA GPU with its driver is found here (jax says: it failed); there is 8"),
         (
@@ -70,23 +70,25 @@ AMD = Accelerator("rocm", "8 x AMD GPU", problem="jaxserve does not serve AMD's 
         ("METAL", [], [], "it failed"),
     ],
 )  # fmt: skip
-def test_what_is_missing_is_named(platform: str, found: list[Accelerator], plugins: list[str], words: str) -> None:
+def test_the_error_names_what_is_missing(
+    platform: str, found: list[Accelerator], plugins: list[str], words: str
+) -> None:
     said = explain_missing(platform, found, plugins, ["it failed (set JAX_PLATFORMS='' to …)", "Falling back to cpu."])
     assert said.startswith(words)
 
 
-def test_what_jax_says_nothing_of() -> None:
-    """It looks no further where there is no device file, whatever `nvidia-smi` lists."""
+def test_a_silent_jax_is_explained() -> None:
+    """Without a device file jax finds no device and logs nothing, even if `nvidia-smi` lists a GPU."""
     assert explain_obstacle(L4, ["cuda13"], []) == "jax's plug-in cuda13 is installed and fails: jax finds no device"
 
 
-def test_devices_that_are_hidden_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_devices_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert "fails (CUDA_VISIBLE_DEVICES='-1' is set): none" in explain_missing("cuda", [L4], ["cuda13"], ["none"])
 
 
 def ask(device: str, folder: Path, *, gpu: bool, **environment: str) -> tuple[str, str]:
-    """The platform that a process gets for `--device`, or its error; and what it logs."""
+    """Return the platform that a process gets for `--device`, or its error, and the log."""
     code = (
         "import jaxserve.accelerators as a, os\n"
         "from jaxserve.config.schema import EngineConfig\n"
@@ -103,12 +105,19 @@ def ask(device: str, folder: Path, *, gpu: bool, **environment: str) -> tuple[st
     return done.stdout.strip(), done.stderr
 
 
-@pytest.mark.skipif(bool(module.find() or module.installed()), reason="this machine has what this test needs missing")
+@pytest.mark.skipif(
+    bool(module.find_accelerators() or module.installed_extras()),
+    reason="this machine has what this test needs missing",
+)
+@pytest.mark.grid
 def test_jax_without_a_plugin(tmp_path: Path) -> None:
     assert ask("auto", tmp_path, gpu=False) == ("cpu", "")
     platform, said = ask("auto", tmp_path, gpu=True)
     assert platform == "cpu"
-    assert "NVIDIA L4 with driver 580.65.06 is not used, the CPU is: jax's plug-in for it is not installed; " in said
+    assert (
+        "NVIDIA L4 with driver 580.65.06 is not used, serving on the CPU: jax's plug-in for it is not installed; "
+        in said
+    )
     assert "make install" in said
     assert ask("cpu", tmp_path, gpu=True) == ("cpu", "")
     assert ask("auto", tmp_path, gpu=True, JAX_PLATFORMS="cpu") == ("cpu", "")
@@ -118,8 +127,9 @@ def test_jax_without_a_plugin(tmp_path: Path) -> None:
     assert said.startswith(f"device=auto with JAX_PLATFORMS=cuda: {words}")
 
 
-def test_jax_with_a_plugin_that_fails(tmp_path: Path) -> None:
-    """One that is installed beside jax as NVIDIA's are, and raises when jax calls it."""
+@pytest.mark.slow
+def test_jax_with_a_failing_plugin(tmp_path: Path) -> None:
+    """A plug-in that is installed next to jax, as NVIDIA's are, and raises when jax calls it."""
     plugins = tmp_path / "plugins"
     (plugins / "jax_cuda13_plugin").mkdir(parents=True)
     (plugins / "jax_plugins/xla_cuda13").mkdir(parents=True)
@@ -129,7 +139,7 @@ def test_jax_with_a_plugin_that_fails(tmp_path: Path) -> None:
     path = os.pathsep.join((str(plugins), os.environ.get("PYTHONPATH", ""), str(Path.cwd())))
     platform, said = ask("auto", tmp_path / "bin", gpu=True, PYTHONPATH=path)
     assert platform == "cpu"
-    assert "is not used, the CPU is: jax's plug-in cuda13 is installed and fails: " in said
+    assert "is not used, serving on the CPU: jax's plug-in cuda13 is installed and fails: " in said
     assert "Unable to load cuDNN" in said
     said, log = ask("cuda", tmp_path / "bin", gpu=True, PYTHONPATH=path)
     assert said.startswith("device=cuda: NVIDIA L4 with driver 580.65.06 can't be used: jax's plug-in cuda13 is inst")
@@ -137,7 +147,7 @@ def test_jax_with_a_plugin_that_fails(tmp_path: Path) -> None:
 
 
 class _Jax:
-    """Devices that jax would find; those of the CPU once it is told to look for no others."""
+    """Fakes the devices that jax finds: `first`, or those of the CPU once `jax_platforms` is cpu."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, first: Any) -> None:
         self.first, self.cpu = first, jax.devices()
@@ -170,7 +180,7 @@ class _Jax:
         (SimpleNamespace(platform="gpu", device_kind="AMD MI300X", compute_capability="gfx942"), "for AMD MI300X"),
     ],
 )
-def test_what_is_found_and_cant_be_served_on_leaves_the_cpu(
+def test_an_unusable_device_leaves_the_cpu(
     first: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake = _Jax(monkeypatch, first)
@@ -179,11 +189,11 @@ def test_what_is_found_and_cant_be_served_on_leaves_the_cpu(
     [line] = caplog.messages
     assert line.startswith("serving on the CPU: ")
     assert re.search(reason, line)
-    monkeypatch.setattr(module, "installed", lambda: ["cuda13"])
+    monkeypatch.setattr(module, "installed_extras", lambda: ["cuda13"])
     with pytest.raises(ConfigError, match=f"^device=cuda: no NVIDIA GPU with its driver is found here .*{reason}"):
         attach(EngineConfig(device="cuda"))
 
 
-def test_one_process_of_several_is_refused_where_nobody_joins_them() -> None:
+def test_several_nodes_without_join_are_refused() -> None:
     with pytest.raises(ConfigError, match="only `jaxserve serve`"):
         attach(EngineConfig(tp_size=2, nnodes=2, dist_init_addr="127.0.0.1:5000"))

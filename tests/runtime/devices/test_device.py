@@ -1,4 +1,4 @@
-"""What is known of a device is the same whether it is attached or described."""
+"""The facts about a device are the same whether it is attached or described by a target."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _attached(platform: str, limit: int, **facts: Any) -> Any:
     )  # fmt: skip
 
 
-def test_a_described_gpu_is_what_an_attached_one_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_described_gpu_has_the_facts_of_an_attached_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.92")
     facts = facts_of_target("nvidia-h200")
     total = load_target("nvidia-h200").memory_bytes
@@ -30,11 +30,11 @@ def test_a_described_gpu_is_what_an_attached_one_would_be(monkeypatch: pytest.Mo
     assert (facts.max_devices, real.max_devices) == (8, 1)
 
 
-def test_a_tpu_gives_all_that_it_names() -> None:
+def test_a_tpu_has_the_memory_it_reports() -> None:
     assert facts_of_device(_attached("tpu", 2**34)).memory_bytes == 2**34
 
 
-def test_a_cpu_has_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_has_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=123))
     assert facts_of_device(_attached("cpu", 0)).memory_bytes == 123
 
@@ -43,7 +43,7 @@ def test_a_cpu_has_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     ("fraction", "before", "arena"),
     [(None, {}, "0.92"), (0.99, {}, "1.00"), (0.5, {"XLA_CLIENT_MEM_FRACTION": "0.7"}, "0.7")],
 )
-def test_the_arena_of_a_gpu_holds_the_plan(
+def test_the_arena_of_a_gpu_holds_the_planned_memory(
     fraction: float | None, before: dict[str, str], arena: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = dict(before)

@@ -1,4 +1,4 @@
-"""Every kind of device that can be named: its facts are whole and agree with what the compiler is told."""
+"""Every target is complete, and its facts agree with the description that the compiler gets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.runtime.devices.target import load_target, target_names
 
 
-def test_the_targets_there_are() -> None:
+def test_target_names() -> None:
     assert target_names() == [
         "nvidia-a100-80",
         "nvidia-b200",
@@ -23,7 +23,7 @@ def test_the_targets_there_are() -> None:
 
 
 @pytest.mark.parametrize("name", target_names())
-def test_a_target_has_its_facts_and_holds_one_to_eight_devices(name: str) -> None:
+def test_a_target_has_all_facts_and_topologies_of_one_to_eight_devices(name: str) -> None:
     target = load_target(name)
     assert 15e9 < target.memory_bytes < 200e9
     assert 2e11 < target.memory_bandwidth < 1e13
@@ -39,17 +39,17 @@ def test_a_target_has_its_facts_and_holds_one_to_eight_devices(name: str) -> Non
         assert f"memory_bandwidth: {target.memory_bandwidth}" in target.target_config
 
 
-def test_the_smallest_topology_that_holds_the_devices_is_taken() -> None:
+def test_the_smallest_sufficient_topology_is_chosen() -> None:
     assert load_target("tpu-v6e").topology(3) == load_target("tpu-v6e").topology(4)
     assert load_target("nvidia-h200").topology(3)["topology"] == "1x1x3"
 
 
-def test_more_devices_than_a_host_has_are_refused() -> None:
+def test_more_devices_than_any_topology_has_are_refused() -> None:
     with pytest.raises(ConfigError, match="'nvidia-h200' has no topology of 16 devices: 8 are the most"):
         load_target("nvidia-h200").topology(16)
 
 
-def test_an_unknown_target_is_refused_with_those_there_are() -> None:
+def test_the_error_for_an_unknown_target_lists_the_targets() -> None:
     with pytest.raises(ConfigError, match=r"'zz' is not known; there are: nvidia-a100-80, .*tpu-v7"):
         load_target("zz")
     with pytest.raises(ConfigError, match="did you mean nvidia-h100"):

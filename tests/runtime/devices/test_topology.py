@@ -19,7 +19,7 @@ def _without_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("name", "extra"), [("nvidia-h200", "cuda13"), ("tpu-v6e", "tpu")])
-def test_a_missing_compiler_is_an_error_that_says_what_to_install(
+def test_the_error_for_a_missing_compiler_says_what_to_install(
     name: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(**_: Any) -> None:
@@ -31,7 +31,7 @@ def test_a_missing_compiler_is_an_error_that_says_what_to_install(
         target_mesh(name)
 
 
-def test_a_mesh_of_some_of_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mesh_of_part_of_a_topology(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
     def four(**arguments: Any) -> Any:

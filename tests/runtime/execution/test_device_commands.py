@@ -5,30 +5,30 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.runtime.execution.device_commands import DeviceCalls, Following, LeadingCalls
+from jaxserve.runtime.execution.device_commands import BroadcastCommands, FollowerExecutor, LocalCommands
 from jaxserve.runtime.programs.builder import READ_KEY, UPDATE_KEY, WRITE_KEY
-from jaxserve.runtime.step.batch import ProgramKey
+from jaxserve.runtime.step.batch import StepKey
 
-DECODE = ProgramKey("decode", 4, True)
+DECODE = StepKey("decode", 4, True)
 
 
 class Host:
-    """Stands for the host pool, whose own tests are elsewhere: rows are numbers."""
+    """A fake of the host pool, whose rows are numbers."""
 
     def __init__(self) -> None:
         self.rows: dict[str, Any] = {}
 
-    def take(self, slots: list[list[int]], rows: Any) -> None:
+    def store(self, slots: list[list[int]], rows: Any) -> None:
         self.rows[str(slots)] = rows
 
-    def give(self, slots: list[list[int]]) -> Any:
+    def fetch(self, slots: list[list[int]]) -> Any:
         return self.rows[str(slots)]
 
-    def take_arrived(self) -> None: ...
+    def store_arrived(self) -> None: ...
 
 
 def _programs(log: list[Any]) -> dict[Any, Any]:
-    """Each adds what it was given to a state that is a number."""
+    """Return fake programs, each of which adds its input to a state that is a number."""
 
     def step(params: int, state: int, packed: np.ndarray) -> tuple[int, int]:
         log.append(("step", packed.tolist()))
@@ -49,11 +49,11 @@ def _programs(log: list[Any]) -> dict[Any, Any]:
     return {DECODE: step, UPDATE_KEY: update, READ_KEY: read, WRITE_KEY: write}
 
 
-def test_a_follower_makes_the_same_calls_with_the_same_bytes() -> None:
+def test_a_follower_runs_the_same_commands_with_the_same_bytes() -> None:
     sent: list[bytes] = []
     logs: list[list[Any]] = [[], []]
-    here, there = (DeviceCalls(3, 1, _programs(log), Host()) for log in logs)  # type: ignore[arg-type]
-    leader = LeadingCalls(here, sent.append)
+    here, there = (LocalCommands(3, 1, _programs(log), Host()) for log in logs)  # type: ignore[arg-type]
+    leader = BroadcastCommands(here, sent.append)
     packed = np.arange(6, dtype=np.int32).reshape(2, 3)
     leader.update(packed)
     leader.step(DECODE, packed * 2)
@@ -61,30 +61,30 @@ def test_a_follower_makes_the_same_calls_with_the_same_bytes() -> None:
     leader.step(DECODE, packed)
     leader.load(packed - 7, [[1], []])
     leader.step(DECODE, -packed)
-    following = Following(there, _programs([]), 2, lambda reason: None)
+    follower = FollowerExecutor(there, _programs([]), 2, lambda reason: None)
     for command in sent:
-        following.obey(command)
+        follower.execute(command)
     assert logs[0] == logs[1]
     assert len(logs[0]) == 6
     assert here._state == there._state
 
 
-def test_a_call_is_sent_before_it_is_made() -> None:
+def test_a_command_is_sent_before_it_runs() -> None:
     log: list[Any] = []
-    calls = LeadingCalls(DeviceCalls(1, 0, _programs(log)), lambda _: log.append("sent"))
+    calls = BroadcastCommands(LocalCommands(1, 0, _programs(log)), lambda _: log.append("sent"))
     calls.step(DECODE, np.zeros((1, 1), np.int32))
     assert log == ["sent", ("step", [[0]])]
 
 
-def test_a_step_that_fails_on_a_follower_is_told() -> None:
+def test_a_failed_step_of_a_follower_is_reported() -> None:
     class Poisoned:
         def block_until_ready(self) -> None:
             raise RuntimeError("out of memory")
 
     programs = {DECODE: lambda params, state, packed: (state, Poisoned())}
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
-    following = Following(DeviceCalls(0, 0, programs), programs, 1, told.put)  # type: ignore[arg-type]
+    follower = FollowerExecutor(LocalCommands(0, 0, programs), programs, 1, told.put)  # type: ignore[arg-type]
     sent: list[bytes] = []
-    LeadingCalls(DeviceCalls(0, 0, programs), sent.append).step(DECODE, np.zeros((1, 1), np.int32))  # type: ignore[arg-type]
-    following.obey(sent[0])
+    BroadcastCommands(LocalCommands(0, 0, programs), sent.append).step(DECODE, np.zeros((1, 1), np.int32))  # type: ignore[arg-type]
+    follower.execute(sent[0])
     assert told.get(timeout=60) == "a step failed: RuntimeError: out of memory"

@@ -25,33 +25,33 @@ def _rows(first: float, second: float) -> tuple[Any, ...]:
 
 
 def _held(pool: HostPool, slot: int) -> list[float]:
-    wide, flat = pool.give([[slot]])
+    wide, flat = pool.fetch([[slot]])
     assert (wide.dtype, flat.dtype) == (SPECS[0].dtype, SPECS[1].dtype)
     return [*wide[0, 0].astype(float).tolist(), float(flat[0, 0])]
 
 
-def test_the_last_row_that_was_sent_to_a_slot_stays() -> None:
+def test_the_last_row_sent_to_a_slot_stays() -> None:
     pool = HostPool(SPECS, 5)
     for value in range(100):
-        pool.take([[value % 3, 4]], _rows(value, 50 + value))
+        pool.store([[value % 3, 4]], _rows(value, 50 + value))
     assert [_held(pool, slot) for slot in (0, 1, 2, 4)] == [[99.0] * 4, [97.0] * 4, [98.0] * 4, [149.0] * 4]
 
 
 def test_slots_are_local_to_a_rank() -> None:
     pool = HostPool(TWO_RANKS, 4)
-    pool.take([[0, 1], [1]], (jnp.asarray([[1.0, 2.0, 0.0], [3.0, 0.0, 0.0]]),))
-    pool.take([[], [0, 2]], (jnp.asarray([[9.0, 9.0, 9.0], [4.0, 5.0, 0.0]]),))
-    [rows] = pool.give([[1, 0], [2, 1, 0]])
+    pool.store([[0, 1], [1]], (jnp.asarray([[1.0, 2.0, 0.0], [3.0, 0.0, 0.0]]),))
+    pool.store([[], [0, 2]], (jnp.asarray([[9.0, 9.0, 9.0], [4.0, 5.0, 0.0]]),))
+    [rows] = pool.fetch([[1, 0], [2, 1, 0]])
     assert rows[0, :2].tolist() == [2.0, 1.0]
     assert rows[1].tolist() == [5.0, 3.0, 4.0]
 
 
-def test_rows_that_were_given_stay_as_they_are() -> None:
+def test_fetched_rows_never_change() -> None:
     pool = HostPool(SPECS, 2)
-    pool.take([[0, 1]], _rows(1.0, 2.0))
-    _, given = pool.give([[1, 0]])
-    pool.take([[0, 1]], _rows(3.0, 4.0))
-    pool.take_arrived()
+    pool.store([[0, 1]], _rows(1.0, 2.0))
+    _, given = pool.fetch([[1, 0]])
+    pool.store([[0, 1]], _rows(3.0, 4.0))
+    pool.store_arrived()
     assert _held(pool, 0) == [3.0] * 4
     assert given.tolist() == [[2.0, 1.0]]
 
@@ -65,11 +65,11 @@ def test_rows_that_were_given_stay_as_they_are() -> None:
         ({"enable_hierarchical_cache": True, "hicache_size": 1e-6}, 100),
     ],
 )
-def test_how_many_pages_the_host_gets(settings: dict[str, Any], expected: int) -> None:
+def test_number_of_host_pages(settings: dict[str, Any], expected: int) -> None:
     assert host_pages(EngineConfig(**settings), 100, SPECS) == expected  # a page is 10 bytes
 
 
-def test_sizes_that_no_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_sizes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"hicache_ratio=0.001 is less than one page"):
         host_pages(EngineConfig(enable_hierarchical_cache=True, hicache_ratio=0.001), 100, SPECS)
     memory = type("Memory", (), {"available": 1000})

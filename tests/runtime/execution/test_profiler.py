@@ -27,13 +27,13 @@ def _program() -> jax.stages.Compiled:
     return jax.jit(decode_2).lower(jnp.ones((8, 8))).compile()
 
 
-def test_scopes_are_ours_alone() -> None:
+def test_scopes_are_only_our_own() -> None:
     name, scopes = scopes_of(_program().as_text())
     assert name == "jit_decode_2"
     assert {"layer_0/mlp", "layer_1/mlp", "sample"} == set(scopes.values())
 
 
-def test_a_profile_holds_the_engines_spans_and_the_programs_scopes(tmp_path: Path) -> None:
+def test_a_profile_has_the_spans_of_the_engine_and_the_scopes_of_programs(tmp_path: Path) -> None:
     timeline, program = Timeline(), _program()
     profiler = JaxProfiler(timeline, {"decode-2": program})
     folder = profiler.start(tmp_path, "mine", with_stack=False)

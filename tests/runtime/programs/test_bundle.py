@@ -1,4 +1,4 @@
-"""A bundle loads where all that its programs depend on is the same, and says what differs where it isn't."""
+"""A bundle loads if all facts that its programs depend on are the same; else the error names those that differ."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _edited(whole: Path, folder: Path, edit: Any) -> Path:
     return folder
 
 
-def test_the_manifest_says_what_it_is_of(whole: Path) -> None:
+def test_the_manifest_describes_the_bundle(whole: Path) -> None:
     manifest = read_manifest(whole)
     assert (manifest.model, manifest.settings) == ("tiny", {"model": "tiny", "page_size": 4})
     assert manifest.programs == ["update"]
@@ -45,7 +45,7 @@ def test_the_manifest_says_what_it_is_of(whole: Path) -> None:
     assert manifest.facts["jax"] == jax.__version__
 
 
-def test_its_programs_run(whole: Path) -> None:
+def test_the_programs_of_a_bundle_run(whole: Path) -> None:
     [program] = load_bundle(whole, read_manifest(whole), builder(), [UPDATE_KEY]).values()
     state = program(zero_state(CAPACITY), next(pack_open(opening(2, prompt=[1], num_cached_tokens=3)))[None])
     assert np.asarray(state.seq_lens)[0].tolist() == [0, 0, 3, 0]
@@ -62,7 +62,9 @@ def test_its_programs_run(whole: Path) -> None:
         (("gone",), 1, "gone is 1 in the bundle and None here"),
     ],
 )
-def test_what_differs_is_named(path: tuple[str, ...], value: object, why: str, whole: Path, tmp_path: Path) -> None:
+def test_the_error_names_the_facts_that_differ(
+    path: tuple[str, ...], value: object, why: str, whole: Path, tmp_path: Path
+) -> None:
     def edit(manifest: dict[str, Any]) -> None:
         facts = manifest["facts"]
         for name in path[:-1]:
@@ -83,7 +85,7 @@ def test_another_deployment_is_refused(whole: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "garbage"])
-def test_a_program_that_can_not_be_loaded_is_refused(damage: str, whole: Path, tmp_path: Path) -> None:
+def test_an_unreadable_program_is_refused(damage: str, whole: Path, tmp_path: Path) -> None:
     folder = _edited(whole, tmp_path, lambda manifest: None)
     if damage == "missing":
         program_path(folder, UPDATE_KEY).unlink()
@@ -103,7 +105,7 @@ def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path, whole: Path) -> N
         read_manifest(_edited(whole, tmp_path, lambda manifest: manifest.update(format=2)))
 
 
-def test_the_pool_is_the_bundles_unless_it_was_asked_for(whole: Path) -> None:
+def test_the_pool_size_is_that_of_the_bundle_unless_it_is_set(whole: Path) -> None:
     manifest = read_manifest(whole)
     assert sized_like_bundle(EngineConfig(), manifest).max_total_tokens == 80
     assert sized_like_bundle(EngineConfig(max_total_tokens=16), manifest).max_total_tokens == 16

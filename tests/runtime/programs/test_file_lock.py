@@ -1,4 +1,4 @@
-"""A folder is one process's at a time, whichever way that process ends."""
+"""Only one process holds the lock of a folder, and it is released however that process ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.runtime.programs.file_lock import alone
+from jaxserve.runtime.programs.file_lock import exclusive
 
 HOLDER = """
 import fcntl, sys
@@ -34,11 +34,11 @@ class _Waiting(logging.Handler):
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_the_second_waits_for_the_first_to_end(tmp_path: Path, killed: bool) -> None:
+def test_a_second_process_waits_until_the_first_ends(tmp_path: Path, killed: bool) -> None:
     handler, found = _Waiting(), []
 
     def second() -> None:
-        with alone(tmp_path):
+        with exclusive(tmp_path):
             found.append((tmp_path / "done").exists())
 
     logger = logging.getLogger("jaxserve.runtime")
@@ -63,6 +63,6 @@ def test_the_second_waits_for_the_first_to_end(tmp_path: Path, killed: bool) -> 
     assert found == [not killed]
 
 
-def test_nobody_waits_where_nothing_is_kept() -> None:
-    with alone(None), alone(None):
+def test_without_a_folder_there_is_no_lock() -> None:
+    with exclusive(None), exclusive(None):
         pass

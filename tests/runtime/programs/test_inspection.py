@@ -1,4 +1,4 @@
-"""Reading a compiled program: what is in it, and a pool that is copied is found out."""
+"""Inspecting a compiled program: its instructions and kernels, and whether it copies the KV pool."""
 
 from __future__ import annotations
 
@@ -13,24 +13,15 @@ from jaxserve.runtime.programs.builder import UPDATE_KEY, ProgramBuilder
 from jaxserve.runtime.programs.inspection import (
     Instruction,
     KernelReport,
-    compile_and_read,
+    compile_and_inspect,
     instructions,
     own_kernels_of,
 )
-from jaxserve.runtime.step.batch import ProgramKey
-from jaxserve.step_plan import Capacity
+from jaxserve.runtime.step.batch import StepKey
+from tests.runtime.programs.large_pool import CAPACITY
 from tests.runtime.tiny import builder
 
-CAPACITY = Capacity(
-    num_slots=4,
-    num_pages=4096,
-    page_size=16,
-    max_model_len=64,
-    decode_buckets=(4,),
-    token_buckets=(16,),
-    prompt_logprob_tokens=8,
-)
-DECODE = ProgramKey("decode", 4, True)
+DECODE = StepKey("decode", 4, True)
 GPU_CODE = Path(__file__).parents[2] / "fixtures" / "gpu_code.bin"
 TEXT = """\
 ENTRY %main (x: f32[128,128]) -> f32[128,128] {
@@ -67,7 +58,7 @@ def test_instructions_of_a_text() -> None:
 
 
 class _Serialized:
-    """A compiled program of which only the machine code is asked for."""
+    """A fake of a compiled program that has only machine code."""
 
     def __init__(self, payload: bytes | None) -> None:
         self.payload = payload
@@ -91,7 +82,7 @@ OTHERS = [
 ]
 
 
-def test_what_kernels_take_is_read_from_the_machine_code() -> None:
+def test_kernel_resources_are_read_from_the_machine_code() -> None:
     program = _Serialized(GPU_CODE.read_bytes())
     found, unread = own_kernels_of(program, [*_calls("pallas_call.3", "pallas_call.5"), *OTHERS])
     assert found == (
@@ -99,7 +90,7 @@ def test_what_kernels_take_is_read_from_the_machine_code() -> None:
         KernelReport("k (mosaic tpu)", 1, vmem_bytes=4096),
     )
     assert unread is None
-    # As the program has it, this name stands for two kernels.
+    # In this program, both calls have the same kernel name but different kernels.
     found, _ = own_kernels_of(program, _calls("pallas_call.3", "pallas_call.4"))
     assert [(one.calls, one.stack_bytes) for one in found] == [(1, 0), (1, 176)]
 
@@ -112,7 +103,7 @@ def test_what_kernels_take_is_read_from_the_machine_code() -> None:
         (GPU_CODE.read_bytes(), "1 of 2 calls have no machine code, such as pallas_call.9"),
     ],
 )
-def test_what_can_not_be_read_is_left_out_with_the_reason(payload: bytes | None, why: str) -> None:
+def test_unreadable_resources_are_left_out_with_the_reason(payload: bytes | None, why: str) -> None:
     found, unread = own_kernels_of(_Serialized(payload), [*_calls("pallas_call.3", "pallas_call.9"), *OTHERS])
     assert found == (KernelReport("doubling (triton)", 2), KernelReport("k (mosaic tpu)", 1, vmem_bytes=4096))
     assert unread == why
@@ -123,20 +114,21 @@ def test_a_program_without_kernels_of_ours_is_not_serialized() -> None:
 
 
 @pytest.mark.parametrize("key", [UPDATE_KEY, DECODE], ids=str)
+@pytest.mark.slow
 def test_a_good_program(key: Any) -> None:
-    report, compiled = compile_and_read(builder(CAPACITY), key)
+    report, compiled = compile_and_inspect(builder(CAPACITY), key)
     assert compiled is not None
     assert report.fault is None
     assert (report.name, report.collectives) == (str(key), {})
     assert report.alias_bytes > 2**20
 
 
-def test_a_program_that_does_not_build_is_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_does_not_build_gets_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Any, key: Any) -> None:
         raise RuntimeError("no such instruction\nand more")
 
     monkeypatch.setattr(ProgramBuilder, "compile", fail)
-    report, compiled = compile_and_read(builder(CAPACITY), DECODE)
+    report, compiled = compile_and_inspect(builder(CAPACITY), DECODE)
     assert compiled is None
     assert report.fault == "RuntimeError: no such instruction"
 
@@ -149,7 +141,7 @@ class _Undonated(ProgramBuilder):
 
 class _Turned(ProgramBuilder):
     def compile(self, key: Any) -> jax.stages.Compiled:
-        """All is donated, but the pool is turned around and back on the way."""
+        """Donates all arrays, but transposes the pool and back on the way."""
         state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), self.state_specs)
 
         def turned(s: Any) -> Any:
@@ -164,6 +156,6 @@ class _Turned(ProgramBuilder):
 def test_a_pool_that_is_copied_is_a_fault(kind: type[ProgramBuilder], fault: str) -> None:
     good = builder(CAPACITY)
     bad = kind(good.context, CAPACITY, good.mesh, good.param_specs, good.state_specs)
-    report, _ = compile_and_read(bad, DECODE)
+    report, _ = compile_and_inspect(bad, DECODE)
     assert report.fault is not None
     assert report.fault.startswith(fault)

@@ -10,17 +10,20 @@ import pytest
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.runtime.programs.builder import UPDATE_KEY, build_programs, program_path
+from jaxserve.runtime.programs.builder import UPDATE_KEY, program_path
 from jaxserve.runtime.programs.bundle import load_bundle, read_manifest, write_manifest
-from jaxserve.runtime.programs.own_files import ForeignFileError, check_own, read_own, write_own
+from jaxserve.runtime.programs.own_files import UntrustedFileError, check_owner, read_trusted, write_private
+from jaxserve.runtime.programs.program_cache import build_programs
 from tests.runtime.tiny import builder
+
+pytestmark = pytest.mark.slow
 
 Spoil = Callable[[Path], None]
 
 
 @pytest.fixture(params=["group", "others", "owner"])
 def spoil(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Spoil:
-    """Gives a path to other users, in one of the ways there are."""
+    """Makes a path untrusted, in each possible way."""
 
     def spoil(path: Path) -> None:
         if request.param != "owner":
@@ -33,25 +36,25 @@ def spoil(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sp
     return spoil
 
 
-def test_what_is_written_is_its_owners_alone(tmp_path: Path) -> None:
+def test_only_the_owner_may_read_or_write_a_written_file(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        write_own(tmp_path / "new" / "one", b"code")
+        write_private(tmp_path / "new" / "one", b"code")
     finally:
         os.umask(before)
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "new" / "one").stat().st_mode & 0o777 == 0o600
-    assert read_own(tmp_path / "new" / "one") == b"code"
+    assert read_trusted(tmp_path / "new" / "one") == b"code"
 
 
-def test_what_others_may_write_is_not_read(tmp_path: Path, spoil: Spoil) -> None:
-    write_own(tmp_path / "folder" / "one", b"code")
+def test_a_file_that_others_may_write_is_not_read(tmp_path: Path, spoil: Spoil) -> None:
+    write_private(tmp_path / "folder" / "one", b"code")
     spoil(tmp_path / "folder" / "one")
-    with pytest.raises(ForeignFileError, match=r"one (belongs to another user|may be written by others)"):
-        read_own(tmp_path / "folder" / "one")
+    with pytest.raises(UntrustedFileError, match=r"one (belongs to another user|may be written by others)"):
+        read_trusted(tmp_path / "folder" / "one")
     spoil(tmp_path / "folder")
-    with pytest.raises(ForeignFileError, match=r"folder (belongs to another user|may be written by others)"):
-        check_own(tmp_path / "folder")
+    with pytest.raises(UntrustedFileError, match=r"folder (belongs to another user|may be written by others)"):
+        check_owner(tmp_path / "folder")
 
 
 @pytest.mark.parametrize("part", ["folder", "file"])

@@ -1,4 +1,4 @@
-"""One place decides: what the worker runs is what `plan` reckons with and `compile` compiles."""
+"""The deployment that the worker runs, `plan` reports on and `compile` compiles."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from jaxserve.quant import packed_weights
 from jaxserve.runtime.devices.device import DeviceFacts, facts_of_target
 from jaxserve.runtime.devices.mesh import device_bytes, make_mesh
 from jaxserve.runtime.sizing.deployment import Deployment, deploy, read_stored
-from jaxserve.runtime.sizing.temp_memory import WorkingMemory, resized
+from jaxserve.runtime.sizing.temp_memory import TempMemory, with_temp_memory
 from jaxserve.runtime.step.state import max_pages
-from pallas_kernels.paged_attention import Target
+from pallas_kernels.paged_attention import KernelTarget
 from tests.runtime.tiny import mesh, model
 from tests.tiny_model import CONFIG
 from tests.weights.conftest import GOLDEN
 from tests.weights.test_gguf import from_golden
 
-CPU = DeviceFacts(Target("cpu"), 2**34, max_devices=8)
+CPU = DeviceFacts(KernelTarget("cpu"), 2**34, max_devices=8)
 
 
 def _deploy(device: DeviceFacts = CPU, **options: Any) -> Deployment:
     return deploy(EngineConfig(dtype="float32", **options), model(), device)
 
 
-def test_the_footprint_is_what_the_specs_come_to() -> None:
+def test_the_footprint_is_the_sum_of_the_specs() -> None:
     made = _deploy()
     footprint = made.sizes.footprint
     assert footprint.weights == sum(spec.nbytes for spec in jax.tree.leaves(made.params))
@@ -42,12 +42,12 @@ def test_the_footprint_is_what_the_specs_come_to() -> None:
     assert footprint.state == everything - pool
 
 
-def test_all_that_is_planned_fits_the_share_of_memory() -> None:
-    device = DeviceFacts(Target("cuda"), 2**24)
+def test_the_plan_fits_the_share_of_memory() -> None:
+    device = DeviceFacts(KernelTarget("cuda"), 2**24)
     made = _deploy(device, mem_fraction_static=0.5, max_running_requests=400)
     pool = made.sizes.footprint.kv_per_token * made.capacity.num_pages * made.capacity.page_size
     assert made.capacity.num_pages < 400 * max_pages(made.capacity)
-    assert 0 <= 2**23 - made.sizes.footprint.taken - pool < made.sizes.footprint.kv_per_token * 16
+    assert 0 <= 2**23 - made.sizes.footprint.non_pool - pool < made.sizes.footprint.kv_per_token * 16
 
 
 def test_shards_share_weights_and_pool() -> None:
@@ -57,8 +57,8 @@ def test_shards_share_weights_and_pool() -> None:
     assert device_bytes(two.state, {"data": 1, "tensor": 2}) < device_bytes(two.state, {})
 
 
-def test_shards_share_a_kv_head_and_pad_the_vocabulary_where_they_must() -> None:
-    """Of two KV heads and 258 tokens."""
+def test_shards_share_a_kv_head_and_pad_the_vocabulary_if_needed() -> None:
+    """The model has two KV heads and 258 tokens."""
     two, four = _deploy(tp_size=2), _deploy(tp_size=4)
     assert four.sizes.footprint.kv_per_token == two.sizes.footprint.kv_per_token
     assert four.params.layers[0].attention.qkv.shape == (4, 1 + 2, 16, 32)
@@ -67,10 +67,10 @@ def test_shards_share_a_kv_head_and_pad_the_vocabulary_where_they_must() -> None
     assert two.params.embedding.shape == (258, 32)
 
 
-H200 = Target("cuda", "NVIDIA H200", (9, 0))
+H200 = KernelTarget("cuda", "NVIDIA H200", (9, 0))
 
 
-def test_an_fp8_cache_takes_half_the_room_and_other_programs() -> None:
+def test_an_fp8_cache_takes_half_the_memory_and_other_programs() -> None:
     device = DeviceFacts(H200, 2**24)
     halves, bytes_ = (
         deploy(EngineConfig(kv_cache_dtype=kind), model(), device)  # type: ignore[arg-type]
@@ -81,8 +81,8 @@ def test_an_fp8_cache_takes_half_the_room_and_other_programs() -> None:
     assert [fact["kv_cache_dtype"] for fact in facts] == ["bfloat16", "float8_e4m3fn"]
 
 
-def test_a_pool_is_made_no_larger_than_its_kernels_can_reach() -> None:
-    """Of fp8 keys between 2 and 4 GiB Triton's reach the first 2."""
+def test_a_pool_is_no_larger_than_its_kernels_can_address() -> None:
+    """Triton's kernels can address only the first 2 GiB of fp8 keys, up to 4 GiB."""
     device = DeviceFacts(H200, 2**36, max_devices=8)
     token = 2 * 2 * 16  # bytes of keys: layers, KV heads, head size
 
@@ -99,69 +99,69 @@ def test_a_pool_is_made_no_larger_than_its_kernels_can_reach() -> None:
     assert keys(attention_backend="reference") == 2**32
     assert keys(tp_size=2) == 2**31 - 16 * token // 2
     assert keys(max_total_tokens=2**24) == 2**30
-    with pytest.raises(ConfigError, match=r"triton reaches 33554416 tokens of an fp8 KV cache .* 2 to 4 GiB"):
+    with pytest.raises(ConfigError, match=r"triton can address only 33554416 tokens of an fp8 KV cache .* 2 to 4 GiB"):
         keys(max_total_tokens=2**25)
 
 
-def test_programs_are_those_of_the_sizes() -> None:
+def test_programs_follow_from_the_sizes() -> None:
     made = _deploy(cuda_graph_bs=(2,), max_running_requests=4)
     builder = made.builder(mesh())
     assert builder.capacity == made.capacity
-    assert [str(key) for key in made.keys][:3] == ["decode-2-greedy", "decode-2-full", "decode-4-greedy"]
+    assert [str(key) for key in made.step_keys][:3] == ["decode-2-greedy", "decode-2-full", "decode-4-greedy"]
     assert builder.context.sample_rows == 16
     gpu = deploy(EngineConfig(), model(), facts_of_target("nvidia-h200"))
     assert gpu.builder(make_mesh(jax.devices("cpu"))).context.sample_rows is None
 
 
-def test_an_attention_backend_that_can_not_is_refused() -> None:
+def test_an_unsupported_attention_backend_is_refused() -> None:
     odd = parse_model_config({**CONFIG, "head_dim": 12})
     with pytest.raises(ConfigError, match="attention backend"):
         deploy(EngineConfig(attention_backend="triton"), odd, facts_of_target("tpu-v5e"))
 
 
-def test_a_tier_in_host_memory_adds_the_programs_that_copy_pages() -> None:
+def test_a_hierarchical_cache_adds_the_programs_that_copy_pages() -> None:
     plain, tiered = _deploy(), _deploy(enable_hierarchical_cache=True)
-    assert [key for key in tiered.all_keys if key not in plain.all_keys] == ["read_pages", "write_pages"]
-    assert tiered.keys == plain.keys
+    assert [key for key in tiered.program_keys if key not in plain.program_keys] == ["read_pages", "write_pages"]
+    assert tiered.step_keys == plain.step_keys
 
 
 def _of_gguf(device: DeviceFacts = CPU, **options: Any) -> Deployment:
-    """Of a file whose matrices are all Q4_0; in this model the qkv, the gate and up, and no others are whole blocks."""
-    stored = dict.fromkeys(family(model()).placements(model()), "Q4_0")
+    """Deploy a GGUF file whose matrices are all Q4_0; in this model only qkv, gate and up have whole blocks."""
+    stored = dict.fromkeys(family(model()).tensor_mappings(model()), "Q4_0")
     return deploy(EngineConfig(**options), model(), device, stored=stored)
 
 
-def test_weights_that_are_kept_packed_count_as_what_they_are() -> None:
+def test_packed_weights_count_with_their_packed_size() -> None:
     dense, packed = _of_gguf(quantization="none"), _of_gguf()
-    assert len(packed.packing.kept) == 4
-    assert not dense.packing.kept
+    assert len(packed.packing.quantized) == 4
+    assert not dense.packing.quantized
     saved = dense.sizes.footprint.weights - packed.sizes.footprint.weights
-    # Of a weight 4 bits, and of 32 a scale and a minimum in float32: 6 bits instead of 16
+    # 4 bits per weight, and a float32 scale and minimum per 32 weights: 6 bits instead of 16
     elements = sum(weight.data.nbytes * 8 // 6 for weight in packed_weights(packed.params).values() if weight.bits == 4)
     assert saved == elements * 10 // 8
     assert packed.dense_bytes == dense.dense_bytes == dense.sizes.footprint.weights
     assert packed.stored == dense.stored
 
 
-def test_programs_for_packed_weights_are_others() -> None:
+def test_packed_weights_need_other_programs() -> None:
     dense, packed = (_of_gguf(quantization=asked).builder(mesh()) for asked in ("none", "gguf"))
     assert dense.fingerprint() != packed.fingerprint()
     assert [made.facts()["packed"]["layers.1.gate_up"] for made in (dense, packed)] == [16, 4]
 
 
-def test_a_deployment_that_is_made_again_keeps_its_packed_weights() -> None:
+def test_a_resized_deployment_keeps_its_packed_weights() -> None:
     made = _of_gguf()
-    assert resized(made, WorkingMemory(made.sizes.footprint.activations, "mixed-16")).params == made.params
+    assert with_temp_memory(made, TempMemory(made.sizes.footprint.activations, "mixed-16")).params == made.params
 
 
-def test_only_a_cpu_keeps_them_packed() -> None:
+def test_only_a_cpu_keeps_weights_packed() -> None:
     gpu = facts_of_target("nvidia-h200")
     assert "only a CPU" in _of_gguf(device=gpu).packing.reason
     with pytest.raises(ConfigError, match="quantization=gguf: only a CPU"):
         _of_gguf(device=gpu, quantization="gguf")
 
 
-def test_types_are_read_of_what_the_model_names(tmp_path: Path) -> None:
+def test_stored_types_are_read_from_a_gguf_model(tmp_path: Path) -> None:
     path = from_golden("smollm2", tmp_path / "m.gguf", Kind.Q8_0)
     types = read_stored(EngineConfig(model=str(path)))
     assert types["model.layers.1.mlp.up_proj.weight"] == "Q8_0"

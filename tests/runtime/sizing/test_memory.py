@@ -1,4 +1,4 @@
-"""Where memory goes: the pool from a flag or from what is free, the context fitted to it; errors say what takes it."""
+"""The size of the KV pool, from a flag or from the free memory, and the context fitted to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from jaxserve.config.schema import DEFAULT_MEM_FRACTION, EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.sizing import memory
-from jaxserve.runtime.sizing.memory import Footprint, NoRoomError, PoolPlan, plan_pool
+from jaxserve.runtime.sizing.memory import Footprint, InsufficientMemoryError, PoolPlan, plan_pool
 
 MIB = 2**20
 
@@ -23,17 +23,17 @@ def _plan(config: EngineConfig, footprint: Footprint = FOOTPRINT, **options: Any
     return plan_pool(config, footprint, **(facts | options))
 
 
-def test_the_pool_takes_the_share_that_weights_and_activations_leave() -> None:
+def test_the_pool_takes_the_memory_that_weights_and_activations_leave() -> None:
     assert _plan(EngineConfig()).num_pages == (500 * MIB // (MIB // 100)) // 16
     assert _plan(EngineConfig(mem_fraction_static=0.5)).num_pages == (120 * MIB // (MIB // 100)) // 16
     assert _plan(EngineConfig(page_size=64)).num_pages == (500 * MIB // (MIB // 100)) // 64
 
 
-def test_the_pool_is_no_larger_than_what_running_requests_can_fill() -> None:
+def test_the_pool_is_no_larger_than_running_requests_can_fill() -> None:
     assert _plan(EngineConfig(context_length=1000), max_running=2) == PoolPlan(126, 1000)
 
 
-def test_memory_bounds_the_pool_only_where_more_of_it_would_be_used() -> None:
+def test_memory_bounds_the_pool_only_if_more_of_it_would_be_used() -> None:
     assert _plan(EngineConfig()).memory_bound
     assert not _plan(EngineConfig(context_length=1000), max_running=2).memory_bound
     assert not _plan(EngineConfig(max_total_tokens=10000)).memory_bound
@@ -41,7 +41,7 @@ def test_memory_bounds_the_pool_only_where_more_of_it_would_be_used() -> None:
     assert _plan(EngineConfig(), platform="cpu").memory_bound
 
 
-def test_a_context_that_is_no_multiple_of_a_page_is_whole() -> None:
+def test_a_context_that_is_no_multiple_of_a_page_is_not_cut() -> None:
     assert _plan(EngineConfig(context_length=1000), max_running=1) == PoolPlan(63, 1000)
     assert _plan(EngineConfig(context_length=8), max_running=1) == PoolPlan(1, 8)
 
@@ -68,7 +68,7 @@ def test_a_cpu_takes_a_capped_share() -> None:
         ({"max_total_tokens": 15}, {}, "max_total_tokens=15 is less than one page of 16"),
     ],
 )
-def test_what_can_not_be_served_is_refused(config: dict[str, Any], options: dict[str, Any], message: str) -> None:
+def test_impossible_settings_are_refused(config: dict[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _plan(EngineConfig(**config), **options)
 
@@ -82,7 +82,7 @@ def test_what_can_not_be_served_is_refused(config: dict[str, Any], options: dict
         (FOOTPRINT, 0),
     ],
 )
-def test_no_room_is_an_error_of_its_own_that_says_what_takes_it(footprint: Footprint, memory_bytes: int) -> None:
+def test_insufficient_memory_is_an_error_that_lists_what_takes_memory(footprint: Footprint, memory_bytes: int) -> None:
     shown = f"{footprint.weights / 2**30:.2f} GiB of weights, .* {footprint.activations / 2**30:.2f} GiB of activations"
-    with pytest.raises(NoRoomError, match=f"no memory is left for the KV cache: {shown}"):
+    with pytest.raises(InsufficientMemoryError, match=f"no memory is left for the KV cache: {shown}"):
         _plan(EngineConfig(), footprint, memory_bytes=memory_bytes)

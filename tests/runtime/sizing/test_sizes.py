@@ -1,4 +1,4 @@
-"""What was left open is filled in, and whatever was asked, the scheduler can plan within the result."""
+"""Unset sizes get defaults, and the scheduler can plan within any result."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.execution.host_pool import host_pages
-from jaxserve.runtime.sizing.memory import Footprint, NoRoomError, plan_pool
+from jaxserve.runtime.sizing.memory import Footprint, InsufficientMemoryError, plan_pool
 from jaxserve.runtime.sizing.sizes import Sizes, resolve_sizes
 from jaxserve.runtime.step.state import ArraySpec
-from pallas_kernels.paged_attention import Target
+from pallas_kernels.paged_attention import KernelTarget
 from tests.runtime.tiny import model
 
-CPU = DeviceFacts(Target("cpu"), 2**34)
-GPU = DeviceFacts(Target("cuda"), 2**30)
+CPU = DeviceFacts(KernelTarget("cpu"), 2**34)
+GPU = DeviceFacts(KernelTarget("cuda"), 2**30)
 
 
 def _resolve(device: DeviceFacts = CPU, **options: Any) -> Sizes:
@@ -45,8 +45,8 @@ ABSURD = [0, -1, 1, 2**16, 2**31 - 1, 2**31, 10**11, 10**30, 1e-300, 1e308, math
 
 @pytest.mark.parametrize("device", [CPU, GPU], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("name", [name for name, one in settings().items() if one.kind in (int, float)])
-def test_an_absurd_value_is_refused_by_name_or_fits(name: str, device: DeviceFacts) -> None:
-    """Never another error, never a pool that memory can't hold, never programs without end."""
+def test_an_absurd_value_fits_or_the_error_names_it(name: str, device: DeviceFacts) -> None:
+    """Never raises another error, plans a pool that memory can't hold or an excessive number of programs."""
     owner, kind = settings()[name].owner, settings()[name].kind
     more = {"enable_hierarchical_cache": True} if name.startswith("hicache") else {}
     refusals: list[ConfigError] = []
@@ -65,20 +65,22 @@ def test_an_absurd_value_is_refused_by_name_or_fits(name: str, device: DeviceFac
         except ConfigError as error:
             refusals.append(error)
     assert refusals
-    assert all(name in str(error) or isinstance(error, NoRoomError) for error in refusals)
+    assert all(name in str(error) or isinstance(error, InsufficientMemoryError) for error in refusals)
 
 
-def test_a_pool_that_memory_cannot_hold_is_refused_with_what_fits() -> None:
+def test_the_error_for_a_pool_that_memory_cannot_hold_says_what_fits() -> None:
     with pytest.raises(
         ConfigError, match=r"max_total_tokens=99999999999 takes .* at most --max-total-tokens (\d+) fits"
     ) as no:
         _resolve(max_total_tokens=99_999_999_999)
     fitting = int(str(no.value).split()[-2])
     assert _resolve(max_total_tokens=fitting).capacity.num_pages == fitting // 16
-    with pytest.raises(NoRoomError, match="state"):
+    with pytest.raises(InsufficientMemoryError, match="state"):
         _resolve(max_total_tokens=64, max_running_requests=2**31 - 1)
     model_of_large_tokens = Footprint(weights=0, state=0, activations=0, kv_per_token=2**14)
-    with pytest.raises(NoRoomError, match=r"of 32768 tokens .* less than one page of page_size=65536"):
+    with pytest.raises(
+        InsufficientMemoryError, match=r"KV cache of 32768 tokens, .* less than one page of page_size=65536"
+    ):
         plan_pool(
             EngineConfig(page_size=65536),
             model_of_large_tokens,
@@ -111,7 +113,7 @@ def test_budgets_bound_each_other() -> None:
     assert _resolve(chunked_prefill_size=10**6).chunked_prefill_size == 64
 
 
-def test_a_step_may_be_wider_than_the_context_where_the_batch_is() -> None:
+def test_a_step_may_be_wider_than_the_context_if_the_batch_is() -> None:
     sizes = _resolve(context_length=8, max_running_requests=20, chunked_prefill_size=8, max_num_batched_tokens=100)
     assert sizes.max_num_batched_tokens == sizes.capacity.token_buckets[-1] == 20
 
@@ -136,7 +138,7 @@ def test_a_pool_of_less_than_a_page_is_refused() -> None:
         _resolve(max_total_tokens=15)
 
 
-def test_the_scheduler_can_plan_within_whatever_was_asked() -> None:
+def test_the_scheduler_can_plan_within_any_sizes() -> None:
     choices: dict[str, list[Any]] = {
         "max_running_requests": [None, 1, 3, 300],
         "chunked_prefill_size": [None, -1, 1, 7, 10000],

@@ -1,4 +1,4 @@
-"""From a plan to what a model sees: a plan made by hand, and what must come out, number by number."""
+"""Plans made by hand, and the exact input that the model must get from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.runtime.step.batch import ProgramKey, StepInput, build, choose_program, read, step_shape
+from jaxserve.runtime.step.batch import StepInput, StepKey, choose_program, pack_step, step_shape, unpack_step
 from jaxserve.runtime.step.state import DeviceState, one_rank
 from jaxserve.step_plan import Chunk, StepPlan
 from tests.runtime.tiny import CAPACITY, decode, prefill, zero_state
@@ -32,11 +32,11 @@ def _state() -> DeviceState:
     )
 
 
-def _through(plan: StepPlan) -> tuple[ProgramKey, StepInput, DeviceState]:
+def _through(plan: StepPlan) -> tuple[StepKey, StepInput, DeviceState]:
     key = choose_program(plan, CAPACITY)
     shape = step_shape(key, CAPACITY)
-    [packed] = build(plan, shape, CAPACITY)
-    inputs, state = jax.jit(read, static_argnums=2)(packed, _state(), shape)
+    [packed] = pack_step(plan, shape, CAPACITY)
+    inputs, state = jax.jit(unpack_step, static_argnums=2)(packed, _state(), shape)
     return key, inputs, state
 
 
@@ -53,7 +53,7 @@ def test_mixed_step() -> None:
             prefill(1, 4, [9, 8], (7,), sample=False),
         )
     )
-    assert key == ProgramKey("mixed", 16, False)
+    assert key == StepKey("mixed", 16, False)
     batch = inputs.batch
     _equal(batch.tokens[:9], [55, 44, 1, 2, 3, 4, 5, 9, 8])
     _equal(batch.positions, [7, 8, 0, 1, 2, 3, 4, 4, 5] + [0] * 7)
@@ -72,7 +72,7 @@ def test_mixed_step() -> None:
 
 def test_rows_without_a_chunk_touch_no_slot() -> None:
     key, inputs, state = _through(_plan(decode(2, 7), prefill(3, 0, [1, 2], (5,))))
-    assert key == ProgramKey("mixed", 8, False)
+    assert key == StepKey("mixed", 8, False)
     _equal(inputs.batch.query_starts, [0, 1, 3, 3, 3])
     _equal(inputs.batch.kv_lens, [8, 2, 0, 0])
     _equal(inputs.batch.positions, [7, 0, 1, 0, 0, 0, 0, 0])
@@ -84,7 +84,7 @@ def test_rows_without_a_chunk_touch_no_slot() -> None:
 
 def test_decode_step() -> None:
     key, inputs, state = _through(_plan(decode(2, 7), decode(0, 8, (13,)), decode(1, 4, (17,)), greedy=True))
-    assert key == ProgramKey("decode", 4, True)
+    assert key == StepKey("decode", 4, True)
     batch = inputs.batch
     _equal(batch.tokens[:3], [55, 44, 33])
     _equal(batch.positions[:3], [7, 8, 4])
@@ -97,14 +97,14 @@ def test_decode_step() -> None:
     assert int(state.page_tables[1, 1]) == 17
 
 
-def test_the_device_knows_how_long_a_sequence_is() -> None:
-    """`start` may run ahead of the device: it decides where pages go, never where tokens stand."""
+def test_positions_follow_the_lengths_on_the_device() -> None:
+    """`start` may be ahead of the device: it decides where pages go, never the positions of tokens."""
     _, inputs, _ = _through(_plan(decode(2, 9), decode(0, 11)))
     _equal(inputs.batch.positions, [7, 8])
     _equal(inputs.batch.kv_lens, [8, 9])
 
 
-def test_a_chunk_that_starts_within_a_page_appends_behind_it() -> None:
+def test_a_chunk_that_starts_within_a_page_appends_after_it() -> None:
     _, _, state = _through(_plan(prefill(2, 7, [1] * 6, (18, 19))))
     tables = TABLES.copy()
     tables[2, 2:4] = 18, 19
@@ -115,7 +115,7 @@ def test_prompt_logprobs_get_their_targets() -> None:
     key, inputs, _ = _through(
         _plan(decode(0, 8, (13,)), prefill(3, 0, [1, 2, 3], (5,), sample=False, logits=3, target=7), prefill(1, 4, [9]))
     )
-    assert key == ProgramKey("prompt_logprobs", 8, False)
+    assert key == StepKey("prompt_logprobs", 8, False)
     assert inputs.targets is not None
     _equal(inputs.targets[1:4], [2, 3, 7])
 
@@ -133,11 +133,11 @@ def test_prompt_logprobs_get_their_targets() -> None:
         ([prefill(0, 0, [1, 2], logits=2)], False, "prompt_logprobs-8-full"),
     ],
 )
-def test_the_smallest_program_that_holds_the_plan(chunks: list[Chunk], greedy: bool, expected: str) -> None:
+def test_the_smallest_sufficient_program_is_chosen(chunks: list[Chunk], greedy: bool, expected: str) -> None:
     assert str(choose_program(_plan(*chunks, greedy=greedy), CAPACITY)) == expected
 
 
-def test_a_full_step_has_room_for_all_its_pages() -> None:
+def test_a_full_step_holds_all_its_pages() -> None:
     """Rows that start a page with one token each take far more pages than their tokens fill."""
     chunks = [prefill(slot, 4, [1], (slot,)) for slot in range(3)] + [prefill(3, 4, [1] * 13, (9, 10, 11, 12))]
     key, inputs, state = _through(_plan(*chunks))

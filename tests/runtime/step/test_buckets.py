@@ -1,4 +1,4 @@
-"""Sizes of programs: MISSION.md's rule for `--cuda-graph-max-bs`, and what may never be missing."""
+"""The sizes of programs: MISSION.md's rule for `--cuda-graph-max-bs`, and sizes that must always exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxserve.runtime.step.buckets import decode_buckets, fine_decode_rows, smal
 
 
 def _fine(max_running: int, max_fine: int) -> tuple[int, ...]:
-    return decode_buckets(max_running, max_fine=max_fine, asked=None)
+    return decode_buckets(max_running, max_fine=max_fine, requested=None)
 
 
 def test_finely_spaced_up_to_the_limit_then_powers_of_two() -> None:
@@ -26,16 +26,16 @@ def test_the_limit_itself_has_a_program() -> None:
     assert _fine(4, 1) == (1, 2, 4)
 
 
-def test_asked_sizes_replace_the_spacing_and_the_batch_always_fits() -> None:
-    assert decode_buckets(20, max_fine=160, asked=(3, 8, 64)) == (3, 8, 20)
-    assert decode_buckets(20, max_fine=160, asked=(20,)) == (20,)
+def test_requested_sizes_replace_the_spacing_and_the_batch_always_fits() -> None:
+    assert decode_buckets(20, max_fine=160, requested=(3, 8, 64)) == (3, 8, 20)
+    assert decode_buckets(20, max_fine=160, requested=(20,)) == (20,)
 
 
 def test_a_cpu_has_few() -> None:
-    assert decode_buckets(32, max_fine=None, asked=None) == (1, 8, 16, 32)
-    assert decode_buckets(20, max_fine=None, asked=None) == (1, 8, 16, 20)
-    assert decode_buckets(20, max_fine=16, asked=None) == (1, 2, 4, 8, 16, 20)
-    assert decode_buckets(1, max_fine=None, asked=None) == (1,)
+    assert decode_buckets(32, max_fine=None, requested=None) == (1, 8, 16, 32)
+    assert decode_buckets(20, max_fine=None, requested=None) == (1, 8, 16, 20)
+    assert decode_buckets(20, max_fine=16, requested=None) == (1, 2, 4, 8, 16, 20)
+    assert decode_buckets(1, max_fine=None, requested=None) == (1,)
 
 
 def test_mixed_sizes_double_up_to_the_budget() -> None:
@@ -45,7 +45,7 @@ def test_mixed_sizes_double_up_to_the_budget() -> None:
 
 
 @given(running=st.integers(1, 3000), fine=st.integers(1, 2000))
-def test_any_batch_fits_and_within_the_limit_wastes_little(running: int, fine: int) -> None:
+def test_any_batch_fits_and_wastes_little_within_the_limit(running: int, fine: int) -> None:
     buckets = _fine(running, fine)
     assert list(buckets) == sorted(set(buckets))
     assert buckets[-1] == running
@@ -54,14 +54,14 @@ def test_any_batch_fits_and_within_the_limit_wastes_little(running: int, fine: i
         assert waste < (32 if size <= fine else size)
 
 
-def test_nothing_larger_than_the_largest() -> None:
+def test_no_bucket_exceeds_the_batch() -> None:
     assert smallest_fitting((2, 8), 3) == 8
     with pytest.raises(AssertionError, match="9 is larger than every bucket"):
         smallest_fitting((2, 8), 9)
 
 
 @pytest.mark.parametrize(
-    ("max_fine", "asked", "rows"), [(160, None, 160), (None, None, 32), (160, (1, 8), 8), (None, (4, 16), 16)]
+    ("max_fine", "requested", "rows"), [(160, None, 160), (None, None, 32), (160, (1, 8), 8), (None, (4, 16), 16)]
 )
-def test_how_far_the_fine_spacing_reaches(max_fine: int | None, asked: tuple[int, ...] | None, rows: int) -> None:
-    assert fine_decode_rows(32, max_fine=max_fine, asked=asked) == rows
+def test_the_end_of_the_fine_spacing(max_fine: int | None, requested: tuple[int, ...] | None, rows: int) -> None:
+    assert fine_decode_rows(32, max_fine=max_fine, requested=requested) == rows

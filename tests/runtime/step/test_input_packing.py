@@ -1,4 +1,4 @@
-"""What is packed on the host comes out in the program, and nothing else."""
+"""Unpacking in a program returns exactly the values that were packed on the host."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.runtime.step.input_packing import Field, Packing
+from jaxserve.runtime.step.input_packing import InputPacking, PackedField
+from tests.selection import examples
 
-TABLE = Packing(
+TABLE = InputPacking(
     [
-        Field("one", fill=-1),
-        Field("ids", 5, fill=-7),
-        Field("weights", 3, is_float=True),
-        Field("temperature", is_float=True),
-        Field("row", 1, fill=3),
-        Field("rest", 2),
+        PackedField("one", fill=-1),
+        PackedField("ids", 5, fill=-7),
+        PackedField("weights", 3, is_float=True),
+        PackedField("temperature", is_float=True),
+        PackedField("row", 1, fill=3),
+        PackedField("rest", 2),
     ]
 )
 _unpack = jax.jit(TABLE.unpack)
@@ -31,7 +32,7 @@ def _floats(length: int) -> st.SearchStrategy[list[float]]:
     return st.lists(st.floats(width=32, allow_nan=False), max_size=length)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(one=_ints(1), ids=_ints(5), weights=_floats(3), temperature=_floats(1), row=_ints(1), rest=_ints(2))
 def test_round_trip(**given: list[float]) -> None:
     packed = TABLE.pack(given)
@@ -46,12 +47,12 @@ def test_round_trip(**given: list[float]) -> None:
         np.testing.assert_array_equal(np.atleast_1d(found[field.name]), expected)
 
 
-def test_each_vector_is_a_fresh_one() -> None:
+def test_each_vector_is_new() -> None:
     first = TABLE.pack({"ids": [1, 2, 3]})
     TABLE.pack({"ids": [4, 5, 6, 7, 8]})
     assert first[TABLE.offsets["ids"] :][:5].tolist() == [1, 2, 3, -7, -7]
 
 
-def test_more_than_a_field_holds_is_refused() -> None:
+def test_too_many_values_for_a_field_are_refused() -> None:
     with pytest.raises(AssertionError, match="rest"):
         TABLE.pack({"rest": [1, 2, 3]})

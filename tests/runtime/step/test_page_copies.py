@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxserve.runtime.execution.host_pool import HostPool
 from jaxserve.runtime.programs.builder import READ_KEY, WRITE_KEY
-from jaxserve.runtime.step.page_copies import PAGES_A_COPY, row_specs
+from jaxserve.runtime.step.page_copies import PAGES_PER_COPY, row_specs
 from jaxserve.runtime.step.state import DeviceState
 from tests.runtime.tiny import CAPACITY, builder, specs, zero_state
 
@@ -27,18 +27,18 @@ def _random_state() -> DeviceState:
 
 
 def _pages(*pages: int) -> np.ndarray:
-    return np.array([[*pages, *[-1] * (PAGES_A_COPY - len(pages))]], np.int32)
+    return np.array([[*pages, *[-1] * (PAGES_PER_COPY - len(pages))]], np.int32)
 
 
-def test_pages_go_to_the_host_and_come_back_in_other_places() -> None:
+def test_pages_are_copied_to_the_host_and_back_to_other_pages() -> None:
     state = _random_state()
     before = jax.tree.map(np.array, state)
     host = HostPool(row_specs(specs(CAPACITY)), 10)
     state, rows = _program(READ_KEY)(state, _pages(7, 2, 19))
-    host.take([[9, 0, 4]], rows)
+    host.store([[9, 0, 4]], rows)
     for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(state)):
         np.testing.assert_array_equal(one, other)
-    state = _program(WRITE_KEY)(state, _pages(3, 5), host.give([[4, 9]]))
+    state = _program(WRITE_KEY)(state, _pages(3, 5), host.fetch([[4, 9]]))
     for name in ("keys", "values"):
         expected = getattr(before.kv, name)
         for layer in range(LAYERS):

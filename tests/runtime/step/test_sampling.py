@@ -1,7 +1,7 @@
-"""The sampler against plain numpy: which tokens may be drawn, exactly; how often, within chance; and what of a batch
-matters to a row: nothing.
+"""Compares the sampler with plain numpy: which tokens may be drawn, exactly, and how often, within chance.
 
-Draws of one row at many positions are one call: randomness depends on seed and position.
+Other rows of the batch must not influence a row. Draws of one row at many positions are one call, as randomness depends
+on seed and position.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ from jaxserve.step_plan import SlotOpen
 from tests.runtime import plain_sampling
 from tests.runtime.tiny import on_mesh, opening
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 600  # no multiple of the blocks that the kernel goes through
 DRAWS = 4096
 
 _sample = on_mesh(sampling.sample)
 _sample_by_xla = on_mesh(lambda *arguments: _without_kernels(sampling.sample, *arguments))
-_edit = on_mesh(sampling.edit)
+_adjust = on_mesh(sampling.adjust_logits)
 _greedy = on_mesh(sampling.greedy)
 _logprobs = on_mesh(sampling.logprobs)
 
 
 def _without_kernels(function: Callable[..., Any], *arguments: Any) -> Any:
-    """As every device but a CPU samples."""
-    with mock.patch.object(sampling, "where_possible", lambda _, otherwise, *operands: otherwise(*operands)):
+    """Run a function as on devices other than a CPU, without our kernels."""
+    with mock.patch.object(sampling, "kernel_or_fallback", lambda _, otherwise, *operands: otherwise(*operands)):
         return function(*arguments)
 
 
 def _rows(opened: list[SlotOpen]) -> tuple[SamplingRows, np.ndarray, np.ndarray]:
-    """Sampling rows, counts and lengths of slots, as `update` would leave them."""
+    """Return the sampling rows, counts and lengths of slots, as `update` would set them."""
     vectors = np.stack([next(pack_open(one)) for one in opened])
     fields = {}
     for field in UPDATE.fields:
@@ -61,10 +63,10 @@ def _batch(logits: np.ndarray, opened: list[SlotOpen]) -> tuple[np.ndarray, Logp
 
 
 def _draws(logits: np.ndarray, opened: SlotOpen, sample: Callable[..., Any] = _sample) -> np.ndarray:
-    """How often each token is drawn over `DRAWS` positions."""
+    """Return how often each token is drawn over `DRAWS` positions."""
     rows, counts, lengths = _rows([opened])
     many = SamplingRows(*(np.repeat(getattr(rows, name), DRAWS, axis=0) for name in rows.__dataclass_fields__))
-    # Positions from here on; min_len moves with them, so that each is as early in its sequence.
+    # min_len moves with the position, so that each draw is equally early in its sequence.
     shift = np.arange(DRAWS, dtype=np.int32)
     many.ints[:, sampling.INTS.index("min_len")] += shift
     token, _ = sample(np.tile(logits, (DRAWS, 1)), many, np.repeat(counts, DRAWS, axis=0), lengths + shift)
@@ -72,7 +74,7 @@ def _draws(logits: np.ndarray, opened: SlotOpen, sample: Callable[..., Any] = _s
 
 
 def _check_draws(logits: np.ndarray, opened: SlotOpen, sample: Callable[..., Any]) -> np.ndarray:
-    """Nothing forbidden is drawn, nothing likely is missing, and frequencies are those of the distribution."""
+    """Check that no forbidden token is drawn, no likely one is missing, and frequencies match the distribution."""
     expected = plain_sampling.probabilities(logits, opened) * DRAWS
     found = _draws(logits, opened, sample)
     assert not found[expected == 0].any(), np.flatnonzero((expected == 0) & (found > 0))
@@ -96,7 +98,7 @@ def logits() -> np.ndarray:
     return logits.astype(np.float32)
 
 
-def test_greedy_takes_the_likeliest_and_the_lowest_of_equals() -> None:
+def test_greedy_takes_the_likeliest_token_and_of_equals_the_lowest_id() -> None:
     logits = np.random.default_rng(0).normal(size=(5, VOCAB)).astype(np.float32)
     logits[1, [7, 300, 599]] = 50.0
     logits[2] = 0.0
@@ -108,7 +110,7 @@ def test_greedy_takes_the_likeliest_and_the_lowest_of_equals() -> None:
     np.testing.assert_array_equal(_batch(logits, [opening(temperature=0.0)] * 5)[0], expected)
 
 
-def test_edited_logits_are_exact() -> None:
+def test_adjusted_logits_are_exact() -> None:
     rng = np.random.default_rng(2)
     logits = rng.normal(0.0, 5.0, (8, VOCAB)).astype(np.float32)
     shapes: list[dict[str, Any]] = [
@@ -132,8 +134,8 @@ def test_edited_logits_are_exact() -> None:
         )
         for shape in shapes
     ]
-    expected = [plain_sampling.edited(row, one) for row, one in zip(logits, opened)]
-    np.testing.assert_allclose(_edit(logits, *_rows(opened)), expected, rtol=1e-5, atol=1e-5)
+    expected = [plain_sampling.adjusted(row, one) for row, one in zip(logits, opened)]
+    np.testing.assert_allclose(_adjust(logits, *_rows(opened)), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,7 @@ def test_edited_logits_are_exact() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("sample", [_sample, _sample_by_xla], ids=["kernel", "xla"])
-def test_draws_are_the_distribution(logits: np.ndarray, sample: Callable[..., Any], options: dict[str, Any]) -> None:
+def test_draws_follow_the_distribution(logits: np.ndarray, sample: Callable[..., Any], options: dict[str, Any]) -> None:
     best = np.argsort(-logits)
     opened = opening(
         0,
@@ -184,7 +186,7 @@ def test_stop_ids_may_be_drawn_from_min_tokens_on(logits: np.ndarray) -> None:
 
 
 def test_each_row_has_its_own_parameters(logits: np.ndarray) -> None:
-    """Parameters that other rows ask for are none of a row's business, though the batch does the work for all."""
+    """The parameters of other rows must not influence a row, though the batch does the work for all."""
     shapes = [
         {"temperature": 0.0},
         {"temperature": 0.8},
@@ -219,7 +221,7 @@ def test_a_seeded_draw_depends_on_seed_sample_and_position_alone(logits: np.ndar
 
 @pytest.mark.parametrize("field", ["seed", "sample", "position"])
 def test_draws_differ_by_seed_sample_and_position(field: str) -> None:
-    """Independently: neighbours agree as often as chance has it."""
+    """Draws are independent: neighbours agree only by chance."""
     flat = np.zeros((2 * VOCAB, VOCAB), np.float32)
     which = range(2 * VOCAB)
     if field == "position":
@@ -254,14 +256,14 @@ def test_a_tiny_top_p_is_greedy(logits: np.ndarray, top_p: float) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"top_k": 10}, {"top_p": 0.999}, {"min_p": 1e-9}, {"temperature": 100.0}], ids=str
 )
-def test_what_has_no_chance_is_never_drawn(options: dict[str, Any]) -> None:
+def test_tokens_of_probability_zero_are_never_drawn(options: dict[str, Any]) -> None:
     logits = np.full(VOCAB, -np.inf, np.float32)
     logits[[0, 255, 256, 590]] = [1.0, 2.0, 0.0, 1.5]
     found = _draws(logits, opening(**options))
     assert np.flatnonzero(found).tolist() == [0, 255, 256, 590]
 
 
-def test_a_change_in_the_last_bits_changes_next_to_no_draw(logits: np.ndarray) -> None:
+def test_a_change_in_the_last_bits_changes_hardly_any_draw(logits: np.ndarray) -> None:
     opened = [opening(0, [1], [2] * (i % 64), seed=i // 64) for i in range(DRAWS)]
     rng = np.random.default_rng(0)
     many = np.tile(logits, (DRAWS, 1))
@@ -289,7 +291,7 @@ def test_equals_at_the_edge_of_top_k_are_all_kept() -> None:
     assert np.flatnonzero(_draws(logits, opening(top_k=2))).tolist() == [3, 4, 5, 6]
 
 
-def test_logprobs_are_the_models_own(logits: np.ndarray) -> None:
+def test_logprobs_are_those_of_the_model(logits: np.ndarray) -> None:
     rng = np.random.default_rng(5)
     many = (logits + rng.normal(size=(6, VOCAB))).astype(np.float32)
     opened = [opening(seed=i, logprobs=i, top_k=3, temperature=2.0, logit_bias={7: 50.0 * (i % 2)}) for i in range(6)]

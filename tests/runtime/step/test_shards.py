@@ -1,4 +1,4 @@
-"""Split over devices a step gives the same: the vocabulary, heads and feed-forward of the collectives' rooms."""
+"""A step gives the same results when vocabulary, heads and MLP are split over devices."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.selection import grid
+
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("check", ["step", "sampler", "collectives"])
+@pytest.mark.process
+@pytest.mark.parametrize("check", grid(["step", "sampler", "collectives"], lambda check: check == "sampler"))
 def test_on_shards(check: str) -> None:
     flags = "--xla_backend_optimization_level=0"  # small programs are compiled longer than they run
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "XLA_FLAGS": flags}

@@ -1,4 +1,4 @@
-"""Opening a slot: what it holds afterwards, however many updates that takes, and that nobody else's changes."""
+"""Opening a slot sets its state, with any number of updates, and leaves other slots unchanged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _program() -> Any:
 
 @pytest.fixture
 def used() -> DeviceState:
-    """A state in which every slot has been used before."""
+    """Return a state in which every slot has been used before."""
     rng = np.random.default_rng(0)
 
     def fill(x: jax.Array) -> np.ndarray:
@@ -117,7 +117,7 @@ def test_the_largest_bias_and_all_stop_ids_fit(used: DeviceState) -> None:
 
 
 @pytest.mark.parametrize("count", [1, PAGES, PAGES + 1, 3 * PAGES])
-def test_cached_pages_however_many(used: DeviceState, count: int) -> None:
+def test_any_number_of_cached_pages(used: DeviceState, count: int) -> None:
     pages = tuple(range(100, 100 + count))
     state, updates = _open(used, opening(3, [1] * 1100, cached_pages=(pages,), num_cached_tokens=4 * count))
     assert updates == -(-count // PAGES)
@@ -127,7 +127,7 @@ def test_cached_pages_however_many(used: DeviceState, count: int) -> None:
 
 
 @pytest.mark.parametrize("length", [1, TOKENS, 2 * TOKENS + 100])
-def test_penalties_count_the_prompt_and_what_was_put_out_before(used: DeviceState, length: int) -> None:
+def test_penalties_count_the_prompt_and_the_output_before(used: DeviceState, length: int) -> None:
     rng = np.random.default_rng(1)
     prompt, outputs = rng.integers(0, 200, length).tolist(), rng.integers(100, 258, length // 2 + 3).tolist()
     opened = opening(1, prompt, outputs, frequency_penalty=0.5, cached_pages=((7,) * 70,), num_cached_tokens=280)
@@ -139,7 +139,7 @@ def test_penalties_count_the_prompt_and_what_was_put_out_before(used: DeviceStat
     assert state.page_tables[0, 1, :70].tolist() == [7] * 70
 
 
-def test_nobody_else_is_touched(used: DeviceState) -> None:
+def test_other_slots_stay_unchanged(used: DeviceState) -> None:
     opened = opening(2, [1, 2, 3], [4], presence_penalty=1.0, cached_pages=((5, 6),), num_cached_tokens=8)
     state, _ = _open(used, opened)
     others = [0, 1, 3]
@@ -149,7 +149,7 @@ def test_nobody_else_is_touched(used: DeviceState) -> None:
     np.testing.assert_array_equal(state.last_tokens, used.last_tokens)
 
 
-def test_a_rank_with_nothing_to_open_changes_nothing(used: DeviceState) -> None:
+def test_a_rank_that_opens_no_slot_stays_unchanged(used: DeviceState) -> None:
     state = _program()(used, UPDATE.pack({"slot": [-1], "seq_len": [9], "reset": [1], "pages": [3]})[None])
     for before, after in zip(jax.tree.leaves(used), jax.tree.leaves(state)):
         np.testing.assert_array_equal(after, before)

@@ -1,4 +1,4 @@
-"""Whatever is asked of a real engine over HTTP, the answer is an answer and the engine lives: never a 500."""
+"""Odd requests over HTTP to a real engine: the response is never a 500, and the engine keeps running."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.client import EngineClient
 from jaxserve.server.admin.profile import StartProfileRequest
@@ -15,7 +17,9 @@ from jaxserve.server.openai.protocol import CompletionRequest
 from jaxserve.server.sglang import tokenize
 from jaxserve.server.sglang.generate_protocol import GenerateRequest, GenerateSampling
 from tests.engine.fake_executor import VOCAB
-from tests.server.conftest import Served, over_asgi
+from tests.server.conftest import ServerUnderTest, over_asgi
+
+pytestmark = pytest.mark.process
 
 ODD: list[Any] = [
     *(-1, 0, 1, 2**31, 2**32, -(2**63) - 1, 2**64, 10**23, 10**400, 1e308),
@@ -33,7 +37,7 @@ FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 
 
 def _bodies() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Something odd in every field of every route, alone and in a list."""
+    """Yield bodies with an odd value in every field of every route, alone and in a list."""
     for odd in ODD:
         for path, always, names in FIELDS:
             for name in names:
@@ -48,45 +52,45 @@ def _bodies() -> Iterator[tuple[str, dict[str, Any]]]:
         yield "/start_profile", {"output_dir": folder}
 
 
-async def _ask(served: Served, path: str, body: dict[str, Any]) -> None:
+async def _ask(server: ServerUnderTest, path: str, body: dict[str, Any]) -> None:
     content = json.dumps(body).encode("utf-8", "surrogatepass")
-    response = await served.http.post(path, content=content)
+    response = await server.http.post(path, content=content)
     assert response.status_code in (200, 400), (path, body, response.text)
 
 
-async def test_no_request_ends_the_engine(tmp_path: Path):
+async def test_no_odd_request_ends_the_engine(tmp_path: Path):
     config = EngineConfig(
         model="fine", log_level="error", profile_dir=str(tmp_path), schedule_policy="priority", context_length=64
     )
     engine = await EngineClient.launch(config, module="tests.engine.fake_worker")
     assert engine.info.vocab_size == VOCAB
     try:
-        async with over_asgi() as served:
-            fake, loaded = served.engine, served.serving.loaded
+        async with over_asgi() as server:
+            fake, loaded = server.engine, server.state.loaded
             object.__setattr__(loaded, "engine", engine)
             for path, body in _bodies():
-                await _ask(served, path, body)
-                await served.http.post("/stop_profile")
+                await _ask(server, path, body)
+                await server.http.post("/stop_profile")
             assert (await engine.refresh_stats()).integrity_errors == ()
             assert not engine.on_death.done()
-            assert (await served.http.get("/health")).status_code == 200
+            assert (await server.http.get("/health")).status_code == 200
             await fake.shutdown()
     finally:
         await engine.shutdown()
 
 
-async def test_a_folder_that_cannot_be_written_is_the_askers_fault(tmp_path: Path):
+async def test_an_unwritable_profile_folder_is_a_client_error(tmp_path: Path):
     (tmp_path / "taken").write_text("a file")
     os.symlink("loop", tmp_path / "loop")
     config = EngineConfig(model="fine", log_level="error", profile_dir=str(tmp_path))
     engine = await EngineClient.launch(config, module="tests.engine.fake_worker")
     try:
-        async with over_asgi() as served:
-            object.__setattr__(served.serving.loaded, "engine", engine)
+        async with over_asgi() as server:
+            object.__setattr__(server.state.loaded, "engine", engine)
             for folder in ("taken", "taken/x", "n" * 300, "loop/x"):
-                response = await served.http.post("/start_profile", json={"output_dir": folder})
+                response = await server.http.post("/start_profile", json={"output_dir": folder})
                 assert response.status_code == 400, response.text
                 assert response.json()["error"]["param"] == "output_dir"
-            assert (await served.http.post("/start_profile", json={"output_dir": "fine"})).status_code == 200
+            assert (await server.http.post("/start_profile", json={"output_dir": "fine"})).status_code == 200
     finally:
         await engine.shutdown()

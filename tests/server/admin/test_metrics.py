@@ -1,4 +1,4 @@
-"""Each metric against a scripted run whose truth is known."""
+"""Checks each metric against a scripted run with known values."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, FinishReason, SamplingParams
 from jaxserve.observability import metrics as module
 from jaxserve.observability.metrics import Metrics
-from tests.server.conftest import Served, over_asgi
+from tests.server.conftest import ServerUnderTest, over_asgi
 
 
 def samples(text: str) -> dict[str, float]:
-    """Sample name with its labels but the model's, to value."""
+    """Return the value of each sample by its name and labels, without the model's label."""
     found = {}
     for line in text.splitlines():
         if line.startswith("#"):
@@ -30,14 +30,14 @@ def request(prompt_tokens: int, **sampling: int) -> EngineRequest:
     return EngineRequest(request_id="r", prompt_ids=[1] * prompt_tokens, sampling=SamplingParams(**sampling))
 
 
-async def scrape(served: Served) -> dict[str, float]:
-    response = await served.http.get("/metrics")
+async def scrape(server: ServerUnderTest) -> dict[str, float]:
+    response = await server.http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     return samples(response.text)
 
 
 class Clock:
-    """A clock that stands still until it is moved."""
+    """A clock that only tests advance."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -58,15 +58,15 @@ def test_the_times_of_a_sequence(clock: Clock):
     clock.now = 99.75
     sequence = metrics.clock(99.5, request(7, max_tokens=6, n=2))
     clock.now = 100.0
-    sequence.tokens(0, queue_seconds=0.125)
-    sequence.tokens(1)
+    sequence.record_tokens(0, queue_seconds=0.125)
+    sequence.record_tokens(1)
     clock.now += 0.1875
-    sequence.tokens(1)
+    sequence.record_tokens(1)
     clock.now += 0.75
-    sequence.tokens(3)
+    sequence.record_tokens(3)
     clock.now += 0.4
-    sequence.end(FinishReason.STOP)
-    sequence.end(FinishReason.ABORT)
+    sequence.record_end(FinishReason.STOP)
+    sequence.record_end(FinishReason.ABORT)
     found = samples(metrics.render().decode())
     truth = {
         "time_to_first_token_seconds": (1, 0.5),
@@ -93,20 +93,20 @@ def test_the_times_of_a_sequence(clock: Clock):
     assert found['jaxserve:request_success_total{finished_reason="abort"}'] == 0
 
 
-def test_a_first_event_of_several_tokens(clock: Clock):
+def test_a_first_event_with_several_tokens(clock: Clock):
     metrics = Metrics("tiny", lambda: None)
-    metrics.clock(99.0, request(1)).tokens(3)
+    metrics.clock(99.0, request(1)).record_tokens(3)
     found = samples(metrics.render().decode())
     assert found["jaxserve:time_to_first_token_seconds_sum"] == pytest.approx(1.0)
     assert found["jaxserve:inter_token_latency_seconds_count"] == 2
 
 
-def test_what_ends_before_its_first_token_has_no_times_of_tokens(clock: Clock):
+def test_a_request_without_tokens_has_no_token_times(clock: Clock):
     metrics = Metrics("tiny", lambda: None)
-    metrics.clock(99.0, request(4)).end(FinishReason.ABORT)
+    metrics.clock(99.0, request(4)).record_end(FinishReason.ABORT)
     one = metrics.clock(99.0, request(4))
-    one.tokens(1, queue_seconds=0.0)
-    one.end(FinishReason.LENGTH)
+    one.record_tokens(1, queue_seconds=0.0)
+    one.record_end(FinishReason.LENGTH)
     found = samples(metrics.render().decode())
     counts = {
         "e2e_request_latency_seconds": 2,
@@ -168,7 +168,7 @@ STATS = EngineStats(
 )
 
 
-def test_the_engines_reading():
+def test_engine_metrics():
     found = samples(Metrics("tiny", lambda: (INFO, STATS), {"cache_dtype": "auto"}).render().decode())
     truth = {
         "num_requests_running": 3,
@@ -225,15 +225,15 @@ def test_the_engines_reading():
     for label in ('block_size="16"', 'num_gpu_blocks="40"', 'kv_cache_size_tokens="640"', 'cache_dtype="auto"'):
         assert label in cache
     covered = {name.partition("{")[0] for name in truth}
-    served = {name.removeprefix("jaxserve:").partition("{")[0] for name in found}
-    others = {name for name in served if not name.endswith(("_bucket", "_sum", "_count", "_created"))} - covered
+    server = {name.removeprefix("jaxserve:").partition("{")[0] for name in found}
+    others = {name for name in server if not name.endswith(("_bucket", "_sum", "_count", "_created"))} - covered
     assert others == {
         *("cache_config_info", "engine_info", "gen_throughput", "avg_generation_throughput_toks_per_s"),
         *("avg_prompt_throughput_toks_per_s", "request_success_total"),
     }, "each has a test here"
 
 
-def test_before_there_is_an_engine():
+def test_metrics_before_the_engine_is_loaded():
     found = samples(Metrics("tiny", lambda: None).render().decode())
     assert found["jaxserve:num_requests_running"] == 0
     assert found["jaxserve:cache_hit_rate"] == 0
@@ -251,9 +251,9 @@ def test_throughputs(clock: Clock):
     assert found["jaxserve:avg_prompt_throughput_toks_per_s"] == 50.0
 
 
-def test_two_servers_in_a_process_do_not_meet():
+def test_two_servers_in_a_process_have_separate_metrics():
     one, other = Metrics("tiny", lambda: None), Metrics("tiny", lambda: None)
-    one.clock(0.0, request(1)).end(FinishReason.STOP)
+    one.clock(0.0, request(1)).record_end(FinishReason.STOP)
     name = 'jaxserve:request_success_total{finished_reason="stop"}'
     assert samples(one.render().decode())[name] == 1
     assert samples(other.render().decode())[name] == 0
@@ -262,24 +262,24 @@ def test_two_servers_in_a_process_do_not_meet():
 async def test_a_scripted_run():
     async with over_asgi(
         engine={"refuse": lambda request: "broken" if request.sampling.seed == 13 else None}
-    ) as served:
-        http = served.http
+    ) as server:
+        http = server.http
         await http.post("/v1/completions", json={"prompt": ["abc", "de"], "n": 2, "max_tokens": 5})
         await http.post("/v1/completions", json={"prompt": "abcd", "max_tokens": 20, "stop": "y", "stream": True})
         await http.post("/v1/completions", json={"prompt": "abcd", "seed": 13})
         await http.post("/v1/completions", json={"prompt": "abcd", "max_tokens": -1})
-        served.engine.hold()
+        server.engine.hold()
         held = asyncio.ensure_future(http.post("/v1/completions", json={"prompt": "xy", "max_tokens": 9, "n": 3}))
-        await served.engine.wait_for(lambda: len(served.engine.submitted) == 9)
-        while_running = await scrape(served)
-        await served.engine.step()
+        await server.engine.wait_for(lambda: len(server.engine.submitted) == 9)
+        while_running = await scrape(server)
+        await server.engine.step()
         held.cancel()
         await asyncio.gather(held, return_exceptions=True)
-        await served.serving.idle.wait()
-        found = await scrape(served)
+        await server.state.idle.wait()
+        found = await scrape(server)
     assert while_running["jaxserve:num_requests_running"] == 3
     assert found["jaxserve:num_requests_running"] == 0
-    # 4 sequences of 5 tokens, "de…y" to the stop, 3 of one token each before they were left
+    # 4 sequences of 5 tokens, one from "d" to the stop string "y", 3 of one token before the disconnect
     text = "".join(chr(ord("a") + (ord("d") + step) % 26) for step in range(26))
     until_stop = text.index("y") + 1
     assert found["jaxserve:prompt_tokens_total"] == 2 * 3 + 2 * 2 + 4 + 3 * 2
@@ -298,6 +298,6 @@ async def test_a_scripted_run():
     assert {r: found[f'jaxserve:request_success_total{{finished_reason="{r}"}}'] for r in reasons} == reasons
 
 
-async def test_a_scrape_asks_the_engine_for_the_state_of_now(served: Served):
-    served.engine.stats = msgspec.structs.replace(served.engine.stats, num_running=7)
-    assert (await scrape(served))["jaxserve:num_requests_running"] == 0
+async def test_a_scrape_refreshes_the_engines_statistics(server: ServerUnderTest):
+    server.engine.stats = msgspec.structs.replace(server.engine.stats, num_running=7)
+    assert (await scrape(server))["jaxserve:num_requests_running"] == 0

@@ -8,29 +8,29 @@ import pytest
 from starlette.routing import Route
 
 from jaxserve.config.schema import EngineConfig, ServerConfig
-from jaxserve.server.admin.schemas import _numbers_to
+from jaxserve.server.admin.schemas import _number_pattern
 from jaxserve.server.app import make_app
-from jaxserve.server.server_state import Serving
-from tests.server.conftest import Served, new_serving, over_asgi
+from jaxserve.server.server_state import ServerState
+from tests.server.conftest import ServerUnderTest, make_state, over_asgi
 
 
 @pytest.fixture
-async def document(served: Served) -> dict[str, Any]:
-    return (await served.http.get("/openapi.json")).json()
+async def document(server: ServerUnderTest) -> dict[str, Any]:
+    return (await server.http.get("/openapi.json")).json()
 
 
-async def test_it_covers_all_routes_and_no_others(document: dict[str, Any]):
-    serving, _ = new_serving()
+async def test_the_document_covers_exactly_the_routes(document: dict[str, Any]):
+    state, _ = make_state()
     routes = {
         (route.path.replace(":path}", "}"), method.lower())
-        for route in make_app(serving).routes
+        for route in make_app(state).routes
         if isinstance(route, Route)
         for method in route.methods - {"HEAD"}
     }
     assert routes == {(path, method) for path, item in document["paths"].items() for method in item}
 
 
-async def test_every_reference_leads_somewhere(document: dict[str, Any]):
+async def test_every_reference_resolves(document: dict[str, Any]):
     def references(node: Any) -> list[str]:
         if isinstance(node, dict):
             own = [node["$ref"]] if isinstance(node.get("$ref"), str) else []
@@ -59,7 +59,7 @@ async def test_required_parts_of_openapi_31(document: dict[str, Any]):
             assert names == {part[1:-1] for part in path.split("/") if part.startswith("{")}
 
 
-async def test_every_field_that_may_be_left_out_may_be_null(document: dict[str, Any]):
+async def test_every_optional_field_may_be_null(document: dict[str, Any]):
     schemas = document["components"]["schemas"]
     for name in ("CompletionRequest", "ChatRequest", "GenerateRequest", "GenerateSampling", "TokenizeRequest"):
         for field, schema in schemas[name]["properties"].items():
@@ -75,10 +75,10 @@ async def test_fields_are_described(document: dict[str, Any]):
     assert {"messages", "max_completion_tokens", "top_k"} <= set(schemas["ChatRequest"]["properties"])
 
 
-async def test_the_key_is_mentioned_where_it_is_asked_for():
-    async with over_asgi(api_key="k") as served:
+async def test_security_is_documented_where_a_key_is_required():
+    async with over_asgi(api_key="k") as server:
         headers = {"authorization": "Bearer k"}
-        document = (await served.http.get("/openapi.json", headers=headers)).json()
+        document = (await server.http.get("/openapi.json", headers=headers)).json()
     assert document["paths"]["/v1/completions"]["post"]["security"] == [{"bearer": []}]
     assert "security" not in document["paths"]["/health"]["get"]
 
@@ -91,18 +91,18 @@ BODIES: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [1]},
     "/abort_request": {"rid": "nobody"},
 }
-# Their values have a condition with another field.
-OTHERS = {"messages", "text", "input_ids", "prompt", "sampling_params", "stream_options"}
-SUMS = {"max_tokens", "max_completion_tokens", "min_tokens"}
+# Fields whose values have a condition with another field.
+CONDITIONAL_FIELDS = {"messages", "text", "input_ids", "prompt", "sampling_params", "stream_options"}
+OUTPUT_LIMITS = {"max_tokens", "max_completion_tokens", "min_tokens"}
 
 
-def at_the_edges(schema: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Values that a schema just allows, and values that it just doesn't."""
+def boundary_values(schema: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Return values at the limits of a schema: those that are just valid, and those that are just invalid."""
     good: list[Any] = []
     bad: list[Any] = []
     if "anyOf" in schema:
         for one in schema["anyOf"]:
-            more_good, more_bad = at_the_edges(one)
+            more_good, more_bad = boundary_values(one)
             good, bad = good + more_good, bad + more_bad
         return good, bad
     if "enum" in schema:
@@ -125,7 +125,7 @@ def at_the_edges(schema: dict[str, Any]) -> tuple[list[Any], list[Any]]:
         good = ["a" * max(schema.get("minLength", 0), 1)] + ([] if length is None else ["a" * length])
         return good, ([""] if schema.get("minLength") else []) + ([] if length is None else ["a" * (length + 1)])
     if kind == "array":
-        good_items, bad_items = at_the_edges(schema.get("items", {}))
+        good_items, bad_items = boundary_values(schema.get("items", {}))
         good, bad = [[item] for item in good_items], [[item] for item in bad_items]
         if "maxItems" in schema and good_items:
             good.append([good_items[-1]] * schema["maxItems"])
@@ -135,28 +135,28 @@ def at_the_edges(schema: dict[str, Any]) -> tuple[list[Any], list[Any]]:
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_the_document_is_as_strict_as_the_server(path: str):
-    async with over_asgi(engine={"max_model_len": 48}) as served:
-        document = (await served.http.get("/openapi.json")).json()
+    async with over_asgi(engine={"max_model_len": 48}) as server:
+        document = (await server.http.get("/openapi.json")).json()
         reference = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         schemas = document["components"]["schemas"]
         schema = schemas[reference.rsplit("/", 1)[1]]
         assert schema["additionalProperties"] is False
-        checked = [((), name, one) for name, one in schema["properties"].items() if name not in OTHERS]
+        checked = [((), name, one) for name, one in schema["properties"].items() if name not in CONDITIONAL_FIELDS]
         if path == "/v1/chat/completions":
-            checked = [one for one in checked if one[1] not in SUMS]
+            checked = [one for one in checked if one[1] not in OUTPUT_LIMITS]
         if path == "/generate":
             checked += [
                 (("sampling_params",), name, one) for name, one in schemas["GenerateSampling"]["properties"].items()
             ]
         for where, name, one in checked:
-            good, bad = at_the_edges(one)
+            good, bad = boundary_values(one)
             for status, values in ((200, good), (400, bad)):
                 for value in values:
                     inner = {name: value}
                     for outer in where:
                         inner = {outer: inner}
-                    response = await served.http.post(path, json=BODIES[path] | inner)
-                    # A model that isn't served is a 404.
+                    response = await server.http.post(path, json=BODIES[path] | inner)
+                    # Another model than the served one is a 404.
                     got = 400 if name == "model" and response.status_code == 404 else response.status_code
                     assert got == status, (name, value, response.text)
 
@@ -183,24 +183,26 @@ async def test_the_document_is_as_strict_as_the_server(path: str):
         ("/abort_request", {"rid": None}, 400),
     ],
 )
-async def test_what_edges_do_not_show(served: Served, path: str, body: dict[str, Any], status: int):
-    assert (await served.http.post(path, json=body)).status_code == status
+async def test_conditions_that_boundary_values_do_not_cover(
+    server: ServerUnderTest, path: str, body: dict[str, Any], status: int
+):
+    assert (await server.http.post(path, json=body)).status_code == status
 
 
-def test_the_numbers_of_token_keys():
+def test_the_pattern_of_token_keys():
     for last in (0, 5, 9, 10, 99, 100, 258, 1000, 49151):
-        pattern = re.compile(_numbers_to(last))
+        pattern = re.compile(_number_pattern(last))
         numbers = [number for number in range(last + 1100) if pattern.search(str(number))]
         assert numbers == list(range(last + 1))
         assert not pattern.search("01")
 
 
-async def test_before_the_model_is_loaded_the_bounds_are_wide(served: Served):
-    serving = Serving(ServerConfig(), EngineConfig())
-    transport = httpx.ASGITransport(make_app(serving))
+async def test_limits_are_wide_before_the_model_is_loaded(server: ServerUnderTest):
+    state = ServerState(ServerConfig(), EngineConfig())
+    transport = httpx.ASGITransport(make_app(state))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         starting = (await http.get("/openapi.json")).json()["components"]["schemas"]["DetokenizeRequest"]
-        serving.load(served.serving.require())
+        state.set_loaded(server.state.require_loaded())
         loaded = (await http.get("/openapi.json")).json()["components"]["schemas"]["DetokenizeRequest"]
     assert starting["properties"]["tokens"]["items"]["maximum"] == 2**31 - 1
     assert loaded["properties"]["tokens"]["items"]["maximum"] == 258

@@ -6,47 +6,49 @@ import pytest
 
 from jaxserve.engine.core.profiling import Profiling
 from tests.engine.fake_profiler import FakeProfiler
-from tests.server.conftest import Served
+from tests.server.conftest import ServerUnderTest
 
 
 @pytest.fixture
-def profiler(served: Served, tmp_path: Path) -> FakeProfiler:
+def profiler(server: ServerUnderTest, tmp_path: Path) -> FakeProfiler:
     profiler = FakeProfiler()
-    served.engine.profiling = Profiling(profiler, str(tmp_path))
+    server.engine.profiling = Profiling(profiler, str(tmp_path))
     return profiler
 
 
-async def test_a_profile_is_started_and_stopped_without_a_body(served: Served, profiler: FakeProfiler, tmp_path: Path):
-    started = await served.http.post("/start_profile")
+async def test_a_profile_is_started_and_stopped_without_a_body(
+    server: ServerUnderTest, profiler: FakeProfiler, tmp_path: Path
+):
+    started = await server.http.post("/start_profile")
     assert started.status_code == 200
     folder = started.json()["output_dir"]
     assert Path(folder).is_relative_to(tmp_path)
-    assert (await served.http.post("/start_profile")).status_code == 409
-    assert (await served.http.post("/stop_profile")).json() == {"output_dir": folder, "num_steps": 0}
-    again = await served.http.post("/stop_profile", json={})
+    assert (await server.http.post("/start_profile")).status_code == 409
+    assert (await server.http.post("/stop_profile")).json() == {"output_dir": folder, "num_steps": 0}
+    again = await server.http.post("/stop_profile", json={})
     assert again.status_code == 409
     assert "no profile is running" in again.json()["error"]["message"]
 
 
-async def test_what_sglangs_clients_send(served: Served, profiler: FakeProfiler):
+async def test_requests_of_sglangs_clients(server: ServerUnderTest, profiler: FakeProfiler):
     body = {
         "output_dir": "mine", "num_steps": 5, "activities": ["CPU", "GPU"], "with_stack": True,
         "record_shapes": False, "profile_by_stage": False, "start_step": None,
     }  # fmt: skip
-    answer = await served.http.post("/start_profile", json=body)
+    answer = await server.http.post("/start_profile", json=body)
     assert answer.status_code == 200, answer.text
     assert profiler.calls == [("start mine", True)]
-    assert served.engine.profiling._steps_left == 5
+    assert server.engine.profiling._steps_left == 5
 
 
-async def test_what_vllms_bench_sends_with_it_is_no_option_of_a_profile(served: Served, profiler: FakeProfiler):
+async def test_a_completion_body_from_vllm_bench_is_ignored(server: ServerUnderTest, profiler: FakeProfiler):
     completion = {
         "model": "tiny", "prompt": "Hello", "temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 8,
         "logprobs": None, "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True,
     }  # fmt: skip
     chat = {"model": "another", "messages": [{"role": "user", "content": "Hello"}], "max_completion_tokens": 8}
-    assert (await served.http.post("/start_profile", json=completion)).status_code == 200
-    assert (await served.http.post("/stop_profile", json=chat)).status_code == 200
+    assert (await server.http.post("/start_profile", json=completion)).status_code == 200
+    assert (await server.http.post("/stop_profile", json=chat)).status_code == 200
     assert [kind.split()[0] for kind, _ in profiler.calls] == ["start", "stop"]
 
 
@@ -65,31 +67,31 @@ async def test_what_vllms_bench_sends_with_it_is_no_option_of_a_profile(served: 
     ],
     ids=str,
 )
-async def test_what_means_nothing_here_is_refused_by_name(
-    served: Served, profiler: FakeProfiler, body: dict[str, object], param: str
+async def test_unsupported_options_are_refused(
+    server: ServerUnderTest, profiler: FakeProfiler, body: dict[str, object], param: str
 ):
-    answer = await served.http.post("/start_profile", json=body)
+    answer = await server.http.post("/start_profile", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert profiler.calls == []
 
 
-async def test_without_a_directory(served: Served):
-    answer = await served.http.post("/start_profile")
+async def test_without_a_directory(server: ServerUnderTest):
+    answer = await server.http.post("/start_profile")
     assert answer.status_code == 409
     assert "--profile-dir" in answer.json()["error"]["message"]
 
 
-async def test_a_failing_profiler(served: Served, profiler: FakeProfiler):
+async def test_a_failing_profiler(server: ServerUnderTest, profiler: FakeProfiler):
     profiler.fail = "stop"
-    await served.http.post("/start_profile")
-    answer = await served.http.post("/stop_profile")
+    await server.http.post("/start_profile")
+    answer = await server.http.post("/stop_profile")
     assert answer.status_code == 500
     assert "no space left" in answer.json()["error"]["message"]
 
 
-async def test_only_with_the_key():
+async def test_profiling_needs_the_key():
     from tests.server.conftest import over_asgi
 
-    async with over_asgi(api_key="secret") as served:
+    async with over_asgi(api_key="secret") as server:
         for path in ("/start_profile", "/stop_profile"):
-            assert (await served.http.post(path)).status_code == 401
+            assert (await server.http.post(path)).status_code == 401

@@ -5,15 +5,15 @@ import asyncio
 import pytest
 
 from jaxserve.config.schema import EngineConfig, ServerConfig
-from jaxserve.server.server_state import Serving
-from tests.server.conftest import Served, over_asgi
+from jaxserve.server.server_state import ServerState
+from tests.server.conftest import ServerUnderTest, over_asgi
 
 PROMPT = {"prompt": "a", "max_tokens": 2}
 
 
-async def test_ready(served: Served):
-    assert (await served.http.get("/health")).json() == {"status": "ok"}
-    assert (await served.http.get("/ready")).json() == {"status": "ready"}
+async def test_ready(server: ServerUnderTest):
+    assert (await server.http.get("/health")).json() == {"status": "ok"}
+    assert (await server.http.get("/ready")).json() == {"status": "ready"}
 
 
 async def test_starting():
@@ -21,8 +21,8 @@ async def test_starting():
 
     from jaxserve.server.app import make_app
 
-    serving = Serving(ServerConfig(), EngineConfig())
-    transport = httpx.ASGITransport(make_app(serving))
+    state = ServerState(ServerConfig(), EngineConfig())
+    transport = httpx.ASGITransport(make_app(state))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         for path in ("/health", "/ready"):
             response = await http.get(path)
@@ -36,44 +36,44 @@ async def test_starting():
             assert (await http.get(path)).status_code == 200, path
 
 
-async def test_draining_refuses_new_requests_and_finishes_open_ones(served: Served):
-    served.engine.hold()
-    task = asyncio.ensure_future(served.http.post("/v1/completions", json=PROMPT))
-    await served.engine.wait_for(lambda: len(served.engine.submitted) == 1)
-    served.serving.drain()
-    assert (await served.http.get("/health")).status_code == 200
-    assert (await served.http.get("/ready")).status_code == 503
-    refused = await served.http.post("/v1/completions", json=PROMPT)
+async def test_draining_refuses_new_requests_and_finishes_open_ones(server: ServerUnderTest):
+    server.engine.hold()
+    task = asyncio.ensure_future(server.http.post("/v1/completions", json=PROMPT))
+    await server.engine.wait_for(lambda: len(server.engine.submitted) == 1)
+    server.state.mark_draining()
+    assert (await server.http.get("/health")).status_code == 200
+    assert (await server.http.get("/ready")).status_code == 503
+    refused = await server.http.post("/v1/completions", json=PROMPT)
     assert refused.status_code == 503
     assert "shutting down" in refused.json()["error"]["message"]
-    served.engine.release()
+    server.engine.release()
     assert (await task).json()["usage"]["completion_tokens"] == 2
 
 
-async def test_an_unhealthy_engine_says_why(served: Served):
-    served.engine.health = "no step finished for 300 s"
+async def test_an_unhealthy_engine_reports_its_reason(server: ServerUnderTest):
+    server.engine.health = "no step finished for 300 s"
     for path in ("/health", "/ready"):
-        response = await served.http.get(path)
+        response = await server.http.get(path)
         assert response.status_code == 503
-    assert (await served.http.get("/health")).json()["reason"] == "no step finished for 300 s"
+    assert (await server.http.get("/health")).json()["reason"] == "no step finished for 300 s"
 
 
-async def test_a_dead_engine(served: Served):
-    served.engine.die("engine process ended with code -9")
-    assert "code -9" in (await served.http.get("/health")).json()["reason"]
-    served.serving.die("engine process ended with code -9")
-    assert (await served.http.post("/v1/completions", json=PROMPT)).json()["error"]["code"] == "engine_dead"
+async def test_a_dead_engine(server: ServerUnderTest):
+    server.engine.die("engine process ended with code -9")
+    assert "code -9" in (await server.http.get("/health")).json()["reason"]
+    server.state.mark_dead("engine process ended with code -9")
+    assert (await server.http.post("/v1/completions", json=PROMPT)).json()["error"]["code"] == "engine_dead"
     for path in ("/metrics", "/server_info", "/v1/models"):
-        assert (await served.http.get(path)).status_code == 200
+        assert (await server.http.get(path)).status_code == 200
 
 
 async def test_server_info():
-    async with over_asgi(api_key="secret") as served:
+    async with over_asgi(api_key="secret") as server:
         headers = {"authorization": "Bearer secret"}
-        served.engine.hold()
-        task = asyncio.ensure_future(served.http.post("/v1/completions", json=PROMPT, headers=headers))
-        await served.engine.wait_for(lambda: len(served.engine.submitted) == 1)
-        response = await served.http.get("/server_info", headers=headers)
+        server.engine.hold()
+        task = asyncio.ensure_future(server.http.post("/v1/completions", json=PROMPT, headers=headers))
+        await server.engine.wait_for(lambda: len(server.engine.submitted) == 1)
+        response = await server.http.get("/server_info", headers=headers)
         assert "secret" not in response.text
         info = response.json()
         assert info["open_requests"] == 1
@@ -85,53 +85,53 @@ async def test_server_info():
         assert info["engine_config"]["page_size"] == 16
         assert info["server_config"]["served_model_name"] == "tiny"
         assert info["phase"] == "ready"
-        served.engine.release()
+        server.engine.release()
         await task
-        assert (await served.http.get("/server_info", headers=headers)).json()["open_requests"] == 0
+        assert (await server.http.get("/server_info", headers=headers)).json()["open_requests"] == 0
 
 
-async def test_a_hung_engine_does_not_hang_the_look_at_it(served: Served):
+async def test_server_info_does_not_wait_for_a_hung_engine(server: ServerUnderTest):
     async def never(timeout: float) -> None:
         raise TimeoutError
 
-    served.engine.refresh_stats = never
-    info = (await served.http.get("/server_info")).json()
+    server.engine.refresh_stats = never
+    info = (await server.http.get("/server_info")).json()
     assert info["stats_are_fresh"] is False
     assert info["stats"]["num_pages"] == 64
-    assert (await served.http.get("/metrics")).status_code == 200
+    assert (await server.http.get("/metrics")).status_code == 200
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_flush_cache(served: Served, method: str):
-    answer = await served.http.request(method, "/flush_cache")
+async def test_flush_cache(server: ServerUnderTest, method: str):
+    answer = await server.http.request(method, "/flush_cache")
     assert (answer.status_code, answer.text) == (200, "Cache flushed: 12 pages given back.\n")
     assert answer.headers["content-type"].startswith("text/plain")
-    assert served.engine.num_flushes == 1
+    assert server.engine.num_flushes == 1
 
 
-async def test_flush_cache_says_why_it_could_not(served: Served):
+async def test_flush_cache_reports_why_it_failed(server: ServerUnderTest):
     async def never(timeout: float) -> int:
         raise TimeoutError
 
-    flush, served.engine.flush_cache = served.engine.flush_cache, never
-    answer = await served.http.post("/flush_cache")
+    flush, server.engine.flush_cache = server.engine.flush_cache, never
+    answer = await server.http.post("/flush_cache")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
-    served.engine.flush_cache = flush
-    served.engine.die("engine process ended with code -9")
-    answer = await served.http.post("/flush_cache")
+    server.engine.flush_cache = flush
+    server.engine.die("engine process ended with code -9")
+    answer = await server.http.post("/flush_cache")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
-    allowed = (await served.http.put("/flush_cache")).headers["allow"]
+    allowed = (await server.http.put("/flush_cache")).headers["allow"]
     assert set(allowed.split(", ")) == {"GET", "HEAD", "POST"}
 
 
-async def test_version(served: Served):
+async def test_version(server: ServerUnderTest):
     import jaxserve
 
-    assert (await served.http.get("/version")).json() == {"version": jaxserve.__version__}
+    assert (await server.http.get("/version")).json() == {"version": jaxserve.__version__}
 
 
-async def test_the_tokenizer_routes(served: Served):
-    answer = await served.http.post("/tokenize", json={"prompt": "añ", "return_token_strs": True})
+async def test_the_tokenizer_routes(server: ServerUnderTest):
+    answer = await server.http.post("/tokenize", json={"prompt": "añ", "return_token_strs": True})
     assert answer.json() == {
         "count": 3,
         "max_model_len": 512,
@@ -139,21 +139,21 @@ async def test_the_tokenizer_routes(served: Served):
         "token_strs": ["a", "bytes:\\xc3", "bytes:\\xb1"],
     }
     chat = {"messages": [{"role": "user", "content": "hi"}]}
-    tokens = (await served.http.post("/tokenize", json=chat)).json()["tokens"]
-    text = (await served.http.post("/detokenize", json={"tokens": tokens})).json()
+    tokens = (await server.http.post("/tokenize", json=chat)).json()["tokens"]
+    text = (await server.http.post("/detokenize", json={"tokens": tokens})).json()
     assert text == {"prompt": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"}
-    await served.http.post("/v1/chat/completions", json=chat | {"max_tokens": 1})
-    assert served.engine.submitted[0].prompt_ids == tokens
-    assert (await served.http.post("/tokenize", json={"prompt": ""})).json()["tokens"] == []
+    await server.http.post("/v1/chat/completions", json=chat | {"max_tokens": 1})
+    assert server.engine.submitted[0].prompt_ids == tokens
+    assert (await server.http.post("/tokenize", json={"prompt": ""})).json()["tokens"] == []
     for body, param in [
         ({}, "prompt"),
         ({"prompt": "a", "messages": []}, "prompt"),
         ({"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
         ({"promt": "a"}, "promt"),
     ]:
-        answer = await served.http.post("/tokenize", json=body)
+        answer = await server.http.post("/tokenize", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     for tokens in ([-1], [259], [10**30]):
-        answer = await served.http.post("/detokenize", json={"tokens": tokens})
+        answer = await server.http.post("/detokenize", json={"tokens": tokens})
         assert answer.status_code == 400
         assert str(tokens[0]) in answer.json()["error"]["message"]

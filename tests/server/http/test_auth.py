@@ -4,15 +4,15 @@ import httpx
 import openai
 import pytest
 
-from tests.server.conftest import Served, over_asgi, over_socket
+from tests.server.conftest import ServerUnderTest, over_asgi, over_socket
 
 KEY = "sk-тайна"
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])
 async def test_probes_and_scrapers_need_no_key(path: str):
-    async with over_asgi(api_key=KEY) as served:
-        assert (await served.http.get(path)).status_code == 200
+    async with over_asgi(api_key=KEY) as server:
+        assert (await server.http.get(path)).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -29,45 +29,45 @@ async def test_probes_and_scrapers_need_no_key(path: str):
     ],
 )
 @pytest.mark.parametrize("header", [None, b"Bearer wrong", b"Bearer", b"Basic " + KEY.encode(), KEY.encode(), b"\xff"])
-async def test_everything_else_does(path: str, header: bytes | None):
-    async with over_asgi(api_key=KEY) as served:
+async def test_other_routes_need_the_key(path: str, header: bytes | None):
+    async with over_asgi(api_key=KEY) as server:
         headers = [] if header is None else [(b"authorization", header)]
-        response = await served.http.get(path, headers=headers)
+        response = await server.http.get(path, headers=headers)
         assert response.status_code == 401
         assert response.json()["error"]["code"] == "invalid_api_key"
         assert KEY not in response.text
 
 
-async def test_the_right_key():
-    async with over_asgi(api_key=KEY) as served:
+async def test_the_right_key_is_accepted():
+    async with over_asgi(api_key=KEY) as server:
         for scheme in ("Bearer", "bearer"):
             headers = [(b"authorization", f"{scheme} {KEY}".encode())]
-            assert (await served.http.get("/v1/models", headers=headers)).status_code == 200
+            assert (await server.http.get("/v1/models", headers=headers)).status_code == 200
 
 
 async def test_openai_client():
-    async with over_socket(api_key="k1") as live:
-        async with live.openai(api_key="k2") as client:
+    async with over_socket(api_key="k1") as live_server:
+        async with live_server.openai(api_key="k2") as client:
             with pytest.raises(openai.AuthenticationError):
                 await client.models.list()
-        async with live.openai(api_key="k1") as client:
+        async with live_server.openai(api_key="k1") as client:
             assert (await client.models.list()).data[0].id == "tiny"
 
 
-async def test_request_ids_come_back(served: Served):
-    given = await served.http.get("/v1/models", headers={"x-request-id": "abc-1"})
+async def test_request_ids_are_returned(server: ServerUnderTest):
+    given = await server.http.get("/v1/models", headers={"x-request-id": "abc-1"})
     assert given.headers["x-request-id"] == "abc-1"
-    made = [(await served.http.get("/v1/models")).headers["x-request-id"] for _ in range(2)]
+    made = [(await server.http.get("/v1/models")).headers["x-request-id"] for _ in range(2)]
     assert made[0] != made[1]
     assert all(len(value) == 32 for value in made)
-    for response in (await served.http.get("/nothing"), await served.http.post("/v1/completions", content=b"{")):
+    for response in (await server.http.get("/nothing"), await server.http.post("/v1/completions", content=b"{")):
         assert response.headers["x-request-id"]
-    stream = await served.http.post("/v1/completions", json={"prompt": "a", "stream": True})
+    stream = await server.http.post("/v1/completions", json={"prompt": "a", "stream": True})
     assert stream.headers["x-request-id"]
 
 
 @pytest.mark.parametrize("value", [b"x" * 257, b"a b", "é".encode()])
-async def test_a_request_id_that_could_do_harm_is_replaced(served: Served, value: bytes):
-    response = await served.http.get("/v1/models", headers=httpx.Headers([(b"x-request-id", value)]))
+async def test_a_malformed_request_id_is_replaced(server: ServerUnderTest, value: bytes):
+    response = await server.http.get("/v1/models", headers=httpx.Headers([(b"x-request-id", value)]))
     assert response.headers["x-request-id"] != value.decode()
     assert len(response.headers["x-request-id"]) == 32

@@ -1,4 +1,4 @@
-"""What never becomes a request, on real sockets: too large, too slow, not HTTP. What does is left alone."""
+"""Requests on real sockets that never become complete: too large, too slow, not HTTP. Complete ones are unaffected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from tests.server.conftest import Served, over_socket
+from tests.server.conftest import ServerUnderTest, over_socket
 
 LIMIT = 2048
 GET = b"GET /version HTTP/1.1\r\nHost: x\r\n"
@@ -19,15 +19,15 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-Connect = Callable[[Served], Awaitable["Client"]]
+Connect = Callable[[ServerUnderTest], Awaitable["Client"]]
 
 
 @pytest.fixture
 async def connect() -> AsyncIterator[Connect]:
     clients: list[Client] = []
 
-    async def connect(served: Served) -> Client:
-        port = int(served.url.rsplit(":")[-1])
+    async def connect(server: ServerUnderTest) -> Client:
+        port = int(server.url.rsplit(":")[-1])
         clients.append(Client(*await asyncio.open_connection("127.0.0.1", port)))
         return clients[-1]
 
@@ -37,13 +37,13 @@ async def connect() -> AsyncIterator[Connect]:
 
 
 @pytest.fixture
-async def strict() -> AsyncIterator[Served]:
-    async with over_socket(max_header_bytes=LIMIT, request_read_timeout=0.2) as served:
-        yield served
+async def strict_server() -> AsyncIterator[ServerUnderTest]:
+    async with over_socket(max_header_bytes=LIMIT, request_read_timeout=0.2) as server:
+        yield server
 
 
 class Client:
-    """One connection, byte by byte."""
+    """A client that sends and receives single bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -61,7 +61,7 @@ class Client:
                 await self._writer.drain()
 
     async def response(self) -> tuple[int, bytes]:
-        """Status and body of one response with a Content-Length."""
+        """Return the status and body of one response with a Content-Length."""
         async with asyncio.timeout(30):
             head = await self._reader.readuntil(b"\r\n\r\n")
             length = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if b"content-length" in line)
@@ -72,7 +72,7 @@ class Client:
             return await self._reader.readuntil(end)
 
     async def rest(self) -> bytes:
-        """All that comes until the server closes."""
+        """Return all bytes until the server closes the connection."""
         async with asyncio.timeout(30):
             try:
                 return await self._reader.read()
@@ -80,7 +80,7 @@ class Client:
                 return b""
 
     async def refused(self) -> tuple[int, str]:
-        """Status and code of an answer after which the connection ends."""
+        """Return the status and error code of a response after which the connection is closed."""
         status, body = await self.response()
         assert await self.rest() == b""
         return status, json.loads(body)["error"]["code"]
@@ -102,15 +102,17 @@ class Client:
         [b"\r\n" * 2000],
     ],
 )
-async def test_more_than_the_limit_beside_the_body_is_431(strict: Served, connect: Connect, parts: list[bytes]):
-    client = await connect(strict)
+async def test_too_many_bytes_outside_the_body_are_431(
+    strict_server: ServerUnderTest, connect: Connect, parts: list[bytes]
+):
+    client = await connect(strict_server)
     await client.send(*parts)
     assert await client.refused() == (431, "headers_too_large")
-    assert strict.serving.num_open == 0
+    assert strict_server.state.num_open_requests == 0
 
 
-async def test_the_limit_itself_passes_and_a_body_does_not_count(strict: Served, connect: Connect):
-    client = await connect(strict)
+async def test_a_head_at_the_limit_passes_and_the_body_does_not_count(strict_server: ServerUnderTest, connect: Connect):
+    client = await connect(strict_server)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % (len(COMPLETION) + 10**5)
     padding = b"A: " + b"x" * (LIMIT - len(head) - 8) + b"\r\n\r\n"
     await client.send(head + padding + COMPLETION + b" " * 10**5)
@@ -120,8 +122,8 @@ async def test_the_limit_itself_passes_and_a_body_does_not_count(strict: Served,
     assert (await client.response())[0] == 200
 
 
-async def test_a_head_without_end_is_not_kept(live: Served, connect: Connect):
-    client = await connect(live)
+async def test_an_endless_head_is_not_kept(live_server: ServerUnderTest, connect: Connect):
+    client = await connect(live_server)
     tracemalloc.start()
     try:
         await client.send(GET + b"A: ", *[b"x" * 2**18] * 200)
@@ -130,24 +132,24 @@ async def test_a_head_without_end_is_not_kept(live: Served, connect: Connect):
     finally:
         tracemalloc.stop()
     assert peak < 8 * 2**20
-    assert (await live.http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+    assert (await live_server.http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
 
 
 @pytest.mark.parametrize(
     "sent", [b"G", GET, GET + b"A: b", POST[:-1], CHUNKED + b"1\r\n", POST + GET], ids=lambda sent: str(sent[-12:])
 )
-async def test_a_request_that_does_not_arrive_is_408(strict: Served, connect: Connect, sent: bytes):
-    client = await connect(strict)
+async def test_an_incomplete_request_is_408(strict_server: ServerUnderTest, connect: Connect, sent: bytes):
+    client = await connect(strict_server)
     await client.send(sent)
     if sent.startswith(POST):
         assert (await client.response())[0] == 200
     assert await client.refused() == (408, "request_timeout")
-    assert strict.serving.num_open == 0
+    assert strict_server.state.num_open_requests == 0
 
 
 @pytest.mark.parametrize("drip", [GET, POST[:-1], b"\r\n" * 100])
-async def test_dripping_does_not_help(strict: Served, connect: Connect, drip: bytes):
-    client = await connect(strict)
+async def test_sending_slowly_does_not_extend_the_limit(strict_server: ServerUnderTest, connect: Connect, drip: bytes):
+    client = await connect(strict_server)
     reading = asyncio.ensure_future(client.rest())
     while not reading.done():
         for byte in drip:
@@ -160,37 +162,37 @@ async def test_dripping_does_not_help(strict: Served, connect: Connect, drip: by
     assert reading.result().startswith(b"" if drip.startswith(b"\r") else b"HTTP/1.1 408 ")
 
 
-async def test_who_says_nothing_is_not_waited_for(strict: Served, connect: Connect):
-    assert await (await connect(strict)).rest() == b""
+async def test_an_idle_new_connection_is_closed(strict_server: ServerUnderTest, connect: Connect):
+    assert await (await connect(strict_server)).rest() == b""
 
 
-async def test_a_body_nobody_waits_for_does_not_keep_the_connection(strict: Served, connect: Connect):
-    client = await connect(strict)
+async def test_an_unread_body_does_not_keep_the_connection_open(strict_server: ServerUnderTest, connect: Connect):
+    client = await connect(strict_server)
     await client.send(GET + b"Content-Length: 10\r\n\r\n")
     assert (await client.response())[0] == 200
     assert await client.rest() == b""
 
 
-async def test_a_stream_takes_its_time(strict: Served, connect: Connect):
-    """However long it is silent, and while its client begins another request."""
-    strict.engine.hold()
-    stream = await connect(strict)
+async def test_a_response_has_no_time_limit(strict_server: ServerUnderTest, connect: Connect):
+    """Neither while it is silent nor while its client begins another request."""
+    strict_server.engine.hold()
+    stream = await connect(strict_server)
     body = COMPLETION[:-1] + b', "stream": true}'
     await stream.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-    await strict.engine.wait_for(lambda: len(strict.engine.submitted) == 1)
+    await strict_server.engine.wait_for(lambda: len(strict_server.engine.submitted) == 1)
     await stream.send(GET)
     for _ in range(2):  # twice as long as a request may take to arrive
-        assert await (await connect(strict)).rest() == b""
-    await strict.engine.step()
+        assert await (await connect(strict_server)).rest() == b""
+    await strict_server.engine.step()
     await stream.until(b"data: ")
-    strict.engine.release()
+    strict_server.engine.release()
     await stream.until(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     assert await stream.refused() == (408, "request_timeout")
 
 
 async def test_a_connection_is_kept_for_the_next_request(connect: Connect):
-    async with over_socket(keep_alive_timeout=0.2) as served:
-        client = await connect(served)
+    async with over_socket(keep_alive_timeout=0.2) as server:
+        client = await connect(server)
         await client.send(GET + b"\r\n" + POST + GET + b"\r\n")
         assert [(await client.response())[0] for _ in range(3)] == [200, 200, 200]
         await client.send(POST)
@@ -201,21 +203,23 @@ async def test_a_connection_is_kept_for_the_next_request(connect: Connect):
 @pytest.mark.parametrize(
     "sent", [b"\x16\x03\x01\x00\xa5\x01", b"BREW / HTTP/1.1\r\n\r\n", CHUNKED + b"zz\r\n", b"a\r\n"]
 )
-async def test_what_is_not_http(strict: Served, connect: Connect, sent: bytes):
-    client = await connect(strict)
+async def test_invalid_http_is_400(strict_server: ServerUnderTest, connect: Connect, sent: bytes):
+    client = await connect(strict_server)
     await client.send(sent)
     assert await client.refused() == (400, "invalid_http")
-    assert strict.serving.num_open == 0
+    assert strict_server.state.num_open_requests == 0
 
 
-@pytest.mark.parametrize("behind", [b"garbage\r\n\r\n", GET + b"A: " + b"x" * LIMIT, (GET + b"\r\n") * 1000])
-async def test_nothing_is_written_into_an_answer_that_runs(strict: Served, connect: Connect, behind: bytes):
-    strict.engine.hold()
-    client = await connect(strict)
+@pytest.mark.parametrize("following", [b"garbage\r\n\r\n", GET + b"A: " + b"x" * LIMIT, (GET + b"\r\n") * 1000])
+async def test_a_refusal_does_not_interrupt_a_response(
+    strict_server: ServerUnderTest, connect: Connect, following: bytes
+):
+    strict_server.engine.hold()
+    client = await connect(strict_server)
     await client.send(POST)
-    await strict.engine.wait_for(lambda: len(strict.engine.submitted) == 1)
-    await client.send(behind)
+    await strict_server.engine.wait_for(lambda: len(strict_server.engine.submitted) == 1)
+    await client.send(following)
     assert await client.rest() == b""
-    await strict.engine.wait_for(lambda: strict.engine.num_running == 0)
-    strict.engine.release()
-    assert (await strict.http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+    await strict_server.engine.wait_for(lambda: strict_server.engine.num_running == 0)
+    strict_server.engine.release()
+    assert (await strict_server.http.post("/v1/completions", json={"prompt": "a"})).status_code == 200

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Served, over_asgi
+from tests.server.conftest import ServerUnderTest, over_asgi
 from tests.server.openai.test_completions import events
 from tests.server.tiny import START_ID, tiny_tokenizer
 
@@ -14,24 +14,24 @@ DEEP = functools.reduce(lambda inner, _: [inner], range(960), "deep")
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-async def chat(served: Served, status: int = 200, **body: Any) -> dict[str, Any]:
-    response = await served.http.post("/v1/chat/completions", json={"messages": HELLO} | body)
+async def chat(server: ServerUnderTest, status: int = 200, **body: Any) -> dict[str, Any]:
+    response = await server.http.post("/v1/chat/completions", json={"messages": HELLO} | body)
     assert response.status_code == status, response.text
     return response.json()
 
 
-async def stream(served: Served, **body: Any) -> list[dict[str, Any]]:
-    response = await served.http.post("/v1/chat/completions", json={"messages": HELLO, "stream": True} | body)
+async def stream(server: ServerUnderTest, **body: Any) -> list[dict[str, Any]]:
+    response = await server.http.post("/v1/chat/completions", json={"messages": HELLO, "stream": True} | body)
     assert response.status_code == 200, response.text
     return events(response)
 
 
-def prompt_of(served: Served) -> str:
-    return tiny_tokenizer().decode(served.engine.submitted[-1].prompt_ids, skip_special_tokens=False)
+def prompt_of(server: ServerUnderTest) -> str:
+    return tiny_tokenizer().decode(server.engine.submitted[-1].prompt_ids, skip_special_tokens=False)
 
 
-async def test_the_openai_shape(served: Served):
-    answer = await chat(served, max_tokens=3)
+async def test_the_openai_shape(server: ServerUnderTest):
+    answer = await chat(server, max_tokens=3)
     assert answer.pop("id").startswith("chatcmpl-")
     assert answer.pop("created") > 1_700_000_000
     usage = answer.pop("usage")
@@ -54,9 +54,9 @@ async def test_the_openai_shape(served: Served):
     }
 
 
-async def test_messages_go_through_the_template(served: Served):
+async def test_messages_are_rendered_by_the_template(server: ServerUnderTest):
     await chat(
-        served,
+        server,
         max_tokens=1,
         messages=[
             {"role": "developer", "content": "be kind"},
@@ -65,33 +65,33 @@ async def test_messages_go_through_the_template(served: Served):
             {"role": "user", "content": "c", "name": "Ann"},
         ],
     )
-    assert prompt_of(served) == (
+    assert prompt_of(server) == (
         "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n"
         "<|im_start|>assistant\n<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert served.engine.submitted[0].prompt_ids[0] == START_ID
+    assert server.engine.submitted[0].prompt_ids[0] == START_ID
 
 
-async def test_template_arguments(served: Served):
-    await chat(served, max_tokens=1, chat_template_kwargs={"mood": "merry"}, documents=[{"text": "x"}])
-    assert "[merry]1 documents" in prompt_of(served)
-    await chat(served, max_tokens=1, add_generation_prompt=False)
-    assert prompt_of(served).endswith("<|im_end|>\n")
+async def test_template_arguments(server: ServerUnderTest):
+    await chat(server, max_tokens=1, chat_template_kwargs={"mood": "merry"}, documents=[{"text": "x"}])
+    assert "[merry]1 documents" in prompt_of(server)
+    await chat(server, max_tokens=1, add_generation_prompt=False)
+    assert prompt_of(server).endswith("<|im_end|>\n")
     messages = [*HELLO, {"role": "assistant", "content": "It is"}]
-    await chat(served, max_tokens=1, continue_final_message=True, messages=messages)
-    assert prompt_of(served).endswith("<|im_start|>assistant\nIt is")
+    await chat(server, max_tokens=1, continue_final_message=True, messages=messages)
+    assert prompt_of(server).endswith("<|im_start|>assistant\nIt is")
 
 
-async def test_the_default_limit_is_what_the_context_leaves(served: Served):
-    answer = await chat(served)
-    assert answer["usage"]["total_tokens"] == served.engine.info.max_model_len
-    assert (await chat(served, max_completion_tokens=2))["usage"]["completion_tokens"] == 2
-    both = await chat(served, max_completion_tokens=4, max_tokens=3)
+async def test_the_default_limit_is_the_rest_of_the_context(server: ServerUnderTest):
+    answer = await chat(server)
+    assert answer["usage"]["total_tokens"] == server.engine.info.max_model_len
+    assert (await chat(server, max_completion_tokens=2))["usage"]["completion_tokens"] == 2
+    both = await chat(server, max_completion_tokens=4, max_tokens=3)
     assert both["usage"]["completion_tokens"] == 3
 
 
-async def test_logprobs(served: Served):
-    answer = await chat(served, max_tokens=2, logprobs=True, top_logprobs=2)
+async def test_logprobs(server: ServerUnderTest):
+    answer = await chat(server, max_tokens=2, logprobs=True, top_logprobs=2)
     first = answer["choices"][0]["logprobs"]["content"][0]
     assert first == {
         "token": "k",
@@ -102,12 +102,12 @@ async def test_logprobs(served: Served):
             {"token": "l", "logprob": -9999.0, "bytes": [ord("l")]},
         ],
     }
-    none = await chat(served, max_tokens=2, logprobs=True)
+    none = await chat(server, max_tokens=2, logprobs=True)
     assert [entry["top_logprobs"] for entry in none["choices"][0]["logprobs"]["content"]] == [[], []]
 
 
-async def test_a_stream_begins_with_the_role_and_ends_with_one_reason_a_choice(served: Served):
-    chunks = await stream(served, max_tokens=3, n=2, stream_options={"include_usage": True})
+async def test_a_stream_begins_with_the_role_and_ends_with_one_finish_reason_per_choice(server: ServerUnderTest):
+    chunks = await stream(server, max_tokens=3, n=2, stream_options={"include_usage": True})
     *chunks, usage = chunks
     assert usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == 6
@@ -116,16 +116,16 @@ async def test_a_stream_begins_with_the_role_and_ends_with_one_reason_a_choice(s
         mine = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
         assert mine[0]["delta"] == {"role": "assistant", "content": ""}
         assert all(set(choice["delta"]) == {"content"} for choice in mine[1:])
-        # vLLM's clients want text with the reason; `test_streamed_equals_unstreamed` sees that nothing is lost.
+        # vLLM's clients expect text with the reason; `test_streamed_equals_unstreamed` checks that no text is lost.
         assert mine[-1]["delta"]["content"]
         assert [choice["finish_reason"] for choice in mine] == [None] * (len(mine) - 1) + ["length"]
 
 
 @pytest.mark.parametrize("body", [{}, {"stop": "mno"}, {"logprobs": True}, {"return_token_ids": True}], ids=str)
-async def test_a_stream_may_count_its_tokens_all_along(served: Served, body: dict[str, Any]):
-    """vLLM's option, which guidellm sends with every request."""
+async def test_continuous_usage_stats(server: ServerUnderTest, body: dict[str, Any]):
+    """It is vLLM's option, and guidellm sends it with every request."""
     options = {"include_usage": True, "continuous_usage_stats": True}
-    *chunks, end = await stream(served, max_tokens=12, n=2, stream_options=options, **body)
+    *chunks, end = await stream(server, max_tokens=12, n=2, stream_options=options, **body)
     prompt = end["usage"]["prompt_tokens"]
     total = 0
     for index in (0, 1):
@@ -138,7 +138,7 @@ async def test_a_stream_may_count_its_tokens_all_along(served: Served, body: dic
         assert all(usage["total_tokens"] == prompt + usage["completion_tokens"] for usage in usages)
         total += counts[-1]
     assert end["usage"]["completion_tokens"] == total
-    *chunks, end = await stream(served, max_tokens=3, stream_options={"continuous_usage_stats": True})
+    *chunks, end = await stream(server, max_tokens=3, stream_options={"continuous_usage_stats": True})
     assert "usage" not in chunks[0] | end
 
 
@@ -146,9 +146,9 @@ async def test_a_stream_may_count_its_tokens_all_along(served: Served, body: dic
     "body",
     [{}, {"n": 2}, {"stop": "mno"}, {"logprobs": True, "top_logprobs": 3}, {"return_token_ids": True}],
 )
-async def test_streamed_equals_unstreamed(served: Served, body: dict[str, Any]):
-    whole = await chat(served, max_tokens=12, **body)
-    chunks = await stream(served, max_tokens=12, stream_options={"include_usage": True}, **body)
+async def test_streamed_equals_unstreamed(server: ServerUnderTest, body: dict[str, Any]):
+    whole = await chat(server, max_tokens=12, **body)
+    chunks = await stream(server, max_tokens=12, stream_options={"include_usage": True}, **body)
     assert chunks[-1]["usage"] == whole["usage"]
     for choice in whole["choices"]:
         mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
@@ -186,29 +186,29 @@ async def test_streamed_equals_unstreamed(served: Served, body: dict[str, Any]):
         ({"reasoning_effort": "low"}, "reasoning_effort", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", '{"type":"text"}'),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking", "template"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "field of its own"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "is a field of the request"),
         ({"chat_template_kwargs": {"mood": DEEP}}, "chat_template_kwargs", "too deep"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "both"),
         ({"max_tokens": -1}, "max_tokens", "-1"),
     ],
 )
-async def test_refusals_name_the_field(served: Served, body: dict[str, Any], param: str, words: str):
-    error = (await chat(served, status=400, **body))["error"]
+async def test_errors_name_the_field(server: ServerUnderTest, body: dict[str, Any], param: str, words: str):
+    error = (await chat(server, status=400, **body))["error"]
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
     assert words in error["message"]
-    assert not served.engine.submitted
+    assert not server.engine.submitted
 
 
-async def test_a_model_without_a_template_says_what_to_use():
-    async with over_asgi(None) as served:
-        error = (await chat(served, status=400))["error"]
+async def test_the_error_without_a_template_names_another_route():
+    async with over_asgi(None) as server:
+        error = (await chat(server, status=400))["error"]
     assert "/v1/completions" in error["message"]
 
 
-async def test_harmless_fields_are_accepted(served: Served):
+async def test_inert_fields_are_accepted(server: ServerUnderTest):
     await chat(
-        served,
+        server,
         max_tokens=1,
         user="u",
         metadata={"a": "b"},
@@ -226,11 +226,11 @@ async def test_harmless_fields_are_accepted(served: Served):
     )
 
 
-async def test_openai_client(live: Served):
-    async with live.openai() as client:
+async def test_openai_client(live_server: ServerUnderTest):
+    async with live_server.openai() as client:
         answer = await client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=4)
         assert answer.choices[0].message.content == "klmn"
-        # What comes back can be sent again as it is.
+        # The returned message can be sent again unchanged.
         again = [*HELLO, answer.choices[0].message.model_dump(), *HELLO]
         await client.chat.completions.create(model="tiny", messages=again, max_tokens=4)
         chunks = await client.chat.completions.create(
@@ -243,11 +243,11 @@ async def test_openai_client(live: Served):
         assert (await client.models.retrieve("tiny")).id == "tiny"
 
 
-async def test_openai_client_in_threads(live: Served):
+async def test_openai_client_in_threads(live_server: ServerUnderTest):
     import openai
 
     def work() -> str:
-        with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+        with openai.OpenAI(base_url=f"{live_server.url}/v1", api_key="none", max_retries=0) as client:
             parts = client.completions.create(model="tiny", prompt="hello", max_tokens=4, stream=True)
             return "".join(part.choices[0].text for part in parts)
 

@@ -1,4 +1,4 @@
-"""`text_offset` of log probabilities: an index into the text that is returned, whatever the tokens are."""
+"""`text_offset` of log probabilities: an index into the returned text, for all kinds of tokens."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, example, given, settings
 
-from tests.server.conftest import Served, over_asgi
+from tests.selection import examples
+from tests.server.conftest import ServerUnderTest, over_asgi
 from tests.server.openai.test_completions import events
 from tests.server.tiny import BOS_ID, START_ID, VOCAB_SIZE
 
-# One token a byte: characters of one to four bytes, whole or not, and special tokens between them.
+# Each byte is a token: characters of one to four bytes, whole or incomplete, and special tokens between them.
 WHOLE = st.sampled_from(["a", "b", " ", "é", "世", "🙂", "\ufffd"]).map(lambda char: list(char.encode()))
 ODD = st.sampled_from([[0xE6], [0xF0, 0x9F], [0x80], [0xFF], [BOS_ID], [START_ID]])
 TOKENS = st.lists(st.one_of(WHOLE, ODD), min_size=1, max_size=10).map(lambda parts: [t for part in parts for t in part])
 
 
 def check(text: str, logprobs: dict[str, list[Any]], *, cut: bool) -> None:
-    """Each token stands in the text where its offset says."""
+    """Check that each token is in the text at its offset."""
     offsets, tokens = logprobs["text_offset"], logprobs["tokens"]
     assert len(offsets) == len(tokens)
     assert offsets == sorted(offsets)
@@ -29,13 +30,13 @@ def check(text: str, logprobs: dict[str, list[Any]], *, cut: bool) -> None:
             assert text.startswith(token, offset), (text, token, offset)
 
 
-async def both(served: Served, body: dict[str, Any]) -> tuple[dict[str, Any], str, dict[str, list[Any]]]:
-    """The choice of an answer, and the text and the log probabilities of the stream."""
-    response = await served.http.post("/v1/completions", json=body)
+async def both(server: ServerUnderTest, body: dict[str, Any]) -> tuple[dict[str, Any], str, dict[str, list[Any]]]:
+    """Return the choice of a whole response, and the text and log probabilities of the streamed one."""
+    response = await server.http.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text
     [whole] = response.json()["choices"]
     parts = [
-        chunk["choices"][0] for chunk in events(await served.http.post("/v1/completions", json=body | {"stream": True}))
+        chunk["choices"][0] for chunk in events(await server.http.post("/v1/completions", json=body | {"stream": True}))
     ]
     logprobs: dict[str, list[Any]] = {name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
     for part in parts:
@@ -44,7 +45,7 @@ async def both(served: Served, body: dict[str, Any]) -> tuple[dict[str, Any], st
     return whole, "".join(part["text"] for part in parts), logprobs
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     prompt=TOKENS,
     output=TOKENS,
@@ -62,12 +63,12 @@ def test_offsets_index_the_text(
 ):
     async def run() -> None:
         engine = {"rule": lambda _: output, "tokens_per_step": tokens_per_step}
-        async with over_asgi(engine=engine) as served:
+        async with over_asgi(engine=engine) as server:
             ids: list[int] | str = prompt
             if as_text:
                 ids = bytes(token for token in prompt if token < 256).decode(errors="ignore") or "a"
             body = {"prompt": ids, "logprobs": 1, "max_tokens": len(output), **options}
-            whole, text, logprobs = await both(served, body)
+            whole, text, logprobs = await both(server, body)
             assert text == whole["text"]
             assert logprobs == whole["logprobs"]
             check(text, logprobs, cut="stop" in options or "stop_regex" in options)
@@ -75,18 +76,18 @@ def test_offsets_index_the_text(
     asyncio.run(run())
 
 
-async def test_the_two_that_were_wrong(served: Served):
+async def test_two_former_failures(server: ServerUnderTest):
     body = {"prompt": "a世b", "max_tokens": 1, "echo": True, "logprobs": 0}
-    whole, _, _ = await both(served, body)
+    whole, _, _ = await both(server, body)
     assert whole["logprobs"]["text_offset"] == [0, 1, 1, 1, 2, 3]
     skipped = body | {"prompt": [BOS_ID, ord("a"), START_ID, ord("b")]}
-    whole, _, _ = await both(served, skipped)
+    whole, _, _ = await both(server, skipped)
     assert (whole["text"], whole["logprobs"]["text_offset"]) == ("abu", [0, 0, 1, 1, 2])
-    whole, _, _ = await both(served, skipped | {"skip_special_tokens": False})
+    whole, _, _ = await both(server, skipped | {"skip_special_tokens": False})
     assert (whole["text"], whole["logprobs"]["text_offset"]) == ("<s>a<|im_start|>bu", [0, 3, 4, 16, 17])
 
 
 async def test_an_id_beyond_the_tokenizer_has_no_text():
-    async with over_asgi(engine={"rule": lambda _: [ord("x"), VOCAB_SIZE + 5, ord("y")]}) as served:
-        whole, _, _ = await both(served, {"prompt": "a", "max_tokens": 3, "logprobs": 0})
+    async with over_asgi(engine={"rule": lambda _: [ord("x"), VOCAB_SIZE + 5, ord("y")]}) as server:
+        whole, _, _ = await both(server, {"prompt": "a", "max_tokens": 3, "logprobs": 0})
     assert (whole["text"], whole["logprobs"]["text_offset"]) == ("xy", [0, 1, 1])

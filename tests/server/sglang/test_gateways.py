@@ -1,4 +1,4 @@
-"""What gateways and SGLang's and vLLM's clients rely on: their fields with neutral values, their routes, their keys."""
+"""The fields, routes and response keys that gateways and the clients of SGLang and vLLM rely on."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 from jaxserve.server.app import _POSTS
 from jaxserve.server.http import fields
-from tests.server.conftest import Served, over_asgi
+from tests.server.conftest import ServerUnderTest, over_asgi
 from tests.server.openai.test_chat import HELLO
 from tests.server.openai.test_completions import events, letters
 from tests.server.tiny import END_ID
 
-# What sglang-router and vllm-router write into a request that leaves these out.
+# The fields that sglang-router and vllm-router add to a request without them.
 CHAT = {
     "messages": HELLO,
     "model": "tiny",
@@ -37,7 +37,7 @@ GENERATE = {
     **dict.fromkeys(("return_text_in_logprobs", "stream", "return_hidden_states", "return_routed_experts"), False),
     **dict.fromkeys(("background", "no_logs", "return_bytes", "return_entropy"), False),
 }
-# What SGLang's own tests send.
+# A request of SGLang's own tests.
 PLAIN = {
     "text": "a",
     "return_logprob": False,
@@ -58,59 +58,59 @@ PLAIN = {
         ("/v1/completions", {"prompt": "a", "best_of": 1, "n": 2}),
     ],
 )
-async def test_what_gateways_add_passes(served: Served, path: str, body: dict[str, Any]):
-    response = await served.http.post(path, json=body)
+async def test_fields_added_by_gateways_are_accepted(server: ServerUnderTest, path: str, body: dict[str, Any]):
+    response = await server.http.post(path, json=body)
     assert response.status_code == 200, response.text
 
 
-def known_fields() -> list[tuple[str, str, list[object]]]:
-    """Path, field and passing values of each field that is known and not built."""
+def unsupported_fields() -> list[tuple[str, str, list[object]]]:
+    """Return the path, name and accepted values of each unsupported field."""
     bases = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION, "/generate": GENERATE}
     return [
-        (item.path, name, list(passing))
+        (item.path, name, list(accepted))
         for item, _ in _POSTS
         if item.path in bases and item.body is not None
-        for name, passing in fields._asking_nothing(item.body)
+        for name, accepted in fields._accepted_values(item.body)
     ]
 
 
-async def test_every_known_field_passes_where_it_asks_for_nothing_and_is_refused_by_name_elsewhere(served: Served):
+async def test_unsupported_fields_accept_only_values_without_an_effect(server: ServerUnderTest):
     bodies = {
         "/v1/chat/completions": {"messages": HELLO, "max_tokens": 1},
         "/v1/completions": {"prompt": "a", "max_tokens": 1},
         "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 1}},
     }
-    known = known_fields()
-    assert len(known) > 150
-    for path, name, passing in known:
-        for value in (None, *passing):
-            response = await served.http.post(path, json=bodies[path] | {name: value})
+    found = unsupported_fields()
+    assert len(found) > 150
+    for path, name, accepted in found:
+        for value in (None, *accepted):
+            response = await server.http.post(path, json=bodies[path] | {name: value})
             assert response.status_code == 200, (path, name, value, response.text)
         for value in (True, False, 0, 1, 7.5, "x", ["x"], {"x": 1}):
-            if value in passing and all(value is not one for one in (True, False, 0, 1)):
+            if value in accepted and all(value is not one for one in (True, False, 0, 1)):
                 continue
-            if any(value == one and type(value) is type(one) for one in passing):
+            if any(value == one and type(value) is type(one) for one in accepted):
                 continue
-            response = await served.http.post(path, json=bodies[path] | {name: value})
+            response = await server.http.post(path, json=bodies[path] | {name: value})
             assert response.status_code == 400, (path, name, value)
             error = response.json()["error"]
             assert error["param"] == name
             assert "null" in error["message"]
 
 
-async def test_known_fields_of_sampling_params(served: Served):
+async def test_unsupported_fields_of_sampling_params(server: ServerUnderTest):
     neutral = {"beam_width": 1, "custom_params": {}, "regex": None, "spaces_between_special_tokens": True}
-    response = await served.http.post("/generate", json={"text": "a", "sampling_params": neutral})
+    response = await server.http.post("/generate", json={"text": "a", "sampling_params": neutral})
     assert response.status_code == 200
-    response = await served.http.post("/generate", json={"text": ["a", "b"], "sampling_params": [{}, {"ebnf": "x"}]})
+    response = await server.http.post("/generate", json={"text": ["a", "b"], "sampling_params": [{}, {"ebnf": "x"}]})
     assert response.json()["error"]["param"] == "sampling_params[1].ebnf"
 
 
-async def test_sampling_params_of_each_prompt(served: Served):
+async def test_sampling_params_of_each_prompt(server: ServerUnderTest):
     sampling = [{"max_new_tokens": 2}, {"max_new_tokens": 3, "temperature": 0}]
-    response = await served.http.post("/generate", json={"text": ["a", "k"], "sampling_params": sampling})
+    response = await server.http.post("/generate", json={"text": ["a", "k"], "sampling_params": sampling})
     assert [item["text"] for item in response.json()] == [letters("a", 2), letters("k", 3)]
-    assert [request.sampling.temperature for request in served.engine.submitted] == [1.0, 0.0]
+    assert [request.sampling.temperature for request in server.engine.submitted] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -124,11 +124,11 @@ async def test_sampling_params_of_each_prompt(served: Served):
         ({"max_tokens": 2}, None, None),
     ],
 )
-async def test_what_ended_a_choice(body: dict[str, Any], stop_reason: object, matched: object, stream: bool):
+async def test_stop_reason_and_matched_stop(body: dict[str, Any], stop_reason: object, matched: object, stream: bool):
     rule = lambda request: itertools.chain(b"cdefghi", [END_ID])  # noqa: E731
-    async with over_asgi(engine={"rule": rule}) as served:
+    async with over_asgi(engine={"rule": rule}) as server:
         for path, prompt in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": HELLO})):
-            response = await served.http.post(path, json=prompt | {"max_tokens": 50, "stream": stream} | body)
+            response = await server.http.post(path, json=prompt | {"max_tokens": 50, "stream": stream} | body)
             if stream:
                 chunks = events(response)
                 [choice] = chunks[-1]["choices"]
@@ -137,30 +137,30 @@ async def test_what_ended_a_choice(body: dict[str, Any], stop_reason: object, ma
                 [choice] = response.json()["choices"]
             assert (choice["stop_reason"], choice["matched_stop"]) == (stop_reason, matched)
         sampling = {{"max_tokens": "max_new_tokens"}.get(name, name): value for name, value in body.items()}
-        answer = (await served.http.post("/generate", json={"text": "a", "sampling_params": sampling})).json()
+        answer = (await server.http.post("/generate", json={"text": "a", "sampling_params": sampling})).json()
     reason = answer["meta_info"]["finish_reason"]
     assert reason == ({"type": "length", "length": 2} if matched is None else {"type": "stop", "matched": matched})
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 3])
-async def test_a_stop_regex_cuts_a_stream_as_it_cuts_the_whole(tokens_per_step: int):
-    async with over_asgi(engine={"tokens_per_step": tokens_per_step}) as served:
+async def test_a_stop_regex_ends_streamed_and_whole_output_alike(tokens_per_step: int):
+    async with over_asgi(engine={"tokens_per_step": tokens_per_step}) as server:
         body = {"prompt": "a", "max_tokens": 30, "stop_regex": "[j-l]{2}m|zzz", "return_token_ids": True}
-        whole = (await served.http.post("/v1/completions", json=body)).json()["choices"][0]
-        chunks = events(await served.http.post("/v1/completions", json=body | {"stream": True}))
+        whole = (await server.http.post("/v1/completions", json=body)).json()["choices"][0]
+        chunks = events(await server.http.post("/v1/completions", json=body | {"stream": True}))
         with_stop = body | {"no_stop_trim": True}
-        kept = (await served.http.post("/v1/completions", json=with_stop)).json()["choices"][0]
+        kept = (await server.http.post("/v1/completions", json=with_stop)).json()["choices"][0]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["text"]
     assert "m" not in whole["text"]
     assert kept["text"] == whole["text"] + "klm"
 
 
-async def test_prompt_ids_of_a_streamed_chat_stand_where_vllm_has_them(served: Served):
+async def test_prompt_ids_of_a_streamed_chat_are_placed_as_in_vllm(server: ServerUnderTest):
     body = {"messages": HELLO, "max_tokens": 3, "n": 2, "return_token_ids": True}
-    whole = (await served.http.post("/v1/chat/completions", json=body)).json()
+    whole = (await server.http.post("/v1/chat/completions", json=body)).json()
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    chunks = events(await served.http.post("/v1/chat/completions", json=body | options))
-    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"] == served.engine.submitted[0].prompt_ids
+    chunks = events(await server.http.post("/v1/chat/completions", json=body | options))
+    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"] == server.engine.submitted[0].prompt_ids
     assert [chunk["choices"][0]["delta"].get("role") for chunk in chunks if "prompt_token_ids" in chunk] == [
         "assistant"
     ] * 2
@@ -175,83 +175,83 @@ async def test_other_keys_of_messages_reach_the_template():
         {"role": "user", "content": "hi", "mood": {"deep": [1]}, "nothing": None},
         {"role": "assistant", "content": "ho", "refusal": None, "tool_calls": None, "reasoning_content": "because"},
     ]
-    async with over_asgi(template) as served:
-        tokens = (await served.http.post("/tokenize", json={"messages": messages})).json()["tokens"]
-        text = (await served.http.post("/detokenize", json={"tokens": tokens})).json()["prompt"]
+    async with over_asgi(template) as server:
+        tokens = (await server.http.post("/tokenize", json={"messages": messages})).json()["tokens"]
+        text = (await server.http.post("/detokenize", json={"tokens": tokens})).json()["prompt"]
         assert text == "user:hi:{'deep': [1]}:False;assistant:ho::False;"
         images = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-        refused = await served.http.post("/v1/chat/completions", json={"messages": images})
+        refused = await server.http.post("/v1/chat/completions", json={"messages": images})
         assert refused.json()["error"]["param"] == "messages[0].content[0]"
 
 
-class TestNames:
+class TestClientIds:
     @pytest.mark.parametrize("name", ["rid", "request_id"])
-    async def test_a_client_names_its_request_and_aborts_it_by_that(self, served: Served, name: str):
-        served.engine.hold()
+    async def test_a_client_aborts_its_request_by_its_own_id(self, server: ServerUnderTest, name: str):
+        server.engine.hold()
         body = {"prompt": "a", name: "mine"}
-        tasks = [asyncio.ensure_future(served.http.post("/v1/completions", json=body)) for _ in range(2)]
-        await served.engine.wait_for(lambda: len(served.engine.submitted) == 2)
-        answer = await served.http.post("/abort_request", json={"rid": "mine"})
+        tasks = [asyncio.ensure_future(server.http.post("/v1/completions", json=body)) for _ in range(2)]
+        await server.engine.wait_for(lambda: len(server.engine.submitted) == 2)
+        answer = await server.http.post("/abort_request", json={"rid": "mine"})
         assert answer.json() == {"rid": "mine", "aborted": 2}
         for task in tasks:
             assert (await task).json()["id"] == {"rid": "mine", "request_id": "cmpl-mine"}[name]
 
-    async def test_abort_all(self, served: Served):
-        served.engine.hold()
+    async def test_abort_all(self, server: ServerUnderTest):
+        server.engine.hold()
         body = {"text": ["a", "b"], "sampling_params": {"n": 2}}
-        tasks = [asyncio.ensure_future(served.http.post("/generate", json=body)) for _ in range(2)]
-        await served.engine.wait_for(lambda: len(served.engine.submitted) == 8)
-        answer = await served.http.post("/abort_request", json={"abort_all": True, "rid": ""})
+        tasks = [asyncio.ensure_future(server.http.post("/generate", json=body)) for _ in range(2)]
+        await server.engine.wait_for(lambda: len(server.engine.submitted) == 8)
+        answer = await server.http.post("/abort_request", json={"abort_all": True, "rid": ""})
         assert answer.json()["aborted"] == 8
         for task in tasks:
             assert {item["meta_info"]["finish_reason"]["type"] for item in (await task).json()} == {"abort"}
         for nobody in ({}, {"rid": ""}, {"abort_all": False}):
-            assert (await served.http.post("/abort_request", json=nobody)).status_code == 400
+            assert (await server.http.post("/abort_request", json=nobody)).status_code == 400
 
 
 class TestHealthGenerate:
-    async def test_a_token_is_generated_and_counted_as_no_request(self, served: Served):
-        assert (await served.http.get("/health_generate")).json() == {"status": "ok"}
-        assert served.engine.stats.generation_tokens == 1
+    async def test_a_token_is_generated_without_counting_a_request(self, server: ServerUnderTest):
+        assert (await server.http.get("/health_generate")).json() == {"status": "ok"}
+        assert server.engine.stats.generation_tokens == 1
         assert (
-            served.serving.metrics.registry.get_sample_value(
+            server.state.metrics.registry.get_sample_value(
                 "jaxserve:e2e_request_latency_seconds_count", {"model_name": "tiny"}
             )
             == 0
         )
 
-    async def test_a_dead_or_starting_engine(self, served: Served):
-        served.engine.die("engine process ended with code -9")
-        assert (await served.http.get("/health_generate")).status_code == 503
+    async def test_a_dead_or_starting_engine(self, server: ServerUnderTest):
+        server.engine.die("engine process ended with code -9")
+        assert (await server.http.get("/health_generate")).status_code == 503
 
-    async def test_a_hung_engine(self, served: Served, monkeypatch: pytest.MonkeyPatch):
+    async def test_a_hung_engine(self, server: ServerUnderTest, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr("jaxserve.server.admin.routes._GENERATE_TIMEOUT", 0.01)
-        served.engine.hold()
-        response = await served.http.get("/health_generate")
+        server.engine.hold()
+        response = await server.http.get("/health_generate")
         assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
-        assert served.engine.num_running == 0
+        assert server.engine.num_running == 0
 
-    async def test_a_full_queue_is_no_illness_while_others_get_their_tokens(self):
-        async with over_asgi(engine={"refuse": lambda _: "queue full: 8 requests wait, the limit"}) as served:
-            asking = asyncio.ensure_future(served.http.get("/health_generate"))
-            await served.engine.wait_for(lambda: len(served.engine.submitted) == 1)
-            served.engine.stats = msgspec.structs.replace(served.engine.stats, generation_tokens=5)
+    async def test_a_full_queue_is_healthy_while_other_requests_get_tokens(self):
+        async with over_asgi(engine={"refuse": lambda _: "queue full: 8 requests wait, the limit"}) as server:
+            asking = asyncio.ensure_future(server.http.get("/health_generate"))
+            await server.engine.wait_for(lambda: len(server.engine.submitted) == 1)
+            server.engine.stats = msgspec.structs.replace(server.engine.stats, generation_tokens=5)
             assert (await asking).status_code == 200
 
 
-async def test_workers_say_what_they_are():
-    async with over_asgi(api_key="k") as served:
+async def test_workers_report_their_properties():
+    async with over_asgi(api_key="k") as server:
         for path in ("/get_model_info", "/model_info", "/get_server_info", "/server_info", "/health_generate"):
-            assert (await served.http.get(path)).status_code == 401
+            assert (await server.http.get(path)).status_code == 401
         headers = {"authorization": "Bearer k"}
         for path in ("/get_model_info", "/model_info"):
-            info = (await served.http.get(path, headers=headers)).json()
-            assert info["model_path"] == info["tokenizer_path"] == served.serving.engine_config.model
+            info = (await server.http.get(path, headers=headers)).json()
+            assert info["model_path"] == info["tokenizer_path"] == server.state.engine_config.model
             assert info["is_generation"] is True
             assert info["weight_version"] == "default"
             assert info["preferred_sampling_params"] is None
         for path in ("/get_server_info", "/server_info"):
-            info = (await served.http.get(path, headers=headers)).json()
+            info = (await server.http.get(path, headers=headers)).json()
             assert (info["tp_size"], info["dp_size"], info["served_model_name"]) == (1, 1, "tiny")
             assert info["max_total_tokens"] == 1024
             assert info["internal_states"] == [{"last_gen_throughput": 0.0}]

@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Served, over_asgi
+from tests.server.conftest import ServerUnderTest, over_asgi
 from tests.server.openai.test_completions import events, letters
 
 
-async def generate(served: Served, **body: Any) -> Any:
-    response = await served.http.post("/generate", json=body)
+async def generate(server: ServerUnderTest, **body: Any) -> Any:
+    response = await server.http.post("/generate", json=body)
     assert response.status_code == 200, response.text
     return response.json()
 
 
-async def test_sglangs_shape(served: Served):
-    answer = await generate(served, text="hello", sampling_params={"max_new_tokens": 3}, rid="mine")
+async def test_sglangs_shape(server: ServerUnderTest):
+    answer = await generate(server, text="hello", sampling_params={"max_new_tokens": 3}, rid="mine")
     meta = answer["meta_info"]
     assert meta.pop("e2e_latency") > 0
     assert answer == {
@@ -32,26 +32,26 @@ async def test_sglangs_shape(served: Served):
     }
 
 
-async def test_defaults(served: Served):
-    answer = await generate(served, input_ids=[97, 98])
+async def test_defaults(server: ServerUnderTest):
+    answer = await generate(server, input_ids=[97, 98])
     assert answer["meta_info"]["completion_tokens"] == 128
-    assert served.engine.submitted[0].prompt_ids == [97, 98]
-    assert served.engine.submitted[0].sampling.temperature == 1.0
+    assert server.engine.submitted[0].prompt_ids == [97, 98]
+    assert server.engine.submitted[0].sampling.temperature == 1.0
 
 
-async def test_lists_are_answered_by_lists(served: Served):
-    one = await generate(served, text=["ab"], sampling_params={"max_new_tokens": 2})
+async def test_a_list_of_prompts_gets_a_list_of_outputs(server: ServerUnderTest):
+    one = await generate(server, text=["ab"], sampling_params={"max_new_tokens": 2})
     assert [item["text"] for item in one] == [letters("b", 2)]
-    many = await generate(served, input_ids=[[97], [98]], sampling_params={"max_new_tokens": 2, "n": 2}, rid="r")
+    many = await generate(server, input_ids=[[97], [98]], sampling_params={"max_new_tokens": 2, "n": 2}, rid="r")
     assert [item["text"] for item in many] == [letters(c, 2, sample) for c in "ab" for sample in (0, 1)]
     assert [item["meta_info"]["id"] for item in many] == ["r-0", "r-1", "r-2", "r-3"]
 
 
 async def test_fields_reach_the_engine():
-    async with over_asgi(engine={"schedule_policy": "priority"}) as served:
+    async with over_asgi(engine={"schedule_policy": "priority"}) as server:
         sampling = {"max_new_tokens": 9, "min_new_tokens": 2, "sampling_seed": 5, "top_k": -1, "no_stop_trim": True}
-        await generate(served, text="a", sampling_params=sampling, priority=3, cache_salt="tenant")
-        [request] = served.engine.submitted
+        await generate(server, text="a", sampling_params=sampling, priority=3, cache_salt="tenant")
+        [request] = server.engine.submitted
     assert (request.priority, request.namespace) == (3, "tenant")
     taken = request.sampling
     assert (taken.max_tokens, taken.min_tokens, taken.seed, taken.top_k) == (9, 2, 5, -1)
@@ -60,42 +60,42 @@ async def test_fields_reach_the_engine():
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_stop_strings_and_cached_tokens(stream: bool):
-    async with over_asgi(engine={"cached_tokens": 4}) as served:
+    async with over_asgi(engine={"cached_tokens": 4}) as server:
         whole = letters("a", 10)
         body = {"text": "a", "sampling_params": {"max_new_tokens": 10, "stop": whole[4]}, "stream": stream}
         if stream:
-            answer = events(await served.http.post("/generate", json=body))[-1]
+            answer = events(await server.http.post("/generate", json=body))[-1]
         else:
-            answer = await generate(served, **body)
+            answer = await generate(server, **body)
     assert answer["text"] == whole[:4]
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": whole[4]}
     assert answer["meta_info"]["cached_tokens"] == 4
     assert answer["meta_info"]["completion_tokens"] == 5
 
 
-async def test_a_stop_id_is_named(served: Served):
+async def test_a_stop_id_is_named(server: ServerUnderTest):
     token = ord(letters("a", 3)[2])
-    answer = await generate(served, text="a", sampling_params={"stop_token_ids": [token]})
+    answer = await generate(server, text="a", sampling_params={"stop_token_ids": [token]})
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": token}
 
 
-async def test_each_event_of_a_stream_brings_all_there_is(served: Served):
+async def test_each_event_of_a_stream_has_the_whole_text_so_far(server: ServerUnderTest):
     body = {"text": "a", "sampling_params": {"max_new_tokens": 3}, "stream": True}
-    parts = events(await served.http.post("/generate", json=body))
+    parts = events(await server.http.post("/generate", json=body))
     assert [part["text"] for part in parts] == [letters("a", count) for count in (1, 2, 3)]
     assert [part["meta_info"]["completion_tokens"] for part in parts] == [1, 2, 3]
     assert parts[0]["meta_info"]["finish_reason"] is None
     assert "cached_tokens" not in parts[0]["meta_info"]
     assert parts[-1]["meta_info"]["cached_tokens"] == 0
     assert "index" not in parts[0]
-    several = events(await served.http.post("/generate", json=body | {"text": ["a", "b"]}))
+    several = events(await server.http.post("/generate", json=body | {"text": ["a", "b"]}))
     ends = {part["index"]: part["text"] for part in several if part["meta_info"]["finish_reason"]}
     assert ends == {0: letters("a", 3), 1: letters("b", 3)}
 
 
-async def test_logprobs(served: Served):
+async def test_logprobs(server: ServerUnderTest):
     body = {"text": "abc", "sampling_params": {"max_new_tokens": 2}, "return_logprob": True}
-    answer = await generate(served, **body, logprob_start_len=1, top_logprobs_num=2, return_text_in_logprobs=True)
+    answer = await generate(server, **body, logprob_start_len=1, top_logprobs_num=2, return_text_in_logprobs=True)
     meta = answer["meta_info"]
     assert meta["input_token_logprobs"] == [[-0.98, 98, "b"], [-0.99, 99, "c"]]
     tokens = [ord(char) for char in letters("c", 2)]
@@ -105,17 +105,17 @@ async def test_logprobs(served: Served):
         [-9999.0, tokens[0] + 1, chr(tokens[0] + 1)],
     ]
     assert len(meta["input_top_logprobs"]) == 2
-    from_the_start = (await generate(served, **body, logprob_start_len=0))["meta_info"]
+    from_the_start = (await generate(server, **body, logprob_start_len=0))["meta_info"]
     assert from_the_start["input_token_logprobs"][0] == [None, 97, None]
     assert "output_top_logprobs" not in from_the_start
-    assert (await generate(served, **body))["meta_info"]["input_token_logprobs"] == []
+    assert (await generate(server, **body))["meta_info"]["input_token_logprobs"] == []
 
 
-async def test_a_running_one_can_be_aborted_by_its_rid(served: Served):
-    served.engine.hold()
-    task = asyncio.ensure_future(generate(served, text="a", rid="mine"))
-    await served.engine.wait_for(lambda: served.engine.num_running == 1)
-    assert (await served.http.post("/abort_request", json={"rid": "mine"})).json()["aborted"] == 1
+async def test_a_running_request_can_be_aborted_by_its_rid(server: ServerUnderTest):
+    server.engine.hold()
+    task = asyncio.ensure_future(generate(server, text="a", rid="mine"))
+    await server.engine.wait_for(lambda: server.engine.num_running == 1)
+    assert (await server.http.post("/abort_request", json={"rid": "mine"})).json()["aborted"] == 1
     assert (await task)["meta_info"]["finish_reason"]["type"] == "abort"
 
 
@@ -126,6 +126,7 @@ async def test_a_running_one_can_be_aborted_by_its_rid(served: Served):
         ({"text": "a", "input_ids": [1]}, "text", "one of"),
         ({"text": ""}, "text", "empty"),
         ({"text": []}, "text", "empty"),
+        ({"text": ["a"] * 1025, "sampling_params": {"n": 2}}, "text", "2050 sequences"),
         ({"input_ids": []}, "input_ids", "empty"),
         ({"input_ids": [1, [2]]}, "input_ids", "mixes"),
         ({"input_ids": [10**6]}, "input_ids", "1000000"),
@@ -139,7 +140,7 @@ async def test_a_running_one_can_be_aborted_by_its_rid(served: Served):
         ({"text": "a", "sampling_params": {"max_tokens": 3}}, "sampling_params.max_tokens", "Unknown"),
         ({"text": "a", "image_data": "x"}, "image_data", "not supported: only null or [] is accepted"),
         ({"text": "a", "picture": "x"}, "picture", "Unknown"),
-        ({"text": "a", "sampling_params": {"stop_regex": "("}}, "sampling_params.stop_regex", "no regular expression"),
+        ({"text": "a", "sampling_params": {"stop_regex": "("}}, "sampling_params.stop_regex", "regular expression"),
         (
             {"text": "a", "sampling_params": [{"min_new_tokens": 2, "max_new_tokens": 1}]},
             "sampling_params[0].min_new_tokens",
@@ -149,8 +150,8 @@ async def test_a_running_one_can_be_aborted_by_its_rid(served: Served):
         ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params", "n must be the same"),
     ],
 )
-async def test_a_wrong_field_is_named(served: Served, body: dict[str, Any], param: str, words: str):
-    response = await served.http.post("/generate", json=body)
+async def test_a_wrong_field_is_named(server: ServerUnderTest, body: dict[str, Any], param: str, words: str):
+    response = await server.http.post("/generate", json=body)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert error["param"] == param

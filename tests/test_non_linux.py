@@ -1,12 +1,11 @@
-"""Start-up, `plan`, a generation and a server on a system that isn't Linux, as far as one can be made up here: see
-`elsewhere/sitecustomize.py`. The CPU's kernels are compiled for other CPUs in `tests/pallas_kernels/cpu`."""
+"""Tests imports, `plan`, a generation and a server on a system that isn't Linux, which `non_linux/sitecustomize.py`
+imitates. `tests/pallas_kernels/cpu` compiles the CPU's kernels for other CPUs."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,11 +14,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from jaxserve import host
 from tests.cli.model_folder import write_config
 from tests.tiny_model import tiny_settings
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[1]
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT / 'tests/elsewhere'}{os.pathsep}{ROOT}"}
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT / 'tests/non_linux'}{os.pathsep}{ROOT}"}
 
 
 def run(*command: str) -> str:
@@ -28,7 +30,7 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-def test_it_is_another_system() -> None:
+def test_the_imitated_system_is_not_linux() -> None:
     code = "import sys, os, pathlib; print(sys.platform, pathlib.Path('/proc/cpuinfo').read_text())"
     done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)
     assert done.stderr.splitlines()[-1].startswith("FileNotFoundError")
@@ -58,9 +60,7 @@ def flags(folders: pytest.TempPathFactory) -> list[str]:
 
 @contextlib.contextmanager
 def server(flags: list[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = host.free_port()
     command = [sys.executable, "-m", "jaxserve", "serve", f"--port={port}", *flags]
     process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stderr is not None
@@ -75,7 +75,7 @@ def server(flags: list[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.stderr.close()
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_a_generation_and_a_server(tmp_path_factory: pytest.TempPathFactory) -> None:
     common = flags(tmp_path_factory)
     text = run("-m", "jaxserve", "generate", "hi", "--max-tokens=8", *common)

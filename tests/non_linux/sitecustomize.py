@@ -1,7 +1,7 @@
-"""Makes a Linux look like another system to every process that has this folder on PYTHONPATH, its children too.
+"""Makes Linux look like another system to every process that has this folder on PYTHONPATH, and to its children.
 
-What macOS or Windows doesn't have is gone: names of `os`, whole modules, the files of /proc and /sys, and `prctl` of
-the C library. What libraries have for each system is loaded before, for the one that this really is.
+Removes what macOS or Windows doesn't have: names of `os`, whole modules, the files of /proc and /sys, and `prctl` of
+the C library. Libraries with code for each system are imported before that, so that they see the real one.
 """
 
 import builtins

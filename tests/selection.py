@@ -1,0 +1,28 @@
+"""How much of a table, and how many drawn examples, `make test` runs; `make test-full` runs all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+FULL = os.environ.get("JAXSERVE_TESTS") == "full"
+
+
+def grid(values: Iterable[Any], quick: Callable[[Any], bool]) -> list[Any]:
+    """Parameters of a test, those that aren't `quick` marked `grid`: only `make test-full` runs them."""
+    return [value if quick(value) else _marked(value) for value in values]
+
+
+def _marked(value: Any) -> Any:
+    values = value if isinstance(value, tuple) else (value,)
+    return pytest.param(*values, marks=pytest.mark.grid)
+
+
+def examples(full: int, quick: int | None = None) -> int:
+    """How many examples hypothesis draws: `full` in `make test-full`, else `quick`, a fifth by default."""
+    if FULL:
+        return full
+    return max(5, full // 5) if quick is None else quick
