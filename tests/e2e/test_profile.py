@@ -48,7 +48,7 @@ def test_a_profile_while_requests_run(tmp_path: Path) -> None:
         times = read_step_times(Path(folder))
         assert times.num_steps == pytest.approx(8, abs=1)
         assert all(times.host_ms[phase] > 0 for phase in HOST_PHASES)
-        decode = next(one for one in times.programs if one.name == "decode_1_greedy")
+        decode = next(one for one in times.programs if one.name == "decode_2_greedy")
         assert {f"layer_{i}/{part}" for i in range(30) for part in ("attention", "mlp")} <= set(decode.scopes_ms)
         assert {"embed", "head", "sample"} <= set(decode.scopes_ms)
         assert server.info()["stats"]["integrity_errors"] == []
