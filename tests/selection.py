@@ -1,4 +1,4 @@
-"""How much of a table, and how many drawn examples, `make test` runs; `make test-full` runs all of them."""
+"""Chooses what `make test` runs of large tables and of drawn examples; `make test-full` runs all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FULL = os.environ.get("JAXSERVE_TESTS") == "full"
 
 
 def grid(values: Iterable[Any], quick: Callable[[Any], bool]) -> list[Any]:
-    """Parameters of a test, those that aren't `quick` marked `grid`: only `make test-full` runs them."""
+    """Return the parameters of a test. Those that aren't `quick` are marked `grid`: only `make test-full` runs them."""
     return [value if quick(value) else _marked(value) for value in values]
 
 
@@ -22,7 +22,7 @@ def _marked(value: Any) -> Any:
 
 
 def examples(full: int, quick: int | None = None) -> int:
-    """How many examples hypothesis draws: `full` in `make test-full`, else `quick`, a fifth by default."""
+    """Return the number of examples to draw: `full` in `make test-full`, else `quick`, which is a fifth by default."""
     if FULL:
         return full
     return max(5, full // 5) if quick is None else quick

@@ -32,7 +32,7 @@ QUICK = ("1x1", "2x2")
 
 @pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What each shape gave; without those that failed, and all that came after."""
+    """The results by shape, up to the first shape that failed, and the log."""
     asked = {item.name for item in request.session.items if item.path == request.path}
     shapes = [shape for shape in SHAPES if shape in QUICK or any(f"[{shape}]" in name for name in asked)]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}

@@ -91,7 +91,7 @@ def _variants(run: SectionRun, name: BackendName, target: KernelTarget) -> None:
 
 
 def _cases(name: BackendName, target: KernelTarget) -> Iterator[Case]:
-    """Yield the suite's cases; those that a backend supports only in bfloat16 are changed to it."""
+    """Yield the suite's cases, in bfloat16 if the backend refuses float32."""
     for case in CASES:
         if case.dtype == "float32" and backend_module(name).refusal(_problem(case), target) is not None:
             yield dataclasses.replace(case, name=f"{case.name}, bfloat16", dtype="bfloat16")

@@ -56,7 +56,7 @@ def _cpu_only() -> None:
 
 @pytest.fixture
 def report(request: pytest.FixtureRequest) -> Callable[[Row], None]:
-    """Adds a row to the table that is printed at the end, in whichever process the test runs."""
+    """A function that adds a row to the table printed at the end; it works in pytest-xdist's workers too."""
     return lambda row: request.node.user_properties.append(("row", row.cells()))
 
 

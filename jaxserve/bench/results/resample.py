@@ -1,6 +1,6 @@
 """Bootstrap of a run's metrics: recomputes each over resampled requests to estimate its spread within the run.
 
-Requests are drawn in blocks of neighbours, as many as ran at once, because those share their engine steps.
+Each draw takes a block of consecutive requests, as long as the number that ran at once: they share their engine steps.
 """
 
 from __future__ import annotations

@@ -60,8 +60,12 @@ class RawRequests:
 
 @dataclasses.dataclass(frozen=True)
 class RunFile:
-    """One run. `figures` are the file's own numbers by name, `higher_is_better` the names of those that should be high;
-    `workload` must be equal for two runs to be compared; `tokens` are the mean prompt and output tokens per request."""
+    """The results of one run, read from its file.
+
+    - `figures`: the file's numbers by name; `higher_is_better` lists the figures where more is better.
+    - `workload`: must be equal for two runs to be compared.
+    - `tokens`: mean prompt and output tokens per request.
+    """
 
     path: str
     kind: Kind

@@ -40,7 +40,7 @@ class Sweep:
                 runs = self._run_on_one_server(engine, runs)
 
     def _run_on_one_server(self, engine: int, runs: list[GridRun]) -> list[GridRun]:
-        """Run these on one server and return those that remain if the server ended early."""
+        """Run all of `runs` on one server; return the runs that are left if the server ends early."""
         grid = self.grid
         self._notify(f"starting setting {engine + 1} of {len(grid.engines)}: {format_options(grid.engines[engine])}")
         flags, log = grid.serve_flags(engine), self.folder.server_log(engine)

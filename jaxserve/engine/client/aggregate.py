@@ -19,7 +19,7 @@ def replica_name(number: int) -> str:
 
 
 def merge_info(infos: Sequence[EngineInfo]) -> EngineInfo:
-    """Merge the descriptions of the replicas. `free_bytes` is that of the device with the least free memory."""
+    """Merge the descriptions of the replicas. `free_bytes` is the smallest of theirs."""
     phases = dict.fromkeys(phase for info in infos for phase in info.startup_seconds)
     return msgspec.structs.replace(
         infos[0],
