@@ -18,7 +18,7 @@ from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.devices.mesh import TENSOR_AXIS, make_mesh, shardings
 from jaxserve.runtime.execution.host_pool import HostPool
 from jaxserve.runtime.programs.builder import READ_KEY, UPDATE_KEY, WRITE_KEY, ProgramBuilder
-from jaxserve.runtime.programs.inspection import instructions
+from jaxserve.runtime.programs.hlo import instructions
 from jaxserve.runtime.sizing.deployment import deploy
 from jaxserve.runtime.step import sampling
 from jaxserve.runtime.step.batch import StepKey, pack_step, step_shape

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from jaxserve.params import dotted
 from jaxserve.quant import packed_weights
-from jaxserve.runtime.devices.mesh import shape_structs
+from jaxserve.runtime.devices.mesh import GPU, platform_of, shape_structs
 from jaxserve.runtime.programs.fingerprint import as_json, cpu_fact, cpu_flags, source_hash
 from jaxserve.runtime.programs.own_files import read_trusted, write_private
 from jaxserve.runtime.programs.program_set import ProgramKey
@@ -97,9 +97,12 @@ class ProgramBuilder:
         assert key == WRITE_KEY, key
         return make_write_pages(self.mesh, self.state_specs), pages, shape_structs(self.mesh, rows)
 
-    def compile(self, key: ProgramKey) -> jax.stages.Compiled:
-        """Lower and compile one program."""
-        return self.lower(key).compile(_compiler_options(self.mesh, self.num_processes))
+    def compile(self, key: ProgramKey, dump: Path | None = None) -> jax.stages.Compiled:
+        """Lower and compile one program. XLA writes what it makes of it to the folder `dump`; don't keep such one."""
+        options = compiler_options(self.mesh, self.num_processes)
+        if dump is not None:
+            options |= {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
+        return self.lower(key).compile(options)
 
     def store(self, compiled: jax.stages.Compiled, path: Path) -> None:
         """Write an executable, and our own CPU kernels that it calls: `load` compiles those again."""
@@ -181,14 +184,22 @@ def _cost(key: ProgramKey) -> tuple[bool, int]:
     return (False, 0) if isinstance(key, str) else (key.kind != "decode", key.size)
 
 
-def _compiler_options(mesh: Mesh, num_processes: int) -> dict[str, int | bool] | None:
-    platform_name = mesh.devices.flat[0].platform
-    if platform_name == "cpu":
+def compiler_options(mesh: Mesh, num_processes: int) -> dict[str, Any]:
+    """Return XLA's options for the programs of a mesh. `XLA_FLAGS` of the environment win over those for a GPU."""
+    if platform_of(mesh) == "cpu":
         # With excess precision, XLA skips roundings to bfloat16 where it fuses, and what it fuses depends on the number
         # of rows. It prefers 256-bit vectors; with 512-bit ones mixed steps are a tenth faster.
         width = {"xla_cpu_prefer_vector_width": 512} if "avx512f" in cpu_flags() else {}
         return {"xla_allow_excess_precision": False, **width}
-    if platform_name == "gpu" and num_processes > 1:
+    if platform_of(mesh) not in GPU:
+        return {}
+    options: dict[str, Any] = {
+        # XLA counts the donated pool twice, takes memory to be full, and computes products and gathers again.
+        "xla_disable_hlo_passes": "rematerialization",
+        # Products by cuBLASLt: it adds the residual stream as it writes, and needs no minutes of tuning.
+        "xla_gpu_enable_triton_gemm": False,
+    }
+    if num_processes > 1:
         # Processes that share the autotuning wait for each other, but one that finds the program on disk never joins.
-        return {"xla_gpu_shard_autotuning": False}
-    return None
+        options["xla_gpu_shard_autotuning"] = False
+    return {name: value for name, value in options.items() if name not in os.environ.get("XLA_FLAGS", "")}

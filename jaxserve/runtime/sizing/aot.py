@@ -24,7 +24,9 @@ from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.sizing.deployment import Deployment, read_model, read_stored
 from jaxserve.runtime.sizing.memory_advice import deploy_or_advise
 from jaxserve.runtime.sizing.mesh_validation import check_mesh
+from jaxserve.runtime.sizing.prediction import Prediction, predict
 from jaxserve.runtime.sizing.temp_memory import size_pool_by_compiler
+from jaxserve.runtime.step.batch import StepKey
 
 
 def deploy_on_target(config: EngineConfig, name: str) -> Deployment:
@@ -72,7 +74,7 @@ def compile_programs(
     """Compile in parallel and yield a report as each program is done. Store programs without a fault in `folder`."""
 
     def make(key: ProgramKey) -> ProgramReport:
-        report, compiled = compile_and_inspect(builder, key)
+        report, compiled = compile_and_inspect(builder, key, attached=folder is not None)
         if folder is not None and compiled is not None and report.fault is None:
             builder.store(compiled, program_path(folder, key))
         return report
@@ -85,3 +87,17 @@ def compile_programs(
         finally:
             for future in waiting:
                 future.cancel()
+
+
+def predict_steps(
+    deployment: Deployment, name: str, keys: Sequence[ProgramKey], reports: Sequence[ProgramReport]
+) -> dict[str, Prediction]:
+    """Return the predicted time of each step program that was compiled for a target, by the program's name."""
+    costs = {report.name: report for report in reports}
+    found = {}
+    for key in keys:
+        report = costs[str(key)]
+        if isinstance(key, StepKey) and report.cost is not None:
+            exchanges = sum(report.collectives.values())
+            found[str(key)] = predict(deployment, load_target(name), key, report.cost, exchanges)
+    return found
