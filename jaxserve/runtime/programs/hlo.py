@@ -32,15 +32,20 @@ _LIBRARY_PRODUCT = "matmul"
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One instruction: `elements` of the largest array that it outputs, and the bytes of each of its `arrays`."""
+    """One instruction, with the elements and the bytes of each array that it outputs."""
 
     name: str
     opcode: str
-    elements: int
+    sizes: tuple[int, ...]
     arrays: tuple[int, ...]
     operands: tuple[str, ...]
     is_root: bool
     line: str = dataclasses.field(repr=False)
+
+    @property
+    def elements(self) -> int:
+        """Elements of the largest array."""
+        return max(self.sizes, default=0)
 
     @property
     def nbytes(self) -> int:
@@ -168,8 +173,8 @@ class Computation:
 
     def product_flops(self, one: Instruction) -> float:
         """Return those of one product, from the sizes of its operands: [m, k] x [k, n]."""
-        sizes = [source.elements for name in one.operands[:2] if (source := self.instructions.get(name)) is not None]
-        return 2 * math.sqrt(math.prod(sizes) * one.elements) if len(sizes) == 2 else 0.0
+        sizes = [source.sizes[0] for name in one.operands[:2] if (source := self.source(name)) and source.sizes]
+        return 2 * math.sqrt(math.prod(sizes) * one.sizes[0]) if len(sizes) == 2 else 0.0
 
 
 class HloModule:
@@ -239,7 +244,7 @@ def _instruction(parsed: re.Match[str], line: str) -> Instruction:
     return Instruction(
         parsed["name"],
         parsed["opcode"],
-        max(sizes, default=0),
+        tuple(sizes),
         tuple(_bytes(array, size) for array, size in zip(arrays, sizes)),
         tuple(_OPERAND.findall(parsed["arguments"])),
         parsed["root"] is not None,
