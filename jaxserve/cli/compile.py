@@ -103,7 +103,7 @@ def _for_target(loaded: LoadedConfig, name: str, arguments: Namespace) -> int:
     print(f"{loaded.engine.model} on {deployment.num_devices} x {name}: {len(keys)} programs, "
           f"attention: {deployment.backend.name} ({deployment.backend.reason})", file=sys.stderr)  # fmt: skip
     reports = collect_reports(aot.compile_programs(builder, keys), [str(key) for key in keys])
-    predictions = aot.predict_steps(deployment, name, keys, reports)
+    predictions = {str(key): one for key, one in aot.predict_steps(deployment, name, keys, reports).items()}
     about = {"target": name, "devices": deployment.num_devices, "model": loaded.engine.model}
     print_reports(reports, arguments.json, about, predictions, explain=arguments.explain)
     return 1 if any(report.fault for report in reports) else 0

@@ -24,6 +24,10 @@ _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "reshape", "optimization-barrier", "after-all",
     "partition-id", "replica-id",
 }  # fmt: skip
+# Copies of a TPU beside its kernels.
+_BESIDE = {"copy-start", "slice-start", "slice", "dynamic-slice"}
+# Custom calls that only name memory.
+_NAMES = ("ConcatBitcast", "AllocateBuffer")
 # The second half of an operation that was counted when it started.
 _DONE = ("-done", "-update")
 
@@ -114,7 +118,7 @@ def program_cost(module: HloModule, tables: Tables, thunks: Path | None) -> Prog
         before = totals.get(label, LaunchCost(label, 0, 0, 0, 0.0))
         totals[label] = LaunchCost(
             label,
-            before.calls + 1,
+            before.calls + (one.opcode not in _BESIDE),
             before.read_bytes + moved.read_bytes,
             before.written_bytes + moved.written_bytes,
             before.flops + moved.flops,
@@ -154,5 +158,6 @@ def _launched(module: HloModule, found: Iterable[Instruction]) -> Iterator[Instr
         inner = [module.computations[name] for name in one.bodies if name in module.computations]
         for computation in inner:
             yield from _launched(module, computation.instructions.values())
-        if not inner and one.opcode not in _FREE and not one.opcode.endswith(_DONE):
+        free = one.opcode in _FREE or one.opcode.endswith(_DONE) or one.target in _NAMES
+        if not inner and not free:
             yield one

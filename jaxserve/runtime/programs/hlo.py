@@ -12,7 +12,9 @@ _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(
     r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.-]+) = (?P<types>.*?) (?P<opcode>[a-z][a-z0-9-]*)\((?P<arguments>[^)]*)\)"
 )
-_ARRAY = re.compile(r"\b(?P<type>pred|[a-z]+(?P<bits>\d+)\w*)\[(?P<dims>[\d,]*)\]")
+_ARRAY = re.compile(r"\b(?P<type>pred|[a-z]+(?P<bits>\d+)\w*)\[(?P<dims>[\d,]*)\](?P<layout>\{[^}]*\})?")
+# The memory space of a TPU's VMEM.
+_ON_CHIP = "S(1)"
 _OPERAND = re.compile(r"%([\w.-]+)")
 _CALLED = re.compile(r"\b(?:calls|to_apply)=%?([\w.-]+)")
 _BODIES = re.compile(r"\b(?:body|true_computation|false_computation)=%?([\w.-]+)|\bbranch_computations=\{([^}]*)\}")
@@ -32,12 +34,13 @@ _LIBRARY_PRODUCT = "matmul"
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One instruction, with the elements and the bytes of each array that it outputs."""
+    """One instruction, with elements and bytes of each array that it outputs, and whether a TPU keeps it in VMEM."""
 
     name: str
     opcode: str
     sizes: tuple[int, ...]
     arrays: tuple[int, ...]
+    on_chip: tuple[bool, ...]
     operands: tuple[str, ...]
     is_root: bool
     line: str = dataclasses.field(repr=False)
@@ -49,8 +52,8 @@ class Instruction:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays that it outputs."""
-        return sum(self.arrays)
+        """Bytes of all arrays that it outputs to device memory."""
+        return sum(size for size, on_chip in zip(self.arrays, self.on_chip) if not on_chip)
 
     @property
     def aliased(self) -> bool:
@@ -200,8 +203,8 @@ class HloModule:
         inputs = [source.nbytes if (source := owner.source(name)) else 0 for name in one.operands]
         called = self.computations.get(one.called or "")
         if called is not None:
-            read = sum(called.bytes_read(number) for number in range(len(inputs)))
-            return Traffic(read, called.bytes_written(), called.flops())
+            read = sum(min(called.bytes_read(number), size) for number, size in enumerate(inputs))
+            return Traffic(read, min(called.bytes_written(), one.nbytes), called.flops())
         if one.opcode == "custom-call":
             outputs = one.arrays
             flops = 0.0
@@ -214,7 +217,11 @@ class HloModule:
         if one.opcode in _UPDATES:
             return Traffic(sum(inputs[1:]), owner._bytes_updated(one), 0.0)
         if one.opcode in _SLICES:
-            return Traffic(one.nbytes, one.nbytes, 0.0)
+            return Traffic(min(sum(one.arrays), sum(inputs)), one.nbytes, 0.0)
+        if one.opcode == "slice-start":  # the first array is the whole, the second the slice
+            return Traffic(one.arrays[1], 0 if one.on_chip[1] else one.arrays[1], 0.0)
+        if one.opcode == "copy-start":  # the first array is the copy, the second the original
+            return Traffic(sum(inputs), 0 if one.on_chip[0] else one.arrays[0], 0.0)
         flops = owner.product_flops(one) if one.opcode in _PRODUCTS else 0.0
         return Traffic(sum(inputs), one.nbytes, flops)
 
@@ -246,6 +253,7 @@ def _instruction(parsed: re.Match[str], line: str) -> Instruction:
         parsed["opcode"],
         tuple(sizes),
         tuple(_bytes(array, size) for array, size in zip(arrays, sizes)),
+        tuple(_ON_CHIP in (array["layout"] or "") for array in arrays),
         tuple(_OPERAND.findall(parsed["arguments"])),
         parsed["root"] is not None,
         line,

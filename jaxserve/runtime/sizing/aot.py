@@ -91,13 +91,13 @@ def compile_programs(
 
 def predict_steps(
     deployment: Deployment, name: str, keys: Sequence[ProgramKey], reports: Sequence[ProgramReport]
-) -> dict[str, Prediction]:
-    """Return the predicted time of each step program that was compiled for a target, by the program's name."""
-    costs = {report.name: report for report in reports}
+) -> dict[StepKey, Prediction]:
+    """Return the predicted time of each step program that was compiled for a target."""
+    by_name = {report.name: report for report in reports}
     found = {}
     for key in keys:
-        report = costs[str(key)]
+        report = by_name[str(key)]
         if isinstance(key, StepKey) and report.cost is not None:
             exchanges = sum(report.collectives.values())
-            found[str(key)] = predict(deployment, load_target(name), key, report.cost, exchanges)
+            found[key] = predict(deployment, load_target(name), key, report.cost, exchanges)
     return found

@@ -69,14 +69,19 @@ def with_temp_memory(deployment: Deployment, measured: TempMemory) -> Deployment
 
 def measure_temp_memory(deployment: Deployment, builder: ProgramBuilder) -> TempMemory:
     """Return the largest working memory; the largest program of some kind needs it, so only these are compiled."""
-    largest = {(key.kind, key.greedy): key for key in sorted(deployment.step_keys, key=lambda key: key.size)}
 
     def measure(key: StepKey) -> TempMemory:
         memory: Any = builder.compile(key).memory_analysis()
         return TempMemory(memory.temp_size_in_bytes, str(key))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return max(pool.map(measure, largest.values()), key=lambda one: one.temp_bytes)
+        return max(pool.map(measure, largest_programs(deployment)), key=lambda one: one.temp_bytes)
+
+
+def largest_programs(deployment: Deployment) -> list[StepKey]:
+    """Return the largest step program of each kind."""
+    ascending = sorted(deployment.step_keys, key=lambda key: key.size)
+    return list({(key.kind, key.greedy): key for key in ascending}.values())
 
 
 def _read(folder: Path | None) -> TempMemory | None:
