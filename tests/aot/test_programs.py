@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from jaxserve.runtime.devices.mesh import device_bytes
-from jaxserve.runtime.programs.builder import READ_KEY, UPDATE_KEY, WRITE_KEY
+from jaxserve.runtime.programs.builder import ADJUST_KEY, READ_KEY, UPDATE_KEY, WRITE_KEY
 from jaxserve.runtime.programs.inspection import compile_and_inspect
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.step.batch import StepKey
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.aot
 
 DECODE = StepKey("decode", DECODE_ROWS, True)
 MIXED = StepKey("mixed", MIXED_TOKENS, False)
-WITHOUT_WEIGHTS = (UPDATE_KEY, READ_KEY, WRITE_KEY)
+WITHOUT_WEIGHTS = (UPDATE_KEY, ADJUST_KEY, READ_KEY, WRITE_KEY)
 MODELS = {"Llama-3.1-8B, 2 layers": LLAMA_8B_TWO_LAYERS, "SmolLM2-135M": SMOLLM2_135M}
 LLAMA, SMOLLM2 = MODELS
 KERNELS = {"nvidia-h200": "triton", "tpu-v6e": "mosaic tpu"}
