@@ -53,9 +53,9 @@ def test_every_program_is_compiled_and_shown(argv: list[str], capsys: pytest.Cap
     assert main(argv) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:2] == ["program", "seconds"]
-    names = [line.split()[0] for line in lines[1:6]]
-    assert names == ["update", "decode-8-greedy", "decode-8-full", "mixed-16-full", "prompt_logprobs-128-full"]
-    assert "5 of 5 programs are good" in lines[-1]
+    names = [line.split()[0] for line in lines[1:7]]
+    assert names == ["update", "adjust", "decode-8-greedy", "decode-8-full", "mixed-16-full", "prompt_logprobs-128-full"]
+    assert "6 of 6 programs are good" in lines[-1]
 
 
 def test_programs_by_name_as_json(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +65,7 @@ def test_programs_by_name_as_json(argv: list[str], capsys: pytest.CaptureFixture
     assert program["alias_bytes"] > 0
     assert program["fault"] is None
     assert main([*argv, "--only", "nothing"]) == 2
-    assert "no program is called 'nothing'; there are update, decode-8-greedy" in capsys.readouterr().err
+    assert "no program is called 'nothing'; there are update, adjust, decode-8-greedy" in capsys.readouterr().err
 
 
 def test_a_program_that_does_not_build_fails_the_command(
