@@ -6,13 +6,14 @@ The set of programs is closed: each is compiled ahead of time and called by its 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.metadata
 import json
 import os
 import pickle
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ class ProgramBuilder:
         self.param_specs = param_specs
         self.state_specs = state_specs
         self.num_processes = num_processes
+        self._added_options: Mapping[str, str | bool] = {}
 
     def lower(self, key: ProgramKey) -> jax.stages.Lowered:
         """Trace one program, which is donated the state."""
@@ -99,7 +101,14 @@ class ProgramBuilder:
 
     def compile(self, key: ProgramKey) -> jax.stages.Compiled:
         """Lower and compile one program."""
-        return self.lower(key).compile(_compiler_options(self.mesh, self.num_processes))
+        own = _compiler_options(self.mesh, self.num_processes) or {}
+        return self.lower(key).compile({**own, **self._added_options} or None)
+
+    def with_options(self, options: Mapping[str, str | bool]) -> ProgramBuilder:
+        """Return a builder of the same programs that adds compile options of XLA; they are not among the facts."""
+        builder = copy.copy(self)
+        builder._added_options = {**self._added_options, **options}
+        return builder
 
     def store(self, compiled: jax.stages.Compiled, path: Path) -> None:
         """Write an executable, and our own CPU kernels that it calls: `load` compiles those again."""

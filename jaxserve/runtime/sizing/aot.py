@@ -19,6 +19,7 @@ from jaxserve.runtime.devices.mesh import make_mesh
 from jaxserve.runtime.devices.target import load_target
 from jaxserve.runtime.devices.topology import target_mesh
 from jaxserve.runtime.programs.builder import ProgramBuilder, by_compile_cost, program_path
+from jaxserve.runtime.programs.bundle import UNTUNED
 from jaxserve.runtime.programs.inspection import ProgramReport, compile_and_inspect
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.sizing.deployment import Deployment, read_model, read_stored
@@ -50,11 +51,24 @@ def builder_for_target(deployment: Deployment, name: str) -> ProgramBuilder:
 def deploy_on_device(config: EngineConfig) -> tuple[Deployment, ProgramBuilder]:
     """Return the deployment on the attached devices and the builder of its programs. Raises `ConfigError`."""
     devices = attach(config)
-    facts = facts_of_devices(devices, config.tp_size * config.dp_size)
+    facts = facts_of_devices(devices, config)
     deployment = deploy_or_advise(config, read_model(config.model), facts, read_stored(config))
     mesh = make_mesh(devices, data=deployment.data, tensor=deployment.tensor)
     deployment = size_pool_by_compiler(deployment, mesh, None)
     return deployment, deployment.builder(mesh)
+
+
+def deploy_for_bundle(config: EngineConfig, name: str) -> tuple[Deployment, ProgramBuilder]:
+    """Return the deployment on a target device, its pool sized by the compiler, and the builder of its programs.
+
+    Raises `ConfigError`, also for a target that isn't a GPU.
+    """
+    if load_target(name).platform != "cuda":
+        raise ConfigError(f"--output and --target {name}: only programs for NVIDIA GPUs are kept without a device")
+    deployment = deploy_on_target(config, name)
+    mesh = builder_for_target(deployment, name).mesh
+    deployment = size_pool_by_compiler(deployment, mesh, None)
+    return deployment, deployment.builder(mesh).with_options(UNTUNED)
 
 
 def matching_keys(deployment: Deployment, pattern: str = "*") -> list[ProgramKey]:
