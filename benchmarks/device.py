@@ -215,7 +215,7 @@ def print_table(device: str, rows: list[dict[str, Any]], faults: list[dict[str, 
             _number(row["reference"]),
             ratio,
             _number(row["goal"]),
-            _number(row.get("predicted")),
+            _number(row["predicted"]),
             row["note"],
         )
         lines.append((row["section"], row["name"], *cells))

@@ -137,7 +137,7 @@ class ProgramBuilder:
             "model": as_json(self.context.model),
             "attention": as_json(self.context.backend),
             "sample_rows": self.context.sample_rows,
-            "cpu_kernels": refusal() is None,
+            "cpu_kernels": device.platform == "cpu" and refusal() is None,
             "sizes": as_json(self.capacity),
             "mesh": dict(self.mesh.shape),
             "processes": self.num_processes,
