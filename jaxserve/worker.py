@@ -85,8 +85,10 @@ def build_engine(config: EngineConfig, nodes: ProcessGroup | None = None) -> tup
         with nodes.time_limit(config.dist_timeout, "the first step over all processes"):
             executor.connect()
     if parts.deployment.device.platform != "cpu":  # a CPU saves nothing by it, and may still load some programs
+        keys = parts.deployment.program_keys
+        logger.info("running each of the %d programs without requests, before the first one comes", len(keys))
         with parts.phases("warm_up"), naming_the_bundle(config):
-            executor.warm_up(parts.deployment.program_keys)
+            executor.warm_up(keys)
     profiling = Profiling(JaxProfiler(timeline, parts.programs), config.profile_dir)
     loop = _make_loop(config, parts.deployment.sizes, executor, parts.num_host_pages, timeline, profiling)
     return loop, msgspec.structs.replace(parts.info, startup_seconds=parts.phases.seconds)

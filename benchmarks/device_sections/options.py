@@ -63,7 +63,7 @@ def steps(run: SectionRun) -> None:
     builder = made.builder(make_mesh([device]))
     keys = [StepKey("decode", rows, False), StepKey("mixed", chunk, False)]
     programs = _compile(run, builder, keys, device)
-    update = builder.compile(UPDATE_KEY)
+    update = builder.lower(UPDATE_KEY).compile()
     where = shardings(builder.mesh, made.params)
     params = jax.block_until_ready(dummy_params(made.params, where, 0))
     state = make_state(made.state, shardings(builder.mesh, made.state))
