@@ -25,7 +25,7 @@ from jaxserve.runtime.devices.mesh import make_mesh, shardings
 from jaxserve.runtime.execution.device_commands import LocalCommands
 from jaxserve.runtime.execution.executor import DeviceExecutor
 from jaxserve.runtime.programs.autotune_cache import autotune_folder, autotune_options
-from jaxserve.runtime.programs.builder import UPDATE_KEY, ProgramBuilder
+from jaxserve.runtime.programs.builder import UPDATE_KEY, ProgramBuilder, compiler_options
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
 from jaxserve.runtime.step.batch import StepKey
@@ -34,20 +34,14 @@ from jaxserve.step_plan import Chunk, SlotOpen, StepPlan
 from jaxserve.weights.dummy import dummy_params
 
 MODEL = "Llama-3.1-8B"
-AS_SERVED = "as served"
-
-_ONE_GRAPH = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,"
-    "DYNAMIC_SLICE_FUSION,COLLECTIVES_KERNEL"
-}
-_NO_REMATERIALIZATION = {"xla_disable_hlo_passes": "rematerialization"}
-# Each is complete: nothing of the deployment's own options is in it.
-_GPU_VARIANTS: Mapping[str, Mapping[str, str]] = {
-    "XLA's defaults": {},
-    "loops in graphs, no rematerialization": {**_ONE_GRAPH, **_NO_REMATERIALIZATION},
-    "loops in graphs": _ONE_GRAPH,
-    "no rematerialization": _NO_REMATERIALIZATION,
+# What each variant changes of the deployment's own options; None leaves an option to XLA.
+_LOOPS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION,COLLECTIVES_KERNEL"
+_VARIANTS: Mapping[str, Mapping[str, str | None]] = {
+    "as served": {},
+    "with rematerialization": {"xla_disable_hlo_passes": None},
     "no graphs": {"xla_gpu_enable_command_buffer": ""},
+    "loops in graphs": {"xla_gpu_enable_command_buffer": _LOOPS},
+    "products by Triton too": {"xla_gpu_enable_triton_gemm": None},
 }
 # The share of the section's time after which no further variant is compiled.
 _COMPILE_SHARE = 0.7
@@ -80,22 +74,20 @@ def _compile(
     run: SectionRun, builder: ProgramBuilder, keys: list[StepKey], device: Any
 ) -> dict[tuple[str, StepKey], jax.stages.Compiled]:
     """Compile the variants in order while there is time; XLA tunes each product only once."""
-    kept = autotune_options(autotune_folder(device, run.cache))
-    variants: dict[str, Mapping[str, str] | None] = {AS_SERVED: None}
-    variants |= _GPU_VARIANTS if device.platform in ("gpu", "cuda") else {"XLA's defaults": {}}
+    own = compiler_options(builder.mesh, 1) | autotune_options(autotune_folder(device, run.cache))
     until = run.left * (1 - _COMPILE_SHARE)
     programs = {}
-    for variant, options in variants.items():
+    for variant, changes in _VARIANTS.items():
+        if changes and device.platform not in ("gpu", "cuda"):
+            continue
+        options = {name: value for name, value in {**own, **changes}.items() if value is not None}
         for key in keys:
             if run.left < until and programs:
                 run.row(f"{key}, {variant}: not tried", 0, "", note="no time was left to compile it")
                 continue
             start = time.perf_counter()
             try:
-                if options is None:
-                    program = builder.with_options(kept).compile(key)
-                else:
-                    program = builder.lower(key).compile({**options, **kept})
+                program = builder.lower(key).compile(options)
             except Exception as error:  # the errors of compilers have no common base class
                 run.row(f"{key}, {variant}: not built", 0, "", note=str(error).splitlines()[0][:200])
                 continue

@@ -15,7 +15,7 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.models.config import parse_model_config
 from jaxserve.runtime.devices.device import facts_of_device
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
-from jaxserve.runtime.programs.builder import ProgramBuilder
+from jaxserve.runtime.programs.builder import ProgramBuilder, leaves_of
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
 from jaxserve.runtime.step.batch import StepKey, step_packing, step_shape
 from jaxserve.runtime.step.state import make_state
@@ -41,8 +41,8 @@ def _measure(
     key = StepKey("decode", 8, True)
     program = builder.lower(key).compile(options)
     where = shardings(builder.mesh, made.params)
-    params = jax.tree.map(lambda s, at: jnp.zeros(s.shape, s.dtype, device=at), made.params, where)
-    state = make_state(made.state, shardings(builder.mesh, made.state))
+    params = leaves_of(jax.tree.map(lambda s, at: jnp.zeros(s.shape, s.dtype, device=at), made.params, where))
+    state = leaves_of(make_state(made.state, shardings(builder.mesh, made.state)))
     packed = np.zeros((1, step_packing(step_shape(key, made.capacity)).size), np.int32)
     state, output = program(params, state, packed)
     jax.block_until_ready(output)

@@ -2,11 +2,13 @@
 
 With --target it compiles for a device that isn't here, on any machine. It shows for each program the compile time, the
 memory, the collectives and the kernels; then for each kernel the registers per thread, the stack (where spilled
-registers are) and the shared memory per block, or on a TPU the VMEM. It fails if a program doesn't build or would copy
-the KV pool. --model may be a folder without weights, or a config.json.
+registers are) and the shared memory per block, or on a TPU the VMEM; then what a step of each program costs: launches,
+command buffers, waits of the host, bytes, and the time that these make likely beside that of the roofline. --explain
+adds the kernels that move most bytes. It fails if a program doesn't build or would copy the KV pool. --model may be a
+folder without weights, or a config.json.
 With --output it keeps the programs in a folder; `jaxserve serve --programs DIR` starts with them and compiles nothing.
-They are for the device of this machine, or with --target for an NVIDIA GPU that isn't here: those are not tuned, and no
-GPU has loaded any yet; if one can't, the server compiles its own.
+They are for the device of this machine, or with --target for an NVIDIA GPU that isn't here: no GPU has loaded such ones
+yet; if one can't, the server compiles its own.
 """
 
 from __future__ import annotations
@@ -30,13 +32,22 @@ from jaxserve.config.threads import divide_threads
 from jaxserve.errors import ConfigError
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from jaxserve.config.load import LoadedConfig
+    from jaxserve.runtime.programs.cost import LaunchCost
     from jaxserve.runtime.programs.inspection import KernelReport, ProgramReport
+    from jaxserve.runtime.sizing.prediction import Prediction
 
 _HEADER = ("program", "seconds", "temp MiB", "aliased MiB", "collectives", "kernels")
 _KERNEL_HEADER = ("kernel", "programs")
 _GPU_HEADER = ("registers", "stack bytes", "shared KiB", "threads")
 _TPU_HEADER = ("VMEM KiB",)
+_COST_HEADER = (
+    "program", "launches", "command buffers", "host waits", "read MiB", "written MiB", "roofline ms", "predicted ms",
+    "ratio",
+)  # fmt: skip
+_COSTLIEST_HEADER = ("kernel", "calls", "read MiB", "written MiB", "GFLOP")
 
 
 def parser() -> Parser:
@@ -47,6 +58,7 @@ def parser() -> Parser:
     parser.add_argument(
         "--only", metavar="PATTERN", default="*", help="compile only these programs, e.g. 'decode-64-*'"
     )
+    parser.add_argument("--explain", action="store_true", help="show the ten costliest kernels of each program")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     flags.add_model(parser)
     flags.add_settings(parser)
@@ -64,7 +76,7 @@ def main(argv: list[str]) -> int:
     loaded = flags.config_from_arguments(arguments)
     flags.llm_arguments(loaded)
     if arguments.output is None:
-        return _for_target(loaded, required_target(arguments.target), arguments.only, arguments.json)
+        return _for_target(loaded, required_target(arguments.target), arguments)
     if arguments.only != "*":
         raise ConfigError("--only and --output: a folder of programs must hold all of them; leave out --only")
     return _into_folder(loaded, arguments.output, arguments.target, arguments.json)
@@ -79,18 +91,20 @@ def required_target(name: str | None) -> str:
     return name
 
 
-def _for_target(loaded: LoadedConfig, name: str, only: str, as_json: bool) -> int:
+def _for_target(loaded: LoadedConfig, name: str, arguments: Namespace) -> int:
     # Hide XLA's log lines about its own estimates.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     from jaxserve.runtime.sizing import aot
 
     deployment = aot.deploy_on_target(resolve_dp_mode(loaded.engine), name)
-    keys = aot.matching_keys(deployment, only)
+    keys = aot.matching_keys(deployment, arguments.only)
     builder = aot.builder_for_target(deployment, name)
     print(f"{loaded.engine.model} on {deployment.num_devices} x {name}: {len(keys)} programs, "
           f"attention: {deployment.backend.name} ({deployment.backend.reason})", file=sys.stderr)  # fmt: skip
     reports = collect_reports(aot.compile_programs(builder, keys), [str(key) for key in keys])
-    print_reports(reports, as_json, {"target": name, "devices": deployment.num_devices, "model": loaded.engine.model})
+    predictions = {str(key): one for key, one in aot.predict_steps(deployment, name, keys, reports).items()}
+    about = {"target": name, "devices": deployment.num_devices, "model": loaded.engine.model}
+    print_reports(reports, arguments.json, about, predictions, explain=arguments.explain)
     return 1 if any(report.fault for report in reports) else 0
 
 
@@ -139,16 +153,30 @@ def collect_reports(reports: Iterable[ProgramReport], names: Sequence[str]) -> l
     return sorted(done, key=lambda report: names.index(report.name))
 
 
-def print_reports(reports: Sequence[ProgramReport], as_json: bool, about: Mapping[str, object]) -> None:
+def print_reports(
+    reports: Sequence[ProgramReport],
+    as_json: bool,
+    about: Mapping[str, object],
+    predictions: Mapping[str, Prediction] | None = None,
+    *,
+    explain: bool = False,
+) -> None:
     """Print the tables, or the same as JSON; faults come last."""
+    predictions = predictions or {}
     if unread := next((report for report in reports if report.unread), None):
         print(f"the resources of kernels can't be read from {unread.name}: {unread.unread}", file=sys.stderr)
     if as_json:
-        print(json.dumps({**about, "programs": [dataclasses.asdict(report) for report in reports]}, indent=2))
+        print(json.dumps({**about, "programs": [_json(one, predictions.get(one.name)) for one in reports]}, indent=2))
         return
     print(format_table(_HEADER, [_row(report) for report in reports], left=(0, 4, 5)))
     if kernels := _kernel_table(reports):
         print(f"\n{kernels}")
+    if costs := [_cost_row(report, predictions.get(report.name)) for report in reports if report.cost]:
+        print(f"\n{format_table(_COST_HEADER, costs)}")
+    for report in reports if explain else ():
+        if report.cost:
+            rows = [_costliest_row(one) for one in report.cost.costliest(10)]
+            print(f"\n{report.name}\n{format_table(_COSTLIEST_HEADER, rows)}")
     faults = [report for report in reports if report.fault]
     for report in faults:
         print(f"\n{report.name} can't be used: {report.fault}")
@@ -167,6 +195,30 @@ def _row(report: ProgramReport) -> tuple[str, ...]:
         _counted(report.collectives),
         _counted(report.kernels),
     )
+
+
+def _json(report: ProgramReport, prediction: Prediction | None) -> dict[str, object]:
+    written = {**dataclasses.asdict(report), "cost": report.cost.as_json() if report.cost else None}
+    return {**written, "prediction": dataclasses.asdict(prediction) if prediction else None}
+
+
+def _cost_row(report: ProgramReport, prediction: Prediction | None) -> tuple[str, ...]:
+    assert report.cost is not None
+    cost, grouping = report.cost, report.cost.grouping
+    counts = ("-", "-") if grouping is None else (str(grouping.command_buffers), str(grouping.host_waits))
+    times = ("-",) * 3
+    if prediction is not None:
+        limit, seconds = prediction.limit, prediction.seconds
+        times = (f"{limit * 1e3:.2f}", f"{seconds * 1e3:.2f}", f"{seconds / limit:.2f}")
+    return (report.name, str(cost.launches), *counts, *map(_mib, (cost.read_bytes, cost.written_bytes)), *times)
+
+
+def _costliest_row(one: LaunchCost) -> tuple[str, ...]:
+    return (one.kernel, str(one.calls), _mib(one.read_bytes), _mib(one.written_bytes), f"{one.flops / 1e9:.1f}")
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f}"
 
 
 def _kernel_table(reports: Sequence[ProgramReport]) -> str:

@@ -26,7 +26,9 @@ def parser() -> Parser:
     """Return the parser of `jaxserve plan`."""
     parser = Parser(prog="jaxserve plan", description=__doc__)
     add_target(parser)
-    parser.add_argument("--compile", action="store_true", help="measure the working memory of the largest programs")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the largest programs: their working memory and likely speed"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     flags.add_model(parser)
     flags.add_settings(parser)
@@ -74,6 +76,8 @@ def as_text(plan: CapacityReport) -> str:
         "decode, tokens a second at best (rows: batch, columns: context)\n" + _decode_table(plan),
         "prefill, tokens a second at best: " + _prefill_line(plan),
     ]
+    if plan.predictions:
+        parts.append("tokens a second that compiled programs make likely: " + _predicted_line(plan))
     parts += [f"doesn't fit: {one.problem}\n  would fit with: {' or '.join(one.fixes)}" for one in plan.shortfalls]
     return "\n\n".join(parts)
 
@@ -97,6 +101,13 @@ def _prefill_line(plan: CapacityReport) -> str:
     found = [(context, plan.prefill_limit(context)) for context in plan.contexts]
     known = [f"{limit:,.0f} for prompts of {context:,}" for context, limit in found if limit is not None]
     return ", ".join(known) or f"the peak rate of {plan.deployment.dtype.name} on this device is unknown"
+
+
+def _predicted_line(plan: CapacityReport) -> str:
+    return ", ".join(
+        f"{plan.predicted_rate(key):,.0f} by {key} ({one.seconds * 1e3:.2f} ms)"
+        for key, one in plan.predictions.items()
+    )
 
 
 def as_json(plan: CapacityReport) -> dict[str, Any]:
@@ -131,6 +142,10 @@ def as_json(plan: CapacityReport) -> dict[str, Any]:
         ],
         "prefill_tokens_per_second": [
             {"length": context, "limit": plan.prefill_limit(context)} for context in plan.contexts
+        ],
+        "predicted_tokens_per_second": [
+            {"program": str(key), "seconds": one.seconds, "rate": plan.predicted_rate(key)}
+            for key, one in plan.predictions.items()
         ],
         "misfits": [{"what": one.problem, "fixes": one.fixes} for one in plan.shortfalls],
     }

@@ -11,7 +11,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.runtime.devices.target import load_target
-from jaxserve.runtime.programs.inspection import KernelReport, instructions, own_kernels_of
+from jaxserve.runtime.programs.hlo import instructions
+from jaxserve.runtime.programs.inspection import KernelReport, own_kernels_of
 from pallas_kernels.paged_attention import PagedKV, Problem, choose_backend, kv_layout, paged_attention, target_of
 
 FP8 = "float8_e4m3fn"

@@ -11,8 +11,9 @@ from collections.abc import Callable
 import pytest
 
 from jaxserve.runtime.devices.mesh import device_bytes
-from jaxserve.runtime.programs.builder import UPDATE_KEY
-from jaxserve.runtime.programs.inspection import compile_and_inspect, instructions
+from jaxserve.runtime.programs.builder import ADJUST_KEY, UPDATE_KEY
+from jaxserve.runtime.programs.hlo import instructions
+from jaxserve.runtime.programs.inspection import compile_and_inspect
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.sizing.memory import usable_bytes
 from jaxserve.runtime.step.batch import StepKey
@@ -39,7 +40,7 @@ def test_all_of_it_fits(target: str, data: int, tensor: int) -> None:
     assert capacity.num_pages * capacity.page_size > 131072, "a request of full length"
 
 
-KEYS: list[ProgramKey] = [UPDATE_KEY, GREEDY, DRAWN, MIXED]
+KEYS: list[ProgramKey] = [UPDATE_KEY, ADJUST_KEY, GREEDY, DRAWN, MIXED]
 
 
 def _is_quick(case: tuple[str, int, int, ProgramKey]) -> bool:
@@ -60,7 +61,7 @@ def test_its_programs(target: str, data: int, tensor: int, key: ProgramKey, repo
     assert read.alias_bytes >= device_bytes(builder.state_specs, builder.mesh.shape)
     whole = deployed(target, LLAMA_70B, tensor=tensor, data=data)
     assert read.temp_bytes <= whole.sizes.footprint.activations
-    if key == UPDATE_KEY:
+    if key in (UPDATE_KEY, ADJUST_KEY):
         assert read.collectives == {}
         return
     if key == GREEDY:

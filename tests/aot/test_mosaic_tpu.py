@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from jaxserve.runtime.devices.topology import target_mesh
-from jaxserve.runtime.programs.inspection import instructions, own_kernels_of
+from jaxserve.runtime.programs.hlo import instructions
+from jaxserve.runtime.programs.inspection import own_kernels_of
 from tests.aot.conftest import Row
 from tests.aot.kernels import FP8, POOL_BYTES, compile_attention
 from tests.selection import grid

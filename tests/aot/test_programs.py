@@ -6,13 +6,14 @@ whole.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 
 from jaxserve.runtime.devices.mesh import device_bytes
-from jaxserve.runtime.programs.builder import READ_KEY, UPDATE_KEY, WRITE_KEY
-from jaxserve.runtime.programs.inspection import compile_and_inspect
+from jaxserve.runtime.programs.builder import ADJUST_KEY, READ_KEY, UPDATE_KEY, WRITE_KEY
+from jaxserve.runtime.programs.inspection import compile_and_inspect, instructions
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.step.batch import StepKey
 from tests.aot.conftest import Row
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.aot
 
 DECODE = StepKey("decode", DECODE_ROWS, True)
 MIXED = StepKey("mixed", MIXED_TOKENS, False)
-WITHOUT_WEIGHTS = (UPDATE_KEY, READ_KEY, WRITE_KEY)
+WITHOUT_WEIGHTS = (UPDATE_KEY, ADJUST_KEY, READ_KEY, WRITE_KEY)
 MODELS = {"Llama-3.1-8B, 2 layers": LLAMA_8B_TWO_LAYERS, "SmolLM2-135M": SMOLLM2_135M}
 LLAMA, SMOLLM2 = MODELS
 KERNELS = {"nvidia-h200": "triton", "tpu-v6e": "mosaic tpu"}
@@ -70,3 +71,12 @@ def test_a_program_compiles_and_leaves_the_pool_in_place(
                 assert one.stack_bytes == 0, f"{one.kernel} spills"
     # After attention and after the MLP of each layer, after the embedding, and two to find the likeliest token.
     assert read.collectives == ({"all-reduce": 2 * layers + 3} if tensor > 1 else {})
+
+
+@pytest.mark.parametrize(("key", "most"), [(UPDATE_KEY, 6), (ADJUST_KEY, 4)])
+def test_slots_are_opened_by_one_kernel_for_each_array(key: ProgramKey, most: int) -> None:
+    _, compiled = compile_and_inspect(deployment("nvidia-h200", LLAMA_8B_TWO_LAYERS, tensor=1), key)
+    assert compiled is not None
+    found = Counter(one.opcode for one in instructions(compiled.as_text()))
+    assert found["fusion"] <= most
+    assert not {"while", "conditional", "copy", "sort"} & found.keys()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jaxserve.runtime.devices.topology import target_mesh
-from jaxserve.runtime.programs.inspection import instructions
+from jaxserve.runtime.programs.hlo import instructions
 from tests.aot.conftest import Row
 from tests.aot.kernels import FP8, POOL_BYTES, checked_kernels, compile_attention
 from tests.selection import grid

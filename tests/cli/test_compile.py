@@ -54,18 +54,18 @@ def test_every_program_is_compiled_and_shown(argv: list[str], capsys: pytest.Cap
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:2] == ["program", "seconds"]
     names = [line.split()[0] for line in lines[1:6]]
-    assert names == ["update", "decode-4-greedy", "decode-4-full", "mixed-16-full", "prompt_logprobs-128-full"]
+    assert names == ["update", "decode-8-greedy", "decode-8-full", "mixed-16-full", "prompt_logprobs-128-full"]
     assert "5 of 5 programs are good" in lines[-1]
 
 
 def test_programs_by_name_as_json(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*argv, "--only", "decode-*-greedy", "--json"]) == 0
     [program] = json.loads(capsys.readouterr().out)["programs"]
-    assert program["name"] == "decode-4-greedy"
+    assert program["name"] == "decode-8-greedy"
     assert program["alias_bytes"] > 0
     assert program["fault"] is None
     assert main([*argv, "--only", "nothing"]) == 2
-    assert "no program is called 'nothing'; there are update, decode-4-greedy" in capsys.readouterr().err
+    assert "no program is called 'nothing'; there are update, decode-8-greedy" in capsys.readouterr().err
 
 
 def test_a_program_that_does_not_build_fails_the_command(
@@ -73,16 +73,16 @@ def test_a_program_that_does_not_build_fails_the_command(
 ) -> None:
     compile_one: Callable[..., jax.stages.Compiled] = ProgramBuilder.compile
 
-    def sometimes(self: ProgramBuilder, key: object) -> jax.stages.Compiled:
-        if str(key) == "decode-4-full":
+    def sometimes(self: ProgramBuilder, key: object, dump: Path | None = None) -> jax.stages.Compiled:
+        if str(key) == "decode-8-full":
             raise RuntimeError("registers ran out")
-        return compile_one(self, key)
+        return compile_one(self, key, dump)
 
     monkeypatch.setattr(ProgramBuilder, "compile", sometimes)
     assert main([*argv, "--only", "decode-*"]) == 1
     out = capsys.readouterr().out
     assert "not built" in out
-    assert "decode-4-full can't be used: RuntimeError: registers ran out" in out
+    assert "decode-8-full can't be used: RuntimeError: registers ran out" in out
     assert "1 of 2 programs are good" in out
 
 

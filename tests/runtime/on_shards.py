@@ -17,20 +17,19 @@ from jaxserve.models.registry import family
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.devices.mesh import TENSOR_AXIS, make_mesh, shardings
 from jaxserve.runtime.execution.host_pool import HostPool
-from jaxserve.runtime.programs.builder import READ_KEY, UPDATE_KEY, WRITE_KEY, ProgramBuilder
-from jaxserve.runtime.programs.inspection import instructions
+from jaxserve.runtime.programs.builder import ADJUST_KEY, READ_KEY, UPDATE_KEY, WRITE_KEY, ProgramBuilder
+from jaxserve.runtime.programs.hlo import instructions
 from jaxserve.runtime.sizing.deployment import deploy
 from jaxserve.runtime.step import sampling
 from jaxserve.runtime.step.batch import StepKey, pack_step, step_shape
 from jaxserve.runtime.step.page_copies import PAGES_PER_COPY, row_specs
-from jaxserve.runtime.step.slot_update import pack_open
 from jaxserve.runtime.step.state import make_state
 from jaxserve.runtime.step.step import StepContext
 from jaxserve.step_plan import StepPlan
 from jaxserve.weights.dummy import dummy_params
 from pallas_kernels.paged_attention import REFERENCE, KernelTarget
 from tests.runtime.step.test_sampling import VOCAB, _rows
-from tests.runtime.tiny import CAPACITY, F32, model, opening, prefill, specs
+from tests.runtime.tiny import CAPACITY, F32, model, on_trees, open_slots, opening, prefill, specs
 
 SAMPLING = [
     {"temperature": 0.0},
@@ -51,22 +50,20 @@ def run(tensor: int) -> list[np.ndarray]:
     builder = ProgramBuilder(StepContext(model(), REFERENCE, 2), capacity, mesh, abstract, state_specs)
     params = dummy_params(abstract, shardings(mesh, abstract), 0)
     state = make_state(state_specs, shardings(mesh, state_specs))
-    update = builder.compile(UPDATE_KEY)
     prompts = [[7, 250, 130], [9, 9], [11, 128, 129, 255], [1, 2, 3]]
-    for slot, (prompt, options) in enumerate(zip(prompts, SAMPLING)):
-        for vector in pack_open(opening(slot, prompt, **options)):
-            state = update(state, vector[None])
+    opens = [opening(slot, prompt, **options) for slot, (prompt, options) in enumerate(zip(prompts, SAMPLING))]
+    state = open_slots({key: builder.compile(key) for key in (UPDATE_KEY, ADJUST_KEY)}, state, *opens)
     chunks = [prefill(slot, 0, prompt, (slot,), logits=len(prompt)) for slot, prompt in enumerate(prompts)]
     plan = StepPlan(opens=[], chunks=chunks, closes=[], num_decodes=0, greedy=False)
     key = StepKey("prompt_logprobs", 16, False)
     packed = pack_step(plan, step_shape(key, capacity), capacity)
-    state, output = builder.compile(key)(params, state, packed)
+    state, output = on_trees(builder.compile(key))(params, state, packed)
     pages = np.full((2, 1, PAGES_PER_COPY), -1, np.int32)
     pages[:, 0, :2] = [0, 2], [9, 7]
     host = HostPool(row_specs(state_specs), 2)
-    state, rows = builder.compile(READ_KEY)(state, pages[0])
+    state, rows = on_trees(builder.compile(READ_KEY))(state, pages[0])
     host.store([[1, 0]], rows)
-    state = builder.compile(WRITE_KEY)(state, pages[1], host.fetch([[1, 0]]))
+    state = on_trees(builder.compile(WRITE_KEY))(state, pages[1], host.fetch([[1, 0]]))
     keys = np.asarray(state.kv.keys)
     np.testing.assert_array_equal(keys[:, :, [9, 7]], keys[:, :, [0, 2]])
     tokens = sum(map(len, prompts))

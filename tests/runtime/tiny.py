@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ from jaxserve.api_types import SamplingParams
 from jaxserve.models.config import ModelConfig, parse_model_config
 from jaxserve.models.registry import family
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
-from jaxserve.runtime.programs.builder import ProgramBuilder
+from jaxserve.runtime.programs.builder import ADJUST_KEY, UPDATE_KEY, ProgramBuilder, leaves_of
+from jaxserve.runtime.step.slot_update import pack_adjustments, pack_updates
 from jaxserve.runtime.step.state import DeviceState, make_state, state_specs
 from jaxserve.runtime.step.step import StepContext
 from jaxserve.step_plan import Capacity, Chunk, SlotOpen
@@ -62,6 +64,27 @@ def builder(capacity: Capacity = CAPACITY, *, sample_rows: int | None = 16) -> P
 def params() -> Any:
     abstract = family(model()).abstract(model(), F32)
     return dummy_params(abstract, shardings(mesh(), abstract), 0)
+
+
+def on_trees(program: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiled program as a function of weights and state, rather than of their leaves."""
+
+    def call(*arguments: Any) -> Any:
+        [structure] = [jax.tree.structure(given) for given in arguments if isinstance(given, DeviceState)]
+        result = program(*(leaves_of(given) if dataclasses.is_dataclass(given) else given for given in arguments))
+        if len(result) == structure.num_leaves:
+            return structure.unflatten(result)
+        return structure.unflatten(result[0]), result[1]
+
+    return call
+
+
+def open_slots(programs: Mapping[Any, Callable[..., Any]], state: DeviceState, *opens: SlotOpen) -> DeviceState:
+    """Open slots of one rank by compiled programs."""
+    for key, pack in ((UPDATE_KEY, pack_updates), (ADJUST_KEY, pack_adjustments)):
+        for vector in pack(opens):
+            state = on_trees(programs[key])(state, vector[None])
+    return state
 
 
 def on_mesh(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,6 +30,10 @@ LOGICAL_AXES: dict[str | None, str | None] = {
 }
 
 
+GPU = ("gpu", "cuda")
+"""jax's names for the platform of an NVIDIA GPU, attached or not."""
+
+
 def make_mesh(devices: Sequence[Any], *, data: int = 1, tensor: int = 1) -> Mesh:
     """Return a mesh of the first `data * tensor` devices, which need not be attached."""
     count = data * tensor
@@ -73,3 +77,8 @@ def shape_structs(mesh: Mesh, specs: Any) -> Any:
     return jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, partition(s.axes))), specs
     )
+
+
+def platform_of(mesh: Mesh) -> str:
+    """Return jax's name for the platform of a mesh's devices."""
+    return str(mesh.devices.flat[0].platform)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxserve.runtime.execution.host_pool import HostPool
 from jaxserve.runtime.execution.local_shard import LocalShard, local_shard, spans_processes
-from jaxserve.runtime.programs.builder import READ_KEY, UPDATE_KEY, WRITE_KEY
+from jaxserve.runtime.programs.builder import READ_KEY, WRITE_KEY, leaves_of
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.step.state import ArraySpec, DeviceState
 from jaxserve.runtime.step.step import StepOutput
@@ -28,8 +28,9 @@ Slots = list[list[int]]
 
 
 class UpdateCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Open slots."""
+    """Run the program of this name, which opens slots."""
 
+    program: str
     packed: bytes
 
 
@@ -60,7 +61,7 @@ Command = UpdateCommand | StepCommand | SaveCommand | LoadCommand
 class DeviceCommands(Protocol):
     """The commands that devices run, in the order of the calls. `packed` is `[ranks, size]`; `slots` are by rank."""
 
-    def update(self, packed: np.ndarray) -> None: ...
+    def update(self, key: str, packed: np.ndarray) -> None: ...
 
     def step(self, key: ProgramKey, packed: np.ndarray) -> StepOutput: ...
 
@@ -85,16 +86,16 @@ class LocalCommands:
         host: HostPool | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        self._params = params
-        self._state = state
+        self._params = leaves_of(params)
+        self._state = leaves_of(state)
         self._programs = programs
         self._host = host
         self._mesh = mesh if mesh is not None and spans_processes(mesh) else None
         self._inputs: dict[tuple[int, ...], LocalShard] = {}
 
-    def update(self, packed: np.ndarray) -> None:
-        """Open at most one slot of each rank."""
-        self._state = self._programs[UPDATE_KEY](self._state, self._input(packed))
+    def update(self, key: str, packed: np.ndarray) -> None:
+        """Run a program that opens slots (see `slot_update`)."""
+        self._state = self._programs[key](self._state, self._input(packed))
 
     def step(self, key: ProgramKey, packed: np.ndarray) -> StepOutput:
         """Start a step and return its output, without waiting for it."""
@@ -135,9 +136,9 @@ class BroadcastCommands:
         self._broadcast = broadcast
         self._encode = msgspec.msgpack.Encoder().encode
 
-    def update(self, packed: np.ndarray) -> None:
-        self._broadcast(self._encode(UpdateCommand(packed.data)))  # type: ignore[arg-type]
-        self._commands.update(packed)
+    def update(self, key: str, packed: np.ndarray) -> None:
+        self._broadcast(self._encode(UpdateCommand(key, packed.data)))  # type: ignore[arg-type]
+        self._commands.update(key, packed)
 
     def step(self, key: ProgramKey, packed: np.ndarray) -> StepOutput:
         self._broadcast(self._encode(StepCommand(str(key), packed.data)))  # type: ignore[arg-type]
@@ -185,7 +186,7 @@ class FollowerExecutor:
                 self._steps.put(self._commands.step(self._keys[decoded.program], packed))
                 self._commands.store_arrived()
             case UpdateCommand():
-                self._commands.update(packed)
+                self._commands.update(decoded.program, packed)
             case SaveCommand():
                 self._commands.save(packed, decoded.slots)
             case LoadCommand():

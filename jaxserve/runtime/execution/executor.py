@@ -12,23 +12,26 @@ import numpy as np
 from jaxserve.api_types import SamplingParams, TokenLogprobs
 from jaxserve.observability.timeline import Timeline
 from jaxserve.runtime.execution.device_commands import DeviceCommands
-from jaxserve.runtime.programs.builder import READ_KEY, UPDATE_KEY, WRITE_KEY
+from jaxserve.runtime.programs.builder import ADJUST_KEY, READ_KEY, UPDATE_KEY, WRITE_KEY
 from jaxserve.runtime.programs.compile_counter import CompileCounter
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.step import batch as batches
 from jaxserve.runtime.step.page_copies import PAGES_PER_COPY
 from jaxserve.runtime.step.sampling import Logprobs
-from jaxserve.runtime.step.slot_update import UPDATE, pack_open
+from jaxserve.runtime.step.slot_update import ADJUST, UPDATE, pack_adjustments, pack_updates
 from jaxserve.runtime.step.step import StepOutput
 from jaxserve.step_plan import Capacity, Chunk, PageCopy, SlotOpen, StepPlan, StepResult
 
-_NOTHING_TO_OPEN = UPDATE.pack({"slot": [-1]})
 _NO_REQUESTS = StepPlan(opens=[], chunks=[], closes=[], num_decodes=0, greedy=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class _InFlight:
-    """A dispatched step. `sampling[i]` is kept for chunk i, as another request may have its slot by `collect`."""
+    """A dispatched step.
+
+    If its output has log probabilities, `sampling[i]` is kept for chunk i, as another request may have its slot by
+    `collect`.
+    """
 
     plan: StepPlan
     sampling: list[SamplingParams]
@@ -100,9 +103,13 @@ class DeviceExecutor:
             packed = batches.pack_step(plan, batches.step_shape(key, self._capacity), self._capacity)
         with self._timeline.span("dispatch"):
             output = self._commands.step(key, packed)
+            sampling: list[SamplingParams] = []
+            if output.logprobs is not None or output.prompt_logprobs is not None:
+                sampling = [self._sampling[chunk.rank, chunk.slot] for chunk in plan.chunks]
+                output = _without_unwanted(output, sampling)
             for array in jax.tree.leaves(output):
                 array.copy_to_host_async()
-        return _InFlight(plan, [self._sampling[chunk.rank, chunk.slot] for chunk in plan.chunks], output)
+        return _InFlight(plan, sampling, output)
 
     def collect(self, handle: object) -> StepResult:
         """Wait for a step and return the results of its chunks."""
@@ -113,34 +120,36 @@ class DeviceExecutor:
             logprobs = _fetch(handle.output.logprobs)
             prompt_logprobs = _fetch(handle.output.prompt_logprobs)
         with self._timeline.span("commit"):
-            return self._result(handle, tokens, logprobs, prompt_logprobs)
+            rows = [iter(row) for row in tokens[:, :, 0].tolist()]
+            ids = [next(rows[chunk.rank]) for chunk in handle.plan.chunks]
+            drawn = [[token] if chunk.sample else [] for token, chunk in zip(ids, handle.plan.chunks)]
+            result = StepResult(tokens=drawn, logprobs={}, prompt_logprobs={})
+            if logprobs is not None or prompt_logprobs is not None:
+                self._add_logprobs(result, handle, logprobs, prompt_logprobs)
+            return result
 
-    def _result(
-        self, handle: _InFlight, tokens: np.ndarray, logprobs: Logprobs | None, prompt_logprobs: Logprobs | None
-    ) -> StepResult:
-        result = StepResult(tokens=[], logprobs={}, prompt_logprobs={})
-        ids: list[list[int]] = tokens[:, :, 0].tolist()
+    def _add_logprobs(
+        self, result: StepResult, handle: _InFlight, logprobs: Logprobs | None, prompt_logprobs: Logprobs | None
+    ) -> None:
         rows = [0] * self._capacity.num_ranks
         starts = [0] * self._capacity.num_ranks
         for i, (chunk, sampling) in enumerate(zip(handle.plan.chunks, handle.sampling)):
-            rank, row = chunk.rank, rows[chunk.rank]
-            token = [ids[rank][row]] if chunk.sample else []
-            result.tokens.append(token)
+            rank, token = chunk.rank, result.tokens[i]
             if logprobs is not None and token and sampling.logprobs is not None:
-                result.logprobs[i] = [_read(logprobs, (rank, row), token[0], sampling.logprobs)]
+                result.logprobs[i] = [_read(logprobs, (rank, rows[rank]), token[0], sampling.logprobs)]
             if prompt_logprobs is not None and sampling.prompt_logprobs is not None:
                 result.prompt_logprobs[i] = _prompt_logprobs(
                     prompt_logprobs, chunk, starts[rank], sampling.prompt_logprobs
                 )
             rows[rank] += 1
             starts[rank] += chunk.length
-        return result
 
     def _run_without_pages(self, key: str) -> None:
         """Run a program that is no step, for no slot and no page."""
         none: list[list[int]] = [[] for _ in range(self._capacity.num_ranks)]
-        if key == UPDATE_KEY:
-            self._commands.update(np.stack([_NOTHING_TO_OPEN] * self._capacity.num_ranks))
+        if key in (UPDATE_KEY, ADJUST_KEY):
+            packing = UPDATE if key == UPDATE_KEY else ADJUST
+            self._commands.update(key, np.stack([packing.pack({})] * self._capacity.num_ranks))
         elif key == READ_KEY:
             self._commands.save(_packed_pages(none), none)
         else:
@@ -164,13 +173,14 @@ class DeviceExecutor:
             yield [own[at : at + PAGES_PER_COPY] for own in by_rank]
 
     def _open(self, opens: list[SlotOpen]) -> None:
-        """Open slots, one of each rank per command."""
-        vectors: list[list[np.ndarray]] = [[] for _ in range(self._capacity.num_ranks)]
+        """Open slots, a group of each rank per command."""
+        by_rank: list[list[SlotOpen]] = [[] for _ in range(self._capacity.num_ranks)]
         for opened in opens:
             self._sampling[opened.rank, opened.slot] = opened.sampling
-            vectors[opened.rank] += pack_open(opened)
-        for packed in itertools.zip_longest(*vectors, fillvalue=_NOTHING_TO_OPEN):
-            self._commands.update(np.stack(packed))
+            by_rank[opened.rank].append(opened)
+        for key, pack, packing in ((UPDATE_KEY, pack_updates, UPDATE), (ADJUST_KEY, pack_adjustments, ADJUST)):
+            for packed in itertools.zip_longest(*map(pack, by_rank), fillvalue=packing.pack({})):
+                self._commands.update(key, np.stack(packed))
 
 
 def _sources(copies: list[list[PageCopy]]) -> list[list[int]]:
@@ -186,6 +196,16 @@ def _packed_pages(pages: list[list[int]]) -> np.ndarray:
     for row, own in zip(packed, pages):
         row[: len(own)] = own
     return packed
+
+
+def _without_unwanted(output: StepOutput, sampling: list[SamplingParams]) -> StepOutput:
+    """Leave out log probabilities that no chunk wants, as each array is a transfer."""
+    logprobs, prompt_logprobs = output.logprobs, output.prompt_logprobs
+    if logprobs is not None and all(one.logprobs is None for one in sampling):
+        logprobs = None
+    if prompt_logprobs is not None and all(one.prompt_logprobs is None for one in sampling):
+        prompt_logprobs = None
+    return StepOutput(output.tokens, logprobs, prompt_logprobs)
 
 
 def _fetch(logprobs: Logprobs | None) -> Logprobs | None:

@@ -27,10 +27,6 @@ logger = logging.getLogger("jaxserve.runtime")
 MANIFEST = "manifest.json"
 _FORMAT = 1
 
-# Without a device nothing is tried out: XLA's Triton kernels for matrix products would be left with their smallest
-# tiles, while cuBLASLt chooses a kernel by its own rules when it runs.
-UNTUNED = {"xla_gpu_enable_triton_gemm": False}
-
 
 class BundleManifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a bundle was compiled for. `facts` are `ProgramBuilder.facts`; `settings` are those that aren't defaults.

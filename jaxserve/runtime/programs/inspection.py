@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 import re
+import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxserve.runtime.devices.mesh import device_bytes
+from jaxserve.runtime.devices.mesh import GPU, device_bytes, platform_of
 from jaxserve.runtime.programs.builder import ProgramBuilder
+from jaxserve.runtime.programs.cost import ProgramCost, program_cost
+from jaxserve.runtime.programs.hlo import HloModule, Instruction, Tables
+from jaxserve.runtime.programs.kernel_names import kernel_language, kernel_name
 from jaxserve.runtime.programs.program_set import ProgramKey
 from pallas_kernels.gpu_code.cubin import Resources
 from pallas_kernels.gpu_code.executable import kernel_resources
@@ -30,41 +34,12 @@ _IN_PLACE = {
 # A pool smaller than this many bytes is not checked: some activation may happen to have the same size.
 _SMALL_POOL = 2**24
 _COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
-# Prefixes of the custom call targets of our kernels, and the language each is written in.
-_KERNELS = {"__gpu$xla.gpu.triton": "triton", "mosaic_gpu": "mosaic gpu", "tpu_custom_call": "mosaic tpu"}
 _ON_A_GPU = {"triton", "mosaic gpu"}
-# How jax names the operation that calls a kernel.
-_CALLS = ("pallas_call", "mpmd_map")
-# Targets of our CPU kernels hold the name of the kernel, and some a hash of what it was compiled from.
-_LLVM = re.compile(r"llvm_(?P<name>\w+?)(_[0-9a-f]{16})?")
-_LIBRARIES = re.compile(r"__(cublas|cudnn)[\w$.]*")
-
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<types>.*?) (?P<opcode>[a-z][a-z0-9-]*)\(")
-_ARRAY = re.compile(r"\b(?:pred|[a-z]+\d+\w*)\[(?P<dims>[\d,]*)\]")
-_TARGET = re.compile(r'custom_call_target="(?P<target>[^"]+)"')
-_OP_NAME = re.compile(r'op_name="(?P<name>[^"]+)"')
 # The parts of VMEM (memory space 1) that a TPU kernel was given and that it uses.
 _VMEM = {
     name: re.compile(rf'"{name}":\[{{"memory_space":"1","offset":"(?P<offset>\d+)","size":"(?P<size>\d+)"}}\]')
     for name in ("scoped_memory_configs", "used_scoped_memory_configs")
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-    """One instruction of a program, or of a fusion in it; `elements` is the size of the largest array it outputs.
-
-    `kernel` names the kernel of ours or of a library that a custom call runs. `language` is what a kernel of ours for a
-    GPU or a TPU is written in, and `vmem_bytes` the VMEM it needs as the TPU's compiler says.
-    """
-
-    opcode: str
-    elements: int
-    name: str
-    aliased: bool = False
-    kernel: str | None = None
-    language: str | None = None
-    vmem_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +66,7 @@ class ProgramReport:
 
     `temp_bytes` is its working memory, `alias_bytes` the memory that it updates in place. `collectives` and `kernels`
     are counts by name. `own_kernels` are our kernels on a GPU or a TPU; `unread` says why their resources are unknown.
+    `cost` is None for a CPU's program.
     """
 
     name: str
@@ -102,22 +78,33 @@ class ProgramReport:
     fault: str | None = None
     own_kernels: Sequence[KernelReport] = ()
     unread: str | None = None
+    cost: ProgramCost | None = None
 
 
-def compile_and_inspect(builder: ProgramBuilder, key: ProgramKey) -> tuple[ProgramReport, jax.stages.Compiled | None]:
-    """Compile one program and report on it; if it doesn't build, the report has a fault and the program is None."""
+def compile_and_inspect(
+    builder: ProgramBuilder, key: ProgramKey, *, attached: bool = False
+) -> tuple[ProgramReport, jax.stages.Compiled | None]:
+    """Compile one program and report on it; if it doesn't build, the report has a fault and the program is None.
+
+    A program that isn't for an `attached` device is never run or kept, and so XLA is asked for its thunks as well.
+    """
     start = time.monotonic()
-    try:
-        compiled = builder.compile(key)
-    except Exception as error:  # the errors of compilers have no common base class
-        return ProgramReport(str(key), time.monotonic() - start, fault=_first_line(error)), None
-    return inspect_program(builder, key, compiled, time.monotonic() - start), compiled
+    with tempfile.TemporaryDirectory() as folder:
+        dump = Path(folder) if not attached and platform_of(builder.mesh) in GPU else None
+        try:
+            compiled = builder.compile(key, dump)
+        except Exception as error:  # the errors of compilers have no common base class
+            return ProgramReport(str(key), time.monotonic() - start, fault=_first_line(error)), None
+        return inspect_program(builder, key, compiled, time.monotonic() - start, dump), compiled
 
 
-def inspect_program(builder: ProgramBuilder, key: ProgramKey, compiled: Any, seconds: float) -> ProgramReport:
-    """Return the report of a compiled program."""
+def inspect_program(
+    builder: ProgramBuilder, key: ProgramKey, compiled: Any, seconds: float, dump: Path | None = None
+) -> ProgramReport:
+    """Return the report of a compiled program. `dump` is the folder that XLA wrote it to."""
     memory = compiled.memory_analysis()
-    found = list(instructions(compiled.as_text()))
+    module = HloModule(compiled.as_text())
+    found = module.instructions
     opcodes = collections.Counter(one.opcode.removesuffix("-start") for one in found)
     own_kernels, unread = own_kernels_of(compiled, found)
     return ProgramReport(
@@ -126,17 +113,25 @@ def inspect_program(builder: ProgramBuilder, key: ProgramKey, compiled: Any, sec
         temp_bytes=memory.temp_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         collectives={name: opcodes[name] for name in _COLLECTIVES if name in opcodes and builder.mesh.size > 1},
-        kernels=dict(collections.Counter(one.kernel for one in found if one.kernel is not None)),
+        kernels=dict(collections.Counter(name for one in found if (name := kernel_name(one)))),
         fault=_copied(builder, memory, found),
         own_kernels=own_kernels,
         unread=unread,
+        cost=None if platform_of(builder.mesh) == "cpu" else program_cost(module, _tables(builder), dump),
     )
+
+
+def _tables(builder: ProgramBuilder) -> Tables:
+    def sizes(tree: Any) -> frozenset[int]:
+        return frozenset(device_bytes(array, builder.mesh.shape) for array in jax.tree.leaves(tree))
+
+    return Tables(sizes(builder.state_specs.kv), sizes(builder.state_specs))
 
 
 def own_kernels_of(compiled: Any, found: Iterable[Instruction]) -> tuple[tuple[KernelReport, ...], str | None]:
     """Return the resources of our own kernels in a program, and why they can't be read, or None."""
-    calls = [one for one in found if one.language is not None]
-    on_gpu = [one.name for one in calls if one.language in _ON_A_GPU]
+    calls = [(one, language) for one in found if (language := kernel_language(one))]
+    on_gpu = [one.name for one, language in calls if language in _ON_A_GPU]
     taken: Mapping[str, Resources] = {}
     unread = None
     if on_gpu:
@@ -144,21 +139,12 @@ def own_kernels_of(compiled: Any, found: Iterable[Instruction]) -> tuple[tuple[K
             taken = kernel_resources(_serialized(compiled), on_gpu)
         except UnreadableError as error:
             unread = str(error)
-    counts = collections.Counter((one.kernel or "", taken.get(one.name), one.vmem_bytes) for one in calls)
+    counts = collections.Counter((kernel_name(one) or "", taken.get(one.name), _vmem(one)) for one, _ in calls)
     reports = tuple(
         KernelReport(kernel, count, **(dataclasses.asdict(resources) if resources else {}), vmem_bytes=vmem_bytes)
         for (kernel, resources, vmem_bytes), count in counts.items()
     )
     return reports, unread
-
-
-def instructions(text: str) -> Iterator[Instruction]:
-    """Parse the instructions in a compiled program's text."""
-    for line in text.split("\n"):
-        if found := _INSTRUCTION.match(line):
-            elements = max(map(_elements, _ARRAY.finditer(found["types"])), default=0)
-            one = Instruction(found["opcode"], elements, found["name"])
-            yield _custom_call(one, line) if one.opcode == "custom-call" else one
 
 
 def _copied(builder: ProgramBuilder, memory: Any, found: list[Instruction]) -> str | None:
@@ -181,20 +167,9 @@ def _copied(builder: ProgramBuilder, memory: Any, found: list[Instruction]) -> s
     return None
 
 
-def _custom_call(one: Instruction, line: str) -> Instruction:
-    target = found["target"] if (found := _TARGET.search(line)) else ""
-    language = next((name for prefix, name in _KERNELS.items() if target.startswith(prefix)), None)
-    return dataclasses.replace(
-        one,
-        aliased="output_to_operand_aliasing" in line,
-        kernel=_library(target) if language is None else _own(line, language),
-        language=language,
-        vmem_bytes=_vmem(line) if language == "mosaic tpu" else None,
-    )
-
-
-def _vmem(line: str) -> int | None:
-    given, used = (pattern.search(line) for pattern in _VMEM.values())
+def _vmem(one: Instruction) -> int | None:
+    """Return the VMEM that a kernel on a TPU needs, as its compiler says."""
+    given, used = (pattern.search(one.line) for pattern in _VMEM.values())
     if given is None or used is None:
         return None
     # The used part is counted from the start of VMEM, where the program keeps arrays that aren't the kernel's.
@@ -202,27 +177,11 @@ def _vmem(line: str) -> int | None:
     return own if own >= 0 else None
 
 
-def _own(line: str, language: str) -> str:
-    """Return the name of a kernel of ours: the part of the operation's name before the call."""
-    parts = name["name"].split("/") if (name := _OP_NAME.search(line)) else []
-    return f"{parts[-2]} ({language})" if len(parts) > 1 and parts[-1].startswith(_CALLS) else language
-
-
-def _library(target: str) -> str | None:
-    if own_code := _LLVM.fullmatch(target):
-        return f"{own_code['name']} (llvm)"
-    return target.strip("_").replace("$", " ") if _LIBRARIES.fullmatch(target) else None
-
-
 def _serialized(compiled: Any) -> bytes:
     try:
         return compiled.runtime_executable().serialize()
     except Exception as error:  # the errors of runtimes have no common base class
         raise UnreadableError(_first_line(error)) from error
-
-
-def _elements(array: re.Match[str]) -> int:
-    return math.prod(int(size) for size in array["dims"].split(",") if size)
 
 
 def _first_line(error: Exception) -> str:

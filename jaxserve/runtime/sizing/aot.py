@@ -19,13 +19,14 @@ from jaxserve.runtime.devices.mesh import make_mesh
 from jaxserve.runtime.devices.target import load_target
 from jaxserve.runtime.devices.topology import target_mesh
 from jaxserve.runtime.programs.builder import ProgramBuilder, by_compile_cost, program_path
-from jaxserve.runtime.programs.bundle import UNTUNED
 from jaxserve.runtime.programs.inspection import ProgramReport, compile_and_inspect
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.sizing.deployment import Deployment, read_model, read_stored
 from jaxserve.runtime.sizing.memory_advice import deploy_or_advise
 from jaxserve.runtime.sizing.mesh_validation import check_mesh
+from jaxserve.runtime.sizing.prediction import Prediction, predict
 from jaxserve.runtime.sizing.temp_memory import size_pool_by_compiler
+from jaxserve.runtime.step.batch import StepKey
 
 
 def deploy_on_target(config: EngineConfig, name: str) -> Deployment:
@@ -68,7 +69,7 @@ def deploy_for_bundle(config: EngineConfig, name: str) -> tuple[Deployment, Prog
     deployment = deploy_on_target(config, name)
     mesh = builder_for_target(deployment, name).mesh
     deployment = size_pool_by_compiler(deployment, mesh, None)
-    return deployment, deployment.builder(mesh).with_options(UNTUNED)
+    return deployment, deployment.builder(mesh)
 
 
 def matching_keys(deployment: Deployment, pattern: str = "*") -> list[ProgramKey]:
@@ -86,7 +87,7 @@ def compile_programs(
     """Compile in parallel and yield a report as each program is done. Store programs without a fault in `folder`."""
 
     def make(key: ProgramKey) -> ProgramReport:
-        report, compiled = compile_and_inspect(builder, key)
+        report, compiled = compile_and_inspect(builder, key, attached=folder is not None)
         if folder is not None and compiled is not None and report.fault is None:
             builder.store(compiled, program_path(folder, key))
         return report
@@ -99,3 +100,17 @@ def compile_programs(
         finally:
             for future in waiting:
                 future.cancel()
+
+
+def predict_steps(
+    deployment: Deployment, name: str, keys: Sequence[ProgramKey], reports: Sequence[ProgramReport]
+) -> dict[StepKey, Prediction]:
+    """Return the predicted time of each step program that was compiled for a target."""
+    by_name = {report.name: report for report in reports}
+    found = {}
+    for key in keys:
+        report = by_name[str(key)]
+        if isinstance(key, StepKey) and report.cost is not None:
+            exchanges = sum(report.collectives.values())
+            found[key] = predict(deployment, load_target(name), key, report.cost, exchanges)
+    return found

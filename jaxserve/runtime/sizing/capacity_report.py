@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from jaxserve.config.schema import EngineConfig
+from jaxserve.errors import ConfigError
 from jaxserve.runtime.devices.target import DeviceTarget, load_target
-from jaxserve.runtime.sizing.aot import builder_for_target, deploy_on_target
+from jaxserve.runtime.sizing.aot import builder_for_target, compile_programs, deploy_on_target, predict_steps
 from jaxserve.runtime.sizing.deployment import Deployment
 from jaxserve.runtime.sizing.memory import usable_bytes
 from jaxserve.runtime.sizing.memory_advice import find_fixes
+from jaxserve.runtime.sizing.prediction import Prediction
 from jaxserve.runtime.sizing.roofline import Roofline, roofline
-from jaxserve.runtime.sizing.temp_memory import measure_temp_memory, with_temp_memory
+from jaxserve.runtime.sizing.temp_memory import TempMemory, largest_programs, with_temp_memory
+from jaxserve.runtime.step.batch import StepKey
 
 _BATCHES = (1, 8, 32, 64, 128, 256, 512, 1024)
 _CONTEXTS = (1024, 4096, 16384, 65536, 131072)
@@ -30,7 +34,7 @@ class CapacityReport:
     """The capacity of a deployment on a target.
 
     `temp_bytes` is the largest working memory of a program; `temp_source` says where the figure is from. The pool also
-    leaves a margin free on top of the compiler's figure.
+    leaves a margin free on top of the compiler's figure. `predictions` are those of the programs that were compiled.
     """
 
     deployment: Deployment
@@ -39,6 +43,7 @@ class CapacityReport:
     temp_bytes: int
     temp_source: str
     shortfalls: list[Shortfall]
+    predictions: Mapping[StepKey, Prediction]
 
     @property
     def num_devices(self) -> int:
@@ -89,6 +94,10 @@ class CapacityReport:
             return None
         return batch / self.limits.decode_seconds(-(-batch // self.deployment.num_ranks), context)
 
+    def predicted_rate(self, key: StepKey) -> float:
+        """Return the tokens per second of all ranks that a program makes likely: decoded ones, or those of a prompt."""
+        return self.deployment.num_ranks * key.size / self.predictions[key].seconds
+
     def prefill_limit(self, length: int) -> float | None:
         """Return the upper limit in tokens per second for prompts of `length` tokens; None if the peak is unknown."""
         limit = self.limits.prefill_tokens_per_second(length)
@@ -103,11 +112,18 @@ def report_capacity(config: EngineConfig, name: str, *, ask_compiler: bool = Fal
     deployment = deploy_on_target(config, name)
     target = load_target(name)
     temp, source = deployment.sizes.footprint.activations, "estimated"
+    predictions: dict[StepKey, Prediction] = {}
     if ask_compiler:
-        measured = measure_temp_memory(deployment, builder_for_target(deployment, name))
-        deployment = with_temp_memory(deployment, measured)
-        temp, source = measured.temp_bytes, f"the compiler's, {measured.program}"
-    return CapacityReport(deployment, target, roofline(deployment, target), temp, source, _shortfalls(deployment))
+        keys = largest_programs(deployment)
+        reports = list(compile_programs(builder_for_target(deployment, name), keys))
+        if fault := next((report for report in reports if report.fault), None):
+            raise ConfigError(f"program {fault.name} can't be used on {name}: {fault.fault}")
+        predictions = predict_steps(deployment, name, keys, reports)
+        largest = max(reports, key=lambda report: report.temp_bytes)
+        deployment = with_temp_memory(deployment, TempMemory(largest.temp_bytes, largest.name))
+        temp, source = largest.temp_bytes, f"the compiler's, {largest.name}"
+    limits = roofline(deployment, target)
+    return CapacityReport(deployment, target, limits, temp, source, _shortfalls(deployment), predictions)
 
 
 def _shortfalls(deployment: Deployment) -> list[Shortfall]:

@@ -25,6 +25,7 @@ from jaxserve.quant import StoredTypes, WeightPacking, choose_packing, pack_spec
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.devices.mesh import DATA_AXIS, TENSOR_AXIS, device_bytes
 from jaxserve.runtime.programs.builder import (
+    ADJUST_KEY,
     READ_KEY,
     UPDATE_KEY,
     WRITE_KEY,
@@ -100,7 +101,7 @@ class Deployment:
     def program_keys(self) -> list[ProgramKey]:
         """The keys of all its programs."""
         copies = [READ_KEY, WRITE_KEY] if self.config.enable_hierarchical_cache else []
-        return [UPDATE_KEY, *copies, *self.step_keys]
+        return [UPDATE_KEY, ADJUST_KEY, *copies, *self.step_keys]
 
     def builder(self, mesh: Mesh) -> ProgramBuilder:
         """Return the builder of its programs for a mesh of its devices, which need not be attached."""

@@ -36,16 +36,21 @@ class Sizes:
 @dataclasses.dataclass(frozen=True)
 class Defaults:
     """The default sizes of a platform: requests that run at once, tokens of a prefill chunk and of the smallest mixed
-    program, and the size up to which decode programs are finely spaced."""
+    program, and the size up to which decode programs are finely spaced.
+
+    `row_multiple` divides the rows of each decode program: a product of fewer than 8 rows takes an accelerator as long
+    as one of 8, and XLA adds kernels that pad it.
+    """
 
     running: int
     chunk: int
     smallest_bucket: int
     max_fine: int | None
+    row_multiple: int
 
 
-_CPU = Defaults(running=32, chunk=512, smallest_bucket=64, max_fine=None)
-_ACCELERATOR = Defaults(running=256, chunk=2048, smallest_bucket=256, max_fine=160)
+_CPU = Defaults(running=32, chunk=512, smallest_bucket=64, max_fine=None, row_multiple=1)
+_ACCELERATOR = Defaults(running=256, chunk=2048, smallest_bucket=256, max_fine=160, row_multiple=8)
 _PROMPT_LOGPROB_TOKENS = 128
 
 
@@ -103,7 +108,9 @@ def resolve_sizes(
         num_pages=pool.num_pages,
         page_size=config.page_size,
         max_model_len=pool.context_length,
-        decode_buckets=decode_buckets(running, max_fine=max_fine, requested=config.cuda_graph_bs),
+        decode_buckets=decode_buckets(
+            running, max_fine=max_fine, requested=config.cuda_graph_bs, multiple=defaults.row_multiple
+        ),
         token_buckets=token_buckets(largest, smallest=defaults.smallest_bucket),
         prompt_logprob_tokens=max(_PROMPT_LOGPROB_TOKENS, 2 * running),
         num_ranks=data,

@@ -74,7 +74,7 @@ def measure_temp_memory(deployment: Deployment, builder: ProgramBuilder, cache_d
 
     What XLA tunes for them on a GPU is kept in `cache_dir`.
     """
-    largest = {(key.kind, key.greedy): key for key in sorted(deployment.step_keys, key=lambda key: key.size)}
+    largest = largest_programs(deployment)
     tuned = autotune_folder(builder.mesh.devices.flat[0], cache_dir)
     builder = builder.with_options(autotune_options(tuned))
 
@@ -83,9 +83,15 @@ def measure_temp_memory(deployment: Deployment, builder: ProgramBuilder, cache_d
         return TempMemory(memory.temp_size_in_bytes, str(key))
 
     with report_tuning(tuned, len(largest)), ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(measure, largest.values())
+        found = pool.map(measure, largest)
         with tqdm(found, total=len(largest), desc="Sizing the KV cache", unit="program") as bar:
             return max(bar, key=lambda one: one.temp_bytes)
+
+
+def largest_programs(deployment: Deployment) -> list[StepKey]:
+    """Return the largest step program of each kind."""
+    ascending = sorted(deployment.step_keys, key=lambda key: key.size)
+    return list({(key.kind, key.greedy): key for key in ascending}.values())
 
 
 def _read(folder: Path | None) -> TempMemory | None:

@@ -12,8 +12,10 @@ _SPACING = ((32, 8), (160, 16))
 _WIDEST_SPACING = 32
 
 
-def decode_buckets(max_running: int, *, max_fine: int | None, requested: Sequence[int] | None) -> tuple[int, ...]:
-    """Return ascending row counts, the last of which is `max_running`.
+def decode_buckets(
+    max_running: int, *, max_fine: int | None, requested: Sequence[int] | None, multiple: int = 1
+) -> tuple[int, ...]:
+    """Return ascending row counts, all rounded up to a `multiple`, the last of which holds `max_running`.
 
     `requested` (`--cuda-graph-bs`) replaces the fine spacing. If `max_fine` is None, on a CPU, sizes are few (1, then 8
     doubled again and again), as each program costs seconds of start-up.
@@ -24,7 +26,8 @@ def decode_buckets(max_running: int, *, max_fine: int | None, requested: Sequenc
         sizes = {1} | {8 * 2**i for i in range(12)}
     else:
         sizes = _fine(min(max_fine, max_running)) | {2**i for i in range(16) if 2**i > max_fine}
-    return tuple(sorted({size for size in sizes if size < max_running} | {max_running}))
+    sizes = {size for size in sizes if size < max_running} | {max_running}
+    return tuple(sorted({-(-size // multiple) * multiple for size in sizes}))
 
 
 def fine_decode_rows(max_running: int, *, max_fine: int | None, requested: Sequence[int] | None) -> int:

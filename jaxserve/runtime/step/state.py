@@ -44,7 +44,8 @@ class SamplingRows:
 class DeviceState:
     """The KV pool, and by slot: last token, sequence length, page table, sampling parameters and penalty counts.
 
-    `counts` says how often each token was output; its sign bit is set for tokens of the prompt.
+    `counts` says how often each token was output; its sign bit is set for tokens of the prompt. Rows of slots without
+    penalties hold anything, as only penalties read them.
     """
 
     kv: PagedKV

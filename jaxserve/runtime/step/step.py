@@ -1,6 +1,6 @@
 """The step program: embed, layers, head and sampling, over the whole mesh.
 
-`make_step` and `make_update` wrap `step` and `update` in one `shard_map` each: inside, code sees one shard of one rank.
+`make_step` wraps `step` in one `shard_map`: inside, code sees one shard of one rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from jaxserve.runtime.step import batch as batches
 from jaxserve.runtime.step import sampling
 from jaxserve.runtime.step.batch import StepInput, StepShape
 from jaxserve.runtime.step.sampling import Logprobs
-from jaxserve.runtime.step.slot_update import update
 from jaxserve.runtime.step.state import DeviceState, SamplingRows, all_ranks, one_rank
 from pallas_kernels.paged_attention import Backend
 
@@ -47,10 +46,9 @@ class StepContext:
 
 @flax.struct.dataclass
 class StepOutput:
-    """The results that the host fetches. `num_tokens[r]` of `tokens[r]` are valid. Some programs have no logprobs."""
+    """The results that the host fetches. Some programs have no logprobs."""
 
     tokens: Int[Array, "rows 1"]
-    num_tokens: Int[Array, " rows"]
     logprobs: Logprobs | None
     prompt_logprobs: Logprobs | None
 
@@ -88,14 +86,6 @@ def make_step(
     )
 
 
-def make_update(mesh: Mesh, state_specs: DeviceState) -> Callable[[DeviceState, jax.Array], DeviceState]:
-    """Return the function `(state, packed) -> state` that opens a slot, over global arrays."""
-    parts = partitions(state_specs)
-    return jax.shard_map(
-        update, mesh=mesh, in_specs=(parts, PartitionSpec(DATA_AXIS)), out_specs=parts, check_vma=False
-    )
-
-
 def step(
     params: Any, state: DeviceState, packed: jax.Array, context: StepContext, shape: StepShape
 ) -> tuple[DeviceState, StepOutput]:
@@ -122,7 +112,7 @@ def step(
             seq_lens=state.seq_lens.at[inputs.slots].set(inputs.batch.kv_lens, mode="drop"),
             counts=counts,
         )
-    return state, StepOutput(tokens[:, None], inputs.samples.astype(jnp.int32), logprobs, prompt_logprobs)
+    return state, StepOutput(tokens[:, None], logprobs, prompt_logprobs)
 
 
 def _sample_rows(

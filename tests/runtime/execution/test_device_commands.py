@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.runtime.execution.device_commands import BroadcastCommands, FollowerExecutor, LocalCommands
-from jaxserve.runtime.programs.builder import READ_KEY, UPDATE_KEY, WRITE_KEY
+from jaxserve.runtime.programs.builder import ADJUST_KEY, READ_KEY, UPDATE_KEY, WRITE_KEY
 from jaxserve.runtime.step.batch import StepKey
 
 DECODE = StepKey("decode", 4, True)
@@ -28,25 +28,30 @@ class Host:
 
 
 def _programs(log: list[Any]) -> dict[Any, Any]:
-    """Return fake programs, each of which adds its input to a state that is a number."""
+    """Return fake programs, each of which adds its input to a state whose only leaf is a number."""
+    Leaves = tuple[int]
 
-    def step(params: int, state: int, packed: np.ndarray) -> tuple[int, int]:
+    def step(params: Leaves, state: Leaves, packed: np.ndarray) -> tuple[Leaves, Leaves]:
         log.append(("step", packed.tolist()))
-        return state + params * int(packed.sum()), state
+        return (state[0] + params[0] * int(packed.sum()),), state
 
-    def update(state: int, packed: np.ndarray) -> int:
+    def update(state: Leaves, packed: np.ndarray) -> Leaves:
         log.append(("update", packed.tolist()))
-        return state + int(packed.sum())
+        return (state[0] + int(packed.sum()),)
 
-    def read(state: int, packed: np.ndarray) -> tuple[int, int]:
+    def adjust(state: Leaves, packed: np.ndarray) -> Leaves:
+        log.append(("adjust", packed.tolist()))
+        return (state[0] - int(packed.sum()),)
+
+    def read(state: Leaves, packed: np.ndarray) -> tuple[Leaves, int]:
         log.append(("read", packed.tolist()))
-        return state, state * 2
+        return state, state[0] * 2
 
-    def write(state: int, packed: np.ndarray, rows: int) -> int:
+    def write(state: Leaves, packed: np.ndarray, rows: int) -> Leaves:
         log.append(("write", packed.tolist(), rows))
-        return state + rows
+        return (state[0] + rows,)
 
-    return {DECODE: step, UPDATE_KEY: update, READ_KEY: read, WRITE_KEY: write}
+    return {DECODE: step, UPDATE_KEY: update, ADJUST_KEY: adjust, READ_KEY: read, WRITE_KEY: write}
 
 
 def test_a_follower_runs_the_same_commands_with_the_same_bytes() -> None:
@@ -55,7 +60,8 @@ def test_a_follower_runs_the_same_commands_with_the_same_bytes() -> None:
     here, there = (LocalCommands(3, 1, _programs(log), Host()) for log in logs)  # type: ignore[arg-type]
     leader = BroadcastCommands(here, sent.append)
     packed = np.arange(6, dtype=np.int32).reshape(2, 3)
-    leader.update(packed)
+    leader.update(UPDATE_KEY, packed)
+    leader.update(ADJUST_KEY, packed + 2)
     leader.step(DECODE, packed * 2)
     leader.save(packed + 1, [[1], []])
     leader.step(DECODE, packed)
@@ -65,7 +71,7 @@ def test_a_follower_runs_the_same_commands_with_the_same_bytes() -> None:
     for command in sent:
         follower.execute(command)
     assert logs[0] == logs[1]
-    assert len(logs[0]) == 6
+    assert [name for name, *_ in logs[0]] == ["update", "adjust", "step", "read", "step", "write", "step"]
     assert here._state == there._state
 
 

@@ -1,5 +1,3 @@
-"""Runs of all programs without requests, which an accelerator makes before it is ready, change nothing."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -12,31 +10,111 @@ import pytest
 from jaxserve.runtime.execution.device_commands import LocalCommands
 from jaxserve.runtime.execution.executor import DeviceExecutor
 from jaxserve.runtime.execution.host_pool import HostPool
-from jaxserve.runtime.programs.builder import READ_KEY, UPDATE_KEY, WRITE_KEY, step_keys
+from jaxserve.runtime.programs.builder import ADJUST_KEY, READ_KEY, UPDATE_KEY, WRITE_KEY, step_keys
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.step.page_copies import row_specs
-from tests.runtime import tiny
-from tests.runtime.tiny import builder, mesh, params, specs, zero_state
+from jaxserve.runtime.step.sampling import Logprobs
+from jaxserve.runtime.step.slot_update import SLOTS, UPDATE
+from jaxserve.runtime.step.step import StepOutput
+from jaxserve.step_plan import Capacity, StepPlan
+from tests.runtime.tiny import CAPACITY, builder, mesh, opening, params, prefill, specs, zero_state
 
-pytestmark = pytest.mark.slow
 
-CAPACITY = msgspec.structs.replace(tiny.CAPACITY, decode_buckets=(4,), token_buckets=(16,))
-KEYS: list[ProgramKey] = [UPDATE_KEY, READ_KEY, WRITE_KEY, *step_keys(CAPACITY)]
+class Output:
+    """A fake of an array on a device, which counts its transfers."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        self.copies = self.fetches = 0
+
+    def copy_to_host_async(self) -> None:
+        self.copies += 1
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        self.fetches += 1
+        return self.array
+
+
+class Commands:
+    """A fake of the devices. Row r of rank k draws token 10 * k + r; all its log probabilities are -1."""
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        self.updates: list[tuple[str, np.ndarray]] = []
+        shape = (num_ranks, 8)
+        tokens = np.arange(8) + 10 * np.arange(num_ranks)[:, None]
+        self.tokens = Output(tokens[:, :, None])
+        self.logprobs = [Output(x) for x in (np.full(shape, -1.0), np.zeros((*shape, 20)), np.full((*shape, 20), -1.0))]
+
+    def update(self, key: str, packed: np.ndarray) -> None:
+        self.updates.append((key, packed))
+
+    def step(self, key: object, packed: np.ndarray) -> StepOutput:
+        return StepOutput(self.tokens, Logprobs(*self.logprobs), None)  # type: ignore[arg-type]
+
+    def store_arrived(self) -> None: ...
+
+
+def _run(commands: Commands, capacity: Capacity, *opens: Any) -> Any:
+    chunks = [prefill(one.slot, 0, [1]) for one in opens]
+    plan = StepPlan(opens=list(opens), chunks=chunks, closes=[], num_decodes=0, greedy=False)
+    executor = DeviceExecutor(commands, capacity)  # type: ignore[arg-type]
+    return executor.collect(executor.dispatch(plan))
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_log_probabilities_are_fetched_only_if_a_request_wants_them(wanted: bool) -> None:
+    commands = Commands()
+    result = _run(commands, CAPACITY, opening(0), opening(1, logprobs=2 if wanted else None))
+    assert result.tokens == [[0], [1]]
+    assert list(result.logprobs) == [1] * wanted
+    assert (commands.tokens.copies, commands.tokens.fetches) == (1, 1)
+    assert [(one.copies, one.fetches) for one in commands.logprobs] == [(wanted, wanted)] * 3
+
+
+def test_the_slots_of_a_step_are_opened_together() -> None:
+    commands = Commands()
+    _run(commands, CAPACITY, *(opening(slot) for slot in (3, 0, 2)))
+    [(key, packed)] = commands.updates
+    assert (key, packed.shape) == (UPDATE_KEY, (1, UPDATE.size))
+    assert packed[0, :SLOTS].tolist() == [3, 0, 2] + [-1] * (SLOTS - 3)
+
+
+def test_penalties_take_a_second_command() -> None:
+    commands = Commands()
+    _run(commands, CAPACITY, opening(0, repetition_penalty=2.0), opening(1))
+    assert [key for key, _ in commands.updates] == [UPDATE_KEY, ADJUST_KEY]
+
+
+def test_ranks_open_slots_in_the_same_command() -> None:
+    commands = Commands(num_ranks=2)
+    executor = DeviceExecutor(commands, msgspec.structs.replace(CAPACITY, num_ranks=2))  # type: ignore[arg-type]
+    opens = [opening(slot, rank=rank) for slot, rank in ((1, 0), (2, 1), (3, 1))]
+    chunks = [msgspec.structs.replace(prefill(one.slot, 0, [1]), rank=one.rank) for one in opens]
+    plan = StepPlan(opens=opens, chunks=chunks, closes=[], num_decodes=0, greedy=False)
+    result = executor.collect(executor.dispatch(plan))
+    assert result.tokens == [[0], [10], [11]]
+    [(_, packed)] = commands.updates
+    assert packed[:, :3].tolist() == [[1, -1, -1], [2, 3, -1]]
+
+
+FEW = msgspec.structs.replace(CAPACITY, decode_buckets=(4,), token_buckets=(16,))
+KEYS: list[ProgramKey] = [UPDATE_KEY, ADJUST_KEY, READ_KEY, WRITE_KEY, *step_keys(FEW)]
 
 
 def _random_state() -> Any:
     """Return a state that is nowhere zero, as if requests were in the middle of their work."""
     rng = np.random.default_rng(0)
     return jax.tree.map(
-        lambda a: jax.device_put(rng.integers(1, 3, a.shape).astype(a.dtype), a.sharding), zero_state(CAPACITY)
+        lambda a: jax.device_put(rng.integers(1, 3, a.shape).astype(a.dtype), a.sharding), zero_state(FEW)
     )
 
 
+@pytest.mark.slow
 def test_a_run_without_requests_changes_nothing() -> None:
     runs: list[ProgramKey] = []
 
     def counted(key: ProgramKey) -> Any:
-        program = builder(CAPACITY).compile(key)
+        program = builder(FEW).compile(key)
 
         def run(*arguments: Any) -> Any:
             runs.append(key)
@@ -45,9 +123,9 @@ def test_a_run_without_requests_changes_nothing() -> None:
         return run
 
     before = jax.tree.map(np.asarray, _random_state())
-    host = HostPool(row_specs(specs(CAPACITY)), 4, mesh())
+    host = HostPool(row_specs(specs(FEW)), 4, mesh())
     commands = LocalCommands(params(), _random_state(), {key: counted(key) for key in KEYS}, host, mesh())
-    executor = DeviceExecutor(commands, CAPACITY)
+    executor = DeviceExecutor(commands, FEW)
     compiled = executor.compiles_after_ready
     executor.warm_up(KEYS)
     assert runs == [*KEYS, *KEYS], "a program with collectives builds its CUDA graph in the second run"

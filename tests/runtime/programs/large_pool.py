@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.runtime.programs.builder import READ_KEY, UPDATE_KEY, WRITE_KEY, step_keys
+from jaxserve.runtime.programs.builder import ADJUST_KEY, READ_KEY, UPDATE_KEY, WRITE_KEY, step_keys
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.step.batch import pack_step, step_shape
-from jaxserve.runtime.step.slot_update import pack_open
 from jaxserve.runtime.step.state import DeviceState
 from jaxserve.step_plan import Capacity, StepPlan
-from tests.runtime.tiny import opening, params, prefill, zero_state
+from tests.runtime.tiny import on_trees, open_slots, opening, params, prefill, zero_state
 
 CAPACITY = Capacity(
     num_slots=4,
@@ -22,15 +21,14 @@ CAPACITY = Capacity(
     prompt_logprob_tokens=8,
 )
 STEPS = step_keys(CAPACITY)
-KEYS: list[ProgramKey] = [UPDATE_KEY, READ_KEY, WRITE_KEY, *STEPS]
+KEYS: list[ProgramKey] = [UPDATE_KEY, ADJUST_KEY, READ_KEY, WRITE_KEY, *STEPS]
 
 
 def first_step(programs: dict[ProgramKey, Any]) -> tuple[DeviceState, DeviceState, Any]:
     """Open a slot and prefill it. Return the state before and after the step, and the output."""
     state = zero_state(CAPACITY)
-    for vector in pack_open(opening(1, [5, 6, 7], temperature=0.8, logprobs=3, seed=4)):
-        state = programs[UPDATE_KEY](state, vector[None])
+    state = open_slots(programs, state, opening(1, [5, 6, 7], temperature=0.8, logprobs=3, seed=4))
     plan = StepPlan(opens=[], chunks=[prefill(1, 0, [5, 6, 7], (9,))], closes=[], num_decodes=0, greedy=False)
     key = next(key for key in STEPS if key.kind == "mixed")
-    after, output = programs[key](params(), state, pack_step(plan, step_shape(key, CAPACITY), CAPACITY))
+    after, output = on_trees(programs[key])(params(), state, pack_step(plan, step_shape(key, CAPACITY), CAPACITY))
     return state, after, output

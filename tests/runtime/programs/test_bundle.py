@@ -16,8 +16,7 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.programs.builder import UPDATE_KEY, program_path
 from jaxserve.runtime.programs.bundle import load_bundle, read_manifest, sized_like_bundle, write_manifest
-from jaxserve.runtime.step.slot_update import pack_open
-from tests.runtime.tiny import CAPACITY, builder, opening, zero_state
+from tests.runtime.tiny import CAPACITY, builder, open_slots, opening, zero_state
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +48,8 @@ def test_the_manifest_describes_the_bundle(whole: Path) -> None:
 def test_the_programs_of_a_bundle_run(whole: Path) -> None:
     loaded = load_bundle(whole, read_manifest(whole), builder(), [UPDATE_KEY])
     assert loaded is not None
-    [program] = loaded.values()
-    state = program(zero_state(CAPACITY), next(pack_open(opening(2, prompt=[1], num_cached_tokens=3)))[None])
+    opened = opening(2, prompt=[1], num_cached_tokens=3)
+    state = open_slots(loaded, zero_state(CAPACITY), opened)
     assert np.asarray(state.seq_lens)[0].tolist() == [0, 0, 3, 0]
 
 

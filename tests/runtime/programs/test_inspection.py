@@ -10,13 +10,9 @@ import jax
 import pytest
 
 from jaxserve.runtime.programs.builder import UPDATE_KEY, ProgramBuilder
-from jaxserve.runtime.programs.inspection import (
-    Instruction,
-    KernelReport,
-    compile_and_inspect,
-    instructions,
-    own_kernels_of,
-)
+from jaxserve.runtime.programs.hlo import Instruction, instructions
+from jaxserve.runtime.programs.inspection import KernelReport, compile_and_inspect, own_kernels_of
+from jaxserve.runtime.programs.kernel_names import kernel_name
 from jaxserve.runtime.step.batch import StepKey
 from tests.runtime.programs.large_pool import CAPACITY
 from tests.runtime.tiny import builder
@@ -42,19 +38,21 @@ backend_config={"scoped_memory_configs":[{"memory_space":"1","offset":"1000","si
 """
 
 
-def test_instructions_of_a_text() -> None:
-    assert list(instructions(TEXT)) == [
-        Instruction("parameter", 16384, "x.1"),
-        Instruction("custom-call", 16, "step.1", aliased=True, kernel="decode (triton)", language="triton"),
-        Instruction("custom-call", 16, "split.1", kernel="split (mosaic gpu)", language="mosaic gpu"),
-        Instruction("custom-call", 4, "tpu.1", kernel="k (mosaic tpu)", language="mosaic tpu", vmem_bytes=4096),
-        Instruction("custom-call", 64, "gemm", kernel="cublas lt matmul f8"),
-        Instruction("custom-call", 4, "own", kernel="paged_attention_decode_3x64 (llvm)"),
-        Instruction("custom-call", 4, "sums", kernel="packed_matmul_16 (llvm)"),
-        Instruction("custom-call", 4, "other"),
-        Instruction("all-reduce-start", 4, "sum-start"),
-        Instruction("copy", 16384, "copy"),
+def test_kernels_of_a_text() -> None:
+    found = list(instructions(TEXT))
+    assert [(one.name, one.opcode, one.elements, kernel_name(one)) for one in found] == [
+        ("x.1", "parameter", 16384, None),
+        ("step.1", "custom-call", 16, "decode (triton)"),
+        ("split.1", "custom-call", 16, "split (mosaic gpu)"),
+        ("tpu.1", "custom-call", 4, "k (mosaic tpu)"),
+        ("gemm", "custom-call", 64, "cublas lt matmul f8"),
+        ("own", "custom-call", 4, "paged_attention_decode_3x64 (llvm)"),
+        ("sums", "custom-call", 4, "packed_matmul_16 (llvm)"),
+        ("other", "custom-call", 4, None),
+        ("sum-start", "all-reduce-start", 4, None),
+        ("copy", "copy", 16384, None),
     ]
+    assert [one.name for one in found if one.aliased] == ["step.1"]
 
 
 class _Serialized:
@@ -73,13 +71,11 @@ class _Serialized:
 
 
 def _calls(*names: str) -> list[Instruction]:
-    return [Instruction("custom-call", 1, name, kernel="doubling (triton)", language="triton") for name in names]
+    call = '  %{} = f32[1]{{0}} custom-call(), custom_call_target="__gpu$xla.gpu.triton", metadata={{op_name="{}"}}'
+    return list(instructions("\n".join(call.format(name, "doubling/pallas_call") for name in names)))
 
 
-OTHERS = [
-    Instruction("custom-call", 1, "gemm", kernel="cublas lt matmul f8"),
-    Instruction("custom-call", 4, "tpu", kernel="k (mosaic tpu)", language="mosaic tpu", vmem_bytes=4096),
-]
+OTHERS = [one for one in instructions(TEXT) if one.name in ("gemm", "tpu.1")]
 
 
 def test_kernel_resources_are_read_from_the_machine_code() -> None:
@@ -110,7 +106,7 @@ def test_unreadable_resources_are_left_out_with_the_reason(payload: bytes | None
 
 
 def test_a_program_without_kernels_of_ours_is_not_serialized() -> None:
-    assert own_kernels_of(None, [Instruction("copy", 1, "copy"), OTHERS[0]]) == ((), None)
+    assert own_kernels_of(None, [one for one in instructions(TEXT) if one.name in ("copy", "gemm")]) == ((), None)
 
 
 @pytest.mark.parametrize("key", [UPDATE_KEY, DECODE], ids=str)
@@ -124,7 +120,7 @@ def test_a_good_program(key: Any) -> None:
 
 
 def test_a_program_that_does_not_build_gets_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Any, key: Any) -> None:
+    def fail(self: Any, key: Any, dump: Any) -> None:
         raise RuntimeError("no such instruction\nand more")
 
     monkeypatch.setattr(ProgramBuilder, "compile", fail)
@@ -134,13 +130,13 @@ def test_a_program_that_does_not_build_gets_a_report(monkeypatch: pytest.MonkeyP
 
 
 class _Undonated(ProgramBuilder):
-    def compile(self, key: Any) -> jax.stages.Compiled:
+    def compile(self, key: Any, dump: Path | None = None) -> jax.stages.Compiled:
         state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), self.state_specs)
         return jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s)).lower(state).compile()
 
 
 class _Turned(ProgramBuilder):
-    def compile(self, key: Any) -> jax.stages.Compiled:
+    def compile(self, key: Any, dump: Path | None = None) -> jax.stages.Compiled:
         """Donates all arrays, but transposes the pool and back on the way."""
         state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), self.state_specs)
 

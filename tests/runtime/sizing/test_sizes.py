@@ -94,7 +94,7 @@ def test_the_error_for_a_pool_that_memory_cannot_hold_says_what_fits() -> None:
 def test_defaults_of_an_accelerator() -> None:
     sizes = _resolve(GPU)
     assert sizes.capacity.num_slots == 256
-    assert sizes.capacity.decode_buckets[:5] == (1, 2, 4, 8, 16)
+    assert sizes.capacity.decode_buckets[:5] == (8, 16, 24, 32, 48)
     assert sizes.capacity.decode_buckets[-2:] == (160, 256)
 
 
@@ -122,7 +122,8 @@ def test_decode_programs_follow_their_flags() -> None:
     assert _resolve(cuda_graph_bs=(3, 5)).capacity.decode_buckets == (3, 5, 32)
     assert _resolve(cuda_graph_max_bs=8, max_running_requests=20).capacity.decode_buckets == (1, 2, 4, 8, 16, 20)
     fine = _resolve(GPU, cuda_graph_max_bs=8, max_running_requests=20)
-    assert fine.capacity.decode_buckets == (1, 2, 4, 8, 16, 20)
+    assert fine.capacity.decode_buckets == (8, 16, 24), "a product of fewer than 8 rows is padded"
+    assert _resolve(GPU, cuda_graph_bs=(1, 20), max_running_requests=60).capacity.decode_buckets == (8, 24, 64)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128])

@@ -11,14 +11,14 @@ from jaxserve.runtime.execution.host_pool import HostPool
 from jaxserve.runtime.programs.builder import READ_KEY, WRITE_KEY
 from jaxserve.runtime.step.page_copies import PAGES_PER_COPY, row_specs
 from jaxserve.runtime.step.state import DeviceState
-from tests.runtime.tiny import CAPACITY, builder, specs, zero_state
+from tests.runtime.tiny import CAPACITY, builder, on_trees, specs, zero_state
 
 LAYERS = 2
 
 
 @functools.cache
 def _program(key: str) -> Any:
-    return builder().compile(key)
+    return on_trees(builder().compile(key))
 
 
 def _random_state() -> DeviceState:

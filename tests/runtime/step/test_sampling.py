@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from scipy.stats import chi2
 
-from jaxserve.api_types import MAX_LOGPROBS
+from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from jaxserve.runtime.step import sampling
 from jaxserve.runtime.step.sampling import Logprobs
-from jaxserve.runtime.step.slot_update import UPDATE, pack_open
+from jaxserve.runtime.step.slot_update import sampling_row
 from jaxserve.runtime.step.state import SEEN_IN_PROMPT, SamplingRows
 from jaxserve.step_plan import SlotOpen
 from tests.runtime import plain_sampling
@@ -42,19 +42,29 @@ def _without_kernels(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _rows(opened: list[SlotOpen]) -> tuple[SamplingRows, np.ndarray, np.ndarray]:
-    """Return the sampling rows, counts and lengths of slots, as `update` would set them."""
-    vectors = np.stack([next(pack_open(one)) for one in opened])
-    fields = {}
-    for field in UPDATE.fields:
-        part = vectors[:, UPDATE.offsets[field.name] :][:, : field.size]
-        fields[field.name] = np.ascontiguousarray(part).view(np.float32) if field.is_float else part
-    names = ("ints", "floats", "stop_ids", "bias_ids", "bias_values")
+    """Return the sampling rows, counts and lengths of slots, as `update` and `adjust` would set them."""
+    rows = [sampling_row(one) for one in opened]
+    bias_ids = np.full((len(opened), MAX_LOGIT_BIAS), -1, np.int32)
+    bias_values = np.zeros((len(opened), MAX_LOGIT_BIAS), np.float32)
+    for row, one in enumerate(opened):
+        bias = one.sampling.logit_bias
+        bias_ids[row, : len(bias)], bias_values[row, : len(bias)] = list(bias), list(bias.values())
     counts = np.zeros((len(opened), VOCAB), np.int16)
     for row, one in enumerate(opened):
         np.add.at(counts[row], one.output_ids, 1)
         counts[row, one.prompt_ids] |= SEEN_IN_PROMPT
     lengths = np.array([len(one.prompt_ids) + len(one.output_ids) for one in opened], np.int32)
-    return SamplingRows(**{name: fields[name] for name in names}), counts, lengths
+    return (
+        SamplingRows(
+            ints=np.array([row["ints"] for row in rows], np.int32),
+            floats=np.array([row["floats"] for row in rows], np.float32),
+            stop_ids=np.array([row["stop_ids"] for row in rows], np.int32),
+            bias_ids=bias_ids,
+            bias_values=bias_values,
+        ),
+        counts,
+        lengths,
+    )
 
 
 def _batch(logits: np.ndarray, opened: list[SlotOpen]) -> tuple[np.ndarray, Logprobs]:

@@ -1,4 +1,4 @@
-"""Opening a slot sets its state, with any number of updates, and leaves other slots unchanged."""
+"""Opening slots sets their state, with any number of calls, and leaves other slots unchanged."""
 
 from __future__ import annotations
 
@@ -11,19 +11,31 @@ import numpy as np
 import pytest
 
 from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_STOP_IDS
-from jaxserve.runtime.step.slot_update import PAGES, TOKENS, UPDATE, pack_open
+from jaxserve.runtime.step.slot_update import (
+    ADJUST,
+    BIASES,
+    PAGES,
+    PENALIZED_SLOTS,
+    SLOTS,
+    TOKENS,
+    UPDATE,
+    adjust,
+    make_update,
+    pack_adjustments,
+    pack_updates,
+    update,
+)
 from jaxserve.runtime.step.state import COUNT_MASK, FLOATS, INTS, SEEN_IN_PROMPT, DeviceState
-from jaxserve.runtime.step.step import make_update
 from jaxserve.step_plan import SlotOpen
 from tests.runtime.tiny import CAPACITY, mesh, opening, specs, zero_state
 
-VOCAB = 258
-CAPACITY_LONG = msgspec.structs.replace(CAPACITY, num_pages=400, max_model_len=1200)
+VOCAB = 3000
+CAPACITY_LONG = msgspec.structs.replace(CAPACITY, num_slots=40, num_pages=400, max_model_len=4000)
 
 
 @functools.cache
-def _program() -> Any:
-    return jax.jit(make_update(mesh(), specs(CAPACITY_LONG)))
+def _program(function: Any) -> Any:
+    return jax.jit(make_update(function, mesh(), specs(CAPACITY_LONG, VOCAB)))
 
 
 @pytest.fixture
@@ -34,14 +46,16 @@ def used() -> DeviceState:
     def fill(x: jax.Array) -> np.ndarray:
         return rng.integers(1, 100, x.shape).astype(x.dtype)
 
-    return jax.tree.map(fill, zero_state(CAPACITY_LONG))
+    return jax.tree.map(fill, zero_state(CAPACITY_LONG, VOCAB))
 
 
-def _open(state: DeviceState, opened: SlotOpen) -> tuple[DeviceState, int]:
-    vectors = list(pack_open(opened))
-    for vector in vectors:
-        state = _program()(state, vector[None])
-    return jax.tree.map(np.asarray, state), len(vectors)
+def _open(state: DeviceState, *opened: SlotOpen) -> tuple[DeviceState, tuple[int, int]]:
+    """Return the state after all calls, and how many calls of `update` and of `adjust` there were."""
+    updates, adjustments = list(pack_updates(opened)), list(pack_adjustments(opened))
+    for function, vectors in ((update, updates), (adjust, adjustments)):
+        for vector in vectors:
+            state = _program(function)(state, vector[None])
+    return jax.tree.map(np.asarray, state), (len(updates), len(adjustments))
 
 
 def _row(state: DeviceState, slot: int) -> dict[str, float]:
@@ -49,13 +63,30 @@ def _row(state: DeviceState, slot: int) -> dict[str, float]:
     return dict(zip(INTS, ints)) | dict(zip(FLOATS, floats))
 
 
-def test_a_plain_slot_takes_one_update_and_starts_empty(used: DeviceState) -> None:
-    state, updates = _open(used, opening(2, [5, 6, 7], temperature=0.0))
-    assert updates == 1
+def test_a_plain_slot_takes_one_call_and_starts_empty(used: DeviceState) -> None:
+    state, calls = _open(used, opening(2, [5, 6, 7], temperature=0.0))
+    assert calls == (1, 0)
     assert state.seq_lens[0, 2] == 0
-    assert not state.counts[0, 2].any()
     assert (state.sampling.stop_ids[0, 2] == -1).all()
     assert (state.sampling.bias_ids[0, 2] == -1).all()
+    np.testing.assert_array_equal(state.counts, used.counts)  # nobody reads them
+
+
+@pytest.mark.parametrize("count", [SLOTS, SLOTS + 1, 2 * SLOTS + 3])
+def test_slots_share_calls(used: DeviceState, count: int) -> None:
+    opens = [
+        opening(39 - i, top_k=i, stop_ids=(i,), cached_pages=(tuple(range(i, 2 * i)),), num_cached_tokens=4 * i)
+        for i in range(count)
+    ]
+    state, calls = _open(used, *opens)
+    groups = [sum(range(at, min(at + SLOTS, count))) for at in range(0, count, SLOTS)]
+    assert calls == (sum(-(-pages // PAGES) for pages in groups), 0)
+    for i in range(count):
+        row = _row(state, 39 - i)
+        assert (row["top_k"], state.sampling.stop_ids[0, 39 - i, 0], state.seq_lens[0, 39 - i]) == (i, i, 4 * i)
+        assert state.page_tables[0, 39 - i, :i].tolist() == list(range(i, 2 * i))
+        np.testing.assert_array_equal(state.page_tables[0, 39 - i, i:], used.page_tables[0, 39 - i, i:])
+    np.testing.assert_array_equal(state.seq_lens[0, : 40 - count], used.seq_lens[0, : 40 - count])
 
 
 def test_the_sampling_row(used: DeviceState) -> None:
@@ -96,7 +127,7 @@ def test_the_sampling_row(used: DeviceState) -> None:
     }
     assert state.sampling.stop_ids[0, 1].tolist() == [9, 11] + [-1] * (MAX_STOP_IDS - 2)
     assert state.sampling.bias_ids[0, 1].tolist() == [3, 250] + [-1] * (MAX_LOGIT_BIAS - 2)
-    assert state.sampling.bias_values[0, 1].tolist() == [-100.0, 0.5] + [0.0] * (MAX_LOGIT_BIAS - 2)
+    assert state.sampling.bias_values[0, 1, :2].tolist() == [-100.0, 0.5]
 
 
 @pytest.mark.parametrize(("top_k", "seed"), [(-1, -1), (0, -(2**63)), (2**31 - 1, 2**63 - 1)])
@@ -109,8 +140,9 @@ def test_extreme_values_fit(used: DeviceState, top_k: int, seed: int) -> None:
 
 def test_the_largest_bias_and_all_stop_ids_fit(used: DeviceState) -> None:
     bias = {token: token / 8 for token in range(MAX_LOGIT_BIAS)}
-    state, updates = _open(used, opening(0, logit_bias=bias, stop_ids=tuple(range(MAX_STOP_IDS))))
-    assert updates == 1
+    state, calls = _open(used, opening(0, logit_bias=bias, stop_ids=tuple(range(MAX_STOP_IDS))))
+    assert calls == (1, -(-MAX_LOGIT_BIAS // BIASES))
+    np.testing.assert_array_equal(state.counts, used.counts)
     assert state.sampling.bias_ids[0, 0].tolist() == list(bias)
     assert state.sampling.bias_values[0, 0].tolist() == list(bias.values())
     assert state.sampling.stop_ids[0, 0].tolist() == list(range(MAX_STOP_IDS))
@@ -119,30 +151,44 @@ def test_the_largest_bias_and_all_stop_ids_fit(used: DeviceState) -> None:
 @pytest.mark.parametrize("count", [1, PAGES, PAGES + 1, 3 * PAGES])
 def test_any_number_of_cached_pages(used: DeviceState, count: int) -> None:
     pages = tuple(range(100, 100 + count))
-    state, updates = _open(used, opening(3, [1] * 1100, cached_pages=(pages,), num_cached_tokens=4 * count))
-    assert updates == -(-count // PAGES)
+    state, calls = _open(used, opening(3, [1] * 3900, cached_pages=(pages,), num_cached_tokens=4 * count))
+    assert calls == (-(-count // PAGES), 0)
     assert state.seq_lens[0, 3] == 4 * count
     assert state.page_tables[0, 3, :count].tolist() == list(pages)
     np.testing.assert_array_equal(state.page_tables[0, 3, count:], used.page_tables[0, 3, count:])
 
 
-@pytest.mark.parametrize("length", [1, TOKENS, 2 * TOKENS + 100])
-def test_penalties_count_the_prompt_and_the_output_before(used: DeviceState, length: int) -> None:
+@pytest.mark.parametrize("length", [1, TOKENS, 3 * TOKENS])
+@pytest.mark.parametrize("count", [1, PENALIZED_SLOTS + 1])
+def test_penalties_count_the_prompt_and_the_output_before(used: DeviceState, length: int, count: int) -> None:
     rng = np.random.default_rng(1)
-    prompt, outputs = rng.integers(0, 200, length).tolist(), rng.integers(100, 258, length // 2 + 3).tolist()
-    opened = opening(1, prompt, outputs, frequency_penalty=0.5, cached_pages=((7,) * 70,), num_cached_tokens=280)
-    state, updates = _open(used, opened)
-    assert updates == 2 + -(-len(prompt) // TOKENS) + -(-len(outputs) // TOKENS)
-    counts = state.counts[0, 1]
-    np.testing.assert_array_equal(counts & COUNT_MASK, np.bincount(outputs, minlength=VOCAB))
-    np.testing.assert_array_equal((counts & SEEN_IN_PROMPT) != 0, np.bincount(prompt, minlength=VOCAB) > 0)
-    assert state.page_tables[0, 1, :70].tolist() == [7] * 70
+    opens = [
+        opening(
+            slot, rng.integers(0, 2000, length).tolist(), rng.integers(1500, VOCAB, length // 2 + 3).tolist(),
+            frequency_penalty=0.5, logit_bias={5: 1.0}, cached_pages=((7,) * 70,), num_cached_tokens=280,
+        )
+        for slot in range(count)
+    ]  # fmt: skip
+    state, calls = _open(used, *opens)
+    groups = [opens[at : at + PENALIZED_SLOTS] for at in range(0, count, PENALIZED_SLOTS)]
+    distinct = [sum(len({*one.prompt_ids, *one.output_ids}) for one in group) for group in groups]
+    assert calls == (1, sum(-(-tokens // TOKENS) for tokens in distinct))
+    for slot, opened in enumerate(opens):
+        counts = state.counts[0, slot]
+        np.testing.assert_array_equal(counts & COUNT_MASK, np.bincount(opened.output_ids, minlength=VOCAB))
+        seen = np.bincount(opened.prompt_ids, minlength=VOCAB) > 0
+        np.testing.assert_array_equal((counts & SEEN_IN_PROMPT) != 0, seen)
+        assert state.page_tables[0, slot, :70].tolist() == [7] * 70
+        assert state.sampling.bias_ids[0, slot, :2].tolist() == [5, -1]
+    np.testing.assert_array_equal(state.counts[0, count:], used.counts[0, count:])
 
 
 def test_other_slots_stay_unchanged(used: DeviceState) -> None:
-    opened = opening(2, [1, 2, 3], [4], presence_penalty=1.0, cached_pages=((5, 6),), num_cached_tokens=8)
+    opened = opening(
+        2, [1, 2, 3], [4], logit_bias={3: 1.0}, presence_penalty=1.0, cached_pages=((5, 6),), num_cached_tokens=8
+    )
     state, _ = _open(used, opened)
-    others = [0, 1, 3]
+    others = [slot for slot in range(40) if slot != 2]
     for before, after in zip(jax.tree.leaves(used.replace(kv=None)), jax.tree.leaves(state.replace(kv=None))):
         np.testing.assert_array_equal(after[:, others], before[:, others])
     np.testing.assert_array_equal(state.kv.keys, used.kv.keys)
@@ -150,6 +196,7 @@ def test_other_slots_stay_unchanged(used: DeviceState) -> None:
 
 
 def test_a_rank_that_opens_no_slot_stays_unchanged(used: DeviceState) -> None:
-    state = _program()(used, UPDATE.pack({"slot": [-1], "seq_len": [9], "reset": [1], "pages": [3]})[None])
+    state = _program(update)(used, UPDATE.pack({"seq_lens": [9], "page_ids": [3]})[None])
+    state = _program(adjust)(state, ADJUST.pack({"counts": [7], "bias_ids": [3]})[None])
     for before, after in zip(jax.tree.leaves(used), jax.tree.leaves(state)):
         np.testing.assert_array_equal(after, before)

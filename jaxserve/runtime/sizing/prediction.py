@@ -1,0 +1,83 @@
+"""Predicts the time of a step from what its compiled program launches and moves, beside the time of the roofline.
+
+Both take memory and products at the rates that a copy and a large product reach on a device, not those of its
+datasheet. The times of launches are assumptions until a device has been measured (`benchmarks/device.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxserve.runtime.devices.target import DeviceTarget
+from jaxserve.runtime.programs.cost import ProgramCost
+from jaxserve.runtime.sizing.deployment import Deployment
+from jaxserve.runtime.sizing.roofline import Roofline, roofline
+from jaxserve.runtime.step.batch import StepKey
+
+CONTEXT = 1024
+"""Tokens of each sequence in a predicted decode step."""
+
+# Shares of the datasheet's rates: a copy reaches 4.3 of an H200's 4.8 TB/s, a bfloat16 product 790 of its 989 TFLOP/s.
+_COPY_SHARE = 0.9
+_PRODUCT_SHARE = 0.8
+
+# Assumed seconds: between two kernels of a command buffer, for a launch by the host, for a host that waits for the
+# device and launches again, for an exchange between devices.
+_LAUNCH = 1.5e-6
+_HOST_LAUNCH = 4e-6
+_HOST_WAIT = 30e-6
+_EXCHANGE = 10e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """The shortest possible seconds of a step, those that its program makes likely, and how many sequences it runs.
+
+    A decode step has sequences of `CONTEXT` tokens; any other step is a prompt that fills the program.
+    """
+
+    limit: float
+    seconds: float
+    sequences: int
+
+
+def predict(
+    deployment: Deployment, target: DeviceTarget, key: StepKey, cost: ProgramCost, exchanges: int = 0
+) -> Prediction:
+    """Predict one step of a program. `exchanges` counts its collectives."""
+    best = roofline(deployment, target)
+    reached = dataclasses.replace(
+        best,
+        bandwidth=best.bandwidth * _COPY_SHARE,
+        peak_flops=None if best.peak_flops is None else best.peak_flops * _PRODUCT_SHARE,
+    )
+    if key.kind == "decode":
+        limit, kv_bytes, attention_flops = (
+            reached.decode_seconds(key.size, CONTEXT),
+            key.size * CONTEXT * best.kv_per_token,
+            key.size * CONTEXT * best.attention_flops,
+        )
+    else:
+        limit, kv_bytes = _prompt_seconds(reached, key.size), 0
+        attention_flops = key.size * key.size / 2 * best.attention_flops
+    seconds = _seconds(reached, kv_bytes, attention_flops)
+    seconds += sum(_seconds(reached, one.nbytes, one.flops) for one in cost.kinds)
+    return Prediction(limit, seconds + _overhead(cost, exchanges), key.size if key.kind == "decode" else 1)
+
+
+def _seconds(rates: Roofline, nbytes: float, flops: float) -> float:
+    products = 0.0 if rates.peak_flops is None else flops / rates.peak_flops
+    return max(nbytes / rates.bandwidth, products)
+
+
+def _prompt_seconds(rates: Roofline, tokens: int) -> float:
+    per_second = rates.prefill_tokens_per_second(tokens)
+    products = 0.0 if per_second is None else tokens / per_second
+    return max(rates.read_bytes / rates.bandwidth, products)
+
+
+def _overhead(cost: ProgramCost, exchanges: int) -> float:
+    overhead = cost.launches * _LAUNCH + exchanges * _EXCHANGE
+    if cost.grouping is not None:
+        overhead += cost.grouping.top * _HOST_LAUNCH + cost.grouping.host_waits * _HOST_WAIT
+    return overhead

@@ -1,0 +1,92 @@
+"""How the host launches a step on GPUs that aren't here, and how near its program comes to the roofline.
+
+Programs are those of a Llama-3.1-8B at the default sizes, with a pool that fills the device, and of few layers where
+all are alike. What is asserted depends on XLA's options and on our kernels, not on the weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from jaxserve.config.schema import EngineConfig
+from jaxserve.models.config import parse_model_config
+from jaxserve.runtime.devices.device import facts_of_target
+from jaxserve.runtime.devices.target import load_target
+from jaxserve.runtime.devices.topology import target_mesh
+from jaxserve.runtime.programs.cost import ProgramCost
+from jaxserve.runtime.programs.inspection import ProgramReport, compile_and_inspect
+from jaxserve.runtime.programs.program_set import ProgramKey
+from jaxserve.runtime.sizing.deployment import Deployment, deploy
+from jaxserve.runtime.sizing.prediction import predict
+from jaxserve.runtime.step.batch import StepKey
+from tests.aot.deployments import LLAMA_8B_TWO_LAYERS
+from tests.selection import grid
+
+pytestmark = pytest.mark.aot
+
+GREEDY, FULL = StepKey("decode", 64, True), StepKey("decode", 64, False)
+MIXED = StepKey("mixed", 2048, False)
+PROMPT_LOGPROBS = StepKey("prompt_logprobs", 512, False)
+KEYS = (GREEDY, FULL, MIXED, PROMPT_LOGPROBS, "update")
+TARGETS = ("nvidia-h200", "nvidia-a100-80", "nvidia-l4", "nvidia-b200")
+LAUNCHES_A_LAYER = 9
+
+QUICK = {
+    ("nvidia-h200", 1): (FULL, MIXED, PROMPT_LOGPROBS, "update"),
+    ("nvidia-h200", 4): (FULL,),
+    ("nvidia-a100-80", 1): (FULL,),
+    ("nvidia-l4", 1): (MIXED,),
+    ("nvidia-b200", 1): (FULL,),
+}
+CASES = grid(
+    ((target, tensor, key) for target in TARGETS for tensor in (1, 4) for key in KEYS),
+    lambda case: case[2] in QUICK.get(case[:2], ()),
+)
+
+
+@functools.cache
+def deployed(target: str, tensor: int, layers: int) -> Deployment:
+    model = parse_model_config({**LLAMA_8B_TWO_LAYERS, "num_hidden_layers": layers})
+    return deploy(EngineConfig(tp_size=tensor), model, facts_of_target(target))
+
+
+def compiled(target: str, tensor: int, layers: int, key: ProgramKey) -> tuple[ProgramReport, ProgramCost, str]:
+    """Return the report, the cost and the text of a program."""
+    builder = deployed(target, tensor, layers).builder(target_mesh(target, tensor=tensor))
+    report, program = compile_and_inspect(builder, key)
+    assert report.fault is None
+    assert report.cost is not None
+    assert program is not None
+    return report, report.cost, program.as_text()
+
+
+@pytest.mark.parametrize(("target", "tensor", "key"), CASES, ids=str)
+def test_a_step_is_one_command_buffer_and_never_waits_for_the_host(target: str, tensor: int, key: Any) -> None:
+    report, cost, text = compiled(target, tensor, 2, key)
+    assert cost.grouping is not None
+    assert cost.grouping.host_waits == 0
+    if tensor == 1:
+        assert (cost.grouping.top, cost.grouping.command_buffers) == (1, 1)
+    else:
+        # Exchanges stand outside of command buffers, and what stands between two of them may be too short for one.
+        assert cost.grouping.command_buffers <= sum(report.collectives.values()) + 1
+    assert ".remat" not in text, "computed twice"
+    assert "S(5)" not in text, "memory of the host"
+    for waste in (" while(", " conditional(", " sort("):
+        assert waste not in text, waste
+
+
+@pytest.mark.parametrize("key", [GREEDY, MIXED], ids=str)
+def test_launches_of_a_layer(key: StepKey) -> None:
+    two, three = (compiled("nvidia-h200", 1, layers, key)[1].launches for layers in (2, 3))
+    assert three - two <= LAUNCHES_A_LAYER
+
+
+@pytest.mark.parametrize("key", [GREEDY, FULL], ids=str)
+def test_a_decode_step_is_near_its_roofline(key: StepKey) -> None:
+    _, cost, _ = compiled("nvidia-h200", 1, 32, key)
+    predicted = predict(deployed("nvidia-h200", 1, 32), load_target("nvidia-h200"), key, cost)
+    assert predicted.seconds <= 1.15 * predicted.limit
