@@ -78,6 +78,6 @@ def test_a_bundle_for_a_target_leaves_products_to_cublaslt(tmp_path: Path, capsy
     assert sorted(manifest["programs"]) == sorted(programs)
     for name, program in programs.items():
         assert (tmp_path / "bundle" / f"{name}.xla").stat().st_size > 10_000
-        if name != "update":
+        if "-" in name:  # a step
             assert program["kernels"]["cublas lt matmul"] >= 5
             assert not any("gemm_fusion" in kernel for kernel in program["kernels"])
