@@ -1,18 +1,21 @@
 #!/usr/bin/env python3
 """Measures an accelerator and jaxserve on it, in one command with a time limit.
 
-    python benchmarks/device.py --minutes 30
+    python benchmarks/device.py                     # at most 9 minutes: the most telling sections
+    python benchmarks/device.py --resume            # in a further call: the sections that are left
     python benchmarks/device.py --wheels DIR        # wheels of packages that are missing on the machine
     python benchmarks/device.py --interpret-tiny    # a dry run of every section on a CPU, without measuring
 
-Each section is a process with a share of the time. A section that fails, hangs or runs out of memory is reported and
-keeps its rows, and the others continue. Rows go to benchmarks/results/<device>/device.json; at the end the script
-prints one table, with a ratio for each figure that has a reference.
+Each section is a process with a time limit. A section that fails, hangs or runs out of memory is reported and keeps its
+rows, and the others continue. After every section all rows so far are in benchmarks/results/<device>/device.json, each
+with what it was predicted to be, where something predicts it. At the end the script prints one table, with a ratio for
+each figure that has a reference.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -28,18 +31,24 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-# The sections (module.function under device_sections) and their shares of the time.
+RATES = "machine.rates"
+# The sections (module.function under device_sections), the most telling first, and the seconds that each needs. Time
+# beyond their sum is divided alike; a section for which too little is left is left to a further call.
 SECTIONS = {
-    "machine.rates": 1,
-    "kernels.correctness": 4,
-    "kernels.decode": 4,
-    "kernels.prefill": 3,
-    "programs.dispatch": 2,
-    "engine.qwen3_0_6b": 3,
-    "engine.llama_3_2_1b": 3,
-    "engine.llama_3_1_8b": 8,
-    "peer.transformers": 3,
+    RATES: 40,
+    "options.steps": 240,
+    "kernels.correctness": 50,
+    "kernels.decode": 70,
+    "kernels.prefill": 60,
+    "engine.llama_3_1_8b": 400,
+    "programs.dispatch": 60,
+    "engine.llama_3_2_1b": 120,
+    "engine.qwen3_0_6b": 120,
+    "kernels.every_case": 240,
+    "peer.transformers": 120,
 }
+# The least share of its seconds with which a section is worth starting.
+_ENOUGH = 0.6
 NEEDED = {
     "msgspec": "msgspec", "zmq": "pyzmq", "jaxtyping": "jaxtyping", "flax": "flax", "psutil": "psutil", "tqdm": "tqdm",
     "yaml": "pyyaml", "safetensors": "safetensors", "gguf": "gguf", "huggingface_hub": "huggingface-hub",
@@ -50,9 +59,12 @@ NEEDED = {
 def main() -> int:
     """Run the command; return 1 if a section failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30.0, help="time limit of the whole run (default 30)")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the whole run (default 9)")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="run only these sections")
     parser.add_argument("--wheels", type=Path, help="folder with wheels of packages missing here")
+    parser.add_argument("--resume", type=Path, nargs="?", const=Path(), metavar="DIR",
+                        help="run the sections that are missing in the JSON of this device and these sources under DIR "
+                             "(default: --results), and keep its rows")  # fmt: skip
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder for JSON files")
     parser.add_argument("--interpret-tiny", action="store_true", help="a dry run on a CPU: kernels are interpreted")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
@@ -69,13 +81,13 @@ def run_section(name: str, rows: Path, seconds: float, tiny: bool) -> int:
     from device_sections.run import SectionRun
 
     module, function = name.split(".")
-    run = SectionRun(rows, time.monotonic() + seconds, tiny)
+    run = SectionRun(name, rows, time.monotonic() + seconds, tiny)
     getattr(importlib.import_module(f"device_sections.{module}"), function)(run)
     return 0
 
 
 def run_all(arguments: argparse.Namespace) -> int:
-    """Run the sections one after the other, then write the JSON and print the table."""
+    """Run the sections one after the other, write the JSON after each, and print the table."""
     end = time.monotonic() + 60 * arguments.minutes
     environment = dict(os.environ)
     if arguments.interpret_tiny:
@@ -85,23 +97,74 @@ def run_all(arguments: argparse.Namespace) -> int:
             environment["PYTHONPATH"] = install(arguments.wheels, Path(scratch) / "packages")
         rows = Path(scratch) / "rows.jsonl"
         rows.touch()
-        faults = []
-        waiting = list(arguments.only)
+        found: dict[str, Any] = {"device": "unknown", "sources": sources(), "done": [], "faults": []}
+        # The rates are always measured: they name the device, and other sections compare with them.
+        waiting = [RATES, *(name for name in arguments.only if name != RATES)]
         while waiting:
             name = waiting.pop(0)
-            share = SECTIONS[name] / (SECTIONS[name] + sum(SECTIONS[other] for other in waiting))
-            fault = one_section(name, rows, (end - time.monotonic()) * share, arguments.interpret_tiny, environment)
-            if fault is not None:
+            left = end - time.monotonic()
+            seconds = left if arguments.interpret_tiny else time_limit(name, waiting, left)
+            if seconds is None:
+                print(f"{name}: left to another call with --resume, only {left:.0f} s remain", file=sys.stderr)
+                continue
+            fault = one_section(name, rows, seconds, arguments.interpret_tiny, environment)
+            if fault is None:
+                found["done"].append(name)
+            else:
                 print(f"{name}: {fault}", file=sys.stderr, flush=True)
-                faults.append({"section": name, "fault": fault})
-        found = [json.loads(line) for line in rows.read_text().splitlines()]
-    device = next((row["note"] for row in found if row["name"] == "device"), "unknown")
-    folder = arguments.results / re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    if not arguments.interpret_tiny:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "device.json").write_text(json.dumps({"device": device, "rows": found, "faults": faults}, indent=1))
-    print_table(device, found, faults, arguments.interpret_tiny)
-    return 1 if faults else 0
+                found["faults"].append({"section": name, "fault": fault})
+            found["rows"] = read_rows(rows)
+            if name == RATES:
+                found["device"] = next((row["note"] for row in found["rows"] if row["name"] == "device"), "unknown")
+                path = result_path(arguments.results, found["device"])
+                if arguments.resume is not None:
+                    earlier = arguments.results if arguments.resume == Path() else arguments.resume
+                    waiting = resume(result_path(earlier, found["device"]), found, rows, waiting)
+            if not arguments.interpret_tiny:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(found, indent=1))
+    print_table(found["device"], found["rows"], found["faults"], arguments.interpret_tiny)
+    return 1 if found["faults"] else 0
+
+
+def time_limit(name: str, waiting: list[str], left: float) -> float | None:
+    """Return the seconds of a section before those that wait; None if `left` is too little to start it."""
+    needed = SECTIONS[name]
+    seconds = min(left, needed * max(1.0, left / sum(SECTIONS[one] for one in (name, *waiting))))
+    return seconds if seconds >= needed * _ENOUGH else None
+
+
+def resume(path: Path, found: dict[str, Any], rows: Path, waiting: list[str]) -> list[str]:
+    """Add the rows of an earlier run's finished sections to `found` and to the file of rows; return what is left."""
+    earlier = json.loads(path.read_text()) if path.exists() else {}
+    if earlier.get("sources") != found["sources"]:
+        print(f"{path}: {'other sources' if earlier else 'nothing'} to resume from", file=sys.stderr)
+        return waiting
+    kept = [name for name in earlier["done"] if name != RATES]
+    found["done"] += kept
+    with rows.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in earlier["rows"] if row["section"] in kept)
+    found["rows"] = read_rows(rows)
+    return [name for name in waiting if name not in kept]
+
+
+def read_rows(rows: Path) -> list[dict[str, Any]]:
+    """Return all rows so far."""
+    return [json.loads(line) for line in rows.read_text().splitlines()]
+
+
+def result_path(folder: Path, device: str) -> Path:
+    """Return the path of a device's JSON."""
+    return folder / re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") / "device.json"
+
+
+def sources() -> str:
+    """Return a hash of all that the figures depend on; the machine may have no git."""
+    digest = hashlib.sha256()
+    for folder in ("jaxserve", "pallas_kernels", "benchmarks/device_sections"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def one_section(name: str, rows: Path, seconds: float, tiny: bool, environment: dict[str, str]) -> str | None:
@@ -136,7 +199,10 @@ def install(wheels: Path, folder: Path) -> str:
 
 
 def print_table(device: str, rows: list[dict[str, Any]], faults: list[dict[str, str]], tiny: bool) -> None:
-    """Print all rows; `ratio` is the value over the reference in column "of", `goal` the ratio to reach."""
+    """Print all rows; `ratio` is the value over the reference in column "of", `goal` the ratio to reach.
+
+    The prediction has the unit of the value.
+    """
     from jaxserve.cli.common.table import format_table
 
     print(f"\n{device}" + (": A DRY RUN, NO FIGURE WAS MEASURED" if tiny else ""))
@@ -149,11 +215,12 @@ def print_table(device: str, rows: list[dict[str, Any]], faults: list[dict[str, 
             _number(row["reference"]),
             ratio,
             _number(row["goal"]),
+            _number(row["predicted"]),
             row["note"],
         )
         lines.append((row["section"], row["name"], *cells))
-    header = ("section", "what", "value", "unit", "of", "ratio", "goal", "note")
-    print(format_table(header, lines, left=(0, 1, 3, 7)))
+    header = ("section", "what", "value", "unit", "of", "ratio", "goal", "predicted", "note")
+    print(format_table(header, lines, left=(0, 1, 3, 8)))
     for fault in faults:
         print(f"{fault['section']}  FAILED: {fault['fault']}")
 

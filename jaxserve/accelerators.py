@@ -56,6 +56,14 @@ def find_accelerators(root: Path = Path("/"), environment: Mapping[str, str] = o
     return [found for found in (_nvidia(root, environment), _tpu(root), _amd(root)) if found is not None]
 
 
+def nvidia_memory_bytes(kind: str, root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return the memory of this machine's GPUs of a name, the smallest of theirs; None if nvidia-smi names none."""
+    rows = (line.rpartition(",") for line in _query_smi(_smi_program(root, environment), "name,memory.total")[0])
+    # Such as: NVIDIA H200, 143771 MiB
+    sizes = [re.fullmatch(r"(\d+) MiB", size.strip()) for name, _, size in rows if name.strip() == kind]
+    return min((int(size.group(1)) * 2**20 for size in sizes if size is not None), default=None)
+
+
 def choose_extra(found: Sequence[Accelerator], asked: str = "") -> str:
     """Return the extra to install: `asked`, else the one that `found` needs. Raise ValueError for an unknown one."""
     if asked and asked not in (CPU, *PLUGINS):
@@ -133,7 +141,7 @@ class _SmiReport:
 
 
 def _nvidia_smi(root: Path, environment: Mapping[str, str]) -> _SmiReport:
-    program = shutil.which("nvidia-smi", path=environment.get("PATH")) or str(root / _WSL_SMI)
+    program = _smi_program(root, environment)
     lines, error = _query_smi(program, "driver_version,name")
     rows = [[field.strip() for field in line.split(",", 1)] for line in lines]
     rows = [row for row in rows if re.fullmatch(r"\d+(\.\d+)*", row[0])]
@@ -143,6 +151,10 @@ def _nvidia_smi(root: Path, environment: Mapping[str, str]) -> _SmiReport:
     numbers = [line.split(".") for line in _query_smi(program, "compute_cap")[0] if re.fullmatch(r"\d{1,2}\.\d", line)]
     capability = min(((int(major), int(minor)) for major, minor in numbers), default=None)
     return _SmiReport([row[-1] if len(row) == 2 else "NVIDIA GPU" for row in rows], rows[0][0], capability)
+
+
+def _smi_program(root: Path, environment: Mapping[str, str]) -> str:
+    return shutil.which("nvidia-smi", path=environment.get("PATH")) or str(root / _WSL_SMI)
 
 
 def _query_smi(program: str, fields: str) -> tuple[list[str], str]:

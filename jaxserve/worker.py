@@ -9,15 +9,11 @@ import dataclasses
 import functools
 import logging
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import msgspec
 from jax.sharding import Mesh
 
@@ -36,7 +32,7 @@ from jaxserve.observability.timeline import Timeline
 from jaxserve.runtime.devices.attach import attach
 from jaxserve.runtime.devices.device import facts_of_devices, free_bytes
 from jaxserve.runtime.devices.distributed import devices_of_all, join_processes, resolve_local_devices
-from jaxserve.runtime.devices.mesh import make_mesh, shardings
+from jaxserve.runtime.devices.mesh import make_mesh
 from jaxserve.runtime.execution.device_commands import (
     BroadcastCommands,
     DeviceCommands,
@@ -46,36 +42,21 @@ from jaxserve.runtime.execution.device_commands import (
 from jaxserve.runtime.execution.executor import DeviceExecutor
 from jaxserve.runtime.execution.host_pool import HostPool, host_pages
 from jaxserve.runtime.execution.profiler import JaxProfiler
-from jaxserve.runtime.programs.builder import ProgramBuilder
-from jaxserve.runtime.programs.bundle import BundleManifest, load_bundle, read_manifest, sized_like_bundle
+from jaxserve.runtime.execution.startup import PhaseTimer, fill_devices, naming_the_bundle, program_cache_dir
+from jaxserve.runtime.programs.bundle import read_manifest, sized_like_bundle
 from jaxserve.runtime.programs.compile_counter import CompileCounter
-from jaxserve.runtime.programs.program_cache import build_programs
 from jaxserve.runtime.programs.program_set import ProgramSet
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
 from jaxserve.runtime.sizing.memory_advice import deploy_or_advise
 from jaxserve.runtime.sizing.sizes import Sizes
 from jaxserve.runtime.sizing.temp_memory import size_pool_by_compiler
 from jaxserve.runtime.step.page_copies import row_specs
-from jaxserve.runtime.step.state import DeviceState, make_state
-from jaxserve.weights import WeightReader, build_params, check_tensors, open_weights, stored_types
+from jaxserve.weights import check_tensors, open_weights, stored_types
 
 logger = logging.getLogger("jaxserve.worker")
 
 # Facts of programs that may differ between the processes of a mesh, because hosts may differ.
 _PER_PROCESS_FACTS = {"process", "cpu", "python"}
-
-
-class _PhaseTimer:
-    """Measures the seconds of each phase of start-up."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = time.monotonic()
-        yield
-        self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - start, 3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +68,7 @@ class _EngineParts:
     calls: LocalCommands
     num_host_pages: int
     info: EngineInfo
+    phases: PhaseTimer
 
 
 def build_engine(config: EngineConfig, nodes: ProcessGroup | None = None) -> tuple[EngineLoop, EngineInfo]:
@@ -101,10 +83,15 @@ def build_engine(config: EngineConfig, nodes: ProcessGroup | None = None) -> tup
     executor = DeviceExecutor(calls, parts.deployment.capacity, timeline, parts.programs.substitute, elsewhere)
     if nodes is not None:
         with nodes.time_limit(config.dist_timeout, "the first step over all processes"):
-            executor.warm_up()
+            executor.connect()
+    if parts.deployment.device.platform != "cpu":  # a CPU saves nothing by it, and may still load some programs
+        keys = parts.deployment.program_keys
+        logger.info("running each of the %d programs without requests, before the first one comes", len(keys))
+        with parts.phases("warm_up"), naming_the_bundle(config):
+            executor.warm_up(keys)
     profiling = Profiling(JaxProfiler(timeline, parts.programs), config.profile_dir)
     loop = _make_loop(config, parts.deployment.sizes, executor, parts.num_host_pages, timeline, profiling)
-    return loop, parts.info
+    return loop, msgspec.structs.replace(parts.info, startup_seconds=parts.phases.seconds)
 
 
 def build_follower(config: EngineConfig, nodes: ProcessGroup) -> tuple[Callable[[bytes], None], EngineInfo]:
@@ -122,7 +109,7 @@ def build_follower(config: EngineConfig, nodes: ProcessGroup) -> tuple[Callable[
 
 
 def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
-    phases = _PhaseTimer()
+    phases = PhaseTimer()
     with phases("device"):
         devices, local = _find_devices(config, nodes)
         device = local[0]
@@ -134,7 +121,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
     bundle = read_manifest(Path(config.programs)) if config.programs is not None else None
     if bundle is not None:
         config = sized_like_bundle(config, bundle)
-    facts = facts_of_devices(local, config.tp_size * config.dp_size // config.nnodes)
+    facts = facts_of_devices(local, config)
     facts = dataclasses.replace(facts, max_devices=len(devices))
     if nodes is not None:
         facts = dataclasses.replace(facts, memory_bytes=nodes.agree(facts.memory_bytes, min))
@@ -143,7 +130,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
     if nodes is not None:
         resolve_local_devices(mesh)
     with phases("memory"):
-        deployment = size_pool_by_compiler(deployment, mesh, _cache_dir(config))
+        deployment = size_pool_by_compiler(deployment, mesh, program_cache_dir(config))
         if nodes is not None:
             deployment = _agree_on_deployment(deployment, mesh, nodes)
     backend, sizes = deployment.backend, deployment.sizes
@@ -169,18 +156,13 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         weights = open_weights(
             source, deployment.model, deployment.params, load_format=config.load_format, seed=config.random_seed
         )
-    with ThreadPoolExecutor(2) as pool:
-        params = pool.submit(_load, deployment.params, weights, shardings(mesh, deployment.params), phases)
-        state = pool.submit(_allocate, deployment.state, shardings(mesh, deployment.state), phases)
-        with phases("programs"):
-            # Not on a GPU, which would pause for each program, nor in a mesh, whose processes must choose alike.
-            behind = nodes is None and device.platform == "cpu"
-            programs, compiled = _programs(deployment, deployment.builder(mesh), bundle, behind, params)
+    # Programs are not loaded behind in a mesh, whose processes must choose alike, nor for a GPU, which would pause.
+    behind = nodes is None and device.platform == "cpu"
+    params, state, programs, compiled = fill_devices(deployment, mesh, weights, bundle, phases, behind=behind)
     host = HostPool(rows, num_host_pages, mesh) if num_host_pages else None
-    calls = LocalCommands(params.result(), state.result(), programs, host, mesh)
+    calls = LocalCommands(params, state, programs, host, mesh)
     if nodes is not None:
         nodes.wait_until_all_ready()
-    _log_programs(programs, compiled)
     free = free_bytes(device)
     logger.info(
         "max_total_num_tokens=%d, chunked_prefill_size=%d, max_prefill_tokens=%d, max_running_requests=%d, "
@@ -220,7 +202,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         weight_bytes=sizes.footprint.weights,
         deterministic=not deployment.nondeterminism,
     )
-    return _EngineParts(deployment, programs, calls, num_host_pages, info)
+    return _EngineParts(deployment, programs, calls, num_host_pages, info, phases)
 
 
 def _find_devices(config: EngineConfig, nodes: ProcessGroup | None) -> tuple[list[Any], list[Any]]:
@@ -280,45 +262,6 @@ def _log_weights(deployment: Deployment) -> None:
             deployment.dtype.name,
             deployment.dense_bytes / 2**20,
         )
-
-
-def _load(specs: Any, weights: WeightReader, where: Any, phases: _PhaseTimer) -> Any:
-    with phases("weights"):
-        return build_params(specs, where, weights)
-
-
-def _allocate(specs: DeviceState, where: DeviceState, phases: _PhaseTimer) -> DeviceState:
-    with phases("state"):
-        return jax.block_until_ready(make_state(specs, where))
-
-
-def _programs(
-    deployment: Deployment, builder: ProgramBuilder, bundle: BundleManifest | None, behind: bool, params: Future[Any]
-) -> tuple[ProgramSet, int]:
-    """Return all programs, and how many were compiled. If `params` fails meanwhile, raise its error."""
-
-    def check() -> None:
-        if params.done():
-            params.result()
-
-    config = deployment.config
-    if bundle is None or config.programs is None:
-        return build_programs(builder, deployment.program_keys, _cache_dir(config), background=behind, check=check)
-    return ProgramSet(load_bundle(Path(config.programs), bundle, builder, deployment.program_keys)), 0
-
-
-def _log_programs(programs: ProgramSet, compiled: int) -> None:
-    if pending := programs.num_pending:
-        total = len(programs)
-        logger.info("programs: %d, of them %d loaded; the others are loaded while serving", total, total - pending)
-    else:
-        logger.info("programs: %d, of them %d compiled now, the others loaded", len(programs), compiled)
-
-
-def _cache_dir(config: EngineConfig) -> Path | None:
-    if config.disable_program_cache:
-        return None
-    return Path(config.program_cache_dir) if config.program_cache_dir else model_source.jaxserve_home() / "programs"
 
 
 def _make_loop(

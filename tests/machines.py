@@ -10,12 +10,18 @@ GCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1~22.04)
 """
 
 
-def write_nvidia_smi(folder: Path, *answers: str, gpus: int = 1, complaint: str = "No devices were found") -> None:
+def write_nvidia_smi(
+    folder: Path, *answers: str, gpus: int = 1, memory: str = "24576 MiB", complaint: str = "No devices were found"
+) -> None:
     """Write a fake `nvidia-smi`. `answers` are driver, name and compute capability; without the last it is a version
     that can't tell the capability, and without any answer it fails with `complaint`."""
     folder.mkdir(parents=True, exist_ok=True)
     driver, name, capability = (*answers, "", "", "")[:3]
-    known = {"driver_version,name": f"{driver}, {name}" if driver else "", "compute_cap": capability}
+    known = {
+        "driver_version,name": f"{driver}, {name}" if driver else "",
+        "compute_cap": capability,
+        "name,memory.total": f"{name}, {memory}" if name else "",
+    }
     cases = "".join(
         f"--query-gpu={question}) {f'echo "{answer}"; ' * gpus}exit 0;;\n"
         for question, answer in known.items()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.accelerators import Accelerator, choose_extra, find_accelerators, report
+from jaxserve.accelerators import Accelerator, choose_extra, find_accelerators, nvidia_memory_bytes, report
 from tests.machines import VERSION, write_device, write_file, write_nvidia_smi
 
 L4 = ("NVIDIA L4", "8.9")
@@ -110,6 +110,16 @@ def test_wsl(tmp_path: Path) -> None:
     write_file(tmp_path, "dev/dxg")
     write_nvidia_smi(tmp_path / "usr/lib/wsl/lib", "581.15", "NVIDIA GeForce RTX 4090", "8.9")
     assert only(tmp_path).extra == "cuda13"
+
+
+def test_the_memory_of_a_gpu(tmp_path: Path) -> None:
+    environment = {"PATH": str(tmp_path / "bin")}
+    assert nvidia_memory_bytes("NVIDIA L4", tmp_path, environment) is None
+    write_nvidia_smi(tmp_path / "bin", "580.65.06", *L4, gpus=2, memory="23034 MiB")
+    assert nvidia_memory_bytes("NVIDIA L4", tmp_path, environment) == 23034 * 2**20
+    assert nvidia_memory_bytes("NVIDIA H200", tmp_path, environment) is None
+    write_nvidia_smi(tmp_path / "bin", "580.65.06", *L4, memory="[N/A]")
+    assert nvidia_memory_bytes("NVIDIA L4", tmp_path, environment) is None
 
 
 def test_a_gpu_on_a_system_without_a_jax_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

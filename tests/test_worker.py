@@ -16,6 +16,7 @@ from jaxserve.api_types import EngineInfo
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.devices.device import DeviceFacts
+from jaxserve.runtime.execution import startup
 from jaxserve.runtime.programs.builder import ProgramBuilder
 from jaxserve.runtime.sizing.deployment import deploy, read_model, read_stored
 from pallas_kernels.paged_attention import KernelTarget
@@ -40,8 +41,8 @@ def settings(model: Path, **changes: Any) -> EngineConfig:
 def started(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineInfo, int]:
     """Build an engine; return its description and the real size of its parameters in bytes."""
     held = []
-    load = worker._load
-    monkeypatch.setattr(worker, "_load", lambda *args: held.append(load(*args)) or held[-1])
+    load = startup._load
+    monkeypatch.setattr(startup, "_load", lambda *args: held.append(load(*args)) or held[-1])
     _, info = worker.build_engine(config)
     return info, sum(array.nbytes for array in jax.tree.leaves(held))
 
@@ -93,7 +94,7 @@ def test_a_weight_error_is_raised_before_all_programs_are_compiled(
     def fail(*_: Any) -> None:
         raise ConfigError("a tensor holds NaN")
 
-    monkeypatch.setattr(worker, "_load", fail)
+    monkeypatch.setattr(startup, "_load", fail)
     monkeypatch.setattr(ProgramBuilder, "compile", lambda self, key: compiled.append(key) or time.sleep(0.2))
     with pytest.raises(ConfigError, match="holds NaN"):
         worker.build_engine(settings(model))

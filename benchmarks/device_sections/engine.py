@@ -5,20 +5,20 @@ from __future__ import annotations
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from device_sections.machine import COPY, MATMUL
 from device_sections.models import write_model
+from device_sections.prediction import limits, step_seconds
 from device_sections.run import SectionRun
 from jaxserve.api_types import EngineRequest, SamplingParams
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.client import InProcessEngine
 from jaxserve.runtime.devices.device import facts_of_device
-from jaxserve.runtime.sizing.deployment import deploy, read_model
-from jaxserve.runtime.sizing.roofline import Roofline, roofline
+from jaxserve.runtime.sizing.deployment import Deployment, deploy, read_model
+from jaxserve.runtime.step.batch import StepKey
+from jaxserve.runtime.step.buckets import smallest_fitting
 
 # (prompt tokens, output tokens, requests)
 _WORKLOADS = ((128, 128, 1024), (1000, 1000, 512), (2048, 128, 512))
@@ -43,7 +43,7 @@ def llama_3_1_8b(run: SectionRun) -> None:
 def _model(run: SectionRun, name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings: dict[str, Any] = {"model": write_model(name, run.tiny, Path(folder)), "load_format": "dummy"}
-        settings |= {"disable_radix_cache": True, "log_level": "warning", "program_cache_dir": f"{folder}/programs"}
+        settings |= {"disable_radix_cache": True, "log_level": "warning", "program_cache_dir": str(run.cache)}
         if run.tiny:
             settings |= {"max_running_requests": 4, "cuda_graph_bs": (4,), "max_total_tokens": 1024,
                          "chunked_prefill_size": 32}  # fmt: skip
@@ -55,25 +55,15 @@ def _model(run: SectionRun, name: str) -> None:
         try:
             for phase, seconds in engine.info.startup_seconds.items():
                 run.row(f"{name} start: {phase}", seconds, "s", note=f"attention: {engine.info.attention_backend}")
-            limits = _limits(run, config)
+            made = deploy(config, read_model(config.model), facts_of_device(run.device))
             for batch, context in ((2, 32),) if run.tiny else _STEPS:
                 if run.left > 15 and batch * (context + 64) <= engine.info.num_pages * engine.info.page_size:
-                    _decode_step(run, engine, name, batch, context, limits)
+                    _decode_step(run, engine, name, batch, context, made)
             for prompt, output, count in ((16, 8, 4),) if run.tiny else _WORKLOADS:
                 if run.left > 15:
-                    _throughput(run, engine, name, prompt, output, count)
+                    _throughput(run, engine, name, prompt, output, count, made)
         finally:
             engine.close()
-
-
-def _limits(run: SectionRun, config: EngineConfig) -> Roofline | None:
-    """Return the roofline of the bandwidth and matmul rate measured on this device."""
-    copy, matmul = run.found(COPY), run.found(MATMUL)
-    if copy is None or matmul is None:
-        return None
-    made = deploy(config, read_model(config.model), facts_of_device(run.device))
-    measured: Any = SimpleNamespace(memory_bandwidth=copy * 1e9, peak_flops={made.dtype.name: matmul * 1e12})
-    return roofline(made, measured)
 
 
 def _requests(engine: InProcessEngine, count: int, prompt: int, output: int) -> list[str]:
@@ -92,7 +82,7 @@ def _requests(engine: InProcessEngine, count: int, prompt: int, output: int) -> 
 
 
 def _decode_step(
-    run: SectionRun, engine: InProcessEngine, name: str, batch: int, context: int, limits: Roofline | None
+    run: SectionRun, engine: InProcessEngine, name: str, batch: int, context: int, made: Deployment
 ) -> None:
     """Measure steps in which all rows decode: from the end of the last prefill to the end of the first request."""
     steps = 4 if run.tiny else 48
@@ -109,14 +99,20 @@ def _decode_step(
     engine.abort(names)
     while engine.has_work:
         engine.step()
-    limit = None if limits is None else limits.decode_seconds(batch, context)
+    limit = limits(run, made)
+    reference = None if limit is None else 1 / limit.decode_seconds(batch, context)
+    key = StepKey("decode", smallest_fitting(made.capacity.decode_buckets, batch), True)
+    predicted = step_seconds(run, made, key, decodes=batch, context=context)
     # The ratio compares speeds: the roofline's time over the measured one.
-    run.row(f"{name} decode {batch} x {context}: steps/s", 1 / seconds, "1/s",
-            reference=None if limit is None else 1 / limit, goal=0.75 if (batch, context) == (128, 1024) else None,
+    run.row(f"{name} decode {batch} x {context}: steps/s", 1 / seconds, "1/s", reference=reference,
+            goal=0.75 if (batch, context) == (128, 1024) else None,
+            predicted=None if predicted is None else 1 / predicted,
             note=f"{seconds * 1e3:.2f} ms a step, {batch / seconds:,.0f} tok/s")  # fmt: skip
 
 
-def _throughput(run: SectionRun, engine: InProcessEngine, name: str, prompt: int, output: int, count: int) -> None:
+def _throughput(
+    run: SectionRun, engine: InProcessEngine, name: str, prompt: int, output: int, count: int, made: Deployment
+) -> None:
     """Measure all requests submitted at once; if time runs out, the output until then."""
     names = _requests(engine, count, prompt, output)
     tokens, start = 0, time.perf_counter()
@@ -127,4 +123,17 @@ def _throughput(run: SectionRun, engine: InProcessEngine, name: str, prompt: int
     engine.abort(names)
     while engine.has_work:
         engine.step()
-    run.row(f"{name} offline {prompt}/{output}: output", tokens / seconds, "tok/s", note=note)
+    predicted = _predicted_throughput(run, made, prompt, output, count)
+    run.row(f"{name} offline {prompt}/{output}: output", tokens / seconds, "tok/s", predicted=predicted, note=note)
+
+
+def _predicted_throughput(run: SectionRun, made: Deployment, prompt: int, output: int, count: int) -> float | None:
+    """Return output tokens per second if prompts run at the roofline and all slots decode at the predicted speed."""
+    batch = min(count, made.capacity.num_slots)
+    key = StepKey("decode", smallest_fitting(made.capacity.decode_buckets, batch), True)
+    step = step_seconds(run, made, key, decodes=batch, context=prompt + output // 2)
+    limit = limits(run, made)
+    rate = None if limit is None else limit.prefill_tokens_per_second(prompt)
+    if step is None or rate is None:
+        return None
+    return output / (prompt / rate + output * step / batch)

@@ -1,11 +1,11 @@
-"""Paged attention on the device: correctness on every case of the test suite, then speed."""
+"""Paged attention on the device: correctness, then speed beside the device's own rates."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, get_args
 
 import jax
@@ -41,17 +41,29 @@ _VARIED = [
         Case("prefill", ((130, 130), (140, 12), (300, 70)), 0, kv_dtype=kv_dtype, **_LLAMA_LIKE),
     )
 ]
-# The batch size of measurements with an fp8 cache.
-_BATCH = 128
 _BF16, _FP8 = np.dtype(jnp.bfloat16), np.dtype(jnp.float8_e4m3fn)
 
 
 def correctness(run: SectionRun) -> None:
-    """Compare every backend with float64 on every case that it supports here, without interpretation."""
+    """Compare every backend with float64 on a few cases of the shapes that are measured."""
+    _compare(run, lambda name, target: _VARIED)
+
+
+def every_case(run: SectionRun) -> None:
+    """Compare every backend with float64 on every case of the test suite, and every set of block sizes on a few."""
+    _compare(run, _cases)
+    target = target_of(run.device)
+    for name in get_args(BackendName):
+        if hasattr(backend_module(name), "candidates"):
+            _variants(run, name, target)
+
+
+def _compare(run: SectionRun, cases_of: Callable[[BackendName, KernelTarget], Iterable[Case]]) -> None:
+    """Run the cases that each backend supports here, without interpretation."""
     target = target_of(run.device)
     for name in get_args(BackendName):
         refused, wrong, right, skipped = 0, [], 0, 0
-        for case in _cases(name, target):
+        for case in cases_of(name, target):
             if backend_module(name).refusal(_problem(case), target) is not None:
                 refused += 1
             elif run.left < 5 or (run.tiny and right + len(wrong) >= _TINY_CASES):
@@ -64,8 +76,6 @@ def correctness(run: SectionRun) -> None:
         run.row(f"{name}: cases right", right, "cases", reference=right + len(wrong) or None, goal=1, note=note)
         for fault in wrong:
             run.row(f"{name}: wrong", 0, "", note=fault)
-        if hasattr(backend_module(name), "candidates"):
-            _variants(run, name, target)
 
 
 def _variants(run: SectionRun, name: BackendName, target: KernelTarget) -> None:
@@ -147,35 +157,39 @@ def _pool_of(case: Case, batch: Batch, platform: str) -> Any:
 
 def decode(run: SectionRun) -> None:
     """Measure decode in GB/s of keys and values by batch, context and page size; the reference is a copy's rate."""
-    batches, contexts, pages = ((2,), (64,), (16,)) if run.tiny else ((64, 128, 256), (1024, 4096, 8192), (16, 64))
-    shapes = list(itertools.product(pages, contexts, batches))
-    for kv_dtype, chosen in ((_BF16, shapes), (_FP8, [shape for shape in shapes if shape[::2] == (pages[-1], _BATCH)])):
+    pages, contexts, batches = ((16,), (64,), (2,)) if run.tiny else ((16, 64), (1024, 4096, 8192), (128, 64, 256))
+    shapes = [(kv_dtype, *shape) for kv_dtype in (_BF16, _FP8) for shape in itertools.product(pages, contexts, batches)]
+    # The shape that serving sees most comes first; an fp8 cache is measured at one batch and page size.
+    for kv_dtype, page_size, context, batch in shapes:
+        if kv_dtype == _FP8 and (page_size, batch) != (pages[-1], batches[0]):
+            continue
         for name in _usable(run, kv_dtype):
-            for page_size, context, batch in chosen:
-                if run.left < 10:
-                    return
-                rows = [(context, 1)] * batch
-                seconds = _seconds(run, name, rows, page_size, kv_dtype, decode_only=True)
-                read = batch * context * KV_HEADS * HEAD_DIM * 2 * kv_dtype.itemsize
-                label = f"{name} decode{_over(kv_dtype)} {batch} x {context}, page {page_size}"
-                goal = 0.8 if kv_dtype == _BF16 else None
-                run.row(label, read / seconds / 1e9, "GB/s", reference=run.found(COPY), goal=goal)
+            if run.left < 10:
+                return
+            label = f"{name} decode{_over(kv_dtype)} {batch} x {context}, page {page_size}"
+            seconds = _seconds(run, label, name, [(context, 1)] * batch, page_size, kv_dtype, decode_only=True)
+            if seconds is None:
+                continue
+            read = batch * context * KV_HEADS * HEAD_DIM * 2 * kv_dtype.itemsize
+            goal = 0.8 if kv_dtype == _BF16 else None
+            run.row(label, read / seconds / 1e9, "GB/s", reference=run.found(COPY), goal=goal)
 
 
 def prefill(run: SectionRun) -> None:
     """Measure prefill in TFLOP/s of one causal prompt; the reference is the matmul rate."""
-    pages, lengths = ((16,), (32,)) if run.tiny else ((16, 64), (2048, 4096, 8192, 16384))
-    shapes = list(itertools.product(pages, lengths))
-    for kv_dtype, chosen in ((_BF16, shapes), (_FP8, [] if run.tiny else shapes[-2:])):
+    pages, lengths = ((16,), (32,)) if run.tiny else ((16, 64), (2048, 8192, 4096, 16384))
+    shapes = [(_BF16, *shape) for shape in itertools.product(pages, lengths)]
+    for kv_dtype, page_size, length in [*shapes, *(() if run.tiny else ((_FP8, pages[-1], lengths[1]),))]:
         for name in _usable(run, kv_dtype):
-            for page_size, length in chosen:
-                if run.left < 10:
-                    return
-                seconds = _seconds(run, name, [(length, length)], page_size, kv_dtype, decode_only=False)
-                rate = 4 * HEADS * HEAD_DIM * length * length / 2 / seconds / 1e12
-                label = f"{name} prefill{_over(kv_dtype)} {length}, page {page_size}"
-                note = "goal: 450 TFLOP/s" if kv_dtype == _BF16 and not run.tiny else ""
-                run.row(label, rate, "TFLOP/s", reference=run.found(MATMUL), note=note)
+            if run.left < 10:
+                return
+            label = f"{name} prefill{_over(kv_dtype)} {length}, page {page_size}"
+            seconds = _seconds(run, label, name, [(length, length)], page_size, kv_dtype, decode_only=False)
+            if seconds is None:
+                continue
+            rate = 4 * HEADS * HEAD_DIM * length * length / 2 / seconds / 1e12
+            note = "goal: 450 TFLOP/s" if kv_dtype == _BF16 and not run.tiny else ""
+            run.row(label, rate, "TFLOP/s", reference=run.found(MATMUL), note=note)
 
 
 def _over(kv_dtype: np.dtype) -> str:
@@ -193,11 +207,28 @@ def _usable(run: SectionRun, kv_dtype: np.dtype) -> Iterator[BackendName]:
 
 def _seconds(
     run: SectionRun,
+    label: str,
     name: BackendName,
     rows: list[tuple[int, int]],
     page_size: int,
     kv_dtype: np.dtype,
     *,
+    decode_only: bool,
+) -> float | None:
+    """Return the seconds of a call; if it fails, report that and return None."""
+    try:
+        return _measure(run, name, rows, page_size, kv_dtype, decode_only)
+    except Exception as error:  # the errors of compilers have no common base class
+        run.row(f"{label}: failed", 0, "", note=f"{type(error).__name__}: {str(error).splitlines()[0][:160]}")
+        return None
+
+
+def _measure(
+    run: SectionRun,
+    name: BackendName,
+    rows: list[tuple[int, int]],
+    page_size: int,
+    kv_dtype: np.dtype,
     decode_only: bool,
 ) -> float:
     used = [-(-length // page_size) for length, _ in rows]

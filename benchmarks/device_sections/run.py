@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import jax
 class SectionRun:
     """The run of one section. `rows` is the file of all rows so far; `tiny` requests a dry run of a few seconds."""
 
+    section: str
     rows: Path
     end: float
     tiny: bool
@@ -25,6 +25,11 @@ class SectionRun:
     def left(self) -> float:
         """The seconds left to the section."""
         return self.end - time.monotonic()
+
+    @property
+    def cache(self) -> Path:
+        """The folder for compiled programs, which the sections of a run share."""
+        return self.rows.parent / "programs"
 
     @property
     def device(self) -> Any:
@@ -39,13 +44,14 @@ class SectionRun:
         *,
         reference: float | None = None,
         goal: float | None = None,
+        predicted: float | None = None,
         note: str = "",
     ) -> None:
-        """Append a figure, with the reference to compare it with."""
-        section = sys._getframe(1).f_globals["__name__"].rpartition(".")[2]
-        found = {"section": section, "name": name, "value": value, "unit": unit}
+        """Append a figure, with the reference to compare it with and what it was predicted to be."""
+        found = {"section": self.section, "name": name, "value": value, "unit": unit}
         with self.rows.open("a") as file:
-            file.write(json.dumps({**found, "reference": reference, "goal": goal, "note": note}) + "\n")
+            compared = {"reference": reference, "goal": goal, "predicted": predicted}
+            file.write(json.dumps({**found, **compared, "note": note}) + "\n")
 
     def found(self, name: str) -> float | None:
         """Return a figure of an earlier section, or None if it is missing."""

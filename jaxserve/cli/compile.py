@@ -6,8 +6,9 @@ registers are) and the shared memory per block, or on a TPU the VMEM; then what 
 command buffers, waits of the host, bytes, and the time that these make likely beside that of the roofline. --explain
 adds the kernels that move most bytes. It fails if a program doesn't build or would copy the KV pool. --model may be a
 folder without weights, or a config.json.
-With --output it compiles for the device of this machine and keeps the programs in a folder; `jaxserve serve --programs
-DIR` starts with them and compiles nothing.
+With --output it keeps the programs in a folder; `jaxserve serve --programs DIR` starts with them and compiles nothing.
+They are for the device of this machine, or with --target for an NVIDIA GPU that isn't here: no GPU has loaded such ones
+yet; if one can't, the server compiles its own.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def parser() -> Parser:
     """Return the parser of `jaxserve compile`."""
     parser = Parser(prog="jaxserve compile", description=__doc__)
     add_target(parser)
-    parser.add_argument("--output", metavar="DIR", type=Path, help="folder for the programs of this machine's device")
+    parser.add_argument("--output", metavar="DIR", type=Path, help="folder to keep the programs in")
     parser.add_argument(
         "--only", metavar="PATTERN", default="*", help="compile only these programs, e.g. 'decode-64-*'"
     )
@@ -76,11 +77,9 @@ def main(argv: list[str]) -> int:
     flags.llm_arguments(loaded)
     if arguments.output is None:
         return _for_target(loaded, required_target(arguments.target), arguments)
-    if arguments.target is not None:
-        raise ConfigError("--target and --output: programs for a device that isn't here can't be kept, only compiled")
     if arguments.only != "*":
         raise ConfigError("--only and --output: a folder of programs must hold all of them; leave out --only")
-    return _into_folder(loaded, arguments.output, arguments.json)
+    return _into_folder(loaded, arguments.output, arguments.target, arguments.json)
 
 
 def required_target(name: str | None) -> str:
@@ -109,7 +108,7 @@ def _for_target(loaded: LoadedConfig, name: str, arguments: Namespace) -> int:
     return 1 if any(report.fault for report in reports) else 0
 
 
-def _into_folder(loaded: LoadedConfig, folder: Path, as_json: bool) -> int:
+def _into_folder(loaded: LoadedConfig, folder: Path, target: str | None, as_json: bool) -> int:
     config = resolve_dp_mode(loaded.engine)
     if config.dp_mode == "replicas":
         # A CPU program is compiled for its number of threads: use that of one replica.
@@ -123,7 +122,11 @@ def _into_folder(loaded: LoadedConfig, folder: Path, as_json: bool) -> int:
         check_owner(folder)
     except (OSError, UntrustedFileError) as error:
         raise ConfigError(f"--output {folder}: {error}") from None
-    deployment, builder = aot.deploy_on_device(config)
+    if target is None:
+        deployment, builder = aot.deploy_on_device(config)
+    else:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+        deployment, builder = aot.deploy_for_bundle(config, target)
     keys = aot.matching_keys(deployment)
     (folder / bundle.MANIFEST).unlink(missing_ok=True)
     reports = collect_reports(aot.compile_programs(builder, keys, folder), [str(key) for key in keys])
@@ -132,7 +135,7 @@ def _into_folder(loaded: LoadedConfig, folder: Path, as_json: bool) -> int:
     )
     if any(report.fault for report in reports):
         return 1
-    bundle.write_manifest(folder, loaded.engine, builder, keys)
+    bundle.write_manifest(folder, loaded.engine, builder, keys, target or "")
     print(f"jaxserve serve --programs {folder} starts with them", file=sys.stderr)
     return 0
 

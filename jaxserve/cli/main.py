@@ -17,7 +17,7 @@ COMMANDS = {
     "generate": "continue one prompt, streamed to the terminal",
     "chat": "talk with a model in the terminal",
     "plan": "show whether a model fits a device that isn't here, and its highest possible speed",
-    "compile": "compile all programs for a device that isn't here, or into a bundle for this one",
+    "compile": "compile all programs for a device that isn't here, or into a bundle",
     "convert": "write a model as an Orbax checkpoint that loads fast onto any mesh",
     "pull": "download a model into the cache ahead of time",
     "doctor": "watch a running server and advise which settings to change",

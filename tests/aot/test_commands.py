@@ -61,3 +61,23 @@ def test_the_estimate_is_no_less_than_the_compiler_needs(
     assert compiled["temp_source"].startswith("the compiler's")
     assert compiled["max_total_num_tokens"] >= estimated["max_total_num_tokens"], "sized by the figure"
     assert estimated["temp_bytes"] / 4 < compiled["temp_bytes"] <= estimated["temp_bytes"]
+
+
+def test_a_bundle_for_a_target_leaves_products_to_cublaslt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = {"num_hidden_layers": 1, "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 1,
+             "intermediate_size": 1024, "vocab_size": 1024}  # fmt: skip
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps({**LLAMA_8B_TWO_LAYERS, **small}))
+    sizes = ["--max-running-requests", "4", "--cuda-graph-bs", "4", "--chunked-prefill-size", "128"]
+    argv = ["compile", str(path), "--target", "nvidia-h200", "--output", str(tmp_path / "bundle"), *sizes, "--json"]
+    assert main(argv) == 0
+    programs = _programs(capsys)
+    manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
+    assert manifest["target"] == "nvidia-h200"
+    assert manifest["facts"]["device"] == "gpu NVIDIA H200", "as the attached device is called"
+    assert sorted(manifest["programs"]) == sorted(programs)
+    for name, program in programs.items():
+        assert (tmp_path / "bundle" / f"{name}.xla").stat().st_size > 10_000
+        if "-" in name:  # a step
+            assert program["kernels"]["cublas lt matmul"] >= 5
+            assert not any("gemm_fusion" in kernel for kernel in program["kernels"])

@@ -32,7 +32,10 @@ _NAMES = {
     "model": "  model's config",
     "weights": "  weights (beside state, programs)",
     "state": "  KV cache and state (beside weights, programs)",
-    "programs": "  programs: compile or load (beside weights, state)",
+    "memory": "  memory: programs compiled to size the KV cache",
+    "compile": "  programs: compile (on a CPU beside weights, state)",
+    "programs": "  programs: load (beside weights, state)",
+    "warm_up": "  first runs of all programs",
 }
 _RESERVED = ("program_cache_dir", "disable_program_cache", "programs", "host", "port", "api_key")
 
@@ -94,8 +97,11 @@ def _medians(starts: Sequence[StartupTimes]) -> dict[str, float]:
 
 def _phases(start: StartupTimes) -> dict[str, float]:
     found = {"total": start.total, "api": start.api, **start.engine}
-    order = list(_NAMES)
-    return dict(sorted(found.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+    return dict(sorted(found.items(), key=lambda item: _order(item[0])))
+
+
+def _order(name: str) -> int:
+    return list(_NAMES).index(name) if name in _NAMES else len(_NAMES)
 
 
 def _report(model: str, starts: Mapping[str, Sequence[StartupTimes]]) -> str:
@@ -104,8 +110,8 @@ def _report(model: str, starts: Mapping[str, Sequence[StartupTimes]]) -> str:
     medians = {kind: _medians(of_kind) for kind, of_kind in measured.items()}
     head = ["seconds, medians", *(f"{kind} ({len(of_kind)})" for kind, of_kind in measured.items())]
     rows = [
-        [_NAMES.get(name, f"  {name}"), *(f"{medians[kind][name]:.2f}" for kind in measured)]
-        for name in medians["cold"]
+        [_NAMES.get(name, f"  {name}"), *(f"{found[name]:.2f}" if name in found else "-" for found in medians.values())]
+        for name in sorted({name for found in medians.values() for name in found}, key=_order)
     ]
     counts = ", ".join(
         f"{of_kind[-1].num_compiled_programs} of {of_kind[-1].num_programs} programs compiled in a {kind} start"

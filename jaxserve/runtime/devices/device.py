@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
 
 import psutil
 
+from jaxserve.accelerators import nvidia_memory_bytes
 from jaxserve.config.schema import DEFAULT_MEM_FRACTION, EngineConfig
+from jaxserve.errors import ConfigError
 from jaxserve.runtime.devices.target import DeviceTarget, load_target
 from pallas_kernels.paged_attention import KernelTarget, target_of
 
@@ -17,6 +20,7 @@ _ARENA = "XLA_CLIENT_MEM_FRACTION"
 _ARENA_BEFORE_0_11 = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _ARENA_MARGIN = 0.04
 _XLA_DEFAULT_ARENA = 0.75
+_ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,28 +43,68 @@ class DeviceFacts:
 def reserve_memory(config: EngineConfig) -> None:
     """Set the share of a GPU's memory that XLA allocates when it starts, to hold all that the deployment plans.
 
-    Must be called before jax gets its devices.
+    A share that the environment sets is left as it is. Must be called before jax gets its devices.
     """
-    fraction = config.mem_fraction_static or DEFAULT_MEM_FRACTION
-    if _ARENA_BEFORE_0_11 not in os.environ:
-        os.environ.setdefault(_ARENA, f"{min(fraction + _ARENA_MARGIN, 1.0):.2f}")
+    if not _arena_setting()[1]:
+        os.environ[_ARENA] = f"{min(_planned_fraction(config) + _ARENA_MARGIN, 1.0):.2f}"
+
+
+def _planned_fraction(config: EngineConfig) -> float:
+    return config.mem_fraction_static or DEFAULT_MEM_FRACTION
+
+
+def _arena_setting() -> tuple[str, str]:
+    """Return the variable that sets XLA's share of a GPU's memory, and the share, "" if it is not set."""
+    name = _ARENA_BEFORE_0_11 if os.environ.get(_ARENA_BEFORE_0_11) else _ARENA
+    return name, os.environ.get(name, "")
 
 
 def facts_of_device(device: Any) -> DeviceFacts:
-    """Return the facts about an attached device. A CPU's memory is what is free now, as other programs use it too."""
+    """Return the facts about an attached device. A CPU's memory is what is free now, as other programs use it too.
+
+    Raises `ConfigError` if the memory of a device can't be read.
+    """
     if device.platform == "cpu":
         return DeviceFacts(target_of(device), psutil.virtual_memory().available)
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
-    if device.platform != "tpu":
-        limit = int(limit / float(os.environ.get(_ARENA) or os.environ.get(_ARENA_BEFORE_0_11) or _XLA_DEFAULT_ARENA))
-    return DeviceFacts(target_of(device), limit)
+    if device.platform == "tpu":
+        return DeviceFacts(target_of(device), limit)
+    if limit:
+        return DeviceFacts(target_of(device), int(limit / float(_arena_setting()[1] or _XLA_DEFAULT_ARENA)))
+    return DeviceFacts(target_of(device), _memory_without_limit(device.device_kind))
 
 
-def facts_of_devices(devices: Sequence[Any], used: int) -> DeviceFacts:
-    """Return the facts about each of several attached devices of a kind; on a CPU, `used` of them share its memory."""
+@functools.cache
+def _memory_without_limit(kind: str) -> int:
+    """Return the memory of a GPU of which XLA reports no limit, as with an allocator that takes memory as it needs."""
+    memory = nvidia_memory_bytes(kind)
+    if memory is None:
+        allocator = os.environ.get(_ALLOCATOR, "")
+        because = f" with {_ALLOCATOR}={allocator}" if allocator else ""
+        raise ConfigError(
+            f"the memory of {kind} can't be read: jax reports no limit{because}, and nvidia-smi doesn't name this GPU; "
+            f"unset {_ALLOCATOR}, or put nvidia-smi on the PATH"
+        )
+    return memory
+
+
+def facts_of_devices(devices: Sequence[Any], config: EngineConfig) -> DeviceFacts:
+    """Return the facts about each of the attached devices of this process, which are of one kind.
+
+    On a CPU, those that the configuration uses share its memory. Raises `ConfigError` if the environment lets XLA use
+    less of a GPU's memory than the deployment plans, or if the memory can't be read.
+    """
+    (name, share), planned = _arena_setting(), _planned_fraction(config)
     facts = facts_of_device(devices[0])
-    parts = used if facts.platform == "cpu" else 1
-    return dataclasses.replace(facts, memory_bytes=facts.memory_bytes // parts, max_devices=len(devices))
+    if facts.platform == "cpu":
+        used = config.tp_size * config.dp_size // config.nnodes
+        return dataclasses.replace(facts, memory_bytes=facts.memory_bytes // used, max_devices=len(devices))
+    if facts.platform != "tpu" and share and float(share) < planned:
+        raise ConfigError(
+            f"{name}={share} lets XLA use less of a GPU than --mem-fraction-static {planned:g} plans: "
+            f"unset it, or set --mem-fraction-static to at most {share}"
+        )
+    return dataclasses.replace(facts, max_devices=len(devices))
 
 
 def free_bytes(device: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -12,14 +12,17 @@ import numpy as np
 from jaxserve.api_types import SamplingParams, TokenLogprobs
 from jaxserve.observability.timeline import Timeline
 from jaxserve.runtime.execution.device_commands import DeviceCommands
-from jaxserve.runtime.programs.builder import ADJUST_KEY, UPDATE_KEY
+from jaxserve.runtime.programs.builder import ADJUST_KEY, READ_KEY, UPDATE_KEY, WRITE_KEY
 from jaxserve.runtime.programs.compile_counter import CompileCounter
+from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.step import batch as batches
 from jaxserve.runtime.step.page_copies import PAGES_PER_COPY
 from jaxserve.runtime.step.sampling import Logprobs
 from jaxserve.runtime.step.slot_update import ADJUST, UPDATE, pack_adjustments, pack_updates
 from jaxserve.runtime.step.step import StepOutput
 from jaxserve.step_plan import Capacity, Chunk, PageCopy, SlotOpen, StepPlan, StepResult
+
+_NO_REQUESTS = StepPlan(opens=[], chunks=[], closes=[], num_decodes=0, greedy=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +71,24 @@ class DeviceExecutor:
         """Programs compiled since this executor was made, in all processes of its mesh; anything but zero is a bug."""
         return self._compiles.count + self._remote_compiles()
 
-    def warm_up(self) -> None:
+    def connect(self) -> None:
         """Run a step without requests: processes connect to each other before a request has to wait for it."""
-        self.collect(self.dispatch(StepPlan(opens=[], chunks=[], closes=[], num_decodes=0, greedy=True)))
+        self.collect(self.dispatch(_NO_REQUESTS))
+
+    def warm_up(self, keys: Sequence[ProgramKey]) -> None:
+        """Run programs without requests, which changes nothing, so that no request waits for what a first run does.
+
+        On an NVIDIA GPU that is to build the program's CUDA graph; a program with collectives builds it in its second
+        run. XLA drops all graphs when it loads another program, so call this once all programs are loaded.
+        """
+        for key in (*keys, *keys):
+            if isinstance(key, batches.StepKey):
+                shape = batches.step_shape(key, self._capacity)
+                output = self._commands.step(key, batches.pack_step(_NO_REQUESTS, shape, self._capacity))
+                jax.block_until_ready(output)
+            else:
+                self._run_without_pages(key)
+        self._commands.store_arrived()
 
     def dispatch(self, plan: StepPlan) -> _InFlight:
         """Copy pages, open slots, then start the step.
@@ -125,6 +143,18 @@ class DeviceExecutor:
                 )
             rows[rank] += 1
             starts[rank] += chunk.length
+
+    def _run_without_pages(self, key: str) -> None:
+        """Run a program that is no step, for no slot and no page."""
+        none: list[list[int]] = [[] for _ in range(self._capacity.num_ranks)]
+        if key in (UPDATE_KEY, ADJUST_KEY):
+            packing = UPDATE if key == UPDATE_KEY else ADJUST
+            self._commands.update(key, np.stack([packing.pack({})] * self._capacity.num_ranks))
+        elif key == READ_KEY:
+            self._commands.save(_packed_pages(none), none)
+        else:
+            assert key == WRITE_KEY, key
+            self._commands.load(_packed_pages(none), none)
 
     def _prepare(self, plan: StepPlan) -> None:
         """Run the commands that precede the step itself: copies of pages, then the opening of slots."""

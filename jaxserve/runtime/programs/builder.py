@@ -7,6 +7,7 @@ Weights and state are passed as tuples of their leaves: with 200 of them, to fla
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import importlib.metadata
@@ -14,7 +15,7 @@ import json
 import os
 import pickle
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ class ProgramBuilder:
         self.param_specs = param_specs
         self.state_specs = state_specs
         self.num_processes = num_processes
+        self._added_options: Mapping[str, str] = {}
 
     def lower(self, key: ProgramKey) -> jax.stages.Lowered:
         """Trace one program, which is donated the state."""
@@ -105,10 +107,16 @@ class ProgramBuilder:
 
     def compile(self, key: ProgramKey, dump: Path | None = None) -> jax.stages.Compiled:
         """Lower and compile one program. XLA writes what it makes of it to the folder `dump`; don't keep such one."""
-        options = compiler_options(self.mesh, self.num_processes)
+        options = {**compiler_options(self.mesh, self.num_processes), **self._added_options}
         if dump is not None:
             options |= {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
         return self.lower(key).compile(options)
+
+    def with_options(self, options: Mapping[str, str]) -> ProgramBuilder:
+        """Return a builder of the same programs that adds compile options of XLA; they are not among the facts."""
+        builder = copy.copy(self)
+        builder._added_options = {**self._added_options, **options}
+        return builder
 
     def store(self, compiled: jax.stages.Compiled, path: Path) -> None:
         """Write an executable, and our own CPU kernels that it calls: `load` compiles those again."""
@@ -137,7 +145,7 @@ class ProgramBuilder:
             "model": as_json(self.context.model),
             "attention": as_json(self.context.backend),
             "sample_rows": self.context.sample_rows,
-            "cpu_kernels": refusal() is None,
+            "cpu_kernels": device.platform == "cpu" and refusal() is None,
             "sizes": as_json(self.capacity),
             "mesh": dict(self.mesh.shape),
             "processes": self.num_processes,

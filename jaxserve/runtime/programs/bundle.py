@@ -7,7 +7,8 @@ refused. It holds no weights.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,17 @@ from jaxserve.runtime.programs.builder import ProgramBuilder, program_path
 from jaxserve.runtime.programs.own_files import UntrustedFileError, check_owner
 from jaxserve.runtime.programs.program_set import ProgramKey
 
+logger = logging.getLogger("jaxserve.runtime")
+
 MANIFEST = "manifest.json"
 _FORMAT = 1
 
 
 class BundleManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a bundle was compiled for. `facts` are `ProgramBuilder.facts`; `settings` are those that aren't defaults."""
+    """What a bundle was compiled for. `facts` are `ProgramBuilder.facts`; `settings` are those that aren't defaults.
+
+    `target` names the description of the device that it was compiled for if none was attached, else it is empty.
+    """
 
     format: int
     model: str
@@ -34,9 +40,12 @@ class BundleManifest(msgspec.Struct, frozen=True, kw_only=True):
     pool_tokens: int
     programs: list[str]
     facts: dict[str, Any]
+    target: str = ""
 
 
-def write_manifest(folder: Path, config: EngineConfig, builder: ProgramBuilder, keys: Sequence[ProgramKey]) -> None:
+def write_manifest(
+    folder: Path, config: EngineConfig, builder: ProgramBuilder, keys: Sequence[ProgramKey], target: str = ""
+) -> None:
     """Write the manifest. Write it last: a folder that has one is complete."""
     given = msgspec.to_builtins(config)
     defaults = msgspec.to_builtins(EngineConfig())
@@ -47,6 +56,7 @@ def write_manifest(folder: Path, config: EngineConfig, builder: ProgramBuilder, 
         pool_tokens=builder.capacity.num_pages * builder.capacity.page_size,
         programs=[str(key) for key in keys],
         facts=builder.facts(),
+        target=target,
     )
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
@@ -80,13 +90,19 @@ def sized_like_bundle(config: EngineConfig, manifest: BundleManifest) -> EngineC
 
 def load_bundle(
     folder: Path, manifest: BundleManifest, builder: ProgramBuilder, keys: Sequence[ProgramKey]
-) -> dict[ProgramKey, Callable[..., Any]]:
-    """Load the programs by key. Raises `ConfigError` naming facts that differ, or a program that can't be loaded."""
+) -> dict[ProgramKey, Callable[..., Any]] | None:
+    """Load the programs by key. Raises `ConfigError` naming facts that differ, or a program that can't be loaded.
+
+    A bundle for a target may turn out not to load on the real device: then logs why and returns None.
+    """
     facts = json.loads(json.dumps(builder.facts()))
-    if differences := join_differences(manifest.facts, facts, there="in the bundle", here="here"):
+    if differences := join_differences(
+        _comparable(manifest.facts, manifest), _comparable(facts, manifest), there="in the bundle", here="here"
+    ):
+        target = f" --target {manifest.target}" if manifest.target else ""
         raise ConfigError(
             f"programs={folder} was made for something else: {differences}; "
-            f"make it again with `jaxserve compile --output {folder}`, or leave --programs out"
+            f"make it again with `jaxserve compile --output {folder}{target}`, or leave --programs out"
         )
 
     def load(key: ProgramKey) -> tuple[ProgramKey, Callable[..., Any]]:
@@ -95,10 +111,32 @@ def load_bundle(
         except UntrustedFileError as error:
             raise ConfigError(f"programs={folder}: {error}") from None
         except Exception as error:  # a damaged pickle may raise anything
-            raise ConfigError(
-                f"programs={folder}: {program_path(folder, key).name} can't be loaded ({error!r}); make it again with "
-                f"`jaxserve compile --output {folder}`"
+            raise _LoadError(
+                f"programs={folder}: {program_path(folder, key).name} can't be loaded ({error!r})"
             ) from None
 
-    with ThreadPoolExecutor() as pool:
-        return dict(pool.map(load, keys))
+    try:
+        with ThreadPoolExecutor() as pool:
+            return dict(pool.map(load, keys))
+    except _LoadError as error:
+        if manifest.target:
+            logger.warning("%s: compiling all programs on this device instead", error)
+            return None
+        raise ConfigError(f"{error}; make it again with `jaxserve compile --output {folder}`") from None
+
+
+class _LoadError(Exception):
+    """A program of a bundle that can't be loaded."""
+
+
+def _comparable(facts: Mapping[str, Any], manifest: BundleManifest) -> dict[str, Any]:
+    """Return the facts that must be equal.
+
+    A description of a device names platform and compiler differently from the device, and another machine may have
+    another patch release of Python.
+    """
+    if not manifest.target:
+        return dict(facts)
+    attention = {**facts["attention"], "target": {**facts["attention"]["target"], "platform": ""}}
+    python = str(facts.get("python")).rpartition(".")[0]
+    return {**facts, "attention": attention, "compiler": "", "python": python}

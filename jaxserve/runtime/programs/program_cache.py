@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
+from jaxserve.runtime.programs.autotune_cache import autotune_folder, autotune_options, report_tuning
 from jaxserve.runtime.programs.builder import ProgramBuilder, by_compile_cost, program_path
 from jaxserve.runtime.programs.file_lock import exclusive
 from jaxserve.runtime.programs.own_files import trusted_folder
@@ -45,10 +46,20 @@ def build_programs(
     if not _missing(keys, paths):
         return _load(builder, keys, paths, background)
     with exclusive(folder):
-        if _missing(keys, paths):
-            made, compiled = _build(builder, keys, paths, check)
+        if missing := _missing(keys, paths):
+            tuned = autotune_folder(builder.mesh.devices.flat[0], cache_dir)
+            with report_tuning(tuned, len(missing)):
+                made, compiled = _build(builder.with_options(autotune_options(tuned)), keys, paths, check)
             return ProgramSet(made), compiled
     return _load(builder, keys, paths, background)
+
+
+def are_kept(builder: ProgramBuilder, keys: Sequence[ProgramKey], cache_dir: Path | None) -> bool:
+    """Return whether `build_programs` would find all programs on disk, and compile none."""
+    if cache_dir is None:
+        return False
+    folder = cache_dir / builder.fingerprint()
+    return not _missing(keys, {key: program_path(folder, key) for key in keys})
 
 
 def _load(

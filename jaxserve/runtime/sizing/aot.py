@@ -52,9 +52,22 @@ def builder_for_target(deployment: Deployment, name: str) -> ProgramBuilder:
 def deploy_on_device(config: EngineConfig) -> tuple[Deployment, ProgramBuilder]:
     """Return the deployment on the attached devices and the builder of its programs. Raises `ConfigError`."""
     devices = attach(config)
-    facts = facts_of_devices(devices, config.tp_size * config.dp_size)
+    facts = facts_of_devices(devices, config)
     deployment = deploy_or_advise(config, read_model(config.model), facts, read_stored(config))
     mesh = make_mesh(devices, data=deployment.data, tensor=deployment.tensor)
+    deployment = size_pool_by_compiler(deployment, mesh, None)
+    return deployment, deployment.builder(mesh)
+
+
+def deploy_for_bundle(config: EngineConfig, name: str) -> tuple[Deployment, ProgramBuilder]:
+    """Return the deployment on a target device, its pool sized by the compiler, and the builder of its programs.
+
+    Raises `ConfigError`, also for a target that isn't a GPU.
+    """
+    if load_target(name).platform != "cuda":
+        raise ConfigError(f"--output and --target {name}: only programs for NVIDIA GPUs are kept without a device")
+    deployment = deploy_on_target(config, name)
+    mesh = builder_for_target(deployment, name).mesh
     deployment = size_pool_by_compiler(deployment, mesh, None)
     return deployment, deployment.builder(mesh)
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import msgspec
 from jax.sharding import Mesh
+from tqdm import tqdm
 
+from jaxserve.runtime.programs.autotune_cache import autotune_folder, autotune_options, report_tuning
 from jaxserve.runtime.programs.builder import ProgramBuilder
 from jaxserve.runtime.programs.file_lock import exclusive
 from jaxserve.runtime.programs.own_files import trusted_folder, write_private
@@ -50,7 +52,7 @@ def size_pool_by_compiler(deployment: Deployment, mesh: Mesh, cache_dir: Path | 
         with exclusive(folder):
             measured = _read(folder)  # another process may have written it meanwhile
             if measured is None:
-                measured = measure_temp_memory(deployment, builder)
+                measured = measure_temp_memory(deployment, builder, cache_dir)
                 if folder is not None:
                     write_private(folder / _FILE, msgspec.json.encode(measured))
     return with_temp_memory(deployment, measured)
@@ -67,15 +69,23 @@ def with_temp_memory(deployment: Deployment, measured: TempMemory) -> Deployment
     )
 
 
-def measure_temp_memory(deployment: Deployment, builder: ProgramBuilder) -> TempMemory:
-    """Return the largest working memory; the largest program of some kind needs it, so only these are compiled."""
+def measure_temp_memory(deployment: Deployment, builder: ProgramBuilder, cache_dir: Path | None = None) -> TempMemory:
+    """Return the largest working memory; the largest program of some kind needs it, so only these are compiled.
+
+    What XLA tunes for them on a GPU is kept in `cache_dir`.
+    """
+    largest = largest_programs(deployment)
+    tuned = autotune_folder(builder.mesh.devices.flat[0], cache_dir)
+    builder = builder.with_options(autotune_options(tuned))
 
     def measure(key: StepKey) -> TempMemory:
         memory: Any = builder.compile(key).memory_analysis()
         return TempMemory(memory.temp_size_in_bytes, str(key))
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return max(pool.map(measure, largest_programs(deployment)), key=lambda one: one.temp_bytes)
+    with report_tuning(tuned, len(largest)), ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = pool.map(measure, largest)
+        with tqdm(found, total=len(largest), desc="Sizing the KV cache", unit="program") as bar:
+            return max(bar, key=lambda one: one.temp_bytes)
 
 
 def largest_programs(deployment: Deployment) -> list[StepKey]:

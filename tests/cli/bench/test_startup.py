@@ -17,7 +17,8 @@ def test_output_and_json_file(monkeypatch, tmp_path: Path, capsys) -> None:
         cold = settings["program_cache_dir"] not in {one["program_cache_dir"] for one in seen}
         seen.append(settings)
         total = (20.0 if cold else 5.0) + len(seen)
-        return StartupTimes(total, 1.0, {"imports": 2.0, "programs": total - 3.0, "engine": total - 1.0}, 7, 7 * cold)
+        phases = {"imports": 2.0, "compile" if cold else "programs": total - 3.0, "engine": total - 1.0}
+        return StartupTimes(total, 1.0, phases, 7, 7 * cold)
 
     monkeypatch.setattr(startup, "measure_startup", start)
     monkeypatch.setattr(startup.model_source, "resolve", lambda model: None)
@@ -36,6 +37,8 @@ def test_output_and_json_file(monkeypatch, tmp_path: Path, capsys) -> None:
     assert "7 of 7 programs compiled in a cold start, 0 of 7 programs compiled in a warm start" in text
     [row] = [line.split()[-2:] for line in text.splitlines() if line.startswith("from the command")]
     assert row == ["21.50", "9.00"]
+    [row] = [line.split()[-2:] for line in text.splitlines() if line.startswith("  programs: load")]
+    assert row == ["-", "6.00"], "only a warm start loads programs"
 
 
 @pytest.mark.parametrize(

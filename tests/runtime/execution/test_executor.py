@@ -2,17 +2,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import msgspec
 import numpy as np
 import pytest
 
+from jaxserve.runtime.execution.device_commands import LocalCommands
 from jaxserve.runtime.execution.executor import DeviceExecutor
-from jaxserve.runtime.programs.builder import ADJUST_KEY, UPDATE_KEY
+from jaxserve.runtime.execution.host_pool import HostPool
+from jaxserve.runtime.programs.builder import ADJUST_KEY, READ_KEY, UPDATE_KEY, WRITE_KEY, step_keys
+from jaxserve.runtime.programs.program_set import ProgramKey
+from jaxserve.runtime.step.page_copies import row_specs
 from jaxserve.runtime.step.sampling import Logprobs
 from jaxserve.runtime.step.slot_update import SLOTS, UPDATE
 from jaxserve.runtime.step.step import StepOutput
 from jaxserve.step_plan import Capacity, StepPlan
-from tests.runtime.tiny import CAPACITY, opening, prefill
+from tests.runtime.tiny import CAPACITY, builder, mesh, opening, params, prefill, specs, zero_state
 
 
 class Output:
@@ -90,3 +95,40 @@ def test_ranks_open_slots_in_the_same_command() -> None:
     assert result.tokens == [[0], [10], [11]]
     [(_, packed)] = commands.updates
     assert packed[:, :3].tolist() == [[1, -1, -1], [2, 3, -1]]
+
+
+FEW = msgspec.structs.replace(CAPACITY, decode_buckets=(4,), token_buckets=(16,))
+KEYS: list[ProgramKey] = [UPDATE_KEY, ADJUST_KEY, READ_KEY, WRITE_KEY, *step_keys(FEW)]
+
+
+def _random_state() -> Any:
+    """Return a state that is nowhere zero, as if requests were in the middle of their work."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda a: jax.device_put(rng.integers(1, 3, a.shape).astype(a.dtype), a.sharding), zero_state(FEW)
+    )
+
+
+@pytest.mark.slow
+def test_a_run_without_requests_changes_nothing() -> None:
+    runs: list[ProgramKey] = []
+
+    def counted(key: ProgramKey) -> Any:
+        program = builder(FEW).compile(key)
+
+        def run(*arguments: Any) -> Any:
+            runs.append(key)
+            return program(*arguments)
+
+        return run
+
+    before = jax.tree.map(np.asarray, _random_state())
+    host = HostPool(row_specs(specs(FEW)), 4, mesh())
+    commands = LocalCommands(params(), _random_state(), {key: counted(key) for key in KEYS}, host, mesh())
+    executor = DeviceExecutor(commands, FEW)
+    compiled = executor.compiles_after_ready
+    executor.warm_up(KEYS)
+    assert runs == [*KEYS, *KEYS], "a program with collectives builds its CUDA graph in the second run"
+    assert executor.compiles_after_ready == compiled
+    for ours, theirs in zip(jax.tree.leaves(commands._state), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), theirs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,10 @@ def test_the_manifest_describes_the_bundle(whole: Path) -> None:
 
 
 def test_the_programs_of_a_bundle_run(whole: Path) -> None:
-    [program] = load_bundle(whole, read_manifest(whole), builder(), [UPDATE_KEY]).values()
+    loaded = load_bundle(whole, read_manifest(whole), builder(), [UPDATE_KEY])
+    assert loaded is not None
     opened = opening(2, prompt=[1], num_cached_tokens=3)
-    state = open_slots({UPDATE_KEY: program}, zero_state(CAPACITY), opened)
+    state = open_slots(loaded, zero_state(CAPACITY), opened)
     assert np.asarray(state.seq_lens)[0].tolist() == [0, 0, 3, 0]
 
 
@@ -109,3 +111,30 @@ def test_the_pool_size_is_that_of_the_bundle_unless_it_is_set(whole: Path) -> No
     manifest = read_manifest(whole)
     assert sized_like_bundle(EngineConfig(), manifest).max_total_tokens == 80
     assert sized_like_bundle(EngineConfig(max_total_tokens=16), manifest).max_total_tokens == 16
+
+
+def _as_for_target(manifest: dict[str, Any]) -> None:
+    """Describe platform and compiler as a target does, and not as the attached device, and another Python."""
+    manifest["target"] = "nvidia-h200"
+    manifest["facts"]["compiler"] = "NVIDIA H200"
+    manifest["facts"]["attention"]["target"]["platform"] = "cuda"
+    manifest["facts"]["python"] = platform.python_version().rpartition(".")[0] + ".99"
+
+
+def test_a_bundle_for_a_target_may_name_platform_and_compiler_differently(whole: Path, tmp_path: Path) -> None:
+    folder = _edited(whole, tmp_path, _as_for_target)
+    loaded = load_bundle(folder, read_manifest(folder), builder(), [UPDATE_KEY])
+    assert loaded is not None
+    assert list(loaded) == [UPDATE_KEY]
+    other = builder(msgspec.structs.replace(CAPACITY, decode_buckets=(4,)))
+    with pytest.raises(ConfigError, match=r"sizes.decode_buckets is .* --target nvidia-h200`"):
+        load_bundle(folder, read_manifest(folder), other, [UPDATE_KEY])
+
+
+def test_a_program_for_a_target_that_does_not_load_is_a_warning(
+    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = _edited(whole, tmp_path, _as_for_target)
+    program_path(folder, UPDATE_KEY).write_bytes(b"x" * 100)
+    assert load_bundle(folder, read_manifest(folder), builder(), [UPDATE_KEY]) is None
+    assert "compiling all programs on this device instead" in caplog.text

@@ -1,0 +1,37 @@
+"""The seconds that a step should take on this device: the one place where figures get their prediction."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from device_sections.machine import COPY, MATMUL
+from device_sections.run import SectionRun
+from jaxserve.runtime.sizing.deployment import Deployment
+from jaxserve.runtime.sizing.roofline import Roofline, roofline
+from jaxserve.runtime.step.batch import StepKey
+
+
+def limits(run: SectionRun, made: Deployment) -> Roofline | None:
+    """Return the roofline of the bandwidth and matmul rate that were measured on this device; None without them."""
+    copy, matmul = run.found(COPY), run.found(MATMUL)
+    if copy is None or matmul is None:
+        return None
+    measured: Any = SimpleNamespace(memory_bandwidth=copy * 1e9, peak_flops={made.dtype.name: matmul * 1e12})
+    return roofline(made, measured)
+
+
+def step_seconds(
+    run: SectionRun, made: Deployment, key: StepKey, *, decodes: int, context: int, prompt: int = 0
+) -> float | None:
+    """Return the seconds of a step of program `key`, in which `decodes` requests of `context` tokens decode and
+    `prompt` tokens of another prompt are computed. From the roofline; None if the device's rates weren't measured.
+    """
+    limit = limits(run, made)
+    if limit is None or limit.peak_flops is None:
+        return None
+    read = (limit.read_bytes + decodes * context * limit.kv_per_token) / limit.bandwidth
+    attended = decodes * context + prompt * prompt / 2
+    rows = decodes + (prompt > 0)
+    flops = (decodes + prompt) * limit.layer_flops + rows * limit.head_flops + attended * limit.attention_flops
+    return max(read, flops / limit.peak_flops)

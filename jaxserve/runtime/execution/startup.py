@@ -1,0 +1,137 @@
+"""Puts a deployment on its devices: loads the weights, allocates the state, and loads or compiles the programs.
+
+On a CPU all of it happens at once. On an accelerator nothing is copied while programs are compiled: XLA chooses kernels
+by trial runs there, which need free memory and a device that does nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxserve import model_source
+from jaxserve.config.schema import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.runtime.devices.mesh import shardings
+from jaxserve.runtime.programs.builder import ProgramBuilder
+from jaxserve.runtime.programs.bundle import BundleManifest, load_bundle
+from jaxserve.runtime.programs.program_cache import are_kept, build_programs
+from jaxserve.runtime.programs.program_set import ProgramSet
+from jaxserve.runtime.sizing.deployment import Deployment
+from jaxserve.runtime.step.state import DeviceState, make_state
+from jaxserve.weights import WeightReader, build_params
+
+logger = logging.getLogger("jaxserve.runtime")
+
+
+class PhaseTimer:
+    """Measures the seconds of each phase of start-up."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - start, 3)
+
+
+def fill_devices(
+    deployment: Deployment,
+    mesh: Mesh,
+    weights: WeightReader,
+    bundle: BundleManifest | None,
+    phases: PhaseTimer,
+    *,
+    behind: bool,
+) -> tuple[Any, DeviceState, ProgramSet, int]:
+    """Return the weights, the state, the programs, and how many of these were compiled.
+
+    The phase of the programs is called `compile` if any was compiled, else `programs`. With `behind`, programs that a
+    server doesn't need first are loaded while it serves. Raises the first error of any part.
+    """
+    builder = deployment.builder(mesh)
+    with ThreadPoolExecutor(2) as pool:
+
+        def fill() -> tuple[Future[Any], Future[DeviceState]]:
+            params = pool.submit(_load, deployment.params, weights, shardings(mesh, deployment.params), phases)
+            return params, pool.submit(_allocate, deployment.state, shardings(mesh, deployment.state), phases)
+
+        compiles_first = deployment.device.platform != "cpu" and _may_compile(deployment, builder, bundle)
+        filling = None if compiles_first else fill()
+
+        def check() -> None:
+            if filling is not None and filling[0].done():
+                filling[0].result()
+
+        with phases("programs"):
+            programs = None if bundle is None else _from_bundle(deployment, builder, bundle)
+            compiled = 0
+            if programs is None:
+                cache = program_cache_dir(deployment.config)
+                keys = deployment.program_keys
+                programs, compiled = build_programs(builder, keys, cache, background=behind, check=check)
+        if compiled:
+            phases.seconds["compile"] = phases.seconds.pop("programs")
+        params, state = filling or fill()
+    _log_programs(programs, compiled)
+    return params.result(), state.result(), programs, compiled
+
+
+def program_cache_dir(config: EngineConfig) -> Path | None:
+    """Return the folder in which programs are kept, or None."""
+    if config.disable_program_cache:
+        return None
+    return Path(config.program_cache_dir) if config.program_cache_dir else model_source.jaxserve_home() / "programs"
+
+
+@contextmanager
+def naming_the_bundle(config: EngineConfig) -> Iterator[None]:
+    """Turn an error of a bundled program's first run into a `ConfigError` that says what to do."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if config.programs is None:
+            raise
+        raise ConfigError(
+            f"programs={config.programs}: a program failed in its first run ({error}); leave --programs out"
+        ) from error
+
+
+def _load(specs: Any, weights: WeightReader, where: Any, phases: PhaseTimer) -> Any:
+    with phases("weights"):
+        return build_params(specs, where, weights)
+
+
+def _allocate(specs: DeviceState, where: DeviceState, phases: PhaseTimer) -> DeviceState:
+    with phases("state"):
+        return jax.block_until_ready(make_state(specs, where))
+
+
+def _may_compile(deployment: Deployment, builder: ProgramBuilder, bundle: BundleManifest | None) -> bool:
+    if bundle is not None:
+        return bool(bundle.target)
+    return not are_kept(builder, deployment.program_keys, program_cache_dir(deployment.config))
+
+
+def _from_bundle(deployment: Deployment, builder: ProgramBuilder, bundle: BundleManifest) -> ProgramSet | None:
+    assert deployment.config.programs is not None
+    loaded = load_bundle(Path(deployment.config.programs), bundle, builder, deployment.program_keys)
+    return None if loaded is None else ProgramSet(loaded)
+
+
+def _log_programs(programs: ProgramSet, compiled: int) -> None:
+    if pending := programs.num_pending:
+        total = len(programs)
+        logger.info("programs: %d, of them %d loaded; the others are loaded while serving", total, total - pending)
+    else:
+        logger.info("programs: %d, of them %d compiled now, the others loaded", len(programs), compiled)
