@@ -1,7 +1,7 @@
 """The draw on Triton: one program a row finds the peak, lists the tokens that top_k and top_p may keep, and draws.
 
-The peaks of the lanes bound the thresholds from below: if k lanes have a peak of at least b, so have k tokens, and
-those peaks may already sum to top_p. So two passes read the row: one for the peaks, one that lists the tokens above the
+The two largest logits of each lane bound the thresholds from below: k of them are the logits of k tokens, and their
+weights may already sum to top_p. So two passes read the row: one for these, and one that lists the tokens above the
 bound. Only if no bound is found, or too many tokens are above it, are the thresholds searched in the row itself.
 """
 
@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from pallas_kernels.sampling.noise import noise_of
 from pallas_kernels.sampling.triton.parameters import Columns, SlotTable
 from pallas_kernels.sampling.triton.rows import (
+    LIST,
     TILE,
     Lists,
     Ref,
@@ -104,12 +105,12 @@ def _draw(
             return _bits(weigh(x)), jnp.where(has_top_k, 1.0, weigh(x))
 
         truncated = has_top_k | has_top_p
-        peaks = store_lanes(lists, row, lanes, whole.count, interpret=interpret)
+        peaks = store_lanes(lists, row, lanes, interpret=interpret)
         enough = jnp.where(has_top_k, top_k.astype(jnp.float32), top_p * total)
         bound = largest_bound(peaks, either, enough, truncated)
         listable = whole._replace(count=(bound > 0).astype(jnp.int32) * whole.count)
         listed = store_candidates(listable, lambda x: _bits(weigh(x)) >= bound, lists, row, interpret=interpret)
-        in_list = (bound > 0) & (listed <= TILE)
+        in_list = (bound > 0) & (listed <= LIST)
         source = list_or_row(lists, row, listed, whole, in_list)
 
         by_count = largest_bound(source, count, top_k.astype(jnp.float32), has_top_k)

@@ -1,7 +1,7 @@
 """Log-sum-exp and largest logits of rows on Triton: one program a row, in two passes and without a sort.
 
-As in `draw.py`, the peaks of the lanes bound the k-th largest logit from below, and the logits above the bound are
-listed. Only if too many equal ones are among them are the largest looked for in the row itself.
+As in `draw.py`, the largest logits of the lanes bound the k-th largest of the row from below, and the logits above the
+bound are listed. Only if too many equal ones are among them are the largest looked for in the row itself.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.sampling.triton.rows import (
+    LIST,
     NO_ID,
     TILE,
     Lists,
@@ -93,10 +94,10 @@ def _top(
         chosen = logits[row, jnp.minimum(token[row], vocab - 1)]
         out.normalizer[row] = normalizer
         out.chosen[row] = jnp.where(token[row] < vocab, chosen, 0.0) - subtracted
-        peaks = store_lanes(lists, row, lanes, vocab, interpret=interpret)
+        peaks = store_lanes(lists, row, lanes, interpret=interpret)
         bound = largest_bound(peaks, lambda x: (_order(x), jnp.ones_like(x)), float(top), jnp.bool_(True))
         listed = store_candidates(whole, lambda x: _order(x) >= bound, lists, row, interpret=interpret)
-        source = list_or_row(lists, row, listed, whole, listed <= TILE)
+        source = list_or_row(lists, row, listed, whole, listed <= LIST)
 
         def store(rank: jax.Array, last: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             found, at = _largest_after(source, *last)

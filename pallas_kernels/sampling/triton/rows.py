@@ -16,8 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-# Lanes of a tile, and the capacity of a list
+# Lanes of a tile, and the capacity of a list: the two largest logits of each lane
 TILE = 4096
+LIST = 2 * TILE
 NUM_WARPS = 8
 
 # Stands for an id where there is none
@@ -39,23 +40,23 @@ class Source(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """For each row some of its logits and their ids: `[rows, TILE]`."""
+    """For each row some of its logits and their ids: `[rows, LIST]`."""
 
     logits: Ref
     ids: Ref
 
 
 class Peaks(NamedTuple):
-    """The largest logit of each lane and of the row, and the sum of the row's weights relative to the peak."""
+    """The two largest logits of each lane, that of the row, and the sum of the row's weights relative to it."""
 
-    lanes: jax.Array
+    lanes: tuple[jax.Array, jax.Array]
     peak: jax.Array
     total: jax.Array
 
 
 def list_shapes(rows: int) -> Lists:
     """Return the shapes of the lists of a call."""
-    return Lists(jax.ShapeDtypeStruct((rows, TILE), jnp.float32), jax.ShapeDtypeStruct((rows, TILE), jnp.int32))
+    return Lists(jax.ShapeDtypeStruct((rows, LIST), jnp.float32), jax.ShapeDtypeStruct((rows, LIST), jnp.int32))
 
 
 def compiler_params() -> plgpu.CompilerParams:
@@ -113,15 +114,16 @@ def fold(source: Source, step: Callable[..., Any], start: Any) -> Any:
 def find_peaks(source: Source, temperature: Any) -> Peaks:
     """Return the peaks of a row, and the sum of `exp((logit - peak) / temperature)`, in one pass."""
 
-    def step(x: jax.Array, _: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        peak, total = state
-        smaller = jnp.exp(-jnp.abs(x - peak) / temperature)
-        return jnp.maximum(peak, x), jnp.where(x > peak, total * smaller + 1.0, total + smaller)
+    def step(x: jax.Array, _: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        first, second, total = state
+        smaller = jnp.exp(-jnp.abs(x - first) / temperature)
+        total = jnp.where(x > first, total * smaller + 1.0, total + smaller)
+        return jnp.maximum(first, x), jnp.maximum(second, jnp.minimum(first, x)), total
 
-    start = jnp.full((TILE,), _LOWEST, jnp.float32), jnp.zeros((TILE,), jnp.float32)
-    lanes, totals = fold(source, step, start)
-    peak = jnp.max(lanes)
-    return Peaks(lanes, peak, jnp.sum(totals * jnp.exp((lanes - peak) / temperature)))
+    lowest = jnp.full((TILE,), _LOWEST, jnp.float32)
+    first, second, totals = fold(source, step, (lowest, lowest, jnp.zeros((TILE,), jnp.float32)))
+    peak = jnp.max(first)
+    return Peaks((first, second), peak, jnp.sum(totals * jnp.exp((first - peak) / temperature)))
 
 
 def measure(source: Source, value: Callable[[jax.Array], tuple[jax.Array, jax.Array]], bounds: list[Any]) -> list[Any]:
@@ -155,31 +157,32 @@ def largest_bound(
     return lax.fori_loop(0, needed.astype(jnp.int32) * (_BITS // _DIGIT_BITS), refine, jnp.int32(0))
 
 
-def store_lanes(lists: Lists, row: jax.Array, lanes: jax.Array, vocab: int, *, interpret: bool) -> Source:
-    """Store the peaks of all lanes in the list of a row and return it."""
-    count = min(vocab, TILE)
-    # A lane that has met nothing larger may hold nothing but -inf.
-    plgpu.store(lists.logits.at[row, lax.iota(jnp.int32, TILE)], jnp.where(lanes > _LOWEST, lanes, -jnp.inf))
+def store_lanes(lists: Lists, row: jax.Array, lanes: tuple[jax.Array, jax.Array], *, interpret: bool) -> Source:
+    """Store the largest logits of all lanes in the list of a row and return it."""
+    for i, lane in enumerate(lanes):
+        # A lane that has met nothing larger may hold nothing but -inf.
+        at = i * TILE + lax.iota(jnp.int32, TILE)
+        plgpu.store(lists.logits.at[row, at], jnp.where(lane > _LOWEST, lane, -jnp.inf))
     barrier(interpret)
 
     def load(tile: Any) -> tuple[jax.Array, jax.Array]:
         at = tile * TILE + lax.iota(jnp.int32, TILE)
-        return plgpu.load(lists.logits.at[row, at], mask=at < count, other=-jnp.inf), at
+        return plgpu.load(lists.logits.at[row, at], mask=at < LIST, other=-jnp.inf), at
 
-    return Source(load, count)
+    return Source(load, LIST)
 
 
 def store_candidates(
     source: Source, keep: Callable[[jax.Array], jax.Array], lists: Lists, row: jax.Array, *, interpret: bool
 ) -> jax.Array:
-    """Store the logits to `keep` in the list of a row; return how many there are, of which only `TILE` are stored."""
+    """Store the logits to `keep` in the list of a row; return how many there are, of which only `LIST` are stored."""
 
     def step(x: jax.Array, ids: jax.Array, count: jax.Array) -> jax.Array:
         kept = (keep(x) & (ids < source.count)).astype(jnp.int32)
         end = count + lax.cumsum(kept)
-        there = (kept > 0) & (end <= TILE)
+        there = (kept > 0) & (end <= LIST)
         # The interpreter writes something for lanes that store nothing: past the end it is dropped.
-        at = jnp.where(there, end - 1, TILE)
+        at = jnp.where(there, end - 1, LIST)
         plgpu.store(lists.logits.at[row, at], x, mask=there)
         plgpu.store(lists.ids.at[row, at], ids, mask=there)
         return count + jnp.sum(kept)
