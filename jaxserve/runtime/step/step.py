@@ -109,6 +109,8 @@ def step(
     prompt_logprobs = None
     if inputs.targets is not None:
         prompt_logprobs = _prompt_logprobs(model, params, hidden, inputs, context)
+        # Else XLA joins their product with that of the rows that sample.
+        hidden, prompt_logprobs = lax.optimization_barrier((hidden, prompt_logprobs))
     last = jnp.maximum(inputs.batch.query_starts[1:] - 1, 0)
     wanted = hidden.at[last].get(mode="promise_in_bounds") if not shape.decode_only else hidden
     tokens, logprobs = _sample_rows(model, params, wanted, inputs, state, context, shape)
@@ -181,10 +183,13 @@ def _prompt_logprobs(
 
     if sampling.uses_triton(target):
         # Without a loop, so that the program stays one graph.
-        starts = range(0, tokens, PROMPT_LOGIT_ROWS_ON_GPU)
-        parts = [slice(start, start + PROMPT_LOGIT_ROWS_ON_GPU) for start in starts]
-        found = [scored((hidden[part], inputs.targets[part])) for part in parts]
-        return jax.tree.map(lambda *x: jnp.concatenate(x), *found)
+        groups: list[Logprobs] = []
+        for start in range(0, tokens, PROMPT_LOGIT_ROWS_ON_GPU):
+            part = slice(start, start + PROMPT_LOGIT_ROWS_ON_GPU)
+            # One after the other, else XLA joins their products and the logits of all exist at once.
+            block, groups = lax.optimization_barrier(((hidden[part], inputs.targets[part]), groups))
+            groups.append(scored(block))
+        return jax.tree.map(lambda *x: jnp.concatenate(x), *groups)
     padding = -tokens % PROMPT_LOGIT_ROWS
     blocks = (
         jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, PROMPT_LOGIT_ROWS, hidden.shape[1]),
