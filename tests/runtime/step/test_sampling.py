@@ -191,7 +191,14 @@ def test_adjusted_logits_are_exact() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("sample", [_sample, _sample_by_xla], ids=["kernel", "xla"])
+@pytest.mark.parametrize(
+    "sample",
+    [
+        pytest.param(_sample, id="kernel"),
+        pytest.param(_sample_by_xla, id="xla"),
+        pytest.param(_sample_by_triton, id="triton", marks=pytest.mark.grid),
+    ],
+)
 def test_draws_follow_the_distribution(logits: np.ndarray, sample: Callable[..., Any], options: dict[str, Any]) -> None:
     best = np.argsort(-logits)
     opened = opening(
@@ -307,6 +314,21 @@ def test_the_kernel_draws_what_xla_draws(logits: np.ndarray) -> None:
     many = np.stack([rng.permutation(logits) for _ in opened])
     by_xla, _ = _sample_by_xla(many, *_rows(opened))
     assert (_batch(many, opened)[0] != np.asarray(by_xla)).sum() < 2
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (KernelTarget("cuda", "NVIDIA H200", (9, 0)), True),
+        (KernelTarget("gpu", "NVIDIA A100", (8, 0)), True),
+        (KernelTarget("gpu", "Tesla T4", (7, 5)), False),
+        (KernelTarget("tpu", "TPU v6 lite"), False),
+        (CPU, False),
+    ],
+    ids=str,
+)
+def test_only_nvidia_gpus_from_ampere_on_use_triton(target: KernelTarget, expected: bool) -> None:
+    assert sampling.uses_triton(target) is expected
 
 
 def test_triton_draws_what_the_cpu_draws(logits: np.ndarray) -> None:
