@@ -7,6 +7,7 @@ of a weight changes the draw only if two tokens score practically the same.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
@@ -19,7 +20,12 @@ LARGEST = 1 - 2.0**-24
 
 def exponential_noise(keys: UInt32[Array, "rows 2"], ids: UInt32[Array, " tokens"]) -> Float[Array, "rows tokens"]:
     """Return exponentially distributed numbers of mean 1, between 1e-10 and 17. `keys` are random bits."""
-    x = (ids[None] ^ keys[:, 1:]) * jnp.uint32(GOLDEN) + keys[:, :1]
+    return noise_of(keys[:, :1], keys[:, 1:], ids[None])
+
+
+def noise_of(key: jax.Array, other: jax.Array, ids: jax.Array) -> jax.Array:
+    """Return `exponential_noise` of both halves of keys and of ids, all uint32 and broadcast."""
+    x = (ids ^ other) * jnp.uint32(GOLDEN) + key
     x = (x ^ (x >> 16)) * jnp.uint32(FIRST)
     x = (x ^ (x >> 15)) * jnp.uint32(SECOND)
     bits = x ^ (x >> 16)

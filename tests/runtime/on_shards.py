@@ -28,7 +28,7 @@ from jaxserve.runtime.step.step import StepContext
 from jaxserve.step_plan import StepPlan
 from jaxserve.weights.dummy import dummy_params
 from pallas_kernels.paged_attention import REFERENCE, KernelTarget
-from tests.runtime.step.test_sampling import VOCAB, _rows
+from tests.runtime.step.test_sampling import VOCAB, _rows, sample_all, sample_all_by_triton
 from tests.runtime.tiny import CAPACITY, F32, model, on_trees, open_slots, opening, prefill, specs
 
 SAMPLING = [
@@ -109,23 +109,25 @@ def sampler() -> None:
                 logits[row, rng.integers(VOCAB)] = 40.0  # one shard has all the weight
         rows, counts, lengths = _rows(opened)
         rows.ints[:, sampling.INTS.index("logprobs")] = 1
-        alone, together = (_on(count)(logits, rows, counts, lengths) for count in (1, 4))
-        np.testing.assert_array_equal(alone[0], together[0])
-        np.testing.assert_array_equal(alone[1].top_ids, together[1].top_ids)
-        for name in ("chosen", "top"):
-            np.testing.assert_allclose(getattr(alone[1], name), getattr(together[1], name), atol=1e-5, rtol=1e-5)
+        given = (logits, rows, counts, lengths)
+        alone = _on(1, sample_all)(*given)
+        for together in (_on(4, sample_all)(*given), _on(4, sample_all_by_triton)(*given)):
+            np.testing.assert_array_equal(alone[0], together[0])
+            np.testing.assert_array_equal(alone[1].top_ids, together[1].top_ids)
+            for name in ("chosen", "top"):
+                np.testing.assert_allclose(getattr(alone[1], name), getattr(together[1], name), atol=1e-5, rtol=1e-5)
 
 
 @functools.cache
-def _on(count: int) -> Callable[..., Any]:
+def _on(count: int, sample: Callable[..., Any]) -> Callable[..., Any]:
     split, whole = PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
     mesh = make_mesh(jax.devices(), tensor=count)
     specs = (split, whole, split, whole)
-    return jax.jit(jax.shard_map(sampling.sample, mesh=mesh, in_specs=specs, out_specs=whole, check_vma=False))
+    return jax.jit(jax.shard_map(sample, mesh=mesh, in_specs=specs, out_specs=whole, check_vma=False))
 
 
 def collectives() -> None:
-    """A decode step exchanges only what the mathematics needs, within a rank, and never the logits."""
+    """A decode step exchanges only what the mathematics needs, within a rank: the logits once, and only to draw."""
     device = DeviceFacts(KernelTarget("cpu"), 2**34, max_devices=4)
     config = EngineConfig(dtype="float32", dp_size=2, tp_size=2, max_running_requests=4, max_total_tokens=64)
     made = deploy(config, model(), device)
@@ -135,9 +137,11 @@ def collectives() -> None:
     # One after attention and one after the MLP of each layer, one after the embedding, two for the likeliest token.
     assert [opcode for opcode, _ in greedy] == ["all-reduce"] * (2 * layers + 3), greedy
     shard = 4 * made.model.vocab_size // 2
-    # The largest exchanges of a row are the 20 likeliest tokens of each shard and 15 candidates of a threshold.
-    assert max(elements for _, elements in full) < shard, full
+    [logits] = [elements for opcode, elements in full if opcode == "all-to-all"]
+    assert logits <= shard, full
+    # The largest other exchange of a row is that of the 20 likeliest tokens of each shard.
     assert max(elements for opcode, elements in full if opcode == "all-gather") <= 4 * 20 * 2, full
+    assert max(elements for opcode, elements in full if opcode == "all-reduce") < shard, full
 
 
 def _collectives(builder: ProgramBuilder, key: StepKey) -> list[tuple[str, int]]:

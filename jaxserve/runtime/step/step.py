@@ -24,11 +24,13 @@ from jaxserve.runtime.devices.mesh import DATA_AXIS, partitions
 from jaxserve.runtime.step import batch as batches
 from jaxserve.runtime.step import sampling
 from jaxserve.runtime.step.batch import StepInput, StepShape
-from jaxserve.runtime.step.sampling import Logprobs
-from jaxserve.runtime.step.state import DeviceState, SamplingRows, all_ranks, one_rank
+from jaxserve.runtime.step.sampling import Logprobs, Rows
+from jaxserve.runtime.step.state import DeviceState, all_ranks, one_rank
 from pallas_kernels.paged_attention import Backend
 
+# Positions whose logits exist at once for the log probabilities of a prompt
 PROMPT_LOGIT_ROWS = 16
+PROMPT_LOGIT_ROWS_ON_GPU = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +99,8 @@ def step(
     prompt_logprobs = None
     if inputs.targets is not None:
         prompt_logprobs = _prompt_logprobs(model, params, hidden, inputs, context)
+        # Else XLA joins their product with that of the rows that sample.
+        hidden, prompt_logprobs = lax.optimization_barrier((hidden, prompt_logprobs))
     last = jnp.maximum(inputs.batch.query_starts[1:] - 1, 0)
     wanted = hidden.at[last].get(mode="promise_in_bounds") if not shape.decode_only else hidden
     tokens, logprobs = _sample_rows(model, params, wanted, inputs, state, context, shape)
@@ -129,15 +133,14 @@ def _sample_rows(
     padding = -shape.rows % size
     hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
     slots = jnp.pad(jnp.minimum(inputs.slots, state.seq_lens.shape[0] - 1), (0, padding))
-    lengths = jnp.pad(inputs.batch.kv_lens, (0, padding))
+    rows = Rows(slots, *(jnp.pad(x, (0, padding)) for x in (inputs.batch.kv_lens, inputs.samples)))
 
     def group(start: Array | int) -> tuple[Array, Logprobs | None]:
-        states, at, length = (lax.dynamic_slice_in_dim(x, start, size) for x in (hidden, slots, lengths))
+        states, own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), (hidden, rows))
         logits = mask_padding(model.head(params, states), context.model.vocab_size)
         if shape.key.greedy:
             return sampling.greedy(logits), None
-        rows: SamplingRows = jax.tree.map(lambda x: x[at], state.sampling)
-        return sampling.sample(logits, rows, state.counts[at], length)
+        return sampling.sample(logits, state.sampling, state.counts, own, context.backend.target)
 
     if size == shape.rows:
         return group(0)
@@ -161,17 +164,26 @@ def _prompt_logprobs(
     model: ModuleType, params: Any, hidden: Float[Array, "tokens dim"], inputs: StepInput, context: StepContext
 ) -> Logprobs:
     """Return log probabilities of each position's next token; computes logits for a few positions at a time."""
-    tokens = hidden.shape[0]
-    padding = -tokens % PROMPT_LOGIT_ROWS
     assert inputs.targets is not None
+    tokens, target = hidden.shape[0], context.backend.target
+
+    def scored(block: tuple[Array, Array]) -> Logprobs:
+        logits = mask_padding(model.head(params, block[0]), context.model.vocab_size)
+        return sampling.logprobs(logits, block[1], target)
+
+    if sampling.uses_triton(target):
+        # Without a loop, so that the program stays one graph.
+        groups: list[Logprobs] = []
+        for start in range(0, tokens, PROMPT_LOGIT_ROWS_ON_GPU):
+            part = slice(start, start + PROMPT_LOGIT_ROWS_ON_GPU)
+            # One after the other, else XLA joins their products and the logits of all exist at once.
+            block, groups = lax.optimization_barrier(((hidden[part], inputs.targets[part]), groups))
+            groups.append(scored(block))
+        return jax.tree.map(lambda *x: jnp.concatenate(x), *groups)
+    padding = -tokens % PROMPT_LOGIT_ROWS
     blocks = (
         jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, PROMPT_LOGIT_ROWS, hidden.shape[1]),
         jnp.pad(inputs.targets, (0, padding)).reshape(-1, PROMPT_LOGIT_ROWS),
     )
-
-    def scored(block: tuple[Array, Array]) -> Logprobs:
-        logits = mask_padding(model.head(params, block[0]), context.model.vocab_size)
-        return sampling.logprobs(logits, block[1])
-
     found = lax.map(scored, blocks)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], found)

@@ -10,16 +10,19 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.stats import chi2
 
 from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from jaxserve.runtime.step import sampling
-from jaxserve.runtime.step.sampling import Logprobs
+from jaxserve.runtime.step.sampling import Logprobs, Rows
 from jaxserve.runtime.step.slot_update import sampling_row
 from jaxserve.runtime.step.state import SEEN_IN_PROMPT, SamplingRows
 from jaxserve.step_plan import SlotOpen
+from pallas_kernels.paged_attention import KernelTarget
+from pallas_kernels.sampling import api
 from tests.runtime import plain_sampling
 from tests.runtime.tiny import on_mesh, opening
 
@@ -27,18 +30,44 @@ pytestmark = pytest.mark.slow
 
 VOCAB = 600  # no multiple of the blocks that the kernel goes through
 DRAWS = 4096
+CPU = KernelTarget("cpu")
 
-_sample = on_mesh(sampling.sample)
-_sample_by_xla = on_mesh(lambda *arguments: _without_kernels(sampling.sample, *arguments))
-_adjust = on_mesh(sampling.adjust_logits)
+
+def sample_all(logits: Any, params: SamplingRows, counts: Any, lengths: Any) -> tuple[Any, Logprobs]:
+    """Return a token of each slot, and its log probabilities."""
+    rows = Rows(jnp.arange(len(logits)), lengths, jnp.ones(len(logits), bool))
+    return sampling.sample(logits, params, counts, rows, CPU)
+
+
+def sample_all_by_triton(*arguments: Any) -> Any:
+    """Compute `sample_all` as on an NVIDIA GPU, with interpreted kernels."""
+    with mock.patch.object(sampling, "uses_triton", return_value=True):
+        return sample_all(*arguments)
+
+
+def _sample_all_by_xla(*arguments: Any) -> Any:
+    """Compute `sample_all` as on devices that we have no kernels for."""
+
+    def fallback(_: Any, otherwise: Callable[..., Any], *operands: Any) -> Any:
+        return otherwise(*operands)
+
+    with (
+        mock.patch.object(sampling, "kernel_or_fallback", fallback),
+        mock.patch.object(api, "kernel_or_fallback", fallback),
+    ):
+        return sample_all(*arguments)
+
+
+def _adjusted(logits: Any, params: SamplingRows, counts: Any, lengths: Any) -> Any:
+    return sampling.adjust_logits(logits, params, counts, Rows(jnp.arange(len(logits)), lengths, None))
+
+
+_sample = on_mesh(sample_all)
+_sample_by_xla = on_mesh(_sample_all_by_xla)
+_sample_by_triton = on_mesh(sample_all_by_triton)
+_adjust = on_mesh(_adjusted)
 _greedy = on_mesh(sampling.greedy)
-_logprobs = on_mesh(sampling.logprobs)
-
-
-def _without_kernels(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a function as on devices other than a CPU, without our kernels."""
-    with mock.patch.object(sampling, "kernel_or_fallback", lambda _, otherwise, *operands: otherwise(*operands)):
-        return function(*arguments)
+_logprobs = on_mesh(lambda logits, token: sampling.logprobs(logits, token, CPU))
 
 
 def _rows(opened: list[SlotOpen]) -> tuple[SamplingRows, np.ndarray, np.ndarray]:
@@ -172,7 +201,14 @@ def test_adjusted_logits_are_exact() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("sample", [_sample, _sample_by_xla], ids=["kernel", "xla"])
+@pytest.mark.parametrize(
+    "sample",
+    [
+        pytest.param(_sample, id="kernel"),
+        pytest.param(_sample_by_xla, id="xla"),
+        pytest.param(_sample_by_triton, id="triton", marks=pytest.mark.grid),
+    ],
+)
 def test_draws_follow_the_distribution(logits: np.ndarray, sample: Callable[..., Any], options: dict[str, Any]) -> None:
     best = np.argsort(-logits)
     opened = opening(
@@ -288,6 +324,52 @@ def test_the_kernel_draws_what_xla_draws(logits: np.ndarray) -> None:
     many = np.stack([rng.permutation(logits) for _ in opened])
     by_xla, _ = _sample_by_xla(many, *_rows(opened))
     assert (_batch(many, opened)[0] != np.asarray(by_xla)).sum() < 2
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (KernelTarget("cuda", "NVIDIA H200", (9, 0)), True),
+        (KernelTarget("gpu", "NVIDIA A100", (8, 0)), True),
+        (KernelTarget("gpu", "Tesla T4", (7, 5)), False),
+        (KernelTarget("tpu", "TPU v6 lite"), False),
+        (CPU, False),
+    ],
+    ids=str,
+)
+def test_only_nvidia_gpus_from_ampere_on_use_triton(target: KernelTarget, expected: bool) -> None:
+    assert sampling.uses_triton(target) is expected
+
+
+def test_triton_draws_what_the_cpu_draws(logits: np.ndarray) -> None:
+    """With each kind of edit, at all positions around `min_len`, with slots in another order than rows."""
+    shapes: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.0},
+        {"repetition_penalty": 1.7, "top_k": 7},
+        {"frequency_penalty": 0.8, "presence_penalty": -0.5, "top_p": 0.9},
+        {"logit_bias": {0: 5.0, 300: 4.0, 599: 6.0}, "min_p": 0.02},
+        {"min_tokens": 3, "temperature": 0.0},
+        {"min_tokens": 3, "repetition_penalty": 0.6, "logit_bias": {5: 9.0, 599: 9.0}, "logprobs": 3},
+    ]
+    rng = np.random.default_rng(0)
+    best = np.argsort(-logits)
+    stop_ids = (int(best[0]), int(best[1]), 5)
+    opened = [
+        opening(0, best[:3].tolist(), [int(best[4])] * (i % 5 + 1), seed=i, stop_ids=stop_ids, **shapes[i % 7])
+        for i in range(210)
+    ]
+    many = np.stack([rng.permutation(logits) if i % 3 else logits for i in range(len(opened))])
+    expected = _batch(many, opened)
+    tokens, found = _sample_by_triton(many, *_rows(opened))
+    assert (np.asarray(tokens) != expected[0]).sum() < 2
+    asked = [
+        row for row, one in enumerate(opened) if one.sampling.logprobs is not None and tokens[row] == expected[0][row]
+    ]
+    assert len(asked) > 20
+    for mine, wanted in zip((found.chosen, found.top), (expected[1].chosen, expected[1].top)):
+        np.testing.assert_allclose(np.asarray(mine)[asked], np.asarray(wanted)[asked], atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(found.top_ids)[asked], np.asarray(expected[1].top_ids)[asked])
 
 
 def test_a_vast_range_of_logits() -> None:

@@ -1,0 +1,121 @@
+"""Edits of logits on Triton: penalties, logit bias and forbidden stop ids, written only for rows that have any.
+
+A program handles a part of a row. The counts of tokens are read by slot; nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.sampling.triton.parameters import Columns, SlotTable
+from pallas_kernels.sampling.triton.rows import TILE, Ref, barrier, compiler_params
+
+_TILES = 4
+_PART = TILE * _TILES
+
+
+class Edits(NamedTuple):
+    """What edits logits besides the penalties of `SlotTable`, all by slot; `first` is the first id of this shard.
+
+    The bits of `counts` in `count_mask` say how often a token was output; it is not 0 for tokens of the prompt either.
+    Unused ids are -1, and those of the bias come last.
+    """
+
+    counts: Int[Array, "slots vocab_shard"]
+    stop_ids: Int[Array, "slots stop_ids"]
+    bias_ids: Int[Array, "slots bias"]
+    bias_values: Float[Array, "slots bias"]
+    first: Int[Array, " 1"]
+
+
+def edit_logits(
+    logits: Float[Array, "rows vocab_shard"],
+    lengths: Int[Array, " rows"],
+    live: Bool[Array, " rows"],
+    edits: Edits,
+    table: SlotTable,
+    columns: Columns,
+    *,
+    count_mask: int,
+    interpret: bool,
+) -> tuple[Float[Array, "rows vocab_shard"], Int[Array, " rows"]]:
+    """Return edited logits, and 1 for each row that has any: the others are not written.
+
+    Rows that aren't `live` have none. Stop ids may not be drawn while `lengths` is below `min_len`.
+    """
+    rows, vocab = logits.shape
+    return pl.pallas_call(
+        functools.partial(_edit, columns=columns, count_mask=count_mask, interpret=interpret),
+        grid=(rows, pl.cdiv(vocab, _PART)),
+        out_shape=(jax.ShapeDtypeStruct((rows, vocab), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32)),
+        compiler_params=compiler_params(),
+        interpret=interpret,
+        name="edit_logits",
+    )(logits, lengths, live.astype(jnp.int32), edits, table)
+
+
+def _edit(
+    logits: Ref,
+    lengths: Ref,
+    live: Ref,
+    edits: Ref,
+    table: SlotTable,
+    edited: Ref,
+    is_edited: Ref,
+    *,
+    columns: Columns,
+    count_mask: int,
+    interpret: bool,
+) -> None:
+    row, part = pl.program_id(0), pl.program_id(1)
+    vocab, slot = logits.shape[1], table.slots[row]
+    repetition, frequency, presence = (
+        columns.read(table, row, name) for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
+    )
+    is_penalized = (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0)
+    is_early = lengths[row] < columns.read(table, row, "min_len")
+    is_biased = edits.bias_ids[slot, 0] >= 0
+    wanted = (live[row] != 0) & (is_penalized | is_early | is_biased)
+
+    @pl.when(part == 0)
+    def flag() -> None:
+        is_edited[row] = wanted.astype(jnp.int32)
+
+    def penalize(tile: jax.Array, _: None) -> None:
+        ids = part * _PART + tile * TILE + lax.iota(jnp.int32, TILE)
+        inside = ids < vocab
+        x = plgpu.load(logits.at[row, ids], mask=inside, other=0.0)
+        counts = plgpu.load(edits.counts.at[slot, ids], mask=inside & is_penalized, other=0).astype(jnp.int32)
+        times = (counts & count_mask).astype(jnp.float32)
+        x = jnp.where(counts != 0, jnp.where(x > 0, x / repetition, x * repetition), x)
+        x = x - frequency * times - presence * (times > 0).astype(jnp.float32)
+        plgpu.store(edited.at[row, ids], x, mask=inside)
+
+    def own(ids: Ref, is_used: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return which of a slot's ids are in this part, where, and their numbers in the list."""
+        width = ids.shape[1]
+        number = lax.iota(jnp.int32, pl.next_power_of_2(width))
+        token = plgpu.load(ids.at[slot, number], mask=is_used & (number < width), other=-1)
+        at = token - edits.first[0]
+        mine = (token >= 0) & (at >= part * _PART) & (at < jnp.minimum((part + 1) * _PART, vocab))
+        return mine, jnp.where(mine, at, vocab), number
+
+    @pl.when(wanted)
+    def write() -> None:
+        lax.fori_loop(0, _TILES, penalize, None)
+        barrier(interpret)
+        mine, at, number = own(edits.bias_ids, is_biased)
+        value = plgpu.load(edits.bias_values.at[slot, number], mask=mine, other=0.0)
+        x = plgpu.load(edited.at[row, at], mask=mine, other=0.0)
+        plgpu.store(edited.at[row, at], x + value, mask=mine)
+        barrier(interpret)
+        mine, at, _ = own(edits.stop_ids, is_early)
+        plgpu.store(edited.at[row, at], jnp.full(at.shape, -jnp.inf, jnp.float32), mask=mine)
