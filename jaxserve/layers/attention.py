@@ -14,7 +14,7 @@ from jaxserve.layers.linear import linear, row_parallel
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import rotate
 from pallas_kernels.packed_matmul import PackedWeight
-from pallas_kernels.paged_attention import Backend, PagedKV, paged_attention
+from pallas_kernels.paged_attention import Backend, PagedKV, paged_attention, write_qkv
 
 
 @flax.struct.dataclass
@@ -53,22 +53,32 @@ def self_attention(
 ) -> tuple[Float[Array, "tokens dim"], PagedKV]:
     """Attend from the batch's tokens to their sequences, and write their keys and values to `kv`."""
     kv_heads, rows, head_dim, _ = params.qkv.shape
-    group = rows - 2
-    tokens = batch.num_tokens
     bias = None if params.qkv_bias is None else params.qkv_bias.reshape(-1)
-    qkv = linear(x, params.qkv.reshape(kv_heads * rows * head_dim, -1), bias)
-    qkv = qkv.reshape(tokens, kv_heads, rows, head_dim)
-    # Queries and keys are normalized and rotated as one array: half the kernels, the same numbers.
-    qk = qkv[:, :, : group + 1]
-    if params.q_norm is not None and params.k_norm is not None:
-        norms = jnp.concatenate([jnp.tile(params.q_norm, (group, 1)), params.k_norm[None]])
-        qk = rms_norm(qk, norms, settings.norm_eps)
-    qk = rotate(qk.reshape(tokens, kv_heads * (group + 1), head_dim), *rotation)
-    qk = qk.reshape(tokens, kv_heads, group + 1, head_dim)
+    weight = params.qkv.reshape(kv_heads * rows * head_dim, -1)
+    k: Array | None = None
+    v: Array | None = None
+    if settings.backend.writes_qkv:
+        cos, sin = rotation
+        q, kv = write_qkv(
+            linear(x, weight),
+            bias,
+            None if params.q_norm is None or params.k_norm is None else (params.q_norm, params.k_norm),
+            (cos[:, 0, 0], sin[:, 0, 1]),
+            kv,
+            layer,
+            batch.page_table,
+            batch.query_starts,
+            batch.kv_lens,
+            batch.num_seqs,
+            eps=settings.norm_eps,
+            backend=settings.backend,
+        )
+    else:
+        q, k, v = _heads(linear(x, weight, bias), params, rotation, settings.norm_eps)
     attended, kv = paged_attention(
-        qk[:, :, :group].reshape(tokens, kv_heads * group, head_dim),
-        qk[:, :, group],
-        qkv[:, :, group + 1],
+        q,
+        k,
+        v,
         kv,
         layer,
         batch.page_table,
@@ -82,4 +92,25 @@ def self_attention(
         backend=settings.backend,
     )
     output = params.output.reshape(params.output.shape[0], -1)
-    return row_parallel(attended.reshape(tokens, -1), output, params.output_bias), kv
+    return row_parallel(attended.reshape(len(x), -1), output, params.output_bias), kv
+
+
+def _heads(
+    qkv: Float[Array, "tokens width"], params: AttentionParams, rotation: tuple[Array, Array], eps: float
+) -> tuple[
+    Float[Array, "tokens heads head_dim"], Float[Array, "tokens kv_heads head_dim"], Float[Array, "tokens kv_heads head_dim"]
+]:
+    """Return normalized and rotated queries and keys, and values.
+
+    Queries and keys are normalized and rotated as one array: half the kernels, the same numbers.
+    """
+    kv_heads, rows, head_dim, _ = params.qkv.shape
+    tokens, group = len(qkv), rows - 2
+    qkv = qkv.reshape(tokens, kv_heads, rows, head_dim)
+    qk = qkv[:, :, : group + 1]
+    if params.q_norm is not None and params.k_norm is not None:
+        norms = jnp.concatenate([jnp.tile(params.q_norm, (group, 1)), params.k_norm[None]])
+        qk = rms_norm(qk, norms, eps)
+    qk = rotate(qk.reshape(tokens, kv_heads * (group + 1), head_dim), *rotation)
+    qk = qk.reshape(tokens, kv_heads, group + 1, head_dim)
+    return qk[:, :, :group].reshape(tokens, kv_heads * group, head_dim), qk[:, :, group], qkv[:, :, group + 1]

@@ -1,6 +1,8 @@
-"""The public function: one contract, several backends."""
+"""The public functions: one contract, several backends."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -11,8 +13,8 @@ from pallas_kernels.paged_attention.layout import PagedKV
 
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"] | None,
+    v: Float[Array, "tokens kv_heads head_dim"] | None,
     kv: PagedKV,
     layer: int | Int[Array, ""],
     page_table: Int[Array, "rows max_pages"],
@@ -29,6 +31,8 @@ def paged_attention(
     backend: Backend = REFERENCE,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute causal attention of ragged queries over paged keys and values, and write the new `k` and `v`.
+
+    `k` and `v` are None if `write_qkv` has written them.
 
     Row r has queries `query_starts[r] : query_starts[r + 1]`; its last query has position `kv_lens[r] - 1`, as
     `kv_lens` counts the new tokens. Rows `[0, num_decodes)` have one query each and come first. Rows from `num_seqs` on
@@ -66,3 +70,44 @@ def paged_attention(
             interpret=backend.interpret,
         )
     return out, kv
+
+
+def write_qkv(
+    qkv: Float[Array, "tokens width"],
+    bias: Float[Array, " width"] | None,
+    norms: tuple[Float[Array, " head_dim"], Float[Array, " head_dim"]] | None,
+    rotation: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]],
+    kv: PagedKV,
+    layer: int | Int[Array, ""],
+    page_table: Int[Array, "rows max_pages"],
+    query_starts: Int[Array, " rows_plus_1"],
+    kv_lens: Int[Array, " rows"],
+    num_seqs: Int[Array, ""],
+    *,
+    eps: float,
+    backend: Backend,
+) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
+    """Return the queries for `paged_attention`, and the pool with the new keys and values in place.
+
+    `qkv` is the product of the projections: for each KV head its group of query heads, its key and its value. `bias` is
+    added to it. Queries and keys are scaled to unit mean square (plus `eps`) and multiplied by their weight of `norms`.
+    Then each pair (i, i + head_dim / 2) is turned by `rotation`, cosines and sines in float32. Results of each part are
+    in `qkv`'s dtype. Padding tokens are as in `paged_attention`. Only for backends with `Backend.writes_qkv`.
+    """
+    module: Any = backend_module(backend.name)
+    with jax.named_scope("write_qkv"):
+        queries, kv = module.write_qkv(
+            qkv,
+            bias,
+            norms,
+            rotation,
+            kv,
+            layer,
+            page_table,
+            query_starts,
+            kv_lens,
+            num_seqs,
+            eps=eps,
+            interpret=backend.interpret,
+        )
+    return queries, kv

@@ -38,6 +38,11 @@ class Backend:
         """The platform for `kv_layout`: a TPU's kernel reads a TPU's pool, also if it is interpreted."""
         return "tpu" if self.name == "mosaic_tpu" else self.target.platform
 
+    @property
+    def writes_qkv(self) -> bool:
+        """Whether `write_qkv` is there for it."""
+        return hasattr(backend_module(self.name), "write_qkv")
+
     def addressable_pages(self, layout: KVLayout, shards: int) -> int:
         """Return how many of a layer's pages the kernels can address, the heads being split among `shards`."""
         module: Any = backend_module(self.name)

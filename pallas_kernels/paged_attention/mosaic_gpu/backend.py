@@ -1,7 +1,7 @@
 """The Mosaic GPU backend: Hopper GPUs, with their copy engine and warpgroup products, by Pallas' own GPU lowering.
 
-A KV write, a decode kernel and, in programs with prefill chunks, a prefill kernel. This module decides what they
-support and with which block sizes they run; the kernels are in `decode.py` and `prefill.py`.
+A decode kernel and, in programs with prefill chunks, a prefill kernel. This module decides what they support and with
+which block sizes they run; the kernels are in `decode.py` and `prefill.py`. Triton's `write_qkv` writes new tokens.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from pallas_kernels.paged_attention.mosaic_gpu.decode import decode
 from pallas_kernels.paged_attention.mosaic_gpu.parts import WIDE, MosaicGpuAttention, converted_slots
 from pallas_kernels.paged_attention.mosaic_gpu.prefill import prefill
 from pallas_kernels.paged_attention.problem import KernelTarget, Problem, is_float8
+from pallas_kernels.paged_attention.triton.qkv import write_qkv
 from pallas_kernels.paged_attention.tuning import tuned_blocks
 from pallas_kernels.paged_attention.write import write_kv
+
+__all__ = ["candidates", "paged_attention", "refusal", "write_qkv"]
 
 MAX_GROUP = 16
 HOPPER = (9, 0)
@@ -64,8 +67,8 @@ def refusal(problem: Problem, target: KernelTarget) -> str | None:
 
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"] | None,
+    v: Float[Array, "tokens kv_heads head_dim"] | None,
     kv: PagedKV,
     layer: int | Int[Array, ""],
     page_table: Int[Array, "rows max_pages"],
@@ -84,7 +87,7 @@ def paged_attention(
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute `api.paged_attention`."""
     tokens, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
+    kv_heads = kv.num_kv_heads
     problem = Problem(heads, kv_heads, head_dim, kv.page_size, q.dtype, kv.keys.dtype)
 
     def attention(blocks: dict[str, int]) -> MosaicGpuAttention:
@@ -104,7 +107,8 @@ def paged_attention(
             interpret=interpret,
         )
 
-    kv = write_kv(k, v, kv, layer, page_table, query_starts, kv_lens, num_seqs)
+    if k is not None and v is not None:
+        kv = write_kv(k, v, kv, layer, page_table, query_starts, kv_lens, num_seqs)
     rows = min(tokens, page_table.shape[0])
     sizes = tuned_blocks(target, "mosaic_gpu", "decode", problem) or _decode_sizes(problem)
     splits = _splits(rows * kv_heads, page_table.shape[1] * kv.page_size // sizes["block"], interpret=interpret)

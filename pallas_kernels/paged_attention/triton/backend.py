@@ -1,7 +1,8 @@
 """The Triton backend: NVIDIA GPUs from Ampere on, by Pallas' Triton lowering.
 
-A KV write, a decode kernel and, in programs with prefill chunks, a prefill kernel. This module decides what they
-support and with which block sizes they run; the kernels are in `write.py`, `decode.py` and `prefill.py`.
+Kernels that write new tokens, a decode kernel and, in programs with prefill chunks, a prefill kernel. This module
+decides what they support and with which block sizes they run; the kernels are in `qkv.py`, `write.py`, `decode.py` and
+`prefill.py`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from pallas_kernels.paged_attention.layout import KVLayout, PagedKV
 from pallas_kernels.paged_attention.problem import KernelTarget, Problem, is_float8
 from pallas_kernels.paged_attention.triton.decode import DecodeBlocks, decode
 from pallas_kernels.paged_attention.triton.prefill import PrefillBlocks, prefill
+from pallas_kernels.paged_attention.triton.qkv import write_qkv
 from pallas_kernels.paged_attention.triton.tiles import PoolRefs, TritonAttention, flat
 from pallas_kernels.paged_attention.triton.write import write
 from pallas_kernels.paged_attention.tuning import tuned_blocks
 from pallas_kernels.paged_attention.write import token_slots
+
+__all__ = ["addressable_pages", "candidates", "paged_attention", "refusal", "write_qkv"]
 
 MAX_GROUP = 16
 DTYPES = ("float32", "bfloat16", "float16")
@@ -60,8 +64,8 @@ def refusal(problem: Problem, target: KernelTarget) -> str | None:
 
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"] | None,
+    v: Float[Array, "tokens kv_heads head_dim"] | None,
     kv: PagedKV,
     layer: int | Int[Array, ""],
     page_table: Int[Array, "rows max_pages"],
@@ -87,8 +91,9 @@ def paged_attention(
     )
     _check_addressable(kv)
     layers = jnp.full((1,), layer, jnp.int32)
-    slots = token_slots(tokens, kv.page_size, page_table, query_starts, kv_lens, num_seqs)
-    kv = write(k, v, kv, layers, slots, attention, interpret=interpret)
+    if k is not None and v is not None:
+        slots = token_slots(tokens, kv.page_size, page_table, query_starts, kv_lens, num_seqs)
+        kv = write(k, v, kv, layers, slots, attention, interpret=interpret)
     pool = PoolRefs(flat(kv.keys), flat(kv.values), kv.scales, layers, page_table)
     rows = min(tokens, page_table.shape[0])
     decode_blocks = decode_blocks_for(problem, target, rows=rows)
