@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import flax.struct
 import jax
@@ -10,11 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.batch import TokenBatch
-from jaxserve.layers.linear import linear, row_parallel
+from jaxserve.layers.linear import linear, product_terms, row_parallel
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import rotate
 from pallas_kernels.packed_matmul import PackedWeight
-from pallas_kernels.paged_attention import Backend, PagedKV, paged_attention, write_qkv
+from pallas_kernels.paged_attention import Backend, PagedKV, paged_attention, qkv_attention
 
 
 @flax.struct.dataclass
@@ -50,55 +51,41 @@ def self_attention(
     layer: Int[Array, ""],
     rotation: tuple[Array, Array],
     settings: AttentionSettings,
-) -> tuple[Float[Array, "tokens dim"], PagedKV]:
-    """Attend from the batch's tokens to their sequences, and write their keys and values to `kv`."""
+) -> tuple[Float[Array, "*terms tokens dim"], PagedKV]:
+    """Attend from the batch's tokens to their sequences, and write their keys and values to `kv`.
+
+    On a GPU the output may be left in terms: see `product_terms`.
+    """
     kv_heads, rows, head_dim, _ = params.qkv.shape
     bias = None if params.qkv_bias is None else params.qkv_bias.reshape(-1)
     weight = params.qkv.reshape(kv_heads * rows * head_dim, -1)
-    k: Array | None = None
-    v: Array | None = None
-    if settings.backend.writes_qkv:
-        cos, sin = rotation
-        q, kv = write_qkv(
-            linear(x, weight),
-            bias,
-            None if params.q_norm is None or params.k_norm is None else (params.q_norm, params.k_norm),
-            (cos[:, 0, 0], sin[:, 0, 1]),
-            kv,
-            layer,
-            batch.page_table,
-            batch.query_starts,
-            batch.kv_lens,
-            batch.num_seqs,
-            eps=settings.norm_eps,
-            backend=settings.backend,
-        )
+    where = batch.page_table, batch.query_starts, batch.kv_lens, batch.num_decodes, batch.num_seqs
+    options: dict[str, Any] = {
+        "scale": head_dim**-0.5,
+        "window": settings.window,
+        "decode_only": batch.decode_only,
+        "backend": settings.backend,
+    }
+    cores = settings.backend.gpu_cores
+    if cores is None:
+        heads = _heads(linear(x, weight, bias), params, rotation, settings.norm_eps)
+        attended, kv = paged_attention(*heads, kv, layer, *where, **options)
     else:
-        q, k, v = _heads(linear(x, weight, bias), params, rotation, settings.norm_eps)
-    attended, kv = paged_attention(
-        q,
-        k,
-        v,
-        kv,
-        layer,
-        batch.page_table,
-        batch.query_starts,
-        batch.kv_lens,
-        batch.num_decodes,
-        batch.num_seqs,
-        scale=head_dim**-0.5,
-        window=settings.window,
-        decode_only=batch.decode_only,
-        backend=settings.backend,
-    )
+        product = product_terms(x, weight, cores)
+        norms = None if params.q_norm is None or params.k_norm is None else (params.q_norm, params.k_norm)
+        turns = rotation[0][:, 0, 0], rotation[1][:, 0, 1]
+        options |= {"dtype": x.dtype, "eps": settings.norm_eps}
+        attended, kv = qkv_attention(product, bias, norms, turns, kv, layer, *where, **options)
     output = params.output.reshape(params.output.shape[0], -1)
-    return row_parallel(attended.reshape(len(x), -1), output, params.output_bias), kv
+    return row_parallel(attended.reshape(len(x), -1), output, params.output_bias, gpu_cores=cores), kv
 
 
 def _heads(
     qkv: Float[Array, "tokens width"], params: AttentionParams, rotation: tuple[Array, Array], eps: float
 ) -> tuple[
-    Float[Array, "tokens heads head_dim"], Float[Array, "tokens kv_heads head_dim"], Float[Array, "tokens kv_heads head_dim"]
+    Float[Array, "tokens heads head_dim"],
+    Float[Array, "tokens kv_heads head_dim"],
+    Float[Array, "tokens kv_heads head_dim"],
 ]:
     """Return normalized and rotated queries and keys, and values.
 

@@ -13,8 +13,8 @@ from pallas_kernels.paged_attention.layout import PagedKV
 
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    k: Float[Array, "tokens kv_heads head_dim"] | None,
-    v: Float[Array, "tokens kv_heads head_dim"] | None,
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
     kv: PagedKV,
     layer: int | Int[Array, ""],
     page_table: Int[Array, "rows max_pages"],
@@ -31,8 +31,6 @@ def paged_attention(
     backend: Backend = REFERENCE,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute causal attention of ragged queries over paged keys and values, and write the new `k` and `v`.
-
-    `k` and `v` are None if `write_qkv` has written them.
 
     Row r has queries `query_starts[r] : query_starts[r + 1]`; its last query has position `kv_lens[r] - 1`, as
     `kv_lens` counts the new tokens. Rows `[0, num_decodes)` have one query each and come first. Rows from `num_seqs` on
@@ -72,8 +70,8 @@ def paged_attention(
     return out, kv
 
 
-def write_qkv(
-    qkv: Float[Array, "tokens width"],
+def qkv_attention(
+    qkv: Float[Array, "tokens width"] | Float[Array, "terms tokens width"],
     bias: Float[Array, " width"] | None,
     norms: tuple[Float[Array, " head_dim"], Float[Array, " head_dim"]] | None,
     rotation: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]],
@@ -82,22 +80,29 @@ def write_qkv(
     page_table: Int[Array, "rows max_pages"],
     query_starts: Int[Array, " rows_plus_1"],
     kv_lens: Int[Array, " rows"],
+    num_decodes: Int[Array, ""],
     num_seqs: Int[Array, ""],
     *,
+    dtype: Any,
     eps: float,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    decode_only: bool = False,
     backend: Backend,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
-    """Return the queries for `paged_attention`, and the pool with the new keys and values in place.
+    """Compute `paged_attention` of the raw product of the projections; only for backends with `gpu_cores`.
 
-    `qkv` is the product of the projections: for each KV head its group of query heads, its key and its value. `bias` is
-    added to it. Queries and keys are scaled to unit mean square (plus `eps`) and multiplied by their weight of `norms`.
-    Then each pair (i, i + head_dim / 2) is turned by `rotation`, cosines and sines in float32. Results of each part are
-    in `qkv`'s dtype. Padding tokens are as in `paged_attention`. Only for backends with `Backend.writes_qkv`.
+    `qkv` has for each KV head its group of query heads, its key and its value. Its terms are added, and `bias` to their
+    sum. Queries and keys are scaled to unit mean square (plus `eps`) and multiplied by their weight of `norms`. Then
+    each pair (i, i + head_dim / 2) is turned by `rotation`, cosines and sines in float32. The result of each of these
+    parts is rounded to `dtype`, as is the output.
     """
     module: Any = backend_module(backend.name)
-    with jax.named_scope("write_qkv"):
-        queries, kv = module.write_qkv(
-            qkv,
+    with jax.named_scope("paged_attention"):
+        out, kv = module.qkv_attention(
+            qkv if qkv.ndim == 3 else qkv[None],
             bias,
             norms,
             rotation,
@@ -106,8 +111,16 @@ def write_qkv(
             page_table,
             query_starts,
             kv_lens,
+            num_decodes,
             num_seqs,
+            dtype=dtype,
             eps=eps,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            decode_only=decode_only,
+            target=backend.target,
             interpret=backend.interpret,
         )
-    return queries, kv
+    return out, kv

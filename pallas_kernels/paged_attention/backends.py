@@ -17,6 +17,7 @@ _PREFERRED: dict[str, tuple[BackendName, ...]] = {
     "gpu": ("triton", "reference"),
     "tpu": ("mosaic_tpu", "reference"),
 }
+_HOPPER_CORES = 132
 _ON_A_CPU: tuple[BackendName, ...] = ("cpu", "reference")
 
 
@@ -39,9 +40,9 @@ class Backend:
         return "tpu" if self.name == "mosaic_tpu" else self.target.platform
 
     @property
-    def writes_qkv(self) -> bool:
-        """Whether `write_qkv` is there for it."""
-        return hasattr(backend_module(self.name), "write_qkv")
+    def gpu_cores(self) -> int | None:
+        """The streaming multiprocessors of the NVIDIA GPU that it is for; None for backends of other devices."""
+        return self.target.cores or _HOPPER_CORES if self.name in ("triton", "mosaic_gpu") else None
 
     def addressable_pages(self, layout: KVLayout, shards: int) -> int:
         """Return how many of a layer's pages the kernels can address, the heads being split among `shards`."""
