@@ -1,4 +1,4 @@
-"""The kernels between products compile for GPUs without one, and don't spill; how many kernels a layer has."""
+"""The kernels between a layer's products compile for GPUs without one, and don't spill."""
 
 from __future__ import annotations
 
@@ -61,9 +61,14 @@ def test_the_write_of_new_tokens_does_not_spill(target: str, variant: str) -> No
     scales = struct((2, 2, kv_heads), f32) if kv_dtype.itemsize == 1 else None
     half = struct((tokens, head_dim // 2), f32)
     norm = struct((head_dim,), dtype)
+
+    def write(*operands: Any) -> Any:
+        *others, slots = operands
+        return write_qkv(*others, 1, slots, dtype=dtype, eps=1e-5, interpret=False)
+
     compiled = _compiled(
         target,
-        functools.partial(write_qkv, layer=1, dtype=dtype, eps=1e-5, interpret=False),
+        write,
         struct((terms, tokens, width), dtype if terms == 1 else f32),
         struct((width,), dtype) if sizes.get("bias") else None,
         (norm, norm) if sizes.get("norms") else None,

@@ -21,7 +21,7 @@ from pallas_kernels.paged_attention.layout import PagedKV
 from pallas_kernels.paged_attention.triton.tiles import Ref, flat
 from pallas_kernels.paged_attention.triton.write import to_pool
 
-# Numbers that a program loads: few enough for its registers, and for a decode step to have programs on every core.
+# Numbers that a program loads of keys and values: few enough for its registers.
 _NUMBERS = 4096
 _MAX_TOKENS = 16
 _LANES_A_WARP = 64
@@ -31,7 +31,7 @@ _Halves = tuple[Array, Array]
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """The static facts of a call; a program takes `tokens` tokens of one KV head and its group of query heads."""
+    """The static facts of a call; a program takes `tokens` tokens of a query head, or of a KV head's key and value."""
 
     group: int
     head_dim: int
@@ -81,7 +81,7 @@ def write_qkv(
         head_dim=head_dim,
         layer_tokens=kv.num_pages * page_size,
         pool_tokens=entries * page_size,
-        tokens=_tokens_a_program(terms * members * pl.next_power_of_2(head_dim)),
+        tokens=_tokens_a_program(terms * pl.next_power_of_2(2 * head_dim)),
         eps=eps,
     )
     warps = facts.tokens * pl.next_power_of_2(facts.half) // _LANES_A_WARP
@@ -89,7 +89,7 @@ def write_qkv(
     pools = flat(kv.keys), flat(kv.values)
     q, keys, values = pl.pallas_call(
         functools.partial(_write_qkv, facts=facts),
-        grid=(kv_heads, pl.cdiv(tokens, facts.tokens)),
+        grid=(members - 1, kv_heads, pl.cdiv(tokens, facts.tokens)),
         out_shape=(
             jax.ShapeDtypeStruct((tokens, kv_heads * facts.group, head_dim), dtype),
             *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
@@ -109,8 +109,8 @@ def _tokens_a_program(numbers: int) -> int:
 
 
 def _write_qkv(_keys: Ref, _values: Ref, new: _NewTokens, q: Ref, keys: Ref, values: Ref, *, facts: _Facts) -> None:
-    kv_head, layer = pl.program_id(0), new.layer[0]
-    token = pl.program_id(1) * facts.tokens + lax.iota(jnp.int32, facts.tokens)
+    member, kv_head, layer = pl.program_id(0), pl.program_id(1), new.layer[0]
+    token = pl.program_id(2) * facts.tokens + lax.iota(jnp.int32, facts.tokens)
     slot = plgpu.load(new.slots.at[token], mask=token < new.slots.shape[0], other=-1)
     live = slot >= 0
     lane = lax.broadcasted_iota(jnp.int32, (1, pl.next_power_of_2(facts.half)), 1)
@@ -126,7 +126,7 @@ def _write_qkv(_keys: Ref, _values: Ref, new: _NewTokens, q: Ref, keys: Ref, val
     def tile(ref: Ref, *at: Any) -> Array:
         return plgpu.load(ref.at[(*at[:-1], token[:, None], at[-1])], mask=mask, other=0.0).astype(jnp.float32)
 
-    def load(member: int) -> _Halves:
+    def load(member: Array | int) -> _Halves:
         start = (kv_head * (facts.group + 2) + member) * facts.head_dim
         return half_head(start + lane), half_head(start + facts.half + lane)
 
@@ -151,17 +151,21 @@ def _write_qkv(_keys: Ref, _values: Ref, new: _NewTokens, q: Ref, keys: Ref, val
         return first, second
 
     def rotated(halves: _Halves) -> _Halves:
+        cos, sin = (tile(ref, lane) for ref in new.rotation)
         first, second = halves
         return rounded(first * cos - second * sin), rounded(second * cos + first * sin)
 
-    # All loads come before the first store, which no later load may overtake.
-    heads = [load(member) for member in range(facts.group + 2)]
-    cos, sin = (tile(ref, lane) for ref in new.rotation)
-    for member in range(facts.group):
+    @pl.when(member < facts.group)
+    def query() -> None:
         head = jnp.full_like(token, kv_head * facts.group + member)
-        store(q, (token, head), rotated(normed(heads[member], 0)))
-    at = jnp.where(live, kv_head * facts.pool_tokens + layer * facts.layer_tokens + slot, keys.shape[0])
-    for which, (pool, halves) in enumerate(((keys, rotated(normed(heads[-2], 1))), (values, heads[-1]))):
-        scale = None if new.scales is None else new.scales[which, layer, kv_head]
-        first, second = (to_pool(x, scale, pool.dtype) for x in halves)
-        store(pool, (at,), (first, second))
+        store(q, (token, head), rotated(normed(load(member), 0)))
+
+    @pl.when(member == facts.group)
+    def key_and_value() -> None:
+        # Both are loaded before one is stored, which no later load may overtake.
+        key, value = load(facts.group), load(facts.group + 1)
+        at = jnp.where(live, kv_head * facts.pool_tokens + layer * facts.layer_tokens + slot, keys.shape[0])
+        for which, (pool, halves) in enumerate(((keys, rotated(normed(key, 1))), (values, value))):
+            scale = None if new.scales is None else new.scales[which, layer, kv_head]
+            first, second = (to_pool(x, scale, pool.dtype) for x in halves)
+            store(pool, (at,), (first, second))
