@@ -10,7 +10,6 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import normalization
 from pallas_kernels.cpu import kernel_or_fallback
-from pallas_kernels.normalization.triton import add_rms_norm as add_rms_norm_on_gpu
 from pallas_kernels.paged_attention import Backend
 
 
@@ -31,7 +30,9 @@ def add_rms_norm(
 ) -> tuple[Float[Array, "tokens dim"], Float[Array, "tokens dim"]]:
     """Return `x + delta` and its `rms_norm`; on a GPU in one kernel, which also adds `delta`'s terms."""
     if backend.gpu_cores is not None:
-        return add_rms_norm_on_gpu(x, delta, weight, eps, interpret=backend.interpret)
+        from pallas_kernels.normalization.triton import add_rms_norm as kernel  # elsewhere Triton isn't loaded
+
+        return kernel(x, delta, weight, eps, interpret=backend.interpret)
     total = x + delta
     return total, rms_norm(total, weight, eps)
 
