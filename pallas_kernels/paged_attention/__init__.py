@@ -1,6 +1,6 @@
-"""Attention over a paged KV cache: `paged_attention` and the layout of its cache."""
+"""Attention over a paged KV cache: `paged_attention`, `qkv_attention` and the layout of its cache."""
 
-from pallas_kernels.paged_attention.api import paged_attention
+from pallas_kernels.paged_attention.api import paged_attention, qkv_attention
 from pallas_kernels.paged_attention.backends import REFERENCE, Backend, BackendName, choose_backend
 from pallas_kernels.paged_attention.layout import KVLayout, PagedKV, kv_layout
 from pallas_kernels.paged_attention.pages import read_pages, write_pages
@@ -17,6 +17,7 @@ __all__ = [
     "choose_backend",
     "kv_layout",
     "paged_attention",
+    "qkv_attention",
     "read_pages",
     "target_of",
     "write_pages",

@@ -1,6 +1,8 @@
-"""The public function: one contract, several backends."""
+"""The public functions: one contract, several backends."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -57,6 +59,62 @@ def paged_attention(
             kv_lens,
             num_decodes,
             num_seqs,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            decode_only=decode_only,
+            target=backend.target,
+            interpret=backend.interpret,
+        )
+    return out, kv
+
+
+def qkv_attention(
+    qkv: Float[Array, "tokens width"] | Float[Array, "terms tokens width"],
+    bias: Float[Array, " width"] | None,
+    norms: tuple[Float[Array, " head_dim"], Float[Array, " head_dim"]] | None,
+    rotation: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]],
+    kv: PagedKV,
+    layer: int | Int[Array, ""],
+    page_table: Int[Array, "rows max_pages"],
+    query_starts: Int[Array, " rows_plus_1"],
+    kv_lens: Int[Array, " rows"],
+    num_decodes: Int[Array, ""],
+    num_seqs: Int[Array, ""],
+    *,
+    dtype: Any,
+    eps: float,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    decode_only: bool = False,
+    backend: Backend,
+) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
+    """Compute `paged_attention` of the raw product of the projections; only for backends with `gpu_cores`.
+
+    `qkv` has for each KV head its group of query heads, its key and its value. Its terms are added, and `bias` to their
+    sum. Queries and keys are scaled to unit mean square (plus `eps`) and multiplied by their weight of `norms`. Then
+    each pair (i, i + head_dim / 2) is turned by `rotation`, cosines and sines in float32. The result of each of these
+    parts is rounded to `dtype`, as is the output.
+    """
+    module: Any = backend_module(backend.name)
+    with jax.named_scope("paged_attention"):
+        out, kv = module.qkv_attention(
+            qkv if qkv.ndim == 3 else qkv[None],
+            bias,
+            norms,
+            rotation,
+            kv,
+            layer,
+            page_table,
+            query_starts,
+            kv_lens,
+            num_decodes,
+            num_seqs,
+            dtype=dtype,
+            eps=eps,
             scale=scale,
             window=window,
             soft_cap=soft_cap,

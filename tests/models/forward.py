@@ -14,7 +14,7 @@ from jaxserve.layers.batch import TokenBatch
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family
 from jaxserve.runtime.devices.mesh import make_mesh, partitions
-from pallas_kernels.paged_attention import REFERENCE, PagedKV
+from pallas_kernels.paged_attention import REFERENCE, Backend, PagedKV
 
 PAGE_SIZE = 16
 
@@ -25,7 +25,7 @@ def cpu_mesh() -> Mesh:
 
 
 @functools.cache
-def _compiled(config: ModelConfig, dtype: Any, kv_dtype: Any) -> Any:
+def _compiled(config: ModelConfig, dtype: Any, kv_dtype: Any, backend: Backend) -> Any:
     model = family(config)
     [spec] = model.kv_specs(config)
 
@@ -43,7 +43,7 @@ def _compiled(config: ModelConfig, dtype: Any, kv_dtype: Any) -> Any:
             num_decodes=jnp.int32(0),
             num_seqs=jnp.int32(1),
         )
-        hidden, _ = model.forward(config, params, model.embed(params, batch), batch, kv, REFERENCE)
+        hidden, _ = model.forward(config, params, model.embed(params, batch), batch, kv, backend)
         return model.head(params, hidden)
 
     specs = partitions(model.abstract(config, np.dtype(dtype)))
@@ -52,7 +52,13 @@ def _compiled(config: ModelConfig, dtype: Any, kv_dtype: Any) -> Any:
 
 
 def prompt_logits(
-    config: ModelConfig, params: Any, tokens: list[int], *, size: int | None = None, kv_dtype: Any = None
+    config: ModelConfig,
+    params: Any,
+    tokens: list[int],
+    *,
+    size: int | None = None,
+    kv_dtype: Any = None,
+    backend: Backend = REFERENCE,
 ) -> np.ndarray:
     """Return the logits of all tokens, `[len(tokens), vocab]`.
 
@@ -62,5 +68,5 @@ def prompt_logits(
     padded = np.zeros(size or len(tokens), np.int32)
     padded[: len(tokens)] = tokens
     dtype = jax.tree.leaves(params)[0].dtype
-    out = _compiled(config, dtype, kv_dtype or dtype)(params, padded, np.int32(len(tokens)))
+    out = _compiled(config, dtype, kv_dtype or dtype, backend)(params, padded, np.int32(len(tokens)))
     return np.asarray(out)[: len(tokens)]

@@ -1,12 +1,13 @@
 """The Mosaic GPU backend: Hopper GPUs, with their copy engine and warpgroup products, by Pallas' own GPU lowering.
 
-A KV write, a decode kernel and, in programs with prefill chunks, a prefill kernel. This module decides what they
-support and with which block sizes they run; the kernels are in `decode.py` and `prefill.py`.
+A decode kernel and, in programs with prefill chunks, a prefill kernel. This module decides what they support and with
+which block sizes they run; the kernels are in `decode.py` and `prefill.py`. New tokens are written by Triton's kernel.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -16,8 +17,9 @@ from pallas_kernels.paged_attention.mosaic_gpu.decode import decode
 from pallas_kernels.paged_attention.mosaic_gpu.parts import WIDE, MosaicGpuAttention, converted_slots
 from pallas_kernels.paged_attention.mosaic_gpu.prefill import prefill
 from pallas_kernels.paged_attention.problem import KernelTarget, Problem, is_float8
+from pallas_kernels.paged_attention.triton.qkv import write_qkv
 from pallas_kernels.paged_attention.tuning import tuned_blocks
-from pallas_kernels.paged_attention.write import write_kv
+from pallas_kernels.paged_attention.write import token_slots, write_kv
 
 MAX_GROUP = 16
 HOPPER = (9, 0)
@@ -83,8 +85,76 @@ def paged_attention(
     interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute `api.paged_attention`."""
+    kv = write_kv(k, v, kv, layer, page_table, query_starts, kv_lens, num_seqs)
+    rows = page_table, query_starts, kv_lens, num_decodes, num_seqs
+    options: dict[str, Any] = {
+        "scale": scale,
+        "window": window,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "decode_only": decode_only,
+    }
+    return _attend(q, kv, layer, *rows, **options, target=target, interpret=interpret), kv
+
+
+def qkv_attention(
+    qkv: Float[Array, "terms tokens width"],
+    bias: Float[Array, " width"] | None,
+    norms: tuple[Float[Array, " head_dim"], Float[Array, " head_dim"]] | None,
+    rotation: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]],
+    kv: PagedKV,
+    layer: int | Int[Array, ""],
+    page_table: Int[Array, "rows max_pages"],
+    query_starts: Int[Array, " rows_plus_1"],
+    kv_lens: Int[Array, " rows"],
+    num_decodes: Int[Array, ""],
+    num_seqs: Int[Array, ""],
+    *,
+    dtype: Any,
+    eps: float,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Float[Array, " heads"] | None,
+    decode_only: bool,
+    target: KernelTarget,
+    interpret: bool,
+) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
+    """Compute `api.qkv_attention`."""
+    slots = token_slots(qkv.shape[1], kv.page_size, page_table, query_starts, kv_lens, num_seqs)
+    q, kv = write_qkv(qkv, bias, norms, rotation, kv, layer, slots, dtype=dtype, eps=eps, interpret=interpret)
+    rows = page_table, query_starts, kv_lens, num_decodes, num_seqs
+    options: dict[str, Any] = {
+        "scale": scale,
+        "window": window,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "decode_only": decode_only,
+    }
+    return _attend(q, kv, layer, *rows, **options, target=target, interpret=interpret), kv
+
+
+def _attend(
+    q: Float[Array, "tokens heads head_dim"],
+    kv: PagedKV,
+    layer: int | Int[Array, ""],
+    page_table: Int[Array, "rows max_pages"],
+    query_starts: Int[Array, " rows_plus_1"],
+    kv_lens: Int[Array, " rows"],
+    num_decodes: Int[Array, ""],
+    num_seqs: Int[Array, ""],
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Float[Array, " heads"] | None,
+    decode_only: bool,
+    target: KernelTarget,
+    interpret: bool,
+) -> Float[Array, "tokens heads head_dim"]:
+    """Attend to tokens that are all in the pool."""
     tokens, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
+    kv_heads = kv.num_kv_heads
     problem = Problem(heads, kv_heads, head_dim, kv.page_size, q.dtype, kv.keys.dtype)
 
     def attention(blocks: dict[str, int]) -> MosaicGpuAttention:
@@ -104,19 +174,18 @@ def paged_attention(
             interpret=interpret,
         )
 
-    kv = write_kv(k, v, kv, layer, page_table, query_starts, kv_lens, num_seqs)
     rows = min(tokens, page_table.shape[0])
     sizes = tuned_blocks(target, "mosaic_gpu", "decode", problem) or _decode_sizes(problem)
     splits = _splits(rows * kv_heads, page_table.shape[1] * kv.page_size // sizes["block"], interpret=interpret)
     out = decode(q[:rows], kv, layer, page_table, kv_lens, num_decodes, sinks, attention(sizes), splits)
     if decode_only:
-        return out, kv
+        return out
     sizes = tuned_blocks(target, "mosaic_gpu", "prefill", problem) or _prefill_sizes(
         problem, masked=window is not None or soft_cap is not None
     )
     out = jnp.pad(out, ((0, tokens - rows), (0, 0), (0, 0)))
     chunks = prefill(q, kv, layer, page_table, query_starts, kv_lens, num_decodes, num_seqs, sinks, attention(sizes))
-    return jnp.where((jnp.arange(tokens) < num_decodes)[:, None, None], out, chunks), kv
+    return jnp.where((jnp.arange(tokens) < num_decodes)[:, None, None], out, chunks)
 
 
 def candidates(kind: str, problem: Problem, target: KernelTarget) -> list[dict[str, int]]:

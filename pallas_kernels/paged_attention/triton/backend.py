@@ -1,10 +1,13 @@
 """The Triton backend: NVIDIA GPUs from Ampere on, by Pallas' Triton lowering.
 
-A KV write, a decode kernel and, in programs with prefill chunks, a prefill kernel. This module decides what they
-support and with which block sizes they run; the kernels are in `write.py`, `decode.py` and `prefill.py`.
+A kernel that writes new tokens, a decode kernel and, in programs with prefill chunks, a prefill kernel. This module
+decides what they support and with which block sizes they run; the kernels are in `qkv.py`, `write.py`, `decode.py` and
+`prefill.py`.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +18,7 @@ from pallas_kernels.paged_attention.layout import KVLayout, PagedKV
 from pallas_kernels.paged_attention.problem import KernelTarget, Problem, is_float8
 from pallas_kernels.paged_attention.triton.decode import DecodeBlocks, decode
 from pallas_kernels.paged_attention.triton.prefill import PrefillBlocks, prefill
+from pallas_kernels.paged_attention.triton.qkv import write_qkv
 from pallas_kernels.paged_attention.triton.tiles import PoolRefs, TritonAttention, flat
 from pallas_kernels.paged_attention.triton.write import write
 from pallas_kernels.paged_attention.tuning import tuned_blocks
@@ -31,6 +35,16 @@ _MAX_SPLITS = 64
 _SPLIT_TOKENS = 128
 _SPARE_SPLITS = 4
 _LONG_SPLIT_TOKENS = 2048
+
+
+class _Rows(NamedTuple):
+    """Which tokens each row has."""
+
+    page_table: Int[Array, "rows max_pages"]
+    query_starts: Int[Array, " rows_plus_1"]
+    kv_lens: Int[Array, " rows"]
+    num_decodes: Int[Array, ""]
+    num_seqs: Int[Array, ""]
 
 
 def refusal(problem: Problem, target: KernelTarget) -> str | None:
@@ -79,25 +93,75 @@ def paged_attention(
     interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute `api.paged_attention`."""
-    tokens, heads, head_dim = q.shape
-    kv_heads, entries = kv.keys.shape[:2]
-    problem = Problem(heads, kv_heads, head_dim, kv.page_size, q.dtype, kv.keys.dtype)
-    attention = TritonAttention(
-        kv_heads, heads // kv_heads, head_dim, kv.page_size, kv.num_pages, entries, scale, window, soft_cap
-    )
+    attention = _facts(kv, q.shape[1], scale=scale, window=window, soft_cap=soft_cap)
+    slots = token_slots(len(q), kv.page_size, page_table, query_starts, kv_lens, num_seqs)
+    kv = write(k, v, kv, jnp.full((1,), layer, jnp.int32), slots, attention, interpret=interpret)
+    rows = _Rows(page_table, query_starts, kv_lens, num_decodes, num_seqs)
+    return _attend(q, kv, layer, rows, sinks, attention, decode_only=decode_only, target=target, interpret=interpret)
+
+
+def qkv_attention(
+    qkv: Float[Array, "terms tokens width"],
+    bias: Float[Array, " width"] | None,
+    norms: tuple[Float[Array, " head_dim"], Float[Array, " head_dim"]] | None,
+    rotation: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]],
+    kv: PagedKV,
+    layer: int | Int[Array, ""],
+    page_table: Int[Array, "rows max_pages"],
+    query_starts: Int[Array, " rows_plus_1"],
+    kv_lens: Int[Array, " rows"],
+    num_decodes: Int[Array, ""],
+    num_seqs: Int[Array, ""],
+    *,
+    dtype: Any,
+    eps: float,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Float[Array, " heads"] | None,
+    decode_only: bool,
+    target: KernelTarget,
+    interpret: bool,
+) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
+    """Compute `api.qkv_attention`."""
+    slots = token_slots(qkv.shape[1], kv.page_size, page_table, query_starts, kv_lens, num_seqs)
+    q, kv = write_qkv(qkv, bias, norms, rotation, kv, layer, slots, dtype=dtype, eps=eps, interpret=interpret)
+    attention = _facts(kv, q.shape[1], scale=scale, window=window, soft_cap=soft_cap)
+    rows = _Rows(page_table, query_starts, kv_lens, num_decodes, num_seqs)
+    return _attend(q, kv, layer, rows, sinks, attention, decode_only=decode_only, target=target, interpret=interpret)
+
+
+def _facts(kv: PagedKV, heads: int, *, scale: float, window: int | None, soft_cap: float | None) -> TritonAttention:
     _check_addressable(kv)
+    kv_heads, entries, page_size, head_dim = kv.keys.shape
+    return TritonAttention(
+        kv_heads, heads // kv_heads, head_dim, page_size, kv.num_pages, entries, scale, window, soft_cap
+    )
+
+
+def _attend(
+    q: Float[Array, "tokens heads head_dim"],
+    kv: PagedKV,
+    layer: int | Int[Array, ""],
+    rows: _Rows,
+    sinks: Float[Array, " heads"] | None,
+    attention: TritonAttention,
+    *,
+    decode_only: bool,
+    target: KernelTarget,
+    interpret: bool,
+) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
+    """Attend to tokens that are all in the pool."""
+    tokens, heads, head_dim = q.shape
+    problem = Problem(heads, attention.kv_heads, head_dim, kv.page_size, q.dtype, kv.keys.dtype)
     layers = jnp.full((1,), layer, jnp.int32)
-    slots = token_slots(tokens, kv.page_size, page_table, query_starts, kv_lens, num_seqs)
-    kv = write(k, v, kv, layers, slots, attention, interpret=interpret)
-    pool = PoolRefs(flat(kv.keys), flat(kv.values), kv.scales, layers, page_table)
-    rows = min(tokens, page_table.shape[0])
-    decode_blocks = decode_blocks_for(problem, target, rows=rows)
-    out = decode(q, pool, kv_lens, num_decodes, sinks, attention, decode_blocks, interpret=interpret)
+    pool = PoolRefs(flat(kv.keys), flat(kv.values), kv.scales, layers, rows.page_table)
+    decode_blocks = decode_blocks_for(problem, target, rows=min(tokens, len(rows.page_table)))
+    out = decode(q, pool, rows.kv_lens, rows.num_decodes, sinks, attention, decode_blocks, interpret=interpret)
     if not decode_only:
         blocks = prefill_blocks_for(problem, target)
-        out = prefill(
-            q, out, pool, query_starts, kv_lens, num_decodes, num_seqs, sinks, attention, blocks, interpret=interpret
-        )
+        where = rows.query_starts, rows.kv_lens, rows.num_decodes, rows.num_seqs
+        out = prefill(q, out, pool, *where, sinks, attention, blocks, interpret=interpret)
     return out, kv
 
 

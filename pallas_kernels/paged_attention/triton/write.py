@@ -62,8 +62,14 @@ def _write(_keys: Ref, _values: Ref, new: _NewTokens, keys: Ref, values: Ref, *,
     at = jnp.where(live, at, keys.shape[0])
     for which, (source, pool) in enumerate(((new.keys, keys), (new.values, values))):
         rows = load_rows(source, (token, kv_head), live, attention)
-        if new.scales is not None:
-            rows = rows.astype(jnp.float32) / new.scales[which, layer, kv_head]
-        if is_float8(pool.dtype):
-            rows = jnp.clip(rows, -FLOAT8_MAX, FLOAT8_MAX)
-        store_rows(pool, (at,), rows, live, attention)
+        scale = None if new.scales is None else new.scales[which, layer, kv_head]
+        store_rows(pool, (at,), to_pool(rows, scale, pool.dtype), live, attention)
+
+
+def to_pool(rows: Float[Array, "tokens lanes"], scale: Array | None, dtype: jnp.dtype) -> Float[Array, "tokens lanes"]:
+    """Convert keys or values to the pool's dtype; those of fp8 are divided by their scale and clipped."""
+    if scale is not None:
+        rows = rows.astype(jnp.float32) / scale
+    if is_float8(dtype):
+        rows = jnp.clip(rows, -FLOAT8_MAX, FLOAT8_MAX)
+    return rows.astype(dtype)

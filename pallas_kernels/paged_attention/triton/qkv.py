@@ -1,0 +1,171 @@
+"""New tokens on Triton: one kernel takes the product of the query, key and value projections as it is.
+
+It adds the bias, normalizes and rotates queries and keys, writes keys and values into their pages in place, and
+returns the queries. Each intermediate result is rounded to the product's dtype, as if every part were an operation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention.layout import PagedKV
+from pallas_kernels.paged_attention.triton.tiles import Ref, flat
+from pallas_kernels.paged_attention.triton.write import to_pool
+
+# Numbers that a program loads of keys and values: few enough for its registers.
+_NUMBERS = 4096
+_MAX_TOKENS = 16
+_LANES_A_WARP = 64
+
+_Halves = tuple[Array, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """The static facts of a call; a program takes `tokens` tokens of a query head, or of a KV head's key and value."""
+
+    group: int
+    head_dim: int
+    layer_tokens: int
+    pool_tokens: int
+    tokens: int
+    eps: float
+
+    @property
+    def half(self) -> int:
+        """The pairs that are rotated."""
+        return self.head_dim // 2
+
+
+class _NewTokens(NamedTuple):
+    qkv: Ref
+    bias: Ref | None
+    norms: tuple[Ref, Ref] | None
+    rotation: tuple[Ref, Ref]
+    slots: Ref
+    scales: Ref | None
+    layer: Ref
+
+
+def write_qkv(
+    qkv: Float[Array, "terms tokens width"],
+    bias: Float[Array, " width"] | None,
+    norms: tuple[Float[Array, " head_dim"], Float[Array, " head_dim"]] | None,
+    rotation: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]],
+    kv: PagedKV,
+    layer: int | Int[Array, ""],
+    slots: Int[Array, " tokens"],
+    *,
+    dtype: Any,
+    eps: float,
+    interpret: bool,
+) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
+    """Return the queries, and the pool with each token in its slot of the layer.
+
+    The arguments are those of `api.qkv_attention`. Tokens of negative slots are neither read nor written.
+    """
+    terms, tokens, width = qkv.shape
+    kv_heads, entries, page_size, head_dim = kv.keys.shape
+    members = width // (kv_heads * head_dim)
+    facts = _Facts(
+        group=members - 2,
+        head_dim=head_dim,
+        layer_tokens=kv.num_pages * page_size,
+        pool_tokens=entries * page_size,
+        tokens=_tokens_a_program(terms * pl.next_power_of_2(2 * head_dim)),
+        eps=eps,
+    )
+    warps = facts.tokens * pl.next_power_of_2(facts.half) // _LANES_A_WARP
+    new = _NewTokens(qkv, bias, norms, rotation, slots, kv.scales, jnp.full((1,), layer, jnp.int32))
+    pools = flat(kv.keys), flat(kv.values)
+    q, keys, values = pl.pallas_call(
+        functools.partial(_write_qkv, facts=facts),
+        grid=(members - 1, kv_heads, pl.cdiv(tokens, facts.tokens)),
+        out_shape=(
+            jax.ShapeDtypeStruct((tokens, kv_heads * facts.group, head_dim), dtype),
+            *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
+        ),
+        input_output_aliases={0: 1, 1: 2},
+        compiler_params=plgpu.CompilerParams(num_warps=min(4, max(1, warps)), num_stages=1),
+        interpret=interpret,
+        name="paged_attention_write_qkv",
+    )(*pools, new)
+    return q, kv.with_pools([keys.reshape(kv.keys.shape), values.reshape(kv.values.shape)])
+
+
+def _tokens_a_program(numbers: int) -> int:
+    """Return a power of two; `numbers` are those of one token."""
+    fitting = max(1, _NUMBERS // numbers)
+    return min(_MAX_TOKENS, pl.next_power_of_2(fitting + 1) // 2)
+
+
+def _write_qkv(_keys: Ref, _values: Ref, new: _NewTokens, q: Ref, keys: Ref, values: Ref, *, facts: _Facts) -> None:
+    member, kv_head, layer = pl.program_id(0), pl.program_id(1), new.layer[0]
+    token = pl.program_id(2) * facts.tokens + lax.iota(jnp.int32, facts.tokens)
+    slot = plgpu.load(new.slots.at[token], mask=token < new.slots.shape[0], other=-1)
+    live = slot >= 0
+    lane = lax.broadcasted_iota(jnp.int32, (1, pl.next_power_of_2(facts.half)), 1)
+    has_lane = lane < facts.half
+    mask = live[:, None] & has_lane
+
+    def rounded(x: Array) -> Array:
+        return x.astype(q.dtype).astype(jnp.float32)
+
+    def row(ref: Ref, at: Array) -> Array:
+        return plgpu.load(ref.at[at], mask=has_lane, other=0.0).astype(jnp.float32)
+
+    def tile(ref: Ref, *at: Any) -> Array:
+        return plgpu.load(ref.at[(*at[:-1], token[:, None], at[-1])], mask=mask, other=0.0).astype(jnp.float32)
+
+    def load(member: Array | int) -> _Halves:
+        start = (kv_head * (facts.group + 2) + member) * facts.head_dim
+        return half_head(start + lane), half_head(start + facts.half + lane)
+
+    def half_head(at: Array) -> Array:
+        terms = (tile(new.qkv, term, at) for term in range(new.qkv.shape[0]))
+        total = rounded(functools.reduce(jnp.add, terms))
+        return total if new.bias is None else rounded(total + row(new.bias, at))
+
+    def store(ref: Ref, at: tuple[Array, ...], halves: _Halves) -> None:
+        for start, half in zip((0, facts.half), halves):
+            plgpu.store(ref.at[(*(x[:, None] for x in at), start + lane)], half.astype(ref.dtype), mask=mask)
+
+    def normed(halves: _Halves, which: int) -> _Halves:
+        if new.norms is None:
+            return halves
+        total = sum(jnp.sum(x * x, axis=1, keepdims=True) for x in halves)
+        inverse = lax.rsqrt(total / facts.head_dim + facts.eps)
+        first, second = (
+            rounded(rounded(x * inverse) * row(new.norms[which], start + lane))
+            for start, x in zip((0, facts.half), halves)
+        )
+        return first, second
+
+    def rotated(halves: _Halves) -> _Halves:
+        cos, sin = (tile(ref, lane) for ref in new.rotation)
+        first, second = halves
+        return rounded(first * cos - second * sin), rounded(second * cos + first * sin)
+
+    @pl.when(member < facts.group)
+    def query() -> None:
+        head = jnp.full_like(token, kv_head * facts.group + member)
+        store(q, (token, head), rotated(normed(load(member), 0)))
+
+    @pl.when(member == facts.group)
+    def key_and_value() -> None:
+        # Both are loaded before one is stored, which no later load may overtake.
+        key, value = load(facts.group), load(facts.group + 1)
+        at = jnp.where(live, kv_head * facts.pool_tokens + layer * facts.layer_tokens + slot, keys.shape[0])
+        for which, (pool, halves) in enumerate(((keys, rotated(normed(key, 1))), (values, value))):
+            scale = None if new.scales is None else new.scales[which, layer, kv_head]
+            first, second = (to_pool(x, scale, pool.dtype) for x in halves)
+            store(pool, (at,), (first, second))
