@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.batch import TokenBatch
-from jaxserve.layers.linear import linear, product_terms, row_parallel
+from jaxserve.layers.linear import linear, row_parallel
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import rotate
 from pallas_kernels.packed_matmul import PackedWeight
@@ -51,11 +51,8 @@ def self_attention(
     layer: Int[Array, ""],
     rotation: tuple[Array, Array],
     settings: AttentionSettings,
-) -> tuple[Float[Array, "*terms tokens dim"], PagedKV]:
-    """Attend from the batch's tokens to their sequences, and write their keys and values to `kv`.
-
-    On a GPU the output may be left in terms: see `product_terms`.
-    """
+) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+    """Attend from the batch's tokens to their sequences, and write their keys and values to `kv`."""
     kv_heads, rows, head_dim, _ = params.qkv.shape
     bias = None if params.qkv_bias is None else params.qkv_bias.reshape(-1)
     weight = params.qkv.reshape(kv_heads * rows * head_dim, -1)
@@ -66,18 +63,16 @@ def self_attention(
         "decode_only": batch.decode_only,
         "backend": settings.backend,
     }
-    cores = settings.backend.gpu_cores
-    if cores is None:
-        heads = _heads(linear(x, weight, bias), params, rotation, settings.norm_eps)
-        attended, kv = paged_attention(*heads, kv, layer, *where, **options)
-    else:
-        product = product_terms(x, weight, cores)
+    if settings.backend.takes_qkv:
         norms = None if params.q_norm is None or params.k_norm is None else (params.q_norm, params.k_norm)
         turns = rotation[0][:, 0, 0], rotation[1][:, 0, 1]
-        options |= {"dtype": x.dtype, "eps": settings.norm_eps}
-        attended, kv = qkv_attention(product, bias, norms, turns, kv, layer, *where, **options)
+        options |= {"eps": settings.norm_eps}
+        attended, kv = qkv_attention(linear(x, weight), bias, norms, turns, kv, layer, *where, **options)
+    else:
+        heads = _heads(linear(x, weight, bias), params, rotation, settings.norm_eps)
+        attended, kv = paged_attention(*heads, kv, layer, *where, **options)
     output = params.output.reshape(params.output.shape[0], -1)
-    return row_parallel(attended.reshape(len(x), -1), output, params.output_bias, gpu_cores=cores), kv
+    return row_parallel(attended.reshape(len(x), -1), output, params.output_bias), kv
 
 
 def _heads(

@@ -14,12 +14,6 @@ TENSOR_AXIS = "tensor"
 _LANES = 64
 _MAX_TERMS = 64
 
-# A product on a GPU: tokens and outputs of a program, the most parts of the input dimension, and what divides a part.
-_TILE_TOKENS = 128
-_TILE_OUTPUTS = 64
-_MAX_PARTS = 8
-_PART_MULTIPLE = 16
-
 
 def linear(
     x: Float[Array, "tokens in_dim"],
@@ -71,42 +65,12 @@ def _lanes(in_dim: int) -> int | None:
     return None
 
 
-def product_terms(
-    x: Float[Array, "tokens in_dim"], weight: Float[Array, "out_dim in_dim"] | PackedWeight, cores: int
-) -> Float[Array, "terms tokens out_dim"]:
-    """Return terms that add up to `x @ weight.T`, for a kernel of a GPU with so many cores that adds them.
-
-    The outputs of a few tokens are fewer tiles than a GPU has cores, which then share the input dimension. XLA would
-    do the same, and add the terms by another kernel. A single term is in `x`'s dtype, others are in float32. The
-    product of one token, which is no matrix product, is left to XLA.
-    """
-    (tokens, in_dim), out_dim = x.shape, weight.shape[0]
-    outputs = _TILE_OUTPUTS if 2 * tokens > _TILE_TOKENS else 2 * _TILE_OUTPUTS
-    tiles = -(-tokens // _TILE_TOKENS) * -(-out_dim // outputs)
-    parts = 1
-    while tokens > 1 and parts < _MAX_PARTS and 2 * parts * tiles < 3 * cores:
-        if in_dim % (2 * parts * _PART_MULTIPLE):
-            break
-        parts *= 2
-    if parts == 1 or isinstance(weight, PackedWeight):
-        return linear(x, weight)[None]
-    x, weight = x.reshape(tokens, parts, -1), weight.reshape(out_dim, parts, -1)
-    return lax.dot_general(x, weight, (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.float32)
-
-
 def row_parallel(
     x: Float[Array, "tokens in_shard"],
     weight: Float[Array, "out_dim in_shard"] | PackedWeight,
     bias: Float[Array, " out_dim"] | None = None,
-    *,
-    gpu_cores: int | None = None,
-) -> Float[Array, "*terms tokens out_dim"]:
-    """Return the product of an input that is split over the tensor axis, by adding the partial sums of all shards.
-
-    On a GPU it may be left in terms: see `product_terms`.
-    """
-    if gpu_cores is not None and bias is None and lax.axis_size(TENSOR_AXIS) == 1:
-        return product_terms(x, weight, gpu_cores)
+) -> Float[Array, "tokens out_dim"]:
+    """Return the product of an input that is split over the tensor axis, by adding the partial sums of all shards."""
     out = lax.psum(linear(x, weight), TENSOR_AXIS)
     return out if bias is None else out + bias.astype(out.dtype)
 

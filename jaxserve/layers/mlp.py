@@ -16,11 +16,9 @@ def gated_mlp(
     down: Float[Array, "dim ffn_shard"] | PackedWeight,
     gate_up_bias: Float[Array, "2 ffn_shard"] | None = None,
     down_bias: Float[Array, " dim"] | None = None,
-    *,
-    gpu_cores: int | None = None,
-) -> Float[Array, "*terms tokens dim"]:
-    """Return `down(silu(gate(x)) * up(x))`, on a GPU perhaps in terms; gate and up are one product."""
+) -> Float[Array, "tokens dim"]:
+    """Return `down(silu(gate(x)) * up(x))`; gate and up are one product."""
     width = gate_up.shape[1]
     bias = None if gate_up_bias is None else gate_up_bias.reshape(-1)
     both = linear(x, gate_up.reshape(2 * width, -1), bias)
-    return row_parallel(jax.nn.silu(both[:, :width]) * both[:, width:], down, down_bias, gpu_cores=gpu_cores)
+    return row_parallel(jax.nn.silu(both[:, :width]) * both[:, width:], down, down_bias)

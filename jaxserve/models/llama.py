@@ -15,7 +15,7 @@ from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
 from jaxserve.layers.batch import TokenBatch
 from jaxserve.layers.mlp import gated_mlp
-from jaxserve.layers.norm import add_rms_norm, rms_norm
+from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import rotation
 from jaxserve.models.config import ModelConfig
 from jaxserve.params import Initializer, KVSpec, ParamSpec, TensorMapping
@@ -156,41 +156,33 @@ def forward(
 ) -> tuple[Float[Array, "tokens dim"], PagedKV]:
     """Apply the layers and the final norm to embeddings; return hidden states and the updated cache.
 
-    The loop over layers is unrolled, so that each layer's pages are updated in place. A layer ends with the norm of
-    what comes next: so the norm of every residual sum follows it, and both are one kernel on a GPU.
+    The loop over layers is unrolled, so that each layer's pages are updated in place.
     """
     rope = rotation(batch.positions, config.rope, config.head_dim)
-    norms = (*(layer.attention_norm for layer in params.layers), params.norm)
-    normed = rms_norm(x, norms[0], config.norm_eps)
     for i, layer in enumerate(params.layers):
         settings = AttentionSettings(config.windows[i], config.norm_eps, backend)
         with jax.named_scope(f"layer_{i}"):
-            x, normed, kv = _layer(x, normed, layer, norms[i + 1], batch, kv, jnp.int32(i), rope, settings)
-    return normed, kv
+            x, kv = _layer(x, layer, batch, kv, jnp.int32(i), rope, settings)
+    with jax.named_scope("final_norm"):
+        return rms_norm(x, params.norm, config.norm_eps), kv
 
 
 @functools.partial(jax.jit, static_argnames="settings")
 def _layer(
     x: Float[Array, "tokens dim"],
-    normed: Float[Array, "tokens dim"],
     params: LayerParams,
-    next_norm: Float[Array, " dim"],
     batch: TokenBatch,
     kv: PagedKV,
     index: Int[Array, ""],
     rope: tuple[Array, Array],
     settings: AttentionSettings,
-) -> tuple[Float[Array, "tokens dim"], Float[Array, "tokens dim"], PagedKV]:
-    """Apply one decoder layer to the residual sum `x`, whose norm is `normed`; return both after the layer.
-
-    Jitted so that it is traced once for all layers; the compiler inlines it.
-    """
+) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+    """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
+    normed = rms_norm(x, params.attention_norm, settings.norm_eps)
     attended, kv = self_attention(normed, params.attention, batch, kv, index, rope, settings)
-    x, normed = add_rms_norm(x, attended, params.mlp_norm, settings.norm_eps, settings.backend)
-    weights = params.gate_up, params.down, params.gate_up_bias, params.down_bias
-    fed = gated_mlp(normed, *weights, gpu_cores=settings.backend.gpu_cores)
-    x, normed = add_rms_norm(x, fed, next_norm, settings.norm_eps, settings.backend)
-    return x, normed, kv
+    x = x + attended
+    normed = rms_norm(x, params.mlp_norm, settings.norm_eps)
+    return x + gated_mlp(normed, params.gate_up, params.down, params.gate_up_bias, params.down_bias), kv
 
 
 def head(params: Params, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:

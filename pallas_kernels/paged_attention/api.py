@@ -71,7 +71,7 @@ def paged_attention(
 
 
 def qkv_attention(
-    qkv: Float[Array, "tokens width"] | Float[Array, "terms tokens width"],
+    qkv: Float[Array, "tokens width"],
     bias: Float[Array, " width"] | None,
     norms: tuple[Float[Array, " head_dim"], Float[Array, " head_dim"]] | None,
     rotation: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]],
@@ -83,7 +83,6 @@ def qkv_attention(
     num_decodes: Int[Array, ""],
     num_seqs: Int[Array, ""],
     *,
-    dtype: Any,
     eps: float,
     scale: float,
     window: int | None = None,
@@ -92,17 +91,17 @@ def qkv_attention(
     decode_only: bool = False,
     backend: Backend,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
-    """Compute `paged_attention` of the raw product of the projections; only for backends with `gpu_cores`.
+    """Compute `paged_attention` of the raw product of the projections; only for backends that take it.
 
-    `qkv` has for each KV head its group of query heads, its key and its value. Its terms are added, and `bias` to their
-    sum. Queries and keys are scaled to unit mean square (plus `eps`) and multiplied by their weight of `norms`. Then
-    each pair (i, i + head_dim / 2) is turned by `rotation`, cosines and sines in float32. The result of each of these
-    parts is rounded to `dtype`, as is the output.
+    `qkv` has for each KV head its group of query heads, its key and its value; `bias` is added to it. Queries and keys
+    are scaled to unit mean square (plus `eps`) and multiplied by their weight of `norms`. Then each pair
+    (i, i + head_dim / 2) is turned by `rotation`, cosines and sines in float32. The result of each of these parts is
+    rounded to the dtype of `qkv`, as is the output.
     """
     module: Any = backend_module(backend.name)
     with jax.named_scope("paged_attention"):
         out, kv = module.qkv_attention(
-            qkv if qkv.ndim == 3 else qkv[None],
+            qkv,
             bias,
             norms,
             rotation,
@@ -113,7 +112,6 @@ def qkv_attention(
             kv_lens,
             num_decodes,
             num_seqs,
-            dtype=dtype,
             eps=eps,
             scale=scale,
             window=window,

@@ -17,7 +17,6 @@ _PREFERRED: dict[str, tuple[BackendName, ...]] = {
     "gpu": ("triton", "reference"),
     "tpu": ("mosaic_tpu", "reference"),
 }
-_HOPPER_CORES = 132
 _ON_A_CPU: tuple[BackendName, ...] = ("cpu", "reference")
 
 
@@ -40,9 +39,9 @@ class Backend:
         return "tpu" if self.name == "mosaic_tpu" else self.target.platform
 
     @property
-    def gpu_cores(self) -> int | None:
-        """The streaming multiprocessors of the NVIDIA GPU that it is for; None for backends of other devices."""
-        return self.target.cores or _HOPPER_CORES if self.name in ("triton", "mosaic_gpu") else None
+    def takes_qkv(self) -> bool:
+        """Whether it has `qkv_attention`, which takes the product of the projections as it is."""
+        return self.name in ("triton", "mosaic_gpu")
 
     def addressable_pages(self, layout: KVLayout, shards: int) -> int:
         """Return how many of a layer's pages the kernels can address, the heads being split among `shards`."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.layers.embedding import embed, logits, shard_index
-from jaxserve.layers.linear import linear, product_terms, row_parallel
+from jaxserve.layers.linear import linear, row_parallel
 from jaxserve.layers.mlp import gated_mlp
 from jaxserve.layers.norm import rms_norm
 from tests.runtime.tiny import on_mesh
@@ -39,17 +39,6 @@ def test_products(function: Callable[..., Any]) -> None:
     np.testing.assert_allclose(run(x, weight), x @ weight.T, atol=1e-5)
     np.testing.assert_allclose(run(x, weight, bias), x @ weight.T + bias, atol=1e-5)
     assert run(x.astype("bfloat16"), weight.astype("bfloat16"), bias).dtype == jnp.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("tokens", "in_dim", "terms"), [(1, 256, 1), (8, 256, 8), (8, 80, 1), (100, 96, 2), (128 * 66, 64, 1)]
-)
-def test_a_product_in_terms(tokens: int, in_dim: int, terms: int) -> None:
-    """One token is not divided, nor are many, which keep 132 cores busy; parts are multiples of 16."""
-    x, weight = _normal(tokens, in_dim), _normal(130, in_dim)
-    found = product_terms(x, weight, 132)
-    assert found.shape == (terms, tokens, 130)
-    np.testing.assert_allclose(np.asarray(found).sum(axis=0), x @ weight.T, atol=1e-4)
 
 
 def test_gated_mlp() -> None:

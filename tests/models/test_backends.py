@@ -15,7 +15,6 @@ from pallas_kernels.paged_attention import Backend
 from tests.models.forward import cpu_mesh, prompt_logits
 from tests.tiny_model import CONFIG
 
-# Wide enough that products are divided into terms.
 WIDE = {**CONFIG, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 64}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {

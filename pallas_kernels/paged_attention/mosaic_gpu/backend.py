@@ -98,7 +98,7 @@ def paged_attention(
 
 
 def qkv_attention(
-    qkv: Float[Array, "terms tokens width"],
+    qkv: Float[Array, "tokens width"],
     bias: Float[Array, " width"] | None,
     norms: tuple[Float[Array, " head_dim"], Float[Array, " head_dim"]] | None,
     rotation: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]],
@@ -110,7 +110,6 @@ def qkv_attention(
     num_decodes: Int[Array, ""],
     num_seqs: Int[Array, ""],
     *,
-    dtype: Any,
     eps: float,
     scale: float,
     window: int | None,
@@ -121,8 +120,8 @@ def qkv_attention(
     interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute `api.qkv_attention`."""
-    slots = token_slots(qkv.shape[1], kv.page_size, page_table, query_starts, kv_lens, num_seqs)
-    q, kv = write_qkv(qkv, bias, norms, rotation, kv, layer, slots, dtype=dtype, eps=eps, interpret=interpret)
+    slots = token_slots(len(qkv), kv.page_size, page_table, query_starts, kv_lens, num_seqs)
+    q, kv = write_qkv(qkv, bias, norms, rotation, kv, layer, slots, eps=eps, interpret=interpret)
     rows = page_table, query_starts, kv_lens, num_decodes, num_seqs
     options: dict[str, Any] = {
         "scale": scale,

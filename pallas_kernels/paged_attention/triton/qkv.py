@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ class _NewTokens(NamedTuple):
 
 
 def write_qkv(
-    qkv: Float[Array, "terms tokens width"],
+    qkv: Float[Array, "tokens width"],
     bias: Float[Array, " width"] | None,
     norms: tuple[Float[Array, " head_dim"], Float[Array, " head_dim"]] | None,
     rotation: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]],
@@ -65,7 +65,6 @@ def write_qkv(
     layer: int | Int[Array, ""],
     slots: Int[Array, " tokens"],
     *,
-    dtype: Any,
     eps: float,
     interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
@@ -73,7 +72,7 @@ def write_qkv(
 
     The arguments are those of `api.qkv_attention`. Tokens of negative slots are neither read nor written.
     """
-    terms, tokens, width = qkv.shape
+    tokens, width = qkv.shape
     kv_heads, entries, page_size, head_dim = kv.keys.shape
     members = width // (kv_heads * head_dim)
     facts = _Facts(
@@ -81,7 +80,7 @@ def write_qkv(
         head_dim=head_dim,
         layer_tokens=kv.num_pages * page_size,
         pool_tokens=entries * page_size,
-        tokens=_tokens_a_program(terms * pl.next_power_of_2(2 * head_dim)),
+        tokens=_tokens_a_program(pl.next_power_of_2(2 * head_dim)),
         eps=eps,
     )
     warps = facts.tokens * pl.next_power_of_2(facts.half) // _LANES_A_WARP
@@ -91,7 +90,7 @@ def write_qkv(
         functools.partial(_write_qkv, facts=facts),
         grid=(members - 1, kv_heads, pl.cdiv(tokens, facts.tokens)),
         out_shape=(
-            jax.ShapeDtypeStruct((tokens, kv_heads * facts.group, head_dim), dtype),
+            jax.ShapeDtypeStruct((tokens, kv_heads * facts.group, head_dim), qkv.dtype),
             *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
         ),
         input_output_aliases={0: 1, 1: 2},
@@ -123,17 +122,16 @@ def _write_qkv(_keys: Ref, _values: Ref, new: _NewTokens, q: Ref, keys: Ref, val
     def row(ref: Ref, at: Array) -> Array:
         return plgpu.load(ref.at[at], mask=has_lane, other=0.0).astype(jnp.float32)
 
-    def tile(ref: Ref, *at: Any) -> Array:
-        return plgpu.load(ref.at[(*at[:-1], token[:, None], at[-1])], mask=mask, other=0.0).astype(jnp.float32)
+    def tile(ref: Ref, at: Array) -> Array:
+        return plgpu.load(ref.at[token[:, None], at], mask=mask, other=0.0).astype(jnp.float32)
 
     def load(member: Array | int) -> _Halves:
         start = (kv_head * (facts.group + 2) + member) * facts.head_dim
         return half_head(start + lane), half_head(start + facts.half + lane)
 
     def half_head(at: Array) -> Array:
-        terms = (tile(new.qkv, term, at) for term in range(new.qkv.shape[0]))
-        total = rounded(functools.reduce(jnp.add, terms))
-        return total if new.bias is None else rounded(total + row(new.bias, at))
+        x = tile(new.qkv, at)
+        return x if new.bias is None else rounded(x + row(new.bias, at))
 
     def store(ref: Ref, at: tuple[Array, ...], halves: _Halves) -> None:
         for start, half in zip((0, facts.half), halves):

@@ -14,7 +14,6 @@ from pallas_kernels.cpu import call
 from pallas_kernels.cpu.emit import Module
 from pallas_kernels.normalization import log_sum_exp, rms_norm, supports_rms_norm
 from pallas_kernels.normalization.cpu import RmsNorm
-from pallas_kernels.normalization.triton import add_rms_norm
 
 RNG = np.random.default_rng(0)
 EPS = 1e-5
@@ -53,21 +52,6 @@ def test_rms_norm_without_instructions_for_bfloat16() -> None:
     x, weight = (RNG.standard_normal(shape).astype(jnp.bfloat16) for shape in ((9, 80), (1, 80)))
     found = call(WithoutFeatures("bfloat16", EPS), jax.ShapeDtypeStruct(x.shape, x.dtype), jnp.asarray(x), weight)
     np.testing.assert_array_equal(found, rms_norm(jnp.asarray(x), jnp.asarray(weight[0]), EPS))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("terms", "dim"), [(None, 64), (1, 576), (4, 1300)])
-def test_add_rms_norm_of_a_gpu(dtype: str, terms: int | None, dim: int) -> None:
-    x, weight = RNG.standard_normal((5, dim)).astype(dtype), RNG.standard_normal(dim).astype(dtype)
-    delta = RNG.standard_normal((5, dim) if terms is None else (terms, 5, dim)).astype(dtype if terms is None else "f4")
-    total, normed = jax.jit(functools.partial(add_rms_norm, eps=EPS, interpret=True))(x, delta, weight)
-    one = delta if terms is None else delta.sum(axis=0).astype(dtype)
-    expected = (x.astype(np.float64) + one.astype(np.float64)).astype(dtype)
-    assert total.dtype == normed.dtype == x.dtype
-    tolerance = 1e-5 if dtype == "float32" else 2**-7
-    np.testing.assert_allclose(np.asarray(total, np.float64), expected.astype(np.float64), rtol=tolerance, atol=1e-6)
-    wanted = _normed(np.asarray(total), weight)
-    np.testing.assert_allclose(np.asarray(normed, np.float64), wanted, rtol=tolerance, atol=1e-6)
 
 
 def test_unsupported_sizes_and_dtypes() -> None:
