@@ -13,13 +13,15 @@ import numpy as np
 class KernelTarget:
     """The device that kernels are compiled for, attached or not. `capability` is CUDA's compute capability: (9, 0).
 
-    `blocks` are block sizes that replace tuned ones: (`decode` or `prefill`, name, size) each.
+    `blocks` are block sizes that replace tuned ones: (`decode` or `prefill`, name, size) each. `cores` are a GPU's
+    streaming multiprocessors.
     """
 
     platform: str
     kind: str = ""
     capability: tuple[int, int] | None = None
     blocks: frozenset[tuple[str, str, int]] = frozenset()
+    cores: int | None = None
 
 
 CPU = KernelTarget("cpu")
@@ -43,7 +45,8 @@ def target_of(device: Any) -> KernelTarget:
     if capability is None:
         return KernelTarget(device.platform, device.device_kind)
     major, _, minor = str(capability).partition(".")
-    return KernelTarget(device.platform, device.device_kind, (int(major), int(minor)))
+    cores = getattr(device, "core_count", None)
+    return KernelTarget(device.platform, device.device_kind, (int(major), int(minor)), cores=cores)
 
 
 def is_float8(dtype: Any) -> bool:
