@@ -1,26 +1,36 @@
-"""Triton's kernels compile for GPUs without one: no spills, within shared memory, the pool updated in place.
+"""Triton's kernels compile for GPUs without one: no spills, as many programs at once as they count on.
 
-Some cases of the table, on an H200 (sm_90), an A100 (sm_80) and an L4 (sm_89, with the smallest shared memory).
+Some cases of the table, on an H200 (sm_90), an A100 (sm_80), an L4 (sm_89, with the smallest shared memory) and a B200
+(sm_100). The pool is updated in place.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
+from jaxserve.runtime.devices.target import load_target
 from jaxserve.runtime.devices.topology import target_mesh
 from jaxserve.runtime.programs.hlo import instructions
+from jaxserve.runtime.programs.inspection import KernelReport
+from pallas_kernels.paged_attention import Problem, target_of
+from pallas_kernels.paged_attention.triton import backend
 from tests.aot.conftest import Row
 from tests.aot.kernels import FP8, POOL_BYTES, checked_kernels, compile_attention
 from tests.selection import grid
 
 pytestmark = pytest.mark.aot
 
-TARGETS = ("nvidia-h200", "nvidia-a100-80", "nvidia-l4")
+TARGETS = ("nvidia-h200", "nvidia-a100-80", "nvidia-l4", "nvidia-b200")
+SYSTEM_SHARED_BYTES = 1024
 REFUSE_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "decode": {"decode_only": True},
@@ -46,6 +56,7 @@ QUICK = {
     "nvidia-h200": ("decode", "dim-96-sinks-cap-page-64", "dim-128-everything", "fp8-dim-64-everything"),
     "nvidia-a100-80": ("decode", "fp8-dim-256"),
     "nvidia-l4": ("dim-128-everything",),
+    "nvidia-b200": ("dim-256-ratio-16-page-128",),
 }
 CASES = grid(itertools.product(TARGETS, VARIANTS), lambda case: case[1] in QUICK[case[0]])
 
@@ -66,6 +77,36 @@ def test_a_variant_compiles_without_spills(target: str, variant: str, report: Ca
 
     assert memory.alias_size_in_bytes > 0.99 * POOL_BYTES
     assert memory.temp_size_in_bytes < 2**28
-    expected = {"write", "decode", "combine"} | ({"prefill"} if "decode_only" not in options else set())
+    expected = {"write", "decode"} | ({"prefill"} if "decode_only" not in options else set())
     assert {one.kernel for one in kernels} == {f"paged_attention_{name} (triton)" for name in expected}
     assert "scatter" not in {one.opcode for one in instructions(compiled.as_text())}
+    wanted = programs_at_once(mesh, options)
+    for one in kernels:
+        if one.kernel in wanted:
+            assert wanted[one.kernel] <= fitting_programs(one, target), one
+
+
+def programs_at_once(mesh: Mesh, options: dict[str, Any]) -> dict[str, int]:
+    """Return how many programs of each persistent kernel the backend counts on."""
+    sizes = {"heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": "bfloat16", **options}
+    dtypes = (np.dtype(jnp.dtype(sizes.get(name) or sizes["dtype"])) for name in ("dtype", "kv_dtype"))
+    problem = Problem(*(sizes[name] for name in ("heads", "kv_heads", "head_dim", "page_size")), *dtypes)
+    device = target_of(mesh.devices.flat[0])
+    return {
+        "paged_attention_decode (triton)": backend.decode_blocks_for(problem, device, rows=64).programs,
+        "paged_attention_prefill (triton)": backend.prefill_blocks_for(problem, device).programs,
+    }
+
+
+def fitting_programs(kernel: KernelReport, target: str) -> int:
+    """Return how many programs the target runs at once by registers, which come by eight, and shared memory."""
+    config = load_target(target).target_config or ""
+    [cores, shared, registers] = (
+        int(re.findall(rf"{name}: (\d+)", config)[0])
+        for name in ("core_count", "shared_memory_per_core", "registers_per_core_limit")
+    )
+    assert kernel.registers
+    assert kernel.threads
+    assert kernel.shared_bytes is not None
+    by_registers = registers // (-(-kernel.registers // 8) * 8 * kernel.threads)
+    return cores * min(by_registers, shared // (kernel.shared_bytes + SYSTEM_SHARED_BYTES))

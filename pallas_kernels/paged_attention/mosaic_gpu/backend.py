@@ -121,7 +121,7 @@ def qkv_attention(
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute `api.qkv_attention`."""
     slots = token_slots(len(qkv), kv.page_size, page_table, query_starts, kv_lens, num_seqs)
-    q, kv = write_qkv(qkv, bias, norms, rotation, kv, layer, slots, eps=eps, interpret=interpret)
+    q, kv, _ = write_qkv(qkv, bias, norms, rotation, kv, layer, slots, eps=eps, interpret=interpret)
     rows = page_table, query_starts, kv_lens, num_decodes, num_seqs
     options: dict[str, Any] = {
         "scale": scale,

@@ -7,7 +7,7 @@ decides what they support and with which block sizes they run; the kernels are i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,14 +27,18 @@ from pallas_kernels.paged_attention.write import token_slots
 MAX_GROUP = 16
 DTYPES = ("float32", "bfloat16", "float16")
 
-# Streaming multiprocessors of common server GPUs; others are assumed to have as many as Hopper.
-_CORES = {(8, 0): 108, (8, 6): 84, (8, 9): 142}
-_PROGRAMS_A_CORE = 4
+# Streaming multiprocessors if the target doesn't say it, and KiB of shared memory of each: Hopper's, and others'.
+_CORES = 132
+_SHARED_KIB, _LESS_SHARED_KIB = 228, {(8, 0): 164, (8, 6): 100, (8, 9): 100, (12, 0): 100}
+
+# Warps that a core runs at once by what decode takes of registers, and with heads wider than 128 or fp8 to convert.
+_WARPS_A_CORE, _LARGE_WARPS_A_CORE = 12, 8
+
+# Queries, sums and page ids besides the tiles of a decode in flight.
+_DECODE_SHARED_KIB = 8
 
 _MAX_SPLITS = 64
-_SPLIT_TOKENS = 128
-_SPARE_SPLITS = 4
-_LONG_SPLIT_TOKENS = 2048
+_PARTIAL_BYTES = 32 * 2**20
 
 
 class _Rows(NamedTuple):
@@ -95,9 +99,10 @@ def paged_attention(
     """Compute `api.paged_attention`."""
     attention = _facts(kv, q.shape[1], scale=scale, window=window, soft_cap=soft_cap)
     slots = token_slots(len(q), kv.page_size, page_table, query_starts, kv_lens, num_seqs)
-    kv = write(k, v, kv, jnp.full((1,), layer, jnp.int32), slots, attention, interpret=interpret)
+    kv, arrivals = write(k, v, kv, jnp.full((1,), layer, jnp.int32), slots, attention, interpret=interpret)
     rows = _Rows(page_table, query_starts, kv_lens, num_decodes, num_seqs)
-    return _attend(q, kv, layer, rows, sinks, attention, decode_only=decode_only, target=target, interpret=interpret)
+    options: dict[str, Any] = {"decode_only": decode_only, "target": target, "interpret": interpret}
+    return _attend(q, arrivals, kv, layer, rows, sinks, attention, **options)
 
 
 def qkv_attention(
@@ -124,10 +129,11 @@ def qkv_attention(
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute `api.qkv_attention`."""
     slots = token_slots(len(qkv), kv.page_size, page_table, query_starts, kv_lens, num_seqs)
-    q, kv = write_qkv(qkv, bias, norms, rotation, kv, layer, slots, eps=eps, interpret=interpret)
+    q, kv, arrivals = write_qkv(qkv, bias, norms, rotation, kv, layer, slots, eps=eps, interpret=interpret)
     attention = _facts(kv, q.shape[1], scale=scale, window=window, soft_cap=soft_cap)
     rows = _Rows(page_table, query_starts, kv_lens, num_decodes, num_seqs)
-    return _attend(q, kv, layer, rows, sinks, attention, decode_only=decode_only, target=target, interpret=interpret)
+    options: dict[str, Any] = {"decode_only": decode_only, "target": target, "interpret": interpret}
+    return _attend(q, arrivals, kv, layer, rows, sinks, attention, **options)
 
 
 def _facts(kv: PagedKV, heads: int, *, scale: float, window: int | None, soft_cap: float | None) -> TritonAttention:
@@ -140,6 +146,7 @@ def _facts(kv: PagedKV, heads: int, *, scale: float, window: int | None, soft_ca
 
 def _attend(
     q: Float[Array, "tokens heads head_dim"],
+    arrivals: Int[Array, "tokens kv_heads"],
     kv: PagedKV,
     layer: int | Int[Array, ""],
     rows: _Rows,
@@ -155,29 +162,39 @@ def _attend(
     problem = Problem(heads, attention.kv_heads, head_dim, kv.page_size, q.dtype, kv.keys.dtype)
     layers = jnp.full((1,), layer, jnp.int32)
     pool = PoolRefs(flat(kv.keys), flat(kv.values), kv.scales, layers, rows.page_table)
-    decode_blocks = decode_blocks_for(problem, target, rows=min(tokens, len(rows.page_table)))
-    out = decode(q, pool, rows.kv_lens, rows.num_decodes, sinks, attention, decode_blocks, interpret=interpret)
+    blocks = decode_blocks_for(problem, target, rows=min(tokens, len(rows.page_table)))
+    out = decode(q, pool, arrivals, rows.kv_lens, rows.num_decodes, sinks, attention, blocks, interpret=interpret)
     if not decode_only:
-        blocks = prefill_blocks_for(problem, target)
         where = rows.query_starts, rows.kv_lens, rows.num_decodes, rows.num_seqs
-        out = prefill(q, out, pool, *where, sinks, attention, blocks, interpret=interpret)
+        tiles = prefill_blocks_for(problem, target)
+        out = prefill(q, out, pool, *where, sinks, attention, tiles, interpret=interpret)
     return out, kv
 
 
 def decode_blocks_for(problem: Problem, target: KernelTarget, *, rows: int) -> DecodeBlocks:
     """Return tuned block sizes or those of the rule, with as many splits as fill the device."""
     sizes = tuned_blocks(target, "triton", "decode", problem) or _decode_sizes(problem, target)
-    programs = _PROGRAMS_A_CORE * _CORES.get(target.capability or (9, 0), 132)
-    splits, min_tokens = pl.cdiv(programs, rows * problem.kv_heads), _SPLIT_TOKENS
-    if splits < _SPARE_SPLITS:
-        # The device is full. But the others would wait for a single long row, so only long rows are split.
-        splits, min_tokens = _SPARE_SPLITS, _LONG_SPLIT_TOKENS
-    return DecodeBlocks(splits=min(splits, _MAX_SPLITS), min_tiles=max(1, min_tokens // sizes["block_kv"]), **sizes)
+    tile = 2 * sizes["block_kv"] * pl.next_power_of_2(problem.head_dim) * problem.kv_dtype.itemsize
+    # Half of the stages are those of page ids.
+    shared = (sizes["num_stages"] - 1) // 2 * tile + _DECODE_SHARED_KIB * 1024
+    programs = _programs(problem, target, sizes["num_warps"], shared)
+    splits = min(_MAX_SPLITS, pl.cdiv(programs, rows * problem.kv_heads))
+    room = _PARTIAL_BYTES // (rows * problem.heads * problem.head_dim * 4)
+    return DecodeBlocks(splits=splits, most_splits=max(splits, min(room, _MAX_SPLITS)), programs=programs, **sizes)
 
 
 def prefill_blocks_for(problem: Problem, target: KernelTarget) -> PrefillBlocks:
     """Return tuned block sizes or those of the rule."""
-    return PrefillBlocks(**(tuned_blocks(target, "triton", "prefill", problem) or _prefill_sizes(problem, target)))
+    sizes = tuned_blocks(target, "triton", "prefill", problem) or _prefill_sizes(problem, target)
+    return PrefillBlocks(programs=_programs(problem, target, sizes["num_warps"]), **sizes)
+
+
+def _programs(problem: Problem, target: KernelTarget, num_warps: int, shared_bytes: int = 0) -> int:
+    """Return how many programs a device runs at once. With too many of them, the last would start late."""
+    large = problem.head_dim > 128 or is_float8(problem.kv_dtype)
+    by_registers = (_LARGE_WARPS_A_CORE if large else _WARPS_A_CORE) // num_warps
+    by_shared = _LESS_SHARED_KIB.get(target.capability or (9, 0), _SHARED_KIB) * 1024 // max(shared_bytes, 1)
+    return (target.cores or _CORES) * max(1, min(by_registers, by_shared))
 
 
 def candidates(kind: str, problem: Problem, target: KernelTarget) -> list[dict[str, int]]:
@@ -187,14 +204,14 @@ def candidates(kind: str, problem: Problem, target: KernelTarget) -> list[dict[s
             {"block_kv": block_kv, "num_warps": num_warps, "num_stages": num_stages}
             for block_kv in (32, 64, 128)
             for num_warps in (2, 4, 8)
-            for num_stages in (3, 4)
+            for num_stages in (3, 5, 7)
         ]
     return [
         {"block_q": block_q, "block_kv": block_kv, "num_warps": num_warps, "num_stages": num_stages}
         for block_q in (64, 128)
         for block_kv in (32, 64, 128)
         for num_warps in (4, 8)
-        for num_stages in (2, 3)
+        for num_stages in (3, 5)
     ]
 
 
@@ -202,26 +219,28 @@ def _decode_sizes(problem: Problem, target: KernelTarget) -> dict[str, int]:
     """Return sizes for tiles of 16 KiB of keys and 16 KiB of values, two of each in flight.
 
     Half of that with a small shared memory, and with float32, which is multiplied without tensor cores and takes more
-    registers.
+    registers. Also with fp8, unless heads are of 128: for others its conversion takes too many.
     """
-    halved = _small_shared_memory(target) or problem.dtype.itemsize == 4
-    tile_bytes = 8 * 1024 if halved else 16 * 1024
-    block_kv = tile_bytes // (pl.next_power_of_2(problem.head_dim) * problem.dtype.itemsize)
-    return {"block_kv": min(128, max(16, block_kv)), "num_warps": 4, "num_stages": 3}
+    lanes, halved = pl.next_power_of_2(problem.head_dim), _small_shared_memory(target) or problem.dtype.itemsize == 4
+    width = problem.kv_dtype.itemsize if lanes == 128 and not halved else problem.dtype.itemsize
+    block_kv = (8 * 1024 if halved else 16 * 1024) // (lanes * width)
+    return {"block_kv": min(128, max(16, block_kv)), "num_warps": 4, "num_stages": 5}
 
 
 def _prefill_sizes(problem: Problem, target: KernelTarget) -> dict[str, int]:
     """Return the largest tiles that compile without spilling registers. Before Hopper, queries are in registers too."""
-    lanes = pl.next_power_of_2(problem.head_dim)
+    lanes, capability = pl.next_power_of_2(problem.head_dim), target.capability or (9, 0)
     if problem.dtype.itemsize == 4:
-        sizes = (32, 32, 8, 2) if lanes <= 64 else (16, 16, 4, 2)
-    elif target.capability is not None and (target.capability < (9, 0) or _small_shared_memory(target)):
+        sizes = (32, 32, 8, 3) if lanes <= 64 else (16, 16, 4, 3)
+    elif capability < (9, 0) or _small_shared_memory(target):
         # Here fp8 is converted in registers, besides those of the queries.
         block_kv = (64 if lanes <= 64 else 32) // (2 if is_float8(problem.kv_dtype) else 1)
-        sizes = (128, block_kv, 8, 3) if lanes <= 128 else (32, block_kv, 8, 2)
+        sizes = (128, block_kv, 8, 5) if lanes <= 128 else (32, block_kv, 8, 3)
+    elif lanes <= 128:
+        sizes = (128, 128 if lanes <= 64 else 64, 8, 5)
     else:
-        sizes = (128, 128, 8, 3) if lanes <= 64 else (128, 64, 8, 3) if lanes == 128 else (128, 32, 8, 3)
-    return dict(zip(PrefillBlocks._fields, sizes))
+        sizes = (128, 32, 8, 5) if capability < (10, 0) else (64, 32, 8, 3)
+    return dict(zip(("block_q", "block_kv", "num_warps", "num_stages"), sizes, strict=True))
 
 
 def _small_shared_memory(target: KernelTarget) -> bool:

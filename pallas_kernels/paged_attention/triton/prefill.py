@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.paged_attention.triton.tiles import (
     LOG2E,
@@ -29,45 +29,24 @@ from pallas_kernels.paged_attention.triton.tiles import (
     pool_rows,
     store_rows,
 )
+from pallas_kernels.paged_attention.triton.work_list import WorkList, for_each_item, num_programs, work_list
 
 
 class PrefillBlocks(NamedTuple):
-    """A tile has `block_q` (query, head) pairs over `block_kv` tokens."""
+    """A tile has `block_q` (query, head) pairs over `block_kv` tokens; the GPU runs `programs` programs at once."""
 
     block_q: int
     block_kv: int
+    programs: int
     num_warps: int
     num_stages: int
-
-
-class WorkList(NamedTuple):
-    """Query tiles of all rows: their number, the row of each, and its first query in the row."""
-
-    live: Int[Array, " 1"]
-    rows: Int[Array, " tiles"]
-    offsets: Int[Array, " tiles"]
-
-
-_Carry = tuple[SoftmaxState, tuple[Array, Array]]
 
 
 class _PrefillInputs(NamedTuple):
     query_starts: Ref
     kv_lens: Ref
     q: Ref
-
-
-def work_list(query_starts: Array, num_decodes: Array, num_seqs: Array, *, tokens: int, tile: int) -> WorkList:
-    """List tiles of `tile` queries of rows `[num_decodes, num_seqs)`; sized for the most that `tokens` can need."""
-    rows = query_starts.shape[0] - 1
-    row = jnp.arange(rows, dtype=jnp.int32)
-    live = (row >= num_decodes) & (row < num_seqs)
-    tiles = jnp.where(live, (query_starts[1:] - query_starts[:-1] + tile - 1) // tile, 0)
-    ends = jnp.cumsum(tiles, dtype=jnp.int32)
-    at = jnp.arange(tokens // tile + min(rows, tokens), dtype=jnp.int32)
-    owner = jnp.searchsorted(ends, at, side="right", method="compare_all").astype(jnp.int32)
-    owner = jnp.minimum(owner, rows - 1)
-    return WorkList(ends[-1:], owner, (at - ends[owner] + tiles[owner]) * tile)
+    sinks: Ref | None
 
 
 def prefill(
@@ -85,84 +64,78 @@ def prefill(
     interpret: bool,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Return `out` with the output of rows `[num_decodes, num_seqs)` written into it."""
-    work = work_list(query_starts, num_decodes, num_seqs, tokens=q.shape[0], tile=blocks.block_q // attention.group)
+    tile = blocks.block_q // attention.group
+    rows = kv_lens.shape[0]
+    row = jnp.arange(rows, dtype=jnp.int32)
+    live = (row >= num_decodes) & (row < num_seqs)
+    tiles = jnp.where(live, pl.cdiv(query_starts[1:] - query_starts[:-1], tile), 0)
+    work = work_list(tiles, kv_lens, q.shape[0] // tile + min(rows, q.shape[0]))
+    programs = num_programs(work, attention.kv_heads, blocks.programs, interpret=interpret)
     return pl.pallas_call(
-        functools.partial(_prefill, attention=attention, blocks=blocks),
-        grid=(attention.kv_heads, work.rows.shape[0]),
+        functools.partial(_prefill, attention=attention, blocks=blocks, programs=programs),
+        grid=(programs,),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         input_output_aliases={0: 0},
         compiler_params=plgpu.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
         interpret=interpret,
         name="paged_attention_prefill",
-    )(out, work, _PrefillInputs(query_starts, kv_lens, q), pool, sinks)
+    )(out, work, _PrefillInputs(query_starts, kv_lens, q, sinks), pool)
 
 
 def _prefill(
-    before: Ref,
+    _: Ref,
     work: WorkList,
     rows: _PrefillInputs,
     pool: PoolRefs,
-    sinks: Ref | None,
     out: Ref,
     *,
     attention: TritonAttention,
     blocks: PrefillBlocks,
+    programs: int,
 ) -> None:
-    # The last tiles of a row take longest, as they see most of it, so they start first.
-    kv_head, tile = pl.program_id(0), work.live[0] - 1 - pl.program_id(1)
+    group, block, window = attention.group, blocks.block_kv, attention.window
+    queries = blocks.block_q // group
 
-    @pl.when(tile >= 0)
-    def run() -> None:
-        row, offset = work.rows[tile], work.offsets[tile]
-        group, block = attention.group, blocks.block_kv
-        query_end, length = rows.query_starts[row + 1], rows.kv_lens[row]
+    def compute(row: Array, part: Array, kv_head: Array) -> None:
+        query_start, query_end, length = rows.query_starts[row], rows.query_starts[row + 1], rows.kv_lens[row]
+        # The last tiles of a row take longest, as they see most of it, so they come first.
+        offset = (pl.cdiv(query_end - query_start, queries) - 1 - part) * queries
         pair = lax.iota(jnp.int32, blocks.block_q)
-        token = rows.query_starts[row] + offset + lax.div(pair, group)
+        token = query_start + offset + lax.div(pair, group)
         head = kv_head * group + lax.rem(pair, group)
-        queries = blocks.block_q // group
         live = (token < query_end) & (pair < queries * group)
         q = load_rows(rows.q, (token, head), live, attention)
         query_positions = length - query_end + token
-        first_query = length - query_end + rows.query_starts[row] + offset
+        first_query = length - query_end + query_start + offset
         end = jnp.minimum(first_query + queries, length)
+        first_seen = jnp.int32(0) if window is None else jnp.maximum(first_query - window + 1, 0)
         key_scale = kv_scale(pool, 0, kv_head)
 
-        # Indices are looked up a tile ahead, so that loads of keys and values wait for no other load.
-        def tile_at(i: Array) -> tuple[Array, Array]:
+        def step(i: Array, state: SoftmaxState, *, masked: bool) -> SoftmaxState:
             position = i * block + lax.iota(jnp.int32, block)
-            held = position < end
-            if attention.window is not None:
-                held &= position > first_query - attention.window
-            return pool_rows(pool, row, kv_head, position, held, attention), held
-
-        def unmasked(i: Array, carry: _Carry) -> _Carry:
-            state, (at, _) = carry
-            keys = load_rows(pool.keys, (at,), None, attention)
-            values = load_rows(pool.values, (at,), None, attention)
-            return advance(state, q, keys, values, None, key_scale, attention), tile_at(i + 1)
-
-        def masked(i: Array, carry: _Carry) -> _Carry:
-            state, (at, held) = carry
-            position = i * block + lax.iota(jnp.int32, block)
-            seen = held[None, :] & (position[None, :] <= query_positions[:, None])
-            if attention.window is not None:
-                seen &= position[None, :] > query_positions[:, None] - attention.window
-            keys = load_rows(pool.keys, (at,), held, attention)
-            values = load_rows(pool.values, (at,), held, attention)
-            return advance(state, q, keys, values, seen, key_scale, attention), tile_at(i + 1)
+            seen = None
+            if masked:
+                seen = position[None, :] <= query_positions[:, None]
+                if window is not None:
+                    seen &= position[None, :] > query_positions[:, None] - window
+                # Tokens that no query sees may be NaN: others are read in their place.
+                position = jnp.clip(position, first_seen, end - 1)
+            at = pool_rows(pool, row, kv_head, position, attention)
+            keys, values = (load_rows(array, (at,), None, attention) for array in (pool.keys, pool.values))
+            return advance(state, q, keys, values, seen, key_scale, attention)
 
         # Tiles that all queries see whole need no masks; with a window there are few of these.
-        first, seen_by_all = jnp.int32(0), lax.div(first_query + 1, block)
-        if attention.window is not None:
-            first = seen_by_all = lax.div(jnp.maximum(first_query - attention.window + 1, 0), block)
-        carry = empty_softmax(blocks.block_q, attention.lanes), tile_at(first)
-        if attention.window is None:
-            carry = lax.fori_loop(0, seen_by_all, unmasked, carry)
-        state, _ = lax.fori_loop(seen_by_all, pl.cdiv(end, block), masked, carry)
+        seen_by_all = lax.div(first_query + 1 if window is None else first_seen, block)
+        state = empty_softmax(blocks.block_q, attention.lanes)
+        if window is None:
+            state = lax.fori_loop(0, seen_by_all, functools.partial(step, masked=False), state)
+        state = lax.fori_loop(seen_by_all, pl.cdiv(end, block), functools.partial(step, masked=True), state)
         total = state.total
-        if sinks is not None:
-            sink = plgpu.load(sinks.at[head], mask=live, other=0.0) * LOG2E
+        if rows.sinks is not None:
+            sink = plgpu.load(rows.sinks.at[head], mask=live, other=0.0) * LOG2E
             total = total + jnp.exp2(sink - state.peak)
         # A pair that isn't live may have seen nothing, but it isn't written either.
         done = state.out * (kv_scale(pool, 1, kv_head) / total)[:, None]
         store_rows(out, (token, head), done, live, attention)
+
+    for_each_item(work, attention.kv_heads, programs, compute)

@@ -67,8 +67,8 @@ def write_qkv(
     *,
     eps: float,
     interpret: bool,
-) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
-    """Return the queries, and the pool with each token in its slot of the layer.
+) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV, Int[Array, "tokens kv_heads"]]:
+    """Return the queries, the pool with each token in its slot of the layer, and zeros, as `write` does.
 
     The arguments are those of `api.qkv_attention`. Tokens of negative slots are neither read nor written.
     """
@@ -86,19 +86,20 @@ def write_qkv(
     warps = facts.tokens * pl.next_power_of_2(facts.half) // _LANES_A_WARP
     new = _NewTokens(qkv, bias, norms, rotation, slots, kv.scales, jnp.full((1,), layer, jnp.int32))
     pools = flat(kv.keys), flat(kv.values)
-    q, keys, values = pl.pallas_call(
+    q, keys, values, zeros = pl.pallas_call(
         functools.partial(_write_qkv, facts=facts),
         grid=(members - 1, kv_heads, pl.cdiv(tokens, facts.tokens)),
         out_shape=(
             jax.ShapeDtypeStruct((tokens, kv_heads * facts.group, head_dim), qkv.dtype),
             *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
+            jax.ShapeDtypeStruct((tokens, kv_heads), jnp.int32),
         ),
         input_output_aliases={0: 1, 1: 2},
         compiler_params=plgpu.CompilerParams(num_warps=min(4, max(1, warps)), num_stages=1),
         interpret=interpret,
         name="paged_attention_write_qkv",
     )(*pools, new)
-    return q, kv.with_pools([keys.reshape(kv.keys.shape), values.reshape(kv.values.shape)])
+    return q, kv.with_pools([keys.reshape(kv.keys.shape), values.reshape(kv.values.shape)]), zeros
 
 
 def _tokens_a_program(numbers: int) -> int:
@@ -107,10 +108,13 @@ def _tokens_a_program(numbers: int) -> int:
     return min(_MAX_TOKENS, pl.next_power_of_2(fitting + 1) // 2)
 
 
-def _write_qkv(_keys: Ref, _values: Ref, new: _NewTokens, q: Ref, keys: Ref, values: Ref, *, facts: _Facts) -> None:
+def _write_qkv(
+    _keys: Ref, _values: Ref, new: _NewTokens, q: Ref, keys: Ref, values: Ref, zeros: Ref, *, facts: _Facts
+) -> None:
     member, kv_head, layer = pl.program_id(0), pl.program_id(1), new.layer[0]
     token = pl.program_id(2) * facts.tokens + lax.iota(jnp.int32, facts.tokens)
-    slot = plgpu.load(new.slots.at[token], mask=token < new.slots.shape[0], other=-1)
+    there = token < new.slots.shape[0]
+    slot = plgpu.load(new.slots.at[token], mask=there, other=-1)
     live = slot >= 0
     lane = lax.broadcasted_iota(jnp.int32, (1, pl.next_power_of_2(facts.half)), 1)
     has_lane = lane < facts.half
@@ -167,3 +171,4 @@ def _write_qkv(_keys: Ref, _values: Ref, new: _NewTokens, q: Ref, keys: Ref, val
             scale = None if new.scales is None else new.scales[which, layer, kv_head]
             first, second = (to_pool(x, scale, pool.dtype) for x in halves)
             store(pool, (at,), (first, second))
+        plgpu.store(zeros.at[token, kv_head], jnp.zeros_like(token), mask=there)

@@ -108,16 +108,15 @@ def store_rows(
 
 
 def pool_rows(
-    pool: PoolRefs,
-    row: Array,
-    kv_head: Array,
-    position: Int[Array, " tokens"],
-    held: Bool[Array, " tokens"],
-    attention: TritonAttention,
+    pool: PoolRefs, row: Array, kv_head: Array, position: Int[Array, " tokens"], attention: TritonAttention
 ) -> Int[Array, " tokens"]:
-    """Return the rows of the flat pool that hold a row's tokens; for tokens not `held`, some row of the pool."""
+    """Return the rows of the flat pool that hold some of a row's tokens.
+
+    Triton makes two pipelines of such loads in a loop: page ids are copied to shared memory a stage before they are
+    used, so that copies of keys and values wait for no load.
+    """
     size = attention.page_size
-    page = plgpu.load(pool.page_table.at[row, lax.div(position, size)], mask=held, other=0)
+    page = plgpu.load(pool.page_table.at[row, lax.div(position, size)])
     entry = kv_head * attention.entries + pool.layer[0] * attention.num_pages + page
     return entry * size + lax.rem(position, size)
 

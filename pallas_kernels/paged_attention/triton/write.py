@@ -37,25 +37,34 @@ def write(
     attention: TritonAttention,
     *,
     interpret: bool,
-) -> PagedKV:
-    """Return the pool with each token in its slot of the layer; tokens of negative slots are not written."""
+) -> tuple[PagedKV, Int[Array, "tokens kv_heads"]]:
+    """Return the pool with each token in its slot of the layer, and zeros, for which decode would need another launch.
+
+    Tokens of negative slots are not written.
+    """
     pools = flat(kv.keys), flat(kv.values)
-    keys, values = pl.pallas_call(
+    keys, values, zeros = pl.pallas_call(
         functools.partial(_write, attention=attention),
         grid=(attention.kv_heads, pl.cdiv(k.shape[0], TOKENS)),
-        out_shape=tuple(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
+        out_shape=(
+            *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
+            jax.ShapeDtypeStruct(k.shape[:2], jnp.int32),
+        ),
         input_output_aliases={0: 0, 1: 1},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="paged_attention_write",
     )(*pools, _NewTokens(k, v, slots, kv.scales, layer))
-    return kv.with_pools([keys.reshape(kv.keys.shape), values.reshape(kv.values.shape)])
+    return kv.with_pools([keys.reshape(kv.keys.shape), values.reshape(kv.values.shape)]), zeros
 
 
-def _write(_keys: Ref, _values: Ref, new: _NewTokens, keys: Ref, values: Ref, *, attention: TritonAttention) -> None:
+def _write(
+    _keys: Ref, _values: Ref, new: _NewTokens, keys: Ref, values: Ref, zeros: Ref, *, attention: TritonAttention
+) -> None:
     kv_head, layer = pl.program_id(0), new.layer[0]
     token = pl.program_id(1) * TOKENS + lax.iota(jnp.int32, TOKENS)
     there = token < new.slots.shape[0]
+    plgpu.store(zeros.at[token, kv_head], jnp.zeros((TOKENS,), jnp.int32), mask=there)
     slot = plgpu.load(new.slots.at[token], mask=there, other=-1)
     live = slot >= 0
     at = (kv_head * attention.entries + layer * attention.num_pages) * attention.page_size + slot

@@ -176,6 +176,8 @@ CASES = [
     Case("decodes-in-a-mixed-program", _DECODE, len(_DECODE), pad_tokens=10),
     Case("many-decodes", tuple((1 + 7 * i, 1) for i in range(20)), 20, decode_only=True, pad_rows=20),
     Case("many-decodes-and-a-prefill", (*((1 + 7 * i, 1) for i in range(18)), (40, 33)), 18, pad_rows=16),
+    Case("a-long-decode-among-short-ones", ((700, 1), *((1 + i, 1) for i in range(9))), 10, sinks=True),
+    Case("a-long-decode-in-a-window-over-fp8", ((9, 1), (600, 1)), 2, window=500, kv_dtype="float8_e4m3fn", sinks=True),
     Case("one-decode", ((37, 1),), 1, decode_only=True, pad_rows=0),
     Case("one-token-no-padding", ((1, 1),), 0, pad_rows=0, pad_tokens=0),
     Case("whole-pages-no-padding", ((32, 1), (64, 32), (48, 48)), 1, pad_rows=0, pad_tokens=0),
@@ -218,7 +220,7 @@ CASES = [
 ]
 
 # What only `make test-full` adds to these are combinations of what they have. Interpreters take seconds for a case.
-CORNERS_OF_INTERPRETED = {"heads-9-of-3-dim-96-page-32", "fp8-bf16-everything"}
+CORNERS_OF_INTERPRETED = {"a-long-decode-among-short-ones", "heads-9-of-3-dim-96-page-32", "fp8-bf16-everything"}
 CORNERS = CORNERS_OF_INTERPRETED | {
     "everything",
     "mixed",

@@ -130,7 +130,8 @@ def test_queries_and_pool_equal_numpys(variant: Variant) -> None:
     run = jax.jit(functools.partial(write_qkv, eps=EPS, interpret=True))
     where = batch.page_table, batch.query_starts, batch.kv_lens, np.int32(batch.num_seqs)
     slots = token_slots(len(batch.q), case.page_size, *where)
-    q, kv = run(qkv, bias, norms, rotation, _pool(case, batch), np.int32(case.layer), slots)
+    q, kv, zeros = run(qkv, bias, norms, rotation, _pool(case, batch), np.int32(case.layer), slots)
+    np.testing.assert_array_equal(zeros, np.zeros((len(batch.q), case.kv_heads), np.int32))
 
     expected_q, k, v = _expected(case, qkv, bias, norms, *rotation)
     live = batch.query_starts[batch.num_seqs]

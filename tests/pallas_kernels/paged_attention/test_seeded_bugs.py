@@ -50,23 +50,25 @@ class Seed:
 SEEDS = [
     Seed("off-by-one-page", "triton", "triton.tiles", "lax.div(position, size)", "lax.div(position + 1, size)"),
     Seed("place-of-another-layer", "triton", "triton.tiles", " + pool.layer[0] * attention.num_pages", ""),
-    Seed("stale-places", "triton", "triton.decode", "tile_at(tile + 1)", "tile_at(tile)"),
     Seed("one-token-too-many", "triton", "triton.decode", "position < length", "position <= length"),
     Seed(
-        "values-not-masked",
+        "tokens-beyond-the-end-read",
         "triton",
         "triton.decode",
-        "values = load_rows(pool.values, (at,), held, attention)",
-        "values = load_rows(pool.values, (at,), None, attention)",
+        "jnp.clip(position, first_seen, length - 1)",
+        "position",
     ),
     Seed("a-split-left-out", "triton", "triton.decode", "lax.fori_loop(0, used,", "lax.fori_loop(1, used,"),
-    Seed("not-causal", "triton", "triton.prefill", " & (position[None, :] <= query_positions[:, None])", ""),
+    Seed("combined-too-early", "triton", "triton.decode", "== used - 1", "== used - 2"),
+    Seed("an-item-left-out", "triton", "triton.work_list", "pl.cdiv(items, programs)", "lax.div(items, programs)"),
+    Seed("not-causal", "triton", "triton.prefill", "position[None, :] <= query", "position[None, :] <= 1 + query"),
+    Seed("tokens-no-query-sees-read", "triton", "triton.prefill", "end - 1)", "end)"),
     Seed(
         "masks-begin-a-tile-late",
         "triton",
         "triton.prefill",
-        "lax.div(first_query + 1, block)",
-        "pl.cdiv(first_query + 1, block)",
+        "lax.div(first_query + 1 if",
+        "pl.cdiv(first_query + 1 if",
     ),
     Seed(
         "window-one-too-wide",
@@ -127,7 +129,8 @@ def _compiled_anew() -> Iterator[None]:
 
 
 def _plant(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Import the backend's modules again, one of them with the seed in it."""
+    """Import the backend's modules again, one of them with the seed in it; the present ones are restored later."""
+    importlib.import_module(f"{PACKAGE}.{seed.backend}.backend")
     for name in list(sys.modules):
         if name.startswith(f"{PACKAGE}.{seed.backend}"):
             monkeypatch.delitem(sys.modules, name)

@@ -1,0 +1,48 @@
+"""Triton's work list names each part once, long rows first; splits depend on a row's own length."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import KernelTarget, Problem
+from pallas_kernels.paged_attention.triton import backend
+from pallas_kernels.paged_attention.triton.work_list import work_list
+
+BF16 = np.dtype(jnp.bfloat16)
+LLAMA = Problem(32, 8, 128, 16, BF16, BF16)
+H200 = KernelTarget("cuda", "NVIDIA H200", (9, 0), cores=132)
+
+
+def test_a_work_list_has_each_part_once_and_long_rows_first() -> None:
+    work = work_list(jnp.array([1, 3, 0, 2]), jnp.array([50, 90, 70, 50]), 8)
+    count = int(work.total[0])
+    listed = list(zip(work.rows[:count].tolist(), work.parts[:count].tolist(), strict=True))
+    assert listed == [(1, 0), (1, 1), (1, 2), (0, 0), (3, 0), (3, 1)]
+
+
+def test_without_rows_a_work_list_is_empty() -> None:
+    assert int(work_list(jnp.zeros(3, jnp.int32), jnp.array([5, 6, 7]), 6).total[0]) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 256])
+def test_splits_fill_the_device_and_partial_sums_stay_small(rows: int) -> None:
+    blocks = backend.decode_blocks_for(LLAMA, H200, rows=rows)
+    assert blocks.programs == 3 * 132
+    assert blocks.splits * rows * LLAMA.kv_heads >= blocks.programs or blocks.splits == backend._MAX_SPLITS
+    assert blocks.splits <= blocks.most_splits
+    assert blocks.most_splits * rows * LLAMA.heads * LLAMA.head_dim * 4 <= backend._PARTIAL_BYTES
+
+
+def test_an_unknown_gpu_has_hoppers_cores() -> None:
+    known = backend.prefill_blocks_for(LLAMA, H200)
+    assert backend.prefill_blocks_for(LLAMA, dataclasses.replace(H200, cores=None)) == known
+    assert backend.prefill_blocks_for(LLAMA, dataclasses.replace(H200, cores=10)).programs == 10
+
+
+def test_the_candidates_include_the_rules_sizes() -> None:
+    assert backend._decode_sizes(LLAMA, H200) in backend.candidates("decode", LLAMA, H200)
+    assert backend._prefill_sizes(LLAMA, H200) in backend.candidates("prefill", LLAMA, H200)
