@@ -32,7 +32,9 @@ MIXED = StepKey("mixed", 2048, False)
 PROMPT_LOGPROBS = StepKey("prompt_logprobs", 512, False)
 KEYS = (GREEDY, FULL, MIXED, PROMPT_LOGPROBS, "update")
 TARGETS = ("nvidia-h200", "nvidia-a100-80", "nvidia-l4", "nvidia-b200")
-LAUNCHES_A_LAYER = 9
+# Four products, two norms, the kernel of new tokens, attention to all tokens, and that between the MLP's products;
+# a mixed step has a kernel for decodes and one for chunks.
+LAUNCHES_A_LAYER = {GREEDY: 9, MIXED: 10}
 
 QUICK = {
     ("nvidia-h200", 1): (FULL, MIXED, PROMPT_LOGPROBS, "update"),
@@ -79,10 +81,10 @@ def test_a_step_is_one_command_buffer_and_never_waits_for_the_host(target: str, 
         assert waste not in text, waste
 
 
-@pytest.mark.parametrize("key", [GREEDY, MIXED], ids=str)
+@pytest.mark.parametrize("key", LAUNCHES_A_LAYER, ids=str)
 def test_launches_of_a_layer(key: StepKey) -> None:
     two, three = (compiled("nvidia-h200", 1, layers, key)[1].launches for layers in (2, 3))
-    assert three - two <= LAUNCHES_A_LAYER
+    assert three - two <= LAUNCHES_A_LAYER[key]
 
 
 @pytest.mark.parametrize("key", [GREEDY, FULL], ids=str)

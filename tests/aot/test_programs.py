@@ -13,7 +13,8 @@ import pytest
 
 from jaxserve.runtime.devices.mesh import device_bytes
 from jaxserve.runtime.programs.builder import ADJUST_KEY, READ_KEY, UPDATE_KEY, WRITE_KEY
-from jaxserve.runtime.programs.inspection import compile_and_inspect, instructions
+from jaxserve.runtime.programs.hlo import instructions
+from jaxserve.runtime.programs.inspection import compile_and_inspect
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.step.batch import StepKey
 from tests.aot.conftest import Row

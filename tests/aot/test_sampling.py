@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from jaxserve.runtime.devices.topology import target_mesh
-from jaxserve.runtime.programs.inspection import instructions
+from jaxserve.runtime.programs.hlo import instructions
 from jaxserve.runtime.step import sampling
 from jaxserve.runtime.step.state import FLOATS, INTS, SamplingRows
 from pallas_kernels.paged_attention import target_of

@@ -28,6 +28,7 @@ _SLICES = {"slice", "dynamic-slice", "gather"}
 # Operations that write into their first operand, and the operand that says how much.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _CONTROL = {"while", "conditional"}
+_INDEX = re.compile(r" get-tuple-element\(.*\), index=(\d+)")
 _PRODUCTS = {"dot", "convolution"}
 _LIBRARY_PRODUCT = "matmul"
 
@@ -97,7 +98,7 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
-    """Arrays of which a kernel reads a part that depends on the requests: the `pools` and other `state`, by size.
+    """Arrays of which a kernel uses a part that depends on the requests: the `pools` and other `state`, by size.
 
     A pool is an output of each kernel that writes into it; other state is known by being a parameter as well.
     """
@@ -105,11 +106,9 @@ class Tables:
     pools: frozenset[int] = frozenset()
     state: frozenset[int] = frozenset()
 
-    def include(self, source: Instruction) -> bool:
-        """Return whether an operand, or an output of the instruction that made it, is such an array."""
-        if source.opcode == "parameter":
-            return source.nbytes in self.pools | self.state
-        return any(size in self.pools for size in source.arrays)
+    def include(self, size: int, source: Instruction | None) -> bool:
+        """Return whether an operand of this size, which comes from `source`, is such an array."""
+        return size in self.pools or (source is not None and source.opcode == "parameter" and size in self.state)
 
 
 class Computation:
@@ -142,6 +141,11 @@ class Computation:
         while one is not None and one.opcode in _VIEWS and one.operands:
             one = self.instructions.get(one.operands[0])
         return one
+
+    def arrays_used(self, one: Instruction) -> list[int]:
+        """Return the bytes of each array that an instruction outputs and another uses: others are scratch memory."""
+        used = [found[1] for user in self.users[one.name] if (found := _INDEX.search(user.line))]
+        return [one.arrays[int(index)] for index in used] if used else list(one.arrays)
 
     def bytes_read(self, number: int) -> int:
         """Return how much of a parameter the computation reads."""
@@ -176,7 +180,7 @@ class Computation:
 
     def product_flops(self, one: Instruction) -> float:
         """Return those of one product, from the sizes of its operands: [m, k] x [k, n]."""
-        sizes = [source.sizes[0] for name in one.operands[:2] if (source := self.source(name)) and source.sizes]
+        sizes = [made.sizes[0] for name in one.operands[:2] if (made := self.instructions.get(name)) and made.sizes]
         return 2 * math.sqrt(math.prod(sizes) * one.sizes[0]) if len(sizes) == 2 else 0.0
 
 
@@ -200,20 +204,17 @@ class HloModule:
     def traffic(self, one: Instruction, tables: Tables) -> Traffic:
         """Return what an instruction moves, counting each operand once and `tables` of a custom call not at all."""
         owner = self._owners[one.name]
-        inputs = [source.nbytes if (source := owner.source(name)) else 0 for name in one.operands]
+        inputs = [made.nbytes if (made := owner.instructions.get(name)) else 0 for name in one.operands]
         called = self.computations.get(one.called or "")
         if called is not None:
             read = sum(min(called.bytes_read(number), size) for number, size in enumerate(inputs))
             return Traffic(read, min(called.bytes_written(), one.nbytes), called.flops())
         if one.opcode == "custom-call":
-            outputs = one.arrays
-            flops = 0.0
-            if _LIBRARY_PRODUCT in one.target:
-                outputs, flops = outputs[:1], owner.product_flops(one)  # the second is the library's scratch memory
-            else:
-                sources = [owner.source(name) for name in one.operands]
-                inputs = [source.nbytes for source in sources if source is not None and not tables.include(source)]
-            return Traffic(sum(inputs), sum(size for size in outputs if size not in tables.pools), flops)
+            is_product = _LIBRARY_PRODUCT in one.target
+            sources = map(owner.source, one.operands)
+            read = sum(size for size, source in zip(inputs, sources) if is_product or not tables.include(size, source))
+            written = sum(size for size in owner.arrays_used(one) if is_product or size not in tables.pools)
+            return Traffic(read, written, owner.product_flops(one) if is_product else 0.0)
         if one.opcode in _UPDATES:
             return Traffic(sum(inputs[1:]), owner._bytes_updated(one), 0.0)
         if one.opcode in _SLICES:

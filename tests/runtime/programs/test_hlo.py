@@ -40,6 +40,7 @@ ENTRY %main (table: f32[1000,64], ids: s32[8], x: bf16[16,128], w: bf16[32,128],
   %updated = f32[1000,64]{1,0} fusion(%table, %rows, %ids), kind=kInput, calls=%fused_update
   %product = f32[16,32]{1,0} fusion(%x, %w), kind=kCustom, calls=%fused_dot
   %library = (f32[16,32]{1,0}, s8[999]{0}) custom-call(%x, %w), custom_call_target="__cublas$lt$matmul"
+  %of_library = f32[16,32]{1,0} get-tuple-element(%library), index=0
   %write = (s8[4096]{0}, f32[8]{0}) custom-call(%pool, %ids), custom_call_target="__gpu$xla.gpu.triton"
   %written = s8[4096]{0} get-tuple-element(%write), index=0
   %decode = f32[8,64]{1,0} custom-call(%written, %ids), custom_call_target="__gpu$xla.gpu.triton"
@@ -56,7 +57,7 @@ ROWS, IDS = 8 * 64 * 4, 8 * 4
         ("updated", ROWS + IDS, ROWS, 0),
         ("product", (16 + 32) * 128 * 2, 16 * 32 * 4, 2 * 16 * 32 * 128),
         ("library", (16 + 32) * 128 * 2, 16 * 32 * 4, 2 * 16 * 32 * 128),
-        ("write", IDS, 8 * 4, 0),
+        ("write", IDS, 0, 0),
         ("decode", IDS, ROWS, 0),
         ("copy", ROWS, ROWS, 0),
     ],
