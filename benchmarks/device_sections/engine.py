@@ -17,8 +17,6 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.client import InProcessEngine
 from jaxserve.runtime.devices.device import facts_of_device
 from jaxserve.runtime.sizing.deployment import Deployment, deploy, read_model
-from jaxserve.runtime.step.batch import StepKey
-from jaxserve.runtime.step.buckets import smallest_fitting
 
 # (prompt tokens, output tokens, requests)
 _WORKLOADS = ((128, 128, 1024), (1000, 1000, 512), (2048, 128, 512))
@@ -101,8 +99,7 @@ def _decode_step(
         engine.step()
     limit = limits(run, made)
     reference = None if limit is None else 1 / limit.decode_seconds(batch, context)
-    key = StepKey("decode", smallest_fitting(made.capacity.decode_buckets, batch), True)
-    predicted = step_seconds(run, made, key, decodes=batch, context=context)
+    predicted = step_seconds(run, made, decodes=batch, context=context)
     # The ratio compares speeds: the roofline's time over the measured one.
     run.row(f"{name} decode {batch} x {context}: steps/s", 1 / seconds, "1/s", reference=reference,
             goal=0.75 if (batch, context) == (128, 1024) else None,
@@ -130,8 +127,7 @@ def _throughput(
 def _predicted_throughput(run: SectionRun, made: Deployment, prompt: int, output: int, count: int) -> float | None:
     """Return output tokens per second if prompts run at the roofline and all slots decode at the predicted speed."""
     batch = min(count, made.capacity.num_slots)
-    key = StepKey("decode", smallest_fitting(made.capacity.decode_buckets, batch), True)
-    step = step_seconds(run, made, key, decodes=batch, context=prompt + output // 2)
+    step = step_seconds(run, made, decodes=batch, context=prompt + output // 2)
     limit = limits(run, made)
     rate = None if limit is None else limit.prefill_tokens_per_second(prompt)
     if step is None or rate is None:

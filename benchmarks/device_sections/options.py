@@ -26,6 +26,8 @@ from jaxserve.runtime.execution.device_commands import LocalCommands
 from jaxserve.runtime.execution.executor import DeviceExecutor
 from jaxserve.runtime.programs.autotune_cache import autotune_folder, autotune_options
 from jaxserve.runtime.programs.builder import UPDATE_KEY, ProgramBuilder, compiler_options
+from jaxserve.runtime.programs.cost import ProgramCost
+from jaxserve.runtime.programs.inspection import attached_cost
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
 from jaxserve.runtime.step.batch import StepKey
@@ -67,7 +69,8 @@ def steps(run: SectionRun) -> None:
         if run.left < 3:
             return
         chosen[key] = programs[variant, key]
-        _measure(run, executor, made, key, f"{key}, {variant}", context)
+        cost = attached_cost(builder, chosen[key])
+        _measure(run, executor, made, key, f"{key}, {variant}", context, cost)
 
 
 def _compile(
@@ -99,7 +102,13 @@ def _compile(
 
 
 def _measure(
-    run: SectionRun, executor: DeviceExecutor, made: Deployment, key: StepKey, name: str, context: int
+    run: SectionRun,
+    executor: DeviceExecutor,
+    made: Deployment,
+    key: StepKey,
+    name: str,
+    context: int,
+    cost: ProgramCost,
 ) -> None:
     """Measure steps back to back: in a mixed step half of the slots decode, and one of the others starts its prompt."""
     count = 4 if run.tiny else 40
@@ -137,7 +146,7 @@ def _measure(
     for one in running:
         executor.collect(one)
     seconds = (time.perf_counter() - start) / count
-    predicted = step_seconds(run, made, key, decodes=decodes, context=context, prompt=prompt)
+    predicted = step_seconds(run, made, decodes=decodes, context=context, prompt=prompt, cost=cost)
     run.row(f"{name}: step", seconds * 1e3, "ms", predicted=None if predicted is None else predicted * 1e3,
             note=f"{decodes} x {context} decoding, {prompt} tokens of a prompt; "
                  f"{dispatched / count * 1e6:,.0f} us to dispatch")  # fmt: skip

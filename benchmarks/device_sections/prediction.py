@@ -7,9 +7,10 @@ from typing import Any
 
 from device_sections.machine import COPY, MATMUL
 from device_sections.run import SectionRun
+from jaxserve.runtime.programs.cost import ProgramCost
+from jaxserve.runtime.sizing import prediction
 from jaxserve.runtime.sizing.deployment import Deployment
 from jaxserve.runtime.sizing.roofline import Roofline, roofline
-from jaxserve.runtime.step.batch import StepKey
 
 
 def limits(run: SectionRun, made: Deployment) -> Roofline | None:
@@ -22,14 +23,24 @@ def limits(run: SectionRun, made: Deployment) -> Roofline | None:
 
 
 def step_seconds(
-    run: SectionRun, made: Deployment, key: StepKey, *, decodes: int, context: int, prompt: int = 0
+    run: SectionRun,
+    made: Deployment,
+    *,
+    decodes: int,
+    context: int,
+    prompt: int = 0,
+    cost: ProgramCost | None = None,
 ) -> float | None:
-    """Return the seconds of a step of program `key`, in which `decodes` requests of `context` tokens decode and
-    `prompt` tokens of another prompt are computed. From the roofline; None if the device's rates weren't measured.
+    """Return the seconds of a step in which `decodes` requests of `context` tokens decode and `prompt` tokens of
+    another prompt are computed; None if the device's rates weren't measured.
+
+    From what its program moves and launches if its `cost` is given, else from the roofline.
     """
     limit = limits(run, made)
     if limit is None or limit.peak_flops is None:
         return None
+    if cost is not None:
+        return prediction.step_seconds(limit, cost, decodes=decodes, context=context, prompt=prompt)
     read = (limit.read_bytes + decodes * context * limit.kv_per_token) / limit.bandwidth
     attended = decodes * context + prompt * prompt / 2
     rows = decodes + (prompt > 0)

@@ -121,6 +121,11 @@ def inspect_program(
     )
 
 
+def attached_cost(builder: ProgramBuilder, compiled: Any) -> ProgramCost:
+    """Return the cost of a compiled program, without how the host launches it."""
+    return program_cost(HloModule(compiled.as_text()), _tables(builder), None)
+
+
 def _tables(builder: ProgramBuilder) -> Tables:
     def sizes(tree: Any) -> frozenset[int]:
         return frozenset(device_bytes(array, builder.mesh.shape) for array in jax.tree.leaves(tree))

@@ -52,17 +52,24 @@ def predict(
         peak_flops=None if best.peak_flops is None else best.peak_flops * _PRODUCT_SHARE,
     )
     if key.kind == "decode":
-        limit, kv_bytes, attention_flops = (
-            reached.decode_seconds(key.size, CONTEXT),
-            key.size * CONTEXT * best.kv_per_token,
-            key.size * CONTEXT * best.attention_flops,
-        )
+        limit = reached.decode_seconds(key.size, CONTEXT)
+        seconds = step_seconds(reached, cost, decodes=key.size, context=CONTEXT, exchanges=exchanges)
     else:
-        limit, kv_bytes = _prompt_seconds(reached, key.size), 0
-        attention_flops = key.size * key.size / 2 * best.attention_flops
-    seconds = _seconds(reached, kv_bytes, attention_flops)
-    seconds += sum(_seconds(reached, one.nbytes, one.flops) for one in cost.kinds)
-    return Prediction(limit, seconds + _overhead(cost, exchanges), key.size if key.kind == "decode" else 1)
+        limit = _prompt_seconds(reached, key.size)
+        seconds = step_seconds(reached, cost, prompt=key.size, exchanges=exchanges)
+    return Prediction(limit, seconds, key.size if key.kind == "decode" else 1)
+
+
+def step_seconds(
+    rates: Roofline, cost: ProgramCost, *, decodes: int = 0, context: int = 0, prompt: int = 0, exchanges: int = 0
+) -> float:
+    """Return the seconds of a step of a program by what it launches and moves, at given rates.
+
+    In it `decodes` requests of `context` tokens decode, and `prompt` tokens of another prompt are computed.
+    """
+    attended = decodes * context + prompt * prompt / 2
+    seconds = _seconds(rates, decodes * context * rates.kv_per_token, attended * rates.attention_flops)
+    return seconds + sum(_seconds(rates, one.nbytes, one.flops) for one in cost.kinds) + _overhead(cost, exchanges)
 
 
 def _seconds(rates: Roofline, nbytes: float, flops: float) -> float:
