@@ -21,8 +21,11 @@ from jaxserve.errors import ConfigError
 from jaxserve.observability import log
 from jaxserve.runtime.devices.mesh import make_mesh
 from jaxserve.runtime.programs.builder import ProgramBuilder
+from jaxserve.runtime.programs.cost import Grouping, LaunchCost, ProgramCost
 from jaxserve.runtime.programs.inspection import KernelReport, ProgramReport
 from jaxserve.runtime.sizing import aot
+from jaxserve.runtime.sizing.prediction import Prediction
+from jaxserve.runtime.step import sampling
 from tests.cli.conftest import as_argv
 from tests.cli.model_folder import write_config
 from tests.tiny_model import tiny_settings
@@ -43,6 +46,7 @@ def _logging_stays() -> Iterator[None]:
 @pytest.fixture
 def argv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(aot, "target_mesh", lambda name, **shape: make_mesh(jax.devices("cpu"), **shape))
+    monkeypatch.setattr(sampling, "uses_triton", lambda target: False)
     model = write_config(tmp_path / "small.json", **SMALL)
     flags = ["--attention-backend", "reference", "--max-running-requests", "4", "--cuda-graph-bs", "4"]
     return ["compile", model, "--target", "nvidia-h200", "--chunked-prefill-size", "16", "--dtype", "float32", *flags]
@@ -185,6 +189,26 @@ def test_tpu_kernel_resources_are_shown(capsys: pytest.CaptureFixture[str]) -> N
     print_reports([ProgramReport("decode-1-full", 1.0, own_kernels=kernels)], False, {})
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[3:5] == [["kernel", "programs", "VMEM", "KiB"], ["paged", "(mosaic", "tpu)", "1", "4096-8192"]]
+
+
+def test_the_cost_of_a_step_is_shown_beside_its_roofline(capsys: pytest.CaptureFixture[str]) -> None:
+    kinds = tuple(LaunchCost(f"kernel {i}", 2, i * 2**20, 2**20, 1e9) for i in range(12))
+    report = ProgramReport("decode-8-full", 1.0, cost=ProgramCost(kinds, Grouping(5, 2, 3)))
+    unknown = ProgramReport("update", 1.0, cost=ProgramCost(kinds[:1], None))
+    predictions = {"decode-8-full": Prediction(limit=0.002, seconds=0.003, sequences=8)}
+    print_reports([report, unknown], False, {}, predictions)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["decode-8-full", "24", "2", "3", "66.0", "12.0", "2.00", "3.00", "1.50"] in lines
+    assert ["update", "2", "-", "-", "0.0", "1.0", "-", "-", "-"] in lines
+    assert ["kernel", "11", "2", "11.0", "1.0", "1.0"] not in lines
+    print_reports([report], False, {}, predictions, explain=True)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[lines.index(["decode-8-full"]) + 2] == ["kernel", "11", "2", "11.0", "1.0", "1.0"]
+    assert ["kernel", "1", "2", "1.0", "1.0", "1.0"] not in lines, "the ten costliest"
+    print_reports([report], True, {}, predictions)
+    [program] = json.loads(capsys.readouterr().out)["programs"]
+    assert program["prediction"] == {"limit": 0.002, "seconds": 0.003, "sequences": 8}
+    assert {"launches": 24, "top": 5, "host_waits": 3, "read_bytes": 66 * 2**20}.items() <= program["cost"].items()
 
 
 def test_unknown_resources_are_dashes_with_one_warning(capsys: pytest.CaptureFixture[str]) -> None:

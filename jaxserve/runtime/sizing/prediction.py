@@ -69,7 +69,12 @@ def step_seconds(
     """
     attended = decodes * context + prompt * prompt / 2
     seconds = _seconds(rates, decodes * context * rates.kv_per_token, attended * rates.attention_flops)
-    return seconds + sum(_seconds(rates, one.nbytes, one.flops) for one in cost.kinds) + _overhead(cost, exchanges)
+    seconds += sum(_seconds(rates, one.nbytes, one.flops) for one in cost.kinds)
+    seconds += cost.launches * _LAUNCH + exchanges * _EXCHANGE
+    if cost.grouping is None:
+        return seconds
+    # The host launches ahead of the device while nothing makes it wait.
+    return max(seconds, cost.grouping.top * _HOST_LAUNCH) + cost.grouping.host_waits * _HOST_WAIT
 
 
 def _seconds(rates: Roofline, nbytes: float, flops: float) -> float:
@@ -81,10 +86,3 @@ def _prompt_seconds(rates: Roofline, tokens: int) -> float:
     per_second = rates.prefill_tokens_per_second(tokens)
     products = 0.0 if per_second is None else tokens / per_second
     return max(rates.read_bytes / rates.bandwidth, products)
-
-
-def _overhead(cost: ProgramCost, exchanges: int) -> float:
-    overhead = cost.launches * _LAUNCH + exchanges * _EXCHANGE
-    if cost.grouping is not None:
-        overhead += cost.grouping.top * _HOST_LAUNCH + cost.grouping.host_waits * _HOST_WAIT
-    return overhead
