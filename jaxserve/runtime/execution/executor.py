@@ -107,7 +107,7 @@ class DeviceExecutor:
             if output.logprobs is not None or output.prompt_logprobs is not None:
                 sampling = [self._sampling[chunk.rank, chunk.slot] for chunk in plan.chunks]
                 output = _without_unwanted(output, sampling)
-            for array in jax.tree.leaves(output):
+            for array in jax.tree.leaves((output.tokens, output.logprobs, output.prompt_logprobs)):
                 array.copy_to_host_async()
         return _InFlight(plan, sampling, output)
 
@@ -205,7 +205,7 @@ def _without_unwanted(output: StepOutput, sampling: list[SamplingParams]) -> Ste
         logprobs = None
     if prompt_logprobs is not None and all(one.prompt_logprobs is None for one in sampling):
         prompt_logprobs = None
-    return StepOutput(output.tokens, logprobs, prompt_logprobs)
+    return StepOutput(output.tokens, output.num_tokens, logprobs, prompt_logprobs)
 
 
 def _fetch(logprobs: Logprobs | None) -> Logprobs | None:

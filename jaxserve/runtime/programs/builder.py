@@ -179,7 +179,7 @@ class ProgramBuilder:
             return jax.tree.structure(((leaves_of(given), *others), {})), jax.tree.structure(_state_as_leaves(out))
         logprobs = None if key.greedy else Logprobs(0, 0, 0)  # type: ignore[arg-type]
         prompt = Logprobs(0, 0, 0) if key.kind == "prompt_logprobs" else None  # type: ignore[arg-type]
-        output = StepOutput(0, logprobs, prompt)  # type: ignore[arg-type]
+        output = StepOutput(0, 0, logprobs, prompt)  # type: ignore[arg-type]
         arguments: Any = ((leaves_of(self.param_specs), leaves_of(self.state_specs), 0), {})
         return jax.tree.structure(arguments), jax.tree.structure(_state_as_leaves((self.state_specs, output)))
 

@@ -48,9 +48,14 @@ class StepContext:
 
 @flax.struct.dataclass
 class StepOutput:
-    """The results that the host fetches. Some programs have no logprobs."""
+    """The results of a step. `num_tokens[r]` of `tokens[r]` are valid. Some programs have no logprobs.
+
+    The host fetches no `num_tokens`, as it knows which rows draw. But without this output the same operations of a
+    program for one row took a CPU 10 to 20 % longer: XLA's runtime starts them in another order.
+    """
 
     tokens: Int[Array, "rows 1"]
+    num_tokens: Int[Array, " rows"]
     logprobs: Logprobs | None
     prompt_logprobs: Logprobs | None
 
@@ -116,7 +121,7 @@ def step(
             seq_lens=state.seq_lens.at[inputs.slots].set(inputs.batch.kv_lens, mode="drop"),
             counts=counts,
         )
-    return state, StepOutput(tokens[:, None], logprobs, prompt_logprobs)
+    return state, StepOutput(tokens[:, None], inputs.samples.astype(jnp.int32), logprobs, prompt_logprobs)
 
 
 def _sample_rows(

@@ -49,7 +49,7 @@ class Commands:
         self.updates.append((key, packed))
 
     def step(self, key: object, packed: np.ndarray) -> StepOutput:
-        return StepOutput(self.tokens, Logprobs(*self.logprobs), None)  # type: ignore[arg-type]
+        return StepOutput(self.tokens, self.tokens, Logprobs(*self.logprobs), None)  # type: ignore[arg-type]
 
     def store_arrived(self) -> None: ...
 
