@@ -17,7 +17,8 @@ from typing import Any
 from jaxserve.runtime.programs.hlo import HloModule, Instruction, Tables
 from jaxserve.runtime.programs.kernel_names import kernel_name
 
-THUNKS = "*thunk_sequence_after_thunk_passes.txt"
+# XLA's files of thunks, best first: it writes the first only if a command buffer was made.
+THUNKS = ("*thunk_sequence_after_thunk_passes.txt", "*thunk_sequence.txt")
 
 # Instructions that launch nothing.
 _FREE = {
@@ -123,7 +124,8 @@ def program_cost(module: HloModule, tables: Tables, thunks: Path | None) -> Prog
             before.written_bytes + moved.written_bytes,
             before.flops + moved.flops,
         )
-    found = None if thunks is None else next(iter(sorted(thunks.glob(THUNKS))), None)
+    files = [] if thunks is None else [file for pattern in THUNKS for file in thunks.glob(pattern)]
+    found = files[0] if files else None
     return ProgramCost(tuple(totals.values()), None if found is None else grouping(found.read_text()))
 
 
