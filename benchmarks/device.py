@@ -128,7 +128,7 @@ def run_all(arguments: argparse.Namespace) -> int:
 
 
 def time_limit(name: str, waiting: list[str], left: float) -> float | None:
-    """Return the seconds of a section before those that wait; None if `left` is too little to start it."""
+    """Return the time limit of the next section; None if the `left` seconds are too few to start it."""
     needed = SECTIONS[name]
     seconds = min(left, needed * max(1.0, left / sum(SECTIONS[one] for one in (name, *waiting))))
     return seconds if seconds >= needed * _ENOUGH else None

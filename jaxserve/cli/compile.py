@@ -3,8 +3,8 @@
 With --target it compiles for a device that isn't here, on any machine. It shows for each program the compile time, the
 memory, the collectives and the kernels; then for each kernel the registers per thread, the stack (where spilled
 registers are) and the shared memory per block, or on a TPU the VMEM; then what a step of each program costs: launches,
-command buffers, waits of the host, bytes, and the time that these make likely beside that of the roofline. --explain
-adds the kernels that move most bytes. It fails if a program doesn't build or would copy the KV pool. --model may be a
+command buffers, waits of the host, bytes, and the predicted time beside the time of the roofline. --explain adds the
+kernels that move most bytes. It fails if a program doesn't build or would copy the KV pool. --model may be a
 folder without weights, or a config.json.
 With --output it keeps the programs in a folder; `jaxserve serve --programs DIR` starts with them and compiles nothing.
 They are for the device of this machine, or with --target for an NVIDIA GPU that isn't here: no GPU has loaded such ones

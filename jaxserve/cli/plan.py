@@ -77,7 +77,7 @@ def as_text(plan: CapacityReport) -> str:
         "prefill, tokens a second at best: " + _prefill_line(plan),
     ]
     if plan.predictions:
-        parts.append("tokens a second that compiled programs make likely: " + _predicted_line(plan))
+        parts.append("tokens a second as predicted from the compiled programs: " + _predicted_line(plan))
     parts += [f"doesn't fit: {one.problem}\n  would fit with: {' or '.join(one.fixes)}" for one in plan.shortfalls]
     return "\n\n".join(parts)
 

@@ -53,7 +53,7 @@ def _truncated_weights(
     top_p: Float[Array, " rows"],
     min_p: Float[Array, " rows"],
 ) -> Float[Array, "rows vocab"]:
-    """Return weights, 1 for the likeliest token and 0 for those that temperature, top_k, top_p and min_p rule out."""
+    """Return weights, 1 for the likeliest token and 0 for tokens ruled out by temperature, top_k, top_p and min_p."""
     below = logits - logits.max(axis=1, keepdims=True)
     weights = jnp.exp(below / jnp.where(temperature > 0, temperature, 1.0)[:, None])
     weights = lax.cond(jnp.any(top_k > 0), lambda w: _keep_top_k(w, top_k), lambda w: w, weights)

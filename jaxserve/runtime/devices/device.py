@@ -91,7 +91,7 @@ def _memory_without_limit(kind: str) -> int:
 def facts_of_devices(devices: Sequence[Any], config: EngineConfig) -> DeviceFacts:
     """Return the facts about each of the attached devices of this process, which are of one kind.
 
-    On a CPU, those that the configuration uses share its memory. Raises `ConfigError` if the environment lets XLA use
+    On a CPU, the devices of the configuration share its memory. Raises `ConfigError` if the environment lets XLA use
     less of a GPU's memory than the deployment plans, or if the memory can't be read.
     """
     (name, share), planned = _arena_setting(), _planned_fraction(config)

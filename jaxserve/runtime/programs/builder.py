@@ -106,7 +106,10 @@ class ProgramBuilder:
         return make_write_pages(self.mesh, self.state_specs), pages, shape_structs(self.mesh, rows)
 
     def compile(self, key: ProgramKey, dump: Path | None = None) -> jax.stages.Compiled:
-        """Lower and compile one program. XLA writes what it makes of it to the folder `dump`; don't keep such one."""
+        """Lower and compile one program. XLA writes its thunks to the folder `dump`.
+
+        The path of the folder becomes part of the program, so don't store one that was dumped.
+        """
         options = {**compiler_options(self.mesh, self.num_processes), **self._added_options}
         if dump is not None:
             options |= {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}

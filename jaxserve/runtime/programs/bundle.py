@@ -29,7 +29,7 @@ _FORMAT = 1
 
 
 class BundleManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a bundle was compiled for. `facts` are `ProgramBuilder.facts`; `settings` are those that aren't defaults.
+    """What a bundle was compiled for. `facts` are `ProgramBuilder.facts`; `settings` are all settings but defaults.
 
     `target` names the description of the device that it was compiled for if none was attached, else it is empty.
     """

@@ -36,13 +36,13 @@ _THUNK = re.compile(r"^(?P<indent> *)\d+: (?P<kind>k\w+)")
 _COMMAND_BUFFER = "kCommandBuffer"
 _HOST_WAITS = {"kConditional", "kWhile"}
 _LIBRARIES = ("cublas", "cudnn")
-# Parts of an operation's path that don't tell what it is for.
-_UNSAID = re.compile(r"^(jit\(.*\)|layer_\d+|cond|branch_\d+_fun|shard_map|pallas_call|closed_call)$")
+# Parts of an operation's path that every layer or program has.
+_COMMON = re.compile(r"^(jit\(.*\)|layer_\d+|cond|branch_\d+_fun|shard_map|pallas_call|closed_call)$")
 
 
 @dataclasses.dataclass(frozen=True)
 class Grouping:
-    """How the host launches a program: `top` launches of its own, `command_buffers` among them, and `host_waits`."""
+    """How the host launches a program: `top` launches, of which some are `command_buffers`, and `host_waits`."""
 
     top: int
     command_buffers: int
@@ -134,8 +134,8 @@ def launch_label(one: Instruction) -> str:
     name = kernel_name(one)
     if name is not None and not name.startswith(_LIBRARIES):
         return name
-    said = [part for part in one.op_name.split("/") if not _UNSAID.match(part)]
-    return "/".join(said) or one.opcode
+    parts = [part for part in one.op_name.split("/") if not _COMMON.match(part)]
+    return "/".join(parts) or one.opcode
 
 
 def grouping(thunks: str) -> Grouping:

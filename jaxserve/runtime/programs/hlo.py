@@ -132,7 +132,7 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """The instruction whose output is that of the computation."""
+        """The instruction that makes the computation's output."""
         return next(one for one in self.instructions.values() if one.is_root)
 
     def source(self, name: str) -> Instruction | None:

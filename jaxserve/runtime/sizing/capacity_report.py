@@ -95,7 +95,7 @@ class CapacityReport:
         return batch / self.limits.decode_seconds(-(-batch // self.deployment.num_ranks), context)
 
     def predicted_rate(self, key: StepKey) -> float:
-        """Return the tokens per second of all ranks that a program makes likely: decoded ones, or those of a prompt."""
+        """Return the predicted tokens per second of a program over all ranks: decoded tokens, or prompt tokens."""
         return self.deployment.num_ranks * key.size / self.predictions[key].seconds
 
     def prefill_limit(self, length: int) -> float | None:

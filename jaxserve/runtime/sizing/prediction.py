@@ -31,7 +31,7 @@ _EXCHANGE = 10e-6
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """The shortest possible seconds of a step, those that its program makes likely, and how many sequences it runs.
+    """The predicted `seconds` of a step, the fewest possible (`limit`), and the number of sequences in it.
 
     A decode step has sequences of `CONTEXT` tokens; any other step is a prompt that fills the program.
     """

@@ -104,7 +104,7 @@ def step(
     prompt_logprobs = None
     if inputs.targets is not None:
         prompt_logprobs = _prompt_logprobs(model, params, hidden, inputs, context)
-        # Else XLA joins their product with that of the rows that sample.
+        # Without this barrier XLA merges the head product of prompt positions with that of sampled rows.
         hidden, prompt_logprobs = lax.optimization_barrier((hidden, prompt_logprobs))
     last = jnp.maximum(inputs.batch.query_starts[1:] - 1, 0)
     wanted = hidden.at[last].get(mode="promise_in_bounds") if not shape.decode_only else hidden
@@ -181,7 +181,7 @@ def _prompt_logprobs(
         groups: list[Logprobs] = []
         for start in range(0, tokens, PROMPT_LOGIT_ROWS_ON_GPU):
             part = slice(start, start + PROMPT_LOGIT_ROWS_ON_GPU)
-            # One after the other, else XLA joins their products and the logits of all exist at once.
+            # Without this barrier XLA merges the products, and the logits of all groups exist at once.
             block, groups = lax.optimization_barrier(((hidden[part], inputs.targets[part]), groups))
             groups.append(scored(block))
         return jax.tree.map(lambda *x: jnp.concatenate(x), *groups)

@@ -8,7 +8,7 @@ so XLA computes it once a step.
 Balance: parts of long rows come first, and items are dealt out in alternating direction, as players are to teams. The
 sums of two programs then differ by less than the longest item, and what is left for the end is short. A counter of
 taken items would balance differences in speed as well, but each item would wait for it. Decode needs no more: fewer
-than half of its programs saturate memory, so those that end late run faster.
+than half of its programs saturate memory, so the last programs run faster.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Lists(NamedTuple):
 
 
 class Peaks(NamedTuple):
-    """The two largest logits of each lane, that of the row, and the sum of the row's weights relative to it."""
+    """The two largest logits of each lane, the largest of the row, and the sum of the row's weights relative to it."""
 
     lanes: tuple[jax.Array, jax.Array]
     peak: jax.Array
