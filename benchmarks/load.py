@@ -48,9 +48,8 @@ def load(model: str, dtype: str, part: str, count: bool) -> dict[str, Any]:
     import jaxserve.worker
     from jaxserve.config.schema import EngineConfig
     from jaxserve.model_source import read_config, resolve
-    from jaxserve.models.config import parse_model_config
     from jaxserve.models.dtypes import dtype_of
-    from jaxserve.models.registry import family
+    from jaxserve.models.registry import family, parse_model_config
     from jaxserve.runtime.devices.mesh import make_mesh, shardings
     from jaxserve.weights import build_params, open_weights
 
@@ -62,7 +61,7 @@ def load(model: str, dtype: str, part: str, count: bool) -> dict[str, Any]:
     where = shardings(make_mesh(jax.devices(), tensor=tensor), abstract)
 
     def once() -> int:
-        reader = open_weights(source, config, abstract)
+        reader = open_weights(source, abstract)
         if part != "whole":
             return _one_shard(abstract, where, reader)
         return sum(array.nbytes for array in jax.tree.leaves(build_params(abstract, where, reader)))
@@ -146,12 +145,12 @@ def _stored_bytes(stored_type: str, elements: int) -> int:
 
 def write_model(folder: Path, dtype: str) -> None:
     """Write a model with random weights in Hugging Face's format."""
+    import jax
     import ml_dtypes
     import numpy as np
     from safetensors.numpy import save_file
 
-    from jaxserve.models.config import parse_model_config
-    from jaxserve.models.registry import family
+    from jaxserve.models.registry import family, parse_model_config
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(MODEL))
@@ -159,7 +158,8 @@ def write_model(folder: Path, dtype: str) -> None:
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
     config = parse_model_config(MODEL)
     tensors = {}
-    for name, placement in family(config).tensor_mappings(config).items():
+    specs = jax.tree.leaves(family(config).abstract(config, kind))
+    for name, placement in ((part.name, part) for spec in specs for part in spec.parts):
         rows, columns = placement.shape[0], int(np.prod(placement.shape[1:]))
         if name.endswith((".weight",)) and len(placement.shape) > 2 and "o_proj" not in name:
             rows, columns = int(np.prod(placement.shape[:-1])), placement.shape[-1]

@@ -1,10 +1,10 @@
-"""Declares parameters: one `ParamSpec` gives a parameter's shape, dtype, logical axes and initializer."""
+"""Declares parameters: one `ParamSpec` gives shape, dtype, logical axes, initializer and the checkpoint's tensors."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -14,9 +14,32 @@ Path = tuple[str | int, ...]
 """A parameter's place in its tree: attribute names, keys and list indices."""
 
 
+class Order(NamedTuple):
+    """Another order of dimension `axis`: the parameter's entry j is the tensor's entry `entries[j]`."""
+
+    axis: int
+    entries: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorPart:
+    """The place in a parameter of a checkpoint tensor, or of the part of a fused one that starts at row `first_row`.
+
+    It is reshaped to `shape`, which has the parameter's rank, and written at `index`, the start in each dimension of
+    `ParamSpec.stored_shape`. `offset` is added to its values.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    index: tuple[int, ...]
+    first_row: int = 0
+    order: Order | None = None
+    offset: float = 0.0
+
+
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """The declaration of a parameter.
+    """The declaration of a parameter, which is made of the `parts`.
 
     `axes` names each dimension (or None); `runtime/devices/mesh.py` maps the names to mesh axes. `init` is the value
     that `--load-format dummy` fills it with; `normal` has standard deviation `scale`.
@@ -37,6 +60,7 @@ class ParamSpec:
     kv_shared: int = 0
     padding: int = 0
     inputs: int = 0
+    parts: tuple[TensorPart, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
@@ -87,18 +111,6 @@ class ParamSpec:
     def nbytes(self) -> int:
         """Bytes of the whole parameter, over all shards."""
         return int(np.prod(self.shape)) * self.dtype.itemsize
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorMapping:
-    """The place of a checkpoint tensor: it is reshaped to `shape` and written at `index` of the parameter at `path`.
-
-    `shape` has the parameter's rank; `index` holds the start in each dimension of `ParamSpec.stored_shape`.
-    """
-
-    path: Path
-    shape: tuple[int, ...]
-    index: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ from jaxserve.engine.process.main import run
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.error_texts import join_differences
 from jaxserve.errors import ConfigError
-from jaxserve.models.config import parse_model_config
+from jaxserve.models.registry import family, parse_model_config
 from jaxserve.observability.timeline import Timeline
 from jaxserve.runtime.devices.attach import attach
 from jaxserve.runtime.devices.device import facts_of_devices, free_bytes
@@ -154,7 +154,11 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
     num_host_pages = host_pages(config, sizes.capacity.num_pages, rows)
     with phases("weights"):
         weights = open_weights(
-            source, deployment.model, deployment.params, load_format=config.load_format, seed=config.random_seed
+            source,
+            deployment.params,
+            dense=family(deployment.model).abstract(deployment.model, deployment.dtype),
+            load_format=config.load_format,
+            seed=config.random_seed,
         )
     # Programs are not loaded behind in a mesh, whose processes must choose alike, nor for a GPU, which would pause.
     behind = nodes is None and device.platform == "cpu"

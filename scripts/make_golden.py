@@ -1,188 +1,84 @@
 """Creates the golden fixtures: tiny random checkpoints with Hugging Face's logits, and SmolLM2's greedy tokens.
 
-Owns `tests/fixtures/golden/*` and `tests/fixtures/smollm2_greedy.json`. It doesn't use jaxserve, because jaxserve is
-tested against them. It needs torch, so it runs in a separate environment (a small torch exists for 3.11 only):
+Owns the weights and logits in `tests/fixtures/golden/*`, and `tests/fixtures/smollm2_greedy.json`. It doesn't use
+jaxserve, because jaxserve is tested against them. It needs torch, so it runs in a separate environment (a small torch
+exists for 3.11 only):
 
     PYENV_VERSION=3.11.7 python3 -m venv .venv-ref
     .venv-ref/bin/pip install torch==2.13.0 "transformers>=5.19,<6" safetensors gguf accelerate
-    .venv-ref/bin/python scripts/make_golden.py                        # the tiny models
-    .venv-ref/bin/python scripts/make_golden.py --gguf SmolLM2.gguf    # and SmolLM2's greedy tokens
+    .venv-ref/bin/python scripts/make_golden.py gemma2 phi3            # the tiny models of these folders
+    .venv-ref/bin/python scripts/make_golden.py --gguf SmolLM2.gguf    # SmolLM2's greedy tokens
 
-Hugging Face reads every folder back from its files, so the logits belong to exactly the config.json and weights there.
-A fixture whose feature (scaling, window, norm, bias) leaves the logits unchanged is an error.
+A new fixture is a folder with a `config.json`, as a checkpoint on the hub would have it, and a `without.json`: changes
+of its fields, each of which must alter the logits, so that a fixture whose feature has no effect is an error. Hugging
+Face reads every folder back from its files, so the logits belong to exactly the config.json and weights there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 FIXTURES = Path(__file__).resolve().parent.parent / "tests" / "fixtures"
 LENGTHS = (5, 13, 48)
 
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-LLAMA = {**BASE, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-SMALL = {**LLAMA, "num_hidden_layers": 1, "vocab_size": 64, "tie_word_embeddings": True, "head_dim": 16}
-QWEN2 = {**BASE, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-6}
-
-# Each config has the fields of one style of checkpoint on the hub: transformers 4 has `rope_theta` and `rope_scaling`
-# (whose kind was once called `type`) and often no `head_dim`; transformers 5 has `rope_parameters`.
-MODELS: dict[str, dict[str, Any]] = {
-    "llama2": {**LLAMA, "num_attention_heads": 2, "num_key_value_heads": 2, "torch_dtype": "float32"},
-    "llama3": {
-        **LLAMA,
-        "head_dim": 16,
-        "rope_theta": 10000.0,
-        "rope_scaling": {
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-            "rope_type": "llama3",
-        },
-        "eos_token_id": [2, 3],
-    },
-    "mistral": {
-        **BASE,
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "head_dim": 16,
-        "rope_theta": 1000.0,
-        "sliding_window": 16,
-    },
-    "smollm2": {
-        **LLAMA,
-        "head_dim": 16,
-        "tie_word_embeddings": True,
-        "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"},
-    },
-    "qwen2": {**QWEN2, "num_attention_heads": 2, "num_key_value_heads": 1, "rope_theta": 1000000.0},
-    "qwen3": {
-        **BASE,
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "head_dim": 16,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
-    },
-    "llama_linear": {**SMALL, "rope_scaling": {"type": "linear", "factor": 4.0}},
-    "llama_yarn": {
-        **LLAMA,
-        "head_dim": 16,
-        "rope_theta": 10000.0,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 32,
-            "beta_fast": 4.0,
-            "beta_slow": 0.5,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.5,
-        },
-    },
-    "llama_yarn_attention_factor": {
-        **SMALL,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 32,
-            "attention_factor": 1.3,
-            "beta_fast": 4.0,
-            "beta_slow": 0.5,
-            "truncate": False,
-        },
-    },
-    "qwen2_yarn": {
-        **QWEN2,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "vocab_size": 64,
-        "tie_word_embeddings": True,
-        "rope_theta": 1000000.0,
-        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
-    },
-    "llama_bf16": {**SMALL, "num_hidden_layers": 2, "torch_dtype": "bfloat16"},
-    "llama_head_dim": {**SMALL, "head_dim": 24, "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}},
-    "llama_sharded": {**SMALL, "tie_word_embeddings": False},
-}
-# Changes that must alter a fixture's logits: they remove its feature.
-WITHOUT: dict[str, dict[str, Any]] = {
-    "llama3": {"rope_scaling": None},
-    "mistral": {"sliding_window": None},
-    "llama_linear": {"rope_scaling": None},
-    "llama_yarn": {"rope_scaling": {**MODELS["llama_yarn"]["rope_scaling"], "mscale": None}},
-    "llama_yarn_attention_factor": {
-        "rope_parameters": {**MODELS["llama_yarn_attention_factor"]["rope_parameters"], "truncate": True}
-    },
-    "qwen2_yarn": {"rope_scaling": None},
-}
-
 
 def random_weights(model: torch.nn.Module, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Return weights large enough that every part of the model affects the logits; norms near one, biases not zero."""
+    """Return weights large enough that every part of the model affects the logits; norms near their start, biases not
+    zero."""
     weights = {}
     for name, value in model.state_dict().items():
         noise = torch.randn(value.shape, generator=generator, dtype=torch.float32)
-        if "norm" in name:
-            weights[name] = 1.0 + 0.3 * noise
+        if "norm" in name and name.endswith("weight"):
+            weights[name] = value.float() + 0.3 * noise
         elif "embed_tokens" in name:
-            weights[name] = noise if not model.config.tie_word_embeddings else 0.5 * noise
+            weights[name] = noise if "lm_head.weight" in model.state_dict() and not tied(model) else 0.5 * noise
         else:
             weights[name] = 0.25 * noise
-    if model.config.tie_word_embeddings:
-        weights.pop("lm_head.weight", None)
+    if tied(model):
+        weights["lm_head.weight"] = weights[next(name for name in weights if name.endswith("embed_tokens.weight"))]
     return weights
 
 
-def write_sharded(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Write three files and an index; as in real checkpoints, a layer's tensors may be in different files."""
-    names = sorted(weights)
-    files = [f"model-{i + 1:05d}-of-00003.safetensors" for i in range(3)]
-    weight_map = {name: files[i * 3 // len(names)] for i, name in enumerate(names)}
-    for file in files:
-        save_file({n: weights[n] for n in names if weight_map[n] == file}, folder / file, metadata={"format": "pt"})
-    index = {"metadata": {"total_size": sum(w.nbytes for w in weights.values())}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+def tied(model: torch.nn.Module) -> bool:
+    """Return whether the head is the embedding."""
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def save(model: torch.nn.Module, folder: Path, *, sharded: bool) -> None:
+    """Write the weights under the names that checkpoints on the hub have, and keep the folder's config.json."""
+    config = (folder / "config.json").read_bytes()
+    model.save_pretrained(folder, max_shard_size="30KB" if sharded else "1GB")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (folder / "config.json").write_bytes(config)
+
+
+def with_changes(raw: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return a config with changed fields; in objects, only the fields that are named change, and null removes one."""
+    changed = dict(raw)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(raw.get(key), dict)
+        changed[key] = with_changes(raw[key], value) if both else value
+    return {key: value for key, value in changed.items() if value is not None or key == "sliding_window"}
 
 
 def read_back(
-    folder: Path, weights: dict[str, torch.Tensor], override: dict[str, Any] | None = None
+    folder: Path, weights: dict[str, torch.Tensor] | None = None, changes: dict[str, Any] | None = None
 ) -> torch.nn.Module:
-    """Load the folder with Hugging Face, in float32 with eager attention; `override` replaces config fields."""
-    config = AutoConfig.from_pretrained(folder)
-    if override is not None:
-        raw = json.loads((folder / "config.json").read_text()) | override
-        raw.pop("model_type")
-        config = type(config)(**{k: v for k, v in raw.items() if v is not None or k == "sliding_window"})
+    """Load the folder with Hugging Face, in float32 with eager attention; or `weights` with a changed config."""
+    if weights is not None:
+        raw = with_changes(json.loads((folder / "config.json").read_text()), changes or {})
+        config = AutoConfig.for_model(**raw)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-        missing, extra = model.load_state_dict({k: v.float() for k, v in weights.items()}, strict=False)
-        assert not extra, extra
-        assert missing in ([], ["lm_head.weight"]), missing
-        model.tie_weights()
+        known = model.state_dict().keys()
+        model.load_state_dict({k: v.float() for k, v in weights.items() if k in known}, strict=False)
         return model.eval()
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
@@ -197,33 +93,35 @@ def logits_of(model: torch.nn.Module, sequences: list[np.ndarray]) -> list[np.nd
     return [model(torch.from_numpy(ids)[None].long()).logits[0].float().numpy() for ids in sequences]
 
 
-def make_model(name: str, seed: int) -> None:
-    """Write one fixture folder: config.json, weights, and golden.npz with `ids_N` and `logits_N`."""
-    raw = MODELS[name]
-    folder = FIXTURES / "golden" / name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(raw, indent=1) + "\n")
+def make_model(folder: Path) -> None:
+    """Write the weights of a fixture, and golden.npz with `ids_N` and `logits_N`."""
+    raw = json.loads((folder / "config.json").read_text())
+    seed = zlib.crc32(folder.name.encode())
+    for old in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
+        old.unlink()
+    torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    config = AutoConfig.from_pretrained(folder)
-    weights = random_weights(AutoModelForCausalLM.from_config(config, dtype=torch.float32), generator)
-    if raw.get("torch_dtype") == "bfloat16":
-        weights = {k: v.to(torch.bfloat16) for k, v in weights.items()}
-    if name == "llama_sharded":
-        write_sharded(folder, weights)
-    else:
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    weights = random_weights(model, generator)
+    if "bfloat16" in (raw.get("torch_dtype"), raw.get("dtype")):
+        weights = {k: v.to(torch.bfloat16).float() for k, v in weights.items()}
+    model.load_state_dict(weights)
+    if "bfloat16" in (raw.get("torch_dtype"), raw.get("dtype")):
+        model = model.to(torch.bfloat16)
+    save(model, folder, sharded=folder.name.endswith("_sharded"))
     rng = np.random.default_rng(seed)
-    sequences = [rng.integers(3, raw["vocab_size"], n).astype(np.int32) for n in LENGTHS]
-    logits = logits_of(read_back(folder, weights), sequences)
-    if name in WITHOUT:
-        plain = logits_of(read_back(folder, weights, WITHOUT[name]), sequences)
+    vocab_size = raw.get("vocab_size") or raw["text_config"]["vocab_size"]
+    sequences = [rng.integers(3, vocab_size, n).astype(np.int32) for n in LENGTHS]
+    logits = logits_of(read_back(folder), sequences)
+    without = folder / "without.json"
+    for key, value in (json.loads(without.read_text()) if without.is_file() else {}).items():
+        plain = logits_of(read_back(folder, weights, {key: value}), sequences)
         change = max(float(np.abs(a - b).max()) for a, b in zip(logits, plain))
-        assert change > 0.02, f"{name}: without {list(WITHOUT[name])} logits change by {change} only"
+        assert change > 0.02, f"{folder.name}: with {key}={value} logits change by {change} only"
     arrays = {f"ids_{i}": s for i, s in enumerate(sequences)} | {f"logits_{i}": x for i, x in enumerate(logits)}
     np.savez_compressed(folder / "golden.npz", **arrays)
     size = sum(f.stat().st_size for f in folder.iterdir())
-    print(f"{name:30} {size / 1e3:6.0f} kB   logits std {np.concatenate(logits).std():.2f}")
+    print(f"{folder.name:30} {size / 1e3:6.0f} kB   logits std {np.concatenate(logits).std():.2f}")
 
 
 LONG = (
@@ -289,12 +187,11 @@ def make_greedy(gguf: Path, steps: int = 64) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--gguf", type=Path, help="SmolLM2-135M-Instruct's GGUF file: also create its greedy tokens")
-    parser.add_argument("--skip-models", action="store_true", help="don't create the tiny models")
+    parser.add_argument("--gguf", type=Path, help="SmolLM2-135M-Instruct's GGUF file: create its greedy tokens")
+    parser.add_argument("names", nargs="*", help="folders of tests/fixtures/golden")
     args = parser.parse_args()
-    if not args.skip_models:
-        for seed, name in enumerate(MODELS):
-            make_model(name, seed)
+    for name in args.names:
+        make_model(FIXTURES / "golden" / name)
     if args.gguf:
         make_greedy(args.gguf)
 

@@ -19,8 +19,8 @@ from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.layers.rope import frequencies
 from jaxserve.model_source import read_config, resolve
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
-from jaxserve.models.config import ModelConfig, parse_model_config
-from jaxserve.models.registry import family
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.registry import family, parse_model_config
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.token_bytes import byte_alphabet
 from jaxserve.text.tokenizer import load_tokenizer
@@ -42,7 +42,7 @@ def load(model: Path) -> ModelConfig:
     config = parse_model_config(read_config(source), str(source.config_file))
     inverse, scale = frequencies(config.rope, config.head_dim)
     assert np.isfinite(inverse).all()
-    assert np.isfinite(scale)
+    assert np.isfinite(scale).all()
     tokenizer = load_tokenizer(source)
     assert all(token_id >= 0 for token_id in tokenizer.eos_ids)
     tokenizer.decode(tokenizer.encode("Hello <s>"))
@@ -50,7 +50,7 @@ def load(model: Path) -> ModelConfig:
     ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
     check_tensors(source, config)
     abstract = family(config).abstract(config, np.dtype(np.float32))
-    reader = open_weights(source, config, abstract)
+    reader = open_weights(source, abstract)
     for path, spec in flatten(abstract)[0]:
         out = np.empty(spec.shape, spec.dtype)
         reader.fill(path, spec, tuple(slice(0, length) for length in spec.shape), out)

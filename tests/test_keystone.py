@@ -20,8 +20,8 @@ import pytest
 from jaxserve.api_types import EngineInfo, EngineRequest, FinishReason, SamplingParams, TokenEvent, TokenLogprobs
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.core.loop import EngineLoop
-from jaxserve.models.config import ModelConfig, parse_model_config
-from jaxserve.models.registry import family
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.registry import family, parse_model_config
 from jaxserve.runtime.devices.mesh import shardings
 from jaxserve.runtime.programs.builder import step_keys
 from jaxserve.runtime.step import batch as batches

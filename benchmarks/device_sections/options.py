@@ -18,7 +18,7 @@ from device_sections.prediction import step_seconds
 from device_sections.run import SectionRun
 from jaxserve.api_types import SamplingParams
 from jaxserve.config.schema import EngineConfig
-from jaxserve.models.config import parse_model_config
+from jaxserve.models.registry import parse_model_config
 from jaxserve.runtime.devices.attach import attach
 from jaxserve.runtime.devices.device import facts_of_device
 from jaxserve.runtime.devices.mesh import make_mesh, shardings

@@ -12,7 +12,7 @@ import numpy as np
 from device_sections.models import config_of
 from device_sections.run import SectionRun
 from jaxserve.config.schema import EngineConfig
-from jaxserve.models.config import parse_model_config
+from jaxserve.models.registry import parse_model_config
 from jaxserve.runtime.devices.device import facts_of_device
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
 from jaxserve.runtime.programs.builder import ProgramBuilder, leaves_of

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.batch import TokenBatch
 from jaxserve.layers.linear import linear, row_parallel
-from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import rotate
+from jaxserve.layers.norm import rms_norm, rms_norm_of_shards
+from jaxserve.layers.rope import Rotation, rotate
 from pallas_kernels.packed_matmul import PackedWeight
 from pallas_kernels.paged_attention import Backend, PagedKV, paged_attention, qkv_attention
 
@@ -22,24 +22,30 @@ from pallas_kernels.paged_attention import Backend, PagedKV, paged_attention, qk
 class AttentionParams:
     """The attention weights of one layer.
 
-    `qkv` stores each KV head together with its group of query heads, so that shards are split by KV head.
+    `qkv` stores each KV head together with its group of query heads, so that shards are split by KV head. `q_norm` and
+    `k_norm` are the weights of norms of each head, or, with a dimension of heads, of one norm of all heads.
     """
 
     qkv: Float[Array, "kv_heads group_plus_2 head_dim dim"] | PackedWeight
     output: Float[Array, "dim kv_heads group head_dim"] | PackedWeight
     qkv_bias: Float[Array, "kv_heads group_plus_2 head_dim"] | None
     output_bias: Float[Array, " dim"] | None
-    q_norm: Float[Array, " head_dim"] | None
-    k_norm: Float[Array, " head_dim"] | None
+    q_norm: Float[Array, " head_dim"] | Float[Array, "kv_heads group head_dim"] | None
+    k_norm: Float[Array, " head_dim"] | Float[Array, "kv_heads 1 head_dim"] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSettings:
-    """The static settings of an attention layer; layers with equal settings share a trace."""
+    """The static settings of an attention layer; layers with equal settings share a trace.
 
-    window: int | None
+    `scale` multiplies the products of queries and keys; None is one over the root of the head size.
+    """
+
     norm_eps: float
     backend: Backend
+    window: int | None = None
+    scale: float | None = None
+    soft_cap: float | None = None
 
 
 @jax.named_scope("attention")
@@ -49,34 +55,45 @@ def self_attention(
     batch: TokenBatch,
     kv: PagedKV,
     layer: Int[Array, ""],
-    rotation: tuple[Array, Array],
+    rotation: Rotation | None,
     settings: AttentionSettings,
+    query_scale: Float[Array, " tokens"] | None = None,
 ) -> tuple[Float[Array, "tokens dim"], PagedKV]:
-    """Attend from the batch's tokens to their sequences, and write their keys and values to `kv`."""
+    """Attend from the batch's tokens to their sequences, and write their keys and values to `kv`.
+
+    Without `rotation`, positions have no effect but by order. `query_scale` multiplies the rotated queries of a token.
+    """
     kv_heads, rows, head_dim, _ = params.qkv.shape
     bias = None if params.qkv_bias is None else params.qkv_bias.reshape(-1)
     weight = params.qkv.reshape(kv_heads * rows * head_dim, -1)
     where = batch.page_table, batch.query_starts, batch.kv_lens, batch.num_decodes, batch.num_seqs
     options: dict[str, Any] = {
-        "scale": head_dim**-0.5,
+        "scale": head_dim**-0.5 if settings.scale is None else settings.scale,
         "window": settings.window,
+        "soft_cap": settings.soft_cap,
         "decode_only": batch.decode_only,
         "backend": settings.backend,
     }
-    if settings.backend.takes_qkv:
-        norms = None if params.q_norm is None or params.k_norm is None else (params.q_norm, params.k_norm)
-        turns = rotation[0][:, 0, 0], rotation[1][:, 0, 1]
-        options |= {"eps": settings.norm_eps}
+    norms = None if params.q_norm is None or params.k_norm is None else (params.q_norm, params.k_norm)
+    if settings.backend.takes_qkv and (norms is None or norms[0].ndim == 1):
+        turns: Any = None if rotation is None else (rotation[0][:, 0, 0], rotation[1][:, 0, 1])
+        options |= {"eps": settings.norm_eps} | ({} if query_scale is None else {"query_scale": query_scale})
         attended, kv = qkv_attention(linear(x, weight), bias, norms, turns, kv, layer, *where, **options)
     else:
-        heads = _heads(linear(x, weight, bias), params, rotation, settings.norm_eps)
-        attended, kv = paged_attention(*heads, kv, layer, *where, **options)
+        heads = linear(x, weight, bias).reshape(len(x), kv_heads, rows, head_dim)
+        q, k, v = _heads(heads, norms, rotation, settings.norm_eps)
+        if query_scale is not None:
+            q *= query_scale[:, None, None].astype(q.dtype)
+        attended, kv = paged_attention(q, k, v, kv, layer, *where, **options)
     output = params.output.reshape(params.output.shape[0], -1)
     return row_parallel(attended.reshape(len(x), -1), output, params.output_bias), kv
 
 
 def _heads(
-    qkv: Float[Array, "tokens width"], params: AttentionParams, rotation: tuple[Array, Array], eps: float
+    qkv: Float[Array, "tokens kv_heads group_plus_2 head_dim"],
+    norms: tuple[Array, Array] | None,
+    rotation: Rotation | None,
+    eps: float,
 ) -> tuple[
     Float[Array, "tokens heads head_dim"],
     Float[Array, "tokens kv_heads head_dim"],
@@ -86,13 +103,26 @@ def _heads(
 
     Queries and keys are normalized and rotated as one array: half the kernels, the same numbers.
     """
-    kv_heads, rows, head_dim, _ = params.qkv.shape
-    tokens, group = len(qkv), rows - 2
-    qkv = qkv.reshape(tokens, kv_heads, rows, head_dim)
+    tokens, kv_heads, rows, head_dim = qkv.shape
+    group = rows - 2
     qk = qkv[:, :, : group + 1]
-    if params.q_norm is not None and params.k_norm is not None:
-        norms = jnp.concatenate([jnp.tile(params.q_norm, (group, 1)), params.k_norm[None]])
-        qk = rms_norm(qk, norms, eps)
-    qk = rotate(qk.reshape(tokens, kv_heads * (group + 1), head_dim), *rotation)
-    qk = qk.reshape(tokens, kv_heads, group + 1, head_dim)
+    if norms is not None:
+        qk = _normed(qk, *norms, eps)
+    if rotation is not None:
+        qk = rotate(qk.reshape(tokens, kv_heads * (group + 1), head_dim), *rotation)
+        qk = qk.reshape(tokens, kv_heads, group + 1, head_dim)
     return qk[:, :, :group].reshape(tokens, kv_heads * group, head_dim), qk[:, :, group], qkv[:, :, group + 1]
+
+
+def _normed(
+    qk: Float[Array, "tokens kv_heads group_plus_1 head_dim"], q_norm: Array, k_norm: Array, eps: float
+) -> Float[Array, "tokens kv_heads group_plus_1 head_dim"]:
+    """Normalize each head, or all queries and all keys of a token if the norms have a dimension of heads."""
+    if q_norm.ndim == 1:
+        group = qk.shape[2] - 1
+        return rms_norm(qk, jnp.concatenate([jnp.tile(q_norm, (group, 1)), k_norm[None]]), eps)
+    q, k = (
+        rms_norm_of_shards(x.reshape(len(x), -1), norm.reshape(-1), eps).reshape(x.shape)
+        for x, norm in ((qk[:, :, :-1], q_norm), (qk[:, :, -1:], k_norm))
+    )
+    return jnp.concatenate([q, k], axis=2)

@@ -1,24 +1,44 @@
-"""The gated feed-forward block (Shazeer 2020)."""
+"""Feed-forward blocks: gated (Shazeer 2020) and plain."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
+
+import flax.struct
 import jax
 from jaxtyping import Array, Float
 
 from jaxserve.layers.linear import linear, row_parallel
 from pallas_kernels.packed_matmul import PackedWeight
 
+ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+"""By Hugging Face's names."""
+
+
+@flax.struct.dataclass
+class MlpParams:
+    """The weights of a feed-forward block; `up` has one matrix, or two if the block is gated: gate and up."""
+
+    up: Float[Array, "matrices ffn dim"] | PackedWeight
+    down: Float[Array, "dim ffn"] | PackedWeight
+    up_bias: Float[Array, "matrices ffn"] | None
+    down_bias: Float[Array, " dim"] | None
+
 
 @jax.named_scope("mlp")
-def gated_mlp(
-    x: Float[Array, "tokens dim"],
-    gate_up: Float[Array, "2 ffn_shard dim"] | PackedWeight,
-    down: Float[Array, "dim ffn_shard"] | PackedWeight,
-    gate_up_bias: Float[Array, "2 ffn_shard"] | None = None,
-    down_bias: Float[Array, " dim"] | None = None,
-) -> Float[Array, "tokens dim"]:
-    """Return `down(silu(gate(x)) * up(x))`; gate and up are one product."""
-    width = gate_up.shape[1]
-    bias = None if gate_up_bias is None else gate_up_bias.reshape(-1)
-    both = linear(x, gate_up.reshape(2 * width, -1), bias)
-    return row_parallel(jax.nn.silu(both[:, :width]) * both[:, width:], down, down_bias)
+def mlp(x: Float[Array, "tokens dim"], params: MlpParams, activation: str = "silu") -> Float[Array, "tokens dim"]:
+    """Return `down(act(gate(x)) * up(x))`, or `down(act(up(x)))` without a gate; gate and up are one product."""
+    matrices, width, _ = params.up.shape
+    bias = None if params.up_bias is None else params.up_bias.reshape(-1)
+    both = linear(x, params.up.reshape(matrices * width, -1), bias)
+    inner = ACTIVATIONS[activation](both[:, :width])
+    if matrices == 2:
+        inner *= both[:, width:]
+    return row_parallel(inner, params.down, params.down_bias)

@@ -1,6 +1,8 @@
-"""Rotary position embedding (Su et al. 2021) and its scalings: linear, Llama 3's, YaRN (Peng et al. 2023).
+"""Rotary position embedding (Su et al. 2021) and its scalings: linear, dynamic NTK, Llama 3's, YaRN (Peng et al. 2023),
+LongRoPE (Ding et al. 2024).
 
-Frequencies are computed on the host in float32, as Hugging Face does, so that logits are equal.
+Frequencies are computed on the host in float32, as Hugging Face does, so that logits are equal. Pairs of dimensions are
+half a head apart; checkpoints that have them elsewhere are reordered when they are loaded (`head_order`).
 """
 
 from __future__ import annotations
@@ -12,16 +14,27 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+Rotation = tuple[Float[Array, "tokens 1 2 half"], Float[Array, "tokens 1 2 half"]]
+"""Cosines and signed sines of a step's tokens, for both halves of a head."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """The base frequency of a rotary embedding and its scaling. `kind` is Hugging Face's `rope_type`."""
+    """The base frequency of a rotary embedding and its scaling. `kind` is Hugging Face's `rope_type`.
+
+    The first `rotated` dimensions of a head are rotated, all if None; `interleaved` tells whether a checkpoint has the
+    two dimensions of a pair side by side. `context` is the context length of the deployment, by which longrope and
+    dynamic choose their frequencies once for all sequences, so that these can share pages.
+    """
 
     theta: float = 10000.0
     kind: str = "default"
+    rotated: int | None = None
+    interleaved: bool = False
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    max_position: int = 0
     original_max_position: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -30,11 +43,42 @@ class RopeConfig:
     mscale_all_dim: float = 0.0
     truncate: bool = True
     factors: tuple[float, ...] = ()
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    context: int = 0
 
 
-def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Return the inverse frequencies, `[head_dim / 2]` in float32, and the factor on cos and sin."""
-    base = np.float32(rope.theta) ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
+def head_order(rope: RopeConfig, head_dim: int) -> tuple[int, ...] | None:
+    """Return the order that puts the pairs of a checkpoint's heads half a head apart; None if they are there already.
+
+    Dimensions that aren't rotated become pairs too, of frequency 0.
+    """
+    rotated = head_dim if rope.rotated is None else rope.rotated
+    if rotated == head_dim and not rope.interleaved:
+        return None
+    pairs = np.arange(rotated).reshape(-1, 2).T if rope.interleaved else np.arange(rotated).reshape(2, -1)
+    others = np.arange(rotated, head_dim).reshape(2, -1)
+    return tuple(np.concatenate([pairs, others], axis=1).reshape(-1).tolist())
+
+
+def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the inverse frequency of each pair of a head and the factor on its cos and sin, `[head_dim / 2]` float32.
+
+    Pairs that aren't rotated have frequency 0 and factor 1.
+    """
+    dim = head_dim if rope.rotated is None else rope.rotated
+    inverse, scale = _frequencies(rope, dim)
+    idle = (head_dim - dim) // 2
+    scales = np.concatenate([np.full(dim // 2, scale), np.ones(idle)])
+    return np.concatenate([inverse, np.zeros(idle, np.float32)]), scales.astype(np.float32)
+
+
+def _frequencies(rope: RopeConfig, dim: int) -> tuple[np.ndarray, float]:
+    theta = np.float32(rope.theta)
+    if rope.kind == "dynamic" and rope.context > rope.max_position:
+        stretch = rope.factor * rope.context / rope.max_position - (rope.factor - 1)
+        theta = np.float32(rope.theta * stretch ** (dim / (dim - 2)))
+    base = theta ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
     inverse = (1.0 / base).astype(np.float32)
     match rope.kind:
         case "linear":
@@ -42,7 +86,11 @@ def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
         case "llama3":
             return _llama3(inverse, rope), 1.0
         case "yarn":
-            return _yarn(inverse, rope, head_dim), _yarn_scale(rope)
+            return _yarn(inverse, rope, dim), _yarn_scale(rope)
+        case "longrope":
+            is_long = rope.context > rope.original_max_position
+            factors = rope.long_factors if is_long else rope.short_factors
+            return (1.0 / (np.asarray(factors, np.float32) * base)).astype(np.float32), _longrope_scale(rope)
         case "factors":
             return inverse / np.asarray(rope.factors, np.float32), 1.0
     return inverse, 1.0
@@ -60,19 +108,17 @@ def _llama3(inverse: np.ndarray, rope: RopeConfig) -> np.ndarray:
     return np.where(wavelength < shortest, inverse, scaled).astype(np.float32)
 
 
-def _yarn(inverse: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
+def _yarn(inverse: np.ndarray, rope: RopeConfig, dim: int) -> np.ndarray:
     def dimension(rotations: float) -> float:
-        return (head_dim * math.log(rope.original_max_position / (rotations * 2 * math.pi))) / (
-            2 * math.log(rope.theta)
-        )
+        return (dim * math.log(rope.original_max_position / (rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001
-    ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
     return (inverse / rope.factor * ramp + inverse * (1 - ramp)).astype(np.float32)
 
 
@@ -88,10 +134,14 @@ def _yarn_scale(rope: RopeConfig) -> float:
     return scale(1.0)
 
 
-def rotation(
-    positions: Int[Array, " tokens"], rope: RopeConfig, head_dim: int
-) -> tuple[Float[Array, "tokens 1 2 half"], Float[Array, "tokens 1 2 half"]]:
-    """Return cosines and signed sines of the step's positions, for both halves of a head; all layers share them."""
+def _longrope_scale(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position))
+
+
+def rotation(positions: Int[Array, " tokens"], rope: RopeConfig, head_dim: int) -> Rotation:
+    """Return the rotation of the step's positions; layers share it."""
     inverse, scale = frequencies(rope, head_dim)
     angle = positions.astype(jnp.float32)[:, None, None] * jnp.asarray(inverse)
     cos, sin = jnp.cos(angle) * scale, jnp.sin(angle) * scale

@@ -48,12 +48,19 @@ class Fields:
     """The fields of a JSON object, or of one like it, from the file `where`.
 
     A field that is null counts as missing. A missing field has the caller's default; without a default it is an error.
-    All errors are `ConfigError`s.
+    All errors are `ConfigError`s. `read` are the names that somebody asked for.
     """
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.raw = raw
         self.where = where
+        self.read: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a field of any type."""
+        self.read.add(name)
+        value = self.raw.get(name)
+        return default if value is None else value
 
     def integer(self, name: str, allowed: Range, default: int | None = None) -> int:
         """Return a whole number; 8.0 counts as one."""
@@ -86,7 +93,7 @@ class Fields:
 
     def texts(self, name: str) -> list[str] | None:
         """Return a list of strings, or None if the field is missing."""
-        value = self.raw.get(name)
+        value = self.get(name)
         if value is not None and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
             raise self.error(name, "a list of strings")
         return value
@@ -122,8 +129,7 @@ class Fields:
         return ConfigError(f"{self.where}: {name} should be {allowed}, it is {abbreviate(value)}")
 
     def _present(self, name: str, default: Any, allowed: str) -> Any:
-        value = self.raw.get(name)
-        value = default if value is None else value
+        value = self.get(name, default)
         if value is None:
             raise self.error(name, allowed)
         return value

@@ -1,9 +1,9 @@
-"""The Llama family; its config covers Llama 2 and 3, Mistral, SmolLM2, Qwen2 and 2.5 (biases), Qwen3 (q/k norms)."""
+"""The Llama family: Llama 2 and 3, SmolLM2, Mistral (windows), Qwen2 and 2.5 (biases), Qwen3 (norms of heads)."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
 
 import flax.struct
 import jax
@@ -11,143 +11,104 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxserve.errors import ConfigError
 from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
 from jaxserve.layers.batch import TokenBatch
-from jaxserve.layers.mlp import gated_mlp
+from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import rotation
-from jaxserve.models.config import ModelConfig
-from jaxserve.params import Initializer, KVSpec, ParamSpec, TensorMapping
+from jaxserve.layers.rope import RopeConfig, Rotation, rotation
+from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, Fields, Range
+from jaxserve.models.config import FULL, SLIDING, ModelConfig, read_sizes, read_windows, refuse
+from jaxserve.models.parameters import Declare, Params
+from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend, PagedKV
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """The config of the family."""
+
+    norm_eps: float
+    rope: RopeConfig
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
 
 
 @flax.struct.dataclass
 class LayerParams:
-    """The weights of one decoder layer. `gate_up` is `[2, ffn, dim]`."""
+    """The weights of one decoder layer."""
 
     attention_norm: Array
     attention: AttentionParams
     mlp_norm: Array
-    gate_up: Array
-    down: Array
-    gate_up_bias: Array | None
-    down_bias: Array | None
+    mlp: MlpParams
 
 
-@flax.struct.dataclass
-class Params:
-    """All weights of a model. `output` is None if the head is tied to the embedding."""
-
-    embedding: Array
-    layers: tuple[LayerParams, ...]
-    norm: Array
-    output: Array | None
-
-
-def abstract(config: ModelConfig, dtype: np.dtype) -> Params:
-    """Return the tree of parameters, with a `ParamSpec` in the place of each array."""
-
-    def spec(*dims: tuple[int, str | None], init: Initializer = "normal", **layout: Any) -> Any:
-        fan_in = dims[-1][0]
-        return ParamSpec(
-            tuple(size for size, _ in dims),
-            dtype,
-            tuple(axis for _, axis in dims),
-            init,
-            scale=fan_in**-0.5,
-            **layout,
-        )
-
-    dim, ffn = (config.hidden_size, None), (config.intermediate_size, "mlp")
-    vocab, head = (config.padded_vocab_size, "vocab"), (config.head_dim, None)
-    padding = config.padded_vocab_size - config.vocab_size
-    replicas = config.kv_replicas
-    count = config.num_kv_heads * replicas
-    kv_heads, group = (count, "kv_heads"), config.num_heads // count
-    # Every replica of a KV head computes its keys and values; its queries are divided between the replicas.
-    qkv: dict[str, Any] = {"kv_replicas": replicas, "kv_shared": 2}
-
-    def layer() -> LayerParams:
-        return LayerParams(
-            attention_norm=spec(dim, init="ones"),
-            attention=AttentionParams(
-                qkv=spec(kv_heads, (group + 2, None), head, dim, inputs=1, **qkv),
-                output=spec(dim, kv_heads, (group, None), head, inputs=3, kv_replicas=replicas),
-                qkv_bias=spec(kv_heads, (group + 2, None), head, init="zeros", **qkv) if config.qkv_bias else None,
-                output_bias=spec(dim, init="zeros") if config.output_bias else None,
-                q_norm=spec(head, init="ones") if config.qk_norm else None,
-                k_norm=spec(head, init="ones") if config.qk_norm else None,
-            ),
-            mlp_norm=spec(dim, init="ones"),
-            gate_up=spec((2, None), ffn, dim, inputs=1),
-            down=spec(dim, ffn, inputs=1),
-            gate_up_bias=spec((2, None), ffn, init="zeros") if config.mlp_bias else None,
-            down_bias=spec(dim, init="zeros") if config.mlp_bias else None,
-        )
-
-    return Params(
-        embedding=spec(vocab, dim, padding=padding),
-        layers=tuple(layer() for _ in range(config.num_layers)),
-        norm=spec(dim, init="ones"),
-        output=None if config.tie_word_embeddings else spec(vocab, dim, padding=padding, inputs=1),
+def parse(fields: Fields) -> Config:
+    """Read a config.json. Raises `ConfigError`."""
+    sizes = read_sizes(fields)
+    refuse(fields, hidden_act="silu")
+    kind = sizes["architecture"].removesuffix("ForCausalLM")
+    biased = fields.boolean("attention_bias", False)
+    return Config(
+        **sizes,
+        norm_eps=fields.number("rms_norm_eps", NORM_EPSILON, 1e-6),
+        rope=read_rope(fields, sizes["max_position_embeddings"], sizes["head_dim"]),
+        qkv_bias=biased or kind == "Qwen2",
+        output_bias=biased and kind in ("Llama", "Qwen3"),
+        mlp_bias=fields.boolean("mlp_bias", False),
+        qk_norm=kind == "Qwen3",
+        windows=read_windows(fields, sizes["num_layers"], _layer_types(fields, kind, sizes["num_layers"])),
     )
 
 
-def kv_specs(config: ModelConfig) -> tuple[KVSpec, ...]:
-    """Return one group for all layers: layers with a sliding window also keep whole sequences, and mask."""
-    return (KVSpec(config.num_layers, config.num_kv_heads * config.kv_replicas, config.head_dim),)
+def _layer_types(fields: Fields, kind: str, layers: int) -> list[str]:
+    """Return which layers have a window if the checkpoint doesn't say it by layer."""
+    asked, full = (
+        fields.boolean("use_sliding_window", False),
+        fields.integer("max_window_layers", Range(0, LAYERS.most), 28),
+    )
+    if kind == "Llama" and fields.get("sliding_window") is not None:
+        raise ConfigError(f"sliding_window={fields.get('sliding_window')} is not a field of the Llama architecture")
+    if kind == "Mistral":
+        return [SLIDING] * layers
+    return [SLIDING if asked and i >= full else FULL for i in range(layers)]
 
 
-def tensor_mappings(config: ModelConfig) -> dict[str, TensorMapping]:
-    """Return the mapping of each checkpoint tensor to its parameter, by Hugging Face name."""
-    dim, ffn, vocab, head = config.hidden_size, config.intermediate_size, config.vocab_size, config.head_dim
-    kv_heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
-    mappings = {
-        "model.embed_tokens.weight": TensorMapping(("embedding",), (vocab, dim), (0, 0)),
-        "model.norm.weight": TensorMapping(("norm",), (dim,), (0,)),
-    }
-    if not config.tie_word_embeddings:
-        mappings["lm_head.weight"] = TensorMapping(("output",), (vocab, dim), (0, 0))
-    for i in range(config.num_layers):
-        at, name = ("layers", i), f"model.layers.{i}."
-        attn, mlp = (*at, "attention"), f"{name}mlp."
-        mappings[f"{name}input_layernorm.weight"] = TensorMapping((*at, "attention_norm"), (dim,), (0,))
-        mappings[f"{name}post_attention_layernorm.weight"] = TensorMapping((*at, "mlp_norm"), (dim,), (0,))
-        for part, rows, start in (("q", group, 0), ("k", 1, group), ("v", 1, group + 1)):
-            proj = f"{name}self_attn.{part}_proj."
-            mappings[f"{proj}weight"] = TensorMapping((*attn, "qkv"), (kv_heads, rows, head, dim), (0, start, 0, 0))
-            if config.qkv_bias:
-                mappings[f"{proj}bias"] = TensorMapping((*attn, "qkv_bias"), (kv_heads, rows, head), (0, start, 0))
-        proj = f"{name}self_attn.o_proj."
-        mappings[f"{proj}weight"] = TensorMapping((*attn, "output"), (dim, kv_heads, group, head), (0, 0, 0, 0))
-        if config.output_bias:
-            mappings[f"{proj}bias"] = TensorMapping((*attn, "output_bias"), (dim,), (0,))
-        if config.qk_norm:
-            mappings[f"{name}self_attn.q_norm.weight"] = TensorMapping((*attn, "q_norm"), (head,), (0,))
-            mappings[f"{name}self_attn.k_norm.weight"] = TensorMapping((*attn, "k_norm"), (head,), (0,))
-        for part, start in (("gate", 0), ("up", 1)):
-            mappings[f"{mlp}{part}_proj.weight"] = TensorMapping((*at, "gate_up"), (1, ffn, dim), (start, 0, 0))
-            if config.mlp_bias:
-                mappings[f"{mlp}{part}_proj.bias"] = TensorMapping((*at, "gate_up_bias"), (1, ffn), (start, 0))
-        mappings[f"{mlp}down_proj.weight"] = TensorMapping((*at, "down"), (dim, ffn), (0, 0))
-        if config.mlp_bias:
-            mappings[f"{mlp}down_proj.bias"] = TensorMapping((*at, "down_bias"), (dim,), (0,))
-    return mappings
+def abstract(config: Config, dtype: np.dtype) -> Params:
+    """Return the tree of parameters, with a `ParamSpec` in the place of each array."""
+    declare = Declare(config, dtype)
+
+    def layer(i: int) -> LayerParams:
+        name = f"model.layers.{i}"
+        norms = [declare.vector(f"{name}.self_attn.{x}_norm.weight", config.head_dim) for x in "qk" if config.qk_norm]
+        return LayerParams(
+            attention_norm=declare.vector(f"{name}.input_layernorm.weight"),
+            attention=declare.attention(
+                f"{name}.self_attn",
+                config.rope,
+                qkv_bias=config.qkv_bias,
+                output_bias=config.output_bias,
+                **dict(zip(("q_norm", "k_norm"), norms)),
+            ),
+            mlp_norm=declare.vector(f"{name}.post_attention_layernorm.weight"),
+            mlp=declare.mlp(f"{name}.mlp", bias=config.mlp_bias),
+        )
+
+    layers = tuple(layer(i) for i in range(config.num_layers))
+    return Params(declare.embedding(), layers, declare.vector("model.norm.weight"), declare.head())
 
 
-def ignored(name: str) -> bool:
-    """Return whether a checkpoint tensor is not needed: frequencies, which are computed, or the copy of a tied head."""
-    return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
-
-
-def embed(params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
+def embed(config: Config, params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
     """Return the embeddings of the batch's tokens; separate from `forward`, so that rows can be overridden."""
     return embedding.embed(batch.tokens, params.embedding)
 
 
 def forward(
-    config: ModelConfig,
+    config: Config,
     params: Params,
     x: Float[Array, "tokens dim"],
     batch: TokenBatch,
@@ -160,7 +121,7 @@ def forward(
     """
     rope = rotation(batch.positions, config.rope, config.head_dim)
     for i, layer in enumerate(params.layers):
-        settings = AttentionSettings(config.windows[i], config.norm_eps, backend)
+        settings = AttentionSettings(config.norm_eps, backend, config.windows[i])
         with jax.named_scope(f"layer_{i}"):
             x, kv = _layer(x, layer, batch, kv, jnp.int32(i), rope, settings)
     with jax.named_scope("final_norm"):
@@ -174,17 +135,16 @@ def _layer(
     batch: TokenBatch,
     kv: PagedKV,
     index: Int[Array, ""],
-    rope: tuple[Array, Array],
+    rope: Rotation,
     settings: AttentionSettings,
 ) -> tuple[Float[Array, "tokens dim"], PagedKV]:
     """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
     normed = rms_norm(x, params.attention_norm, settings.norm_eps)
     attended, kv = self_attention(normed, params.attention, batch, kv, index, rope, settings)
     x = x + attended
-    normed = rms_norm(x, params.mlp_norm, settings.norm_eps)
-    return x + gated_mlp(normed, params.gate_up, params.down, params.gate_up_bias, params.down_bias), kv
+    return x + mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp), kv
 
 
-def head(params: Params, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:
+def head(config: Config, params: Params, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:
     """Return the logits of hidden states, in float32."""
     return embedding.logits(hidden, params.embedding if params.output is None else params.output)

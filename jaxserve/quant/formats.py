@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxserve.errors import ConfigError
-from jaxserve.params import ParamSpec, Path, TensorMapping, path_of
+from jaxserve.params import ParamSpec, Path, path_of
 from pallas_kernels.cpu import refusal
 from pallas_kernels.packed_matmul import BLOCK, STRIP, Bits
 
@@ -57,7 +56,6 @@ class WeightPacking:
 def choose_packing(
     setting: QuantizationSetting,
     abstract: Any,
-    mappings: Mapping[str, TensorMapping],
     stored: StoredTypes,
     *,
     platform: str,
@@ -70,7 +68,7 @@ def choose_packing(
     """
     obstacle = _obstacle(platform, dtype, tensor)
     linears = dict(_linears(abstract))
-    quantized = {} if obstacle or setting == "none" else _quantized_bits(linears, mappings, stored)
+    quantized = {} if obstacle or setting == "none" else _quantized_bits(linears, stored)
     reason = "" if quantized else obstacle or _unpackable_reason(stored)
     if setting == "gguf" and reason:
         raise ConfigError(f"quantization=gguf: {reason}; leave it at auto, or set none")
@@ -104,19 +102,14 @@ def _unpackable_reason(stored: StoredTypes) -> str:
     )
 
 
-def _quantized_bits(
-    linears: Mapping[Path, ParamSpec], mappings: Mapping[str, TensorMapping], stored: StoredTypes
-) -> dict[Path, Bits]:
+def _quantized_bits(linears: Mapping[Path, ParamSpec], stored: StoredTypes) -> dict[Path, Bits]:
     """Return the bits by path of the weights that can stay quantized.
 
     A parameter made of several tensors takes the widest one's bits, and stays dense if one of them can't be packed.
     """
-    widths_by_path: dict[Path, list[Bits | None]] = defaultdict(list)
-    for name, mapping in mappings.items():
-        widths_by_path[mapping.path].append(BITS.get(stored.get(name, "")))
     found: dict[Path, Bits] = {}
     for path, spec in linears.items():
-        widths = widths_by_path[EMBEDDING if path == HEAD and HEAD not in widths_by_path else path]
+        widths = [BITS.get(stored.get(part.name, "")) for part in spec.parts]
         known = [bits for bits in widths if bits is not None]
         if known and len(known) == len(widths) and _is_packable(spec) and spec.shape[-1] % BLOCK == 0:
             found[path] = max(known)

@@ -15,9 +15,8 @@ import jaxserve
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource, read_config
-from jaxserve.models.config import parse_model_config
 from jaxserve.models.dtypes import dtype_of
-from jaxserve.models.registry import family
+from jaxserve.models.registry import family, parse_model_config
 from jaxserve.weights import open_weights
 from jaxserve.weights.arrays import flatten
 from jaxserve.weights.manifest import write_manifest
@@ -37,7 +36,7 @@ def convert(source: ModelSource, config: EngineConfig, folder: Path, progress: P
     raw = read_config(source)
     model = parse_model_config(raw, str(source.config_file))
     abstract = family(model).abstract(model, dtype_of(config.dtype))
-    reader = open_weights(source, model, abstract, load_format=config.load_format, seed=config.random_seed)
+    reader = open_weights(source, abstract, load_format=config.load_format, seed=config.random_seed)
     total = sum(spec.nbytes for _, spec in flatten(abstract)[0])
     try:
         (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

@@ -5,6 +5,8 @@ Finds the files and reads their headers. The files are memory-mapped: a tensor i
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,11 @@ from jaxserve.weights.source import TensorInfo, row_blocks
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
 _READABLE = ("F64", "F32", "F16", "BF16")
 
 
@@ -28,7 +35,7 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: dict[str, Any] = {}
+        self._slices: dict[str, Callable[[], Any]] = {}
         self._infos: dict[str, TensorInfo] = {}
         for file, wanted in _files_to_open(folder).items():
             try:
@@ -37,10 +44,11 @@ class SafetensorsFolder:
                 raise ConfigError(
                     f"{folder / file} can't be read as safetensors ({error}); fetch the file again"
                 ) from error
-            for name in opened.offset_keys():
-                if wanted is None or name in wanted:
-                    self._files[name] = opened
-                    self._infos[name] = _info(opened.get_slice(name))
+            for stored in opened.offset_keys():
+                if wanted is None or stored in wanted:
+                    name = _name_alone(stored)
+                    self._slices[name] = functools.partial(opened.get_slice, stored)
+                    self._infos[name] = _info(self._slices[name]())
 
     @property
     def description(self) -> str:
@@ -52,9 +60,17 @@ class SafetensorsFolder:
 
     def read(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
         """See `TensorSource`."""
-        stored = self._files[name].get_slice(name)
+        stored = self._slices[name]()
         for block, part in row_blocks(window, out):
             part[...] = stored[block]
+
+
+def _name_alone(name: str) -> str:
+    """Return the name that a tensor of a text model has without an encoder of images beside it."""
+    for prefix, alone in _TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return alone + name.removeprefix(prefix)
+    return name
 
 
 def _info(stored: Any) -> TensorInfo:

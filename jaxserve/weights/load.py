@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.params import ParamSpec, Path, TensorMapping, Window, dotted
+from jaxserve.params import ParamSpec, Path, TensorPart, Window, dotted
 from jaxserve.quant import EMBEDDING, HEAD, packed_weights
 from jaxserve.weights.arrays import WeightReader, flatten
 from jaxserve.weights.mismatch import join_names, raise_mismatch
@@ -29,36 +29,30 @@ _COPY_ELEMENTS = 1 << 14
 
 
 def checkpoint_reader(
-    abstract: Any,
-    source: TensorSource,
-    mappings: Mapping[str, TensorMapping],
-    *,
-    ignored: Callable[[str], bool] = lambda name: False,
+    abstract: Any, source: TensorSource, dense: Any = None, *, ignored: Callable[[str], bool] = lambda name: False
 ) -> WeightReader:
     """Return a reader of the parameters of `abstract` from `source`; so far only names and shapes have been read.
 
-    `ignored` tells whether the checkpoint may hold a tensor of this name that no parameter uses. Raises `ConfigError`
-    naming the tensors that are missing, left over, of the wrong shape, or of a type that can't be read.
+    If `abstract` has packed weights, `dense` is the same tree without them. `ignored` tells whether the checkpoint may
+    hold a tensor of this name that no parameter uses. Raises `ConfigError` naming the tensors that are missing, left
+    over, of the wrong shape, or of a type that can't be read.
     """
     leaves, _ = flatten(abstract)
     packed = packed_weights(abstract)
-    # A packed weight is one leaf (its bytes), one level below the path that tensors are mapped to
+    # A packed weight is one leaf (its bytes), one level below the path that its parts belong to
     owners = [path[:-1] if path[:-1] in packed else path for path, _ in leaves]
-    check_names(source, mappings, ignored)
-    skipped = [name for name in source.infos if name not in mappings]
+    pieces = {path: spec.parts for path, spec in flatten(abstract if dense is None else dense)[0]}
+    names = check_names(source, pieces, ignored)
+    skipped = sorted(source.infos.keys() - names)
     if skipped:
-        _log.info("weights: %d tensors of the checkpoint are not used: %s", len(skipped), join_names(sorted(skipped)))
-    pieces: dict[Path, list[tuple[str, TensorMapping]]] = defaultdict(list)
-    position: dict[Path, int] = {}
-    for i, name in enumerate(source.infos):
-        if name in mappings:
-            mapping = mappings[name]
-            pieces[mapping.path].append((name, mapping))
-            position.setdefault(mapping.path, i)
+        _log.info("weights: %d tensors of the checkpoint are not used: %s", len(skipped), join_names(skipped))
     if HEAD in packed and HEAD not in pieces:
-        pieces[HEAD], position[HEAD] = pieces[EMBEDDING], position[EMBEDDING]
+        pieces[HEAD] = pieces[EMBEDDING]
+    rank = {name: i for i, name in enumerate(source.infos)}
+    pieces = {path: tuple(sorted(parts, key=lambda part: rank[part.name])) for path, parts in pieces.items()}
+    position = {path: rank[parts[0].name] for path, parts in pieces.items()}
     shapes = {owner: spec.stored_shape for owner, (_, spec) in zip(owners, leaves)}
-    _check_coverage(shapes | {path: weight.shape for path, weight in packed.items()}, pieces)
+    _assert_covered(shapes | {path: weight.shape for path, weight in packed.items()}, pieces)
     blocks = BlockwiseSource(source) if isinstance(source, BlockSource) else None
 
     def fill(path: Path, spec: ParamSpec, window: Window, out: np.ndarray[Any, Any]) -> None:
@@ -71,53 +65,69 @@ def checkpoint_reader(
         mapped = pieces[path[:-1]]
         if weight.bits != 16:
             assert blocks is not None, source.description
-            origin, mapped = blocks, [(name, to_blockwise(mapping)) for name, mapping in mapped]
+            origin, mapped = blocks, tuple(map(to_blockwise, mapped))
         fill_packed(weight, functools.partial(_fill_window, origin, mapped), out)
 
     return WeightReader(fill, tuple(sorted(range(len(owners)), key=lambda i: position[owners[i]])))
 
 
-def _fill_window(
-    source: TensorSource, pieces: Sequence[tuple[str, TensorMapping]], window: Window, out: np.ndarray[Any, Any]
-) -> None:
-    """Write a window of a parameter that is made of these tensors."""
-    for name, mapping in pieces:
-        overlap = _overlap(window, mapping)
+def _fill_window(source: TensorSource, parts: Sequence[TensorPart], window: Window, out: np.ndarray[Any, Any]) -> None:
+    """Write a window of a parameter that is made of these parts."""
+    for part in parts:
+        overlap = _overlap(window, part)
         if overlap is not None:
             inside = tuple(slice(c.start - w.start, c.stop - w.start) for c, w in zip(overlap, window))
-            mapped = tuple(slice(c.start - i, c.stop - i) for c, i in zip(overlap, mapping.index))
-            _read_window(source, name, mapping.shape, mapped, out[inside])
+            mapped = tuple(slice(c.start - i, c.stop - i) for c, i in zip(overlap, part.index))
+            _read_part(source, part, mapped, out[inside])
 
 
-def _overlap(window: Window, mapping: TensorMapping) -> Window | None:
-    """Return the part of a window of a parameter that a tensor fills, or None."""
+def _overlap(window: Window, part: TensorPart) -> Window | None:
+    """Return what a part fills of a window of its parameter, or None."""
     bounds = [
-        (max(part.start, start), min(part.stop, start + length))
-        for part, start, length in zip(window, mapping.index, mapping.shape)
+        (max(w.start, start), min(w.stop, start + length)) for w, start, length in zip(window, part.index, part.shape)
     ]
     return None if any(start >= stop for start, stop in bounds) else tuple(slice(*bound) for bound in bounds)
 
 
-def _read_window(
-    source: TensorSource, name: str, shape: tuple[int, ...], window: Window, out: np.ndarray[Any, Any]
-) -> None:
-    """Fill `out` with a window of a tensor that is mapped as `shape`, in as few reads as strides allow."""
-    stored = _stored_window(source.infos[name].shape, shape, window)
+def _read_part(source: TensorSource, part: TensorPart, window: Window, out: np.ndarray[Any, Any]) -> None:
+    """Fill `out` with a window of a part, in the parameter's order and with its offset."""
+    if part.order is None:
+        _read_window(source, part, window, out)
+    else:
+        axis, entries = part.order
+        whole = (*window[:axis], slice(0, len(entries)), *window[axis + 1 :])
+        values = np.empty([w.stop - w.start for w in whole], out.dtype)
+        _read_window(source, part, whole, values)
+        out[...] = values.take(entries[window[axis]], axis)
+    if part.offset:
+        out += np.asarray(part.offset, out.dtype)
+
+
+def _read_window(source: TensorSource, part: TensorPart, window: Window, out: np.ndarray[Any, Any]) -> None:
+    """Fill `out` with a window of a part, in as few reads as strides allow."""
+    stored = _stored_window(_part_shape(source, part), part.shape, window)
     if stored is not None:
-        stored_shape = tuple(part.stop - part.start for part in stored)
+        stored_shape = tuple(each.stop - each.start for each in stored)
+        stored = (slice(stored[0].start + part.first_row, stored[0].stop + part.first_row), *stored[1:])
         try:
-            source.read(name, stored, np.reshape(out, stored_shape, copy=False))
+            source.read(part.name, stored, np.reshape(out, stored_shape, copy=False))
             return
         except ValueError:  # `out` is scattered in its parameter: no strides give it the tensor's shape
             if out.size <= _COPY_ELEMENTS:
                 values = np.empty(stored_shape, out.dtype)
-                source.read(name, stored, values)
+                source.read(part.name, stored, values)
                 out[...] = values.reshape(out.shape)
                 return
     axis = next(axis for axis, length in enumerate(out.shape) if length > 1)
     for i, at in enumerate(range(window[axis].start, window[axis].stop)):
         one = (*window[:axis], slice(at, at + 1), *window[axis + 1 :])
-        _read_window(source, name, shape, one, out[(slice(None),) * axis + (slice(i, i + 1),)])
+        _read_window(source, part, one, out[(slice(None),) * axis + (slice(i, i + 1),)])
+
+
+def _part_shape(source: TensorSource, part: TensorPart) -> tuple[int, ...]:
+    """Return the shape of the tensor's rows that are this part."""
+    _, *inner = source.infos[part.name].shape
+    return math.prod(part.shape) // math.prod(inner), *inner
 
 
 def _stored_window(stored: tuple[int, ...], mapped: tuple[int, ...], window: Window) -> Window | None:
@@ -139,46 +149,66 @@ def _stored_window(stored: tuple[int, ...], mapped: tuple[int, ...], window: Win
     return tuple(parts)
 
 
-def check_names(source: TensorSource, mappings: Mapping[str, TensorMapping], ignored: Callable[[str], bool]) -> None:
-    """Raise `ConfigError` unless every tensor has a mapping of a fitting shape, and every mapping a readable tensor."""
+def check_names(
+    source: TensorSource, pieces: Mapping[Path, Sequence[TensorPart]], ignored: Callable[[str], bool]
+) -> set[str]:
+    """Return the names of the tensors that are used.
+
+    Raises `ConfigError` unless every part has a readable tensor of a fitting shape, and every tensor its parts.
+    """
     infos = source.infos
-    used = sorted(name for name in mappings if name in infos)
+    by_name: dict[str, list[TensorPart]] = defaultdict(list)
+    for part in (part for parts in pieces.values() for part in parts):
+        by_name[part.name].append(part)
+    used = sorted(name for name in by_name if name in infos)
     mismatches = [
-        ("missing", sorted(name for name in mappings if name not in infos)),
+        ("missing", sorted(name for name in by_name if name not in infos)),
         (
             "left over (this model has no place for them)",
-            sorted(n for n in infos if n not in mappings and not ignored(n)),
+            sorted(n for n in infos if n not in by_name and not ignored(n)),
         ),
         (
             "of the wrong shape",
             [
-                f"{name} {list(infos[name].shape)} instead of {list(mappings[name].shape)}"
+                f"{name} {list(infos[name].shape)} instead of {_expected_shape(by_name[name])}"
                 for name in used
-                if not _same_layout(infos[name].shape, mappings[name].shape)
+                if not _fits(infos[name].shape, by_name[name])
             ],
         ),
         ("not readable", [f"{name} ({infos[name].unreadable})" for name in used if infos[name].unreadable]),
     ]
     advice = "Check that config and weights belong together and that the download is complete"
     raise_mismatch(source.description, mismatches, advice)
+    return set(by_name)
 
 
-def _check_coverage(
-    shapes: Mapping[Path, tuple[int, ...]], pieces: Mapping[Path, list[tuple[str, TensorMapping]]]
-) -> None:
-    """Assert that the mappings fill every parameter: they are code of the model family, not input of a user."""
+def _expected_shape(parts: Sequence[TensorPart]) -> list[int]:
+    """Return the shape of a tensor as messages show it: that of its only part, or of the rows of all parts."""
+    if len(parts) == 1:
+        return list(parts[0].shape)
+    inner = parts[0].shape[-1] if len(parts[0].shape) > 1 else 1
+    return [sum(math.prod(part.shape) for part in parts) // inner, inner]
+
+
+def _fits(stored: tuple[int, ...], parts: Sequence[TensorPart]) -> bool:
+    """Return whether a tensor has the rows of all its parts; a transposed tensor doesn't."""
+    inner = math.prod(stored[1:])
+    sizes = [math.prod(part.shape) for part in parts]
+    return sum(sizes) == math.prod(stored) and all(
+        size % inner == 0 and _split_points((size // inner, *stored[1:])) <= _split_points(part.shape)
+        for size, part in zip(sizes, parts)
+    )
+
+
+def _assert_covered(shapes: Mapping[Path, tuple[int, ...]], pieces: Mapping[Path, Sequence[TensorPart]]) -> None:
+    """Assert that the parts fill every parameter: they are code of the model family, not input of a user."""
     for path, shape in shapes.items():
-        written = sum(math.prod(mapping.shape) for _, mapping in pieces.get(path, ()))
-        assert written == math.prod(shape), f"{dotted(path)} {shape}: {written} elements are mapped"
-        for name, mapping in pieces[path]:
-            fits = all(i + n <= size for i, n, size in zip(mapping.index, mapping.shape, shape, strict=True))
-            assert fits, f"{name} at {mapping.index} exceeds {dotted(path)} {shape}"
+        written = sum(math.prod(part.shape) for part in pieces.get(path, ()))
+        assert written == math.prod(shape), f"{dotted(path)} {shape}: {written} elements have a tensor"
+        for part in pieces[path]:
+            fits = all(i + n <= size for i, n, size in zip(part.index, part.shape, shape, strict=True))
+            assert fits, f"{part.name} at {part.index} exceeds {dotted(path)} {shape}"
     assert pieces.keys() <= shapes.keys(), sorted(map(dotted, pieces.keys() - shapes.keys()))
-
-
-def _same_layout(stored: tuple[int, ...], mapped: tuple[int, ...]) -> bool:
-    """Return whether the mapped shape only splits dimensions of the stored one; a transposed tensor's doesn't."""
-    return math.prod(stored) == math.prod(mapped) and _split_points(stored) <= _split_points(mapped)
 
 
 def _split_points(shape: tuple[int, ...]) -> set[int]:

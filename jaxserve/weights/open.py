@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import numpy as np
+
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.registry import family
-from jaxserve.weights.arrays import WeightReader
+from jaxserve.models.registry import family, is_ignored
+from jaxserve.weights.arrays import WeightReader, flatten
 from jaxserve.weights.dummy import dummy_reader
 from jaxserve.weights.finite import with_finite_check
 from jaxserve.weights.gguf import GGUFFile
@@ -24,14 +26,14 @@ _FORMAT_OF_KIND = {"folder": "safetensors", "gguf": "gguf", "orbax": "orbax"}
 
 
 def open_weights(
-    source: ModelSource, model: ModelConfig, abstract: Any, *, load_format: LoadFormat = "auto", seed: int = 0
+    source: ModelSource, abstract: Any, *, dense: Any = None, load_format: LoadFormat = "auto", seed: int = 0
 ) -> WeightReader:
     """Return a reader of the parameters of `abstract`; so far only names, shapes and types have been read.
 
-    Raises `ConfigError` if the source isn't of `load_format`, or its tensors don't fit the model.
+    If some weights are packed, `dense` is the same tree without packed ones. Raises `ConfigError` if the source isn't
+    of `load_format`, or its tensors don't fit the model.
     """
-    module = family(model)
-    dense = module.abstract(model, abstract.norm.dtype)
+    dense = abstract if dense is None else dense
     if load_format == "dummy":
         return packing_reader(abstract, dense, dummy_reader(dense, seed))
     _check_format(source, load_format)
@@ -41,7 +43,7 @@ def open_weights(
 
         return packing_reader(abstract, dense, OrbaxCheckpoint(source.path).reader(dense))
     opened = with_finite_check(open_source(source))
-    return checkpoint_reader(abstract, opened, module.tensor_mappings(model), ignored=module.ignored)
+    return checkpoint_reader(abstract, opened, dense, ignored=is_ignored)
 
 
 def check_tensors(source: ModelSource, model: ModelConfig, load_format: LoadFormat = "auto") -> None:
@@ -52,7 +54,8 @@ def check_tensors(source: ModelSource, model: ModelConfig, load_format: LoadForm
     """
     if load_format != "dummy" and source.kind != "orbax":
         module = family(model)
-        check_names(open_source(source, load_format), module.tensor_mappings(model), module.ignored)
+        leaves, _ = flatten(module.abstract(model, np.dtype(np.float32)))
+        check_names(open_source(source, load_format), {path: spec.parts for path, spec in leaves}, is_ignored)
 
 
 def stored_types(source: ModelSource, load_format: LoadFormat = "auto") -> Mapping[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.params import ParamSpec, Path, TensorMapping, Window, dotted
+from jaxserve.params import ParamSpec, Path, TensorPart, Window, dotted
 from jaxserve.quant import packed_weights
 from jaxserve.weights.arrays import WeightReader, flatten
 from jaxserve.weights.source import BLOCK_ELEMENTS, BlockSource, TensorInfo
@@ -40,12 +40,12 @@ class BlockwiseSource:
         self._source.read_blocks(name, window, out)
 
 
-def to_blockwise(mapping: TensorMapping) -> TensorMapping:
-    """Return the mapping of a tensor that is read as blocks."""
-    *shape, inner = mapping.shape
-    *index, start = mapping.index
-    assert (inner % BLOCK, start % BLOCK) == (0, 0), mapping
-    return dataclasses.replace(mapping, shape=(*shape, inner // BLOCK), index=(*index, start // BLOCK))
+def to_blockwise(part: TensorPart) -> TensorPart:
+    """Return a part of a tensor that is read as blocks."""
+    *shape, inner = part.shape
+    *index, start = part.index
+    assert (inner % BLOCK, start % BLOCK) == (0, 0), part
+    return dataclasses.replace(part, shape=(*shape, inner // BLOCK), index=(*index, start // BLOCK))
 
 
 def fill_packed(weight: PackedWeight, read: Read, out: np.ndarray[Any, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxserve.config.schema import EngineConfig
-from jaxserve.models.config import parse_model_config
+from jaxserve.models.registry import parse_model_config
 from jaxserve.runtime.devices.device import facts_of_target
 from jaxserve.runtime.devices.topology import target_mesh
 from jaxserve.runtime.programs.builder import ProgramBuilder

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jaxserve.config.schema import EngineConfig
-from jaxserve.models.config import parse_model_config
+from jaxserve.models.registry import parse_model_config
 from jaxserve.runtime.devices.device import facts_of_target
 from jaxserve.runtime.devices.target import load_target
 from jaxserve.runtime.devices.topology import target_mesh

@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.layers.embedding import embed, logits, shard_index
 from jaxserve.layers.linear import linear, row_parallel
-from jaxserve.layers.mlp import gated_mlp
+from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
 from tests.runtime.tiny import on_mesh
 
@@ -46,7 +46,7 @@ def test_gated_mlp() -> None:
     gate_up_bias, down_bias = _normal(2, 8), _normal(12)
     gate, up = (x @ gate_up[i].T + gate_up_bias[i] for i in range(2))
     expected = (gate / (1 + np.exp(-gate)) * up) @ down.T + down_bias
-    np.testing.assert_allclose(on_mesh(gated_mlp)(x, gate_up, down, gate_up_bias, down_bias), expected, atol=1e-4)
+    np.testing.assert_allclose(on_mesh(mlp)(x, MlpParams(gate_up, down, gate_up_bias, down_bias)), expected, atol=1e-4)
 
 
 def test_embedding_and_head() -> None:

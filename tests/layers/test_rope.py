@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 
-from jaxserve.layers.rope import RopeConfig, frequencies, rotate, rotation
+from jaxserve.layers.rope import RopeConfig, frequencies, head_order, rotate, rotation
 
 DIM = 32
 
@@ -50,7 +51,7 @@ def test_the_dtype_is_kept_and_the_angle_exact() -> None:
 def test_linear_scales_every_frequency() -> None:
     found, scale = frequencies(RopeConfig(kind="linear", factor=4.0), DIM)
     np.testing.assert_allclose(found, _inverse() / 4, rtol=1e-6)
-    assert scale == 1.0
+    assert (scale == 1.0).all()
 
 
 def test_llama3_keeps_short_waves_and_scales_long_ones() -> None:
@@ -66,7 +67,7 @@ def test_llama3_keeps_short_waves_and_scales_long_ones() -> None:
     between = ~short & ~long
     assert between.any()
     assert ((found < plain) & (found > plain / 8))[between].all()
-    assert scale == 1.0
+    assert (scale == 1.0).all()
 
 
 def test_yarn_keeps_fast_pairs_and_scales_slow_ones() -> None:
@@ -76,10 +77,47 @@ def test_yarn_keeps_fast_pairs_and_scales_slow_ones() -> None:
     np.testing.assert_allclose(found[0], plain[0], rtol=1e-6)
     np.testing.assert_allclose(found[-1], plain[-1] / 4, rtol=1e-6)
     assert (np.diff(found / plain) <= 1e-6).all()
-    assert scale == pytest.approx(0.1 * math.log(4) + 1)
-    assert (
-        frequencies(RopeConfig(kind="yarn", factor=4.0, original_max_position=2048, attention_factor=1.5), DIM)[1]
-        == 1.5
-    )
+    np.testing.assert_allclose(scale, 0.1 * math.log(4) + 1, rtol=1e-6)
+    given = dataclasses.replace(rope, attention_factor=1.5)
+    assert (frequencies(given, DIM)[1] == 1.5).all()
     both = RopeConfig(kind="yarn", factor=4.0, original_max_position=2048, mscale=1.0, mscale_all_dim=1.0)
-    assert frequencies(both, DIM)[1] == 1.0
+    assert (frequencies(both, DIM)[1] == 1.0).all()
+
+
+def test_longrope_and_dynamic_choose_by_the_context_of_the_deployment() -> None:
+    short, long = tuple(np.linspace(1, 2, DIM // 2)), tuple(np.linspace(2, 9, DIM // 2))
+    rope = RopeConfig(
+        kind="longrope", factor=4.0, original_max_position=64, short_factors=short, long_factors=long, context=64
+    )
+    for context, factors in ((64, short), (65, long)):
+        found, scale = frequencies(dataclasses.replace(rope, context=context), DIM)
+        np.testing.assert_allclose(found, _inverse() / factors, rtol=1e-6)
+        np.testing.assert_allclose(scale, math.sqrt(1 + math.log(4) / math.log(64)), rtol=1e-6)
+    dynamic = RopeConfig(kind="dynamic", factor=2.0, max_position=64, context=64)
+    np.testing.assert_allclose(frequencies(dynamic, DIM)[0], _inverse(), rtol=1e-6)
+    stretched = _inverse(10000.0 * (2 * 128 / 64 - 1) ** (DIM / (DIM - 2)))
+    np.testing.assert_allclose(frequencies(dataclasses.replace(dynamic, context=128), DIM)[0], stretched, rtol=1e-5)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotated", [None, 8])
+def test_reordered_heads_give_the_same_products(interleaved: bool, rotated: int | None) -> None:
+    """Rotating reordered queries and keys in halves equals rotating them where the checkpoint has their pairs."""
+    rope = RopeConfig(rotated=rotated, interleaved=interleaved)
+    q, k = np.random.default_rng(2).standard_normal((2, 5, 1, DIM)).astype(np.float32)
+    positions = np.array([0, 1, 5, 7, 40], np.int32)
+    inverse, _ = frequencies(dataclasses.replace(rope, rotated=None), rotated or DIM)
+    angles = positions[:, None] * inverse
+    cos, sin = (np.repeat(f(angles), 2, 1) if interleaved else np.tile(f(angles), 2) for f in (np.cos, np.sin))
+
+    def plain(x: np.ndarray) -> np.ndarray:
+        turned, rest = np.split(x[:, 0], [rotated or DIM], axis=1)
+        if interleaved:
+            other = np.stack([-turned[:, 1::2], turned[:, ::2]], axis=2).reshape(turned.shape)
+        else:
+            other = np.concatenate([-turned[:, turned.shape[1] // 2 :], turned[:, : turned.shape[1] // 2]], axis=1)
+        return np.concatenate([turned * cos + other * sin, rest], axis=1)
+
+    order = head_order(rope, DIM)
+    ours = [rotate(x[..., np.array(order or range(DIM))], *rotation(positions, rope, DIM))[:, 0] for x in (q, k)]
+    np.testing.assert_allclose(ours[0] @ ours[1].T, plain(q) @ plain(k).T, atol=1e-4)

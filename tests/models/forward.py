@@ -27,7 +27,7 @@ def cpu_mesh() -> Mesh:
 @functools.cache
 def _compiled(config: ModelConfig, dtype: Any, kv_dtype: Any, backend: Backend) -> Any:
     model = family(config)
-    [spec] = model.kv_specs(config)
+    [spec] = config.kv_specs()
 
     def logits(params: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
         size = tokens.shape[0]
@@ -43,8 +43,8 @@ def _compiled(config: ModelConfig, dtype: Any, kv_dtype: Any, backend: Backend) 
             num_decodes=jnp.int32(0),
             num_seqs=jnp.int32(1),
         )
-        hidden, _ = model.forward(config, params, model.embed(params, batch), batch, kv, backend)
-        return model.head(params, hidden)
+        hidden, _ = model.forward(config, params, model.embed(config, params, batch), batch, kv, backend)
+        return model.head(config, params, hidden)
 
     specs = partitions(model.abstract(config, np.dtype(dtype)))
     parts = (specs, PartitionSpec(), PartitionSpec())

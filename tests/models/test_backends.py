@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.models.config import parse_model_config
-from jaxserve.models.registry import family
+from jaxserve.models.registry import family, parse_model_config
 from jaxserve.runtime.devices.mesh import shardings
 from jaxserve.weights.dummy import dummy_params
 from pallas_kernels.paged_attention import Backend

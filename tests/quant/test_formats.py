@@ -11,18 +11,19 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.models.config import ModelConfig, parse_model_config
-from jaxserve.models.registry import family
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.registry import family, parse_model_config
 from jaxserve.params import Path
 from jaxserve.quant import EMBEDDING, HEAD, WeightPacking, choose_packing, pack_specs, packed_weights
 from tests.tiny_model import CONFIG
+from tests.weights.conftest import tensor_parts
 
 BF16 = np.dtype(jnp.bfloat16)
 QKV, OUTPUT, GATE_UP, DOWN = (
     ("layers", 0, "attention", "qkv"),
     ("layers", 0, "attention", "output"),
-    ("layers", 0, "gate_up"),
-    ("layers", 0, "down"),
+    ("layers", 0, "mlp", "up"),
+    ("layers", 0, "mlp", "down"),
 )
 
 
@@ -36,16 +37,14 @@ def types(config: ModelConfig, default: str = "Q4_0", **others: str) -> dict[str
     """Return a type for each tensor of the checkpoint; `others` gives types by a part of the name."""
     return {
         name: next((kind for part, kind in others.items() if part in name), "F32" if "norm" in name else default)
-        for name in family(config).tensor_mappings(config)
+        for name in tensor_parts(family(config).abstract(config, BF16))
     }
 
 
 def chosen(config: ModelConfig, stored: dict[str, str], asked: Any = "auto", **device: Any) -> WeightPacking:
     module = family(config)
     place = {"platform": "cpu", "dtype": BF16, "tensor": 1} | device
-    return choose_packing(
-        asked, module.abstract(config, place["dtype"]), module.tensor_mappings(config), stored, **place
-    )
+    return choose_packing(asked, module.abstract(config, place["dtype"]), stored, **place)
 
 
 def bits(config: ModelConfig, stored: dict[str, str]) -> dict[Path, int]:
@@ -142,7 +141,7 @@ def test_packed_weights_replace_dense_ones_in_the_tree() -> None:
         HEAD: ((256, 64), 8),
     }
     assert tree.layers[0].attention.output.data.shape == (4, 4, 16 * 32 + 16 * 8)
-    assert (tree.embedding, tree.layers[0].down) == (dense.embedding, dense.layers[0].down)
+    assert (tree.embedding, tree.layers[0].mlp.down) == (dense.embedding, dense.layers[0].mlp.down)
     added = sum(packed.data.nbytes for packed in packed_weights(tree).values())
     removed = dense.layers[0].attention.qkv.nbytes + dense.layers[0].attention.output.nbytes
     sizes = [sum(spec.nbytes for spec in jax.tree.leaves(each)) for each in (dense, tree)]

@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.api_types import SamplingParams
-from jaxserve.models.config import ModelConfig, parse_model_config
-from jaxserve.models.registry import family
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.registry import family, parse_model_config
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
 from jaxserve.runtime.programs.builder import ADJUST_KEY, UPDATE_KEY, ProgramBuilder, leaves_of
 from jaxserve.runtime.step.slot_update import pack_adjustments, pack_updates
@@ -46,7 +46,7 @@ def mesh() -> Mesh:
 
 
 def specs(capacity: Capacity, vocab_size: int = CONFIG["vocab_size"]) -> DeviceState:
-    [kv_spec] = family(model()).kv_specs(model())
+    [kv_spec] = model().kv_specs()
     return state_specs(kv_spec, capacity, vocab_size=vocab_size, kv_dtype=F32)
 
 

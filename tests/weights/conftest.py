@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ import pytest
 from jaxserve.config.schema import EngineConfig
 from jaxserve.model_source import ModelSource, read_config, resolve
 from jaxserve.models import registry
-from jaxserve.models.config import parse_model_config
-from jaxserve.params import ParamSpec, TensorMapping, Window
+from jaxserve.models.registry import parse_model_config
+from jaxserve.params import ParamSpec, TensorPart, Window
 from jaxserve.weights import TensorInfo, build_params, open_weights
+from jaxserve.weights.arrays import flatten
 from jaxserve.weights.convert import convert
 
 GOLDEN = Path(__file__).parent.parent / "fixtures" / "golden"
@@ -51,18 +51,23 @@ def on_one_device(abstract: Any) -> Any:
     return jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), abstract)
 
 
-def spec(*shape: int, dtype: Any = np.float32, init: Any = "normal", scale: float = 0.02) -> ParamSpec:
+def spec(*shape: int, dtype: Any = np.float32, init: Any = "normal", scale: float = 0.02, **options: Any) -> ParamSpec:
     """Return the spec of a parameter whose axes don't matter."""
-    return ParamSpec(shape, np.dtype(dtype), (None,) * len(shape), init, scale)
+    return ParamSpec(shape, np.dtype(dtype), (None,) * len(shape), init, scale, **options)
 
 
-def random_checkpoint(mappings: Mapping[str, TensorMapping], seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
-    """Return a random float32 tensor for each mapping, in Hugging Face's shape."""
+def tensor_parts(abstract: Any) -> dict[str, TensorPart]:
+    """Return the parts of a tree's parameters by the names of their tensors, none of them fused."""
+    return {part.name: part for _, spec in flatten(abstract)[0] for part in spec.parts}
+
+
+def random_checkpoint(abstract: Any, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+    """Return a random float32 tensor for each part of a tree's parameters, in Hugging Face's shape."""
     rng = np.random.default_rng(seed)
     tensors = {}
-    for name, mapping in mappings.items():
+    for name, part in tensor_parts(abstract).items():
         last = name.rsplit(".", 2)[-2:]
-        shape = mapping.shape
+        shape = part.shape
         if last == ["o_proj", "weight"]:
             shape = (shape[0], math.prod(shape[1:]))
         elif name.endswith(".weight") and len(shape) > 1:
@@ -77,7 +82,7 @@ def load_model(source: ModelSource, dtype: Any = np.float32) -> Any:
     """Load the parameters of a model from files, as the engine does."""
     config = parse_model_config(read_config(source))
     abstract = registry.family(config).abstract(config, np.dtype(dtype))
-    return build_params(abstract, on_one_device(abstract), open_weights(source, config, abstract))
+    return build_params(abstract, on_one_device(abstract), open_weights(source, abstract))
 
 
 def converted(model: Path, target: Path, dtype: Any) -> ModelSource:

@@ -6,6 +6,7 @@ Prints one JSON object: for each mesh shape the bytes read from the safetensors 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -16,8 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.model_source import ModelSource, read_config, resolve
-from jaxserve.models.config import parse_model_config
-from jaxserve.models.registry import family
+from jaxserve.models.registry import family, is_ignored, parse_model_config
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
 from jaxserve.weights.arrays import WeightReader, build_params, flatten
 from jaxserve.weights.load import checkpoint_reader
@@ -27,13 +27,10 @@ F32 = np.dtype(np.float32)
 
 
 class Counted:
-    """A safetensors file, or a slice of one, that counts the bytes that are read from it."""
+    """A tensor of a safetensors file that counts the bytes that are read from it."""
 
     def __init__(self, inner: Any, count: Callable[[int], None]) -> None:
         self.inner, self.count = inner, count
-
-    def get_slice(self, name: str) -> Counted:
-        return Counted(self.inner.get_slice(name), self.count)
 
     def __getitem__(self, window: Any) -> Any:
         array = self.inner[window]
@@ -47,10 +44,12 @@ def reader_on(source: ModelSource, shards: int, read: list[int]) -> tuple[Any, W
     module = family(model)
     abstract = module.abstract(model, F32)
     if source.kind == "orbax":
-        return abstract, open_weights(source, model, abstract)
+        return abstract, open_weights(source, abstract)
     tensors = open_source(source)
-    tensors._files = {name: Counted(file, read.append) for name, file in tensors._files.items()}
-    return abstract, checkpoint_reader(abstract, tensors, module.tensor_mappings(model), ignored=module.ignored)
+    tensors._slices = {
+        name: functools.partial(Counted, stored(), read.append) for name, stored in tensors._slices.items()
+    }
+    return abstract, checkpoint_reader(abstract, tensors, ignored=is_ignored)
 
 
 def load_on(source: ModelSource, mesh: Mesh) -> dict[str, int]:

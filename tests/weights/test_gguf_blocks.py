@@ -13,9 +13,8 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
 from jaxserve.model_source import ModelSource, read_config
-from jaxserve.models.config import parse_model_config
-from jaxserve.models.registry import family
-from jaxserve.params import ParamSpec, TensorMapping, dotted
+from jaxserve.models.registry import family, parse_model_config
+from jaxserve.params import ParamSpec, TensorPart, dotted
 from jaxserve.quant import HEAD, choose_packing, pack_specs
 from jaxserve.weights import WeightReader, build_params, open_weights, stored_types
 from jaxserve.weights.arrays import flatten
@@ -24,7 +23,7 @@ from jaxserve.weights.gguf_blocks import BLOCK_KINDS
 from jaxserve.weights.load import checkpoint_reader
 from jaxserve.weights.packed import _strip_windows
 from jaxserve.weights.source import BLOCK_ELEMENTS
-from pallas_kernels.packed_matmul import BLOCK_DTYPE, STRIP, PackedWeight, unpack
+from pallas_kernels.packed_matmul import BLOCK_DTYPE, STRIP, Bits, PackedWeight, unpack
 from tests.weights.conftest import GOLDEN, MemorySource, assert_same_params, load_model, on_one_device
 from tests.weights.test_gguf import from_golden, packed, permuted, write
 
@@ -48,10 +47,12 @@ def filled(reader: WeightReader, abstract: Any) -> list[np.ndarray[Any, Any]]:
     return made
 
 
-def loaded(source: Any, abstract: dict[str, Any], mappings: dict[str, TensorMapping]) -> dict[str, PackedWeight]:
-    """Load a tree that holds only packed weights."""
-    _, structure = flatten(abstract)
-    return jax.tree.unflatten(structure, filled(checkpoint_reader(abstract, source, mappings), abstract))
+def loaded(source: Any, spec: ParamSpec, bits: Bits) -> PackedWeight:
+    """Load one weight, packed."""
+    abstract = pack_specs({"w": spec}, {("w",): bits})
+    reader = checkpoint_reader(abstract, source, {"w": spec})
+    weight: PackedWeight = jax.tree.unflatten(flatten(abstract)[1], filled(reader, abstract))["w"]
+    return weight
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -90,14 +91,12 @@ def test_q_k_and_v_of_mixed_types_become_one_weight_of_the_widest(tmp_path: Path
         heads = {"q": 4, "k": 2}.get(part)
         stored[f"blk.0.attn_{part}.weight"] = (raw if heads is None else permuted(raw, heads), kind)
     source = GGUFFile(write(tmp_path / "m.gguf", stored, "llama", **HEADS))
-    abstract = {"qkv": ParamSpec((2, 4, 32, 64), np.dtype(jnp.bfloat16), (None,) * 4, inputs=1)}
-    abstract = pack_specs(abstract, {("qkv",): 8})
-    places = {
-        Q: TensorMapping(("qkv",), (2, 2, 32, 64), (0, 0, 0, 0)),
-        K: TensorMapping(("qkv",), (2, 1, 32, 64), (0, 2, 0, 0)),
-        V: TensorMapping(("qkv",), (2, 1, 32, 64), (0, 3, 0, 0)),
-    }
-    qkv = loaded(source, abstract, places)["qkv"]
+    places = [
+        TensorPart(name, (2, members, 32, 64), (0, start, 0, 0))
+        for name, members, start in ((Q, 2, 0), (K, 1, 2), (V, 1, 3))
+    ]
+    spec = ParamSpec((2, 4, 32, 64), np.dtype(jnp.bfloat16), (None,) * 4, inputs=1, parts=tuple(places))
+    qkv = loaded(source, spec, 8)
     parts = [whole["q"].reshape(2, 2, 32, 64), whole["k"].reshape(2, 1, 32, 64), whole["v"].reshape(2, 1, 32, 64)]
     np.testing.assert_array_equal(unpack(qkv), np.concatenate(parts, axis=1))
 
@@ -116,9 +115,9 @@ def test_windows_cover_the_whole_weight(
     split = len(shape) - inputs
     raw = packed(Kind.Q4_1, (int(np.prod(shape[:split])), int(np.prod(shape[split:]))), rng)
     source = GGUFFile(write(tmp_path / "m.gguf", {"output.weight": (raw, Kind.Q4_1)}))
-    spec = ParamSpec(shape, np.dtype(jnp.bfloat16), (None,) * len(shape), inputs=inputs)
-    mappings = {"lm_head.weight": TensorMapping(("w",), shape, (0,) * len(shape))}
-    weight = loaded(source, pack_specs({"w": spec}, {("w",): 4}), mappings)["w"]
+    parts = (TensorPart("lm_head.weight", shape, (0,) * len(shape)),)
+    spec = ParamSpec(shape, np.dtype(jnp.bfloat16), (None,) * len(shape), inputs=inputs, parts=parts)
+    weight = loaded(source, spec, 4)
     np.testing.assert_array_equal(unpack(weight), dequantize(raw, Kind.Q4_1).reshape(shape))
 
 
@@ -135,8 +134,8 @@ def test_dense_weights_are_packed_in_16_bits(rng: np.random.Generator) -> None:
     dense = rng.standard_normal((2048, 96)).astype(jnp.bfloat16)
     assert dense.size > BLOCK_ELEMENTS
     source = MemorySource({"w": dense})
-    abstract = pack_specs({"w": ParamSpec(shape, dense.dtype, (None,) * 3, inputs=1)}, {("w",): 16})
-    weight = loaded(source, abstract, {"w": TensorMapping(("w",), shape, (0, 0, 0))})["w"]
+    spec = ParamSpec(shape, dense.dtype, (None,) * 3, inputs=1, parts=(TensorPart("w", shape, (0, 0, 0)),))
+    weight = loaded(source, spec, 16)
     np.testing.assert_array_equal(unpack(weight), dense.astype(np.float32).reshape(shape))
     assert source.elements_read == {"w": dense.size}
 
@@ -153,26 +152,25 @@ def test_a_model_keeps_its_weights_when_they_are_packed(name: str, tmp_path: Pat
     packing = choose_packing(
         "auto",
         abstract,
-        module.tensor_mappings(config),
         stored_types(source),
         platform="cpu",
         dtype=np.dtype(jnp.bfloat16),
         tensor=1,
     )
-    assert {dotted(path).rpartition(".")[2] for path in packing.quantized} == {"qkv", "gate_up", "output"}
+    assert {dotted(path).rpartition(".")[2] for path in packing.quantized} == {"qkv", "up", "output"}
     assert packing.bits[HEAD] == 8
     assert packing.bits["layers", 0, "attention", "output"] == 16
     tree = pack_specs(abstract, packing.bits)
-    params = build_params(tree, on_one_device(tree), open_weights(source, config, tree))
+    params = build_params(tree, on_one_device(tree), open_weights(source, tree, dense=abstract))
     dense = load_model(source, jnp.bfloat16)
     exact = load_model(source)
     assert_same_params(params.embedding, dense.embedding)
     head = exact.embedding if exact.output is None else exact.output
     np.testing.assert_array_equal(unpack(params.output), head)
     for layer, same, precise in zip(params.layers, dense.layers, exact.layers):
-        np.testing.assert_array_equal(unpack(layer.gate_up), precise.gate_up)
+        np.testing.assert_array_equal(unpack(layer.mlp.up), precise.mlp.up)
         np.testing.assert_array_equal(unpack(layer.attention.qkv), precise.attention.qkv)
-        assert_same_params(layer.down, same.down)
+        assert_same_params(layer.mlp.down, same.mlp.down)
         np.testing.assert_array_equal(unpack(layer.attention.output), same.attention.output.astype(np.float32))
 
 

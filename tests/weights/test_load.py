@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 import tracemalloc
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.params import TensorMapping, Window
+from jaxserve.params import TensorPart, Window
 from jaxserve.weights import TensorInfo, build_params
 from jaxserve.weights.load import checkpoint_reader
 from tests.weights.conftest import MemorySource, on_one_device, spec
@@ -26,25 +27,24 @@ class Layer:
     bias: Any
 
 
-def load_params(abstract: Any, source: MemorySource, mappings: Mapping[str, TensorMapping], **options: Any) -> Any:
+def load_params(abstract: Any, source: MemorySource, **options: Any) -> Any:
     """Load a tree from a checkpoint onto the first device."""
-    reader = checkpoint_reader(abstract, source, mappings, **options)
+    reader = checkpoint_reader(abstract, source, **options)
     return build_params(abstract, on_one_device(abstract), reader)
 
 
-def tiny(dtype: Any = np.float32, layers: int = 2) -> tuple[Any, dict[str, TensorMapping]]:
+def tiny(dtype: Any = np.float32, layers: int = 2) -> Any:
     """Return layers of a fused qkv [kv heads, group + 2, head, dim], a norm and no bias, as in the Llama family."""
-    abstract = {
-        "layers": tuple(Layer(spec(2, 4, 3, 5, dtype=dtype), spec(5, dtype=dtype), None) for _ in range(layers))
-    }
-    places = {}
-    for i in range(layers):
-        at = ("layers", i)
-        places[f"{i}.q"] = TensorMapping((*at, "qkv"), (2, 2, 3, 5), (0, 0, 0, 0))
-        places[f"{i}.k"] = TensorMapping((*at, "qkv"), (2, 1, 3, 5), (0, 2, 0, 0))
-        places[f"{i}.v"] = TensorMapping((*at, "qkv"), (2, 1, 3, 5), (0, 3, 0, 0))
-        places[f"{i}.norm"] = TensorMapping((*at, "norm"), (5,), (0,))
-    return abstract, places
+
+    def layer(i: int) -> Layer:
+        qkv = [
+            TensorPart(f"{i}.{name}", (2, members, 3, 5), (0, start, 0, 0))
+            for name, members, start in (("q", 2, 0), ("k", 1, 2), ("v", 1, 3))
+        ]
+        norm = TensorPart(f"{i}.norm", (5,), (0,))
+        return Layer(spec(2, 4, 3, 5, dtype=dtype, parts=tuple(qkv)), spec(5, dtype=dtype, parts=(norm,)), None)
+
+    return {"layers": tuple(layer(i) for i in range(layers))}
 
 
 def tiny_tensors(rng: np.random.Generator, layers: int = 2) -> dict[str, np.ndarray[Any, Any]]:
@@ -57,9 +57,9 @@ def tiny_tensors(rng: np.random.Generator, layers: int = 2) -> dict[str, np.ndar
 
 
 def test_fused_pieces_are_written_where_their_mappings_say(rng: np.random.Generator) -> None:
-    abstract, places = tiny()
+    abstract = tiny()
     tensors = tiny_tensors(rng)
-    params = load_params(abstract, MemorySource(tensors), places)
+    params = load_params(abstract, MemorySource(tensors))
     for i in range(2):
         q, k, v = (tensors[f"{i}.{name}"].reshape(2, -1, 3, 5) for name in "qkv")
         layer = params["layers"][i]
@@ -70,16 +70,13 @@ def test_fused_pieces_are_written_where_their_mappings_say(rng: np.random.Genera
 
 def test_a_tensor_may_be_spread_within_rows(rng: np.random.Generator) -> None:
     """Pieces along the last dimensions: no window has the tensor's layout, so rows are copied one by one."""
-    abstract = {"w": spec(4, 2, 3, 5)}
-    places = {
-        "a": TensorMapping(("w",), (4, 2, 1, 5), (0, 0, 0, 0)),
-        "b": TensorMapping(("w",), (4, 2, 2, 5), (0, 0, 1, 0)),
-    }
+    places = TensorPart("a", (4, 2, 1, 5), (0, 0, 0, 0)), TensorPart("b", (4, 2, 2, 5), (0, 0, 1, 0))
+    abstract = {"w": spec(4, 2, 3, 5, parts=places)}
     tensors = {
         "a": rng.standard_normal((4, 10)).astype(np.float32),
         "b": rng.standard_normal((4, 20)).astype(np.float32),
     }
-    params = load_params(abstract, MemorySource(tensors), places)
+    params = load_params(abstract, MemorySource(tensors))
     expected = np.concatenate([tensors["a"].reshape(4, 2, 1, 5), tensors["b"].reshape(4, 2, 2, 5)], axis=2)
     np.testing.assert_array_equal(np.asarray(params["w"]), expected)
 
@@ -87,20 +84,20 @@ def test_a_tensor_may_be_spread_within_rows(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("stored", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("wanted", [np.float32, ml_dtypes.bfloat16])
 def test_values_are_rounded_once_to_the_type_of_the_spec(rng: np.random.Generator, stored: Any, wanted: Any) -> None:
-    abstract, places = tiny(wanted)
+    abstract = tiny(wanted)
     tensors = {name: array.astype(stored) for name, array in tiny_tensors(rng).items()}
-    params = load_params(abstract, MemorySource(tensors), places)
+    params = load_params(abstract, MemorySource(tensors))
     loaded = np.asarray(params["layers"][1].norm)
     assert loaded.dtype == wanted
     np.testing.assert_array_equal(loaded, tensors["1.norm"].astype(wanted))
 
 
 def test_parameters_are_read_in_the_order_of_the_file(rng: np.random.Generator) -> None:
-    abstract, places = tiny(layers=6)
+    abstract = tiny(layers=6)
     names = ("norm", "k", "q", "v")
     tensors = tiny_tensors(rng, layers=6)
     source = MemorySource({f"{i}.{name}": tensors[f"{i}.{name}"] for i in reversed(range(6)) for name in names})
-    load_params(abstract, source, places)
+    load_params(abstract, source)
     position = {name: i for i, name in enumerate(source.infos)}
     assert source.first_reads
     for names_read in source.first_reads.values():  # each thread reads in the file's order
@@ -111,12 +108,12 @@ def test_parameters_are_read_in_the_order_of_the_file(rng: np.random.Generator) 
 class WatchedSource(MemorySource):
     """A checkpoint that counts the parameters whose reading has begun but not finished."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], places: dict[str, TensorMapping]) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], paths: dict[str, int]) -> None:
         super().__init__({name: np.broadcast_to(np.float32(1), shape) for name, shape in shapes.items()})
-        self.left = {p.path: 0 for p in places.values()}
-        for name, place in places.items():
-            self.left[place.path] += math.prod(shapes[name])
-        self.paths = {name: place.path for name, place in places.items()}
+        self.left = dict.fromkeys(paths.values(), 0)
+        for name, path in paths.items():
+            self.left[path] += math.prod(shapes[name])
+        self.paths = paths
         self.begun: set[Any] = set()
         self.most_begun = 0
         self.lock = threading.Lock()
@@ -136,19 +133,18 @@ class WatchedSource(MemorySource):
 def test_at_most_two_tensors_are_held_besides_the_destination() -> None:
     """Even if the file has all of q before the first k, and k before v."""
     layers, heads, head, dim = 24, 4, 16, 512
-    abstract = tuple(spec(heads, 3, head, dim) for _ in range(layers))
-    shapes = {f"{name}{i}": (heads * head, dim) for name in "qkv" for i in range(layers)}
-    places = {
-        f"{name}{i}": TensorMapping((i,), (heads, 1, head, dim), (0, part, 0, 0))
-        for part, name in enumerate("qkv")
+    parts = [
+        [TensorPart(f"{x}{i}", (heads, 1, head, dim), (0, at, 0, 0)) for at, x in enumerate("qkv")]
         for i in range(layers)
-    }
-    source = WatchedSource(shapes, places)
+    ]
+    abstract = tuple(spec(heads, 3, head, dim, parts=tuple(own)) for own in parts)
+    shapes = {f"{name}{i}": (heads * head, dim) for name in "qkv" for i in range(layers)}
+    source = WatchedSource(shapes, {part.name: i for i, own in enumerate(parts) for part in own})
     shardings = on_one_device(abstract)
     jax.block_until_ready(jax.device_put(np.ones(64, np.float32), shardings[0]))
     tracemalloc.start()
     try:
-        params = load_params(abstract, source, places)
+        params = load_params(abstract, source)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -167,9 +163,9 @@ class _Unreadable(MemorySource):
 
 
 def refused(source: MemorySource, layers: int = 2, **options: Any) -> str:
-    abstract, places = tiny(layers=layers)
+    abstract = tiny(layers=layers)
     with pytest.raises(ConfigError) as caught:
-        load_params(abstract, source, places, **options)
+        load_params(abstract, source, **options)
     assert not any(source.elements_read.values()), "something was read before the names were checked"
     return str(caught.value)
 
@@ -194,19 +190,22 @@ def test_long_lists_of_names_end_in_a_count(rng: np.random.Generator) -> None:
 
 
 def test_ignored_tensors_are_not_left_over(rng: np.random.Generator) -> None:
-    abstract, places = tiny()
+    abstract = tiny()
     source = MemorySource(tiny_tensors(rng) | {"inv_freq": np.zeros(3, np.float32)})
     assert "inv_freq" in refused(source)
-    load_params(abstract, source, places, ignored=lambda name: name == "inv_freq")
+    load_params(abstract, source, ignored=lambda name: name == "inv_freq")
     assert source.elements_read["inv_freq"] == 0
 
 
-def test_a_mapping_that_leaves_a_gap_is_an_assertion_error(rng: np.random.Generator) -> None:
-    abstract, places = tiny()
+def test_parts_that_leave_a_gap_are_an_assertion_error(rng: np.random.Generator) -> None:
+    abstract = tiny()
+    first, *others = abstract["layers"]
+    gap = dataclasses.replace(first.qkv, parts=first.qkv.parts[:2])
+    abstract = {"layers": (first.replace(qkv=gap), *others)}
     tensors = tiny_tensors(rng)
-    del places["0.v"], tensors["0.v"]
+    del tensors["0.v"]
     with pytest.raises(AssertionError, match=r"layers\.0\.qkv"):
-        load_params(abstract, MemorySource(tensors), places)
+        load_params(abstract, MemorySource(tensors))
 
 
 def test_an_error_while_reading_reaches_the_caller(rng: np.random.Generator) -> None:
@@ -214,9 +213,9 @@ def test_an_error_while_reading_reaches_the_caller(rng: np.random.Generator) -> 
         def read(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
             raise OSError(f"disk error at {name}")
 
-    abstract, places = tiny()
+    abstract = tiny()
     with pytest.raises(OSError, match="disk error"):
-        load_params(abstract, Broken(tiny_tensors(rng)), places)
+        load_params(abstract, Broken(tiny_tensors(rng)))
 
 
 def test_on_a_cpu_the_array_is_the_buffer_that_was_filled(rng: np.random.Generator) -> None:
@@ -229,9 +228,9 @@ def test_on_a_cpu_the_array_is_the_buffer_that_was_filled(rng: np.random.Generat
             self.pointers[name] = out.ctypes.data
             super().read(name, window, out)
 
-    abstract, places = tiny()
+    abstract = tiny()
     source = Pointers(tiny_tensors(rng))
-    params = load_params(abstract, source, places)
+    params = load_params(abstract, source)
     if jax.devices()[0].platform != "cpu":
         pytest.skip("the first device is not a CPU")
     assert params["layers"][0].norm.unsafe_buffer_pointer() == source.pointers["0.norm"]

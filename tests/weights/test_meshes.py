@@ -13,8 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxserve import host
-from jaxserve.models.config import parse_model_config
-from jaxserve.models.registry import family
+from jaxserve.models.registry import family, parse_model_config
 from tests.weights.conftest import converted, random_checkpoint
 
 pytestmark = pytest.mark.process
@@ -38,7 +37,7 @@ CONFIG = {
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     model = parse_model_config(CONFIG)
-    save_file(random_checkpoint(family(model).tensor_mappings(model)), tmp_path / "model.safetensors")
+    save_file(random_checkpoint(family(model).abstract(model, np.dtype(np.float32))), tmp_path / "model.safetensors")
     return tmp_path
 
 

@@ -14,8 +14,7 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource, read_config
-from jaxserve.models.config import parse_model_config
-from jaxserve.models.registry import family
+from jaxserve.models.registry import family, parse_model_config
 from jaxserve.quant import choose_packing, pack_specs, packed_weights
 from jaxserve.weights import build_params, open_source, open_weights
 from pallas_kernels.packed_matmul import PackedWeight, unpack
@@ -35,14 +34,14 @@ def test_a_converted_folder_is_read_as_orbax_and_nothing_else(tmp_path: Path) ->
     abstract = family(config).abstract(config, np.dtype(np.float32))
     target = converted(GOLDEN / "llama2", tmp_path / "converted", np.float32)
     for load_format in ("auto", "orbax", "dummy"):
-        assert len(open_weights(target, config, abstract, load_format=load_format).order) > 10
+        assert len(open_weights(target, abstract, load_format=load_format).order) > 10
     with pytest.raises(ConfigError, match=r"load_format=safetensors was asked for, but .* holds orbax"):
-        open_weights(target, config, abstract, load_format="safetensors")
+        open_weights(target, abstract, load_format="safetensors")
     source = ModelSource(GOLDEN / "llama2", "folder", "llama2")
     with pytest.raises(
         ConfigError, match=r"load_format=orbax was asked for, but .* is no folder of `jaxserve convert`"
     ):
-        open_weights(source, config, abstract, load_format="orbax")
+        open_weights(source, abstract, load_format="orbax")
 
 
 def test_an_orbax_checkpoint_of_somebody_else_is_refused_by_name(tmp_path: Path) -> None:
@@ -64,17 +63,17 @@ def test_16_bit_weights_are_packed_from_every_format(load_format: Any, tmp_path:
     config = parse_model_config(read_config(source))
     module, dtype = family(config), np.dtype(jnp.bfloat16)
     abstract = module.abstract(config, dtype)
-    chosen = choose_packing("auto", abstract, module.tensor_mappings(config), {}, platform="cpu", dtype=dtype, tensor=1)
+    chosen = choose_packing("auto", abstract, {}, platform="cpu", dtype=dtype, tensor=1)
     tree = pack_specs(abstract, chosen.bits)
     assert packed_weights(tree)
     sources = [source]
     if load_format == "auto":
         sources.append(converted(GOLDEN / "smollm2", tmp_path / "orbax", jnp.bfloat16))
     for one in sources:
-        dense = build_params(
-            abstract, on_one_device(abstract), open_weights(one, config, abstract, load_format=load_format)
+        dense = build_params(abstract, on_one_device(abstract), open_weights(one, abstract, load_format=load_format))
+        packed = build_params(
+            tree, on_one_device(tree), open_weights(one, tree, dense=abstract, load_format=load_format)
         )
-        packed = build_params(tree, on_one_device(tree), open_weights(one, config, tree, load_format=load_format))
         same = jax.tree.map(_unpacked, packed, is_leaf=lambda leaf: isinstance(leaf, PackedWeight))
         jax.tree.map(np.testing.assert_array_equal, same, jax.tree.map(lambda x: x.astype(jnp.float32), dense))
 

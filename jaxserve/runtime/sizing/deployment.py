@@ -18,9 +18,9 @@ from jaxserve import model_source
 from jaxserve.config.data_parallel import ranks_and_replicas
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.models.config import ModelConfig, parse_model_config
+from jaxserve.models.config import ModelConfig
 from jaxserve.models.dtypes import dtype_of, kv_dtype_of
-from jaxserve.models.registry import family
+from jaxserve.models.registry import family, parse_model_config
 from jaxserve.quant import StoredTypes, WeightPacking, choose_packing, pack_specs
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.devices.mesh import DATA_AXIS, TENSOR_AXIS, device_bytes
@@ -139,14 +139,14 @@ def deploy(
     data, replicas = ranks_and_replicas(config)
     dtype, tensor = dtype_of(config.dtype), config.tp_size
     kv_dtype = kv_dtype_of(config.kv_cache_dtype, dtype)
-    model = dataclasses.replace(model, shards=tensor)
+    context = config.context_length or model.max_position_embeddings
+    model = dataclasses.replace(model.with_context(context), shards=tensor)
     axes = {DATA_AXIS: data, TENSOR_AXIS: tensor}
     stored = stored or {}
     params = family(model).abstract(model, dtype)
     packing = choose_packing(
         config.quantization,
         params,
-        family(model).tensor_mappings(model),
         stored,
         platform=device.platform,
         dtype=dtype,
@@ -162,7 +162,7 @@ def deploy(
     nondeterminism = determinism.why_nondeterministic(device.platform, backend, packing, dtype.name)
     if config.enable_deterministic_inference and nondeterminism:
         raise ConfigError(f"enable_deterministic_inference: {nondeterminism}")
-    [spec] = family(model).kv_specs(model)
+    [spec] = model.kv_specs()
     one = Capacity(
         num_slots=1,
         num_pages=1,

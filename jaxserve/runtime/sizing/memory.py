@@ -55,6 +55,7 @@ def plan_pool(
     platform: str,
     memory_bytes: int,
     model_context: int,
+    longest_context: int | None = None,
     max_running: int,
     num_devices: int = 1,
 ) -> PoolPlan:
@@ -63,9 +64,10 @@ def plan_pool(
     Raises `ConfigError` for sizes that don't fit, `InsufficientMemoryError` if no memory is left for the cache.
     """
     wanted = config.context_length or model_context
-    if wanted > model_context:
+    longest = longest_context or model_context
+    if wanted > longest:
         raise ConfigError(
-            f"context_length={wanted} is longer than the model's {model_context} tokens; lower --context-length"
+            f"context_length={wanted} is longer than the model's {longest} tokens; lower --context-length"
         )
     tokens, memory_bound = config.max_total_tokens, False
     free = usable_bytes(config, memory_bytes) - footprint.non_pool

@@ -95,6 +95,7 @@ def resolve_sizes(
         platform=device.platform,
         memory_bytes=device.memory_bytes,
         model_context=model.max_position_embeddings,
+        longest_context=model.longest_context,
         max_running=running,
         num_devices=data * tensor * replicas,
     )

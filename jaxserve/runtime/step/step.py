@@ -99,7 +99,7 @@ def step(
     """Run the step of one rank."""
     model = family(context.model)
     inputs, state = batches.unpack_step(packed, state, shape)
-    x = model.embed(params, inputs.batch)
+    x = model.embed(context.model, params, inputs.batch)
     hidden, kv = model.forward(context.model, params, x, inputs.batch, state.kv, context.backend)
     prompt_logprobs = None
     if inputs.targets is not None:
@@ -142,7 +142,7 @@ def _sample_rows(
 
     def group(start: Array | int) -> tuple[Array, Logprobs | None]:
         states, own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), (hidden, rows))
-        logits = mask_padding(model.head(params, states), context.model.vocab_size)
+        logits = mask_padding(model.head(context.model, params, states), context.model.vocab_size)
         if shape.key.greedy:
             return sampling.greedy(logits), None
         return sampling.sample(logits, state.sampling, state.counts, own, context.backend.target)
@@ -173,7 +173,7 @@ def _prompt_logprobs(
     tokens, target = hidden.shape[0], context.backend.target
 
     def scored(block: tuple[Array, Array]) -> Logprobs:
-        logits = mask_padding(model.head(params, block[0]), context.model.vocab_size)
+        logits = mask_padding(model.head(context.model, params, block[0]), context.model.vocab_size)
         return sampling.logprobs(logits, block[1], target)
 
     if sampling.uses_triton(target):

@@ -11,8 +11,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.models.config import parse_model_config
-from jaxserve.models.registry import family
+from jaxserve.models.registry import family, parse_model_config
 from jaxserve.quant import packed_weights
 from jaxserve.runtime.devices.device import DeviceFacts, facts_of_target
 from jaxserve.runtime.devices.mesh import device_bytes, make_mesh
@@ -20,9 +19,9 @@ from jaxserve.runtime.sizing.deployment import Deployment, deploy, read_stored
 from jaxserve.runtime.sizing.temp_memory import TempMemory, with_temp_memory
 from jaxserve.runtime.step.state import max_pages
 from pallas_kernels.paged_attention import KernelTarget
-from tests.runtime.tiny import mesh, model
+from tests.runtime.tiny import F32, mesh, model
 from tests.tiny_model import CONFIG
-from tests.weights.conftest import GOLDEN
+from tests.weights.conftest import GOLDEN, tensor_parts
 from tests.weights.test_gguf import from_golden
 
 CPU = DeviceFacts(KernelTarget("cpu"), 2**34, max_devices=8)
@@ -127,7 +126,7 @@ def test_a_hierarchical_cache_adds_the_programs_that_copy_pages() -> None:
 
 def _of_gguf(device: DeviceFacts = CPU, **options: Any) -> Deployment:
     """Deploy a GGUF file whose matrices are all Q4_0; in this model only qkv, gate and up have whole blocks."""
-    stored = dict.fromkeys(family(model()).tensor_mappings(model()), "Q4_0")
+    stored = dict.fromkeys(tensor_parts(family(model()).abstract(model(), F32)), "Q4_0")
     return deploy(EngineConfig(**options), model(), device, stored=stored)
 
 
@@ -146,7 +145,7 @@ def test_packed_weights_count_with_their_packed_size() -> None:
 def test_packed_weights_need_other_programs() -> None:
     dense, packed = (_of_gguf(quantization=asked).builder(mesh()) for asked in ("none", "gguf"))
     assert dense.fingerprint() != packed.fingerprint()
-    assert [made.facts()["packed"]["layers.1.gate_up"] for made in (dense, packed)] == [16, 4]
+    assert [made.facts()["packed"]["layers.1.mlp.up"] for made in (dense, packed)] == [16, 4]
 
 
 def test_a_resized_deployment_keeps_its_packed_weights() -> None:

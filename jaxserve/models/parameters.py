@@ -1,0 +1,170 @@
+"""Declares the parameters that most families have, each with its shape, axes and the names of its tensors.
+
+A family builds its tree from these; the names are those of Hugging Face's checkpoints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxserve.layers.attention import AttentionParams
+from jaxserve.layers.mlp import MlpParams
+from jaxserve.layers.rope import RopeConfig, head_order
+from jaxserve.models.config import ModelConfig
+from jaxserve.params import Initializer, Order, ParamSpec, TensorPart
+
+_NORM_DTYPE = np.dtype(jnp.float32)
+
+
+@flax.struct.dataclass
+class Params:
+    """All weights of a model: `layers` are of the family's own type. `output` is None if the head is the embedding."""
+
+    embedding: Array
+    layers: tuple[Any, ...]
+    norm: Any
+    output: Array | None
+
+
+@flax.struct.dataclass
+class LayerNormParams:
+    """The weights of a layer norm."""
+
+    weight: Array
+    bias: Array | None
+
+
+class Declare:
+    """Declares parameters in `dtype` for a model's sizes, laid out for the shards of a deployment."""
+
+    def __init__(self, config: ModelConfig, dtype: np.dtype) -> None:
+        self._config = config
+        self._dtype = dtype
+
+    def embedding(self, name: str = "model.embed_tokens.weight", *, inputs: int = 0) -> Any:
+        """Return the embedding `[vocabulary, dim]`; with `inputs=1`, a head of its own."""
+        config = self._config
+        padding = config.padded_vocab_size - config.vocab_size
+        parts = (TensorPart(name, (config.vocab_size, config.hidden_size), (0, 0)),)
+        dims = (config.padded_vocab_size, "vocab"), (config.hidden_size, None)
+        return self._spec(*dims, padding=padding, inputs=inputs, parts=parts)
+
+    def head(self, name: str = "lm_head.weight") -> Any:
+        """Return the head `[vocabulary, dim]`, None if it is tied to the embedding."""
+        return None if self._config.tie_word_embeddings else self.embedding(name, inputs=1)
+
+    def vector(self, name: str, size: int | None = None, init: Initializer = "ones") -> Any:
+        """Return a vector, by default of the model's width."""
+        size = size or self._config.hidden_size
+        return self._spec((size, None), init=init, parts=(TensorPart(name, (size,), (0,)),))
+
+    def offset_norm(self, name: str, size: int | None = None) -> Any:
+        """Return the weight of a norm of which the checkpoint stores the difference to one, in float32."""
+        spec = self.vector(name, size)
+        [part] = spec.parts
+        return dataclasses.replace(spec, dtype=_NORM_DTYPE, parts=(dataclasses.replace(part, offset=1.0),))
+
+    def layer_norm(self, name: str, *, bias: bool) -> Any:
+        """Return the weights of a layer norm."""
+        return LayerNormParams(
+            self.vector(f"{name}.weight"), self.vector(f"{name}.bias", init="zeros") if bias else None
+        )
+
+    def attention(
+        self,
+        name: str,
+        rope: RopeConfig,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        fused: str | None = None,
+        output: str = "o_proj",
+        q_norm: Any = None,
+        k_norm: Any = None,
+    ) -> Any:
+        """Return the attention weights under `name`; `fused` is the name of one projection for all of q, k and v."""
+        config = self._config
+        dim, head, replicas = config.hidden_size, config.head_dim, config.kv_replicas
+        stored, kv_heads = config.num_kv_heads, config.num_kv_heads * replicas
+        stored_group, group = config.num_heads // stored, config.num_heads // kv_heads
+        order = head_order(rope, head)
+        # Every replica of a KV head computes its keys and values; its queries are divided between the replicas.
+        qkv: dict[str, Any] = {"kv_replicas": replicas, "kv_shared": 2}
+
+        def parts(kind: str, *inner: int) -> tuple[TensorPart, ...]:
+            found, row = [], 0
+            for letter, members, start in (("q", stored_group, 0), ("k", 1, stored_group), ("v", 1, stored_group + 1)):
+                found.append(
+                    TensorPart(
+                        f"{name}.{fused or f'{letter}_proj'}.{kind}",
+                        (stored, members, head, *inner),
+                        (0, start, 0, *(0 for _ in inner)),
+                        first_row=row if fused else 0,
+                        order=Order(2, order) if order and letter != "v" else None,
+                    )
+                )
+                row += stored * members * head
+            return tuple(found)
+
+        heads = (kv_heads, "kv_heads"), (group + 2, None), (head, None)
+        into = (dim, None), (kv_heads, "kv_heads"), (group, None), (head, None)
+        output_parts = (TensorPart(f"{name}.{output}.weight", (dim, stored, stored_group, head), (0, 0, 0, 0)),)
+        return AttentionParams(
+            qkv=self._spec(*heads, (dim, None), inputs=1, parts=parts("weight", dim), **qkv),
+            output=self._spec(*into, inputs=3, kv_replicas=replicas, parts=output_parts),
+            qkv_bias=self._spec(*heads, init="zeros", parts=parts("bias"), **qkv) if qkv_bias else None,
+            output_bias=self.vector(f"{name}.{output}.bias", init="zeros") if output_bias else None,
+            q_norm=q_norm,
+            k_norm=k_norm,
+        )
+
+    def norm_of_heads(self, name: str, *, queries: bool) -> Any:
+        """Return the weight of a norm over all query heads, or all KV heads, of a token."""
+        config = self._config
+        stored, replicas = config.num_kv_heads, config.kv_replicas
+        members = config.num_heads // stored if queries else 1
+        return self._spec(
+            (stored * replicas, "kv_heads"),
+            (members // replicas if queries else 1, None),
+            (config.head_dim, None),
+            init="ones",
+            kv_replicas=replicas,
+            kv_shared=0 if queries else 1,
+            parts=(TensorPart(name, (stored, members, config.head_dim), (0, 0, 0)),),
+        )
+
+    def mlp(self, name: str, *ups: str, down: str = "down_proj", bias: bool = False, fused: str | None = None) -> Any:
+        """Return the weights of a feed-forward block under `name`.
+
+        `ups` are the projections whose outputs the activation joins, by default gate and up; `fused` is the name of one
+        projection for both.
+        """
+        dim, ffn = self._config.hidden_size, self._config.intermediate_size
+        names = [fused] if fused else ups or ("gate_proj", "up_proj")
+        matrices = 2 if fused else len(names)
+
+        def parts(kind: str, *inner: int) -> tuple[TensorPart, ...]:
+            each = matrices // len(names)
+            return tuple(
+                TensorPart(f"{name}.{up}.{kind}", (each, ffn, *inner), (i, 0, *(0 for _ in inner)))
+                for i, up in enumerate(names)
+            )
+
+        return MlpParams(
+            up=self._spec((matrices, None), (ffn, "mlp"), (dim, None), inputs=1, parts=parts("weight", dim)),
+            down=self._spec(
+                (dim, None), (ffn, "mlp"), inputs=1, parts=(TensorPart(f"{name}.{down}.weight", (dim, ffn), (0, 0)),)
+            ),
+            up_bias=self._spec((matrices, None), (ffn, "mlp"), init="zeros", parts=parts("bias")) if bias else None,
+            down_bias=self.vector(f"{name}.{down}.bias", init="zeros") if bias else None,
+        )
+
+    def _spec(self, *dims: tuple[int, str | None], init: Initializer = "normal", **layout: Any) -> Any:
+        sizes, axes = zip(*dims)
+        return ParamSpec(sizes, self._dtype, axes, init, scale=sizes[-1] ** -0.5, **layout)
