@@ -62,13 +62,15 @@ def head_order(rope: RopeConfig, head_dim: int) -> tuple[int, ...] | None:
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the inverse frequency of each pair of a head and the factor on its cos and sin, `[head_dim / 2]` float32.
+    """Return the inverse frequency of each pair of a head, `[head_dim / 2]`, and the factor on its cos and sin, float32.
 
-    Pairs that aren't rotated have frequency 0 and factor 1.
+    Pairs that aren't rotated have frequency 0 and factor 1. One factor without a dimension is that of all pairs.
     """
     dim = head_dim if rope.rotated is None else rope.rotated
     inverse, scale = _frequencies(rope, dim)
     idle = (head_dim - dim) // 2
+    if not idle:
+        return inverse, np.asarray(scale, np.float32)
     scales = np.concatenate([np.full(dim // 2, scale), np.ones(idle)])
     return np.concatenate([inverse, np.zeros(idle, np.float32)]), scales.astype(np.float32)
 
