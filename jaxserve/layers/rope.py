@@ -62,7 +62,7 @@ def head_order(rope: RopeConfig, head_dim: int) -> tuple[int, ...] | None:
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the inverse frequency of each pair of a head, `[head_dim / 2]`, and the factor on its cos and sin, float32.
+    """Return each pair's inverse frequency, `[head_dim / 2]`, and the factor on its cos and sin, in float32.
 
     Pairs that aren't rotated have frequency 0 and factor 1. One factor without a dimension is that of all pairs.
     """
@@ -161,3 +161,8 @@ def rotate(
     """
     halves = x.reshape(*x.shape[:-1], 2, -1).astype(jnp.float32)
     return (halves * cos + jnp.flip(halves, axis=-2) * sin).astype(x.dtype).reshape(x.shape)
+
+
+def query_scale(positions: Int[Array, " tokens"], growth: float, length: int) -> Float[Array, " tokens"]:
+    """Return the factor of each token's queries, `1 + growth * log(1 + position // length)`, as in Llama 4."""
+    return 1 + growth * jnp.log1p((positions // length).astype(jnp.float32))
