@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import Fields, abbreviate
-from jaxserve.models import llama
+from jaxserve.models import llama, seed_oss
 from jaxserve.models.config import ModelConfig, read_quantization, refuse_unread
 
 _FAMILIES: dict[str, ModuleType] = {
@@ -20,6 +20,7 @@ _FAMILIES: dict[str, ModuleType] = {
     "MistralForCausalLM": llama,
     "Qwen2ForCausalLM": llama,
     "Qwen3ForCausalLM": llama,
+    "SeedOssForCausalLM": seed_oss,
 }
 
 # Models with an encoder of images besides: the text model's architecture. Their own config is in `text_config`.
