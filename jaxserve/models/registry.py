@@ -12,10 +12,11 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import Fields, abbreviate
-from jaxserve.models import llama, seed_oss
+from jaxserve.models import exaone4, llama, seed_oss
 from jaxserve.models.config import ModelConfig, read_quantization, refuse_unread
 
 _FAMILIES: dict[str, ModuleType] = {
+    "Exaone4ForCausalLM": exaone4,
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": llama,
     "Qwen2ForCausalLM": llama,
