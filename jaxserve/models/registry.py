@@ -12,13 +12,14 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import Fields, abbreviate
-from jaxserve.models import exaone4, llama, seed_oss
+from jaxserve.models import exaone4, llama, ministral3, seed_oss
 from jaxserve.models.config import ModelConfig, read_quantization, refuse_unread
 
 _FAMILIES: dict[str, ModuleType] = {
     "Exaone4ForCausalLM": exaone4,
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": llama,
+    "Ministral3ForCausalLM": ministral3,
     "Qwen2ForCausalLM": llama,
     "Qwen3ForCausalLM": llama,
     "SeedOssForCausalLM": seed_oss,
