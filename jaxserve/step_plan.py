@@ -107,7 +107,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
     `decode_buckets` are row counts of decode steps, `token_buckets` token counts of mixed steps, both ascending; no
     step may exceed the largest. Decode buckets up to `fine_decode_rows` are finely spaced. `prompt_logprob_tokens`
-    bounds the tokens of a step that computes log probabilities of prompts.
+    bounds the tokens of a step that computes log probabilities of prompts. A sequence of more than `rotation_length`
+    tokens has another rotary embedding than a shorter one, from its first token on.
     """
 
     num_slots: int
@@ -119,6 +120,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprob_tokens: int
     num_ranks: int = 1
     fine_decode_rows: int = 2**31 - 1
+    rotation_length: int | None = None
 
 
 class Executor(Protocol):

@@ -39,6 +39,9 @@ pytestmark = pytest.mark.slow
 LONGEST = 100
 FULL = CONFIG | {"max_position_embeddings": LONGEST}
 WINDOWED = FULL | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 9}
+SHORT = 24
+_FACTORS = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
+LONGROPE = FULL | {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": SHORT, **_FACTORS}}
 VOCAB = FULL["vocab_size"]
 TOLERANCE = 1e-4
 FP8 = np.dtype(jax.numpy.float8_e4m3fn)
@@ -64,6 +67,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "slivers": SMALL | {"max_prefill_tokens": 5, "schedule_policy": "random"},
     "write-through": WITH_HOST_MEMORY,
     "write-back": WITH_HOST_MEMORY | {"hicache_write_policy": "write_back"},
+    # A sequence that grows past `SHORT` tokens is computed again, with other frequencies.
+    "longrope": SMALL,
     "windowed": {"context_length": 64, "max_running_requests": 8, "chunked_prefill_size": 16, "cuda_graph_bs": (8,)},
     "roomy": {
         "context_length": 64,
@@ -102,7 +107,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
 
 
 def _model(name: str) -> dict[str, Any]:
-    return WINDOWED if name == "windowed" else FULL
+    return {"windowed": WINDOWED, "longrope": LONGROPE}.get(name, FULL)
 
 
 @functools.cache
@@ -178,6 +183,8 @@ def _check(request: EngineRequest, answer: Answer, context: int, model: dict[str
     """A greedy request against the naive recompute: its tokens, log probabilities and how it ended."""
     sampling, prompt, tokens = request.sampling, request.prompt_ids, answer.tokens
     logits = _naive_logits(prompt + tokens, model)
+    if model is LONGROPE and len(prompt) <= SHORT < len(logits):
+        logits[:SHORT] = _naive_logits((prompt + tokens)[:SHORT], model)
     for i, token in enumerate(tokens):
         opened = SlotOpen(
             slot=0,

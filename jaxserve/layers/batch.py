@@ -10,11 +10,13 @@ from jaxtyping import Array, Int
 class TokenBatch:
     """Ragged rows of tokens over paged KV; `pallas_kernels.paged_attention` describes how the fields work together.
 
+    `fill_lens` counts the tokens of a token's sequence that were known when it started, those of later steps included.
     `decode_only` is static and promises that every row has one token. Padding tokens come last, at position 0.
     """
 
     tokens: Int[Array, " tokens"]
     positions: Int[Array, " tokens"]
+    fill_lens: Int[Array, " tokens"]
     page_table: Int[Array, "rows max_pages"]
     query_starts: Int[Array, " rows_plus_1"]
     kv_lens: Int[Array, " rows"]

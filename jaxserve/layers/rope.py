@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxserve.layers.batch import TokenBatch
+
 Rotation = tuple[Float[Array, "tokens 1 2 half"], Float[Array, "tokens 1 2 half"]]
 """Cosines and signed sines of a step's tokens, for both halves of a head."""
 
@@ -23,8 +25,9 @@ class RopeConfig:
     """The base frequency of a rotary embedding and its scaling. `kind` is Hugging Face's `rope_type`.
 
     The first `rotated` dimensions of a head are rotated, all if None; `interleaved` tells whether a checkpoint has the
-    two dimensions of a pair side by side. `context` is the context length of the deployment, by which longrope and
-    dynamic choose their frequencies once for all sequences, so that these can share pages.
+    two dimensions of a pair side by side. longrope has other frequencies for sequences of more than
+    `original_max_position` tokens. `context` is the context length of the deployment, by which dynamic chooses its
+    frequencies once for all sequences, so that these can share pages.
     """
 
     theta: float = 10000.0
@@ -90,9 +93,7 @@ def _frequencies(rope: RopeConfig, dim: int) -> tuple[np.ndarray, float]:
         case "yarn":
             return _yarn(inverse, rope, dim), _yarn_scale(rope)
         case "longrope":
-            is_long = rope.context > rope.original_max_position
-            factors = rope.long_factors if is_long else rope.short_factors
-            return (1.0 / (np.asarray(factors, np.float32) * base)).astype(np.float32), _longrope_scale(rope)
+            return (1.0 / (np.asarray(rope.short_factors, np.float32) * base)).astype(np.float32), _longrope_scale(rope)
         case "factors":
             return inverse / np.asarray(rope.factors, np.float32), 1.0
     return inverse, 1.0
@@ -142,10 +143,15 @@ def _longrope_scale(rope: RopeConfig) -> float:
     return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position))
 
 
-def rotation(positions: Int[Array, " tokens"], rope: RopeConfig, head_dim: int) -> Rotation:
-    """Return the rotation of the step's positions; layers share it."""
+def rotation(batch: TokenBatch, rope: RopeConfig, head_dim: int) -> Rotation:
+    """Return the rotation of the step's tokens; layers share it."""
     inverse, scale = frequencies(rope, head_dim)
-    angle = positions.astype(jnp.float32)[:, None, None] * jnp.asarray(inverse)
+    inverses = jnp.asarray(inverse)
+    if rope.kind == "longrope":
+        long, _ = frequencies(dataclasses.replace(rope, short_factors=rope.long_factors), head_dim)
+        is_long = batch.fill_lens > rope.original_max_position
+        inverses = jnp.where(is_long[:, None, None], long, inverse)
+    angle = batch.positions.astype(jnp.float32)[:, None, None] * inverses
     cos, sin = jnp.cos(angle) * scale, jnp.sin(angle) * scale
     return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
 

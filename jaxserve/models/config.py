@@ -65,8 +65,14 @@ class ModelConfig:
         dynamic = [rope.factor for rope in self._ropes().values() if rope.kind == "dynamic"]
         return int(self.max_position_embeddings * max([1.0, *dynamic]))
 
+    @property
+    def rotation_length(self) -> int | None:
+        """The number of tokens beyond which a sequence is rotated otherwise; None if there is none."""
+        ropes = [rope for rope in self._ropes().values() if rope.kind == "longrope"]
+        return min((rope.original_max_position for rope in ropes), default=None)
+
     def with_context(self, length: int) -> Self:
-        """Return the config of a deployment with this context length, by which some rotations choose frequencies."""
+        """Return the config of a deployment with this context length, by which dynamic rotations stretch."""
         ropes: dict[str, Any] = {
             name: dataclasses.replace(rope, context=length) for name, rope in self._ropes().items()
         }

@@ -119,7 +119,7 @@ def forward(
 
     The loop over layers is unrolled, so that each layer's pages are updated in place.
     """
-    rope = rotation(batch.positions, config.rope, config.head_dim)
+    rope = rotation(batch, config.rope, config.head_dim)
     for i, layer in enumerate(params.layers):
         settings = AttentionSettings(config.norm_eps, backend, config.windows[i])
         with jax.named_scope(f"layer_{i}"):

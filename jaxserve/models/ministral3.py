@@ -86,7 +86,7 @@ def forward(
     config: Config, params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, kv: PagedKV, backend: Backend
 ) -> tuple[Float[Array, "tokens dim"], PagedKV]:
     """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
-    rope = rotation(batch.positions, config.rope, config.head_dim)
+    rope = rotation(batch, config.rope, config.head_dim)
     scale = query_scale(batch.positions, config.query_growth, config.rope.original_max_position)
     for i, layer in enumerate(params.layers):
         settings = AttentionSettings(config.norm_eps, backend, config.windows[i])

@@ -88,7 +88,7 @@ def forward(
     config: Config, params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, kv: PagedKV, backend: Backend
 ) -> tuple[Float[Array, "tokens dim"], PagedKV]:
     """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
-    rope = rotation(batch.positions, config.rope, config.head_dim)
+    rope = rotation(batch, config.rope, config.head_dim)
     settings = AttentionSettings(config.norm_eps, backend)
     for i, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{i}"):

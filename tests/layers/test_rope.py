@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.layers.batch import TokenBatch
 from jaxserve.layers.rope import RopeConfig, frequencies, head_order, rotate, rotation
 
 DIM = 32
+
+
+def batch(*positions: Any, fill_lens: Any = 0) -> TokenBatch:
+    """Return tokens at these positions; what else a batch has doesn't matter."""
+    where = jnp.asarray(np.concatenate([np.atleast_1d(each) for each in positions]), jnp.int32)
+    nothing = jnp.zeros(0, jnp.int32)
+    return TokenBatch(
+        tokens=where,
+        positions=where,
+        fill_lens=jnp.broadcast_to(jnp.asarray(fill_lens, jnp.int32), where.shape),
+        page_table=nothing,
+        query_starts=nothing,
+        kv_lens=nothing,
+        num_decodes=nothing,
+        num_seqs=nothing,
+    )
 
 
 def _inverse(theta: float = 10000.0) -> np.ndarray:
@@ -22,7 +41,7 @@ def test_a_pair_is_rotated_by_position_times_frequency(theta: float) -> None:
     rng = np.random.default_rng(0)
     positions = np.array([0, 1, 7, 1000], np.int32)
     x = rng.standard_normal((4, 3, DIM)).astype(np.float32)
-    turned = np.asarray(rotate(x, *rotation(positions, RopeConfig(theta=theta), DIM)))
+    turned = np.asarray(rotate(x, *rotation(batch(positions), RopeConfig(theta=theta), DIM)))
     pairs = x[..., : DIM // 2] + 1j * x[..., DIM // 2 :]
     expected = pairs * np.exp(1j * positions[:, None, None] * _inverse(theta))
     np.testing.assert_allclose(turned[..., : DIM // 2], expected.real, atol=2e-4)
@@ -35,7 +54,7 @@ def test_products_depend_on_distance_alone() -> None:
     q, k = rng.standard_normal((2, 1, 1, DIM)).astype(np.float32)
 
     def product(key_position: int, query_position: int) -> float:
-        turn = [rotation(np.array([p], np.int32), RopeConfig(), DIM) for p in (query_position, key_position)]
+        turn = [rotation(batch(p), RopeConfig(), DIM) for p in (query_position, key_position)]
         return float((np.asarray(rotate(q, *turn[0])) * np.asarray(rotate(k, *turn[1]))).sum())
 
     assert product(3, 10) == pytest.approx(product(103, 110), abs=1e-4)
@@ -43,7 +62,7 @@ def test_products_depend_on_distance_alone() -> None:
 
 def test_the_dtype_is_kept_and_the_angle_exact() -> None:
     x = np.ones((1, 1, DIM), np.float32).astype("bfloat16")
-    turned = rotate(x, *rotation(np.array([4097], np.int32), RopeConfig(), DIM))
+    turned = rotate(x, *rotation(batch(4097), RopeConfig(), DIM))
     assert turned.dtype == x.dtype
     assert float(turned[0, 0, 0]) == pytest.approx(math.cos(4097) - math.sin(4097), abs=0.01)
 
@@ -84,15 +103,17 @@ def test_yarn_keeps_fast_pairs_and_scales_slow_ones() -> None:
     assert (frequencies(both, DIM)[1] == 1.0).all()
 
 
-def test_longrope_and_dynamic_choose_by_the_context_of_the_deployment() -> None:
+def test_longrope_chooses_by_the_length_of_the_sequence() -> None:
     short, long = tuple(np.linspace(1, 2, DIM // 2)), tuple(np.linspace(2, 9, DIM // 2))
-    rope = RopeConfig(
-        kind="longrope", factor=4.0, original_max_position=64, short_factors=short, long_factors=long, context=64
-    )
-    for context, factors in ((64, short), (65, long)):
-        found, scale = frequencies(dataclasses.replace(rope, context=context), DIM)
-        np.testing.assert_allclose(found, _inverse() / factors, rtol=1e-6)
-        np.testing.assert_allclose(scale, math.sqrt(1 + math.log(4) / math.log(64)), rtol=1e-6)
+    rope = RopeConfig(kind="longrope", factor=4.0, original_max_position=64, short_factors=short, long_factors=long)
+    cos, sin = (np.asarray(x)[:, 0, 1] for x in rotation(batch(5, 5, fill_lens=(64, 65)), rope, DIM))
+    scale = math.sqrt(1 + math.log(4) / math.log(64))
+    for row, factors in enumerate((short, long)):
+        np.testing.assert_allclose(cos[row], np.cos(5 * _inverse() / factors) * scale, rtol=1e-4)
+        np.testing.assert_allclose(sin[row], np.sin(5 * _inverse() / factors) * scale, rtol=1e-4)
+
+
+def test_dynamic_stretches_by_the_context_of_the_deployment() -> None:
     dynamic = RopeConfig(kind="dynamic", factor=2.0, max_position=64, context=64)
     np.testing.assert_allclose(frequencies(dynamic, DIM)[0], _inverse(), rtol=1e-6)
     stretched = _inverse(10000.0 * (2 * 128 / 64 - 1) ** (DIM / (DIM - 2)))
@@ -119,5 +140,5 @@ def test_reordered_heads_give_the_same_products(interleaved: bool, rotated: int 
         return np.concatenate([turned * cos + other * sin, rest], axis=1)
 
     order = head_order(rope, DIM)
-    ours = [rotate(x[..., np.array(order or range(DIM))], *rotation(positions, rope, DIM))[:, 0] for x in (q, k)]
+    ours = [rotate(x[..., np.array(order or range(DIM))], *rotation(batch(positions), rope, DIM))[:, 0] for x in (q, k)]
     np.testing.assert_allclose(ours[0] @ ours[1].T, plain(q) @ plain(k).T, atol=1e-4)

@@ -37,6 +37,7 @@ def _compiled(config: ModelConfig, dtype: Any, kv_dtype: Any, backend: Backend) 
         batch = TokenBatch(
             tokens=tokens,
             positions=jnp.arange(size, dtype=jnp.int32),
+            fill_lens=jnp.broadcast_to(length, (size,)),
             page_table=jnp.arange(pages, dtype=jnp.int32)[None],
             query_starts=jnp.stack([jnp.int32(0), length]),
             kv_lens=length[None],
@@ -69,4 +70,4 @@ def prompt_logits(
     padded[: len(tokens)] = tokens
     dtype = jax.tree.leaves(params)[0].dtype
     out = _compiled(config, dtype, kv_dtype or dtype, backend)(params, padded, np.int32(len(tokens)))
-    return np.asarray(out)[: len(tokens)]
+    return np.array(out)[: len(tokens)]

@@ -8,7 +8,7 @@ pages over from requests and returns them to the pool; it never allocates. It kn
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 from jaxserve.engine.kv_cache.host_tier import HostTier
 from jaxserve.engine.kv_cache.page_pool import PagePool
@@ -26,13 +26,13 @@ class RadixCache:
         self._pool = pool
         self._page_size = pool.page_size
         self._disabled = disabled
-        self._roots: dict[str, RadixNode] = {}
+        self._roots: dict[Hashable, RadixNode] = {}
         self._detached: set[RadixNode] = set()
         self._time = 0
         self._evictable = LruHeap(_is_evictable)
         self.num_evictable = 0
 
-    def match(self, namespace: str, tokens: list[int], limit: int) -> tuple[RadixNode, list[int]]:
+    def match(self, namespace: Hashable, tokens: list[int], limit: int) -> tuple[RadixNode, list[int]]:
         """Return the node that ends the longest cached prefix of `tokens[:limit]`, and the prefix's resident pages.
 
         The rest of the prefix, up to the node, is only in host memory: see `num_host_only` and `load`. A node that
@@ -50,7 +50,7 @@ class RadixCache:
             self._update_lru(_last_resident(node))
         return node, pages
 
-    def match_length(self, namespace: str, tokens: list[int], limit: int) -> int:
+    def match_length(self, namespace: Hashable, tokens: list[int], limit: int) -> int:
         """Return how many tokens `match` would find, without changing anything."""
         root = self._roots.get(namespace)
         if root is None:
@@ -118,7 +118,7 @@ class RadixCache:
             return node, len(pages)
         return self._attach(node, tokens, pages, locks=1)
 
-    def insert(self, namespace: str, tokens: list[int], pages: list[int], start: int) -> None:
+    def insert(self, namespace: Hashable, tokens: list[int], pages: list[int], start: int) -> None:
         """Take over the pages of a stopped sequence that the tree lacks, and release the others.
 
         `tokens` are the sequence's whole pages from its beginning; `pages` hold them from page index `start` on.
@@ -212,7 +212,7 @@ class RadixCache:
             )
         return problems
 
-    def _root(self, namespace: str) -> RadixNode:
+    def _root(self, namespace: Hashable) -> RadixNode:
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = RadixNode(None, [], [])

@@ -32,12 +32,12 @@ class Request:
     __slots__ = (
         "arrival",
         "arrived_at",
+        "cache_salt",
         "client",
         "greedy",
         "group_id",
         "max_new_tokens",
         "min_tokens",
-        "namespace",
         "node",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -57,6 +57,7 @@ class Request:
         "queue_seconds",
         "rank",
         "request_id",
+        "rotation_length",
         "sample",
         "sampling",
         "slot",
@@ -65,7 +66,14 @@ class Request:
     )
 
     def __init__(
-        self, source: EngineRequest, *, sampling: SamplingParams, arrival: int, arrived_at: float, max_new_tokens: int
+        self,
+        source: EngineRequest,
+        *,
+        sampling: SamplingParams,
+        arrival: int,
+        arrived_at: float,
+        max_new_tokens: int,
+        rotation_length: int | None = None,
     ) -> None:
         self.request_id = source.request_id
         self.prompt_ids = source.prompt_ids
@@ -77,7 +85,8 @@ class Request:
         self.arrival = arrival
         self.arrived_at = arrived_at
         self.priority = source.priority
-        self.namespace = source.namespace
+        self.cache_salt = source.namespace
+        self.rotation_length = rotation_length
         self.max_new_tokens = max_new_tokens
         self.min_tokens = sampling.min_tokens
         self.greedy = sampling.greedy
@@ -127,6 +136,16 @@ class Request:
     def fill_tokens(self) -> list[int]:
         """The tokens to compute in chunks."""
         return self.prompt_ids if not self.output_ids else self.tokens(0, self.num_fill_tokens)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it is rotated as a sequence of more than `rotation_length` tokens, since its start."""
+        return self.rotation_length is not None and self.num_fill_tokens > self.rotation_length
+
+    @property
+    def namespace(self) -> tuple[str, bool]:
+        """The namespace of its cached prefixes."""
+        return self.cache_salt, self.is_long
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Return the known tokens of positions `start` to `end`, over prompt and output."""

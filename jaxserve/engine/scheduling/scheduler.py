@@ -112,6 +112,7 @@ class Scheduler:
                 arrival=self._num_arrived,
                 arrived_at=self._clock(),
                 max_new_tokens=admission.max_new_tokens(request, self._capacity),
+                rotation_length=self._capacity.rotation_length,
             )
         )
         return None
@@ -126,7 +127,9 @@ class Scheduler:
         table = self._table
         for rank in self._ranks:
             rank.release_finishing()
-        num_retracted = self._make_room()
+        num_retracted = self._restart_grown()
+        if num_retracted == 0:
+            num_retracted = self._make_room()
         if num_retracted == 0:
             num_retracted = self._preempt_for_priority()
         if num_retracted is None:
@@ -248,6 +251,24 @@ class Scheduler:
     def check_integrity(self) -> list[str]:
         """Return the inconsistencies found in pages, slots and queues, as sentences."""
         return self._table.check()
+
+    def _restart_grown(self) -> int | None:
+        """Retract sequences that are about to grow past the length up to which their rotation holds.
+
+        They start again with all their tokens rotated otherwise. Return 0, as no memory is short, or None if a step in
+        flight must be committed first, which makes all their tokens known.
+        """
+        length = self._capacity.rotation_length
+        if length is None:
+            return 0
+        decoding = [request for rank in self._ranks for request in rank.decoding.values()]
+        grown = [request for request in decoding if request.num_planned_tokens == length and not request.is_long]
+        if grown and self._in_flight:
+            return None
+        for request in grown:
+            self._table.retract(request)
+            logger.info("computing request %s again: it grows past %d tokens", request.request_id, length)
+        return 0
 
     def _make_room(self) -> int | None:
         """Retract requests until the others have pages for their next step; return how many were retracted.

@@ -115,6 +115,7 @@ def resolve_sizes(
         token_buckets=token_buckets(largest, smallest=defaults.smallest_bucket),
         prompt_logprob_tokens=max(_PROMPT_LOGPROB_TOKENS, 2 * running),
         num_ranks=data,
+        rotation_length=model.rotation_length,
         fine_decode_rows=fine_decode_rows(running, max_fine=max_fine, requested=config.cuda_graph_bs),
     )
     prefill = min(config.max_prefill_tokens or chunk, largest)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int
 from jaxserve.layers.batch import TokenBatch
 from jaxserve.runtime.step.buckets import smallest_fitting
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
-from jaxserve.runtime.step.state import DeviceState
+from jaxserve.runtime.step.state import INTS, DeviceState
 from jaxserve.step_plan import Capacity, Chunk, StepPlan
 
 Kind = Literal["decode", "mixed", "prompt_logprobs"]
@@ -174,6 +174,7 @@ def unpack_step(packed: jax.Array, state: DeviceState, shape: StepShape) -> tupl
     batch = TokenBatch(
         tokens=tokens,
         positions=positions,
+        fill_lens=state.sampling.ints[row_slots, INTS.index("fill_len")][token_row],
         page_table=page_tables[row_slots],
         query_starts=starts,
         kv_lens=kv_lens,

@@ -75,6 +75,7 @@ def sampling_row(opened: SlotOpen) -> dict[str, list[Any]]:
             opened.sample,
             len(opened.prompt_ids) + sampling.min_tokens,
             int(sampling.logprobs is not None),
+            len(opened.prompt_ids) + len(opened.output_ids),
         ],
         "floats": [getattr(sampling, name) for name in FLOATS],
         "stop_ids": [*opened.stop_ids, *[-1] * (MAX_STOP_IDS - len(opened.stop_ids))],

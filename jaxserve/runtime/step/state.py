@@ -21,7 +21,7 @@ from jaxserve.step_plan import Capacity
 from pallas_kernels.paged_attention import KVLayout, PagedKV, kv_layout
 
 # Columns of SamplingRows.ints and .floats.
-INTS = ("top_k", "seed_low", "seed_high", "sample", "min_len", "logprobs")
+INTS = ("top_k", "seed_low", "seed_high", "sample", "min_len", "logprobs", "fill_len")
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 
 # Bits of DeviceState.counts, an int16: the sign bit, and the others.
@@ -31,7 +31,10 @@ COUNT_MASK = 2**15 - 1
 
 @flax.struct.dataclass
 class SamplingRows:
-    """The sampling parameters by slot. Stop ids may not be drawn while the sequence is shorter than `min_len`."""
+    """The sampling parameters by slot. Stop ids may not be drawn while the sequence is shorter than `min_len`.
+
+    `fill_len` is no parameter, but the number of tokens that were known when the slot was opened.
+    """
 
     ints: Int[Array, "slots ints"]
     floats: Float[Array, "slots floats"]

@@ -118,6 +118,7 @@ def test_the_sampling_row(used: DeviceState) -> None:
         "sample": 3,
         "min_len": 7,
         "logprobs": 1,
+        "fill_len": 3,
         "temperature": 0.5,
         "top_p": 0.25,
         "min_p": 0.125,
