@@ -122,11 +122,11 @@ def _check_parameters(folder: FilePath, manifest: CheckpointManifest, specs: dic
     stored = manifest.parameters
     both = [name for name in stored if name in specs]
     shapes = {name: list(specs[name].stored_shape) for name in both}
-    dtypes = sorted({stored[name].dtype for name in both})
-    wanted = sorted({spec.dtype.name for spec in specs.values()})
-    others = [f"{name} ({stored[name].dtype})" for name in both if stored[name].dtype != specs[name].dtype.name]
+    others = [name for name in both if stored[name].dtype != specs[name].dtype.name]
+    dtypes = sorted({stored[name].dtype for name in others})
+    wanted = sorted({specs[name].dtype.name for name in others})
     advice = "Check that config.json and the checkpoint belong together"
-    if others and len(dtypes) == 1:
+    if len(dtypes) == 1:
         advice = f"Start with --dtype {dtypes[0]}, or convert the model again with --dtype {wanted[0]}"
     raise_mismatch(
         str(folder),
@@ -141,7 +141,10 @@ def _check_parameters(folder: FilePath, manifest: CheckpointManifest, specs: dic
                     if list(stored[name].shape) != shapes[name]
                 ],
             ),
-            (f"of another type than --dtype {' and '.join(wanted)}", others),
+            (
+                f"of another type than --dtype {' and '.join(wanted)}",
+                [f"{name} ({stored[name].dtype})" for name in others],
+            ),
         ],
         advice,
     )
