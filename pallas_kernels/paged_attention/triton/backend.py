@@ -187,7 +187,10 @@ def decode_blocks_for(problem: Problem, target: KernelTarget, *, rows: int) -> D
 def prefill_blocks_for(problem: Problem, target: KernelTarget) -> PrefillBlocks:
     """Return tuned block sizes or those of the rule."""
     sizes = tuned_blocks(target, "triton", "prefill", problem) or _prefill_sizes(problem, target)
-    return PrefillBlocks(programs=_programs(problem, target, sizes["num_warps"]), **sizes)
+    # Besides the sums of wide heads, queries take registers, or the masks of lanes that a head doesn't have.
+    padded = problem.head_dim < pl.next_power_of_2(problem.head_dim)
+    masks_all = problem.head_dim > 128 and (padded or _queries_in_registers(target))
+    return PrefillBlocks(masks_all=masks_all, programs=_programs(problem, target, sizes["num_warps"]), **sizes)
 
 
 def _programs(problem: Problem, target: KernelTarget, num_warps: int, shared_bytes: int = 0) -> int:
@@ -229,19 +232,24 @@ def _decode_sizes(problem: Problem, target: KernelTarget) -> dict[str, int]:
 
 
 def _prefill_sizes(problem: Problem, target: KernelTarget) -> dict[str, int]:
-    """Return the largest tiles that compile without spilling registers. Before Hopper, queries are in registers too."""
+    """Return the largest tiles that compile without spilling registers."""
     lanes, capability = pl.next_power_of_2(problem.head_dim), target.capability or (9, 0)
     if problem.dtype.itemsize == 4:
         sizes = (32, 32, 8, 3) if lanes <= 64 else (16, 16, 4, 3)
-    elif capability < (9, 0) or _small_shared_memory(target):
+    elif _queries_in_registers(target):
         # Here fp8 is converted in registers, besides those of the queries.
         block_kv = (64 if lanes <= 64 else 32) // (2 if is_float8(problem.kv_dtype) else 1)
-        sizes = (128, block_kv, 8, 5) if lanes <= 128 else (32, block_kv, 8, 3)
+        sizes = (128, block_kv, 8, 5) if lanes <= 128 else (64, block_kv, 8, 3)
     elif lanes <= 128:
         sizes = (128, 128 if lanes <= 64 else 64, 8, 5)
     else:
         sizes = (128, 32, 8, 5) if capability < (10, 0) else (64, 32, 8, 3)
     return dict(zip(("block_q", "block_kv", "num_warps", "num_stages"), sizes, strict=True))
+
+
+def _queries_in_registers(target: KernelTarget) -> bool:
+    """Return whether prefill holds queries in registers: tensor cores take them from there before Hopper."""
+    return (target.capability or (9, 0)) < (9, 0) or _small_shared_memory(target)
 
 
 def _small_shared_memory(target: KernelTarget) -> bool:
