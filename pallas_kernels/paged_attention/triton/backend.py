@@ -187,8 +187,8 @@ def decode_blocks_for(problem: Problem, target: KernelTarget, *, rows: int) -> D
 def prefill_blocks_for(problem: Problem, target: KernelTarget) -> PrefillBlocks:
     """Return tuned block sizes or those of the rule."""
     sizes = tuned_blocks(target, "triton", "prefill", problem) or _prefill_sizes(problem, target)
-    # Besides the sums of wide heads, queries take registers, or the masks of lanes that a head doesn't have.
-    padded = problem.head_dim < pl.next_power_of_2(problem.head_dim)
+    # Besides the sums of wide heads, queries take registers, or the masks of lanes and rows that only fill a tile.
+    padded = any(size < pl.next_power_of_2(size) for size in (problem.head_dim, problem.heads // problem.kv_heads))
     masks_all = problem.head_dim > 128 and (padded or _queries_in_registers(target))
     return PrefillBlocks(masks_all=masks_all, programs=_programs(problem, target, sizes["num_warps"]), **sizes)
 
