@@ -76,8 +76,8 @@ def self_attention(
     }
     norms = None if params.q_norm is None or params.k_norm is None else (params.q_norm, params.k_norm)
     if settings.backend.takes_qkv and (norms is None or norms[0].ndim == 1):
-        turns: Any = None if rotation is None else (rotation[0][:, 0, 0], rotation[1][:, 0, 1])
-        options |= {"eps": settings.norm_eps} | ({} if query_scale is None else {"query_scale": query_scale})
+        turns = None if rotation is None else (rotation[0][:, 0, 0], rotation[1][:, 0, 1])
+        options |= {"eps": settings.norm_eps, "query_scale": query_scale}
         attended, kv = qkv_attention(linear(x, weight), bias, norms, turns, kv, layer, *where, **options)
     else:
         heads = linear(x, weight, bias).reshape(len(x), kv_heads, rows, head_dim)

@@ -1,4 +1,4 @@
-"""Root mean square normalization (Zhang, Sennrich 2019)."""
+"""Root mean square normalization (Zhang, Sennrich 2019) and layer normalization (Ba, Kiros, Hinton 2016)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from pallas_kernels.cpu import kernel_or_fallback
 
 
 def rms_norm(x: Float[Array, "... dim"], weight: Float[Array, "... dim"], eps: float) -> Float[Array, "... dim"]:
-    """Scale the last dimension to unit mean square, in float32, then by `weight` (it may broadcast) in `x`'s dtype."""
-    if not normalization.supports_rms_norm(x, weight):
+    """Scale the last dimension to unit mean square, in float32, then by `weight` (it may broadcast) in `x`'s dtype.
+
+    A float32 `weight` is multiplied in float32, before the only rounding to `x`'s dtype.
+    """
+    if not normalization.supports_norm(x, weight):
         return _rms_norm(x, weight, eps)
     kernel, otherwise = (functools.partial(norm, eps=eps) for norm in (normalization.rms_norm, _rms_norm))
     return kernel_or_fallback(kernel, otherwise, x, weight)
@@ -35,16 +38,30 @@ def rms_norm_of_shards(
 
 
 def layer_norm(
-    x: Float[Array, "... dim"], weight: Float[Array, " dim"], bias: Float[Array, " dim"] | None, eps: float
+    x: Float[Array, "... dim"], weight: Float[Array, "... dim"], bias: Float[Array, "... dim"] | None, eps: float
 ) -> Float[Array, "... dim"]:
-    """Scale the last dimension to zero mean and unit variance, then by `weight`, and add `bias`, all in float32."""
-    wide = x.astype(jnp.float32)
-    centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    out = centered * lax.rsqrt(jnp.mean(centered * centered, axis=-1, keepdims=True) + eps) * weight
-    return (out if bias is None else out + bias).astype(x.dtype)
+    """Shift and scale the last dimension to mean 0 and variance 1, multiply by `weight` and add `bias`.
+
+    All of it is in float32; the result is rounded to `x`'s dtype. `weight` and `bias` have one dtype and may broadcast.
+    """
+    factors = (weight,) if bias is None else (weight, bias)
+    if not normalization.supports_norm(x, weight):
+        return _layer_norm(x, *factors, eps=eps)
+    kernel, otherwise = (functools.partial(norm, eps=eps) for norm in (normalization.layer_norm, _layer_norm))
+    return kernel_or_fallback(kernel, otherwise, x, *factors)
 
 
 def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
     wide = x.astype(jnp.float32)
-    inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return ((wide * inverse).astype(weight.dtype) * weight).astype(x.dtype)
+    normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if weight.dtype != jnp.float32:
+        normed = normed.astype(x.dtype)
+    return (normed * weight).astype(x.dtype)
+
+
+def _layer_norm(x: Array, weight: Array, bias: Array | None = None, *, eps: float) -> Array:
+    wide = x.astype(jnp.float32)
+    centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    inverse = lax.rsqrt(jnp.mean(centered * centered, axis=-1, keepdims=True) + eps)
+    normed = centered * inverse * weight.astype(jnp.float32)
+    return (normed if bias is None else normed + bias.astype(jnp.float32)).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Kernels for RMS norms and log-sum-exps of rows. One thread handles a row and adds in a fixed order."""
+"""Kernels for norms and log-sum-exps of rows. One thread handles a row and adds in a fixed order."""
 
 from __future__ import annotations
 
@@ -22,23 +22,46 @@ _NUMBERS, _HALVES = F32.times(_LANES), I16.times(_LANES)
 _ITEM_NUMBERS = 1 << 14
 _VECTORS = 4
 _BLOCK = _VECTORS * _LANES
+# Of rows and weights
+_DTYPES = ("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")
+_SIZES = {"bfloat16": 2, "float32": 4}
 
 
-def supports_rms_norm(x: Float[Array, "*rows dim"], weight: Float[Array, "*some dim"]) -> bool:
-    """Return whether `rms_norm` supports these sizes and types."""
-    dtypes = {x.dtype.name, weight.dtype.name}
-    return x.shape[-1] % _LANES == 0 and (dtypes == {"bfloat16"} or dtypes == {"float32"})
+def supports_norm(x: Float[Array, "*rows dim"], weight: Float[Array, "*some dim"]) -> bool:
+    """Return whether the norms support these sizes and types."""
+    return x.shape[-1] % _LANES == 0 and (x.dtype.name, weight.dtype.name) in _DTYPES
 
 
 def rms_norm(x: Float[Array, "*rows dim"], weight: Float[Array, "*some dim"], eps: float) -> Float[Array, "*rows dim"]:
-    """Scale each row to unit mean square, in float32, then multiply by `weight` in `x`'s dtype.
+    """Scale each row to unit mean square, in float32, then multiply by `weight` in `weight`'s dtype.
 
     The shape of `weight` equals the last dimensions of `x`.
     """
+    return _normed(Norm(x.dtype.name, weight.dtype.name, float(eps)), x, weight)
+
+
+def layer_norm(
+    x: Float[Array, "*rows dim"],
+    weight: Float[Array, "*some dim"],
+    bias: Float[Array, "*some dim"] | None = None,
+    *,
+    eps: float,
+) -> Float[Array, "*rows dim"]:
+    """Shift and scale each row to mean 0 and variance 1, multiply by `weight` and add `bias`, all in float32.
+
+    The shapes of `weight` and `bias` equal the last dimensions of `x`; their dtypes are the same.
+    """
+    kernel = Norm(x.dtype.name, weight.dtype.name, float(eps), centered=True, biased=bias is not None)
+    return _normed(kernel, x, weight) if bias is None else _normed(kernel, x, weight, bias)
+
+
+def _normed(kernel: Norm, x: Array, *factors: Array) -> Array:
     dim = x.shape[-1]
-    assert x.shape[x.ndim - weight.ndim :] == weight.shape, (x.shape, weight.shape)
-    rows, weights = x.reshape(-1, dim), weight.reshape(-1, dim)
-    out = call(RmsNorm(x.dtype.name, float(eps)), jax.ShapeDtypeStruct(rows.shape, x.dtype), rows, weights)
+    for factor in factors:
+        assert x.shape[x.ndim - factors[0].ndim :] == factor.shape, (x.shape, factor.shape)
+        assert factor.dtype.name == kernel.weight_dtype
+    rows, *others = (array.reshape(-1, dim) for array in (x, *factors))
+    out = call(kernel, jax.ShapeDtypeStruct(rows.shape, x.dtype), rows, *others)
     return out.reshape(x.shape)
 
 
@@ -48,65 +71,84 @@ def log_sum_exp(x: Float[Array, "rows some"]) -> Float[Array, "rows 1"]:
 
 
 @dataclasses.dataclass(frozen=True)
-class RmsNorm:
-    """The kernel of `rms_norm`."""
+class Norm:
+    """The kernel of `rms_norm`, and with `centered` of `layer_norm`."""
 
     dtype: str
+    weight_dtype: str
     eps: float
+    centered: bool = False
+    biased: bool = False
 
     @property
     def name(self) -> str:
         """See `cpu.Kernel`."""
-        return f"llvm_rms_norm_{self.dtype}_{np.float32(self.eps).view(np.uint32):08x}"
+        what = ("layer_norm_bias" if self.biased else "layer_norm") if self.centered else "rms_norm"
+        eps = f"{np.float32(self.eps).view(np.uint32):08x}"
+        return f"llvm_{what}_{self.dtype}_{self.weight_dtype}_{eps}"
 
     def write(self, module: Module, features: frozenset[str]) -> None:
         """See `cpu.Kernel`."""
-        handler(module, self.name, 2, 1, lambda call: self._write_handler(call, "avx512bf16" in features))
+        count = 3 if self.biased else 2
+        handler(module, self.name, count, 1, lambda call: self._write_handler(call, "avx512bf16" in features))
 
     def _write_handler(self, call: Call, has_bf16: bool) -> None:
         f = call.function
-        x, weight = call.arguments
+        x, weight, *bias = call.arguments
         rows, dim = x.dim(0), x.dim(1)
         per_item = f.constant(I64, _ITEM_NUMBERS) // dim + 1
         captured = [x.data, weight.data, call.results[0].data, rows, dim, weight.dim(0), per_item]
 
         def work(f: Function, item: Value, *captured: Value) -> None:
-            x, weight, out, rows, dim, weights, per_item = captured
-            size = 2 if self.dtype == "bfloat16" else 4
+            x, weight, out, rows, dim, weights, per_item, *bias = captured
+            size, weight_size = _SIZES[self.dtype], _SIZES[self.weight_dtype]
 
             def row(r: Value) -> None:
                 own, to = (f.at(pointer, r * dim * size) for pointer in (x, out))
-                self._row(f, own, f.at(weight, r % weights * dim * size), to, dim, has_bf16)
+                factors = [f.at(pointer, r % weights * dim * weight_size) for pointer in (weight, *bias)]
+                self._row(f, own, factors, to, dim, has_bf16)
 
             f.loop(f.minimum((item + 1) * per_item, rows), row, start=item * per_item)
 
-        call.parallel_for((rows + per_item - 1) // per_item, captured, work)
+        call.parallel_for((rows + per_item - 1) // per_item, [*captured, *(one.data for one in bias)], work)
 
-    def _row(self, f: Function, x: Value, weight: Value, out: Value, dim: Value, has_bf16: bool) -> None:
-        def add(at: Value, total: Value) -> Value:
-            number = self._load(f, x, at)
+    def _row(self, f: Function, x: Value, factors: list[Value], out: Value, dim: Value, has_bf16: bool) -> None:
+        weight, *bias = factors
+
+        def mean(add: Callable[[Value, Value], Value]) -> Value:
+            (total,) = f.loop(dim, add, f.constant(_NUMBERS, 0.0), step=_LANES)
+            return maths.reduce_lanes(f, total, operator.add) / f.broadcast(f.convert("sitofp", dim, F32), _LANES)
+
+        center = mean(lambda at, total: total + _load(f, x, at, self.dtype)) if self.centered else None
+
+        def load(at: Value) -> Value:
+            number = _load(f, x, at, self.dtype)
+            return number if center is None else number - center
+
+        def add_square(at: Value, total: Value) -> Value:
+            number = load(at)
             return f.fma(number, number, total)
 
-        (total,) = f.loop(dim, add, f.constant(_NUMBERS, 0.0), step=_LANES)
-        mean = maths.reduce_lanes(f, total, operator.add) / f.broadcast(f.convert("sitofp", dim, F32), _LANES)
-        root = f.call("llvm.sqrt.v16f32", _NUMBERS, mean + self.eps)
+        root = f.call("llvm.sqrt.v16f32", _NUMBERS, mean(add_square) + self.eps)
         inverse = f.constant(_NUMBERS, 1.0) / root
+        to_bf16: Callable[[Value], Value] = f.to_bf16 if has_bf16 else lambda x: maths.to_bf16(f, x)
 
         def scale(at: Value) -> None:
-            number = self._load(f, x, at) * inverse
-            if self.dtype == "float32":
-                f.store(number * self._load(f, weight, at), out, at * 4)
-                return
-            to_bf16: Callable[[Value], Value] = f.to_bf16 if has_bf16 else lambda x: maths.to_bf16(f, x)
-            rounded = maths.from_bf16(f, f.convert("bitcast", to_bf16(number), _HALVES))
-            f.store(to_bf16(rounded * self._load(f, weight, at)), out, at * 2)
+            number = load(at) * inverse
+            if not self.centered and self.weight_dtype == "bfloat16":
+                number = maths.from_bf16(f, f.convert("bitcast", to_bf16(number), _HALVES))
+            number = number * _load(f, weight, at, self.weight_dtype)
+            for one in bias:
+                number = number + _load(f, one, at, self.weight_dtype)
+            f.store(number if self.dtype == "float32" else to_bf16(number), out, at * _SIZES[self.dtype])
 
         f.loop(dim, scale, step=_LANES)
 
-    def _load(self, f: Function, pointer: Value, at: Value) -> Value:
-        if self.dtype == "float32":
-            return f.load(_NUMBERS, pointer, at * 4)
-        return maths.from_bf16(f, f.load(_HALVES, pointer, at * 2))
+
+def _load(f: Function, pointer: Value, at: Value, dtype: str) -> Value:
+    if dtype == "float32":
+        return f.load(_NUMBERS, pointer, at * 4)
+    return maths.from_bf16(f, f.load(_HALVES, pointer, at * 2))
 
 
 @dataclasses.dataclass(frozen=True)

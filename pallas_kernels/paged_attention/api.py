@@ -74,7 +74,7 @@ def qkv_attention(
     qkv: Float[Array, "tokens width"],
     bias: Float[Array, " width"] | None,
     norms: tuple[Float[Array, " head_dim"], Float[Array, " head_dim"]] | None,
-    rotation: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]],
+    rotation: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]] | None,
     kv: PagedKV,
     layer: int | Int[Array, ""],
     page_table: Int[Array, "rows max_pages"],
@@ -88,6 +88,7 @@ def qkv_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
+    query_scale: Float[Array, " tokens"] | None = None,
     decode_only: bool = False,
     backend: Backend,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
@@ -95,8 +96,9 @@ def qkv_attention(
 
     `qkv` has for each KV head its group of query heads, its key and its value; `bias` is added to it. Queries and keys
     are scaled to unit mean square (plus `eps`) and multiplied by their weight of `norms`. Then each pair
-    (i, i + head_dim / 2) is turned by `rotation`, cosines and sines in float32. The result of each of these parts is
-    rounded to the dtype of `qkv`, as is the output.
+    (i, i + head_dim / 2) is turned by `rotation`, cosines and sines in float32, and queries are multiplied by
+    `query_scale`, float32. The result of each of these parts is rounded to the dtype of `qkv`, as is the output. Only
+    weights in float32 multiply what isn't rounded yet.
     """
     module: Any = backend_module(backend.name)
     with jax.named_scope("paged_attention"):
@@ -117,6 +119,7 @@ def qkv_attention(
             window=window,
             soft_cap=soft_cap,
             sinks=sinks,
+            query_scale=query_scale,
             decode_only=decode_only,
             target=backend.target,
             interpret=backend.interpret,

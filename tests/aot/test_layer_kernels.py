@@ -28,8 +28,21 @@ QKV: dict[str, dict[str, Any]] = {
     "dim-96-7-to-1": {"heads": 28, "kv_heads": 4, "head_dim": 96, "norms": True},
     "dim-256-16-to-1": {"heads": 16, "kv_heads": 1, "head_dim": 256, "bias": True, "norms": True},
     "float32": {"dtype": "float32", "norms": True},
+    "unrotated": {"rotates": False, "norms": True},
+    "dim-256-float32-norms-scaled": {
+        "heads": 16,
+        "head_dim": 256,
+        "norms": True,
+        "norm_dtype": "float32",
+        "scales_queries": True,
+    },
 }
-QUICK = (("nvidia-h200", "everything"), ("nvidia-h200", "dim-256-16-to-1"), ("nvidia-l4", "dim-80-mha"))
+QUICK = (
+    ("nvidia-h200", "everything"),
+    ("nvidia-h200", "dim-256-float32-norms-scaled"),
+    ("nvidia-h200", "dim-256-16-to-1"),
+    ("nvidia-l4", "dim-80-mha"),
+)
 
 
 def _compiled(target: str, function: Any, *shapes: Any) -> Any:
@@ -56,7 +69,7 @@ def test_the_write_of_new_tokens_does_not_spill(target: str, variant: str) -> No
     pool = struct(layout.shape, kv_dtype)
     scales = struct((2, 2, kv_heads), f32) if kv_dtype.itemsize == 1 else None
     half = struct((tokens, head_dim // 2), f32)
-    norm = struct((head_dim,), dtype)
+    norm = struct((head_dim,), jnp.dtype(sizes.get("norm_dtype", dtype)))
 
     def write(*operands: Any) -> Any:
         *others, slots = operands
@@ -68,7 +81,8 @@ def test_the_write_of_new_tokens_does_not_spill(target: str, variant: str) -> No
         struct((tokens, width), dtype),
         struct((width,), dtype) if sizes.get("bias") else None,
         (norm, norm) if sizes.get("norms") else None,
-        (half, half),
+        (half, half) if sizes.get("rotates", True) else None,
+        struct((tokens,), f32) if sizes.get("scales_queries") else None,
         layout.paged_kv(pool, pool, scales),
         struct((tokens,), np.dtype(np.int32)),
     )

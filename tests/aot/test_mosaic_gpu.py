@@ -37,6 +37,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dim-128-everything": {"window": 1000, "sinks": True, "cap": 30.0},
     "dim-256-ratio-16-page-128": {"head_dim": 256, "heads": 16, "kv_heads": 1, "page_size": 128, "rows": 8},
     "dim-256-everything": {"head_dim": 256, "heads": 8, "kv_heads": 4, "window": 1000, "sinks": True, "cap": 50.0},
+    "decode-dim-256-window-cap": {"head_dim": 256, "heads": 16, "decode_only": True, "window": 4096, "cap": 50.0},
+    "dim-192-window-cap": {"head_dim": 192, "heads": 16, "window": 4096, "cap": 50.0},
     "fp8-decode": {"kv_dtype": FP8, "decode_only": True, "page_size": 64},
     "fp8-decode-split": {"kv_dtype": FP8, "decode_only": True, "rows": 4, "page_size": 128},
     "fp8-dim-64-everything": {
@@ -60,6 +62,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "page_size": 128,
         "rows": 8,
     },
+    "fp8-dim-192-window-cap": {"kv_dtype": FP8, "head_dim": 192, "heads": 16, "window": 4096, "cap": 50.0},
     "fp8-dim-256-everything": {
         "kv_dtype": FP8,
         "head_dim": 256,
@@ -72,7 +75,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = ("decode-split", "dim-80-mha-window-page-32", "dim-128", "dim-256-everything", "fp8-dim-64-everything")
+QUICK = (
+    "decode-split",
+    "dim-80-mha-window-page-32",
+    "dim-128",
+    "dim-192-window-cap",
+    "dim-256-everything",
+    "decode-dim-256-window-cap",
+    "fp8-dim-64-everything",
+)
 
 
 @pytest.mark.parametrize("variant", grid(VARIANTS, QUICK.__contains__))

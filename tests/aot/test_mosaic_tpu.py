@@ -30,13 +30,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dim-128-everything": {"window": 1000, "sinks": True, "cap": 30.0},
     "dim-256-ratio-16": {"head_dim": 256, "heads": 16, "kv_heads": 1, "page_size": 128},
     "dim-256-mha": {"head_dim": 256, "heads": 16, "kv_heads": 16},
+    "dim-256-window-cap": {"head_dim": 256, "heads": 16, "window": 4096, "cap": 50.0},
+    "dim-192-window-cap": {"head_dim": 192, "heads": 16, "window": 4096, "cap": 50.0},
+    "fp8-dim-256-window-cap": {"kv_dtype": FP8, "head_dim": 256, "heads": 16, "window": 4096, "cap": 50.0},
     "float32": {"dtype": "float32", "heads": 8, "kv_heads": 2},
     "fp8-everything": {"kv_dtype": FP8, "window": 100, "sinks": True, "cap": 30.0},
 }
 CASES = [("tpu-v6e", variant) for variant in VARIANTS] + [
     (target, variant)
     for target in ("tpu-v5e", "tpu-v7")
-    for variant in ("decode", "dim-128-everything", "fp8-everything")
+    for variant in ("decode", "dim-128-everything", "dim-192-window-cap", "dim-256-window-cap", "fp8-everything")
 ]
 
 

@@ -46,6 +46,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "dim-128-everything": {"window": 1000, "sinks": True, "cap": 30.0},
     "dim-256-ratio-16-page-128": {"head_dim": 256, "heads": 16, "kv_heads": 1, "page_size": 128},
+    "dim-256-window-cap": {"head_dim": 256, "heads": 16, "window": 4096, "cap": 50.0},
+    "dim-192-7-to-1": {"head_dim": 192, "heads": 14, "kv_heads": 2},
+    "dim-192-window-cap": {"head_dim": 192, "heads": 16, "window": 4096, "cap": 50.0},
+    "fp8-dim-256-window-cap": {"kv_dtype": FP8, "head_dim": 256, "heads": 16, "window": 4096, "cap": 50.0},
     "float32": {"dtype": "float32"},
     "fp8-dim-256": {"kv_dtype": FP8, "head_dim": 256},
     "fp8-dim-64-everything": {"kv_dtype": FP8, "head_dim": 64, "window": 100, "sinks": True, "cap": 30.0},
@@ -54,8 +58,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 QUICK = {
     "nvidia-h200": ("decode", "dim-96-sinks-cap-page-64", "dim-128-everything", "fp8-dim-64-everything"),
-    "nvidia-a100-80": ("decode", "fp8-dim-256"),
-    "nvidia-l4": ("dim-128-everything",),
+    "nvidia-a100-80": ("decode", "dim-192-7-to-1", "fp8-dim-256"),
+    "nvidia-l4": ("dim-128-everything", "dim-256-window-cap"),
     "nvidia-b200": ("dim-256-ratio-16-page-128",),
 }
 CASES = grid(itertools.product(TARGETS, VARIANTS), lambda case: case[1] in QUICK[case[0]])

@@ -101,7 +101,7 @@ def qkv_attention(
     qkv: Float[Array, "tokens width"],
     bias: Float[Array, " width"] | None,
     norms: tuple[Float[Array, " head_dim"], Float[Array, " head_dim"]] | None,
-    rotation: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]],
+    rotation: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]] | None,
     kv: PagedKV,
     layer: int | Int[Array, ""],
     page_table: Int[Array, "rows max_pages"],
@@ -115,13 +115,14 @@ def qkv_attention(
     window: int | None,
     soft_cap: float | None,
     sinks: Float[Array, " heads"] | None,
+    query_scale: Float[Array, " tokens"] | None,
     decode_only: bool,
     target: KernelTarget,
     interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute `api.qkv_attention`."""
     slots = token_slots(len(qkv), kv.page_size, page_table, query_starts, kv_lens, num_seqs)
-    q, kv, _ = write_qkv(qkv, bias, norms, rotation, kv, layer, slots, eps=eps, interpret=interpret)
+    q, kv, _ = write_qkv(qkv, bias, norms, rotation, query_scale, kv, layer, slots, eps=eps, interpret=interpret)
     rows = page_table, query_starts, kv_lens, num_decodes, num_seqs
     options: dict[str, Any] = {
         "scale": scale,

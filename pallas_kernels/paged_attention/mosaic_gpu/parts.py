@@ -7,6 +7,7 @@ here: 0.11.2 and 0.12 need none.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ _LOADER_REGISTERS, _CONVERTER_REGISTERS = 40, 96
 
 # With wider heads, a warpgroup has no registers for weights besides the sums, and no shared memory for many blocks.
 WIDE = 128
+_CLEARED_COLUMNS = 64
 
 
 class Ring(NamedTuple):
@@ -209,9 +211,11 @@ def drain_rings(
 def clear_outside(values: Any, start: jax.Array, low: jax.Array | int, high: jax.Array) -> None:
     """Zero the rows of a block in shared memory whose positions lie outside `[low, high)`: they may hold NaN."""
     rows, columns = values.shape
-    for first in range(0, rows, TILE_ROWS):
-        part = values.at[pl.ds(first, TILE_ROWS)]
-        position = plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS, columns), 0, layout=TILE) + (start + first)
+    # A part of wide heads at a time: the sums leave few registers.
+    width = math.gcd(columns, _CLEARED_COLUMNS) if columns > WIDE else columns
+    for first, column in itertools.product(range(0, rows, TILE_ROWS), range(0, columns, width)):
+        part = values.at[pl.ds(first, TILE_ROWS), pl.ds(column, width)]
+        position = plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS, width), 0, layout=TILE) + (start + first)
         part[...] = jnp.where((position >= low) & (position < high), part[...], jnp.zeros((), part.dtype))
     plgpu.commit_smem()
 

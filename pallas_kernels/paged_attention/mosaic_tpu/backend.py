@@ -60,6 +60,14 @@ def refusal(problem: Problem, target: KernelTarget) -> str | None:
         return f"mosaic_tpu takes up to {MAX_GROUP} query heads a KV head, not {problem.heads} for {problem.kv_heads}"
     if problem.page_size % 16 or problem.page_size & (problem.page_size - 1):
         return f"mosaic_tpu takes pages of 16 tokens or a larger power of two, not of {problem.page_size}"
+    lanes = problem.head_dim + -problem.head_dim % LANES
+    page_bytes = 2 * problem.kv_heads * problem.page_size * lanes * problem.kv_dtype.itemsize
+    # A loop holds two blocks of at least a page besides its own tokens.
+    if page_bytes > (limit := _vmem_capacity(target) // 4):
+        return (
+            f"mosaic_tpu takes pages of up to {limit // 2**20} MiB, and {problem.page_size} tokens of "
+            f"{problem.kv_heads} KV heads take {page_bytes // 2**20}: choose smaller pages"
+        )
     return None
 
 

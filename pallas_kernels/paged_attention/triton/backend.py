@@ -109,7 +109,7 @@ def qkv_attention(
     qkv: Float[Array, "tokens width"],
     bias: Float[Array, " width"] | None,
     norms: tuple[Float[Array, " head_dim"], Float[Array, " head_dim"]] | None,
-    rotation: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]],
+    rotation: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]] | None,
     kv: PagedKV,
     layer: int | Int[Array, ""],
     page_table: Int[Array, "rows max_pages"],
@@ -123,13 +123,14 @@ def qkv_attention(
     window: int | None,
     soft_cap: float | None,
     sinks: Float[Array, " heads"] | None,
+    query_scale: Float[Array, " tokens"] | None,
     decode_only: bool,
     target: KernelTarget,
     interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute `api.qkv_attention`."""
     slots = token_slots(len(qkv), kv.page_size, page_table, query_starts, kv_lens, num_seqs)
-    q, kv, arrivals = write_qkv(qkv, bias, norms, rotation, kv, layer, slots, eps=eps, interpret=interpret)
+    q, kv, arrivals = write_qkv(qkv, bias, norms, rotation, query_scale, kv, layer, slots, eps=eps, interpret=interpret)
     attention = _facts(kv, q.shape[1], scale=scale, window=window, soft_cap=soft_cap)
     rows = _Rows(page_table, query_starts, kv_lens, num_decodes, num_seqs)
     options: dict[str, Any] = {"decode_only": decode_only, "target": target, "interpret": interpret}
@@ -186,7 +187,10 @@ def decode_blocks_for(problem: Problem, target: KernelTarget, *, rows: int) -> D
 def prefill_blocks_for(problem: Problem, target: KernelTarget) -> PrefillBlocks:
     """Return tuned block sizes or those of the rule."""
     sizes = tuned_blocks(target, "triton", "prefill", problem) or _prefill_sizes(problem, target)
-    return PrefillBlocks(programs=_programs(problem, target, sizes["num_warps"]), **sizes)
+    # Besides the sums of wide heads, queries take registers, or the masks of lanes and rows that only fill a tile.
+    padded = any(size < pl.next_power_of_2(size) for size in (problem.head_dim, problem.heads // problem.kv_heads))
+    masks_all = problem.head_dim > 128 and (padded or _queries_in_registers(target))
+    return PrefillBlocks(masks_all=masks_all, programs=_programs(problem, target, sizes["num_warps"]), **sizes)
 
 
 def _programs(problem: Problem, target: KernelTarget, num_warps: int, shared_bytes: int = 0) -> int:
@@ -228,19 +232,24 @@ def _decode_sizes(problem: Problem, target: KernelTarget) -> dict[str, int]:
 
 
 def _prefill_sizes(problem: Problem, target: KernelTarget) -> dict[str, int]:
-    """Return the largest tiles that compile without spilling registers. Before Hopper, queries are in registers too."""
+    """Return the largest tiles that compile without spilling registers."""
     lanes, capability = pl.next_power_of_2(problem.head_dim), target.capability or (9, 0)
     if problem.dtype.itemsize == 4:
         sizes = (32, 32, 8, 3) if lanes <= 64 else (16, 16, 4, 3)
-    elif capability < (9, 0) or _small_shared_memory(target):
+    elif _queries_in_registers(target):
         # Here fp8 is converted in registers, besides those of the queries.
         block_kv = (64 if lanes <= 64 else 32) // (2 if is_float8(problem.kv_dtype) else 1)
-        sizes = (128, block_kv, 8, 5) if lanes <= 128 else (32, block_kv, 8, 3)
+        sizes = (128, block_kv, 8, 5) if lanes <= 128 else (64, block_kv, 8, 3)
     elif lanes <= 128:
         sizes = (128, 128 if lanes <= 64 else 64, 8, 5)
     else:
         sizes = (128, 32, 8, 5) if capability < (10, 0) else (64, 32, 8, 3)
     return dict(zip(("block_q", "block_kv", "num_warps", "num_stages"), sizes, strict=True))
+
+
+def _queries_in_registers(target: KernelTarget) -> bool:
+    """Return whether prefill holds queries in registers: tensor cores take them from there before Hopper."""
+    return (target.capability or (9, 0)) < (9, 0) or _small_shared_memory(target)
 
 
 def _small_shared_memory(target: KernelTarget) -> bool:

@@ -33,10 +33,14 @@ from pallas_kernels.paged_attention.triton.work_list import WorkList, for_each_i
 
 
 class PrefillBlocks(NamedTuple):
-    """A tile has `block_q` (query, head) pairs over `block_kv` tokens; the GPU runs `programs` programs at once."""
+    """A tile has `block_q` (query, head) pairs over `block_kv` tokens; the GPU runs `programs` programs at once.
+
+    With `masks_all` there is one loop, with masks, instead of two: it takes fewer registers.
+    """
 
     block_q: int
     block_kv: int
+    masks_all: bool
     programs: int
     num_warps: int
     num_stages: int
@@ -125,9 +129,10 @@ def _prefill(
             return advance(state, q, keys, values, seen, key_scale, attention)
 
         # Tiles that all queries see whole need no masks; with a window there are few of these.
-        seen_by_all = lax.div(first_query + 1 if window is None else first_seen, block)
+        masks_all = window is not None or blocks.masks_all
+        seen_by_all = lax.div(first_seen if masks_all else first_query + 1, block)
         state = empty_softmax(blocks.block_q, attention.lanes)
-        if window is None:
+        if not masks_all:
             state = lax.fori_loop(0, seen_by_all, functools.partial(step, masked=False), state)
         state = lax.fori_loop(seen_by_all, pl.cdiv(end, block), functools.partial(step, masked=True), state)
         total = state.total

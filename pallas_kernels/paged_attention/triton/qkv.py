@@ -1,7 +1,8 @@
 """New tokens on Triton: one kernel takes the product of the query, key and value projections as it is.
 
-It adds the bias, normalizes and rotates queries and keys, writes keys and values into their pages in place, and
-returns the queries. Each intermediate result is rounded to the product's dtype, as if every part were an operation.
+It adds the bias, normalizes and rotates queries and keys, scales queries, writes keys and values into their pages in
+place, and returns the queries. Each intermediate result is rounded to the product's dtype, as if every part were an
+operation; only the product with a norm's weight in float32 takes what isn't rounded yet.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class _NewTokens(NamedTuple):
     qkv: Ref
     bias: Ref | None
     norms: tuple[Ref, Ref] | None
-    rotation: tuple[Ref, Ref]
+    rotation: tuple[Ref, Ref] | None
+    query_scale: Ref | None
     slots: Ref
     scales: Ref | None
     layer: Ref
@@ -60,7 +62,8 @@ def write_qkv(
     qkv: Float[Array, "tokens width"],
     bias: Float[Array, " width"] | None,
     norms: tuple[Float[Array, " head_dim"], Float[Array, " head_dim"]] | None,
-    rotation: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]],
+    rotation: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]] | None,
+    query_scale: Float[Array, " tokens"] | None,
     kv: PagedKV,
     layer: int | Int[Array, ""],
     slots: Int[Array, " tokens"],
@@ -84,7 +87,7 @@ def write_qkv(
         eps=eps,
     )
     warps = facts.tokens * pl.next_power_of_2(facts.half) // _LANES_A_WARP
-    new = _NewTokens(qkv, bias, norms, rotation, slots, kv.scales, jnp.full((1,), layer, jnp.int32))
+    new = _NewTokens(qkv, bias, norms, rotation, query_scale, slots, kv.scales, jnp.full((1,), layer, jnp.int32))
     pools = flat(kv.keys), flat(kv.values)
     q, keys, values, zeros = pl.pallas_call(
         functools.partial(_write_qkv, facts=facts),
@@ -146,21 +149,30 @@ def _write_qkv(
             return halves
         total = sum(jnp.sum(x * x, axis=1, keepdims=True) for x in halves)
         inverse = lax.rsqrt(total / facts.head_dim + facts.eps)
-        first, second = (
-            rounded(rounded(x * inverse) * row(new.norms[which], start + lane))
-            for start, x in zip((0, facts.half), halves)
-        )
-        return first, second
+        weight = new.norms[which]
+        first, second = (x * inverse for x in halves)
+        if weight.dtype == q.dtype:
+            first, second = rounded(first), rounded(second)
+        return rounded(first * row(weight, lane)), rounded(second * row(weight, facts.half + lane))
 
     def rotated(halves: _Halves) -> _Halves:
+        if new.rotation is None:
+            return halves
         cos, sin = (tile(ref, lane) for ref in new.rotation)
         first, second = halves
         return rounded(first * cos - second * sin), rounded(second * cos + first * sin)
 
+    def scaled(halves: _Halves) -> _Halves:
+        if new.query_scale is None:
+            return halves
+        factor = plgpu.load(new.query_scale.at[token], mask=live, other=0.0)[:, None]
+        first, second = halves
+        return rounded(first * factor), rounded(second * factor)
+
     @pl.when(member < facts.group)
     def query() -> None:
         head = jnp.full_like(token, kv_head * facts.group + member)
-        store(q, (token, head), rotated(normed(load(member), 0)))
+        store(q, (token, head), scaled(rotated(normed(load(member), 0))))
 
     @pl.when(member == facts.group)
     def key_and_value() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from pallas_kernels.cpu import Kernel, cpu_features, refusal
 from pallas_kernels.cpu.compile import optimized
-from pallas_kernels.normalization.cpu import LogSumExp, RmsNorm
+from pallas_kernels.normalization.cpu import LogSumExp, Norm
 from pallas_kernels.packed_matmul.cpu import PackedMatmul
 from pallas_kernels.paged_attention import KernelTarget, Problem, choose_backend
 from pallas_kernels.paged_attention.cpu.backend import PagedAttention
@@ -44,7 +44,7 @@ KERNELS: list[Kernel] = [
         )
         for dtype, window, soft_cap, sinks in (("bfloat16", None, None, False), ("float32", 32, 30.0, True))
     ),
-    RmsNorm("bfloat16", 1e-5),
+    Norm("bfloat16", "bfloat16", 1e-5),
     LogSumExp(),
     DrawTokens(),
 ]

@@ -169,6 +169,8 @@ def _shared(
     return Case(name, rows + more, num_decodes, shared_pages=shared_pages, decode_only=prefill is None, **o)
 
 
+FP8_BF16 = {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"}
+
 CASES = [
     _mixed("mixed"),
     _decode("decode"),
@@ -196,6 +198,11 @@ CASES = [
     _mixed("heads-9-of-3-dim-96-page-32", heads=9, kv_heads=3, head_dim=96, page_size=32),
     _mixed("heads-14-of-2-dim-128-page-64", heads=14, kv_heads=2, head_dim=128, page_size=64),
     _mixed("heads-8-of-1-dim-256-page-128", heads=8, kv_heads=1, head_dim=256, page_size=128, num_layers=3, layer=2),
+    _mixed(
+        "heads-4-of-2-dim-256-bf16-window-cap", dtype="bfloat16", head_dim=256, page_size=32, window=40, soft_cap=5.0
+    ),
+    _mixed("heads-6-of-2-dim-192-cap", heads=6, head_dim=192, soft_cap=2.0),
+    _decode("decode-heads-8-of-1-dim-256-window-cap", heads=8, kv_heads=1, head_dim=256, window=40, soft_cap=5.0),
     _decode("decode-heads-3-of-3-dim-80-page-32", heads=3, kv_heads=3, head_dim=80, page_size=32),
     _decode("decode-heads-10-of-2-dim-96-page-64", heads=10, kv_heads=2, head_dim=96, page_size=64),
     _decode("decode-heads-32-of-2-dim-128-page-128", heads=32, kv_heads=2, head_dim=128, page_size=128),
@@ -215,12 +222,20 @@ CASES = [
     _mixed("fp8-bf16-everything", dtype="bfloat16", kv_dtype="float8_e4m3fn", soft_cap=5.0, sinks=True, window=40),
     _decode("decode-fp8", kv_dtype="float8_e4m3fn", heads=8, head_dim=128, page_size=64),
     _decode("decode-fp8-dim-256-page-128", kv_dtype="float8_e4m3fn", heads=16, kv_heads=1, head_dim=256, page_size=128),
+    _mixed("fp8-dim-256-bf16-window-cap", **FP8_BF16, head_dim=256, window=40, soft_cap=5.0),
+    _decode("decode-fp8-dim-192-bf16-window-cap", **FP8_BF16, heads=6, head_dim=192, window=100, soft_cap=5.0),
     _mixed("fp8-dim-96-page-64", kv_dtype="float8_e4m3fn", heads=10, head_dim=96, page_size=64),
     _prefill("prefill-fp8-dim-80", kv_dtype="float8_e4m3fn", heads=6, kv_heads=3, head_dim=80, page_size=32),
 ]
 
 # What only `make test-full` adds to these are combinations of what they have. Interpreters take seconds for a case.
-CORNERS_OF_INTERPRETED = {"a-long-decode-among-short-ones", "heads-9-of-3-dim-96-page-32", "fp8-bf16-everything"}
+CORNERS_OF_INTERPRETED = {
+    "a-long-decode-among-short-ones",
+    "heads-9-of-3-dim-96-page-32",
+    "heads-6-of-2-dim-192-cap",
+    "heads-4-of-2-dim-256-bf16-window-cap",
+    "fp8-bf16-everything",
+}
 CORNERS = CORNERS_OF_INTERPRETED | {
     "everything",
     "mixed",
@@ -236,6 +251,7 @@ CORNERS = CORNERS_OF_INTERPRETED | {
     "decodes-that-share-in-bf16",
     "decodes-that-share-page-128",
     "heads-8-of-1-dim-256-page-128",
+    "decode-heads-8-of-1-dim-256-window-cap",
     "decode-window-16",
     "prefill-window-16",
     "window-page-64",

@@ -36,6 +36,9 @@ CORNERS = (
     "heads-9-of-3-dim-96-page-32",
     "heads-14-of-2-dim-128-page-64",
     "heads-8-of-1-dim-256-page-128",
+    "heads-4-of-2-dim-256-bf16-window-cap",
+    "heads-6-of-2-dim-192-cap",
+    "decode-heads-8-of-1-dim-256-window-cap",
     "decode-heads-32-of-2-dim-128-page-128",
     "decode-heads-16-of-1-dim-256-page-256",
     "prefill-window-16",
@@ -47,6 +50,8 @@ FP8_CORNERS = (
     "decode-fp8-dim-256-page-128",
     "decode-heads-3-of-3-dim-80-page-32",
     "heads-8-of-1-dim-256-page-128",
+    "fp8-dim-256-bf16-window-cap",
+    "decode-fp8-dim-192-bf16-window-cap",
     "fp8-dim-96-page-64",
 )
 FP8: dict[str, Any] = {"kv_dtype": "float8_e4m3fn"}
