@@ -68,7 +68,9 @@ class ModelConfig:
     def with_context(self, length: int) -> Self:
         """Return the config of a deployment with this context length, by which some rotations choose frequencies."""
         ropes: dict[str, Any] = {
-            name: dataclasses.replace(rope, context=length) for name, rope in self._ropes().items()
+            name: dataclasses.replace(rope, context=length)
+            for name, rope in self._ropes().items()
+            if rope.kind in ("dynamic", "longrope")
         }
         return dataclasses.replace(self, **ropes)
 

@@ -12,12 +12,13 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import Fields, abbreviate
-from jaxserve.models import llama
+from jaxserve.models import llama, phi3
 from jaxserve.models.config import ModelConfig, read_quantization, refuse_unread
 
 _FAMILIES: dict[str, ModuleType] = {
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": llama,
+    "Phi3ForCausalLM": phi3,
     "Qwen2ForCausalLM": llama,
     "Qwen3ForCausalLM": llama,
 }
