@@ -12,10 +12,12 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import Fields, abbreviate
-from jaxserve.models import llama, phi3
+from jaxserve.models import glm, llama, phi3
 from jaxserve.models.config import ModelConfig, read_quantization, refuse_unread
 
 _FAMILIES: dict[str, ModuleType] = {
+    "Glm4ForCausalLM": glm,
+    "GlmForCausalLM": glm,
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": llama,
     "Phi3ForCausalLM": phi3,
@@ -25,6 +27,9 @@ _FAMILIES: dict[str, ModuleType] = {
 
 # Models with an encoder of images besides: the text model's architecture. Their own config is in `text_config`.
 _TEXT_MODELS: dict[str, str] = {}
+
+# Architectures whose code comes with the checkpoint, and what to serve instead.
+_INSTEAD = {"ChatGLMModel": "GLM-4 is served from the checkpoints whose names end in -hf"}
 
 _TOWERS = ("vision_tower.", "multi_modal_projector.", "vision_model.", "audio_tower.", "embed_vision.")
 
@@ -45,8 +50,8 @@ def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mo
         fields = Fields(text, f"{where}: text_config")
         read_quantization(fields)
     if architecture not in _FAMILIES:
-        supported = ", ".join(sorted([*_FAMILIES, *_TEXT_MODELS]))
-        raise ConfigError(f"architecture {abbreviate(architecture)} is not supported; supported: {supported}")
+        instead = _INSTEAD.get(architecture) or "supported: " + ", ".join(sorted([*_FAMILIES, *_TEXT_MODELS]))
+        raise ConfigError(f"architecture {abbreviate(architecture)} is not supported; {instead}")
     config: ModelConfig = _FAMILIES[architecture].parse(fields)
     refuse_unread(fields)
     return config
