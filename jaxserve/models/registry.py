@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import Fields, abbreviate
-from jaxserve.models import glm, llama, phi3
+from jaxserve.models import glm, llama, phi3, starcoder2
 from jaxserve.models.config import ModelConfig, read_quantization, refuse_unread
 
 _FAMILIES: dict[str, ModuleType] = {
@@ -23,6 +23,7 @@ _FAMILIES: dict[str, ModuleType] = {
     "Phi3ForCausalLM": phi3,
     "Qwen2ForCausalLM": llama,
     "Qwen3ForCausalLM": llama,
+    "Starcoder2ForCausalLM": starcoder2,
 }
 
 # Models with an encoder of images besides: the text model's architecture. Their own config is in `text_config`.
