@@ -74,7 +74,9 @@ class ModelConfig:
     def with_context(self, length: int) -> Self:
         """Return the config of a deployment with this context length, by which dynamic rotations stretch."""
         ropes: dict[str, Any] = {
-            name: dataclasses.replace(rope, context=length) for name, rope in self._ropes().items()
+            name: dataclasses.replace(rope, context=length)
+            for name, rope in self._ropes().items()
+            if rope.kind == "dynamic"
         }
         return dataclasses.replace(self, **ropes)
 

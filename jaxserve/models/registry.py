@@ -12,21 +12,28 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import Fields, abbreviate
-from jaxserve.models import exaone4, llama, ministral3, seed_oss
+from jaxserve.models import exaone4, glm, llama, ministral3, phi3, seed_oss, starcoder2
 from jaxserve.models.config import ModelConfig, read_quantization, refuse_unread
 
 _FAMILIES: dict[str, ModuleType] = {
     "Exaone4ForCausalLM": exaone4,
+    "Glm4ForCausalLM": glm,
+    "GlmForCausalLM": glm,
     "LlamaForCausalLM": llama,
-    "MistralForCausalLM": llama,
     "Ministral3ForCausalLM": ministral3,
+    "MistralForCausalLM": llama,
+    "Phi3ForCausalLM": phi3,
     "Qwen2ForCausalLM": llama,
     "Qwen3ForCausalLM": llama,
     "SeedOssForCausalLM": seed_oss,
+    "Starcoder2ForCausalLM": starcoder2,
 }
 
 # Models with an encoder of images besides: the text model's architecture. Their own config is in `text_config`.
 _TEXT_MODELS: dict[str, str] = {}
+
+# Architectures whose code comes with the checkpoint, and what to serve instead.
+_INSTEAD = {"ChatGLMModel": "GLM-4 is served from the checkpoints whose names end in -hf"}
 
 _TOWERS = ("vision_tower.", "multi_modal_projector.", "vision_model.", "audio_tower.", "embed_vision.")
 
@@ -47,8 +54,8 @@ def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mo
         fields = Fields(text, f"{where}: text_config")
         read_quantization(fields)
     if architecture not in _FAMILIES:
-        supported = ", ".join(sorted([*_FAMILIES, *_TEXT_MODELS]))
-        raise ConfigError(f"architecture {abbreviate(architecture)} is not supported; supported: {supported}")
+        instead = _INSTEAD.get(architecture) or "supported: " + ", ".join(sorted([*_FAMILIES, *_TEXT_MODELS]))
+        raise ConfigError(f"architecture {abbreviate(architecture)} is not supported; {instead}")
     config: ModelConfig = _FAMILIES[architecture].parse(fields)
     refuse_unread(fields)
     return config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from jaxserve.errors import ConfigError
@@ -19,8 +20,8 @@ from jaxserve.model_source.fields import (
 )
 
 _KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-_OLD_NAMES = {"su": "longrope"}
 _FRACTION = Range(0, 1, open=True)
+_READ_ELSEWHERE = {"attention_factor", "max_position_embeddings", "original_max_position_embeddings"}
 
 
 def read_rope(
@@ -33,18 +34,19 @@ def read_rope(
     interleaved: bool = False,
     layer_type: str | None = None,
     known: tuple[str, ...] = (),
+    old_names: Mapping[str, str] = MappingProxyType({}),
 ) -> RopeConfig:
     """Return the rotary embedding of a model, or of its layers of one type.
 
     `theta` and the rotated `fraction` of a head are the family's defaults; without `fraction`, it rotates whole heads.
-    `known` are fields of `rope_parameters` that the family reads itself. Raises `ConfigError` for a kind or field that
-    isn't supported.
+    `known` are fields of `rope_parameters` that the family reads itself, `old_names` maps the names that its older
+    checkpoints have for kinds. Raises `ConfigError` for a kind or field that isn't supported.
     """
     raw = _parameters(fields, layer_type)
     name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
     scaling = Fields(raw, f"{fields.where}: {name}")
     kind = scaling.text("rope_type", scaling.text("type", "default"))
-    kind = _OLD_NAMES.get(kind, kind)
+    kind = old_names.get(kind, kind)
     if kind not in (*_KINDS, "factors"):
         raise ConfigError(
             f"{scaling.where}: rope_type {abbreviate(kind)} is not supported; supported: {', '.join(_KINDS)}"
@@ -56,8 +58,9 @@ def read_rope(
         raise ConfigError(f"{fields.where}: a partial_rotary_factor is not supported for this architecture; only 1 is")
     if rotated % 2 or not rotated:
         raise ConfigError(f"{fields.where}: partial_rotary_factor rotates {rotated} of {head_dim} dimensions, no pairs")
-    original = scaling.integer("original_max_position_embeddings", CONTEXT, max_position)
-    original = fields.integer("original_max_position_embeddings", CONTEXT, original)
+    beside = fields if fields.get("original_max_position_embeddings") is not None else scaling
+    default_original = None if kind == "longrope" else max_position
+    original = beside.integer("original_max_position_embeddings", CONTEXT, default_original)
     if raw.get("factor") is not None:
         factor = scaling.number("factor", ROPE_FACTOR)
     elif kind in ("linear", "llama3", "dynamic"):
@@ -100,7 +103,7 @@ def _parameters(fields: Fields, layer_type: str | None) -> Mapping[str, Any]:
 
 
 def _check(scaling: Fields, config: RopeConfig, pairs: int, known: tuple[str, ...]) -> None:
-    odd = scaling.raw.keys() - scaling.read - {"attention_factor", "max_position_embeddings", *known}
+    odd = scaling.raw.keys() - scaling.read - _READ_ELSEWHERE - set(known)
     if odd:
         raise ConfigError(f"{scaling.where} has fields that jaxserve does not support: {', '.join(sorted(odd))}")
     for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):

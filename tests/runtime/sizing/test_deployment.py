@@ -112,6 +112,16 @@ def test_programs_follow_from_the_sizes() -> None:
     assert gpu.builder(make_mesh(jax.devices("cpu"))).context.sample_rows is None
 
 
+def test_a_dynamic_rotation_stretches_to_contexts_up_to_its_factor() -> None:
+    stretched = parse_model_config({**CONFIG, "rope_scaling": {"type": "dynamic", "factor": 4.0}})
+    made = deploy(EngineConfig(dtype="float32", context_length=256), stretched, CPU)
+    assert made.capacity.max_model_len == 256
+    assert made.model == stretched.with_context(256) != stretched
+    assert deploy(EngineConfig(dtype="float32"), stretched, CPU).capacity.max_model_len == 64
+    with pytest.raises(ConfigError, match="context_length=257 is longer than the model's 256"):
+        deploy(EngineConfig(dtype="float32", context_length=257), stretched, CPU)
+
+
 def test_an_unsupported_attention_backend_is_refused() -> None:
     odd = parse_model_config({**CONFIG, "head_dim": 12})
     with pytest.raises(ConfigError, match="attention backend"):

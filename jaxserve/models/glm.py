@@ -1,0 +1,137 @@
+"""GLM-4: half of each head rotated, biases on queries, keys and values; the 0414 models also norm what layers add."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxserve.layers import embedding
+from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
+from jaxserve.layers.batch import TokenBatch
+from jaxserve.layers.mlp import MlpParams, mlp
+from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.rope import RopeConfig, Rotation, rotation
+from jaxserve.model_source.fields import NORM_EPSILON, Fields
+from jaxserve.models.config import ModelConfig, read_sizes, refuse
+from jaxserve.models.parameters import Declare, Params
+from jaxserve.models.rope import read_rope
+from pallas_kernels.paged_attention import Backend, PagedKV
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """The config of the family."""
+
+    norm_eps: float
+    rope: RopeConfig
+    qkv_bias: bool
+    post_norms: bool
+
+
+@flax.struct.dataclass
+class LayerParams:
+    """The weights of one decoder layer; the norms of outputs are None where a model has none."""
+
+    attention_norm: Array
+    attention: AttentionParams
+    attention_output_norm: Array | None
+    mlp_norm: Array
+    mlp: MlpParams
+    mlp_output_norm: Array | None
+
+
+def parse(fields: Fields) -> Config:
+    """Read a config.json. Raises `ConfigError`."""
+    sizes = read_sizes(fields, num_key_value_heads=2, head_dim=128, max_position_embeddings=131072)
+    refuse(fields, hidden_act="silu")
+    return Config(
+        **sizes,
+        norm_eps=fields.number("rms_norm_eps", NORM_EPSILON, 1.5625e-7),
+        rope=read_rope(fields, sizes["max_position_embeddings"], sizes["head_dim"], fraction=0.5, interleaved=True),
+        qkv_bias=fields.boolean("attention_bias", True),
+        post_norms=sizes["architecture"] == "Glm4ForCausalLM",
+        windows=(None,) * sizes["num_layers"],
+    )
+
+
+def abstract(config: Config, dtype: np.dtype) -> Params:
+    """Return the tree of parameters, with a `ParamSpec` in the place of each array."""
+    declare = Declare(config, dtype)
+
+    def layer(i: int) -> LayerParams:
+        name = f"model.layers.{i}"
+
+        def output_norm(kind: str) -> Any:
+            return declare.vector(f"{name}.{kind}.weight") if config.post_norms else None
+
+        return LayerParams(
+            attention_norm=declare.vector(f"{name}.input_layernorm.weight"),
+            attention=declare.attention(f"{name}.self_attn", config.rope, qkv_bias=config.qkv_bias),
+            attention_output_norm=output_norm("post_self_attn_layernorm"),
+            mlp_norm=declare.vector(f"{name}.post_attention_layernorm.weight"),
+            mlp=declare.mlp(f"{name}.mlp", fused="gate_up_proj"),
+            mlp_output_norm=output_norm("post_mlp_layernorm"),
+        )
+
+    layers = tuple(layer(i) for i in range(config.num_layers))
+    return Params(declare.embedding(), layers, declare.vector("model.norm.weight"), declare.head())
+
+
+def embed(config: Config, params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
+    """Return the embeddings of the batch's tokens; separate from `forward`, so that rows can be overridden."""
+    return embedding.embed(batch.tokens, params.embedding)
+
+
+def forward(
+    config: Config,
+    params: Params,
+    x: Float[Array, "tokens dim"],
+    batch: TokenBatch,
+    kv: PagedKV,
+    backend: Backend,
+) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache.
+
+    The loop over layers is unrolled, so that each layer's pages are updated in place.
+    """
+    rope = rotation(batch, config.rope, config.head_dim)
+    settings = AttentionSettings(config.norm_eps, backend)
+    for i, layer in enumerate(params.layers):
+        with jax.named_scope(f"layer_{i}"):
+            x, kv = _layer(x, layer, batch, kv, jnp.int32(i), rope, settings)
+    with jax.named_scope("final_norm"):
+        return rms_norm(x, params.norm, config.norm_eps), kv
+
+
+@functools.partial(jax.jit, static_argnames="settings")
+def _layer(
+    x: Float[Array, "tokens dim"],
+    params: LayerParams,
+    batch: TokenBatch,
+    kv: PagedKV,
+    index: Int[Array, ""],
+    rope: Rotation,
+    settings: AttentionSettings,
+) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+    """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
+    normed = rms_norm(x, params.attention_norm, settings.norm_eps)
+    attended, kv = self_attention(normed, params.attention, batch, kv, index, rope, settings)
+    x = x + _normed(attended, params.attention_output_norm, settings.norm_eps)
+    out = mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp)
+    return x + _normed(out, params.mlp_output_norm, settings.norm_eps), kv
+
+
+def _normed(x: Float[Array, "tokens dim"], weight: Array | None, eps: float) -> Float[Array, "tokens dim"]:
+    return x if weight is None else rms_norm(x, weight, eps)
+
+
+def head(config: Config, params: Params, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:
+    """Return the logits of hidden states, in float32."""
+    return embedding.logits(hidden, params.embedding if params.output is None else params.output)

@@ -1,0 +1,136 @@
+"""StarCoder2: layer norms, biases on all projections, a feed-forward block without a gate, windows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxserve.layers import embedding
+from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
+from jaxserve.layers.batch import TokenBatch
+from jaxserve.layers.mlp import MlpParams, mlp
+from jaxserve.layers.norm import layer_norm
+from jaxserve.layers.rope import RopeConfig, Rotation, rotation
+from jaxserve.model_source.fields import NORM_EPSILON, Fields
+from jaxserve.models.config import SLIDING, ModelConfig, read_sizes, read_windows, refuse
+from jaxserve.models.parameters import Declare, LayerNormParams, Params
+from jaxserve.models.rope import read_rope
+from pallas_kernels.paged_attention import Backend, PagedKV
+
+_ACTIVATION = "gelu_pytorch_tanh"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """The config of the family."""
+
+    norm_eps: float
+    rope: RopeConfig
+    bias: bool
+
+
+@flax.struct.dataclass
+class LayerParams:
+    """The weights of one decoder layer."""
+
+    attention_norm: LayerNormParams
+    attention: AttentionParams
+    mlp_norm: LayerNormParams
+    mlp: MlpParams
+
+
+def parse(fields: Fields) -> Config:
+    """Read a config.json. Raises `ConfigError`."""
+    sizes = read_sizes(fields, num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True)
+    norm_eps = fields.number("norm_epsilon", NORM_EPSILON, 1e-5)
+    refuse(
+        fields,
+        hidden_act=_ACTIVATION,
+        mlp_type="default",
+        norm_type="layer_norm",
+        layer_norm_epsilon=norm_eps,
+        attention_softmax_in_fp32=True,
+        scale_attention_softmax_in_fp32=True,
+        scale_attn_weights=True,
+    )
+    return Config(
+        **sizes,
+        norm_eps=norm_eps,
+        rope=read_rope(fields, sizes["max_position_embeddings"], sizes["head_dim"]),
+        bias=fields.boolean("use_bias", True),
+        windows=read_windows(fields, sizes["num_layers"], [SLIDING] * sizes["num_layers"]),
+    )
+
+
+def abstract(config: Config, dtype: np.dtype) -> Params:
+    """Return the tree of parameters, with a `ParamSpec` in the place of each array."""
+    declare = Declare(config, dtype)
+
+    def layer(i: int) -> LayerParams:
+        name = f"model.layers.{i}"
+        return LayerParams(
+            attention_norm=declare.layer_norm(f"{name}.input_layernorm", bias=True),
+            attention=declare.attention(
+                f"{name}.self_attn", config.rope, qkv_bias=config.bias, output_bias=config.bias
+            ),
+            mlp_norm=declare.layer_norm(f"{name}.post_attention_layernorm", bias=True),
+            mlp=declare.mlp(f"{name}.mlp", "c_fc", down="c_proj", bias=config.bias),
+        )
+
+    layers = tuple(layer(i) for i in range(config.num_layers))
+    return Params(declare.embedding(), layers, declare.layer_norm("model.norm", bias=True), declare.head())
+
+
+def embed(config: Config, params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
+    """Return the embeddings of the batch's tokens; separate from `forward`, so that rows can be overridden."""
+    return embedding.embed(batch.tokens, params.embedding)
+
+
+def forward(
+    config: Config,
+    params: Params,
+    x: Float[Array, "tokens dim"],
+    batch: TokenBatch,
+    kv: PagedKV,
+    backend: Backend,
+) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache.
+
+    The loop over layers is unrolled, so that each layer's pages are updated in place.
+    """
+    rope = rotation(batch, config.rope, config.head_dim)
+    for i, layer in enumerate(params.layers):
+        settings = AttentionSettings(config.norm_eps, backend, config.windows[i])
+        with jax.named_scope(f"layer_{i}"):
+            x, kv = _layer(x, layer, batch, kv, jnp.int32(i), rope, settings)
+    with jax.named_scope("final_norm"):
+        return layer_norm(x, params.norm.weight, params.norm.bias, config.norm_eps), kv
+
+
+@functools.partial(jax.jit, static_argnames="settings")
+def _layer(
+    x: Float[Array, "tokens dim"],
+    params: LayerParams,
+    batch: TokenBatch,
+    kv: PagedKV,
+    index: Int[Array, ""],
+    rope: Rotation,
+    settings: AttentionSettings,
+) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+    """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
+    normed = layer_norm(x, params.attention_norm.weight, params.attention_norm.bias, settings.norm_eps)
+    attended, kv = self_attention(normed, params.attention, batch, kv, index, rope, settings)
+    x = x + attended
+    normed = layer_norm(x, params.mlp_norm.weight, params.mlp_norm.bias, settings.norm_eps)
+    return x + mlp(normed, params.mlp, _ACTIVATION), kv
+
+
+def head(config: Config, params: Params, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:
+    """Return the logits of hidden states, in float32."""
+    return embedding.logits(hidden, params.embedding if params.output is None else params.output)
