@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import Fields, abbreviate
-from jaxserve.models import llama, olmo
+from jaxserve.models import granite, llama, olmo
 from jaxserve.models.config import ModelConfig, read_quantization, refuse_unread
 
 _FAMILIES: dict[str, ModuleType] = {
@@ -22,6 +22,8 @@ _FAMILIES: dict[str, ModuleType] = {
     "Qwen3ForCausalLM": llama,
     "Olmo2ForCausalLM": olmo,
     "Olmo3ForCausalLM": olmo,
+    "GraniteForCausalLM": granite,
+    "GraniteMoeHybridForCausalLM": granite,
 }
 
 # Models with an encoder of images besides: the text model's architecture. Their own config is in `text_config`.
