@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import Fields, abbreviate
-from jaxserve.models import granite, llama, olmo
+from jaxserve.models import granite, llama, olmo, smollm3
 from jaxserve.models.config import ModelConfig, read_quantization, refuse_unread
 
 _FAMILIES: dict[str, ModuleType] = {
@@ -24,6 +24,7 @@ _FAMILIES: dict[str, ModuleType] = {
     "Olmo3ForCausalLM": olmo,
     "GraniteForCausalLM": granite,
     "GraniteMoeHybridForCausalLM": granite,
+    "SmolLM3ForCausalLM": smollm3,
 }
 
 # Models with an encoder of images besides: the text model's architecture. Their own config is in `text_config`.
