@@ -123,19 +123,19 @@ def forward(
     for i, layer in enumerate(params.layers):
         settings = AttentionSettings(config.norm_eps, backend, config.windows[i])
         with jax.named_scope(f"layer_{i}"):
-            x, kv = _layer(x, layer, batch, kv, jnp.int32(i), rope, settings)
+            x, kv = decoder_layer(x, layer, batch, kv, jnp.int32(i), rope, settings)
     with jax.named_scope("final_norm"):
         return rms_norm(x, params.norm, config.norm_eps), kv
 
 
 @functools.partial(jax.jit, static_argnames="settings")
-def _layer(
+def decoder_layer(
     x: Float[Array, "tokens dim"],
     params: LayerParams,
     batch: TokenBatch,
     kv: PagedKV,
     index: Int[Array, ""],
-    rope: Rotation,
+    rope: Rotation | None,
     settings: AttentionSettings,
 ) -> tuple[Float[Array, "tokens dim"], PagedKV]:
     """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""

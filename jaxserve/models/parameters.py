@@ -64,11 +64,15 @@ class Declare:
         size = size or self._config.hidden_size
         return self._spec((size, None), init=init, parts=(TensorPart(name, (size,), (0,)),))
 
+    def wide_norm(self, name: str, size: int | None = None) -> Any:
+        """Return the weight of a norm that multiplies in float32, in float32."""
+        return dataclasses.replace(self.vector(name, size), dtype=_NORM_DTYPE)
+
     def offset_norm(self, name: str, size: int | None = None) -> Any:
         """Return the weight of a norm of which the checkpoint stores the difference to one, in float32."""
-        spec = self.vector(name, size)
+        spec = self.wide_norm(name, size)
         [part] = spec.parts
-        return dataclasses.replace(spec, dtype=_NORM_DTYPE, parts=(dataclasses.replace(part, offset=1.0),))
+        return dataclasses.replace(spec, parts=(dataclasses.replace(part, offset=1.0),))
 
     def layer_norm(self, name: str, *, bias: bool) -> Any:
         """Return the weights of a layer norm."""
@@ -125,11 +129,11 @@ class Declare:
         )
 
     def norm_of_heads(self, name: str, *, queries: bool) -> Any:
-        """Return the weight of a norm over all query heads, or all KV heads, of a token."""
+        """Return the weight of a norm over all query heads, or all KV heads, of a token, in float32."""
         config = self._config
         stored, replicas = config.num_kv_heads, config.kv_replicas
         members = config.num_heads // stored if queries else 1
-        return self._spec(
+        spec = self._spec(
             (stored * replicas, "kv_heads"),
             (members // replicas if queries else 1, None),
             (config.head_dim, None),
@@ -138,6 +142,7 @@ class Declare:
             kv_shared=0 if queries else 1,
             parts=(TensorPart(name, (stored, members, config.head_dim), (0, 0, 0)),),
         )
+        return dataclasses.replace(spec, dtype=_NORM_DTYPE)
 
     def mlp(self, name: str, *ups: str, down: str = "down_proj", bias: bool = False, fused: str | None = None) -> Any:
         """Return the weights of a feed-forward block under `name`.

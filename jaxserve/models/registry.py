@@ -12,20 +12,25 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import Fields, abbreviate
-from jaxserve.models import exaone4, glm, llama, ministral3, phi3, seed_oss, starcoder2
+from jaxserve.models import exaone4, glm, granite, llama, ministral3, olmo, phi3, seed_oss, smollm3, starcoder2
 from jaxserve.models.config import ModelConfig, read_quantization, refuse_unread
 
 _FAMILIES: dict[str, ModuleType] = {
     "Exaone4ForCausalLM": exaone4,
     "Glm4ForCausalLM": glm,
     "GlmForCausalLM": glm,
+    "GraniteForCausalLM": granite,
+    "GraniteMoeHybridForCausalLM": granite,
     "LlamaForCausalLM": llama,
     "Ministral3ForCausalLM": ministral3,
     "MistralForCausalLM": llama,
+    "Olmo2ForCausalLM": olmo,
+    "Olmo3ForCausalLM": olmo,
     "Phi3ForCausalLM": phi3,
     "Qwen2ForCausalLM": llama,
     "Qwen3ForCausalLM": llama,
     "SeedOssForCausalLM": seed_oss,
+    "SmolLM3ForCausalLM": smollm3,
     "Starcoder2ForCausalLM": starcoder2,
 }
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxserve.layers.batch import TokenBatch
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family
-from jaxserve.runtime.devices.mesh import make_mesh, partitions
+from jaxserve.runtime.devices.mesh import TENSOR_AXIS, make_mesh, partitions
 from pallas_kernels.paged_attention import REFERENCE, Backend, PagedKV
 
 PAGE_SIZE = 16
@@ -25,14 +25,14 @@ def cpu_mesh() -> Mesh:
 
 
 @functools.cache
-def _compiled(config: ModelConfig, dtype: Any, kv_dtype: Any, backend: Backend) -> Any:
+def _compiled(config: ModelConfig, dtype: Any, kv_dtype: Any, backend: Backend, mesh: Mesh) -> Any:
     model = family(config)
     [spec] = config.kv_specs()
 
     def logits(params: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
         size = tokens.shape[0]
         pages = -(-size // PAGE_SIZE)
-        shape = (spec.num_kv_heads, spec.num_layers * pages, PAGE_SIZE, spec.head_dim)
+        shape = (spec.num_kv_heads // config.shards, spec.num_layers * pages, PAGE_SIZE, spec.head_dim)
         kv = PagedKV(jnp.zeros(shape, kv_dtype), jnp.zeros(shape, kv_dtype), spec.num_layers)
         batch = TokenBatch(
             tokens=tokens,
@@ -49,7 +49,8 @@ def _compiled(config: ModelConfig, dtype: Any, kv_dtype: Any, backend: Backend) 
 
     specs = partitions(model.abstract(config, np.dtype(dtype)))
     parts = (specs, PartitionSpec(), PartitionSpec())
-    return jax.jit(jax.shard_map(logits, mesh=cpu_mesh(), in_specs=parts, out_specs=PartitionSpec(), check_vma=False))
+    out = PartitionSpec(None, TENSOR_AXIS)
+    return jax.jit(jax.shard_map(logits, mesh=mesh, in_specs=parts, out_specs=out, check_vma=False))
 
 
 def prompt_logits(
@@ -60,8 +61,9 @@ def prompt_logits(
     size: int | None = None,
     kv_dtype: Any = None,
     backend: Backend = REFERENCE,
+    mesh: Mesh | None = None,
 ) -> np.ndarray:
-    """Return the logits of all tokens, `[len(tokens), vocab]`.
+    """Return the logits of all tokens, `[len(tokens), vocab]`, computed on one device or on `config.shards` of a mesh.
 
     The prompt is padded to `size`, so that prompts of many lengths share a compilation. Keys and values have the
     parameters' type, or are rounded to `kv_dtype`.
@@ -69,5 +71,5 @@ def prompt_logits(
     padded = np.zeros(size or len(tokens), np.int32)
     padded[: len(tokens)] = tokens
     dtype = jax.tree.leaves(params)[0].dtype
-    out = _compiled(config, dtype, kv_dtype or dtype, backend)(params, padded, np.int32(len(tokens)))
-    return np.array(out)[: len(tokens)]
+    run = _compiled(config, dtype, kv_dtype or dtype, backend, mesh or cpu_mesh())
+    return np.array(run(params, padded, np.int32(len(tokens))))[: len(tokens), : config.vocab_size]

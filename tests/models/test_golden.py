@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.model_source import resolve
-from jaxserve.models.registry import family, is_ignored, parse_model_config
-from jaxserve.runtime.devices.mesh import shardings
-from jaxserve.weights.arrays import build_params
-from jaxserve.weights.load import checkpoint_reader
-from jaxserve.weights.open import open_source
-from tests.models.forward import cpu_mesh, prompt_logits
+from jaxserve.models.registry import parse_model_config
+from tests.models.golden import FOLDERS, GOLDEN, golden_logits
 from tests.selection import grid
 
-GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
-
-
-FOLDERS = sorted(path.name for path in GOLDEN.iterdir())
 VARIANTS = [name for name in FOLDERS if name.startswith(("llama_", *(f"{other}_" for other in FOLDERS)))]
 """Of one family; the other folders are one for each."""
 
@@ -30,17 +20,8 @@ VARIANTS = [name for name in FOLDERS if name.startswith(("llama_", *(f"{other}_"
 @pytest.mark.slow
 @pytest.mark.parametrize("name", grid(FOLDERS, lambda name: name not in VARIANTS))
 def test_logits_equal_hugging_face(name: str) -> None:
-    folder = GOLDEN / name
-    config = parse_model_config(json.loads((folder / "config.json").read_text()))
-    abstract = family(config).abstract(config, np.dtype(np.float32))
-    reader = checkpoint_reader(abstract, open_source(resolve(str(folder))), ignored=is_ignored)
-    params = build_params(abstract, shardings(cpu_mesh(), abstract), reader)
-    golden = np.load(folder / "golden.npz")
-    for i in range(3):
-        ids = golden[f"ids_{i}"].tolist()
-        # A dynamic rotation depends on the deployment's context, in Hugging Face on the length of a prompt longer than 32.
-        logits = prompt_logits(config.with_context(max(32, len(ids))), params, ids, size=64)
-        np.testing.assert_allclose(logits, golden[f"logits_{i}"], atol=1e-4, rtol=0)
+    for logits, expected in golden_logits(name, shards=1):
+        np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
 
 
 REFUSED = [

@@ -1,0 +1,165 @@
+"""The Granite family: Granite 3, and Granite 4 without Mamba layers and experts, with or without rotation.
+
+They are Llamas that multiply embeddings, attention scores and what each block adds by constants, and divide logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxserve.errors import ConfigError
+from jaxserve.layers import embedding
+from jaxserve.layers.attention import AttentionSettings, self_attention
+from jaxserve.layers.batch import TokenBatch
+from jaxserve.layers.mlp import mlp
+from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.rope import RopeConfig, Rotation, rotation
+from jaxserve.model_source.fields import NON_NEGATIVE, NORM_EPSILON, POSITIVE, WIDTH, Fields
+from jaxserve.models.config import FULL, ModelConfig, read_sizes, refuse
+from jaxserve.models.llama import LayerParams
+from jaxserve.models.parameters import Declare, Params
+from jaxserve.models.rope import read_rope
+from pallas_kernels.paged_attention import Backend, PagedKV
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """The config of the family; `shared_mlp` tells whether the MLP has the names of Granite 4's."""
+
+    norm_eps: float
+    rope: RopeConfig
+    rotates: bool
+    attention_bias: bool
+    mlp_bias: bool
+    shared_mlp: bool
+    embedding_multiplier: float
+    attention_multiplier: float
+    residual_multiplier: float
+    logits_scaling: float
+
+
+def parse(fields: Fields) -> Config:
+    """Read a config.json. Raises `ConfigError`."""
+    sizes = read_sizes(fields)
+    refuse(fields, hidden_act="silu")
+    hybrid = sizes["architecture"] == "GraniteMoeHybridForCausalLM"
+    if hybrid:
+        _refuse_hybrid(fields)
+        sizes["intermediate_size"] = fields.integer("shared_intermediate_size", WIDTH, 1024)
+    return Config(
+        **sizes,
+        windows=(None,) * sizes["num_layers"],
+        norm_eps=fields.number("rms_norm_eps", NORM_EPSILON, 1e-6),
+        rope=read_rope(fields, sizes["max_position_embeddings"], sizes["head_dim"]),
+        rotates=not hybrid or fields.text("position_embedding_type", "nope") == "rope",
+        attention_bias=fields.boolean("attention_bias", False),
+        mlp_bias=not hybrid and fields.boolean("mlp_bias", False),
+        shared_mlp=hybrid,
+        embedding_multiplier=fields.number("embedding_multiplier", POSITIVE, 1.0),
+        attention_multiplier=fields.number("attention_multiplier", POSITIVE, 1.0),
+        residual_multiplier=fields.number("residual_multiplier", POSITIVE, 1.0),
+        logits_scaling=fields.number("logits_scaling", POSITIVE, 1.0),
+    )
+
+
+def _refuse_hybrid(fields: Fields) -> None:
+    """Raise `ConfigError` if a Granite 4 has layers other than attention, or experts."""
+    layer_types = fields.texts("layer_types") or ["mamba"]
+    if other := set(layer_types) - {"attention", FULL}:
+        raise ConfigError(
+            f"{fields.where}: layer_types with {', '.join(sorted(other))} are not supported, Mamba layers among them; "
+            "the granite-4.0 models without -h- in their name have attention alone"
+        )
+    if experts := fields.integer("num_local_experts", NON_NEGATIVE, 8):
+        raise ConfigError(f"{fields.where}: num_local_experts={experts}: experts are not supported; only 0 is")
+    refuse(fields, normalization_function="rmsnorm")
+    if fields.text("position_embedding_type", "nope") not in ("rope", "nope"):
+        raise fields.error("position_embedding_type", "rope or nope")
+    # These say nothing about a model without experts and Mamba layers.
+    for name in ("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"):
+        fields.get(name)
+    fields.read.update(name for name in fields.raw if name.startswith("mamba_"))
+
+
+def abstract(config: Config, dtype: np.dtype) -> Params:
+    """Return the tree of parameters, with a `ParamSpec` in the place of each array."""
+    declare = Declare(config, dtype)
+
+    def layer(i: int) -> LayerParams:
+        name = f"model.layers.{i}"
+        return LayerParams(
+            attention_norm=declare.vector(f"{name}.input_layernorm.weight"),
+            attention=declare.attention(
+                f"{name}.self_attn",
+                config.rope,
+                qkv_bias=config.attention_bias,
+                output_bias=config.attention_bias,
+            ),
+            mlp_norm=declare.vector(f"{name}.post_attention_layernorm.weight"),
+            mlp=(
+                declare.mlp(f"{name}.shared_mlp", fused="input_linear", down="output_linear")
+                if config.shared_mlp
+                else declare.mlp(f"{name}.mlp", bias=config.mlp_bias)
+            ),
+        )
+
+    layers = tuple(layer(i) for i in range(config.num_layers))
+    return Params(declare.embedding(), layers, declare.vector("model.norm.weight"), declare.head())
+
+
+def embed(config: Config, params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
+    """Return the multiplied embeddings of the batch's tokens."""
+    return _times(embedding.embed(batch.tokens, params.embedding), config.embedding_multiplier)
+
+
+def forward(
+    config: Config,
+    params: Params,
+    x: Float[Array, "tokens dim"],
+    batch: TokenBatch,
+    kv: PagedKV,
+    backend: Backend,
+) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
+    rope = rotation(batch, config.rope, config.head_dim) if config.rotates else None
+    settings = AttentionSettings(config.norm_eps, backend, scale=config.attention_multiplier)
+    for i, layer in enumerate(params.layers):
+        with jax.named_scope(f"layer_{i}"):
+            x, kv = _layer(x, layer, batch, kv, jnp.int32(i), rope, settings, config.residual_multiplier)
+    with jax.named_scope("final_norm"):
+        return rms_norm(x, params.norm, config.norm_eps), kv
+
+
+@functools.partial(jax.jit, static_argnames=("settings", "multiplier"))
+def _layer(
+    x: Float[Array, "tokens dim"],
+    params: LayerParams,
+    batch: TokenBatch,
+    kv: PagedKV,
+    index: Int[Array, ""],
+    rope: Rotation | None,
+    settings: AttentionSettings,
+    multiplier: float,
+) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+    """Apply one decoder layer."""
+    normed = rms_norm(x, params.attention_norm, settings.norm_eps)
+    attended, kv = self_attention(normed, params.attention, batch, kv, index, rope, settings)
+    x = x + _times(attended, multiplier)
+    return x + _times(mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp), multiplier), kv
+
+
+def _times(x: Array, factor: float) -> Array:
+    """Multiply in float32, because a factor such as 0.22 loses digits in bfloat16."""
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
+def head(config: Config, params: Params, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:
+    """Return the logits of hidden states, in float32."""
+    table = params.embedding if params.output is None else params.output
+    return embedding.logits(hidden, table) / config.logits_scaling

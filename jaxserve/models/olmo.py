@@ -1,0 +1,144 @@
+"""The OLMo family: OLMo 2, and OLMo 3 (windows in three of four layers, and a rotation of its own for these).
+
+Norms follow attention and MLP instead of preceding them, and one norm covers all query heads of a token, one all its
+KV heads. Norms multiply by their weights in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxserve.layers import embedding
+from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
+from jaxserve.layers.batch import TokenBatch
+from jaxserve.layers.mlp import MlpParams, mlp
+from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.rope import RopeConfig, Rotation, rotation
+from jaxserve.model_source.fields import NORM_EPSILON, Fields
+from jaxserve.models.config import FULL, SLIDING, ModelConfig, every, read_sizes, read_windows, refuse
+from jaxserve.models.parameters import Declare, Params
+from jaxserve.models.rope import read_rope
+from pallas_kernels.paged_attention import Backend, PagedKV
+
+_OLMO3_THETA = 500_000.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """The config of the family; `sliding_rope` rotates the layers that have a window."""
+
+    norm_eps: float
+    rope: RopeConfig
+    sliding_rope: RopeConfig
+    bias: bool
+
+
+@flax.struct.dataclass
+class LayerParams:
+    """The weights of one decoder layer."""
+
+    attention: AttentionParams
+    attention_norm: Array
+    mlp: MlpParams
+    mlp_norm: Array
+
+
+def parse(fields: Fields) -> Config:
+    """Read a config.json. Raises `ConfigError`."""
+    sizes = read_sizes(fields)
+    refuse(fields, hidden_act="silu")
+    where = fields, sizes["max_position_embeddings"], sizes["head_dim"]
+    if sizes["architecture"] == "Olmo2ForCausalLM":
+        refuse(fields, sliding_window=None)
+        windows: tuple[int | None, ...] = (None,) * sizes["num_layers"]
+        rope = sliding_rope = read_rope(*where)
+    else:
+        windows = read_windows(fields, sizes["num_layers"], every(4, sizes["num_layers"]), default_window=4096)
+        rope = read_rope(*where, theta=_OLMO3_THETA, layer_type=FULL)
+        # Parameters that aren't given by type of layer scale the layers of full attention only.
+        by_type = SLIDING in fields.object("rope_parameters")
+        sliding_rope = read_rope(*where, theta=_OLMO3_THETA, layer_type=SLIDING) if by_type else RopeConfig(rope.theta)
+    return Config(
+        **sizes,
+        windows=windows,
+        norm_eps=fields.number("rms_norm_eps", NORM_EPSILON, 1e-5),
+        rope=rope,
+        sliding_rope=sliding_rope,
+        bias=fields.boolean("attention_bias", False),
+    )
+
+
+def abstract(config: Config, dtype: np.dtype) -> Params:
+    """Return the tree of parameters, with a `ParamSpec` in the place of each array."""
+    declare = Declare(config, dtype)
+
+    def layer(i: int) -> LayerParams:
+        name = f"model.layers.{i}"
+        return LayerParams(
+            attention=declare.attention(
+                f"{name}.self_attn",
+                config.rope,
+                qkv_bias=config.bias,
+                output_bias=config.bias,
+                q_norm=declare.norm_of_heads(f"{name}.self_attn.q_norm.weight", queries=True),
+                k_norm=declare.norm_of_heads(f"{name}.self_attn.k_norm.weight", queries=False),
+            ),
+            attention_norm=declare.wide_norm(f"{name}.post_attention_layernorm.weight"),
+            mlp=declare.mlp(f"{name}.mlp"),
+            mlp_norm=declare.wide_norm(f"{name}.post_feedforward_layernorm.weight"),
+        )
+
+    layers = tuple(layer(i) for i in range(config.num_layers))
+    return Params(declare.embedding(), layers, declare.wide_norm("model.norm.weight"), declare.head())
+
+
+def embed(config: Config, params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
+    """Return the embeddings of the batch's tokens."""
+    return embedding.embed(batch.tokens, params.embedding)
+
+
+def forward(
+    config: Config,
+    params: Params,
+    x: Float[Array, "tokens dim"],
+    batch: TokenBatch,
+    kv: PagedKV,
+    backend: Backend,
+) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
+    full = rotation(batch, config.rope, config.head_dim)
+    sliding = rotation(batch, config.sliding_rope, config.head_dim)
+    for i, (layer, window) in enumerate(zip(params.layers, config.windows)):
+        settings = AttentionSettings(config.norm_eps, backend, window)
+        with jax.named_scope(f"layer_{i}"):
+            x, kv = _layer(x, layer, batch, kv, jnp.int32(i), full if window is None else sliding, settings)
+    with jax.named_scope("final_norm"):
+        return rms_norm(x, params.norm, config.norm_eps), kv
+
+
+@functools.partial(jax.jit, static_argnames="settings")
+def _layer(
+    x: Float[Array, "tokens dim"],
+    params: LayerParams,
+    batch: TokenBatch,
+    kv: PagedKV,
+    index: Int[Array, ""],
+    rope: Rotation,
+    settings: AttentionSettings,
+) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+    """Apply one decoder layer."""
+    attended, kv = self_attention(x, params.attention, batch, kv, index, rope, settings)
+    x = x + rms_norm(attended, params.attention_norm, settings.norm_eps)
+    return x + rms_norm(mlp(x, params.mlp), params.mlp_norm, settings.norm_eps), kv
+
+
+def head(config: Config, params: Params, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:
+    """Return the logits of hidden states, in float32."""
+    return embedding.logits(hidden, params.embedding if params.output is None else params.output)

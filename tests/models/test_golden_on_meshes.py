@@ -1,0 +1,37 @@
+"""Models split over devices compute Hugging Face's logits, whatever their heads, norms and orders of dimensions."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models.golden import FOLDERS
+from tests.selection import grid
+
+ROOT = Path(__file__).parents[2]
+
+QUICK = ["llama3/4", "olmo2/4"]
+"""KV heads that shards share; norms over the heads of all shards besides."""
+ALL = [f"{name}/{shards}" for name in FOLDERS for shards in (1, 2, 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("cases", grid([QUICK, ALL], lambda cases: cases is QUICK), ids=["quick", "all"])
+def test_logits_equal_hugging_face_on_any_mesh(cases: list[str]) -> None:
+    """One process computes all cases, because most of a short one's time goes to its start."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, "-m", "tests.models.golden_on_meshes", *cases]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-5000:]
+    found: dict[str, float | None] = json.loads(run.stdout.splitlines()[-1])
+    assert list(found) == cases
+    computed = {case: difference for case, difference in found.items() if difference is not None}
+    assert {case.split("/")[0] for case in computed} == {case.split("/")[0] for case in cases}
+    assert not {case: difference for case, difference in computed.items() if not difference < 1e-4}
