@@ -28,8 +28,12 @@ def tokenizer_from_folder(folder: Path) -> TokenizerParts:
     special_tokens = own_tokens | _special_tokens(_read_json(folder / "special_tokens_map.json"))
     special_tokens |= _special_tokens(config)
     try:
-        _apply_bos_eos(backend, {"add_bos_token": True} | config if adds_bos else config, special_tokens)
-    except Exception as error:  # the bindings raise bare Exception
+        if adds_bos and config.get("add_bos_token") is None:
+            config = config | {"add_bos_token": True}
+        _apply_bos_eos(backend, config, special_tokens)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the bindings raise bare Exception, and BaseException if Rust panics
         raise ConfigError(f"{folder} holds no working tokenizer: {error}") from error
     bos_id = backend.token_to_id(special_tokens.get("bos_token", ""))
     templates = chat_templates(folder, config)
@@ -64,7 +68,8 @@ def _declared_tokens(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
         return dict(declared)
     names = _read_json(folder / "special_tokens_map.json")
     more = names.get("additional_special_tokens")
-    special = [entry.get("content") if isinstance(entry, dict) else entry for entry in more or []]
+    entries = more if isinstance(more, list) else []
+    special = [entry.get("content") if isinstance(entry, dict) else entry for entry in entries]
     special += _special_tokens(names).values()
     added = Fields(_read_json(folder / "added_tokens.json"), str(folder / "added_tokens.json"))
     return {str(added.integer(text, TOKEN_ID)): {"content": text, "special": text in special} for text in added.raw}

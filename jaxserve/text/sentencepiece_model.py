@@ -40,7 +40,7 @@ def read_sentencepiece_model(path: Path) -> SentencePieceModel:
     """Read a file. Raises `ConfigError` if it is no SentencePiece model, or one of another type than BPE."""
     try:
         return _parse(path.read_bytes(), path)
-    except (OSError, ValueError, IndexError, TypeError, struct.error, UnicodeDecodeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, struct.error) as error:
         raise ConfigError(
             f"{path} can't be read as a SentencePiece model ({error}); files of the same name in tiktoken's format are "
             f"not supported. {_REMEDY}"
@@ -60,7 +60,7 @@ def backend_from_sentencepiece(
         for piece in model.pieces
     ]
     _add_declared_tokens(pieces, Fields(config, where))
-    normalizing: list[Any] = [normalizers.Precompiled(model.character_map)] if model.character_map else []
+    normalizing = _character_map(model, where)
     if model.removes_extra_spaces:
         outer = normalizers.Replace(Regex(r"\A +| +\z"), "")
         normalizing += [outer, normalizers.Replace(Regex(" {2,}"), " ")]
@@ -68,6 +68,15 @@ def backend_from_sentencepiece(
     if not Fields(config, where).boolean("add_prefix_space", model.adds_space_prefix):
         space_prefix = "never"
     return sentencepiece_backend(pieces, space_prefix=space_prefix, normalizing=normalizing, where=where)
+
+
+def _character_map(model: SentencePieceModel, where: str) -> list[Any]:
+    try:
+        return [normalizers.Precompiled(model.character_map)] if model.character_map else []
+    except Exception as error:  # the bindings raise bare Exception
+        raise ConfigError(
+            f"{where}: the tokenizer.model beside it has a damaged map of characters ({error}); fetch the file again"
+        ) from error
 
 
 def _add_declared_tokens(pieces: list[Piece], config: Fields) -> None:

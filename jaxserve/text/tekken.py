@@ -38,7 +38,11 @@ def backend_from_tekken(path: Path) -> tokenizers.Tokenizer:
     pattern = config.text("pattern", "")
     num_special = config.integer("default_num_special_tokens", TOKEN_ID)
     special = _special_tokens(fields, config, num_special)
-    words = _words(fields)[: config.integer("default_vocab_size", TOKEN_ID) - num_special]
+    words = _words(fields)
+    num_words = config.integer("default_vocab_size", TOKEN_ID) - num_special
+    if not 0 < num_words <= len(words):
+        raise config.error("default_vocab_size", f"in [{num_special + 1}, {num_special + len(words)}], as tokens are")
+    words = words[:num_words]
     alphabet = byte_alphabet()
     texts = ["".join([alphabet[value] for value in word]) for word in words]
     vocab = {piece.text: index for index, piece in enumerate(special)}

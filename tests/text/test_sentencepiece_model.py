@@ -77,7 +77,7 @@ def test_the_other_files_have_priority_over_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "first"), [({}, True), ({"add_bos_token": True}, True), ({"add_bos_token": False}, False)]
+    ("config", "first"), [({}, True), ({"add_bos_token": None}, True), ({"add_bos_token": False}, False)]
 )
 def test_bos_comes_first_unless_the_config_says_no(tmp_path: Path, config: dict[str, bool], first: bool) -> None:
     tokenizer = load(tmp_path, "llama", tokenizer_config=config)
@@ -178,8 +178,9 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, data: bytes) -> None:
         _read(tmp_path, data)
 
 
-def test_no_cut_or_changed_byte_raises_another_error(tmp_path: Path) -> None:
-    data = (FIXTURES / "sentencepiece_llama.model").read_bytes()
+@pytest.mark.parametrize("model", CASES)
+def test_no_cut_or_changed_byte_raises_another_error(tmp_path: Path, model: str) -> None:
+    data = (FIXTURES / f"sentencepiece_{model}.model").read_bytes()
     damaged = [data[:cut] for cut in range(0, len(data), 397)]
     damaged += [data[:at] + bytes([data[at] ^ 0x55]) + data[at + 1 :] for at in range(0, len(data), 389)]
 
