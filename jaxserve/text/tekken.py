@@ -103,7 +103,7 @@ def _merges(texts: list[str]) -> list[tuple[str, str]]:
     ranks = {text: rank for rank, text in enumerate(texts)}
     merges: list[tuple[str, str]] = []
     for text in texts:
-        splits = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
-        found = [pair for pair in splits if pair[0] in ranks and pair[1] in ranks]
-        merges += sorted(found, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        cuts = [cut for cut in range(1, len(text)) if text[:cut] in ranks and text[cut:] in ranks]
+        cuts.sort(key=lambda cut: ranks[text[:cut]])
+        merges += [(text[:cut], text[cut:]) for cut in cuts]
     return merges
