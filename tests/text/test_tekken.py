@@ -68,6 +68,14 @@ def test_tokens_beyond_the_vocabulary_of_the_config_are_not_used(tmp_path: Path)
     assert tokenizer.encode("Hi", add_special_tokens=False) == [30 + ord("H"), 30 + ord("i")]
 
 
+def test_a_word_that_is_a_token_needs_no_merges(tmp_path: Path) -> None:
+    word = {"rank": len(CONTENT["vocab"]), "token_bytes": "ZHp4enFq", "token_str": "dzxzqj"}
+    size = 30 + len(CONTENT["vocab"]) + 1
+    tokenizer = load(tmp_path, changed({"default_vocab_size": size}, vocab=[*CONTENT["vocab"], word]))
+
+    assert tokenizer.encode("dzxzqj", add_special_tokens=False) == [size - 1]
+
+
 def test_a_tokenizer_json_has_priority_and_the_config_decides_about_bos(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
     assert load(tmp_path).encode("[INST]") == [3]
