@@ -33,9 +33,10 @@ from jaxserve.config.schema import DEFAULT_MODEL, ServerConfig
 from jaxserve.engine.client import InProcessEngine, SharedEngine
 from jaxserve.errors import ConfigError, InvalidRequestError, RequestFailedError
 from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.chat_template_files import choose_chat_template
 from jaxserve.text.output import OutputDelta, OutputProcessor
 from jaxserve.text.requests import check_ids, sample_requests
-from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,10 @@ class LLM:
             logger.warning(note)
         config = require_single_process(loaded.engine, "LLM")
         self._tokenizer = load_tokenizer(model_source.resolve(config.model))
-        self._template = _chat_template(self._tokenizer, loaded.server.chat_template)
+        self._template = ChatTemplate(
+            choose_chat_template(loaded.server.chat_template, self._tokenizer.chat_templates),
+            self._tokenizer.special_tokens,
+        )
         self._engine = SharedEngine(InProcessEngine.start(config))
         self._numbers = itertools.count()
 
@@ -333,12 +337,3 @@ def _per_prompt[T](name: str, value: T | Sequence[T], count: int) -> list[T]:
     if len(value) != count:
         raise InvalidRequestError(f"{len(value)} {name} for {count} prompts; give one, or one for each")
     return list(value)
-
-
-def _chat_template(tokenizer: Tokenizer, file: str | None) -> ChatTemplate:
-    if file is None:
-        return ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
-    try:
-        return ChatTemplate(Path(file).read_text(encoding="utf-8"), tokenizer.special_tokens)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template={file} can't be read: {error}") from None

@@ -266,9 +266,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str | None, Meta(description="model name in /v1/models and in responses; default: --model as given")
     ] = None
     api_key: Annotated[str | None, Meta(description="bearer key required by /v1 and the admin routes")] = None
-    chat_template: Annotated[str | None, Meta(description="Jinja file to use instead of the model's chat template")] = (
-        None
-    )
+    chat_template: Annotated[
+        str | None,
+        Meta(
+            description="chat template to use instead of the model's default one: a Jinja file, or the name of another "
+            "of the model's templates"
+        ),
+    ] = None
     max_body_bytes: Annotated[int, Meta(description="maximum size of a request body; larger ones are answered 413")] = (
         16 * 2**20
     )

@@ -17,7 +17,9 @@ from jaxserve.model_source.gguf_metadata import MAGIC, GGUFMetadata
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 _HUB_FILES = ("*.safetensors", *_TOKENIZER_FILES)
-
+# Of a repository's subfolders only further chat templates are wanted; others repeat the model in another format
+_UNWANTED_HUB_FILES = ("*/*.json", "*/*.model", "*/*.safetensors", "consolidated*")
+_MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 
 CHECKPOINT_FILE = "jaxserve_checkpoint.json"
 """The manifest of a folder of `jaxserve convert`, by which the folder is recognized."""
@@ -85,7 +87,8 @@ def resolve_tokenizer(model: str) -> ModelSource:
 def find_tokenizer_files(folder: Path) -> list[Path]:
     """Return the small files of a model's folder that its tokenizer needs, without its config and weight indices."""
     others = ("config.json", CHECKPOINT_FILE)
-    found = {file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()}
+    patterns = (*_TOKENIZER_FILES, _MORE_TEMPLATES)
+    found = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
     return sorted(file for file in found if file.name not in others and not file.name.endswith(".index.json"))
 
 
@@ -127,6 +130,12 @@ def _folder(path: Path, name: str) -> ModelSource:
         return ModelSource(path, "orbax" if (path / CHECKPOINT_FILE).is_file() else "folder", name)
     files = sorted(path.glob("*.gguf"))
     hint = f"; it holds {files[0].name}: pass that file itself" if files else orbax_hint(path)
+    if (path / "params.json").is_file():
+        hint = (
+            ". It is in Mistral's own format (params.json, consolidated.safetensors), which is not supported: get the "
+            "files of the same model in Hugging Face's format (config.json, model*.safetensors). Repositories often "
+            f"hold both: `hf download ORG/NAME --exclude 'consolidated*' --local-dir {path}`"
+        )
     raise ModelNotFoundError(f"--model: folder {path} has no config.json, so it is no Hugging Face model folder{hint}")
 
 
@@ -170,7 +179,7 @@ def _hub_folder(repo: str, offline: bool, files: Sequence[str] = _HUB_FILES) -> 
     offline = offline or bool(constants.HF_HUB_OFFLINE)
     try:
         folder = snapshot_download(
-            repo, allow_patterns=list(files), ignore_patterns=["*/*", "consolidated*"], local_files_only=offline
+            repo, allow_patterns=list(files), ignore_patterns=list(_UNWANTED_HUB_FILES), local_files_only=offline
         )
     except errors.GatedRepoError as error:
         raise ModelNotFoundError(

@@ -17,7 +17,6 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 from typing import cast
 
 import uvicorn
@@ -44,6 +43,7 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig) -
     from jaxserve.engine.client import launch_engine
     from jaxserve.model_source import resolve
     from jaxserve.text.chat_template import ChatTemplate
+    from jaxserve.text.chat_template_files import choose_chat_template
     from jaxserve.text.template_process import TemplateProcess
     from jaxserve.text.tokenizer import load_tokenizer
 
@@ -54,9 +54,7 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig) -
     chat_template = None
     try:
         tokenizer = await loading_tokenizer
-        template = tokenizer.chat_template
-        if server_config.chat_template is not None:
-            template = _read_template(server_config.chat_template)
+        template = choose_chat_template(server_config.chat_template, tokenizer.chat_templates)
         ChatTemplate(template, tokenizer.special_tokens)  # raises if the template is not valid
         chat_template = TemplateProcess(template, tokenizer.special_tokens)
         if template is not None:
@@ -233,13 +231,6 @@ def _run_in_thread[T](work: Callable[[], T]) -> asyncio.Future[T]:
 
     threading.Thread(target=run, name="load", daemon=True).start()
     return future
-
-
-def _read_template(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template {path} can't be read: {error}") from error
 
 
 def _bind(config: ServerConfig) -> socket.socket:

@@ -23,7 +23,9 @@ from jaxserve.errors import ConfigError, InvalidRequestError
 
 type Message = Mapping[str, Any]
 
-_PROBE = "jaxserve-probe"
+type _ContentFormat = Literal["text", "parts", "both"]
+
+_PROBES = ("jaxserve-probe", "jaxserve-second")
 _END_MARK = "jaxserve-the-message-goes-on "
 _PRINTED_PARTS = ("'type': 'text'", '"type": "text"')
 
@@ -37,7 +39,7 @@ class ChatTemplate:
 
     def __init__(self, source_text: str | None, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = special_tokens
-        self._content_format: Literal["text", "parts", "both"] | None = None
+        self._content_formats: dict[str, _ContentFormat] = {}
         try:
             self._template = None if source_text is None else _environment().from_string(source_text)
         except jinja2.TemplateSyntaxError as error:
@@ -58,8 +60,8 @@ class ChatTemplate:
 
         A message's content is a text or a list of `{"type": "text", "text": …}` parts. A template that supports lists
         gets them unchanged; any other gets their texts joined by line feeds. Rendering a message of each form shows
-        once whether it does. With `continue_final_message`, the prompt ends where the last message ends. Raises
-        `InvalidRequestError` with the template's own message if the template fails.
+        once for each role whether it does. With `continue_final_message`, the prompt ends where the last message ends.
+        Raises `InvalidRequestError` with the template's own message if the template fails.
         """
         if self._template is None:
             raise InvalidRequestError(
@@ -133,31 +135,39 @@ class ChatTemplate:
         return rendered[:end] if rendered.startswith(_END_MARK, end) else rendered[:end].rstrip()
 
     def _prepare(self, message: Message) -> dict[str, Any]:
-        content = message.get("content")
+        content, role = message.get("content"), str(message.get("role"))
         if content is not None and not isinstance(content, str):
             texts = [_part_text(part) for part in content]
-            if self._find_content_format() == "text":
+            if self._find_content_format(role) == "text":
                 content = "\n".join(texts)
             else:
                 content = [{"type": "text", "text": text} for text in texts]
-        elif content and self._find_content_format() == "parts":
+        elif content and self._find_content_format(role) == "parts":
             content = [{"type": "text", "text": content}]
         return {**message, "content": content}
 
-    def _find_content_format(self) -> Literal["text", "parts", "both"]:
-        if self._content_format is None:
-            as_text = self._probe(_PROBE)
-            as_parts = self._probe([{"type": "text", "text": _PROBE}])
-            # A template that supports only texts prints a list in Python's or JSON's notation
-            if as_parts is None or _PROBE not in as_parts or any(printed in as_parts for printed in _PRINTED_PARTS):
-                self._content_format = "text"
+    def _find_content_format(self, role: str) -> _ContentFormat:
+        if role not in self._content_formats:
+            as_text = self._probe(role, _PROBES[0])
+            as_parts = self._probe(role, [{"type": "text", "text": probe} for probe in _PROBES])
+            # A template that supports only texts prints a list in Python's or JSON's notation, and some read only the
+            # first part
+            if as_parts is None or not all(probe in as_parts for probe in _PROBES):
+                found: _ContentFormat = "text"
+            elif any(printed in as_parts for printed in _PRINTED_PARTS):
+                found = "text"
             else:
-                self._content_format = "both" if as_text is not None and _PROBE in as_text else "parts"
-        return self._content_format
+                found = "both" if as_text is not None and _PROBES[0] in as_text else "parts"
+            self._content_formats[role] = found
+        return self._content_formats[role]
 
-    def _probe(self, content: object) -> str | None:
+    def _probe(self, role: str, content: object) -> str | None:
+        messages: list[dict[str, Any]] = [{"role": role, "content": content}]
+        if role != "user":  # most templates want a question after a system message, and one before an answer
+            question = {"role": "user", "content": self._prepare({"role": "user", "content": "x"})["content"]}
+            messages.insert(1 if role == "system" else 0, question)
         try:
-            return self._render([{"role": "user", "content": content}], None, False, {})
+            return self._render(messages, None, False, {})
         except InvalidRequestError:
             return None
 
@@ -216,8 +226,9 @@ class _GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012 - Jinja reads it from the class
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        # What the block sets is not visible after it, as in transformers
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def _tojson(

@@ -10,57 +10,74 @@ from __future__ import annotations
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.gguf_config import token_id
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
+from jaxserve.text.chat_template_files import DEFAULT
+from jaxserve.text.sentencepiece_backend import Piece, PieceKind, add_whole_tokens, bpe_backend, sentencepiece_backend
 from jaxserve.text.tokenizer_parts import TokenizerParts
-
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _CASELESS + r"\p{N}{1,3}" + _TAIL
 _QWEN2 = _CASELESS + r"\p{N}" + _TAIL
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
-    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SEED = _CASELESS + r"\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+# A word that may begin with capitals, and one of capitals
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
 )
+_CASED_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = "|".join((*_CASED, r"\p{N}")) + _CASED_TAIL
+_SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = "|".join((*(word + _SUFFIX for word in _CASED), r"\p{N}{1,3}")) + _CASED_TAIL
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _DIGITS = (r"\p{N}", _GPT2)
 # The regular expressions that split a text before merging, applied in order; each match becomes a word
 _SPLITS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gpt-2", "gpt2", "olmo"), (_GPT2,)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"), (_LLAMA3,)),
+    **dict.fromkeys(("gpt-2", "gpt2", "olmo", "exaone4"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (_QWEN2,)),
+    **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
+    "seed-coder": (_SEED,),
     "tekken": (_TEKKEN,),
     "default": _DEFAULT,
 }
 _IGNORE_MERGES = _BOS_BY_DEFAULT = {"llama-bpe", "llama3", "llama-v3", "tekken"}
-_NFC_NORMALIZED = {"qwen2", "deepseek-r1-qwen"}
+_NFC_NORMALIZED = {"qwen2", "deepseek-r1-qwen", "command-r"}
+# Phi-3's other whole tokens swallow the white space after them; GGUF files don't say so
+_PHI3_UNSTRIPPED = {"<unk>", "<s>", "<|endoftext|>"}
 # Files from older converters name only the end-of-text token as EOS; these tokens always end a turn too
-_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
+_TURN_ENDS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|eom_id|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "[|endofturn|]",
+)
 
 
 def tokenizer_from_gguf(metadata: GGUFMetadata) -> TokenizerParts:
     """Return the tokenizer of the file. Raises `ConfigError` naming a kind or pre-tokenizer that is not supported."""
     kind = metadata.get("tokenizer.ggml.model")
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
+    kinds = metadata.array("tokenizer.ggml.token_type") or [PieceKind.NORMAL] * len(tokens)
     if kind == "gpt2":
-        backend = _byte_level(metadata, tokens)
+        backend = _byte_level(metadata, tokens, kinds)
     elif kind == "llama":
-        backend = _sentencepiece(metadata, tokens)
+        backend = _sentencepiece(metadata, tokens, kinds)
     else:
         raise ConfigError(
             f"{metadata.path}: tokenizer model {kind!r} is not supported in GGUF files; supported: gpt2, llama. "
             "Use the model's Hugging Face folder instead"
         )
-    _add_tokens(backend, tokens, metadata.array("tokenizer.ggml.token_type") or [])
     ids = {name: token_id(metadata, name, len(tokens)) for name in ("bos", "eos", "eot", "eom", "unknown", "padding")}
     add_bos = metadata.get("tokenizer.ggml.add_bos_token")
     if add_bos is None:
@@ -73,14 +90,21 @@ def tokenizer_from_gguf(metadata: GGUFMetadata) -> TokenizerParts:
     turn_ends = [index for index, token in enumerate(tokens) if token in _TURN_ENDS]
     ends = [ids["eos"], ids["eot"], ids["eom"], *turn_ends]
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    template = metadata.get("tokenizer.chat_template")
     return TokenizerParts(
         backend=backend,
         eos_ids=tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None)),
         bos_id=ids["bos"],
         special_tokens={name: tokens[index] for name, key in names.items() if (index := ids[key]) is not None},
-        chat_template=template if isinstance(template, str) else None,
+        chat_templates=_chat_templates(metadata),
     )
+
+
+def _chat_templates(metadata: GGUFMetadata) -> dict[str, str]:
+    keys = {DEFAULT: "tokenizer.chat_template"}
+    for name in metadata.array("tokenizer.chat_templates") or []:
+        keys[str(name)] = f"tokenizer.chat_template.{name}"
+    found = {name: metadata.get(key) for name, key in keys.items()}
+    return {name: template for name, template in found.items() if isinstance(template, str)}
 
 
 def _strings(metadata: GGUFMetadata, key: str) -> list[str]:
@@ -92,7 +116,7 @@ def _strings(metadata: GGUFMetadata, key: str) -> list[str]:
     return [str(value) for value in values]
 
 
-def _byte_level(metadata: GGUFMetadata, tokens: list[str]) -> tokenizers.Tokenizer:
+def _byte_level(metadata: GGUFMetadata, tokens: list[str], kinds: list[Any]) -> tokenizers.Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre") or "default"
     if pre not in _SPLITS:
         raise ConfigError(
@@ -100,8 +124,8 @@ def _byte_level(metadata: GGUFMetadata, tokens: list[str]) -> tokenizers.Tokeniz
             "Use the model's Hugging Face folder instead"
         )
     pairs = [merge.split(" ", 1) for merge in _strings(metadata, "tokenizer.ggml.merges")]
-    backend = _bpe(
-        metadata,
+    backend = bpe_backend(
+        str(metadata.path),
         vocab={token: index for index, token in enumerate(tokens)},
         merges=[(pair[0], pair[1]) for pair in pairs if len(pair) == 2],
         ignore_merges=pre in _IGNORE_MERGES,
@@ -113,58 +137,25 @@ def _byte_level(metadata: GGUFMetadata, tokens: list[str]) -> tokenizers.Tokeniz
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     backend.decoder = decoders.ByteLevel()
+    add_whole_tokens(backend, [Piece(token, 0.0, kind) for token, kind in zip(tokens, kinds)])
     return backend
 
 
-def _sentencepiece(metadata: GGUFMetadata, tokens: list[str]) -> tokenizers.Tokenizer:
+def _sentencepiece(metadata: GGUFMetadata, tokens: list[str], kinds: list[Any]) -> tokenizers.Tokenizer:
     scores = metadata.array("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
         raise ConfigError(f"{metadata.path}: tokenizer.ggml.scores is missing or not as long as the vocabulary")
-    types = metadata.array("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
-    if len(types) != len(tokens) or not all(isinstance(score, int | float) for score in scores):
+    if len(kinds) != len(tokens) or not all(isinstance(score, int | float) for score in scores):
         raise ConfigError(f"{metadata.path}: tokenizer.ggml.token_type and scores should be a number for each token")
-    vocab = {token: index for index, token in enumerate(tokens)}
-    normal = {token: index for token, index in vocab.items() if types[index] == _NORMAL}
-    backend = _bpe(
-        metadata,
-        vocab=vocab,
-        merges=_merges(normal, [float(score) for score in scores]),
-        unk_token=next((token for token, kind in zip(tokens, types) if kind == _UNKNOWN), None),
-        fuse_unk=True,
-        byte_fallback=True,
+    strips = metadata.get("general.architecture") == "phi3"
+    return sentencepiece_backend(
+        [
+            Piece(token, float(score), kind, rstrip=strips and token not in _PHI3_UNSTRIPPED)
+            for token, score, kind in zip(tokens, scores, kinds)
+        ],
+        space_prefix="never" if metadata.get("tokenizer.ggml.add_space_prefix") is False else "always",
+        where=str(metadata.path),
     )
-    prefix = metadata.get("tokenizer.ggml.add_space_prefix") is not False
-    replace = normalizers.Replace(" ", "▁")
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefix else replace
-    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
-    return backend
-
-
-def _bpe(metadata: GGUFMetadata, **arguments: Any) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer(models.BPE(**arguments))
-    except Exception as error:  # the bindings raise bare Exception
-        raise ConfigError(f"{metadata.path}: its tokenizer is inconsistent: {error}") from error
-
-
-def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return the BPE merges equal to SentencePiece's, which merges neighbours into the piece with the best score: every
-    split of a piece into two pieces is a merge, ranked by the piece's score."""
-    ranked = []
-    for piece, index in vocab.items():
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in vocab and right in vocab:
-                ranked.append((-scores[index], index, vocab[left], vocab[right], left, right))
-    ranked.sort()
-    return [(left, right) for *_, left, right in ranked]
-
-
-def _add_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types: list[Any]) -> None:
-    for kind, special in ((_CONTROL, True), (_UNKNOWN, True), (_USER_DEFINED, False)):
-        found = [token for token, token_type in zip(tokens, types) if token_type == kind]
-        backend.add_tokens([AddedToken(token, special=special, normalized=False) for token in found])
 
 
 def _add_bos_eos(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:

@@ -1,4 +1,8 @@
-"""Reads the tokenizer of a Hugging Face folder: tokenizer.json and its small companion files."""
+"""Reads the tokenizer of a Hugging Face folder and its small companion files.
+
+Of several tokenizers in a folder, the first of tokenizer.json, tokenizer.model and tekken.json counts; transformers
+makes one from other files. `chat_template_files` finds the chat templates.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +13,66 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from jaxserve.errors import ConfigError
-from jaxserve.model_source.fields import Fields, read_json
+from jaxserve.model_source.fields import TOKEN_ID, Fields, read_json
+from jaxserve.text.chat_template_files import chat_templates
+from jaxserve.text.sentencepiece_model import backend_from_sentencepiece, read_sentencepiece_model
+from jaxserve.text.tekken import SPECIAL_TOKENS as TEKKEN_SPECIAL_TOKENS
+from jaxserve.text.tekken import backend_from_tekken
 from jaxserve.text.tokenizer_parts import TokenizerParts
 
 
 def tokenizer_from_folder(folder: Path) -> TokenizerParts:
-    """Load the folder's tokenizer; without a tokenizer.json, transformers converts other files. Raises
-    `ConfigError`."""
+    """Load the folder's tokenizer. Raises `ConfigError`."""
     config = _read_json(folder / "tokenizer_config.json")
-    special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json")) | _special_tokens(config)
-    if (folder / "tokenizer.json").is_file():
-        backend = _load_json_tokenizer(folder / "tokenizer.json")
-        try:
-            _apply_bos_eos(backend, config, special_tokens)
-        except Exception as error:  # the bindings raise bare Exception
-            raise ConfigError(f"{folder / 'tokenizer.json'} holds no working tokenizer: {error}") from error
-    else:
-        backend, special_tokens = _convert(folder)
+    backend, own_tokens, adds_bos = _load_backend(folder, config)
+    special_tokens = own_tokens | _special_tokens(_read_json(folder / "special_tokens_map.json"))
+    special_tokens |= _special_tokens(config)
+    try:
+        if adds_bos and config.get("add_bos_token") is None:
+            config = config | {"add_bos_token": True}
+        _apply_bos_eos(backend, config, special_tokens)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the bindings raise bare Exception, and BaseException if Rust panics
+        raise ConfigError(f"{folder} holds no working tokenizer: {error}") from error
     bos_id = backend.token_to_id(special_tokens.get("bos_token", ""))
+    templates = chat_templates(folder, config)
     return TokenizerParts(
         backend=backend,
         eos_ids=_eos_ids(folder, backend.token_to_id(special_tokens.get("eos_token", ""))),
         bos_id=bos_id,
         special_tokens=special_tokens,
-        chat_template=_chat_template(folder, config),
+        chat_templates=templates,
     )
+
+
+def _load_backend(folder: Path, config: dict[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str], bool]:
+    """Return the backend, the special tokens that its file names, and whether BOS comes first unless the folder's other
+    files say no."""
+    if (folder / "tokenizer.json").is_file():
+        return _load_json_tokenizer(folder / "tokenizer.json"), {}, False
+    if (folder / "tokenizer.model").is_file():
+        model = read_sentencepiece_model(folder / "tokenizer.model")
+        declared = {"added_tokens_decoder": _declared_tokens(folder, config)}
+        backend = backend_from_sentencepiece(model, config | declared, str(folder / "tokenizer_config.json"))
+        return backend, model.special_tokens, True
+    if (folder / "tekken.json").is_file():
+        return backend_from_tekken(folder / "tekken.json"), dict(TEKKEN_SPECIAL_TOKENS), True
+    return *_convert(folder), False
+
+
+def _declared_tokens(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return `added_tokens_decoder`. In older folders, added_tokens.json and special_tokens_map.json hold its facts."""
+    declared = Fields(config, str(folder / "tokenizer_config.json")).object("added_tokens_decoder")
+    if declared:
+        return dict(declared)
+    names = _read_json(folder / "special_tokens_map.json")
+    more = names.get("additional_special_tokens")
+    entries = more if isinstance(more, list) else []
+    special = [entry.get("content") if isinstance(entry, dict) else entry for entry in entries]
+    special += _special_tokens(names).values()
+    added = Fields(_read_json(folder / "added_tokens.json"), str(folder / "added_tokens.json"))
+    return {str(added.integer(text, TOKEN_ID)): {"content": text, "special": text in special} for text in added.raw}
 
 
 def _load_json_tokenizer(path: Path) -> tokenizers.Tokenizer:
@@ -96,35 +135,11 @@ def _apply_bos_eos(backend: tokenizers.Tokenizer, config: dict[str, Any], specia
 
 
 def _eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
-    # config.json counts only if generation_config.json, the newer file, has no end tokens
-    ids: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        ids = ids or Fields(_read_json(folder / name), str(folder / name)).token_ids("eos_token_id")
+    # config.json counts only if generation_config.json, the newer file, has no end tokens; a model of images and texts
+    # has those of its text model inside
+    config = Fields(_read_json(folder / "config.json"), str(folder / "config.json"))
+    generation = Fields(_read_json(folder / "generation_config.json"), str(folder / "generation_config.json"))
+    ids = generation.token_ids("eos_token_id") or config.token_ids("eos_token_id")
+    if not ids:
+        ids = Fields(config.object("text_config"), f"{config.where}: text_config").token_ids("eos_token_id")
     return tuple(dict.fromkeys([*ids, *([] if tokenizer_eos is None else [tokenizer_eos])]))
-
-
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{file} can't be read: {error}") from error
-    template = config.get("chat_template")
-    if template is None or isinstance(template, str):
-        return template
-    by_name = _named_templates(template)
-    if by_name is None:
-        fields = Fields(config, str(folder / "tokenizer_config.json"))
-        raise fields.error("chat_template", "a string, or a list of objects with a name and a template")
-    return by_name.get("default") or (next(iter(by_name.values())) if len(by_name) == 1 else None)
-
-
-def _named_templates(template: Any) -> dict[str, str] | None:
-    named: dict[str, str] = {}
-    for entry in template if isinstance(template, list) else [None]:
-        name, text = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
-        if not isinstance(name, str) or not isinstance(text, str):
-            return None
-        named[name] = text
-    return named

@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxserve.model_source import ModelSource, find_tokenizer_files
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
+from jaxserve.text.chat_template_files import DEFAULT
 from jaxserve.text.tokenizer_parts import TokenizerParts
 
 
@@ -20,7 +21,9 @@ def save_tokenizer(source: ModelSource, folder: Path) -> None:
     """Save the tokenizer and generation_config.json to `folder`. Raises `ConfigError` if a GGUF's can't be built."""
     if source.kind != "gguf":
         for file in find_tokenizer_files(source.path):
-            shutil.copyfile(file, folder / file.name)
+            copy = folder / file.relative_to(source.path)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
         return
     from jaxserve.text.gguf_tokenizer import tokenizer_from_gguf
 
@@ -33,7 +36,10 @@ def save_tokenizer(source: ModelSource, folder: Path) -> None:
 def _config(parts: TokenizerParts) -> dict[str, Any]:
     # The template goes here and not into its own file, since reading a text file converts its line ends
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **parts.special_tokens}
-    return config if parts.chat_template is None else {**config, "chat_template": parts.chat_template}
+    templates: Any = [{"name": name, "template": text} for name, text in parts.chat_templates.items()]
+    if list(parts.chat_templates) == [DEFAULT]:
+        templates = parts.chat_templates[DEFAULT]
+    return {**config, "chat_template": templates} if templates else config
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.model_source import ModelSource
+from jaxserve.text.chat_template_files import default_chat_template
 from jaxserve.text.min_tokens import MinTokenCounter
 from jaxserve.text.token_bytes import TokenByteTable, token_byte_table
 from jaxserve.text.tokenizer_parts import TokenizerParts
@@ -40,12 +41,17 @@ class Tokenizer:
         self.eos_ids = parts.eos_ids
         self.bos_id = parts.bos_id
         self.special_tokens = parts.special_tokens
-        self.chat_template = parts.chat_template
+        self.chat_templates = parts.chat_templates
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
         self.skipped_ids = frozenset(
             token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
         )
         self.byte_table: TokenByteTable | None = token_byte_table(self._backend)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's default chat template."""
+        return default_chat_template(self.chat_templates)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`. `add_special_tokens` adds BOS (and EOS) if the model uses it; special tokens

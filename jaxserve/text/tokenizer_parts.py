@@ -10,10 +10,11 @@ import tokenizers
 @dataclasses.dataclass(frozen=True)
 class TokenizerParts:
     """A `tokenizers` backend and the facts that it doesn't hold: `eos_ids` end a generation, `special_tokens` are the
-    template variables for tokens (`{"bos_token": "<s>"}`), `chat_template` is Jinja source."""
+    template variables for tokens (`{"bos_token": "<s>"}`), `chat_templates` are Jinja sources by name, most often just
+    one named "default"."""
 
     backend: tokenizers.Tokenizer
     eos_ids: tuple[int, ...]
     bos_id: int | None
     special_tokens: dict[str, str]
-    chat_template: str | None
+    chat_templates: dict[str, str]

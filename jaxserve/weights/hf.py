@@ -27,6 +27,7 @@ _TEXT_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
+_MISTRAL = "consolidated"
 _READABLE = ("F64", "F32", "F16", "BF16")
 
 
@@ -85,7 +86,7 @@ def _files_to_open(folder: Path) -> dict[str, set[str] | None]:
         return {_SINGLE: None}
     if (folder / _INDEX).is_file():
         return _files_in_index(folder)
-    found = sorted(file.name for file in folder.glob("*.safetensors"))
+    found = sorted(file.name for file in folder.glob("*.safetensors") if not file.name.startswith(_MISTRAL))
     if len(found) == 1:
         return {found[0]: None}
     if found:
@@ -93,7 +94,18 @@ def _files_to_open(folder: Path) -> dict[str, set[str] | None]:
             f"{folder} has {len(found)} safetensors files but no {_INDEX} that says which tensors to read from each"
         )
     others = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind))
-    hint = f"; {others[0]} is not safetensors, convert it first" if others else orbax_hint(folder)
+    hint = orbax_hint(folder)
+    if others:
+        command = (
+            "from transformers import AutoModelForCausalLM as M; "
+            f"M.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained('NEW_FOLDER')"
+        )
+        hint = (
+            f"; {others[0]} is a pickle, which can run code, so it is never opened. Where torch is installed, run "
+            f'`python -c "{command}"`, then copy the tokenizer\'s files to NEW_FOLDER'
+        )
+    elif any(folder.glob(f"{_MISTRAL}*.safetensors")):
+        hint = f"; {_MISTRAL}*.safetensors is in Mistral's own format: get the files of Hugging Face's format"
     raise ConfigError(f"{folder} has no {_SINGLE} and no {_INDEX}{hint} (--load-format dummy needs no weights)")
 
 

@@ -32,7 +32,7 @@ def backend() -> tokenizers.Tokenizer:
 
 def word_tokenizer() -> Tokenizer:
     """Return it as a `Tokenizer`."""
-    return Tokenizer(TokenizerParts(backend=backend(), eos_ids=(), bos_id=0, special_tokens={}, chat_template=None))
+    return Tokenizer(TokenizerParts(backend=backend(), eos_ids=(), bos_id=0, special_tokens={}, chat_templates={}))
 
 
 def write_folder(folder: Path) -> str:

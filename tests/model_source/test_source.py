@@ -7,9 +7,19 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from jaxserve.errors import ConfigError, ModelNotFoundError
-from jaxserve.model_source import CHECKPOINT_FILE, ModelSource, fetch_config, read_config, resolve, resolve_gguf
+from jaxserve.model_source import (
+    CHECKPOINT_FILE,
+    ModelSource,
+    fetch_config,
+    find_tokenizer_files,
+    read_config,
+    resolve,
+    resolve_gguf,
+)
+from jaxserve.model_source.source import _HUB_FILES, _UNWANTED_HUB_FILES
 from tests.model_source.gguf_files import VOCAB, write_gguf
 
 
@@ -67,6 +77,49 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
     write_gguf(tmp_path / "a.gguf")
     with pytest.raises(ModelNotFoundError, match=r"it holds a\.gguf: pass that file itself"):
         resolve(str(tmp_path))
+
+
+def test_a_folder_in_mistrals_own_format(tmp_path: Path) -> None:
+    (tmp_path / "params.json").write_text('{"dim": 4096}')
+    (tmp_path / "consolidated.safetensors").write_bytes(b"")
+
+    with pytest.raises(ModelNotFoundError, match=r"in Mistral's own format \(params\.json.*Hugging Face's format"):
+        resolve(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve(str(tmp_path)).kind == "folder"
+
+
+@pytest.mark.parametrize(
+    ("file", "wanted"),
+    [
+        ("config.json", True),
+        ("model-00001-of-00002.safetensors", True),
+        ("tokenizer.model", True),
+        ("tekken.json", True),
+        ("chat_template.jinja", True),
+        ("additional_chat_templates/rag.jinja", True),
+        ("consolidated.safetensors", False),
+        ("pytorch_model.bin", False),
+        ("original/params.json", False),
+        ("original/tokenizer.model", False),
+        ("onnx/model.safetensors", False),
+        ("merges.txt", True),
+        ("original/merges.txt", False),
+    ],
+)
+def test_the_files_that_are_downloaded(file: str, wanted: bool) -> None:
+    chosen = filter_repo_objects([file], allow_patterns=list(_HUB_FILES), ignore_patterns=list(_UNWANTED_HUB_FILES))
+
+    assert list(chosen) == ([file] if wanted else [])
+
+
+def test_the_files_of_a_tokenizer(folder: Path) -> None:
+    (folder / "additional_chat_templates").mkdir()
+    kept = ["additional_chat_templates/rag.jinja", "chat_template.jinja", "tekken.json", "tokenizer.model"]
+    for name in [*kept, "model.safetensors", "model.safetensors.index.json"]:
+        (folder / name).write_text("{}")
+
+    assert [str(file.relative_to(folder)) for file in find_tokenizer_files(folder)] == kept
 
 
 def test_a_converted_folder(folder: Path) -> None:

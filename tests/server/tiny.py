@@ -24,7 +24,8 @@ TEMPLATE = (
 
 def tiny_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
     """Return the tokenizer. It adds no BOS; `<|im_end|>` ends a generation."""
-    return Tokenizer(TokenizerParts(byte_tokenizer(*SPECIAL), (END_ID,), BOS_ID, {"bos_token": "<s>"}, template))
+    templates = {} if template is None else {"default": template}
+    return Tokenizer(TokenizerParts(byte_tokenizer(*SPECIAL), (END_ID,), BOS_ID, {"bos_token": "<s>"}, templates))
 
 
 class TinyTemplate:

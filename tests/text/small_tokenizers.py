@@ -82,6 +82,6 @@ def make(backend: tokenizers.Tokenizer, chat_template: str | None = None) -> Tok
             eos_ids=(backend.token_to_id("<eos>"),),
             bos_id=backend.token_to_id("<bos>"),
             special_tokens={"bos_token": "<bos>", "eos_token": "<eos>"},
-            chat_template=chat_template,
+            chat_templates={} if chat_template is None else {"default": chat_template},
         )
     )

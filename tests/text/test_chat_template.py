@@ -23,6 +23,11 @@ BOTH = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}"
     "{% else %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endif %};{% endfor %}"
 )
+USERS_ONLY = (
+    "{% for m in messages %}{% if m.role != 'user' or m.content is string %}{{ m.role + '=' + m.content }}"
+    "{% else %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endif %};{% endfor %}"
+)
+FIRST_PART = "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }};{% endfor %}"
 PARTS_ONLY = "{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %};{% endfor %}"
 
 
@@ -52,10 +57,18 @@ def test_special_tokens_and_arguments_are_variables() -> None:
         (TEXT_ONLY_PRINTING, "user: one\ntwo;"),
         (BOTH, "<one><two>;"),
         (PARTS_ONLY, "<one><two>;"),
+        (FIRST_PART, "one\ntwo;"),
     ],
 )
 def test_content_parts_take_the_form_that_the_template_expects(source: str, expected: str) -> None:
     assert template(source).render(PARTS) == expected
+
+
+def test_a_template_may_take_parts_from_some_roles_only() -> None:
+    messages = [{**PARTS[0], "role": role} for role in ("system", "user", "assistant")]
+
+    assert template(USERS_ONLY).render(messages) == "system=one\ntwo;<one><two>;assistant=one\ntwo;"
+    assert template(PARTS_ONLY).render(messages) == "<one><two>;" * 3
 
 
 @pytest.mark.parametrize(("source", "expected"), [(TEXT_ONLY, "user: Hi;"), (BOTH, "Hi;"), (PARTS_ONLY, "<Hi>;")])

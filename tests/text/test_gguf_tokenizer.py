@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ from tokenizers import Tokenizer as Backend
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource
 from jaxserve.text.gguf_tokenizer import _SPLITS
+from jaxserve.text.sentencepiece_model import read_sentencepiece_model
 from jaxserve.text.token_bytes import byte_alphabet
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from tests.model_source.gguf_files import write_gguf
 
+FIXTURES = Path(__file__).parent.parent / "fixtures" / "text"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 BYTES = list(byte_alphabet().values())
 
@@ -52,6 +55,15 @@ def words(tokenizer: Tokenizer, text: str) -> list[str]:
         ("llama-bpe", "Don|'t| pay| |123|4|.|50| –| IT|'S|  | ok|!!\n\n|x"),
         ("qwen2", "Don|'t| pay| |1|2|3|4|.|5|0| –| IT|'S|  | ok|!!\n\n|x"),
         ("tekken", "Don|'t| pay| |1|2|3|4|.|5|0| –| IT|'S|  | ok|!!\n\n|x"),
+        ("smaug-bpe", "Don|'t| pay| |123|4|.|50| –| IT|'S|  | ok|!!\n\n|x"),
+        ("dbrx", "Don|'t| pay| |123|4|.|50| –| IT|'S|  | ok|!!\n\n|x"),
+        ("glm4", "Don|'t| pay| |123|4|.|50| –| IT|'S|  | ok|!!\n\n|x"),
+        ("gpt-4o", "Don't| pay| |123|4|.|50| –| IT'S|  | ok|!!\n\n|x"),
+        ("seed-coder", "Don|'t| pay| |1|2|3|4|.|5|0| –| IT|'S|  | ok|!!|\n\n|x"),
+        ("command-r", "Don|'t| pay| |1|2|3|4|.|5|0| –| IT|'|S|  | ok|!!|\n|\n|x"),
+        ("refact", "Don|'t| pay| |1|2|3|4|.|5|0| –| IT|'|S|  | ok|!!|\n|\n|x"),
+        ("starcoder", "Don|'t| pay| |1|2|3|4|.|5|0| –| IT|'|S|  | ok|!!|\n|\n|x"),
+        ("exaone4", "Don|'t| pay| 1234|.|50| –| IT|'|S|  | ok|!!|\n|\n|x"),
         (None, "Don|'|t| pay| |123|4|.|50| |–| IT|'|S|  | ok|!!|\n|\n|x"),
     ],
 )
@@ -67,8 +79,9 @@ def test_no_pre_tokenizer_loses_text(tmp_path: Path, pre: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_qwen_normalizes_to_composed_characters(tmp_path: Path) -> None:
-    assert byte_level(tmp_path, "qwen2").encode("e\u0301") == byte_level(tmp_path, "qwen2").encode("é")
+@pytest.mark.parametrize("pre", ["qwen2", "command-r"])
+def test_some_models_normalize_to_composed_characters(tmp_path: Path, pre: str) -> None:
+    assert byte_level(tmp_path, pre).encode("e\u0301") == byte_level(tmp_path, pre).encode("é")
     assert byte_level(tmp_path, "gpt-2").encode("e\u0301") != byte_level(tmp_path, "gpt-2").encode("é")
 
 
@@ -124,6 +137,14 @@ def test_chat_template(tmp_path: Path) -> None:
     assert byte_level(tmp_path, "gpt-2").chat_template is None
 
 
+def test_named_chat_templates(tmp_path: Path) -> None:
+    templates = {"chat_template": "usual", "chat_templates": ["rag"], "chat_template.rag": "with documents"}
+
+    tokenizer = load(tmp_path, sentencepiece_keys() | templates)
+
+    assert tokenizer.chat_templates == {"default": "usual", "rag": "with documents"}
+
+
 def sentencepiece_keys() -> dict[str, Any]:
     """Return pieces in an order that differs from that of their scores, which decide the merges."""
     made = {"el": -6.0, "llo": -5.0, "ll": -4.0, "he": -2.0, "▁h": -3.0, "▁he": -1.0}
@@ -156,6 +177,50 @@ def test_sentencepiece_without_a_leading_space(tmp_path: Path) -> None:
 
     assert [tokenizer.token_text(token_id) for token_id in tokenizer.encode("hello")] == ["he", "llo"]
     assert tokenizer.decode(tokenizer.encode(" hello")) == " hello"
+
+
+def fixture_keys(name: str) -> dict[str, Any]:
+    """Return a model of tests/fixtures as llama.cpp's converter writes it."""
+    model = read_sentencepiece_model(FIXTURES / f"sentencepiece_{name}.model")
+    return {
+        "ggml.model": "llama",
+        "ggml.tokens": [p.text.replace("▁", " ") if p.kind == USER_DEFINED else p.text for p in model.pieces],
+        "ggml.scores": [piece.score for piece in model.pieces],
+        "ggml.token_type": [int(piece.kind) for piece in model.pieces],
+        "ggml.add_space_prefix": model.adds_space_prefix,
+        "ggml.add_bos_token": False,
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_sentencepiece_models_encode_and_decode_as_sentencepiece(tmp_path: Path, name: str) -> None:
+    tokenizer = load(tmp_path, fixture_keys(name))
+
+    for case in json.loads((FIXTURES / "reference_ids.json").read_text(encoding="utf-8"))["sentencepiece"][name]:
+        assert tokenizer.encode(case["text"]) == case["ids"]
+        assert tokenizer.decode(case["ids"]) == case["decoded"]
+
+
+def test_gemma_finds_its_control_and_user_defined_tokens(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, fixture_keys("gemma"))
+
+    ids = tokenizer.encode("<start_of_turn>a\n\n    b<table><end_of_turn>")
+
+    texts = [tokenizer.token_text(token_id) for token_id in ids]
+    assert texts == ["<start_of_turn>", "a", "\n\n", "    ", "b", "<table>", "<end_of_turn>"]
+    assert tokenizer.decode(ids) == "a\n\n    b<table>"
+    assert tokenizer.eos_ids == (ids[-1],)
+
+
+@pytest.mark.parametrize(("architecture", "kept"), [("llama", [" ", "\n"]), ("phi3", [])])
+def test_tokens_of_phi3_swallow_the_space_after_them(tmp_path: Path, architecture: str, kept: list[str]) -> None:
+    values = {f"tokenizer.{key}": value for key, value in fixture_keys("llama").items()}
+    file = write_gguf(tmp_path / "m.gguf", architecture, values=values)
+
+    tokenizer = load_tokenizer(ModelSource(file, "gguf", "test"))
+
+    texts = [tokenizer.token_text(token_id) for token_id in tokenizer.encode("[INST]\n[/INST]<s> <s>")]
+    assert texts == ["[INST]", *kept, "[/INST]", "<s>", " ", " ", "<s>"]
 
 
 @pytest.mark.parametrize(

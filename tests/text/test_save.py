@@ -40,7 +40,7 @@ def assert_same(left: Tokenizer, right: Tokenizer) -> None:
             for skipped in (False, True):
                 texts = [one.decode(ids, skip_special_tokens=skipped) for one in (left, right)]
                 assert texts[0] == texts[1]
-    for name in ("eos_ids", "bos_id", "special_tokens", "chat_template", "vocab_size", "skipped_ids"):
+    for name in ("eos_ids", "bos_id", "special_tokens", "chat_templates", "vocab_size", "skipped_ids"):
         assert getattr(left, name) == getattr(right, name), name
 
 
@@ -80,3 +80,24 @@ def test_a_folders_tokenizer_files_are_copied(tmp_path: Path) -> None:
     for name in names:
         assert (target / name).read_bytes() == (model / name).read_bytes()
     assert_same(load_tokenizer(source), load_tokenizer(ModelSource(target, "orbax", "m")))
+
+
+def test_further_chat_templates_of_a_folder_are_copied(tmp_path: Path) -> None:
+    model, target = tmp_path / "model", tmp_path / "target"
+    target.mkdir()
+    (model / "additional_chat_templates").mkdir(parents=True)
+    write_tiny_model(model)
+    for name in ("rag", "tool_use"):
+        (model / "additional_chat_templates" / f"{name}.jinja").write_text(name)
+    source = ModelSource(model, "folder", "m")
+
+    save_tokenizer(source, target)
+
+    saved = load_tokenizer(ModelSource(target, "orbax", "m"))
+    assert saved.chat_templates == load_tokenizer(source).chat_templates
+    assert set(saved.chat_templates) == {"default", "rag", "tool_use"}
+
+
+def test_the_named_templates_of_a_gguf(tmp_path: Path) -> None:
+    named = {"chat_template": TEMPLATE, "chat_templates": ["rag"], "chat_template.rag": "{{ documents }}"}
+    _round_trip(tmp_path, byte_level_keys("qwen2") | named)

@@ -148,6 +148,15 @@ def test_all_ids_that_end_a_generation(
     assert load(folder).eos_ids == expected
 
 
+@pytest.mark.parametrize(("config", "expected"), [({}, (7, 8, 1)), ({"eos_token_id": 9}, (9, 1))])
+def test_the_end_tokens_of_a_model_of_images_and_texts(
+    folder: Path, config: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    write(folder, "config.json", config | {"text_config": {"eos_token_id": [7, 8]}})
+
+    assert load(folder).eos_ids == expected
+
+
 def test_tokenizer_config_decides_about_bos_and_eos(folder: Path) -> None:
     plain = load(folder).encode("Hello")
     settings = {"bos_token": "<bos>", "eos_token": "<eos>"}
@@ -173,6 +182,7 @@ def test_every_place_of_the_chat_template(folder: Path) -> None:
     assert load(folder).chat_template == "usual"
     (folder / "chat_template.jinja").write_text("file")
     assert load(folder).chat_template == "file"
+    assert load(folder).chat_templates == {"default": "file", "tool_use": "tools"}
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])

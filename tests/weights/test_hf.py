@@ -114,8 +114,19 @@ def test_a_folder_without_safetensors_says_what_it_has(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no model\.safetensors"):
         SafetensorsFolder(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"pytorch_model\.bin is not safetensors, convert it first"):
+    command = rf"M\.from_pretrained\('{tmp_path}', dtype='auto'\)\.save_pretrained\('NEW_FOLDER'\)"
+    with pytest.raises(ConfigError, match=rf"pytorch_model\.bin is a pickle.*run `python -c .*{command}"):
         SafetensorsFolder(tmp_path)
+
+
+def test_weights_in_mistrals_own_format_are_refused_by_name(tmp_path: Path) -> None:
+    weights = {"layers.0.attention.wq.weight": np.ones((2, 2), np.float32)}
+    save_file(weights, tmp_path / "consolidated.safetensors")
+
+    with pytest.raises(ConfigError, match=r"consolidated\*\.safetensors is in Mistral's own format: get the files"):
+        SafetensorsFolder(tmp_path)
+    save_file(weights, tmp_path / "weights.safetensors")
+    assert list(SafetensorsFolder(tmp_path).infos) == list(weights)
 
 
 @pytest.mark.parametrize("folder", sorted(GOLDEN.iterdir()), ids=lambda folder: folder.name)
