@@ -12,10 +12,12 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import Fields, abbreviate
-from jaxserve.models import llama
+from jaxserve.models import gemma, llama
 from jaxserve.models.config import ModelConfig, read_quantization, refuse_unread
 
 _FAMILIES: dict[str, ModuleType] = {
+    "Gemma2ForCausalLM": gemma,
+    "Gemma3ForCausalLM": gemma,
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": llama,
     "Qwen2ForCausalLM": llama,
@@ -23,7 +25,9 @@ _FAMILIES: dict[str, ModuleType] = {
 }
 
 # Models with an encoder of images besides: the text model's architecture. Their own config is in `text_config`.
-_TEXT_MODELS: dict[str, str] = {}
+_TEXT_MODELS: dict[str, str] = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+}
 
 _TOWERS = ("vision_tower.", "multi_modal_projector.", "vision_model.", "audio_tower.", "embed_vision.")
 
