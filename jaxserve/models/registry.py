@@ -12,10 +12,11 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import Fields, abbreviate
-from jaxserve.models import gemma, llama
+from jaxserve.models import cohere, gemma, llama
 from jaxserve.models.config import ModelConfig, read_quantization, refuse_unread
 
 _FAMILIES: dict[str, ModuleType] = {
+    "Cohere2ForCausalLM": cohere,
     "Gemma2ForCausalLM": gemma,
     "Gemma3ForCausalLM": gemma,
     "LlamaForCausalLM": llama,

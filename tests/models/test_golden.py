@@ -23,7 +23,7 @@ GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
 
 
 FOLDERS = sorted(path.name for path in GOLDEN.iterdir())
-VARIANTS = [name for name in FOLDERS if name.startswith(("gemma2_", "llama_", "qwen2_"))]
+VARIANTS = [name for name in FOLDERS if name.startswith(("cohere2_", "gemma2_", "llama_", "qwen2_"))]
 """Of one family; the other folders are one for each."""
 
 
