@@ -39,7 +39,11 @@ def mask_padding(logits: Float[Array, "rows vocab_shard"], vocab_size: int) -> F
 
 @jax.named_scope("head")
 def logits(
-    x: Float[Array, "rows dim"], table: Float[Array, "vocab_shard dim"] | PackedWeight
+    x: Float[Array, "rows dim"],
+    table: Float[Array, "vocab_shard dim"] | PackedWeight,
+    *,
+    soft_cap: float | None = None,
 ) -> Float[Array, "rows vocab_shard"]:
-    """Return this shard's part of the logits, in float32."""
-    return linear(x, table, out_dtype=jnp.float32)
+    """Return this shard's part of the logits, in float32; a hyperbolic tangent keeps them within `soft_cap`."""
+    found = linear(x, table, out_dtype=jnp.float32)
+    return found if soft_cap is None else soft_cap * jnp.tanh(found / soft_cap)

@@ -12,11 +12,27 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import Fields, abbreviate
-from jaxserve.models import exaone4, glm, granite, llama, ministral3, olmo, phi3, seed_oss, smollm3, starcoder2
+from jaxserve.models import (
+    cohere,
+    exaone4,
+    gemma,
+    glm,
+    granite,
+    llama,
+    ministral3,
+    olmo,
+    phi3,
+    seed_oss,
+    smollm3,
+    starcoder2,
+)
 from jaxserve.models.config import ModelConfig, read_quantization, refuse_unread
 
 _FAMILIES: dict[str, ModuleType] = {
+    "Cohere2ForCausalLM": cohere,
     "Exaone4ForCausalLM": exaone4,
+    "Gemma2ForCausalLM": gemma,
+    "Gemma3ForCausalLM": gemma,
     "Glm4ForCausalLM": glm,
     "GlmForCausalLM": glm,
     "GraniteForCausalLM": granite,
@@ -34,8 +50,11 @@ _FAMILIES: dict[str, ModuleType] = {
     "Starcoder2ForCausalLM": starcoder2,
 }
 
-# Models with an encoder of images besides: the text model's architecture. Their own config is in `text_config`.
-_TEXT_MODELS: dict[str, str] = {}
+# Models with an encoder of images besides: the text model's architecture by the `model_type` of its `text_config`.
+_TEXT_MODELS: dict[str, dict[str, str]] = {
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Mistral3ForConditionalGeneration": {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
+}
 
 # Architectures whose code comes with the checkpoint, and what to serve instead.
 _INSTEAD = {"ChatGLMModel": "GLM-4 is served from the checkpoints whose names end in -hf"}
@@ -52,11 +71,15 @@ def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mo
     architecture = (fields.texts("architectures") or ["(none)"])[0]
     read_quantization(fields)
     if architecture in _TEXT_MODELS:
-        architecture = _TEXT_MODELS[architecture]
-        text = {**fields.object("text_config"), "architectures": [architecture]}
+        text = fields.object("text_config")
+        kinds = _TEXT_MODELS[architecture]
+        kind = Fields(text, f"{where}: text_config").text("model_type", next(iter(kinds)))
+        if kind not in kinds:
+            raise ConfigError(f"{where}: text_config with model_type {abbreviate(kind)} is not supported")
         # Whether the head is tied stands beside the parts, where it differs from the default
-        text.setdefault("tie_word_embeddings", fields.get("tie_word_embeddings"))
-        fields = Fields(text, f"{where}: text_config")
+        tied = {"tie_word_embeddings": fields.get("tie_word_embeddings")}
+        architecture = kinds[kind]
+        fields = Fields({**tied, **text, "architectures": [architecture]}, f"{where}: text_config")
         read_quantization(fields)
     if architecture not in _FAMILIES:
         instead = _INSTEAD.get(architecture) or "supported: " + ", ".join(sorted([*_FAMILIES, *_TEXT_MODELS]))

@@ -99,6 +99,9 @@ def _parameters(fields: Fields, layer_type: str | None) -> Mapping[str, Any]:
     if layer_type is None:
         return raw
     nested = Fields({name: value for name, value in raw.items() if isinstance(value, Mapping)}, fields.where)
+    if nested.raw and len(nested.raw) < len(raw):
+        both = ", ".join(sorted(raw.keys() - nested.raw.keys()))
+        raise ConfigError(f"{fields.where}: rope_scaling or rope_parameters has {both} beside those of types of layers")
     return nested.object(layer_type) if nested.raw else raw
 
 

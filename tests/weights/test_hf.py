@@ -51,6 +51,22 @@ def test_types_other_than_floats_are_refused_by_name(tmp_path: Path, stored: Any
     assert "BF16" in info.unreadable
 
 
+def test_a_text_model_beside_an_encoder_of_images_loads_under_old_and_new_names(tmp_path: Path) -> None:
+    folder = GOLDEN / "gemma3_multimodal"
+    shutil.copy(folder / "config.json", tmp_path)
+    old = "language_model.model."
+    tensors = {
+        f"model.language_model.{name.removeprefix(old)}" if name.startswith(old) else f"model.{name}": array
+        for name, array in load_file(folder / "model.safetensors").items()
+    }
+    assert any(name.startswith("model.vision_tower.") for name in tensors)
+    tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].copy()
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_same_params(
+        load_model(ModelSource(folder, "folder", "old")), load_model(ModelSource(tmp_path, "folder", "new"))
+    )
+
+
 def test_a_sharded_folder_equals_the_single_file(tmp_path: Path) -> None:
     folder = GOLDEN / "llama_sharded"
     shards = sorted(folder.glob("*.safetensors"))
@@ -133,6 +149,6 @@ def test_weights_in_mistrals_own_format_are_refused_by_name(tmp_path: Path) -> N
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_every_golden_checkpoint_is_loaded(folder: Path, dtype: Any) -> None:
     params = load_model(ModelSource(folder, "folder", folder.name), dtype)
-    files = sorted(folder.glob("*.safetensors"))
-    embedding = next(t["model.embed_tokens.weight"] for t in map(load_file, files) if "model.embed_tokens.weight" in t)
+    stored = {name: array for file in folder.glob("*.safetensors") for name, array in load_file(file).items()}
+    [embedding] = [array for name, array in stored.items() if name.endswith("embed_tokens.weight")]
     np.testing.assert_array_equal(np.asarray(params.embedding), embedding.astype(dtype))

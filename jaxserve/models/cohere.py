@@ -1,0 +1,133 @@
+"""Cohere 2 (Command R7B, Command A): attention and MLP side by side, and rotation only in layers with a window."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxserve.layers import embedding
+from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
+from jaxserve.layers.batch import TokenBatch
+from jaxserve.layers.mlp import MlpParams, mlp
+from jaxserve.layers.norm import layer_norm
+from jaxserve.layers.rope import RopeConfig, Rotation, rotation
+from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, POSITIVE, Fields
+from jaxserve.models.config import ModelConfig, every, read_sizes, read_windows, refuse
+from jaxserve.models.parameters import Declare, LayerNormParams, Params
+from jaxserve.models.rope import read_rope
+from pallas_kernels.paged_attention import Backend, PagedKV
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """The config of the family."""
+
+    norm_eps: float
+    rope: RopeConfig
+    attention_bias: bool
+    logit_scale: float
+
+
+@flax.struct.dataclass
+class LayerParams:
+    """The weights of one decoder layer."""
+
+    norm: LayerNormParams
+    attention: AttentionParams
+    mlp: MlpParams
+
+
+def parse(fields: Fields) -> Config:
+    """Read a config.json. Raises `ConfigError`."""
+    sizes = read_sizes(fields, max_position_embeddings=8192, tie_word_embeddings=True)
+    period = fields.integer("sliding_window_pattern", LAYERS, 4)
+    # Cohere's own names for what is fixed here; Hugging Face's code reads none of them
+    refuse(
+        fields,
+        hidden_act="silu",
+        layer_switch=period,
+        order_of_interleaved_layers="local_attn_first",
+        position_embedding_type="rope_gptj",
+        rotary_pct=1.0,
+        use_embedding_sharing=sizes["tie_word_embeddings"],
+        use_gated_activation=True,
+        use_parallel_block=True,
+        use_qk_norm=False,
+    )
+    fields.boolean("use_parallel_embedding", True)  # How a table was split in training
+    return Config(
+        **sizes,
+        norm_eps=fields.number("layer_norm_eps", NORM_EPSILON, 1e-5),
+        rope=read_rope(fields, sizes["max_position_embeddings"], sizes["head_dim"], interleaved=True),
+        attention_bias=fields.boolean("attention_bias", False),
+        logit_scale=fields.number("logit_scale", POSITIVE, 0.0625),
+        windows=read_windows(fields, sizes["num_layers"], every(period, sizes["num_layers"]), 4096),
+    )
+
+
+def abstract(config: Config, dtype: np.dtype) -> Params:
+    """Return the tree of parameters, with a `ParamSpec` in the place of each array."""
+    declare = Declare(config, dtype)
+    biased = config.attention_bias
+
+    def layer(i: int) -> LayerParams:
+        name = f"model.layers.{i}"
+        return LayerParams(
+            norm=declare.layer_norm(f"{name}.input_layernorm", bias=False),
+            attention=declare.attention(f"{name}.self_attn", config.rope, qkv_bias=biased, output_bias=biased),
+            mlp=declare.mlp(f"{name}.mlp"),
+        )
+
+    layers = tuple(layer(i) for i in range(config.num_layers))
+    return Params(declare.embedding(), layers, declare.layer_norm("model.norm", bias=False), declare.head())
+
+
+def embed(config: Config, params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
+    """Return the embeddings of the batch's tokens."""
+    return embedding.embed(batch.tokens, params.embedding)
+
+
+def forward(
+    config: Config,
+    params: Params,
+    x: Float[Array, "tokens dim"],
+    batch: TokenBatch,
+    kv: PagedKV,
+    backend: Backend,
+) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
+    rope = rotation(batch, config.rope, config.head_dim)
+    for i, layer in enumerate(params.layers):
+        window = config.windows[i]
+        settings = AttentionSettings(config.norm_eps, backend, window)
+        with jax.named_scope(f"layer_{i}"):
+            x, kv = _layer(x, layer, batch, kv, jnp.int32(i), None if window is None else rope, settings)
+    with jax.named_scope("final_norm"):
+        return layer_norm(x, params.norm.weight, None, config.norm_eps), kv
+
+
+@functools.partial(jax.jit, static_argnames="settings")
+def _layer(
+    x: Float[Array, "tokens dim"],
+    params: LayerParams,
+    batch: TokenBatch,
+    kv: PagedKV,
+    index: Int[Array, ""],
+    rope: Rotation | None,
+    settings: AttentionSettings,
+) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+    """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
+    normed = layer_norm(x, params.norm.weight, None, settings.norm_eps)
+    attended, kv = self_attention(normed, params.attention, batch, kv, index, rope, settings)
+    return x + attended + mlp(normed, params.mlp), kv
+
+
+def head(config: Config, params: Params, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:
+    """Return the logits of hidden states, in float32."""
+    return config.logit_scale * embedding.logits(hidden, params.embedding if params.output is None else params.output)

@@ -1,0 +1,188 @@
+"""Gemma 2 and 3: norms before and after each block, and windows on most layers.
+
+Gemma 2 caps its scores and logits. Gemma 3 normalizes heads instead, and rotates layers with a window by a base of
+their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxserve.layers import embedding
+from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
+from jaxserve.layers.batch import TokenBatch
+from jaxserve.layers.mlp import MlpParams, mlp
+from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.rope import RopeConfig, Rotation, rotation
+from jaxserve.model_source.fields import CONTEXT, LAYERS, NORM_EPSILON, POSITIVE, ROPE_THETA, Fields
+from jaxserve.models.config import FULL, SLIDING, ModelConfig, every, read_sizes, read_windows, refuse
+from jaxserve.models.parameters import Declare, Params
+from jaxserve.models.rope import read_rope
+from pallas_kernels.paged_attention import Backend, PagedKV
+
+_ACTIVATION = "gelu_pytorch_tanh"
+_WINDOW = 4096
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """The config of the family; `local_rope` is that of layers with a window."""
+
+    norm_eps: float
+    rope: RopeConfig
+    local_rope: RopeConfig
+    attention_bias: bool
+    attention_scale: float
+    qk_norm: bool
+    score_cap: float | None
+    logit_cap: float | None
+
+
+@flax.struct.dataclass
+class LayerParams:
+    """The weights of one decoder layer."""
+
+    attention_norm: Array
+    attention: AttentionParams
+    attended_norm: Array
+    mlp_norm: Array
+    mlp: MlpParams
+    mlp_output_norm: Array
+
+
+def parse(fields: Fields) -> Config:
+    """Read a config.json; it may omit any field that has the default of Hugging Face's class. Raises `ConfigError`."""
+    is_3 = (fields.texts("architectures") or [""])[0] == "Gemma3ForCausalLM"
+    sizes = read_sizes(
+        fields,
+        vocab_size=262_208 if is_3 else 256_000,
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        max_position_embeddings=131_072 if is_3 else 8192,
+        tie_word_embeddings=True,
+    )
+    layers, max_position, head_dim = sizes["num_layers"], sizes["max_position_embeddings"], sizes["head_dim"]
+    refuse(fields, hidden_activation=_ACTIVATION, hidden_act=_ACTIVATION, use_bidirectional_attention=False)
+    if fields.raw.get("sliding_window", _WINDOW) is None:
+        raise fields.error("sliding_window", "a number of tokens")
+    refuse(fields, sliding_window_size=fields.integer("sliding_window", CONTEXT, _WINDOW))
+    if is_3:
+        refuse(fields, attn_logit_softcapping=None)
+        period = fields.integer("sliding_window_pattern", LAYERS, fields.integer("_sliding_window_pattern", LAYERS, 6))
+        rope = read_rope(fields, max_position, head_dim, theta=1e6, layer_type=FULL)
+        local_rope = _local_rope(fields, max_position, head_dim)
+    else:
+        period = 2
+        rope = local_rope = read_rope(fields, max_position, head_dim)
+    return Config(
+        **sizes,
+        norm_eps=fields.number("rms_norm_eps", NORM_EPSILON, 1e-6),
+        rope=rope,
+        local_rope=local_rope,
+        attention_bias=fields.boolean("attention_bias", False),
+        attention_scale=fields.number("query_pre_attn_scalar", POSITIVE, 256) ** -0.5,
+        qk_norm=is_3,
+        score_cap=_cap(fields, "attn_logit_softcapping", None if is_3 else 50.0),
+        logit_cap=_cap(fields, "final_logit_softcapping", None if is_3 else 30.0),
+        windows=read_windows(fields, layers, every(period, layers), _WINDOW),
+    )
+
+
+def _local_rope(fields: Fields, max_position: int, head_dim: int) -> RopeConfig:
+    """Return the rotation of layers with a window, which `rope_theta` and `rope_scaling` don't change."""
+    own = {
+        "rope_theta": fields.number("rope_local_base_freq", ROPE_THETA, 1e4),
+        "rope_parameters": fields.object("rope_parameters").get(SLIDING),
+    }
+    return read_rope(Fields(own, fields.where), max_position, head_dim)
+
+
+def _cap(fields: Fields, name: str, default: float | None) -> float | None:
+    """Return the bound of scores or logits; null means that there is none."""
+    return None if fields.raw.get(name, default) is None else fields.number(name, POSITIVE, default)
+
+
+def abstract(config: Config, dtype: np.dtype) -> Params:
+    """Return the tree of parameters, with a `ParamSpec` in the place of each array."""
+    declare = Declare(config, dtype)
+    biased, head_dim = config.attention_bias, config.head_dim
+
+    def layer(i: int) -> LayerParams:
+        name = f"model.layers.{i}"
+        q_norm, k_norm = (
+            declare.offset_norm(f"{name}.self_attn.{x}_norm.weight", head_dim) if config.qk_norm else None for x in "qk"
+        )
+        return LayerParams(
+            attention_norm=declare.offset_norm(f"{name}.input_layernorm.weight"),
+            attention=declare.attention(
+                f"{name}.self_attn", config.rope, qkv_bias=biased, output_bias=biased, q_norm=q_norm, k_norm=k_norm
+            ),
+            attended_norm=declare.offset_norm(f"{name}.post_attention_layernorm.weight"),
+            mlp_norm=declare.offset_norm(f"{name}.pre_feedforward_layernorm.weight"),
+            mlp=declare.mlp(f"{name}.mlp"),
+            mlp_output_norm=declare.offset_norm(f"{name}.post_feedforward_layernorm.weight"),
+        )
+
+    layers = tuple(layer(i) for i in range(config.num_layers))
+    return Params(declare.embedding(), layers, declare.offset_norm("model.norm.weight"), declare.head())
+
+
+def embed(config: Config, params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
+    """Return the embeddings of the batch's tokens, multiplied by the root of the width rounded to their dtype."""
+    x = embedding.embed(batch.tokens, params.embedding)
+    return x * jnp.asarray(config.hidden_size**0.5, x.dtype)
+
+
+def forward(
+    config: Config,
+    params: Params,
+    x: Float[Array, "tokens dim"],
+    batch: TokenBatch,
+    kv: PagedKV,
+    backend: Backend,
+) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
+    full, local = (rotation(batch, rope, config.head_dim) for rope in (config.rope, config.local_rope))
+    for i, layer in enumerate(params.layers):
+        window = config.windows[i]
+        settings = AttentionSettings(config.norm_eps, backend, window, config.attention_scale, config.score_cap)
+        with jax.named_scope(f"layer_{i}"):
+            x, kv = _layer(x, layer, batch, kv, jnp.int32(i), full if window is None else local, settings)
+    with jax.named_scope("final_norm"):
+        return rms_norm(x, params.norm, config.norm_eps), kv
+
+
+@functools.partial(jax.jit, static_argnames="settings")
+def _layer(
+    x: Float[Array, "tokens dim"],
+    params: LayerParams,
+    batch: TokenBatch,
+    kv: PagedKV,
+    index: Int[Array, ""],
+    rope: Rotation,
+    settings: AttentionSettings,
+) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+    """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
+    eps = settings.norm_eps
+    normed = rms_norm(x, params.attention_norm, eps)
+    attended, kv = self_attention(normed, params.attention, batch, kv, index, rope, settings)
+    x = x + rms_norm(attended, params.attended_norm, eps)
+    out = mlp(rms_norm(x, params.mlp_norm, eps), params.mlp, _ACTIVATION)
+    return x + rms_norm(out, params.mlp_output_norm, eps), kv
+
+
+def head(config: Config, params: Params, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:
+    """Return the logits of hidden states, in float32."""
+    table = params.embedding if params.output is None else params.output
+    return embedding.logits(hidden, table, soft_cap=config.logit_cap)
