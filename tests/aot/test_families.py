@@ -1,0 +1,39 @@
+"""Programs of the families' real shapes compile for an H200 and a TPU v6e without either: windows, caps, wide norms.
+
+Each model is compiled with as many layers as it has kinds of layers in a row, as the others are identical.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxserve.runtime.devices.mesh import device_bytes
+from jaxserve.runtime.programs.inspection import compile_and_inspect
+from jaxserve.runtime.step.batch import StepKey
+from tests.aot.deployments import DECODE_ROWS, MIXED_TOKENS, deployment
+from tests.models.hub_configs import GEMMA_3_27B, OLMO_2_32B, PHI_4
+
+pytestmark = pytest.mark.aot
+
+MODELS: dict[str, dict[str, Any]] = {
+    "Gemma-3-27B": {**GEMMA_3_27B, "text_config": {**GEMMA_3_27B["text_config"], "num_hidden_layers": 6}},
+    "Phi-4": {**PHI_4, "num_hidden_layers": 1},
+    "OLMo-2-32B": {**OLMO_2_32B, "num_hidden_layers": 1},
+}
+KERNELS = {"nvidia-h200": "triton", "tpu-v6e": "mosaic tpu"}
+
+
+@pytest.mark.parametrize("target", KERNELS)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("key", [StepKey("decode", DECODE_ROWS, True), StepKey("mixed", MIXED_TOKENS, False)], ids=str)
+def test_a_familys_program_compiles_and_leaves_the_pool_in_place(target: str, model: str, key: StepKey) -> None:
+    builder = deployment(target, MODELS[model], tensor=1)
+    read, _ = compile_and_inspect(builder, key)
+    assert read.fault is None
+    assert read.alias_bytes >= device_bytes(builder.state_specs, builder.mesh.shape)
+    kernels = {name: count for name, count in read.kernels.items() if name.endswith(f"({KERNELS[target]})")}
+    assert sum(kernels.values()) >= builder.context.model.num_layers, read.kernels
+    for one in read.own_kernels:
+        assert target == "tpu-v6e" or one.stack_bytes == 0, f"{one.kernel} spills"
