@@ -13,7 +13,7 @@ from jaxserve.models.registry import parse_model_config
 from tests.models.golden import FOLDERS, GOLDEN, golden_logits
 from tests.selection import grid
 
-VARIANTS = [name for name in FOLDERS if name.startswith(("llama_", "qwen2_", "granite4_", "smollm3_"))]
+VARIANTS = [name for name in FOLDERS if name.startswith(("llama_", "qwen2_", "granite4_", "olmo3_", "smollm3_"))]
 """Of one family; the other folders are one for each."""
 
 
