@@ -54,17 +54,17 @@ def parse(fields: Fields) -> Config:
     """Read a config.json. Raises `ConfigError`."""
     sizes = read_sizes(fields)
     refuse(fields, hidden_act="silu")
-    where = fields, sizes["max_position_embeddings"], sizes["head_dim"]
+    layers = sizes["num_layers"]
+    rope_of = functools.partial(read_rope, fields, sizes["max_position_embeddings"], sizes["head_dim"])
+    windows: tuple[int | None, ...] = (None,) * layers
     if sizes["architecture"] == "Olmo2ForCausalLM":
-        refuse(fields, sliding_window=None)
-        windows: tuple[int | None, ...] = (None,) * sizes["num_layers"]
-        rope = sliding_rope = read_rope(*where)
+        rope = sliding_rope = rope_of()
     else:
-        windows = read_windows(fields, sizes["num_layers"], every(4, sizes["num_layers"]), default_window=4096)
-        rope = read_rope(*where, theta=_OLMO3_THETA, layer_type=FULL)
+        windows = read_windows(fields, layers, every(4, layers), default_window=4096)
+        rope = rope_of(theta=_OLMO3_THETA, layer_type=FULL)
         # Parameters that aren't given by type of layer scale the layers of full attention only.
         by_type = SLIDING in fields.object("rope_parameters")
-        sliding_rope = read_rope(*where, theta=_OLMO3_THETA, layer_type=SLIDING) if by_type else RopeConfig(rope.theta)
+        sliding_rope = rope_of(theta=_OLMO3_THETA, layer_type=SLIDING) if by_type else RopeConfig(rope.theta)
     return Config(
         **sizes,
         windows=windows,

@@ -15,8 +15,8 @@ from tests.selection import grid
 
 ROOT = Path(__file__).parents[2]
 
-QUICK = ["llama3/4", "olmo2/4"]
-"""KV heads that shards share; norms over the heads of all shards besides."""
+QUICK = ["llama3/4", "olmo2/4", "glm4/2"]
+"""KV heads that shards share; norms over the heads of all shards besides; reordered heads, fused tensors, biases."""
 ALL = [f"{name}/{shards}" for name in FOLDERS for shards in (1, 2, 4)]
 
 
