@@ -17,6 +17,7 @@ from jaxserve.runtime.devices.mesh import make_mesh, shardings
 from jaxserve.weights.arrays import build_params
 from jaxserve.weights.load import checkpoint_reader
 from jaxserve.weights.open import open_source
+from pallas_kernels.paged_attention import REFERENCE, Backend
 from tests.models.forward import prompt_logits
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
@@ -28,7 +29,7 @@ def golden_config(name: str) -> ModelConfig:
     return parse_model_config(json.loads((GOLDEN / name / "config.json").read_text()))
 
 
-def golden_logits(name: str, shards: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def golden_logits(name: str, shards: int, backend: Backend = REFERENCE) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the logits of each prompt of a fixture, in float32 on `shards` devices, and those of Hugging Face."""
     folder = GOLDEN / name
     config = dataclasses.replace(golden_config(name), shards=shards)
@@ -40,5 +41,5 @@ def golden_logits(name: str, shards: int) -> Iterator[tuple[np.ndarray, np.ndarr
     for i in range(3):
         ids = golden[f"ids_{i}"].tolist()
         # A dynamic rotation goes by the deployment's context; in Hugging Face, by the prompt's length if it exceeds 32.
-        logits = prompt_logits(config.with_context(max(32, len(ids))), params, ids, size=64, mesh=mesh)
+        logits = prompt_logits(config.with_context(max(32, len(ids))), params, ids, size=64, mesh=mesh, backend=backend)
         yield logits, golden[f"logits_{i}"]

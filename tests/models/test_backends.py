@@ -12,6 +12,8 @@ from jaxserve.runtime.devices.mesh import shardings
 from jaxserve.weights.dummy import dummy_params
 from pallas_kernels.paged_attention import Backend
 from tests.models.forward import cpu_mesh, prompt_logits
+from tests.models.golden import FOLDERS, golden_logits
+from tests.selection import grid
 from tests.tiny_model import CONFIG
 
 WIDE = {**CONFIG, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -35,3 +37,14 @@ def test_a_gpus_kernels_give_the_same_logits(name: str) -> None:
         prompt_logits(config, params, tokens, size=32, backend=Backend(backend)) for backend in ("reference", "triton")
     )
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+QUICK = ("gemma2", "exaone4", "ministral3")
+"""Caps and windows; layers without rotation, norms of heads; scaled queries."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", grid(FOLDERS, QUICK.__contains__))
+def test_a_gpus_kernels_give_hugging_faces_logits(name: str) -> None:
+    for logits, expected in golden_logits(name, 1, Backend("triton")):
+        np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-3)
