@@ -22,7 +22,7 @@ from jaxserve.runtime.sizing.deployment import deploy, read_model, read_stored
 from pallas_kernels.paged_attention import KernelTarget
 from tests.tiny_model import SETTINGS
 from tests.weights.conftest import GOLDEN
-from tests.weights.test_gguf import from_golden
+from tests.weights.gguf_converter import from_golden
 
 pytestmark = pytest.mark.slow
 

@@ -21,111 +21,95 @@ from jaxserve.model_source.fields import (
     Range,
     abbreviate,
 )
-from jaxserve.model_source.gguf_metadata import GGUFMetadata
+from jaxserve.model_source.gguf_architectures import ARCHITECTURES, Architecture
+from jaxserve.model_source.gguf_metadata import GGUFMetadata, Scalar
 
-_ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "llama"),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-}
-# Keys under the architecture's name that are read below, or that don't change the mathematics
-_KNOWN_KEYS = {
-    "vocab_size",
-    "context_length",
-    "embedding_length",
-    "block_count",
-    "feed_forward_length",
-    "attention.head_count",
-    "attention.head_count_kv",
-    "attention.key_length",
-    "attention.value_length",
-    "attention.layer_norm_rms_epsilon",
-    "attention.sliding_window",
-    "rope.dimension_count",
-    "rope.freq_base",
-    "rope.scale_linear",
-    "rope.scaling.type",
-    "rope.scaling.factor",
-    "rope.scaling.original_context_length",
-    "rope.scaling.attn_factor",
-    "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow",
-    "rope.scaling.finetuned",
-    "tensor_data_layout",
-}
-
+# The other kind of norm's epsilon is written where a config.json has both
+_HARMLESS_KEYS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.layer_norm_")
 _NON_NEGATIVE_LENGTH = Range(0, CONTEXT.most)
+
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Divisors of frequencies: part of the config rather than weights."""
 
 
 def config_from_gguf(metadata: GGUFMetadata) -> dict[str, Any]:
     """Return the config.json that the model would have. Raise `ConfigError` naming the architecture or key at fault.
 
     A GGUF file stores Llama 3's scaled frequencies as a tensor of divisors, `rope_freqs.weight`. They become
-    `rope_scaling = {"rope_type": "factors", "factors": [...]}`: frequency i is divided by factor i.
+    `{"rope_type": "factors", "factors": [...]}`: frequency i is divided by factor i.
     """
-    architecture = metadata.get("general.architecture")
-    if architecture not in _ARCHITECTURES:
-        raise ConfigError(
-            f"{metadata.path}: GGUF architecture {abbreviate(architecture)} is not supported; "
-            f"supported: {', '.join(_ARCHITECTURES)}"
-        )
-    _refuse_unknown_keys(metadata, str(architecture))
-    class_name, model_type = _ARCHITECTURES[str(architecture)]
-    reader = _ArchitectureKeys(metadata, f"{architecture}.")
-    hidden_size, (num_heads, num_kv_heads) = reader.integer("embedding_length", WIDTH), head_counts(metadata)
-    window = reader.integer("attention.sliding_window", _NON_NEGATIVE_LENGTH, 0)
-    if window:
-        class_name, model_type = _sliding_window_class(metadata, model_type)
-    tensors = metadata.tensors
-    if "token_embd.weight" not in tensors:
+    row = architecture_of(metadata)
+    keys = _ArchitectureKeys(metadata)
+    if "token_embd.weight" not in metadata.tensors:
         raise ConfigError(f"{metadata.path} has no tensor token_embd.weight: it isn't a complete model")
-    embedding = tensors["token_embd.weight"].shape
+    embedding = metadata.tensors["token_embd.weight"].shape
     if len(embedding) != 2:
         raise ConfigError(f"{metadata.path}: tensor token_embd.weight has {len(embedding)} dimensions instead of 2")
-    eos_ids = _token_ids(metadata, embedding[0], "eos", "eot", "eom")
+    hidden_size, (num_heads, num_kv_heads) = keys.integer("embedding_length", WIDTH), head_counts(metadata)
+    head_dim = keys.integer("attention.key_length", HEAD_DIM, hidden_size // num_heads)
+    num_layers = keys.integer("block_count", LAYERS)
+    windows = _windows(keys, row, num_layers)
+    class_name, model_type = row.windowed_model if windows and row.windowed_model else row.model
+    epsilon_key, epsilon = row.norm_epsilon
     bos_ids = _token_ids(metadata, embedding[0], "bos")
-    return {
+    eos_ids = _token_ids(metadata, embedding[0], "eos", "eot", "eom")
+    config = {
+        **row.constants,
         "architectures": [class_name],
         "model_type": model_type,
         "vocab_size": embedding[0],
         "hidden_size": hidden_size,
-        "intermediate_size": reader.integer("feed_forward_length", WIDTH),
-        "num_hidden_layers": reader.integer("block_count", LAYERS),
+        "intermediate_size": keys.integer("feed_forward_length", WIDTH),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
-        "head_dim": _head_dim(reader, hidden_size // num_heads),
-        "hidden_act": "silu",
-        "rms_norm_eps": reader.number("attention.layer_norm_rms_epsilon", NORM_EPSILON),
-        "rope_theta": reader.number("rope.freq_base", ROPE_THETA, 10000.0),
-        "rope_scaling": _rope_scaling(reader),
-        "max_position_embeddings": reader.integer("context_length", CONTEXT),
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": _attention_bias(metadata, model_type),
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        **({"sliding_window": window} if window else {}),
+        "head_dim": head_dim,
+        epsilon: keys.number(epsilon_key, NORM_EPSILON),
+        "rope_parameters": _rope_parameters(keys, row, head_dim, windowed=bool(windows)),
+        "max_position_embeddings": keys.integer("context_length", CONTEXT),
+        "tie_word_embeddings": "output.weight" not in metadata.tensors,
+        **_biases(metadata, row),
+        **{field: keys.number(key, POSITIVE) for key, field in row.numbers.items() if key in keys},
+        **windows,
         "bos_token_id": bos_ids[0] if bos_ids else None,
         "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids or None,
     }
+    keys.equal("attention.value_length", head_dim)
+    keys.equal("attention.causal", True)
+    for key, value in row.only.items():
+        keys.equal(key, value)
+    keys.refuse_unread(row.ignored)
+    return {**config, **row.implied(config)}
+
+
+def architecture_of(metadata: GGUFMetadata) -> Architecture:
+    """Return the row of a file's architecture. Raise `ConfigError` if it isn't supported."""
+    name = metadata.get("general.architecture")
+    if name not in ARCHITECTURES:
+        raise ConfigError(
+            f"{metadata.path}: GGUF architecture {abbreviate(name)} is not supported; "
+            f"supported: {', '.join(ARCHITECTURES)}"
+        )
+    return ARCHITECTURES[str(name)]
 
 
 def head_counts(metadata: GGUFMetadata) -> tuple[int, int]:
     """Return the number of query heads and the number of KV heads."""
-    reader = _ArchitectureKeys(metadata, f"{metadata.get('general.architecture')}.")
-    heads = reader.integer("attention.head_count", HEADS)
-    return heads, reader.integer("attention.head_count_kv", HEADS, heads)
-
-
-def _sliding_window_class(metadata: GGUFMetadata, model_type: str) -> tuple[str, str]:
-    if model_type != "llama":
-        raise ConfigError(f"{metadata.path}: a sliding window is not supported for GGUF files of {model_type}")
-    return "MistralForCausalLM", "mistral"
+    keys = _ArchitectureKeys(metadata)
+    heads = keys.integer("attention.head_count", HEADS)
+    return heads, keys.integer("attention.head_count_kv", HEADS, heads)
 
 
 class _ArchitectureKeys:
-    """The keys under one architecture's prefix. An array with an element per layer is one value if all are equal."""
+    """The keys under the architecture's name. An array with an element per layer is one value if all are equal."""
 
-    def __init__(self, metadata: GGUFMetadata, prefix: str) -> None:
-        self.metadata, self.prefix = metadata, prefix
+    def __init__(self, metadata: GGUFMetadata) -> None:
+        self.metadata = metadata
+        self.prefix = f"{metadata.get('general.architecture')}."
+        self._read = {"attention.head_count", "attention.head_count_kv"}
+
+    def __contains__(self, name: str) -> bool:
+        return self.prefix + name in self.metadata
 
     def number(self, name: str, allowed: Range, default: float | None = None) -> float:
         return self._fields(name).number(self.prefix + name, allowed, default)
@@ -133,13 +117,36 @@ class _ArchitectureKeys:
     def integer(self, name: str, allowed: Range, default: int | None = None) -> int:
         return self._fields(name).integer(self.prefix + name, allowed, default)
 
-    def text(self, name: str) -> str | None:
-        value = self.metadata.get(self.prefix + name)
-        return value if isinstance(value, str) else None
+    def text(self, name: str, default: str) -> str:
+        return self._fields(name).text(self.prefix + name, default)
+
+    def array(self, name: str) -> list[Scalar] | None:
+        self._read.add(name)
+        return self.metadata.array(self.prefix + name)
+
+    def equal(self, name: str, only: Scalar) -> None:
+        """Raise `ConfigError` if a key is there with any other value."""
+        found = self._fields(name).get(self.prefix + name, only)
+        if found != only:
+            raise ConfigError(
+                f"{self.metadata.path}: {self.prefix}{name} = {abbreviate(found)} is not supported; only {only!r} is"
+            )
+
+    def refuse_unread(self, ignored: tuple[str, ...]) -> None:
+        """Raise `ConfigError` for a key that nothing has read; zero and false mean that a feature is off."""
+        for key in self.metadata:
+            name, value = key.removeprefix(self.prefix), self.metadata.get(key)
+            if name == key or name in self._read or name.startswith((*_HARMLESS_KEYS, *ignored)):
+                continue
+            if value is None or value:
+                raise ConfigError(
+                    f"{self.metadata.path}: key {key} = {abbreviate(value)} is not supported for GGUF files of "
+                    f"architecture {self.prefix[:-1]}"
+                )
 
     def _fields(self, name: str) -> Fields:
         key = self.prefix + name
-        per_layer = self.metadata.array(key)
+        per_layer = self.array(name)
         if per_layer is None:
             return self.metadata.fields
         if len(set(per_layer)) != 1:
@@ -149,68 +156,104 @@ class _ArchitectureKeys:
         return Fields({key: per_layer[0]}, self.metadata.fields.where)
 
 
-def _refuse_unknown_keys(metadata: GGUFMetadata, architecture: str) -> None:
-    prefix = f"{architecture}."
-    for key in metadata:
-        if not key.startswith(prefix) or key.removeprefix(prefix) in _KNOWN_KEYS:
-            continue
-        value = metadata.get(key)
-        if value is None or value:  # zero and false mean that the feature is off
+def _windows(keys: _ArchitectureKeys, row: Architecture, num_layers: int) -> dict[str, Any]:
+    """Return the window and the layers that have it; empty if there is none."""
+    if not row.window_period:
+        return {}
+    window = keys.integer("attention.sliding_window", _NON_NEGATIVE_LENGTH, 0)
+    listed = keys.array("attention.sliding_window_pattern")
+    period = row.window_period
+    if listed is None:
+        period = keys.integer("attention.sliding_window_pattern", LAYERS, period)
+    if not window:
+        return {}
+    if period == 1 and listed is None:
+        return {"sliding_window": window}
+    sliding = [bool((i + 1) % period) for i in range(num_layers)] if listed is None else listed
+    if len(sliding) != num_layers:
+        raise ConfigError(
+            f"{keys.metadata.path}: {keys.prefix}attention.sliding_window_pattern has {len(sliding)} elements for "
+            f"{num_layers} layers"
+        )
+    return {
+        "sliding_window": window,
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in sliding],
+    }
+
+
+def _biases(metadata: GGUFMetadata, row: Architecture) -> dict[str, bool]:
+    """Return the fields that tell which tensors have a bias, by those of the first layer."""
+    found = {}
+    for field, parts in row.biases.items():
+        present = [part for part in parts if f"blk.0.{part}.bias" in metadata.tensors]
+        if present and len(present) < len(parts):
             raise ConfigError(
-                f"{metadata.path}: key {key} = {abbreviate(value)} is not supported for GGUF files of architecture "
-                f"{architecture}"
+                f"{metadata.path}: biases of {', '.join(present)} alone are not supported for {row.model[1]}: it has "
+                f"them on all of {', '.join(parts)} or on none"
             )
+        found[field] = bool(present)
+    return found
 
 
-def _head_dim(reader: _ArchitectureKeys, default: int) -> int:
-    head_dim = reader.integer("attention.key_length", HEAD_DIM, default)
-    for name in ("attention.value_length", "rope.dimension_count"):
-        other = reader.integer(name, HEAD_DIM, head_dim)
-        if other != head_dim:
-            raise ConfigError(
-                f"{reader.metadata.path}: {reader.prefix}{name} is {other} where heads have {head_dim} dimensions; "
-                "only equal ones are supported"
-            )
-    return head_dim
+def _rope_parameters(keys: _ArchitectureKeys, row: Architecture, head_dim: int, *, windowed: bool) -> dict[str, Any]:
+    """Return the rotation, or that of each type of layers."""
+    theta = keys.number("rope.freq_base", ROPE_THETA, 10000.0)
+    rope = {"rope_theta": theta, "rope_type": "default", **_scaling(keys, row)}
+    rope |= {field: keys.number(key, NON_NEGATIVE) for key, field in row.rope_numbers.items() if key in keys}
+    if row.partial_rotation:
+        rope["partial_rotary_factor"] = keys.integer("rope.dimension_count", HEAD_DIM, head_dim) / head_dim
+    else:
+        keys.equal("rope.dimension_count", head_dim)
+    if row.local_theta is None:
+        return rope
+    local_theta = keys.number("rope.freq_base_swa", ROPE_THETA, row.local_theta or theta)
+    local = {"rope_theta": local_theta, "rope_type": "default"}
+    return {"full_attention": rope, "sliding_attention": local} if windowed else rope
 
 
-def _attention_bias(metadata: GGUFMetadata, model_type: str) -> bool:
-    has = {name: f"blk.0.attn_{name}.bias" in metadata.tensors for name in ("q", "k", "v", "output")}
-    projections = {has["q"], has["k"], has["v"]}
-    # Qwen2 has no bias on the output projection; in Hugging Face's Llama `attention_bias` means all four
-    wanted_output = has["q"] and model_type != "qwen2"
-    if len(projections) != 1 or has["output"] != wanted_output:
-        present = ", ".join(name for name, found in has.items() if found)
-        raise ConfigError(f"{metadata.path}: attention biases on {present} alone are not supported for {model_type}")
-    return has["q"]
+def _scaling(keys: _ArchitectureKeys, row: Architecture) -> dict[str, Any]:
+    """Return how the frequencies are scaled, as fields of `rope_parameters`; empty if they aren't."""
+    factor = keys.number("rope.scaling.factor", NON_NEGATIVE, keys.number("rope.scale_linear", NON_NEGATIVE, 1.0))
+    kind = keys.text("rope.scaling.type", "none" if factor in (0.0, 1.0) else "linear")
+    original = keys.integer("rope.scaling.original_context_length", _NON_NEGATIVE_LENGTH, 0)
+    more = keys.number("rope.scaling.attn_factor", POSITIVE, 1.0)
+    yarn = _yarn(keys, row, factor, more)
+    stretched = {"original_max_position_embeddings": original} if original else {}
+    files, names = keys.metadata, [name for name in ROPE_TENSORS if name in keys.metadata.tensors]
+    if names == ["rope_freqs.weight"] and kind in ("none", "llama3"):
+        return {"rope_type": "factors", "factors": files.float32_tensor(names[0])}
+    if names == ["rope_factors_long.weight", "rope_factors_short.weight"] and kind in ("none", "longrope"):
+        long, short = map(files.float32_tensor, names)
+        scale = {"attention_factor": more, **stretched}
+        return {"rope_type": "longrope", "long_factor": long, "short_factor": short, **scale}
+    if names or kind not in ("none", "linear", "yarn"):
+        found = " and ".join(names) or "no tensor of divisors"
+        raise ConfigError(f"{files.path}: rope scaling {kind!r} with {found} is not supported")
+    if kind == "yarn":
+        if factor not in ROPE_FACTOR:
+            raise files.fields.error(f"{keys.prefix}rope.scaling.factor", f"a number in {ROPE_FACTOR}")
+        return {"rope_type": "yarn", "factor": factor, **yarn, **stretched}
+    keys.equal("rope.scaling.attn_factor", 1.0)
+    return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor not in (0.0, 1.0) else {}
 
 
-def _rope_scaling(reader: _ArchitectureKeys) -> dict[str, Any] | None:
-    kind, path = reader.text("rope.scaling.type"), reader.metadata.path
-    factor = reader.number("rope.scaling.factor", NON_NEGATIVE, reader.number("rope.scale_linear", NON_NEGATIVE, 1.0))
-    if "rope_freqs.weight" in reader.metadata.tensors:
-        if kind not in (None, "none", "llama3"):
-            raise ConfigError(f"{path}: rope_freqs.weight together with rope scaling {kind!r} is not supported")
-        factors = reader.metadata.float32_tensor("rope_freqs.weight")
-        return {"rope_type": "factors", "factors": factors}
-    if kind in (None, "linear"):
-        return None if factor in (0.0, 1.0) else {"rope_type": "linear", "factor": factor}
-    if kind == "none":
-        return None
-    if kind != "yarn":
-        raise ConfigError(f"{path}: rope scaling {kind!r} is not supported for GGUF files; supported: linear, yarn")
-    if factor not in ROPE_FACTOR:
-        raise reader.metadata.fields.error(f"{reader.prefix}rope.scaling.factor", f"a number in {ROPE_FACTOR}")
-    scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
-    if (original := reader.integer("rope.scaling.original_context_length", _NON_NEGATIVE_LENGTH, 0)) > 0:
-        scaling["original_max_position_embeddings"] = original
-    for name in ("beta_fast", "beta_slow"):
-        if f"{reader.prefix}rope.scaling.yarn_{name}" in reader.metadata:
-            scaling[name] = reader.number(f"rope.scaling.yarn_{name}", POSITIVE)
-    if (attn_factor := reader.number("rope.scaling.attn_factor", POSITIVE, 1.0)) != 1.0:
+def _yarn(keys: _ArchitectureKeys, row: Architecture, factor: float, more: float) -> dict[str, float]:
+    """Return the fields of YaRN that a file sets; `more` is its `attn_factor`."""
+    keys.equal("rope.scaling.yarn_ext_factor", 1.0)
+    options = {
+        "attention_factor": "rope.scaling.yarn_attn_factor",
+        "beta_fast": "rope.scaling.yarn_beta_fast",
+        "beta_slow": "rope.scaling.yarn_beta_slow",
+    }
+    fields = {field: keys.number(key, POSITIVE) for field, key in options.items() if key in keys}
+    reduction = keys.number("rope.scaling.yarn_log_multiplier", NON_NEGATIVE, 0.0)
+    if reduction:
+        fields |= {"mscale": 1.0, "mscale_all_dim": reduction}
+    if more != 1.0:
         # llama.cpp multiplies YaRN's own temperature by it; Hugging Face's attention_factor replaces that temperature
-        scaling["attention_factor"] = attn_factor * (0.1 * math.log(factor) + 1.0)
-    return scaling
+        log = 0.0 if row.whole_yarn_factor else 0.1 * math.log(max(factor, 1.0))
+        fields.setdefault("attention_factor", more * (1.0 + log) / (1.0 + reduction * log))
+    return fields
 
 
 def _token_ids(metadata: GGUFMetadata, vocab_size: int, *names: str) -> list[int]:

@@ -1,15 +1,15 @@
 """A GGUF file as a `BlockSource`: blocks are dequantized as they are read, or kept quantized.
 
-Undoes what llama.cpp's converter changed: the tensor names, and in files of architecture llama the row order of q and k
-(llama.cpp puts the two numbers that a rotation turns side by side; Hugging Face has them half a head apart).
-`model_source` parses the header; `gguf_blocks` and the `gguf` package do the arithmetic of the quantized types.
+Undoes what llama.cpp's converter changed: the tensor names, and in some architectures (`gguf_architectures`) the row
+order of q and k and the weights of norms. `model_source` parses the header; `gguf_blocks` and the `gguf` package do the
+arithmetic of the quantized types.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from jaxserve.model_source.gguf_config import head_counts
+from jaxserve.model_source.gguf_config import ROPE_TENSORS, architecture_of, head_counts
 from jaxserve.model_source.gguf_metadata import GGUFMetadata, GGUFTensorInfo
 from jaxserve.params import Window
 from jaxserve.weights.gguf_blocks import decode_blocks
@@ -42,8 +42,6 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)")
-_ROPE_FREQUENCIES = "rope_freqs.weight"
-"""Part of the config rather than a weight; `model_source` reads it."""
 
 
 class GGUFFile:
@@ -53,9 +51,13 @@ class GGUFFile:
         metadata = GGUFMetadata(path)
         self._path = path
         self._data = np.memmap(path, np.uint8, mode="r")
-        self._tensors = {_hf_name(name): info for name, info in metadata.tensors.items() if name != _ROPE_FREQUENCIES}
+        row = architecture_of(metadata)
+        names = {**_LAYER_NAMES, **row.names}
+        weights = {name: info for name, info in metadata.tensors.items() if name not in ROPE_TENSORS}
+        self._tensors = {_hf_name(name, names): info for name, info in weights.items()}
         self._infos = {name: _info(tensor) for name, tensor in self._tensors.items()}
-        self._permuted = _permuted_heads(metadata)
+        self._permuted = dict(zip((".q_proj.", ".k_proj."), head_counts(metadata))) if row.pairs_adjacent else {}
+        self._norm_offset = row.norm_offset
 
     @property
     def description(self) -> str:
@@ -72,6 +74,8 @@ class GGUFFile:
             # As one long row: the package works through groups of 16 rows, which is slow for short ones
             values = dequantize(raw.reshape(1, -1), kind).reshape(len(part), -1)
             part[...] = values[:, inside].reshape(part.shape)
+        if self._norm_offset and name.endswith("norm.weight"):
+            out -= np.asarray(self._norm_offset, out.dtype)
 
     def read_blocks(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
         """See `BlockSource`."""
@@ -108,12 +112,15 @@ class GGUFFile:
             yield stored[rows_read if order is None else order[rows_read], touched], inside, part
 
     def _row_order(self, name: str, rows: int) -> np.ndarray[Any, Any] | None:
-        """Return the file's row for each of Hugging Face's rows, or None if the order is the same."""
+        """Return the file's row for each of Hugging Face's rows, or None if the order is the same.
+
+        Hugging Face has the two dimensions that a rotation turns half a head apart, the file side by side.
+        """
         heads = next((count for part, count in self._permuted.items() if part in name), 0)
         return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(rows) if heads else None
 
 
-def _hf_name(name: str) -> str:
+def _hf_name(name: str, names: Mapping[str, str]) -> str:
     """Return a tensor's Hugging Face name; an unknown one keeps its own name and is later reported as left over."""
     match = _NAME.fullmatch(name)
     if match is None:
@@ -121,7 +128,7 @@ def _hf_name(name: str) -> str:
     layer, part, kind = match["layer"], match["part"], match["kind"]
     if layer is None:
         return f"{_TOP_NAMES[part]}.{kind}" if part in _TOP_NAMES else name
-    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{kind}" if part in _LAYER_NAMES else name
+    return f"model.layers.{layer}.{names[part]}.{kind}" if part in names else name
 
 
 def _info(tensor: GGUFTensorInfo) -> TensorInfo:
@@ -145,11 +152,3 @@ def _touched_columns(shape: tuple[int, ...], window: Window, block: int) -> tupl
     start, stop = window[1].start, window[1].stop
     first, last = start // block * block, -(-stop // block) * block
     return first, last, slice(start - first, stop - first)
-
-
-def _permuted_heads(metadata: GGUFMetadata) -> dict[str, int]:
-    """Return the head counts of the projections whose rows llama.cpp reordered, by a part of their names."""
-    if metadata.get("general.architecture") != "llama":
-        return {}
-    heads, kv_heads = head_counts(metadata)
-    return {".q_proj.": heads, ".k_proj.": kv_heads}

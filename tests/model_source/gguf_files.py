@@ -28,6 +28,7 @@ def write_gguf(
         "attention.head_count": HEADS,
         "attention.head_count_kv": 2,
         "attention.layer_norm_rms_epsilon": 1e-5,
+        "attention.layer_norm_epsilon": 1e-5,
     }
     keys = {f"{architecture}.{name}": value for name, value in keys.items()} | (values or {})
     arrays = {"token_embd.weight": np.zeros((VOCAB, HIDDEN), np.float32)} | (tensors or {})

@@ -44,8 +44,7 @@ def test_llama(tmp_path: Path) -> None:
         "head_dim": 8,
         "hidden_act": "silu",
         "rms_norm_eps": pytest.approx(1e-5),
-        "rope_theta": 500000.0,
-        "rope_scaling": None,
+        "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
         "max_position_embeddings": 128,
         "tie_word_embeddings": True,
         "attention_bias": False,
@@ -99,30 +98,104 @@ def test_sliding_window_is_mistral(tmp_path: Path) -> None:
 
 
 def test_rope_scalings(tmp_path: Path) -> None:
-    linear = config_of(tmp_path, values={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0})
-    old_linear = config_of(tmp_path, values={"llama.rope.scale_linear": 2.0})
-    yarn = config_of(
+    def rope(
+        values: dict[str, Any], tensors: dict[str, Any] | None = None, architecture: str = "llama"
+    ) -> dict[str, Any]:
+        keys = {f"{architecture}.rope.{key}": value for key, value in values.items()}
+        found: dict[str, Any] = config_of(tmp_path, architecture, values=keys, tensors=tensors)["rope_parameters"]
+        assert found.pop("rope_theta") == 10000.0
+        return found
+
+    linear = {"rope_type": "linear", "factor": 4.0}
+    yarn = {"rope_type": "yarn", "factor": 8.0}
+    of_yarn = {"scaling.type": "yarn", "scaling.factor": 8.0}
+    temperature = 0.1 * math.log(8) + 1
+    assert rope({"scaling.type": "linear", "scaling.factor": 4.0}) == linear
+    assert rope({"scale_linear": 4.0}) == linear
+    assert rope({"scaling.type": "none", "scaling.factor": 4.0}) == {"rope_type": "default"}
+    assert rope(
+        of_yarn | {"scaling.original_context_length": 64, "scaling.yarn_beta_fast": 16.0, "scaling.attn_factor": 0.5}
+    ) == yarn | {
+        "original_max_position_embeddings": 64,
+        "beta_fast": 16.0,
+        "attention_factor": pytest.approx(0.5 * temperature),
+    }
+    reduced = rope(of_yarn | {"scaling.yarn_log_multiplier": 0.5})
+    assert reduced == yarn | {"mscale": 1.0, "mscale_all_dim": 0.5}
+    assert rope(of_yarn | {"scaling.yarn_attn_factor": 1.5}) == yarn | {"attention_factor": 1.5}
+    assert rope(of_yarn | {"scaling.attn_factor": 1.5}, architecture="olmo2") == yarn | {"attention_factor": 1.5}
+    divisors = np.array([1, 1, 2.5, 8], np.float32)
+    assert rope({}, {"rope_freqs.weight": divisors}) == {"rope_type": "factors", "factors": divisors.tolist()}
+    assert rope(
+        {"scaling.original_context_length": 64, "scaling.attn_factor": 1.5},
+        {"rope_factors_long.weight": divisors, "rope_factors_short.weight": 2 * divisors},
+        "phi3",
+    ) == {
+        "rope_type": "longrope",
+        "long_factor": divisors.tolist(),
+        "short_factor": (2 * divisors).tolist(),
+        "attention_factor": 1.5,
+        "original_max_position_embeddings": 64,
+        "partial_rotary_factor": 1.0,
+    }
+
+
+def test_layers_with_a_window_have_a_rotation_of_their_own(tmp_path: Path) -> None:
+    gemma = config_of(
         tmp_path,
+        "gemma3",
         values={
-            "llama.rope.scaling.type": "yarn",
-            "llama.rope.scaling.factor": 8.0,
-            "llama.rope.scaling.original_context_length": 64,
-            "llama.rope.scaling.attn_factor": 0.5,
+            "gemma3.attention.sliding_window": 16,
+            "gemma3.rope.freq_base": 1e6,
+            "gemma3.rope.scaling.type": "linear",
+            "gemma3.rope.scaling.factor": 8.0,
         },
     )
-    factors = config_of(tmp_path, tensors={"rope_freqs.weight": np.array([1, 1, 2.5, 8], np.float32)})
-    none = config_of(tmp_path, values={"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0})
+    olmo = config_of(tmp_path, "olmo2", values={"olmo2.attention.sliding_window": 16, "olmo2.rope.freq_base": 500000.0})
 
-    assert linear["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
-    assert old_linear["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
-    assert yarn["rope_scaling"] == {
-        "rope_type": "yarn",
-        "factor": 8.0,
-        "original_max_position_embeddings": 64,
-        "attention_factor": pytest.approx(0.5 * (0.1 * math.log(8) + 1)),
+    assert gemma["rope_parameters"] == {
+        "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
     }
-    assert factors["rope_scaling"] == {"rope_type": "factors", "factors": [1.0, 1.0, 2.5, 8.0]}
-    assert none["rope_scaling"] is None
+    assert olmo["rope_parameters"]["sliding_attention"]["rope_theta"] == 500000.0
+    assert olmo["model_type"] == "olmo3"
+    assert config_of(tmp_path, "olmo2")["model_type"] == "olmo2"
+
+
+def test_windows_by_period_and_by_layer(tmp_path: Path) -> None:
+    def layers(architecture: str, **values: Any) -> list[bool]:
+        keys = {f"{architecture}.attention.{key}": value for key, value in values.items()}
+        keys[f"{architecture}.block_count"] = 6
+        config = config_of(tmp_path, architecture, values=keys)
+        assert config.get("sliding_window") == values.get("sliding_window")
+        return [kind == "sliding_attention" for kind in config.get("layer_types", [])]
+
+    assert layers("gemma2", sliding_window=16) == [True, False] * 3
+    assert layers("gemma3", sliding_window=16) == [True] * 5 + [False]
+    assert layers("cohere2", sliding_window=16, sliding_window_pattern=3) == [True, True, False] * 2
+    listed = [True, False, False, True, True, False]
+    assert layers("exaone4", sliding_window=16, sliding_window_pattern=listed) == listed
+    assert layers("exaone4", sliding_window_pattern=listed) == []
+    with pytest.raises(ConfigError, match="sliding_window_pattern has 2 elements for 6 layers"):
+        layers("exaone4", sliding_window=16, sliding_window_pattern=[True, False])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layers", "scale"),
+    [("gemma2", 26, 256), ("gemma2", 46, 8), ("gemma3", 62, 8), ("gemma3", 46, 256)],
+)
+def test_the_27b_of_gemma_scales_queries_by_the_width_per_head(
+    tmp_path: Path, architecture: str, layers: int, scale: int
+) -> None:
+    values = {f"{architecture}.block_count": layers, f"{architecture}.attention.key_length": 256}
+    assert config_of(tmp_path, architecture, values=values)["query_pre_attn_scalar"] == scale
+
+
+def test_dense_granite_4_has_the_keys_of_a_hybrid(tmp_path: Path) -> None:
+    values = {"granite.ssm.conv_kernel": 4, "granite.expert_shared_feed_forward_length": 64, "granite.expert_count": 0}
+    config = config_of(tmp_path, "granite", values=values | {"granite.rope.scaling.finetuned": True})
+
+    assert config["model_type"] == "granite"
 
 
 def test_a_value_by_layer_counts_if_all_are_equal(tmp_path: Path) -> None:
@@ -134,13 +207,20 @@ def test_a_value_by_layer_counts_if_all_are_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
-        ("gemma3", {}, "architecture 'gemma3' is not supported; supported: llama, qwen2, qwen3"),
+        ("gemma", {}, "architecture 'gemma' is not supported; supported: llama, qwen2, qwen3, gemma2, gemma3, phi3,"),
+        ("granitehybrid", {}, "architecture 'granitehybrid' is not supported"),
         ("llama", {"values": {"llama.expert_count": 8}}, "llama.expert_count = 8 is not supported"),
         ("llama", {"values": {"llama.attention.clamp_kqv": 8.0}}, "llama.attention.clamp_kqv = 8.0"),
-        ("llama", {"values": {"llama.rope.dimension_count": 4}}, "rope.dimension_count is 4 where heads have 8"),
-        ("llama", {"values": {"llama.rope.scaling.type": "longrope"}}, "rope scaling 'longrope' is not supported"),
-        ("llama", {"tensors": biases("q", "k", "v")}, "attention biases on q, k, v alone"),
-        ("qwen2", {"values": {"qwen2.attention.sliding_window": 8}}, "sliding window is not supported"),
+        ("llama", {"values": {"llama.logit_scale": 8.0}}, "llama.logit_scale = 8.0"),
+        ("llama", {"values": {"llama.attention.value_length": 4}}, "value_length = 4 is not supported; only 8 is"),
+        ("llama", {"values": {"llama.rope.dimension_count": 4}}, "dimension_count = 4 is not supported; only 8 is"),
+        ("llama", {"values": {"llama.rope.scaling.type": "longrope"}}, "'longrope' with no tensor of divisors is not"),
+        ("llama", {"values": {"llama.rope.scaling.yarn_ext_factor": 0.0}}, "yarn_ext_factor = 0.0 is not supported"),
+        ("llama", {"values": {"llama.rope.scaling.attn_factor": 2.0}}, "attn_factor = 2.0 is not supported; only 1.0"),
+        ("granite", {"values": {"granite.rope.scaling.finetuned": False}}, "finetuned = False is not supported"),
+        ("gemma2", {"values": {"gemma2.attn_logit_softcapping": 0.0}}, "attn_logit_softcapping should be a number in"),
+        ("llama", {"tensors": biases("q", "k", "v")}, "biases of attn_q, attn_k, attn_v alone are not supported"),
+        ("qwen2", {"values": {"qwen2.attention.sliding_window": 8}}, "qwen2.attention.sliding_window = 8 is not"),
         ("llama", {"without": ("llama.block_count",)}, "llama.block_count is missing"),
         ("llama", {"without": ("token_embd.weight",)}, "no tensor token_embd.weight"),
     ],

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
-from gguf import GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file
@@ -19,26 +15,10 @@ from jaxserve.model_source import ModelSource
 from jaxserve.weights.gguf import GGUFFile
 from jaxserve.weights.source import BLOCK_ELEMENTS
 from tests.weights.conftest import GOLDEN, assert_same_params, load_model
+from tests.weights.gguf_converter import from_golden, permuted, write
 
 # The byte offsets of a block's float16 scales, for the types that the gguf package can't quantize to
 SCALES = {Kind.Q4_K: [0, 2], Kind.Q5_K: [0, 2], Kind.Q6_K: [208]}
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "model.layers.": "blk.",
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
 
 
 def packed(kind: Kind, shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray[Any, Any]:
@@ -54,73 +34,10 @@ def packed(kind: Kind, shape: tuple[int, int], rng: np.random.Generator) -> np.n
     return blocks.reshape(shape[0], -1)
 
 
-def write(
-    path: Path, tensors: dict[str, tuple[np.ndarray[Any, Any], Kind | None]], architecture: str = "qwen2", **values: Any
-) -> Path:
-    """Write a GGUF file; `values` are keys under the architecture's name."""
-    writer = GGUFWriter(path, architecture)
-    for key, value in values.items():
-        name = f"{architecture}.{key.replace('__', '.')}"
-        if isinstance(value, list):
-            writer.add_array(name, value)
-        elif isinstance(value, float):
-            writer.add_float32(name, value)
-        else:
-            writer.add_uint32(name, value)
-    for name, (data, kind) in tensors.items():
-        writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def read(source: GGUFFile, name: str) -> np.ndarray[Any, Any]:
     out = np.full(source.infos[name].shape, np.nan, np.float32)
     source.read(name, tuple(slice(0, length) for length in out.shape), out)
     return out
-
-
-def permuted(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Return q's or k's rows in the order of llama.cpp's files of architecture llama."""
-    split = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
-    return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(weight.shape)
-
-
-def from_golden(
-    name: str, path: Path, kind: Kind | None = None, extra: Mapping[str, np.ndarray[Any, Any]] = MappingProxyType({})
-) -> Path:
-    """Write a fixture as llama.cpp's converter does; matrices whose rows allow it are stored as `kind`."""
-    folder = GOLDEN / name
-    config = json.loads((folder / "config.json").read_text())
-    architecture = config["model_type"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    tensors: dict[str, tuple[np.ndarray[Any, Any], Kind | None]] = {key: (data, None) for key, data in extra.items()}
-    for hf_name, weight in load_file(folder / "model.safetensors").items():
-        if architecture == "llama" and ".q_proj." in hf_name:
-            weight = permuted(weight, heads)
-        if architecture == "llama" and ".k_proj." in hf_name:
-            weight = permuted(weight, kv_heads)
-        gguf_name = hf_name
-        for long, short in NAMES.items():
-            gguf_name = gguf_name.replace(long, short)
-        block = GGML_QUANT_SIZES[kind][0] if kind else 1
-        fits = kind is not None and weight.ndim == 2 and weight.shape[1] % block == 0
-        tensors[gguf_name] = (quantize(weight, kind), kind) if fits and kind else (weight, None)
-    rope = config.get("rope_parameters", config)
-    values = {
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "block_count": config["num_hidden_layers"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention__head_count": heads,
-        "attention__head_count_kv": kv_heads,
-        "attention__key_length": config.get("head_dim", config["hidden_size"] // heads),
-        "attention__layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "rope__freq_base": float(rope.get("rope_theta", 10000.0)),
-    }
-    return write(path, tensors, architecture, **values)
 
 
 @pytest.mark.parametrize(

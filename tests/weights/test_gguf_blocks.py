@@ -25,7 +25,8 @@ from jaxserve.weights.packed import _strip_windows
 from jaxserve.weights.source import BLOCK_ELEMENTS
 from pallas_kernels.packed_matmul import BLOCK_DTYPE, STRIP, Bits, PackedWeight, unpack
 from tests.weights.conftest import GOLDEN, MemorySource, assert_same_params, load_model, on_one_device
-from tests.weights.test_gguf import from_golden, packed, permuted, write
+from tests.weights.gguf_converter import from_golden, permuted, write
+from tests.weights.test_gguf import packed
 
 KINDS = sorted(BLOCK_KINDS, key=lambda kind: kind.name)
 HEADS = {"attention__head_count": 4, "attention__head_count_kv": 2}

@@ -22,7 +22,7 @@ from pallas_kernels.paged_attention import KernelTarget
 from tests.runtime.tiny import F32, mesh, model
 from tests.tiny_model import CONFIG
 from tests.weights.conftest import GOLDEN, tensor_parts
-from tests.weights.test_gguf import from_golden
+from tests.weights.gguf_converter import from_golden
 
 CPU = DeviceFacts(KernelTarget("cpu"), 2**34, max_devices=8)
 

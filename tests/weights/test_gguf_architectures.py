@@ -1,0 +1,85 @@
+"""Each architecture of GGUF files: what is read is the model that the file was made from."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from jaxserve.layers.rope import RopeConfig, frequencies
+from jaxserve.model_source import ModelSource, read_config
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.registry import family, parse_model_config
+from jaxserve.params import dotted
+from jaxserve.quant import choose_packing, pack_specs
+from jaxserve.quant.formats import BITS
+from jaxserve.weights import build_params, open_weights, stored_types
+from pallas_kernels.packed_matmul import unpack
+from tests.weights.conftest import GOLDEN, assert_same_params, load_model, on_one_device
+from tests.weights.gguf_converter import from_golden
+
+# What a file doesn't tell of the fixture: llama.cpp has no key for it, and every released model has the same
+UNTOLD: dict[str, dict[str, Any]] = {
+    "gemma2": {"attention_scale": 16**-0.5},
+    "gemma3": {"attention_scale": 16**-0.5},
+    "granite4": {"architecture": "GraniteForCausalLM", "shared_mlp": False},
+    "starcoder2": {"windows": (4096, 4096)},
+}
+FIXTURES = (
+    "llama2", "llama3", "smollm2", "llama_head_dim", "llama_linear", "llama_yarn", "mistral", "qwen2", "qwen3",
+    "gemma2", "gemma3", "phi3", "olmo2", "olmo3", "granite", "granite4", "smollm3", "glm4", "cohere2", "starcoder2",
+    "ministral3", "exaone4", "seed_oss",
+)  # fmt: skip
+
+
+def plain(config: ModelConfig, context: int) -> dict[str, Any]:
+    """Return a config's fields, with the frequencies of rotations in their place."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        values[field.name] = value
+        if isinstance(value, RopeConfig):
+            values[field.name] = value.rotated, value.interleaved
+            rope = dataclasses.replace(value, context=context)
+            values[f"{field.name}: frequencies"] = np.hstack(frequencies(rope, config.head_dim)).tolist()
+    return values
+
+
+def approximately(value: Any) -> Any:
+    """Return what equals a number, or a list of them, that was stored as float32."""
+    return pytest.approx(value, rel=1e-6) if isinstance(value, float | list) else value
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_a_model_converted_to_gguf_is_the_same_model(tmp_path: Path, name: str) -> None:
+    folder = ModelSource(GOLDEN / name, "folder", name)
+    gguf = ModelSource(from_golden(name, tmp_path / "m.gguf"), "gguf", name)
+    original, read = (parse_model_config(read_config(source)) for source in (folder, gguf))
+    for context in (8, 128):
+        expected, found = plain(original, context) | UNTOLD.get(name, {}), plain(read, context)
+        assert {key: approximately(value) for key, value in expected.items()} == found
+    assert_same_params(load_model(gguf), load_model(folder))
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("name", ["phi3", "glm4", "cohere2", "granite", "starcoder2", "gemma3"])
+def test_blocks_stay_packed(tmp_path: Path, name: str, kind: Kind) -> None:
+    """Fused projections are read in parts, and heads in another order, without changing a weight."""
+    source = ModelSource(from_golden(name, tmp_path / "m.gguf", kind), "gguf", name)
+    config = parse_model_config(read_config(source))
+    dtype = np.dtype(jnp.bfloat16)
+    abstract = family(config).abstract(config, dtype)
+    packing = choose_packing("auto", abstract, stored_types(source), platform="cpu", dtype=dtype, tensor=1)
+    tree = pack_specs(abstract, packing.bits)
+    params = build_params(tree, on_one_device(tree), open_weights(source, tree, dense=abstract))
+    exact = load_model(source)
+    found = {dotted(path): bits for path, bits in packing.quantized.items()}
+    assert found["layers.1.attention.qkv"] == found["layers.1.mlp.up"] == BITS[kind.name]
+    for layer, precise in zip(params.layers, exact.layers):
+        np.testing.assert_array_equal(unpack(layer.attention.qkv), precise.attention.qkv)
+        np.testing.assert_array_equal(unpack(layer.mlp.up), precise.mlp.up)
