@@ -356,7 +356,7 @@ def test_a_field_of_config_json_is_named(folder: Path, field: str, value: Any) -
 
 def test_a_negative_rope_factor_is_refused(folder: Path) -> None:
     put(folder, "config.json", json.dumps({**CONFIG, "rope_scaling": {"rope_type": "yarn", "factor": -1}}))
-    assert "rope scaling: factor should be a number in [1, 1000000], it is -1" in load_error(folder)
+    assert "rope_scaling: factor should be a number in [1, 1000000], it is -1" in load_error(folder)
 
 
 def test_a_list_of_templates_is_checked(folder: Path) -> None:

@@ -18,10 +18,13 @@ from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import layer_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, POSITIVE, Fields
+from jaxserve.models import llama
 from jaxserve.models.config import ModelConfig, every, read_sizes, read_windows, refuse
 from jaxserve.models.parameters import Declare, LayerNormParams, Params
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend, PagedKV
+
+embed = llama.embed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,11 +89,6 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
 
     layers = tuple(layer(i) for i in range(config.num_layers))
     return Params(declare.embedding(), layers, declare.layer_norm("model.norm", bias=False), declare.head())
-
-
-def embed(config: Config, params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
-    """Return the embeddings of the batch's tokens."""
-    return embedding.embed(batch.tokens, params.embedding)
 
 
 def forward(

@@ -11,17 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
 from jaxserve.layers.batch import TokenBatch
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, Fields
+from jaxserve.models import llama
 from jaxserve.models.config import FULL, SLIDING, ModelConfig, every, read_sizes, read_windows, refuse
 from jaxserve.models.parameters import Declare, Params
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend, PagedKV
+
+embed, head = llama.embed, llama.head
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ def parse(fields: Fields) -> Config:
     sizes = read_sizes(fields)
     refuse(fields, hidden_act="silu", attention_bias=False)
     windows = read_windows(fields, sizes["num_layers"], _layer_types(fields, sizes["num_layers"]), 4096)
-    windowed = fields.get("sliding_window", 4096) is not None
+    windowed = fields.raw.get("sliding_window", 4096) is not None
     return Config(
         **sizes,
         norm_eps=fields.number("rms_norm_eps", NORM_EPSILON, 1e-5),
@@ -91,11 +93,6 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
     return Params(declare.embedding(), layers, declare.vector("model.norm.weight"), declare.head())
 
 
-def embed(config: Config, params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
-    """Return the embeddings of the batch's tokens."""
-    return embedding.embed(batch.tokens, params.embedding)
-
-
 def forward(
     config: Config, params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, kv: PagedKV, backend: Backend
 ) -> tuple[Float[Array, "tokens dim"], PagedKV]:
@@ -122,8 +119,3 @@ def _layer(
     attended, kv = self_attention(x, params.attention, batch, kv, index, rope, settings)
     x = x + rms_norm(attended, params.attention_norm, settings.norm_eps)
     return x + rms_norm(mlp(x, params.mlp), params.mlp_norm, settings.norm_eps), kv
-
-
-def head(config: Config, params: Params, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:
-    """Return the logits of hidden states, in float32."""
-    return embedding.logits(hidden, params.embedding if params.output is None else params.output)

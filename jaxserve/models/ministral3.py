@@ -11,17 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
 from jaxserve.layers.batch import TokenBatch
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, query_scale, rotation
 from jaxserve.model_source.fields import NON_NEGATIVE, NORM_EPSILON, Fields
+from jaxserve.models import llama
 from jaxserve.models.config import SLIDING, ModelConfig, read_sizes, read_windows, refuse
 from jaxserve.models.parameters import Declare, Params
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend, PagedKV
+
+embed, head = llama.embed, llama.head
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,11 +79,6 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
     return Params(declare.embedding(), layers, declare.vector("model.norm.weight"), declare.head())
 
 
-def embed(config: Config, params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
-    """Return the embeddings of the batch's tokens."""
-    return embedding.embed(batch.tokens, params.embedding)
-
-
 def forward(
     config: Config, params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, kv: PagedKV, backend: Backend
 ) -> tuple[Float[Array, "tokens dim"], PagedKV]:
@@ -111,8 +108,3 @@ def _layer(
     attended, kv = self_attention(normed, params.attention, batch, kv, index, rope, settings, scale)
     x = x + attended
     return x + mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp), kv
-
-
-def head(config: Config, params: Params, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:
-    """Return the logits of hidden states, in float32."""
-    return embedding.logits(hidden, params.embedding if params.output is None else params.output)

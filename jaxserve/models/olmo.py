@@ -15,17 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
 from jaxserve.layers.batch import TokenBatch
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
+from jaxserve.models import llama
 from jaxserve.models.config import FULL, SLIDING, ModelConfig, every, read_sizes, read_windows, refuse
 from jaxserve.models.parameters import Declare, Params
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend, PagedKV
+
+embed, head = llama.embed, llama.head
 
 _OLMO3_THETA = 500_000.0
 
@@ -99,11 +101,6 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
     return Params(declare.embedding(), layers, declare.wide_norm("model.norm.weight"), declare.head())
 
 
-def embed(config: Config, params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
-    """Return the embeddings of the batch's tokens."""
-    return embedding.embed(batch.tokens, params.embedding)
-
-
 def forward(
     config: Config,
     params: Params,
@@ -137,8 +134,3 @@ def _layer(
     attended, kv = self_attention(x, params.attention, batch, kv, index, rope, settings)
     x = x + rms_norm(attended, params.attention_norm, settings.norm_eps)
     return x + rms_norm(mlp(x, params.mlp), params.mlp_norm, settings.norm_eps), kv
-
-
-def head(config: Config, params: Params, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:
-    """Return the logits of hidden states, in float32."""
-    return embedding.logits(hidden, params.embedding if params.output is None else params.output)

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
-import flax.struct
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
 
-from jaxserve.layers import embedding
-from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.batch import TokenBatch
-from jaxserve.layers.mlp import MlpParams, mlp
-from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import RopeConfig, Rotation, rotation
+from jaxserve.layers.rope import RopeConfig
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
+from jaxserve.models import llama
 from jaxserve.models.config import SLIDING, ModelConfig, read_sizes, read_windows, refuse
 from jaxserve.models.parameters import Declare, Params
 from jaxserve.models.rope import read_rope
-from pallas_kernels.paged_attention import Backend, PagedKV
+
+embed, forward, head = llama.embed, llama.forward, llama.head
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,16 +22,6 @@ class Config(ModelConfig):
 
     norm_eps: float
     rope: RopeConfig
-
-
-@flax.struct.dataclass
-class LayerParams:
-    """The weights of one decoder layer."""
-
-    attention_norm: Array
-    attention: AttentionParams
-    mlp_norm: Array
-    mlp: MlpParams
 
 
 def parse(fields: Fields) -> Config:
@@ -64,9 +46,9 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
     """Return the tree of parameters, with a `ParamSpec` in the place of each array."""
     declare = Declare(config, dtype)
 
-    def layer(i: int) -> LayerParams:
+    def layer(i: int) -> llama.LayerParams:
         name = f"model.layers.{i}"
-        return LayerParams(
+        return llama.LayerParams(
             attention_norm=declare.vector(f"{name}.input_layernorm.weight"),
             attention=declare.attention(f"{name}.self_attn", config.rope, fused="qkv_proj"),
             mlp_norm=declare.vector(f"{name}.post_attention_layernorm.weight"),
@@ -75,51 +57,3 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
 
     layers = tuple(layer(i) for i in range(config.num_layers))
     return Params(declare.embedding(), layers, declare.vector("model.norm.weight"), declare.head())
-
-
-def embed(config: Config, params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
-    """Return the embeddings of the batch's tokens; separate from `forward`, so that rows can be overridden."""
-    return embedding.embed(batch.tokens, params.embedding)
-
-
-def forward(
-    config: Config,
-    params: Params,
-    x: Float[Array, "tokens dim"],
-    batch: TokenBatch,
-    kv: PagedKV,
-    backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], PagedKV]:
-    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache.
-
-    The loop over layers is unrolled, so that each layer's pages are updated in place.
-    """
-    rope = rotation(batch, config.rope, config.head_dim)
-    for i, layer in enumerate(params.layers):
-        settings = AttentionSettings(config.norm_eps, backend, config.windows[i])
-        with jax.named_scope(f"layer_{i}"):
-            x, kv = _layer(x, layer, batch, kv, jnp.int32(i), rope, settings)
-    with jax.named_scope("final_norm"):
-        return rms_norm(x, params.norm, config.norm_eps), kv
-
-
-@functools.partial(jax.jit, static_argnames="settings")
-def _layer(
-    x: Float[Array, "tokens dim"],
-    params: LayerParams,
-    batch: TokenBatch,
-    kv: PagedKV,
-    index: Int[Array, ""],
-    rope: Rotation,
-    settings: AttentionSettings,
-) -> tuple[Float[Array, "tokens dim"], PagedKV]:
-    """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
-    normed = rms_norm(x, params.attention_norm, settings.norm_eps)
-    attended, kv = self_attention(normed, params.attention, batch, kv, index, rope, settings)
-    x = x + attended
-    return x + mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp), kv
-
-
-def head(config: Config, params: Params, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:
-    """Return the logits of hidden states, in float32."""
-    return embedding.logits(hidden, params.embedding if params.output is None else params.output)

@@ -11,17 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
 from jaxserve.layers.batch import TokenBatch
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import layer_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
+from jaxserve.models import llama
 from jaxserve.models.config import SLIDING, ModelConfig, read_sizes, read_windows, refuse
 from jaxserve.models.parameters import Declare, LayerNormParams, Params
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend, PagedKV
+
+embed, head = llama.embed, llama.head
 
 _ACTIVATION = "gelu_pytorch_tanh"
 
@@ -87,11 +89,6 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
     return Params(declare.embedding(), layers, declare.layer_norm("model.norm", bias=True), declare.head())
 
 
-def embed(config: Config, params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
-    """Return the embeddings of the batch's tokens; separate from `forward`, so that rows can be overridden."""
-    return embedding.embed(batch.tokens, params.embedding)
-
-
 def forward(
     config: Config,
     params: Params,
@@ -129,8 +126,3 @@ def _layer(
     x = x + attended
     normed = layer_norm(x, params.mlp_norm.weight, params.mlp_norm.bias, settings.norm_eps)
     return x + mlp(normed, params.mlp, _ACTIVATION), kv
-
-
-def head(config: Config, params: Params, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:
-    """Return the logits of hidden states, in float32."""
-    return embedding.logits(hidden, params.embedding if params.output is None else params.output)
