@@ -26,6 +26,8 @@ from pallas_kernels.paged_attention import Backend, PagedKV
 
 embed = llama.embed
 
+_WINDOW = 4096
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
@@ -50,6 +52,8 @@ def parse(fields: Fields) -> Config:
     """Read a config.json. Raises `ConfigError`."""
     sizes = read_sizes(fields, max_position_embeddings=8192, tie_word_embeddings=True)
     period = fields.integer("sliding_window_pattern", LAYERS, 4)
+    if fields.raw.get("sliding_window", _WINDOW) is None:
+        raise fields.error("sliding_window", "a number of tokens")
     # Cohere's own names for what is fixed here; Hugging Face's code reads none of them
     refuse(
         fields,
@@ -70,7 +74,7 @@ def parse(fields: Fields) -> Config:
         rope=read_rope(fields, sizes["max_position_embeddings"], sizes["head_dim"], interleaved=True),
         attention_bias=fields.boolean("attention_bias", False),
         logit_scale=fields.number("logit_scale", POSITIVE, 0.0625),
-        windows=read_windows(fields, sizes["num_layers"], every(period, sizes["num_layers"]), 4096),
+        windows=read_windows(fields, sizes["num_layers"], every(period, sizes["num_layers"]), _WINDOW),
     )
 
 
