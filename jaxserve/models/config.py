@@ -157,6 +157,17 @@ def read_windows(
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
+def read_one_window(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    """Return the window of a family whose layers all have it; `layer_types` may say nothing else."""
+    windows = read_windows(fields, num_layers, [SLIDING] * num_layers)
+    if None in windows and fields.get("sliding_window") is not None:
+        raise ConfigError(
+            f"{fields.where}: layer_types with {FULL} is not supported for this architecture: all its layers have "
+            "sliding_window, if it is set"
+        )
+    return windows
+
+
 def every(period: int, num_layers: int) -> list[str]:
     """Return the types of layers of which each `period`-th has full attention, and the others a window."""
     return [SLIDING if (i + 1) % period else FULL for i in range(num_layers)]

@@ -19,7 +19,7 @@ from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, Fields, Range
-from jaxserve.models.config import FULL, SLIDING, ModelConfig, read_sizes, read_windows, refuse
+from jaxserve.models.config import FULL, SLIDING, ModelConfig, read_one_window, read_sizes, read_windows, refuse
 from jaxserve.models.parameters import Declare, Params
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend, PagedKV
@@ -61,21 +61,18 @@ def parse(fields: Fields) -> Config:
         output_bias=biased and kind in ("Llama", "Qwen3"),
         mlp_bias=fields.boolean("mlp_bias", False),
         qk_norm=kind == "Qwen3",
-        windows=read_windows(fields, sizes["num_layers"], _layer_types(fields, kind, sizes["num_layers"])),
+        windows=_windows(fields, kind, sizes["num_layers"]),
     )
 
 
-def _layer_types(fields: Fields, kind: str, layers: int) -> list[str]:
-    """Return which layers have a window if the checkpoint doesn't say it by layer."""
-    asked, full = (
-        fields.boolean("use_sliding_window", False),
-        fields.integer("max_window_layers", Range(0, LAYERS.most), 28),
-    )
+def _windows(fields: Fields, kind: str, layers: int) -> tuple[int | None, ...]:
+    if kind == "Mistral":
+        return read_one_window(fields, layers)
     if kind == "Llama" and fields.get("sliding_window") is not None:
         raise ConfigError(f"sliding_window={fields.get('sliding_window')} is not a field of the Llama architecture")
-    if kind == "Mistral":
-        return [SLIDING] * layers
-    return [SLIDING if asked and i >= full else FULL for i in range(layers)]
+    asked = fields.boolean("use_sliding_window", False)
+    full = fields.integer("max_window_layers", Range(0, LAYERS.most), 28)
+    return read_windows(fields, layers, [SLIDING if asked and i >= full else FULL for i in range(layers)])
 
 
 def abstract(config: Config, dtype: np.dtype) -> Params:

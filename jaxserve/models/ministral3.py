@@ -18,7 +18,7 @@ from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, query_scale, rotation
 from jaxserve.model_source.fields import NON_NEGATIVE, NORM_EPSILON, Fields
 from jaxserve.models import llama
-from jaxserve.models.config import SLIDING, ModelConfig, read_sizes, read_windows, refuse
+from jaxserve.models.config import ModelConfig, read_one_window, read_sizes, refuse
 from jaxserve.models.parameters import Declare, Params
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend, PagedKV
@@ -58,7 +58,7 @@ def parse(fields: Fields) -> Config:
             fields, sizes["max_position_embeddings"], sizes["head_dim"], theta=1e6, known=("llama_4_scaling_beta",)
         ),
         query_growth=growth,
-        windows=read_windows(fields, sizes["num_layers"], [SLIDING] * sizes["num_layers"]),
+        windows=read_one_window(fields, sizes["num_layers"]),
     )
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxserve.errors import ConfigError
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
 from jaxserve.layers.batch import TokenBatch
 from jaxserve.layers.mlp import MlpParams, mlp
@@ -66,6 +67,11 @@ def parse(fields: Fields) -> Config:
         rope = rope_of(theta=_OLMO3_THETA, layer_type=FULL)
         # Parameters that aren't given by type of layer scale the layers of full attention only.
         by_type = SLIDING in fields.object("rope_parameters")
+        if not by_type and rope.theta != _OLMO3_THETA:
+            raise ConfigError(
+                f"{fields.where}: rope_theta={rope.theta:g} is not supported for OLMo 3, unless rope_parameters has it for "
+                "each type of layer: transformers 4 and 5 disagree on the layers it is for"
+            )
         sliding_rope = rope_of(theta=_OLMO3_THETA, layer_type=SLIDING) if by_type else RopeConfig(rope.theta)
     return Config(
         **sizes,

@@ -6,10 +6,11 @@ import dataclasses
 
 import numpy as np
 
+from jaxserve.errors import ConfigError
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
 from jaxserve.models import llama
-from jaxserve.models.config import SLIDING, ModelConfig, read_sizes, read_windows, refuse
+from jaxserve.models.config import ModelConfig, read_one_window, read_sizes, refuse
 from jaxserve.models.parameters import Declare, Params
 from jaxserve.models.rope import read_rope
 
@@ -28,17 +29,20 @@ def parse(fields: Fields) -> Config:
     """Read a config.json. Raises `ConfigError`."""
     sizes = read_sizes(fields)
     refuse(fields, hidden_act="silu", full_attn_mod=1, interpolate_factor=1)
+    rope = read_rope(
+        fields,
+        sizes["max_position_embeddings"],
+        sizes["head_dim"],
+        fraction=1.0,
+        old_names={"su": "longrope", "yarn": "longrope"},
+    )
+    if rope.kind not in ("default", "longrope"):
+        raise ConfigError(f"{fields.where}: rope_scaling of type {rope.kind!r} is not supported for Phi; longrope is")
     return Config(
         **sizes,
         norm_eps=fields.number("rms_norm_eps", NORM_EPSILON, 1e-5),
-        rope=read_rope(
-            fields,
-            sizes["max_position_embeddings"],
-            sizes["head_dim"],
-            fraction=1.0,
-            old_names={"su": "longrope", "yarn": "longrope"},
-        ),
-        windows=read_windows(fields, sizes["num_layers"], [SLIDING] * sizes["num_layers"]),
+        rope=rope,
+        windows=read_one_window(fields, sizes["num_layers"]),
     )
 
 

@@ -18,7 +18,7 @@ from jaxserve.layers.norm import layer_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
 from jaxserve.models import llama
-from jaxserve.models.config import SLIDING, ModelConfig, read_sizes, read_windows, refuse
+from jaxserve.models.config import ModelConfig, read_one_window, read_sizes, refuse
 from jaxserve.models.parameters import Declare, LayerNormParams, Params
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend, PagedKV
@@ -66,7 +66,7 @@ def parse(fields: Fields) -> Config:
         norm_eps=norm_eps,
         rope=read_rope(fields, sizes["max_position_embeddings"], sizes["head_dim"]),
         bias=fields.boolean("use_bias", True),
-        windows=read_windows(fields, sizes["num_layers"], [SLIDING] * sizes["num_layers"]),
+        windows=read_one_window(fields, sizes["num_layers"]),
     )
 
 
