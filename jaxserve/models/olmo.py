@@ -69,8 +69,8 @@ def parse(fields: Fields) -> Config:
         by_type = SLIDING in fields.object("rope_parameters")
         if not by_type and rope.theta != _OLMO3_THETA:
             raise ConfigError(
-                f"{fields.where}: rope_theta={rope.theta:g} is not supported for OLMo 3, unless rope_parameters has it for "
-                "each type of layer: transformers 4 and 5 disagree on the layers it is for"
+                f"{fields.where}: rope_theta={rope.theta:g} is not supported for OLMo 3, unless rope_parameters has it "
+                "for each type of layer: transformers 4 and 5 disagree on the layers it is for"
             )
         sliding_rope = rope_of(theta=_OLMO3_THETA, layer_type=SLIDING) if by_type else RopeConfig(rope.theta)
     return Config(
