@@ -46,7 +46,7 @@ def test_profiles_can_tell_the_parts_of_a_step_apart(programs: dict[ProgramKey, 
     text = programs[key].as_text()
     name = str(key).replace("-", "_")
     assert text.startswith(f"HloModule jit_{name},")
-    scopes = set(re.findall(rf'op_name="jit\({name}\)/(?:.*/)?(layer_\d+)/jit\(_layer\)/(\w+)/', text))
+    scopes = set(re.findall(rf'op_name="jit\({name}\)/(?:.*/)?(layer_\d+)/jit\(\w+\)/(\w+)/', text))
     assert {("layer_0", "attention"), ("layer_0", "mlp"), ("layer_1", "attention"), ("layer_1", "mlp")} <= scopes
     for phase in ("read_input", "embed", "final_norm", "head", "sample", "write_state"):
         assert re.search(rf'op_name="jit\({name}\)/(?:.*/)?{phase}/', text), phase
