@@ -14,10 +14,7 @@ from pallas_kernels.packed_matmul import PackedWeight
 
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
-    "relu": jax.nn.relu,
 }
 """By Hugging Face's names."""
 

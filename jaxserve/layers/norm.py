@@ -33,8 +33,7 @@ def rms_norm_of_shards(
         return rms_norm(x, weight, eps)
     wide = x.astype(jnp.float32)
     total = lax.psum((wide * wide).sum(axis=-1, keepdims=True), TENSOR_AXIS)
-    inverse = lax.rsqrt(total / (x.shape[-1] * shards) + eps)
-    return ((wide * inverse).astype(weight.dtype) * weight).astype(x.dtype)
+    return _scaled(wide * lax.rsqrt(total / (x.shape[-1] * shards) + eps), weight, x.dtype)
 
 
 def layer_norm(
@@ -53,10 +52,13 @@ def layer_norm(
 
 def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
     wide = x.astype(jnp.float32)
-    normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return _scaled(wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps), weight, x.dtype)
+
+
+def _scaled(normed: Array, weight: Array, dtype: jnp.dtype) -> Array:
     if weight.dtype != jnp.float32:
-        normed = normed.astype(x.dtype)
-    return (normed * weight).astype(x.dtype)
+        normed = normed.astype(dtype)
+    return (normed * weight).astype(dtype)
 
 
 def _layer_norm(x: Array, weight: Array, bias: Array | None = None, *, eps: float) -> Array:

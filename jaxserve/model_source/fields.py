@@ -48,7 +48,7 @@ class Fields:
     """The fields of a JSON object, or of one like it, from the file `where`.
 
     A field that is null counts as missing. A missing field has the caller's default; without a default it is an error.
-    All errors are `ConfigError`s. `read` are the names that somebody asked for.
+    All errors are `ConfigError`s. `read` holds the names that were asked for.
     """
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:

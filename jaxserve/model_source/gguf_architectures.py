@@ -25,14 +25,14 @@ class Architecture:
         constants: fields that follow from the architecture alone; metadata overrides them.
         implied: returns further fields that follow from the config so far.
         norm_epsilon: the key of the norms' epsilon and its field.
-        numbers: the fields of optional keys. `rope_numbers`: those that are in `rope_parameters`.
+        numbers: optional keys that hold a number, and their fields. `rope_numbers`: fields in `rope_parameters`.
         biases: fields that tell whether all of some tensors of a layer have a bias.
         partial_rotation: whether heads may be rotated in part.
     Sliding windows:
         window_period: each layer with a multiple of this number has full attention, where the file doesn't list them;
             1: all layers have a window; 0: windows aren't supported.
-        local_theta: the base of the rotation in layers with a window; 0: that of the others. None: they aren't told
-            apart.
+        local_theta: the default base of the rotation in layers with a window; 0: the base of the other layers. None:
+            all layers have the same rotation.
     What is checked and what is ignored:
         only: the only supported value of some keys; `ignored` begin keys that change nothing.
         whole_yarn_factor: whether `rope.scaling.attn_factor` is all that YaRN multiplies by, not one factor more.

@@ -19,8 +19,8 @@ from jaxserve.layers.norm import layer_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, POSITIVE, Fields
 from jaxserve.models import llama
-from jaxserve.models.config import ModelConfig, every, read_sizes, read_windows, refuse
-from jaxserve.models.parameters import Declare, LayerNormParams, Params
+from jaxserve.models.config import ModelConfig, periodic_layer_types, read_sizes, read_windows, refuse
+from jaxserve.models.parameters import LayerNormParams, Params, ParamSpecs
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend, PagedKV
 
@@ -74,13 +74,13 @@ def parse(fields: Fields) -> Config:
         rope=read_rope(fields, sizes["max_position_embeddings"], sizes["head_dim"], interleaved=True),
         attention_bias=fields.boolean("attention_bias", False),
         logit_scale=fields.number("logit_scale", POSITIVE, 0.0625),
-        windows=read_windows(fields, sizes["num_layers"], every(period, sizes["num_layers"]), _WINDOW),
+        windows=read_windows(fields, sizes["num_layers"], periodic_layer_types(period, sizes["num_layers"]), _WINDOW),
     )
 
 
 def abstract(config: Config, dtype: np.dtype) -> Params:
-    """Return the tree of parameters, with a `ParamSpec` in the place of each array."""
-    declare = Declare(config, dtype)
+    """Return the tree of parameters; each leaf is a `ParamSpec`."""
+    declare = ParamSpecs(config, dtype)
     biased = config.attention_bias
 
     def layer(i: int) -> LayerParams:

@@ -1,7 +1,7 @@
 """What the configs of all model families share, and how a family reads its own from config.json.
 
-A family reads each field that it knows. A field that no one read is refused if its name suggests that it changes the
-mathematics; the others are named in a log line.
+A family reads each field that it knows. A field that it doesn't read is refused if its name suggests that it changes
+the mathematics; the others are named in a log line.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def read_one_window(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     return windows
 
 
-def every(period: int, num_layers: int) -> list[str]:
+def periodic_layer_types(period: int, num_layers: int) -> list[str]:
     """Return the types of layers of which each `period`-th has full attention, and the others a window."""
     return [SLIDING if (i + 1) % period else FULL for i in range(num_layers)]
 
@@ -234,7 +234,7 @@ def refuse_unread(fields: Fields) -> None:
         logger.info("%s: ignored fields, assumed not to change the mathematics: %s", fields.where, ", ".join(unknown))
 
 
-def read_quantization(fields: Fields) -> None:
+def refuse_quantization(fields: Fields) -> None:
     """Raise `ConfigError` for a quantized checkpoint."""
     if quantization := fields.object("quantization_config"):
         method = quantization.get("quant_method", "unnamed")

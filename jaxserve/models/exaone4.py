@@ -18,8 +18,8 @@ from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, Fields
 from jaxserve.models import llama
-from jaxserve.models.config import FULL, SLIDING, ModelConfig, every, read_sizes, read_windows, refuse
-from jaxserve.models.parameters import Declare, Params
+from jaxserve.models.config import FULL, SLIDING, ModelConfig, periodic_layer_types, read_sizes, read_windows, refuse
+from jaxserve.models.parameters import Params, ParamSpecs
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend, PagedKV
 
@@ -67,12 +67,12 @@ def _layer_types(fields: Fields, layers: int) -> list[str]:
         if not pattern or set(pattern) - {"L", "G"}:
             raise fields.error("sliding_window_pattern", "a whole number, or the letters L (local) and G (global)")
         return [FULL if pattern[i % len(pattern)] == "G" else SLIDING for i in range(layers)]
-    return every(fields.integer("sliding_window_pattern", LAYERS, 4), layers)
+    return periodic_layer_types(fields.integer("sliding_window_pattern", LAYERS, 4), layers)
 
 
 def abstract(config: Config, dtype: np.dtype) -> Params:
-    """Return the tree of parameters, with a `ParamSpec` in the place of each array."""
-    declare = Declare(config, dtype)
+    """Return the tree of parameters; each leaf is a `ParamSpec`."""
+    declare = ParamSpecs(config, dtype)
 
     def layer(i: int) -> LayerParams:
         name = f"model.layers.{i}"

@@ -22,8 +22,8 @@ from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
 from jaxserve.model_source.fields import CONTEXT, LAYERS, NORM_EPSILON, POSITIVE, ROPE_THETA, Fields
-from jaxserve.models.config import FULL, SLIDING, ModelConfig, every, read_sizes, read_windows, refuse
-from jaxserve.models.parameters import Declare, Params
+from jaxserve.models.config import FULL, SLIDING, ModelConfig, periodic_layer_types, read_sizes, read_windows, refuse
+from jaxserve.models.parameters import Params, ParamSpecs
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend, PagedKV
 
@@ -95,7 +95,7 @@ def parse(fields: Fields) -> Config:
         qk_norm=is_3,
         score_cap=_cap(fields, "attn_logit_softcapping", None if is_3 else 50.0),
         logit_cap=_cap(fields, "final_logit_softcapping", None if is_3 else 30.0),
-        windows=read_windows(fields, layers, every(period, layers), _WINDOW),
+        windows=read_windows(fields, layers, periodic_layer_types(period, layers), _WINDOW),
     )
 
 
@@ -114,8 +114,8 @@ def _cap(fields: Fields, name: str, default: float | None) -> float | None:
 
 
 def abstract(config: Config, dtype: np.dtype) -> Params:
-    """Return the tree of parameters, with a `ParamSpec` in the place of each array."""
-    declare = Declare(config, dtype)
+    """Return the tree of parameters; each leaf is a `ParamSpec`."""
+    declare = ParamSpecs(config, dtype)
     biased, head_dim = config.attention_bias, config.head_dim
 
     def layer(i: int) -> LayerParams:

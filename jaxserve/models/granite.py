@@ -23,7 +23,7 @@ from jaxserve.layers.rope import RopeConfig, Rotation, rotation
 from jaxserve.model_source.fields import NON_NEGATIVE, NORM_EPSILON, POSITIVE, WIDTH, Fields
 from jaxserve.models.config import FULL, ModelConfig, read_sizes, refuse
 from jaxserve.models.llama import LayerParams
-from jaxserve.models.parameters import Declare, Params
+from jaxserve.models.parameters import Params, ParamSpecs
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend, PagedKV
 
@@ -88,8 +88,8 @@ def _refuse_hybrid(fields: Fields) -> None:
 
 
 def abstract(config: Config, dtype: np.dtype) -> Params:
-    """Return the tree of parameters, with a `ParamSpec` in the place of each array."""
-    declare = Declare(config, dtype)
+    """Return the tree of parameters; each leaf is a `ParamSpec`."""
+    declare = ParamSpecs(config, dtype)
 
     def layer(i: int) -> LayerParams:
         name = f"model.layers.{i}"

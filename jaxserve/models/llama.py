@@ -20,7 +20,7 @@ from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, Fields, Range
 from jaxserve.models.config import FULL, SLIDING, ModelConfig, read_one_window, read_sizes, read_windows, refuse
-from jaxserve.models.parameters import Declare, Params
+from jaxserve.models.parameters import Params, ParamSpecs
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend, PagedKV
 
@@ -76,8 +76,8 @@ def _windows(fields: Fields, kind: str, layers: int) -> tuple[int | None, ...]:
 
 
 def abstract(config: Config, dtype: np.dtype) -> Params:
-    """Return the tree of parameters, with a `ParamSpec` in the place of each array."""
-    declare = Declare(config, dtype)
+    """Return the tree of parameters; each leaf is a `ParamSpec`."""
+    declare = ParamSpecs(config, dtype)
 
     def layer(i: int) -> LayerParams:
         name = f"model.layers.{i}"

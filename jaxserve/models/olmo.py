@@ -23,8 +23,8 @@ from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
 from jaxserve.models import llama
-from jaxserve.models.config import FULL, SLIDING, ModelConfig, every, read_sizes, read_windows, refuse
-from jaxserve.models.parameters import Declare, Params
+from jaxserve.models.config import FULL, SLIDING, ModelConfig, periodic_layer_types, read_sizes, read_windows, refuse
+from jaxserve.models.parameters import Params, ParamSpecs
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend, PagedKV
 
@@ -63,7 +63,7 @@ def parse(fields: Fields) -> Config:
     if sizes["architecture"] == "Olmo2ForCausalLM":
         rope = sliding_rope = rope_of()
     else:
-        windows = read_windows(fields, layers, every(4, layers), default_window=4096)
+        windows = read_windows(fields, layers, periodic_layer_types(4, layers), default_window=4096)
         rope = rope_of(theta=_OLMO3_THETA, layer_type=FULL)
         # Parameters that aren't given by type of layer scale the layers of full attention only.
         by_type = SLIDING in fields.object("rope_parameters")
@@ -84,8 +84,8 @@ def parse(fields: Fields) -> Config:
 
 
 def abstract(config: Config, dtype: np.dtype) -> Params:
-    """Return the tree of parameters, with a `ParamSpec` in the place of each array."""
-    declare = Declare(config, dtype)
+    """Return the tree of parameters; each leaf is a `ParamSpec`."""
+    declare = ParamSpecs(config, dtype)
 
     def layer(i: int) -> LayerParams:
         name = f"model.layers.{i}"

@@ -40,8 +40,8 @@ class LayerNormParams:
     bias: Array | None
 
 
-class Declare:
-    """Declares parameters in `dtype` for a model's sizes, laid out for the shards of a deployment."""
+class ParamSpecs:
+    """Makes the specs of a model's parameters, in `dtype` and laid out for the shards of a deployment."""
 
     def __init__(self, config: ModelConfig, dtype: np.dtype) -> None:
         self._config = config
@@ -55,9 +55,9 @@ class Declare:
         dims = (config.padded_vocab_size, "vocab"), (config.hidden_size, None)
         return self._spec(*dims, padding=padding, inputs=inputs, parts=parts)
 
-    def head(self, name: str = "lm_head.weight") -> Any:
+    def head(self) -> Any:
         """Return the head `[vocabulary, dim]`, None if it is tied to the embedding."""
-        return None if self._config.tie_word_embeddings else self.embedding(name, inputs=1)
+        return None if self._config.tie_word_embeddings else self.embedding("lm_head.weight", inputs=1)
 
     def vector(self, name: str, size: int | None = None, init: Initializer = "ones") -> Any:
         """Return a vector, by default of the model's width."""
@@ -88,7 +88,6 @@ class Declare:
         qkv_bias: bool = False,
         output_bias: bool = False,
         fused: str | None = None,
-        output: str = "o_proj",
         q_norm: Any = None,
         k_norm: Any = None,
     ) -> Any:
@@ -118,12 +117,12 @@ class Declare:
 
         heads = (kv_heads, "kv_heads"), (group + 2, None), (head, None)
         into = (dim, None), (kv_heads, "kv_heads"), (group, None), (head, None)
-        output_parts = (TensorPart(f"{name}.{output}.weight", (dim, stored, stored_group, head), (0, 0, 0, 0)),)
+        output_parts = (TensorPart(f"{name}.o_proj.weight", (dim, stored, stored_group, head), (0, 0, 0, 0)),)
         return AttentionParams(
             qkv=self._spec(*heads, (dim, None), inputs=1, parts=parts("weight", dim), **qkv),
             output=self._spec(*into, inputs=3, kv_replicas=replicas, parts=output_parts),
             qkv_bias=self._spec(*heads, init="zeros", parts=parts("bias"), **qkv) if qkv_bias else None,
-            output_bias=self.vector(f"{name}.{output}.bias", init="zeros") if output_bias else None,
+            output_bias=self.vector(f"{name}.o_proj.bias", init="zeros") if output_bias else None,
             q_norm=q_norm,
             k_norm=k_norm,
         )

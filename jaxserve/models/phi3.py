@@ -11,7 +11,7 @@ from jaxserve.layers.rope import RopeConfig
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
 from jaxserve.models import llama
 from jaxserve.models.config import ModelConfig, read_one_window, read_sizes, refuse
-from jaxserve.models.parameters import Declare, Params
+from jaxserve.models.parameters import Params, ParamSpecs
 from jaxserve.models.rope import read_rope
 
 embed, forward, head = llama.embed, llama.forward, llama.head
@@ -47,8 +47,8 @@ def parse(fields: Fields) -> Config:
 
 
 def abstract(config: Config, dtype: np.dtype) -> Params:
-    """Return the tree of parameters, with a `ParamSpec` in the place of each array."""
-    declare = Declare(config, dtype)
+    """Return the tree of parameters; each leaf is a `ParamSpec`."""
+    declare = ParamSpecs(config, dtype)
 
     def layer(i: int) -> llama.LayerParams:
         name = f"model.layers.{i}"

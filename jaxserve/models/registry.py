@@ -26,7 +26,7 @@ from jaxserve.models import (
     smollm3,
     starcoder2,
 )
-from jaxserve.models.config import ModelConfig, read_quantization, refuse_unread
+from jaxserve.models.config import ModelConfig, refuse_quantization, refuse_unread
 
 _FAMILIES: dict[str, ModuleType] = {
     "Cohere2ForCausalLM": cohere,
@@ -69,7 +69,7 @@ def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mo
     """
     fields = Fields(raw, where)
     architecture = (fields.texts("architectures") or ["(none)"])[0]
-    read_quantization(fields)
+    refuse_quantization(fields)
     if architecture in _TEXT_MODELS:
         text = fields.object("text_config")
         kinds = _TEXT_MODELS[architecture]
@@ -80,7 +80,7 @@ def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mo
         tied = {"tie_word_embeddings": fields.get("tie_word_embeddings")}
         architecture = kinds[kind]
         fields = Fields({**tied, **text, "architectures": [architecture]}, f"{where}: text_config")
-        read_quantization(fields)
+        refuse_quantization(fields)
     if architecture not in _FAMILIES:
         instead = _INSTEAD.get(architecture) or "supported: " + ", ".join(sorted([*_FAMILIES, *_TEXT_MODELS]))
         raise ConfigError(f"architecture {abbreviate(architecture)} is not supported; {instead}")

@@ -267,7 +267,8 @@ class Scheduler:
             return None
         for request in grown:
             self._table.retract(request)
-            logger.info("computing request %s again: it grows past %d tokens", request.request_id, length)
+        if grown:
+            logger.info("sequences that grow past %d tokens are computed again (longrope): %d", length, len(grown))
         return 0
 
     def _make_room(self) -> int | None:
