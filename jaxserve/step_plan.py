@@ -15,8 +15,9 @@ from jaxserve.api_types import SamplingParams, TokenLogprobs
 
 
 class SlotOpen(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """Assigns a slot to a request. `cached_pages`, by KV group, hold the first `num_cached_tokens` of its tokens.
+    """Assigns a slot to a request, of whose tokens the first `num_cached_tokens` are cached.
 
+    `cached_pages` are by KV group: the pages of these tokens, of a group with a window only the last ones of them.
     `output_ids` are the tokens that it produced before it was retracted; penalties count them as output.
     """
 
@@ -36,7 +37,8 @@ class Chunk(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """The tokens of one request to compute in a step: `length` of them, from position `start` on.
 
     `tokens` is None for a decode, a chunk of length 1: its token is the slot's last one, which may be on the device
-    only. `new_pages`, by KV group, are appended to the slot's page table before the chunk runs. `logits` is the number
+    only. `new_pages`, by KV group, are appended to the slot's page tables before the chunk runs: as many in each group,
+    for the same tokens. `logits` is the number
     of trailing positions that need logits: 0 (more prefill follows), 1 (decode, end of prefill) or `length` (log
     probabilities of the prompt). `sample` says whether a token is drawn after the last position. `target` is the prompt
     token that follows the chunk, if log probabilities of the prompt are wanted.
@@ -54,8 +56,8 @@ class Chunk(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     target: int | None = None
 
 
-PageCopy = tuple[int, int, int]
-"""The copy of a page of a rank, as (rank, source, target)."""
+PageCopy = tuple[int, int, int, int]
+"""The copy of a page of a rank, as (KV group, rank, source, target)."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -102,9 +104,17 @@ class StepResult(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     prompt_logprobs: dict[int, list[TokenLogprobs]]
 
 
+class WindowGroup(msgspec.Struct, frozen=True):
+    """The pages of a KV group whose layers see only the last `window` positions of a query, its own included."""
+
+    num_pages: int
+    window: int
+
+
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes that the programs of a deployment can hold, per rank; the scheduler plans within them.
 
+    `num_pages` are those of the first KV group, which keeps whole sequences; `window_groups` are the others.
     `decode_buckets` are row counts of decode steps, `token_buckets` token counts of mixed steps, both ascending; no
     step may exceed the largest. Decode buckets up to `fine_decode_rows` are finely spaced. `prompt_logprob_tokens`
     bounds the tokens of a step that computes log probabilities of prompts. A sequence of more than `rotation_length`
@@ -121,6 +131,12 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int = 1
     fine_decode_rows: int = 2**31 - 1
     rotation_length: int | None = None
+    window_groups: tuple[WindowGroup, ...] = ()
+
+    @property
+    def pages_by_group(self) -> tuple[int, ...]:
+        """The number of pages of each KV group."""
+        return (self.num_pages, *(group.num_pages for group in self.window_groups))
 
 
 class Executor(Protocol):

@@ -149,8 +149,10 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
     answer = f"no, {obstacle}" if obstacle else "yes, a request gives the same bits in any batch"
     logger.info("deterministic inference: %s", answer)
     if config.kv_cache_dtype != "auto":
-        logger.info("KV cache: %s, without scales: values beyond 448 are clipped", deployment.state.kv.keys.dtype.name)
-    rows = row_specs(deployment.state)
+        logger.info(
+            "KV cache: %s, without scales: values beyond 448 are clipped", deployment.state.kv[0].keys.dtype.name
+        )
+    rows = row_specs(deployment.state, 0)
     num_host_pages = host_pages(config, sizes.capacity.num_pages, rows)
     with phases("weights"):
         weights = open_weights(
@@ -164,7 +166,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
     behind = nodes is None and device.platform == "cpu"
     params, state, programs, compiled = fill_devices(deployment, mesh, weights, bundle, phases, behind=behind)
     host = HostPool(rows, num_host_pages, mesh) if num_host_pages else None
-    calls = LocalCommands(params, state, programs, host, mesh)
+    calls = LocalCommands(params, state, programs, [] if host is None else [host], mesh)
     if nodes is not None:
         nodes.wait_until_all_ready()
     free = free_bytes(device)

@@ -121,7 +121,7 @@ def as_json(plan: CapacityReport) -> dict[str, Any]:
         "dp_size": made.num_ranks,
         "dp_mode": made.config.dp_mode,
         "dtype": made.dtype.name,
-        "kv_cache_dtype": made.state.kv.keys.dtype.name,
+        "kv_cache_dtype": made.state.kv[0].keys.dtype.name,
         "attention_backend": made.backend.name,
         "memory_bytes": plan.target.memory_bytes,
         "usable_bytes": plan.usable_bytes,

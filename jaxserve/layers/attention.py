@@ -8,14 +8,14 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jaxserve.layers.batch import TokenBatch
+from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch, replace_pool
 from jaxserve.layers.linear import linear, row_parallel
 from jaxserve.layers.norm import rms_norm, rms_norm_of_shards
 from jaxserve.layers.rope import Rotation, rotate
 from pallas_kernels.packed_matmul import PackedWeight
-from pallas_kernels.paged_attention import Backend, PagedKV, paged_attention, qkv_attention
+from pallas_kernels.paged_attention import Backend, paged_attention, qkv_attention
 
 
 @flax.struct.dataclass
@@ -53,12 +53,12 @@ def self_attention(
     x: Float[Array, "tokens dim"],
     params: AttentionParams,
     batch: TokenBatch,
-    kv: PagedKV,
-    layer: Int[Array, ""],
+    kv: KVPools,
+    layer: KVLayer,
     rotation: Rotation | None,
     settings: AttentionSettings,
     query_scale: Float[Array, " tokens"] | None = None,
-) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+) -> tuple[Float[Array, "tokens dim"], KVPools]:
     """Attend from the batch's tokens to their sequences, and write their keys and values to `kv`.
 
     Without `rotation`, positions have no effect but by order. `query_scale` multiplies the rotated queries of a token.
@@ -66,7 +66,8 @@ def self_attention(
     kv_heads, rows, head_dim, _ = params.qkv.shape
     bias = None if params.qkv_bias is None else params.qkv_bias.reshape(-1)
     weight = params.qkv.reshape(kv_heads * rows * head_dim, -1)
-    where = batch.page_table, batch.query_starts, batch.kv_lens, batch.num_decodes, batch.num_seqs
+    pool, index, table = kv[layer.group], layer.index, batch.page_tables[layer.group]
+    where = table, batch.query_starts, batch.kv_lens, batch.num_decodes, batch.num_seqs
     options: dict[str, Any] = {
         "scale": head_dim**-0.5 if settings.scale is None else settings.scale,
         "window": settings.window,
@@ -78,15 +79,15 @@ def self_attention(
     if settings.backend.takes_qkv and (norms is None or norms[0].ndim == 1):
         turns = None if rotation is None else (rotation[0][:, 0, 0], rotation[1][:, 0, 1])
         options |= {"eps": settings.norm_eps, "query_scale": query_scale}
-        attended, kv = qkv_attention(linear(x, weight), bias, norms, turns, kv, layer, *where, **options)
+        attended, pool = qkv_attention(linear(x, weight), bias, norms, turns, pool, index, *where, **options)
     else:
         heads = linear(x, weight, bias).reshape(len(x), kv_heads, rows, head_dim)
         q, k, v = _heads(heads, norms, rotation, settings.norm_eps)
         if query_scale is not None:
             q *= query_scale[:, None, None].astype(q.dtype)
-        attended, kv = paged_attention(q, k, v, kv, layer, *where, **options)
+        attended, pool = paged_attention(q, k, v, pool, index, *where, **options)
     output = params.output.reshape(params.output.shape[0], -1)
-    return row_parallel(attended.reshape(len(x), -1), output, params.output_bias), kv
+    return row_parallel(attended.reshape(len(x), -1), output, params.output_bias), replace_pool(kv, layer.group, pool)
 
 
 def _heads(

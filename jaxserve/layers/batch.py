@@ -5,19 +5,25 @@ from __future__ import annotations
 import flax.struct
 from jaxtyping import Array, Int
 
+from pallas_kernels.paged_attention import PagedKV
+
+KVPools = tuple[PagedKV, ...]
+"""The keys and values of a rank, by KV group."""
+
 
 @flax.struct.dataclass
 class TokenBatch:
     """Ragged rows of tokens over paged KV; `pallas_kernels.paged_attention` describes how the fields work together.
 
-    `fill_lens` counts the tokens of a token's sequence that were known when it started, those of later steps included.
+    `page_tables` are by KV group. `fill_lens` counts the tokens of a token's sequence that were known when it started,
+    those of later steps included.
     `decode_only` is static and promises that every row has one token. Padding tokens come last, at position 0.
     """
 
     tokens: Int[Array, " tokens"]
     positions: Int[Array, " tokens"]
     fill_lens: Int[Array, " tokens"]
-    page_table: Int[Array, "rows max_pages"]
+    page_tables: tuple[Int[Array, "rows max_pages"], ...]
     query_starts: Int[Array, " rows_plus_1"]
     kv_lens: Int[Array, " rows"]
     num_decodes: Int[Array, ""]
@@ -28,3 +34,20 @@ class TokenBatch:
     def num_tokens(self) -> int:
         """The number of tokens, padding included."""
         return int(self.tokens.shape[0])
+
+
+@flax.struct.dataclass
+class KVLayer:
+    """The place of a layer's keys and values: layer `index` of KV group `group`.
+
+    A layer that `reuses` the keys and values of an earlier one has none of its own.
+    """
+
+    index: Int[Array, ""]
+    group: int = flax.struct.field(pytree_node=False)
+    reuses: bool = flax.struct.field(pytree_node=False, default=False)
+
+
+def replace_pool(kv: KVPools, group: int, pool: PagedKV) -> KVPools:
+    """Return the pools with another one for `group`."""
+    return (*kv[:group], pool, *kv[group + 1 :])

@@ -7,13 +7,12 @@ import functools
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.batch import TokenBatch
+from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import layer_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
@@ -22,7 +21,7 @@ from jaxserve.models import llama
 from jaxserve.models.config import ModelConfig, periodic_layer_types, read_sizes, read_windows, refuse
 from jaxserve.models.parameters import LayerNormParams, Params, ParamSpecs
 from jaxserve.models.rope import read_rope
-from pallas_kernels.paged_attention import Backend, PagedKV
+from pallas_kernels.paged_attention import Backend
 
 embed = llama.embed
 
@@ -100,16 +99,17 @@ def forward(
     params: Params,
     x: Float[Array, "tokens dim"],
     batch: TokenBatch,
-    kv: PagedKV,
+    kv: KVPools,
     backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+) -> tuple[Float[Array, "tokens dim"], KVPools]:
     """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
     rope = rotation(batch, config.rope, config.head_dim)
+    at = config.kv_layers()
     for i, layer in enumerate(params.layers):
         window = config.windows[i]
         settings = AttentionSettings(config.norm_eps, backend, window)
         with jax.named_scope(f"layer_{i}"):
-            x, kv = _layer(x, layer, batch, kv, jnp.int32(i), None if window is None else rope, settings)
+            x, kv = _layer(x, layer, batch, kv, at[i], None if window is None else rope, settings)
     with jax.named_scope("final_norm"):
         return layer_norm(x, params.norm.weight, None, config.norm_eps), kv
 
@@ -119,14 +119,14 @@ def _layer(
     x: Float[Array, "tokens dim"],
     params: LayerParams,
     batch: TokenBatch,
-    kv: PagedKV,
-    index: Int[Array, ""],
+    kv: KVPools,
+    at: KVLayer,
     rope: Rotation | None,
     settings: AttentionSettings,
-) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+) -> tuple[Float[Array, "tokens dim"], KVPools]:
     """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
     normed = layer_norm(x, params.norm.weight, None, settings.norm_eps)
-    attended, kv = self_attention(normed, params.attention, batch, kv, index, rope, settings)
+    attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings)
     return x + attended + mlp(normed, params.mlp), kv
 
 

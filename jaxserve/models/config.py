@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Self, TypedDict
 
+import jax.numpy as jnp
+
 from jaxserve.errors import ConfigError
+from jaxserve.layers.batch import KVLayer
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.model_source.fields import CONTEXT, HEAD_DIM, HEADS, LAYERS, WIDTH, Fields, abbreviate
 from jaxserve.params import KVSpec
@@ -27,7 +31,8 @@ class ModelConfig:
 
     `windows[i]` is the sliding window of layer i in tokens, None for full attention. `shards` is the number of parts
     that the parameters are laid out for, which the checkpoint doesn't know: KV heads are repeated and the vocabulary is
-    padded until both can be split into that number.
+    padded until both can be split into that number. A layer whose window has at least `whole_from` positions keeps the
+    keys and values of whole sequences, as a layer without a window does.
     """
 
     architecture: str
@@ -42,6 +47,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     windows: tuple[int | None, ...]
     shards: int = 1
+    whole_from: int = 2**31 - 1
 
     @property
     def kv_replicas(self) -> int:
@@ -84,9 +90,50 @@ class ModelConfig:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, RopeConfig)}
 
+    def kv_shape(self, layer: int) -> tuple[int, int]:
+        """Return the KV heads of a layer, over all shards, and their size."""
+        return self.num_kv_heads * self.kv_replicas, self.head_dim
+
+    def kv_source(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer uses: itself, or an earlier one."""
+        return layer
+
     def kv_specs(self) -> tuple[KVSpec, ...]:
-        """Return one group for all layers: layers with a sliding window also keep whole sequences, and mask."""
-        return (KVSpec(self.num_layers, self.num_kv_heads * self.kv_replicas, self.head_dim),)
+        """Return the KV groups: first that of whole sequences, then one for each window.
+
+        A model without layers for the first one has it with 0 layers. Raises `ConfigError` if layers of whole sequences
+        differ in their heads, as they share one group.
+        """
+        counts = Counter(self._kv_group(i) for i in range(self.num_layers) if self.kv_source(i) == i)
+        whole = [group for group in counts if group.window is None]
+        if len(whole) > 1:
+            raise ConfigError(
+                "layers that keep whole sequences have KV heads of different number or size "
+                f"({', '.join(f'{one.num_kv_heads} x {one.head_dim}' for one in whole)}); a KV group has one"
+            )
+        if not whole:
+            heads, head_dim = self.kv_shape(0)
+            whole = [KVSpec(0, heads, head_dim)]
+        groups = [*whole, *(group for group in counts if group.window is not None)]
+        return tuple(dataclasses.replace(group, num_layers=counts[group]) for group in groups)
+
+    def kv_layers(self) -> tuple[KVLayer, ...]:
+        """Return the place of each layer's keys and values in the KV groups."""
+        groups = [dataclasses.replace(spec, num_layers=0) for spec in self.kv_specs()]
+        used, places = [0] * len(groups), list[KVLayer]()
+        for i in range(self.num_layers):
+            source, group = self.kv_source(i), groups.index(self._kv_group(i))
+            if source == i:
+                places.append(KVLayer(jnp.int32(used[group]), group))
+                used[group] += 1
+            else:
+                places.append(dataclasses.replace(places[source], reuses=True))
+        return tuple(places)
+
+    def _kv_group(self, layer: int) -> KVSpec:
+        """Return the group of a layer, without the number of its layers."""
+        window = self.windows[layer]
+        return KVSpec(0, *self.kv_shape(layer), None if window is None or window >= self.whole_from else window)
 
 
 class Sizes(TypedDict):

@@ -7,12 +7,11 @@ import functools
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.batch import TokenBatch
+from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
@@ -21,7 +20,7 @@ from jaxserve.models import llama
 from jaxserve.models.config import FULL, SLIDING, ModelConfig, periodic_layer_types, read_sizes, read_windows, refuse
 from jaxserve.models.parameters import Params, ParamSpecs
 from jaxserve.models.rope import read_rope
-from pallas_kernels.paged_attention import Backend, PagedKV
+from pallas_kernels.paged_attention import Backend
 
 embed, head = llama.embed, llama.head
 
@@ -94,14 +93,15 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
 
 
 def forward(
-    config: Config, params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, kv: PagedKV, backend: Backend
-) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+    config: Config, params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, kv: KVPools, backend: Backend
+) -> tuple[Float[Array, "tokens dim"], KVPools]:
     """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
     rope = rotation(batch, config.rope, config.head_dim)
+    at = config.kv_layers()
     for i, layer in enumerate(params.layers):
         settings = AttentionSettings(config.norm_eps, backend, config.windows[i])
         with jax.named_scope(f"layer_{i}"):
-            x, kv = _layer(x, layer, batch, kv, jnp.int32(i), rope if config.rotated[i] else None, settings)
+            x, kv = _layer(x, layer, batch, kv, at[i], rope if config.rotated[i] else None, settings)
     with jax.named_scope("final_norm"):
         return rms_norm(x, params.norm, config.norm_eps), kv
 
@@ -111,11 +111,11 @@ def _layer(
     x: Float[Array, "tokens dim"],
     params: LayerParams,
     batch: TokenBatch,
-    kv: PagedKV,
-    index: Int[Array, ""],
+    kv: KVPools,
+    at: KVLayer,
     rope: Rotation | None,
     settings: AttentionSettings,
-) -> tuple[Float[Array, "tokens dim"], PagedKV]:
-    attended, kv = self_attention(x, params.attention, batch, kv, index, rope, settings)
+) -> tuple[Float[Array, "tokens dim"], KVPools]:
+    attended, kv = self_attention(x, params.attention, batch, kv, at, rope, settings)
     x = x + rms_norm(attended, params.attention_norm, settings.norm_eps)
     return x + rms_norm(mlp(x, params.mlp), params.mlp_norm, settings.norm_eps), kv

@@ -13,11 +13,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.batch import TokenBatch
+from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
@@ -25,7 +25,7 @@ from jaxserve.model_source.fields import CONTEXT, LAYERS, NORM_EPSILON, POSITIVE
 from jaxserve.models.config import FULL, SLIDING, ModelConfig, periodic_layer_types, read_sizes, read_windows, refuse
 from jaxserve.models.parameters import Params, ParamSpecs
 from jaxserve.models.rope import read_rope
-from pallas_kernels.paged_attention import Backend, PagedKV
+from pallas_kernels.paged_attention import Backend
 
 _ACTIVATION = "gelu_pytorch_tanh"
 _WINDOW = 4096
@@ -149,16 +149,17 @@ def forward(
     params: Params,
     x: Float[Array, "tokens dim"],
     batch: TokenBatch,
-    kv: PagedKV,
+    kv: KVPools,
     backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+) -> tuple[Float[Array, "tokens dim"], KVPools]:
     """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
     full, local = (rotation(batch, rope, config.head_dim) for rope in (config.rope, config.local_rope))
+    at = config.kv_layers()
     for i, layer in enumerate(params.layers):
         window = config.windows[i]
         settings = AttentionSettings(config.norm_eps, backend, window, config.attention_scale, config.score_cap)
         with jax.named_scope(f"layer_{i}"):
-            x, kv = _layer(x, layer, batch, kv, jnp.int32(i), full if window is None else local, settings)
+            x, kv = _layer(x, layer, batch, kv, at[i], full if window is None else local, settings)
     with jax.named_scope("final_norm"):
         return rms_norm(x, params.norm, config.norm_eps), kv
 
@@ -168,15 +169,15 @@ def _layer(
     x: Float[Array, "tokens dim"],
     params: LayerParams,
     batch: TokenBatch,
-    kv: PagedKV,
-    index: Int[Array, ""],
+    kv: KVPools,
+    at: KVLayer,
     rope: Rotation,
     settings: AttentionSettings,
-) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+) -> tuple[Float[Array, "tokens dim"], KVPools]:
     """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
     eps = settings.norm_eps
     normed = rms_norm(x, params.attention_norm, eps)
-    attended, kv = self_attention(normed, params.attention, batch, kv, index, rope, settings)
+    attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings)
     x = x + rms_norm(attended, params.attended_norm, eps)
     out = mlp(rms_norm(x, params.mlp_norm, eps), params.mlp, _ACTIVATION)
     return x + rms_norm(out, params.mlp_output_norm, eps), kv

@@ -11,12 +11,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionSettings, self_attention
-from jaxserve.layers.batch import TokenBatch
+from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch
 from jaxserve.layers.mlp import mlp
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
@@ -25,7 +25,7 @@ from jaxserve.models.config import FULL, ModelConfig, read_sizes, refuse
 from jaxserve.models.llama import LayerParams
 from jaxserve.models.parameters import Params, ParamSpecs
 from jaxserve.models.rope import read_rope
-from pallas_kernels.paged_attention import Backend, PagedKV
+from pallas_kernels.paged_attention import Backend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,15 +123,16 @@ def forward(
     params: Params,
     x: Float[Array, "tokens dim"],
     batch: TokenBatch,
-    kv: PagedKV,
+    kv: KVPools,
     backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+) -> tuple[Float[Array, "tokens dim"], KVPools]:
     """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
     rope = rotation(batch, config.rope, config.head_dim) if config.rotates else None
     settings = AttentionSettings(config.norm_eps, backend, scale=config.attention_multiplier)
+    at = config.kv_layers()
     for i, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{i}"):
-            x, kv = _layer(x, layer, batch, kv, jnp.int32(i), rope, settings, config.residual_multiplier)
+            x, kv = _layer(x, layer, batch, kv, at[i], rope, settings, config.residual_multiplier)
     with jax.named_scope("final_norm"):
         return rms_norm(x, params.norm, config.norm_eps), kv
 
@@ -141,15 +142,15 @@ def _layer(
     x: Float[Array, "tokens dim"],
     params: LayerParams,
     batch: TokenBatch,
-    kv: PagedKV,
-    index: Int[Array, ""],
+    kv: KVPools,
+    at: KVLayer,
     rope: Rotation | None,
     settings: AttentionSettings,
     multiplier: float,
-) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+) -> tuple[Float[Array, "tokens dim"], KVPools]:
     """Apply one decoder layer."""
     normed = rms_norm(x, params.attention_norm, settings.norm_eps)
-    attended, kv = self_attention(normed, params.attention, batch, kv, index, rope, settings)
+    attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings)
     x = x + _times(attended, multiplier)
     return x + _times(mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp), multiplier), kv
 

@@ -7,14 +7,13 @@ import functools
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.batch import TokenBatch
+from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
@@ -22,7 +21,7 @@ from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, Fields, Range
 from jaxserve.models.config import FULL, SLIDING, ModelConfig, read_one_window, read_sizes, read_windows, refuse
 from jaxserve.models.parameters import Params, ParamSpecs
 from jaxserve.models.rope import read_rope
-from pallas_kernels.paged_attention import Backend, PagedKV
+from pallas_kernels.paged_attention import Backend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,18 +108,19 @@ def forward(
     params: Params,
     x: Float[Array, "tokens dim"],
     batch: TokenBatch,
-    kv: PagedKV,
+    kv: KVPools,
     backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+) -> tuple[Float[Array, "tokens dim"], KVPools]:
     """Apply the layers and the final norm to embeddings; return hidden states and the updated cache.
 
     The loop over layers is unrolled, so that each layer's pages are updated in place.
     """
     rope = rotation(batch, config.rope, config.head_dim)
+    at = config.kv_layers()
     for i, layer in enumerate(params.layers):
         settings = AttentionSettings(config.norm_eps, backend, config.windows[i])
         with jax.named_scope(f"layer_{i}"):
-            x, kv = decoder_layer(x, layer, batch, kv, jnp.int32(i), rope, settings)
+            x, kv = decoder_layer(x, layer, batch, kv, at[i], rope, settings)
     with jax.named_scope("final_norm"):
         return rms_norm(x, params.norm, config.norm_eps), kv
 
@@ -130,14 +130,14 @@ def decoder_layer(
     x: Float[Array, "tokens dim"],
     params: LayerParams,
     batch: TokenBatch,
-    kv: PagedKV,
-    index: Int[Array, ""],
+    kv: KVPools,
+    at: KVLayer,
     rope: Rotation | None,
     settings: AttentionSettings,
-) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+) -> tuple[Float[Array, "tokens dim"], KVPools]:
     """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
     normed = rms_norm(x, params.attention_norm, settings.norm_eps)
-    attended, kv = self_attention(normed, params.attention, batch, kv, index, rope, settings)
+    attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings)
     x = x + attended
     return x + mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp), kv
 

@@ -7,12 +7,11 @@ import functools
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.batch import TokenBatch
+from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, query_scale, rotation
@@ -21,7 +20,7 @@ from jaxserve.models import llama
 from jaxserve.models.config import ModelConfig, read_one_window, read_sizes, refuse
 from jaxserve.models.parameters import Params, ParamSpecs
 from jaxserve.models.rope import read_rope
-from pallas_kernels.paged_attention import Backend, PagedKV
+from pallas_kernels.paged_attention import Backend
 
 embed, head = llama.embed, llama.head
 
@@ -80,15 +79,16 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
 
 
 def forward(
-    config: Config, params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, kv: PagedKV, backend: Backend
-) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+    config: Config, params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, kv: KVPools, backend: Backend
+) -> tuple[Float[Array, "tokens dim"], KVPools]:
     """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
     rope = rotation(batch, config.rope, config.head_dim)
     scale = query_scale(batch.positions, config.query_growth, config.rope.original_max_position)
+    at = config.kv_layers()
     for i, layer in enumerate(params.layers):
         settings = AttentionSettings(config.norm_eps, backend, config.windows[i])
         with jax.named_scope(f"layer_{i}"):
-            x, kv = _layer(x, layer, batch, kv, jnp.int32(i), rope, scale, settings)
+            x, kv = _layer(x, layer, batch, kv, at[i], rope, scale, settings)
     with jax.named_scope("final_norm"):
         return rms_norm(x, params.norm, config.norm_eps), kv
 
@@ -98,13 +98,13 @@ def _layer(
     x: Float[Array, "tokens dim"],
     params: LayerParams,
     batch: TokenBatch,
-    kv: PagedKV,
-    index: Int[Array, ""],
+    kv: KVPools,
+    at: KVLayer,
     rope: Rotation,
     scale: Float[Array, " tokens"],
     settings: AttentionSettings,
-) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+) -> tuple[Float[Array, "tokens dim"], KVPools]:
     normed = rms_norm(x, params.attention_norm, settings.norm_eps)
-    attended, kv = self_attention(normed, params.attention, batch, kv, index, rope, settings, scale)
+    attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings, scale)
     x = x + attended
     return x + mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp), kv

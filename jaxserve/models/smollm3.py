@@ -8,11 +8,10 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionSettings
-from jaxserve.layers.batch import TokenBatch
+from jaxserve.layers.batch import KVPools, TokenBatch
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import rotation
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, Fields
@@ -20,7 +19,7 @@ from jaxserve.models import llama
 from jaxserve.models.config import FULL, SLIDING, read_sizes, read_windows, refuse
 from jaxserve.models.parameters import Params
 from jaxserve.models.rope import read_rope
-from pallas_kernels.paged_attention import Backend, PagedKV
+from pallas_kernels.paged_attention import Backend
 
 _THETA = 2_000_000.0
 
@@ -71,15 +70,16 @@ def forward(
     params: Params,
     x: Float[Array, "tokens dim"],
     batch: TokenBatch,
-    kv: PagedKV,
+    kv: KVPools,
     backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+) -> tuple[Float[Array, "tokens dim"], KVPools]:
     """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
     rope = rotation(batch, config.rope, config.head_dim)
+    at = config.kv_layers()
     for i, (layer, rotates) in enumerate(zip(params.layers, config.rotates)):
         settings = AttentionSettings(config.norm_eps, backend, config.windows[i])
         with jax.named_scope(f"layer_{i}"):
             turns = rope if rotates else None
-            x, kv = llama.decoder_layer(x, layer, batch, kv, jnp.int32(i), turns, settings)
+            x, kv = llama.decoder_layer(x, layer, batch, kv, at[i], turns, settings)
     with jax.named_scope("final_norm"):
         return rms_norm(x, params.norm, config.norm_eps), kv

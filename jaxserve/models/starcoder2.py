@@ -7,12 +7,11 @@ import functools
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.batch import TokenBatch
+from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import layer_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
@@ -21,7 +20,7 @@ from jaxserve.models import llama
 from jaxserve.models.config import ModelConfig, read_one_window, read_sizes, refuse
 from jaxserve.models.parameters import LayerNormParams, Params, ParamSpecs
 from jaxserve.models.rope import read_rope
-from pallas_kernels.paged_attention import Backend, PagedKV
+from pallas_kernels.paged_attention import Backend
 
 embed, head = llama.embed, llama.head
 
@@ -94,18 +93,19 @@ def forward(
     params: Params,
     x: Float[Array, "tokens dim"],
     batch: TokenBatch,
-    kv: PagedKV,
+    kv: KVPools,
     backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+) -> tuple[Float[Array, "tokens dim"], KVPools]:
     """Apply the layers and the final norm to embeddings; return hidden states and the updated cache.
 
     The loop over layers is unrolled, so that each layer's pages are updated in place.
     """
     rope = rotation(batch, config.rope, config.head_dim)
+    at = config.kv_layers()
     for i, layer in enumerate(params.layers):
         settings = AttentionSettings(config.norm_eps, backend, config.windows[i])
         with jax.named_scope(f"layer_{i}"):
-            x, kv = _layer(x, layer, batch, kv, jnp.int32(i), rope, settings)
+            x, kv = _layer(x, layer, batch, kv, at[i], rope, settings)
     with jax.named_scope("final_norm"):
         return layer_norm(x, params.norm.weight, params.norm.bias, config.norm_eps), kv
 
@@ -115,14 +115,14 @@ def _layer(
     x: Float[Array, "tokens dim"],
     params: LayerParams,
     batch: TokenBatch,
-    kv: PagedKV,
-    index: Int[Array, ""],
+    kv: KVPools,
+    at: KVLayer,
     rope: Rotation,
     settings: AttentionSettings,
-) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+) -> tuple[Float[Array, "tokens dim"], KVPools]:
     """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
     normed = layer_norm(x, params.attention_norm.weight, params.attention_norm.bias, settings.norm_eps)
-    attended, kv = self_attention(normed, params.attention, batch, kv, index, rope, settings)
+    attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings)
     x = x + attended
     normed = layer_norm(x, params.mlp_norm.weight, params.mlp_norm.bias, settings.norm_eps)
     return x + mlp(normed, params.mlp, _ACTIVATION), kv

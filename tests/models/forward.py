@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxserve.layers.batch import TokenBatch
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family
+from jaxserve.params import KVSpec
 from jaxserve.runtime.devices.mesh import TENSOR_AXIS, make_mesh, partitions
 from pallas_kernels.paged_attention import REFERENCE, Backend, PagedKV
 
@@ -27,18 +28,16 @@ def cpu_mesh() -> Mesh:
 @functools.cache
 def _compiled(config: ModelConfig, dtype: Any, kv_dtype: Any, backend: Backend, mesh: Mesh) -> Any:
     model = family(config)
-    [spec] = config.kv_specs()
 
     def logits(params: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
         size = tokens.shape[0]
         pages = -(-size // PAGE_SIZE)
-        shape = (spec.num_kv_heads // config.shards, spec.num_layers * pages, PAGE_SIZE, spec.head_dim)
-        kv = PagedKV(jnp.zeros(shape, kv_dtype), jnp.zeros(shape, kv_dtype), spec.num_layers)
+        kv = tuple(_pool(spec, config.shards, pages, kv_dtype) for spec in config.kv_specs())
         batch = TokenBatch(
             tokens=tokens,
             positions=jnp.arange(size, dtype=jnp.int32),
             fill_lens=jnp.broadcast_to(length, (size,)),
-            page_table=jnp.arange(pages, dtype=jnp.int32)[None],
+            page_tables=(jnp.arange(pages, dtype=jnp.int32)[None],) * len(kv),
             query_starts=jnp.stack([jnp.int32(0), length]),
             kv_lens=length[None],
             num_decodes=jnp.int32(0),
@@ -51,6 +50,11 @@ def _compiled(config: ModelConfig, dtype: Any, kv_dtype: Any, backend: Backend, 
     parts = (specs, PartitionSpec(), PartitionSpec())
     out = PartitionSpec(None, TENSOR_AXIS)
     return jax.jit(jax.shard_map(logits, mesh=mesh, in_specs=parts, out_specs=out, check_vma=False))
+
+
+def _pool(spec: KVSpec, shards: int, pages: int, dtype: Any) -> PagedKV:
+    shape = (spec.num_kv_heads // shards, spec.num_layers * pages, PAGE_SIZE, spec.head_dim)
+    return PagedKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), spec.num_layers)
 
 
 def prompt_logits(

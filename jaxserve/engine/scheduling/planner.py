@@ -130,8 +130,8 @@ class Planner:
         for rank in self._table.ranks:
             saved, loaded = rank.cache.tier.take_copies()
             if saved or loaded:
-                saves += [(rank.index, *copy) for copy in saved]
-                loads += [(rank.index, *copy) for copy in loaded]
+                saves += [(0, rank.index, *copy) for copy in saved]
+                loads += [(0, rank.index, *copy) for copy in loaded]
         return saves, loads
 
     def _plan_decodes(self, rank: Rank, chunks: list[Chunk], requests: list[Request]) -> bool:

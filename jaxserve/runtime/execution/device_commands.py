@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxserve.runtime.execution.host_pool import HostPool
 from jaxserve.runtime.execution.local_shard import LocalShard, local_shard, spans_processes
-from jaxserve.runtime.programs.builder import READ_KEY, WRITE_KEY, leaves_of
+from jaxserve.runtime.programs.builder import leaves_of, read_key, write_key
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.step.state import ArraySpec, DeviceState
 from jaxserve.runtime.step.step import StepOutput
@@ -42,17 +42,19 @@ class StepCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class SaveCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Copy pages to slots of host memory."""
+    """Copy pages of a KV group to slots of host memory."""
 
     packed: bytes
     slots: Slots
+    group: int
 
 
 class LoadCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Copy slots of host memory to pages."""
+    """Copy slots of host memory to pages of a KV group."""
 
     packed: bytes
     slots: Slots
+    group: int
 
 
 Command = UpdateCommand | StepCommand | SaveCommand | LoadCommand
@@ -65,9 +67,9 @@ class DeviceCommands(Protocol):
 
     def step(self, key: ProgramKey, packed: np.ndarray) -> StepOutput: ...
 
-    def save(self, packed: np.ndarray, slots: Slots) -> None: ...
+    def save(self, group: int, packed: np.ndarray, slots: Slots) -> None: ...
 
-    def load(self, packed: np.ndarray, slots: Slots) -> None: ...
+    def load(self, group: int, packed: np.ndarray, slots: Slots) -> None: ...
 
     def store_arrived(self) -> None: ...
 
@@ -75,7 +77,7 @@ class DeviceCommands(Protocol):
 class LocalCommands:
     """Runs commands on the devices of this process. If a program raises, the state is lost.
 
-    `host` is the memory for saved pages. `mesh` is needed only if it spans several processes.
+    `host` is the memory for saved pages of each KV group. `mesh` is needed only if it spans several processes.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class LocalCommands:
         params: Any,
         state: DeviceState,
         programs: Mapping[ProgramKey, Callable[..., Any]],
-        host: HostPool | None = None,
+        host: Sequence[HostPool] = (),
         mesh: Mesh | None = None,
     ) -> None:
         self._params = leaves_of(params)
@@ -102,21 +104,20 @@ class LocalCommands:
         self._state, output = self._programs[key](self._params, self._state, self._input(packed))
         return output
 
-    def save(self, packed: np.ndarray, slots: Slots) -> None:
+    def save(self, group: int, packed: np.ndarray, slots: Slots) -> None:
         """Copy pages to host memory."""
-        assert self._host is not None, "pages to copy, and no memory to copy to"
-        self._state, rows = self._programs[READ_KEY](self._state, self._input(packed))
-        self._host.store(slots, rows)
+        self._state, rows = self._programs[read_key(group)](self._state, self._input(packed))
+        self._host[group].store(slots, rows)
 
-    def load(self, packed: np.ndarray, slots: Slots) -> None:
+    def load(self, group: int, packed: np.ndarray, slots: Slots) -> None:
         """Copy pages back. Waits for pages that are still being copied to host memory."""
-        assert self._host is not None, "pages to copy, and no memory to copy from"
-        self._state = self._programs[WRITE_KEY](self._state, self._input(packed), self._host.fetch(slots))
+        rows = self._host[group].fetch(slots)
+        self._state = self._programs[write_key(group)](self._state, self._input(packed), rows)
 
     def store_arrived(self) -> None:
         """Store the saved pages whose copies to the host are complete."""
-        if self._host is not None:
-            self._host.store_arrived()
+        for pool in self._host:
+            pool.store_arrived()
 
     def _input(self, packed: np.ndarray) -> np.ndarray | jax.Array:
         if self._mesh is None:
@@ -144,13 +145,13 @@ class BroadcastCommands:
         self._broadcast(self._encode(StepCommand(str(key), packed.data)))  # type: ignore[arg-type]
         return self._commands.step(key, packed)
 
-    def save(self, packed: np.ndarray, slots: Slots) -> None:
-        self._broadcast(self._encode(SaveCommand(packed.data, slots)))  # type: ignore[arg-type]
-        self._commands.save(packed, slots)
+    def save(self, group: int, packed: np.ndarray, slots: Slots) -> None:
+        self._broadcast(self._encode(SaveCommand(packed.data, slots, group)))  # type: ignore[arg-type]
+        self._commands.save(group, packed, slots)
 
-    def load(self, packed: np.ndarray, slots: Slots) -> None:
-        self._broadcast(self._encode(LoadCommand(packed.data, slots)))  # type: ignore[arg-type]
-        self._commands.load(packed, slots)
+    def load(self, group: int, packed: np.ndarray, slots: Slots) -> None:
+        self._broadcast(self._encode(LoadCommand(packed.data, slots, group)))  # type: ignore[arg-type]
+        self._commands.load(group, packed, slots)
 
     def store_arrived(self) -> None:
         self._commands.store_arrived()
@@ -188,9 +189,9 @@ class FollowerExecutor:
             case UpdateCommand():
                 self._commands.update(decoded.program, packed)
             case SaveCommand():
-                self._commands.save(packed, decoded.slots)
+                self._commands.save(decoded.group, packed, decoded.slots)
             case LoadCommand():
-                self._commands.load(packed, decoded.slots)
+                self._commands.load(decoded.group, packed, decoded.slots)
 
     def _watch(self) -> None:
         while True:

@@ -12,13 +12,13 @@ import numpy as np
 from jaxserve.api_types import SamplingParams, TokenLogprobs
 from jaxserve.observability.timeline import Timeline
 from jaxserve.runtime.execution.device_commands import DeviceCommands
-from jaxserve.runtime.programs.builder import ADJUST_KEY, READ_KEY, UPDATE_KEY, WRITE_KEY
+from jaxserve.runtime.programs.builder import ADJUST_KEY, UPDATE_KEY, copied_group, read_key
 from jaxserve.runtime.programs.compile_counter import CompileCounter
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.step import batch as batches
 from jaxserve.runtime.step.page_copies import PAGES_PER_COPY
 from jaxserve.runtime.step.sampling import Logprobs
-from jaxserve.runtime.step.slot_update import ADJUST, UPDATE, pack_adjustments, pack_updates
+from jaxserve.runtime.step.slot_update import ADJUST, pack_adjustments, pack_updates, update_packing
 from jaxserve.runtime.step.step import StepOutput
 from jaxserve.step_plan import Capacity, Chunk, PageCopy, SlotOpen, StepPlan, StepResult
 
@@ -55,6 +55,7 @@ class DeviceExecutor:
     ) -> None:
         self._commands = commands
         self._capacity = capacity
+        self._update_packing = update_packing(len(capacity.pages_by_group))
         self._timeline = timeline or Timeline()
         self._substitute = substitute
         self._sampling: dict[tuple[int, int], SamplingParams] = {}
@@ -148,29 +149,30 @@ class DeviceExecutor:
         """Run a program that is no step, for no slot and no page."""
         none: list[list[int]] = [[] for _ in range(self._capacity.num_ranks)]
         if key in (UPDATE_KEY, ADJUST_KEY):
-            packing = UPDATE if key == UPDATE_KEY else ADJUST
+            packing = self._update_packing if key == UPDATE_KEY else ADJUST
             self._commands.update(key, np.stack([packing.pack({})] * self._capacity.num_ranks))
-        elif key == READ_KEY:
-            self._commands.save(_packed_pages(none), none)
+        elif key == read_key(group := copied_group(key)):
+            self._commands.save(group, _packed_pages(none), none)
         else:
-            assert key == WRITE_KEY, key
-            self._commands.load(_packed_pages(none), none)
+            self._commands.load(group, _packed_pages(none), none)
 
     def _prepare(self, plan: StepPlan) -> None:
         """Run the commands that precede the step itself: copies of pages, then the opening of slots."""
-        for copies in self._split_copies(plan.saves):
-            self._commands.save(_packed_pages(_sources(copies)), _targets(copies))
-        for copies in self._split_copies(plan.loads):
-            self._commands.load(_packed_pages(_targets(copies)), _sources(copies))
+        for group, copies in self._split_copies(plan.saves):
+            self._commands.save(group, _packed_pages(_sources(copies)), _targets(copies))
+        for group, copies in self._split_copies(plan.loads):
+            self._commands.load(group, _packed_pages(_targets(copies)), _sources(copies))
         self._open(plan.opens)
 
-    def _split_copies(self, copies: list[PageCopy]) -> Iterator[list[list[PageCopy]]]:
-        """Split copies into commands; yields the copies of each rank in one command."""
-        by_rank: list[list[PageCopy]] = [[] for _ in range(self._capacity.num_ranks)]
-        for copy in copies:
-            by_rank[copy[0]].append(copy)
-        for at in range(0, max(map(len, by_rank)), PAGES_PER_COPY):
-            yield [own[at : at + PAGES_PER_COPY] for own in by_rank]
+    def _split_copies(self, copies: list[PageCopy]) -> Iterator[tuple[int, list[list[PageCopy]]]]:
+        """Split copies into commands; yields the KV group of a command and its copies by rank."""
+        for group in range(len(self._capacity.pages_by_group)):
+            by_rank: list[list[PageCopy]] = [[] for _ in range(self._capacity.num_ranks)]
+            for copy in copies:
+                if copy[0] == group:
+                    by_rank[copy[1]].append(copy)
+            for at in range(0, max(map(len, by_rank)), PAGES_PER_COPY):
+                yield group, [own[at : at + PAGES_PER_COPY] for own in by_rank]
 
     def _open(self, opens: list[SlotOpen]) -> None:
         """Open slots, a group of each rank per command."""
@@ -178,17 +180,19 @@ class DeviceExecutor:
         for opened in opens:
             self._sampling[opened.rank, opened.slot] = opened.sampling
             by_rank[opened.rank].append(opened)
-        for key, pack, packing in ((UPDATE_KEY, pack_updates, UPDATE), (ADJUST_KEY, pack_adjustments, ADJUST)):
-            for packed in itertools.zip_longest(*map(pack, by_rank), fillvalue=packing.pack({})):
-                self._commands.update(key, np.stack(packed))
+        updates = [pack_updates(opened, self._capacity) for opened in by_rank]
+        for packed in itertools.zip_longest(*updates, fillvalue=self._update_packing.pack({})):
+            self._commands.update(UPDATE_KEY, np.stack(packed))
+        for packed in itertools.zip_longest(*map(pack_adjustments, by_rank), fillvalue=ADJUST.pack({})):
+            self._commands.update(ADJUST_KEY, np.stack(packed))
 
 
 def _sources(copies: list[list[PageCopy]]) -> list[list[int]]:
-    return [[source for _, source, _ in own] for own in copies]
+    return [[source for *_, source, _ in own] for own in copies]
 
 
 def _targets(copies: list[list[PageCopy]]) -> list[list[int]]:
-    return [[target for _, _, target in own] for own in copies]
+    return [[target for *_, target in own] for own in copies]
 
 
 def _packed_pages(pages: list[list[int]]) -> np.ndarray:

@@ -33,14 +33,29 @@ from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.step.batch import StepKey, step_packing, step_shape
 from jaxserve.runtime.step.page_copies import make_read_pages, make_write_pages, row_specs
 from jaxserve.runtime.step.sampling import Logprobs
-from jaxserve.runtime.step.slot_update import ADJUST, UPDATE, adjust, make_update, update
+from jaxserve.runtime.step.slot_update import ADJUST, adjust, make_update, update, update_packing
 from jaxserve.runtime.step.state import ArraySpec, DeviceState
 from jaxserve.runtime.step.step import StepContext, StepOutput, make_step
 from jaxserve.step_plan import Capacity
 from pallas_kernels.cpu import kernels_in, refusal, register
 
 UPDATE_KEY, ADJUST_KEY = "update", "adjust"
-READ_KEY, WRITE_KEY = "read_pages", "write_pages"
+_READ, _WRITE = "read_pages_", "write_pages_"
+
+
+def read_key(group: int) -> str:
+    """Return the key of the program that reads pages of a KV group."""
+    return f"{_READ}{group}"
+
+
+def write_key(group: int) -> str:
+    """Return the key of the program that writes pages of a KV group."""
+    return f"{_WRITE}{group}"
+
+
+def copied_group(key: str) -> int:
+    """Return the KV group of a program that copies pages."""
+    return int(key.rpartition("_")[2])
 
 
 def step_keys(capacity: Capacity) -> list[StepKey]:
@@ -95,15 +110,17 @@ class ProgramBuilder:
     def _without_weights(self, key: str) -> tuple[Any, ...]:
         """Return the function of a program that takes no weights, and its arguments after the state."""
         if key == UPDATE_KEY:
-            return make_update(update, self.mesh, self.state_specs), self._packed(UPDATE.size)
+            size = update_packing(len(self.capacity.pages_by_group)).size
+            return make_update(update, self.mesh, self.state_specs), self._packed(size)
         if key == ADJUST_KEY:
             return make_update(adjust, self.mesh, self.state_specs), self._packed(ADJUST.size)
-        rows = row_specs(self.state_specs)
+        group = copied_group(key)
+        rows = row_specs(self.state_specs, group)
         pages = self._packed(rows[0].shape[1])
-        if key == READ_KEY:
-            return make_read_pages(self.mesh, self.state_specs), pages
-        assert key == WRITE_KEY, key
-        return make_write_pages(self.mesh, self.state_specs), pages, shape_structs(self.mesh, rows)
+        if key == read_key(group):
+            return make_read_pages(self.mesh, self.state_specs, group), pages
+        assert key == write_key(group), key
+        return make_write_pages(self.mesh, self.state_specs, group), pages, shape_structs(self.mesh, rows)
 
     def compile(self, key: ProgramKey, dump: Path | None = None) -> jax.stages.Compiled:
         """Lower and compile one program. XLA writes its thunks to the folder `dump`.
@@ -154,7 +171,7 @@ class ProgramBuilder:
             "processes": self.num_processes,
             "process": jax.process_index() if self.num_processes > 1 else 0,
             "dtype": jax.tree.leaves(self.param_specs)[0].dtype.name,
-            "kv_cache_dtype": self.state_specs.kv.keys.dtype.name,
+            "kv_cache_dtype": self.state_specs.kv[0].keys.dtype.name,
             "jax": jax.__version__,
             "jaxlib": importlib.metadata.version("jaxlib"),
             "device": f"{device.platform} {device.device_kind}",
@@ -178,7 +195,7 @@ class ProgramBuilder:
         if isinstance(key, str):
             _, *others = self._without_weights(key)
             given = self.state_specs
-            out = (given, row_specs(given)) if key == READ_KEY else given
+            out = (given, row_specs(given, copied_group(key))) if key.startswith(_READ) else given
             return jax.tree.structure(((leaves_of(given), *others), {})), jax.tree.structure(_state_as_leaves(out))
         logprobs = None if key.greedy else Logprobs(0, 0, 0)  # type: ignore[arg-type]
         prompt = Logprobs(0, 0, 0) if key.kind == "prompt_logprobs" else None  # type: ignore[arg-type]

@@ -26,11 +26,11 @@ from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.devices.mesh import DATA_AXIS, TENSOR_AXIS, device_bytes
 from jaxserve.runtime.programs.builder import (
     ADJUST_KEY,
-    READ_KEY,
     UPDATE_KEY,
-    WRITE_KEY,
     ProgramBuilder,
+    read_key,
     step_keys,
+    write_key,
 )
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.sizing import determinism
@@ -100,7 +100,8 @@ class Deployment:
     @property
     def program_keys(self) -> list[ProgramKey]:
         """The keys of all its programs."""
-        copies = [READ_KEY, WRITE_KEY] if self.config.enable_hierarchical_cache else []
+        groups = range(len(self.state.kv)) if self.config.enable_hierarchical_cache else ()
+        copies = [key for group in groups for key in (read_key(group), write_key(group))]
         return [UPDATE_KEY, ADJUST_KEY, *copies, *self.step_keys]
 
     def builder(self, mesh: Mesh) -> ProgramBuilder:
@@ -162,7 +163,9 @@ def deploy(
     nondeterminism = determinism.why_nondeterministic(device.platform, backend, packing, dtype.name)
     if config.enable_deterministic_inference and nondeterminism:
         raise ConfigError(f"enable_deterministic_inference: {nondeterminism}")
-    [spec] = model.kv_specs()
+    model = dataclasses.replace(model, whole_from=0)
+    specs = model.kv_specs()
+    [spec] = specs
     one = Capacity(
         num_slots=1,
         num_pages=1,
@@ -174,7 +177,7 @@ def deploy(
         num_ranks=data,
     )
     vocab_size = model.padded_vocab_size
-    slot = state_specs(spec, one, vocab_size=vocab_size, kv_dtype=kv_dtype, platform=backend.kv_platform)
+    slot = state_specs(specs, one, vocab_size=vocab_size, kv_dtype=kv_dtype, platform=backend.kv_platform)
     page_bytes = device_bytes(slot.kv, axes)
     sized = functools.partial(
         resolve_sizes,
@@ -205,7 +208,7 @@ def deploy(
                 f"{addressable}, or choose another --attention-backend"
             )
         sizes = sized(msgspec.structs.replace(config, max_total_tokens=addressable))
-    state = state_specs(spec, sizes.capacity, vocab_size=vocab_size, kv_dtype=kv_dtype, platform=backend.kv_platform)
+    state = state_specs(specs, sizes.capacity, vocab_size=vocab_size, kv_dtype=kv_dtype, platform=backend.kv_platform)
     return Deployment(
         config,
         model,

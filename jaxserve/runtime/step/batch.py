@@ -41,6 +41,7 @@ class StepShape:
     tokens: int
     rows: int
     pages: int
+    groups: int
 
     @property
     def decode_only(self) -> bool:
@@ -70,10 +71,11 @@ def choose_program(plan: StepPlan, capacity: Capacity) -> StepKey:
 
 def step_shape(key: StepKey, capacity: Capacity) -> StepShape:
     """Return the sizes that a program's key implies."""
+    groups = len(capacity.pages_by_group)
     if key.kind == "decode":
-        return StepShape(key, key.size, key.size, key.size)
+        return StepShape(key, key.size, key.size, key.size, groups)
     rows = min(capacity.num_slots, key.size)
-    return StepShape(key, key.size, rows, rows + -(-key.size // capacity.page_size))
+    return StepShape(key, key.size, rows, rows + -(-key.size // capacity.page_size), groups)
 
 
 @functools.cache
@@ -85,7 +87,7 @@ def step_packing(shape: StepShape) -> InputPacking:
         PackedField("slots", shape.rows, fill=-1),
         PackedField("page_slots", shape.pages, fill=-1),
         PackedField("page_columns", shape.pages),
-        PackedField("page_ids", shape.pages),
+        *(PackedField(f"page_ids_{group}", shape.pages) for group in range(shape.groups)),
     ]
     if not shape.decode_only:
         fields += [
@@ -110,21 +112,21 @@ def pack_step(plan: StepPlan, shape: StepShape, capacity: Capacity) -> np.ndarra
 def _fields(chunks: list[Chunk], shape: StepShape, capacity: Capacity) -> dict[str, list[int]]:
     page_slots: list[int] = []
     page_columns: list[int] = []
-    page_ids: list[int] = []
+    page_ids: list[list[int]] = [[] for _ in range(shape.groups)]
     for chunk in chunks:
-        pages = chunk.new_pages[0]
-        if pages:
+        if pages := chunk.new_pages[0]:
             first = -(-chunk.start // capacity.page_size)
             page_slots += [chunk.slot] * len(pages)
             page_columns += range(first, first + len(pages))
-            page_ids += pages
+            for ids, new in zip(page_ids, chunk.new_pages):
+                ids += new
     fields = {
         "num_decodes": [sum(chunk.tokens is None for chunk in chunks)],
         "num_seqs": [len(chunks)],
         "slots": [chunk.slot for chunk in chunks],
         "page_slots": page_slots,
         "page_columns": page_columns,
-        "page_ids": page_ids,
+        **{f"page_ids_{group}": ids for group, ids in enumerate(page_ids)},
     }
     if shape.decode_only:
         return fields
@@ -153,7 +155,10 @@ def unpack_step(packed: jax.Array, state: DeviceState, shape: StepShape) -> tupl
     fields = step_packing(shape).unpack(packed)
     slots = state.seq_lens.shape[0]
     at = jnp.where(fields["page_slots"] < 0, slots, fields["page_slots"])
-    page_tables = state.page_tables.at[at, fields["page_columns"]].set(fields["page_ids"], mode="drop")
+    page_tables = tuple(
+        table.at[at, fields["page_columns"]].set(fields[f"page_ids_{group}"], mode="drop")
+        for group, table in enumerate(state.page_tables)
+    )
     state = dataclasses.replace(state, page_tables=page_tables)
     row_slots = jnp.maximum(fields["slots"], 0)
     row = jnp.arange(shape.rows, dtype=jnp.int32)
@@ -175,7 +180,7 @@ def unpack_step(packed: jax.Array, state: DeviceState, shape: StepShape) -> tupl
         tokens=tokens,
         positions=positions,
         fill_lens=state.sampling.ints[row_slots, INTS.index("fill_len")][token_row],
-        page_table=page_tables[row_slots],
+        page_tables=tuple(table[row_slots] for table in page_tables),
         query_starts=starts,
         kv_lens=kv_lens,
         num_decodes=fields["num_decodes"],

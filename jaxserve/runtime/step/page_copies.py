@@ -1,4 +1,4 @@
-"""The two programs of the hierarchical cache: one reads a fixed number of pages from the KV pool, one writes them back.
+"""The two programs of the hierarchical cache, for each KV group: one reads some pages, one writes them back.
 
 As every program, both take the state and return it. A page is copied as one row over all layers and heads.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxserve.layers.batch import replace_pool
 from jaxserve.runtime.devices.mesh import DATA_AXIS, partitions
 from jaxserve.runtime.step.state import ArraySpec, DeviceState, all_ranks, one_rank
 from pallas_kernels.paged_attention import read_pages, write_pages
@@ -20,9 +21,12 @@ PAGES_PER_COPY = 8
 PageRows = tuple[jax.Array, ...]
 
 
-def row_specs(state_specs: DeviceState) -> tuple[ArraySpec, ...]:
-    """Return the rows of a call, for each array of the pool: `[ranks, pages, layers, kv_heads, page_size, lanes]`."""
-    kv = state_specs.kv
+def row_specs(state_specs: DeviceState, group: int) -> tuple[ArraySpec, ...]:
+    """Return the rows of a call for each array of a group's pool.
+
+    Each is `[ranks, pages, layers, kv_heads, page_size, lanes]`.
+    """
+    kv = state_specs.kv[group]
     heads = 2 if kv.page_major else 1
     return tuple(
         ArraySpec(
@@ -34,34 +38,38 @@ def row_specs(state_specs: DeviceState) -> tuple[ArraySpec, ...]:
     )
 
 
-def make_read_pages(mesh: Mesh, specs: DeviceState) -> Callable[[DeviceState, jax.Array], tuple[DeviceState, PageRows]]:
+def make_read_pages(
+    mesh: Mesh, specs: DeviceState, group: int
+) -> Callable[[DeviceState, jax.Array], tuple[DeviceState, PageRows]]:
     """Return the function `(state, pages) -> (state, rows)` over global arrays; rows of pages below 0 are undefined."""
 
     def body(state: DeviceState, pages: jax.Array) -> tuple[DeviceState, PageRows]:
-        return state, all_ranks(read_pages(one_rank(state.kv), one_rank(pages)))
+        return state, all_ranks(read_pages(one_rank(state.kv[group]), one_rank(pages)))
 
     parts = partitions(specs)
     return jax.shard_map(
         body,
         mesh=mesh,
         in_specs=(parts, PartitionSpec(DATA_AXIS)),
-        out_specs=(parts, partitions(row_specs(specs))),
+        out_specs=(parts, partitions(row_specs(specs, group))),
         check_vma=False,
     )
 
 
-def make_write_pages(mesh: Mesh, specs: DeviceState) -> Callable[[DeviceState, jax.Array, PageRows], DeviceState]:
+def make_write_pages(
+    mesh: Mesh, specs: DeviceState, group: int
+) -> Callable[[DeviceState, jax.Array, PageRows], DeviceState]:
     """Return the function `(state, pages, rows) -> state` over global arrays; it skips pages below 0."""
 
     def body(state: DeviceState, pages: jax.Array, rows: PageRows) -> DeviceState:
-        kv = write_pages(one_rank(state.kv), one_rank(pages), one_rank(rows))
-        return state.replace(kv=all_ranks(kv))  # type: ignore[attr-defined]
+        pool = write_pages(one_rank(state.kv[group]), one_rank(pages), one_rank(rows))
+        return state.replace(kv=replace_pool(state.kv, group, all_ranks(pool)))  # type: ignore[attr-defined]
 
     parts = partitions(specs)
     return jax.shard_map(
         body,
         mesh=mesh,
-        in_specs=(parts, PartitionSpec(DATA_AXIS), partitions(row_specs(specs))),
+        in_specs=(parts, PartitionSpec(DATA_AXIS), partitions(row_specs(specs, group))),
         out_specs=parts,
         check_vma=False,
     )

@@ -8,6 +8,7 @@ slots, pages, tokens or biases take more calls. Slot -1 is padding.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +23,7 @@ from jaxserve.layers.embedding import shard_index
 from jaxserve.runtime.devices.mesh import DATA_AXIS, partitions
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
 from jaxserve.runtime.step.state import COUNT_MASK, FLOATS, INTS, SEEN_IN_PROMPT, DeviceState, all_ranks, one_rank
-from jaxserve.step_plan import SlotOpen
+from jaxserve.step_plan import Capacity, SlotOpen
 
 # What one call holds for a rank. A step rarely starts more than 16 requests, and the input of `update` stays near 5 KB.
 # On a CPU, padding costs time: 25 us for each penalized slot, 10 us for 500 tokens. For a scatter of 1,024 tokens, XLA
@@ -32,19 +33,6 @@ PAGES = 256
 PENALIZED_SLOTS = 2
 TOKENS = 512
 BIASES = 64
-
-UPDATE = InputPacking(
-    [
-        PackedField("slots", SLOTS, fill=-1),
-        PackedField("seq_lens", SLOTS),
-        PackedField("ints", SLOTS * len(INTS)),
-        PackedField("floats", SLOTS * len(FLOATS), is_float=True),
-        PackedField("stop_ids", SLOTS * MAX_STOP_IDS),
-        PackedField("page_slots", PAGES, fill=-1),
-        PackedField("page_columns", PAGES),
-        PackedField("page_ids", PAGES),
-    ]
-)
 
 ADJUST = InputPacking(
     [
@@ -60,6 +48,30 @@ ADJUST = InputPacking(
 )
 
 _Fields = dict[str, list[Any]]
+
+
+@functools.cache
+def update_packing(groups: int) -> InputPacking:
+    """Return the layout of the input of `update` for a number of KV groups."""
+    return InputPacking(
+        [
+            PackedField("slots", SLOTS, fill=-1),
+            PackedField("seq_lens", SLOTS),
+            PackedField("ints", SLOTS * len(INTS)),
+            PackedField("floats", SLOTS * len(FLOATS), is_float=True),
+            PackedField("stop_ids", SLOTS * MAX_STOP_IDS),
+            *itertools.chain.from_iterable(map(_page_fields, range(groups))),
+        ]
+    )
+
+
+def _page_fields(group: int) -> list[PackedField]:
+    """Return the fields of a group's cached pages."""
+    return [
+        PackedField(f"page_slots_{group}", PAGES, fill=-1),
+        PackedField(f"page_columns_{group}", PAGES),
+        PackedField(f"page_ids_{group}", PAGES),
+    ]
 
 
 def sampling_row(opened: SlotOpen) -> dict[str, list[Any]]:
@@ -82,17 +94,20 @@ def sampling_row(opened: SlotOpen) -> dict[str, list[Any]]:
     }
 
 
-def pack_updates(opens: Sequence[SlotOpen]) -> Iterator[np.ndarray]:
+def pack_updates(opens: Sequence[SlotOpen], capacity: Capacity) -> Iterator[np.ndarray]:
     """Yield the packed inputs of the calls of `update` that open slots of one rank."""
+    groups = len(capacity.pages_by_group)
     for some in itertools.batched(opens, SLOTS):
         rows: _Fields = {"slots": [one.slot for one in some], "seq_lens": [one.num_cached_tokens for one in some]}
         for row in map(sampling_row, some):
             _extend(rows, row)
-        pages: _Fields = {}
+        pages: list[_Fields] = [{} for _ in range(groups)]
         for one in some:
-            ids = one.cached_pages[0]
-            _extend(pages, {"page_slots": [one.slot] * len(ids), "page_columns": range(len(ids)), "page_ids": ids})
-        yield from _pack(UPDATE, rows, (pages, PAGES))
+            end = one.num_cached_tokens // capacity.page_size
+            for group, ids in enumerate(one.cached_pages):
+                found = [one.slot] * len(ids), range(end - len(ids), end), ids
+                _extend(pages[group], dict(zip((field.name for field in _page_fields(group)), found)))
+        yield from _pack(update_packing(groups), rows, *((fields, PAGES) for fields in pages))
 
 
 def pack_adjustments(opens: Sequence[SlotOpen]) -> Iterator[np.ndarray]:
@@ -150,7 +165,8 @@ def make_update(
 
 def update(state: DeviceState, packed: jax.Array) -> DeviceState:
     """Set slots of one rank. Counts are left as they are: only penalized requests read them."""
-    local, fields = one_rank(state), UPDATE.unpack(one_rank(packed))
+    local = one_rank(state)
+    fields = update_packing(len(local.page_tables)).unpack(one_rank(packed))
     slots = fields["slots"]
     rows = {name: fields[name].reshape(SLOTS, -1) for name in ("ints", "floats", "stop_ids")}
     sampling = {name: _set(getattr(local.sampling, name), (slots,), row) for name, row in rows.items()}
@@ -158,7 +174,7 @@ def update(state: DeviceState, packed: jax.Array) -> DeviceState:
         dataclasses.replace(
             local,
             seq_lens=_set(local.seq_lens, (slots,), fields["seq_lens"]),
-            page_tables=_set(local.page_tables, (fields["page_slots"], fields["page_columns"]), fields["page_ids"]),
+            page_tables=tuple(_set_pages(table, group, fields) for group, table in enumerate(local.page_tables)),
             sampling=dataclasses.replace(
                 local.sampling, bias_ids=_set(local.sampling.bias_ids, (slots,), -1), **sampling
             ),
@@ -182,6 +198,11 @@ def adjust(state: DeviceState, packed: jax.Array) -> DeviceState:
             sampling=dataclasses.replace(local.sampling, **biases),
         )
     )
+
+
+def _set_pages(table: jax.Array, group: int, fields: dict[str, jax.Array]) -> jax.Array:
+    slots, columns, ids = (fields[field.name] for field in _page_fields(group))
+    return _set(table, (slots, columns), ids)
 
 
 def _set(array: jax.Array, at: tuple[jax.Array, ...], values: jax.Array | int) -> jax.Array:

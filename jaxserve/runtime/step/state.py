@@ -7,6 +7,7 @@ it back where the program ends, so that nothing inside sees it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import flax.struct
@@ -16,9 +17,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_STOP_IDS
+from jaxserve.layers.batch import KVPools
 from jaxserve.params import KVSpec
 from jaxserve.step_plan import Capacity
-from pallas_kernels.paged_attention import KVLayout, PagedKV, kv_layout
+from pallas_kernels.paged_attention import KVLayout, kv_layout
 
 # Columns of SamplingRows.ints and .floats.
 INTS = ("top_k", "seed_low", "seed_high", "sample", "min_len", "logprobs", "fill_len")
@@ -45,16 +47,17 @@ class SamplingRows:
 
 @flax.struct.dataclass
 class DeviceState:
-    """The KV pool, and by slot: last token, sequence length, page table, sampling parameters and penalty counts.
+    """The KV pool and the page table by slot of each KV group; by slot: last token, sequence length, sampling
+    parameters and penalty counts.
 
     `counts` says how often each token was output; its sign bit is set for tokens of the prompt. Rows of slots without
     penalties hold anything, as only penalties read them.
     """
 
-    kv: PagedKV
+    kv: KVPools
     last_tokens: Int[Array, " slots"]
     seq_lens: Int[Array, " slots"]
-    page_tables: Int[Array, "slots max_pages"]
+    page_tables: tuple[Int[Array, "slots max_pages"], ...]
     sampling: SamplingRows
     counts: Int[Array, "slots vocab"]
 
@@ -92,26 +95,28 @@ def max_pages(capacity: Capacity) -> int:
 
 
 def state_specs(
-    spec: KVSpec, capacity: Capacity, *, vocab_size: int, kv_dtype: np.dtype, platform: str = "cpu"
+    specs: Sequence[KVSpec], capacity: Capacity, *, vocab_size: int, kv_dtype: np.dtype, platform: str = "cpu"
 ) -> DeviceState:
     """Return the state on a platform (jax's name for it), with an `ArraySpec` in place of each array."""
-    layout = pool_layout(
-        spec, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=kv_dtype, platform=platform
-    )
     ranks, slots = capacity.num_ranks, capacity.num_slots
     i32, f32 = np.dtype(np.int32), np.dtype(np.float32)
 
     def by_slot(dtype: np.dtype, *width: int) -> Any:
         return ArraySpec((ranks, slots, *width), dtype, ("ranks", None) + (None,) * len(width))
 
-    def pool(shape: tuple[int, ...]) -> Any:
-        return ArraySpec((ranks, *shape), layout.dtype, ("ranks", *layout.axes))
+    def pool(spec: KVSpec, num_pages: int) -> Any:
+        layout = pool_layout(spec, num_pages=num_pages, page_size=capacity.page_size, dtype=kv_dtype, platform=platform)
+        arrays = (
+            ArraySpec((ranks, *shape), layout.dtype, ("ranks", *layout.axes))
+            for shape in (layout.shape, layout.values_shape)
+        )
+        return layout.paged_kv(*arrays)
 
     return DeviceState(
-        kv=layout.paged_kv(pool(layout.shape), pool(layout.values_shape)),
+        kv=tuple(map(pool, specs, capacity.pages_by_group)),
         last_tokens=by_slot(i32),
         seq_lens=by_slot(i32),
-        page_tables=by_slot(i32, max_pages(capacity)),
+        page_tables=tuple(by_slot(i32, max_pages(capacity)) for _ in specs),
         sampling=SamplingRows(
             ints=by_slot(i32, len(INTS)),
             floats=by_slot(f32, len(FLOATS)),
