@@ -54,8 +54,8 @@ def refusal(problem: Problem, target: KernelTarget) -> str | None:
 
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"] | None,
+    v: Float[Array, "tokens kv_heads head_dim"] | None,
     kv: PagedKV,
     layer: int | Int[Array, ""],
     page_table: Int[Array, "rows max_pages"],
@@ -74,9 +74,10 @@ def paged_attention(
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute `api.paged_attention`, in the same way on every target."""
     tokens, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
+    kv_heads = kv.num_kv_heads
     group = heads // kv_heads
-    kv = write_kv(k, v, kv, layer, page_table, query_starts, kv_lens, num_seqs)
+    if k is not None and v is not None:
+        kv = write_kv(k, v, kv, layer, page_table, query_starts, kv_lens, num_seqs)
     sink_logits = None if sinks is None else sinks.reshape(kv_heads, group)
     kv_scales = None if kv.scales is None else kv.scales[:, layer]
     options = _Options(scale, window, soft_cap, sink_logits, kv_scales)

@@ -34,6 +34,7 @@ SYSTEM_SHARED_BYTES = 1024
 REFUSE_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "decode": {"decode_only": True},
+    "reuses": {"reuses": True},
     "dim-64": {"head_dim": 64},
     "dim-80-mha-window-page-32": {"head_dim": 80, "heads": 32, "kv_heads": 32, "page_size": 32, "window": 100},
     "dim-96-sinks-cap-page-64": {
@@ -57,7 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 QUICK = {
-    "nvidia-h200": ("decode", "dim-96-sinks-cap-page-64", "dim-128-everything", "fp8-dim-64-everything"),
+    "nvidia-h200": ("decode", "reuses", "dim-96-sinks-cap-page-64", "dim-128-everything", "fp8-dim-64-everything"),
     "nvidia-a100-80": ("decode", "dim-192-7-to-1", "fp8-dim-256"),
     "nvidia-l4": ("dim-128-everything", "dim-256-window-cap"),
     "nvidia-b200": ("dim-256-ratio-16-page-128",),

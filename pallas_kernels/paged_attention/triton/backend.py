@@ -78,8 +78,8 @@ def refusal(problem: Problem, target: KernelTarget) -> str | None:
 
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"] | None,
+    v: Float[Array, "tokens kv_heads head_dim"] | None,
     kv: PagedKV,
     layer: int | Int[Array, ""],
     page_table: Int[Array, "rows max_pages"],
@@ -98,8 +98,11 @@ def paged_attention(
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute `api.paged_attention`."""
     attention = _facts(kv, q.shape[1], scale=scale, window=window, soft_cap=soft_cap)
-    slots = token_slots(len(q), kv.page_size, page_table, query_starts, kv_lens, num_seqs)
-    kv, arrivals = write(k, v, kv, jnp.full((1,), layer, jnp.int32), slots, attention, interpret=interpret)
+    if k is None or v is None:
+        arrivals = jnp.zeros((len(q), attention.kv_heads), jnp.int32)
+    else:
+        slots = token_slots(len(q), kv.page_size, page_table, query_starts, kv_lens, num_seqs)
+        kv, arrivals = write(k, v, kv, jnp.full((1,), layer, jnp.int32), slots, attention, interpret=interpret)
     rows = _Rows(page_table, query_starts, kv_lens, num_decodes, num_seqs)
     options: dict[str, Any] = {"decode_only": decode_only, "target": target, "interpret": interpret}
     return _attend(q, arrivals, kv, layer, rows, sinks, attention, **options)

@@ -19,6 +19,7 @@ class Case:
 
     The program has `pad_rows` more rows and `pad_tokens` more tokens than the batch. The first `shared_pages` pages of
     all rows are the same, as with the prefix cache. `kv_dtype` is the pool's dtype if it differs from the queries'.
+    With `reuses`, the pool has the new tokens already.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Case:
     soft_cap: float | None = None
     sinks: bool = False
     decode_only: bool = False
+    reuses: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
@@ -54,8 +56,8 @@ class Batch:
     """
 
     q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
+    k: np.ndarray | None
+    v: np.ndarray | None
     keys: np.ndarray
     values: np.ndarray
     page_table: np.ndarray
@@ -118,7 +120,7 @@ def make_batch(case: Case, *, max_pages: int | None = None, num_pages: int | Non
         held = stored(case, both, scales)
         old = length - new
         first = 0 if case.window is None or shared else max(0, old - case.window + 1)
-        for position in range(first, old):
+        for position in range(first, length if case.reuses else old):
             entry = case.layer * num_pages + pages[position // size]
             pools[:, :, entry, position % size] = held[:, position]
         new_kv[:, starts[-1] : starts[-1] + new] = both[:, old:]
@@ -127,8 +129,8 @@ def make_batch(case: Case, *, max_pages: int | None = None, num_pages: int | Non
         rows.append((meant[0], meant[1]))
     return Batch(
         q=q,
-        k=new_kv[0],
-        v=new_kv[1],
+        k=None if case.reuses else new_kv[0],
+        v=None if case.reuses else new_kv[1],
         keys=pools[0],
         values=pools[1],
         page_table=page_table,
@@ -215,6 +217,9 @@ CASES = [
     _mixed("sinks", sinks=True),
     _decode("decode-everything", scale=0.3, soft_cap=5.0, sinks=True, window=40),
     _mixed("everything", scale=0.3, soft_cap=5.0, sinks=True, window=40),
+    _mixed("reuses", reuses=True),
+    _decode("decode-reuses-everything", reuses=True, head_dim=80, soft_cap=5.0, sinks=True, window=40),
+    _mixed("reuses-fp8-bf16-window", **FP8_BF16, reuses=True, page_size=64, window=40),
     _mixed("bf16", dtype="bfloat16"),
     _decode("decode-bf16", dtype="bfloat16", head_dim=128, page_size=64),
     _prefill("prefill-bf16-window", dtype="bfloat16", window=50),
@@ -235,9 +240,12 @@ CORNERS_OF_INTERPRETED = {
     "heads-6-of-2-dim-192-cap",
     "heads-4-of-2-dim-256-bf16-window-cap",
     "fp8-bf16-everything",
+    "reuses-fp8-bf16-window",
 }
 CORNERS = CORNERS_OF_INTERPRETED | {
     "everything",
+    "reuses",
+    "decode-reuses-everything",
     "mixed",
     "decode",
     "prefill",

@@ -125,6 +125,7 @@ def test_a_step_copies_no_pool(decode_only: bool) -> None:
         kv = kv.with_pools([pool[0] for pool in kv.pools])
         for layer in range(layers):
             q, kv = attend(q, q[:, :2], q[:, 2:4], kv, layer, *where)
+            q, kv = attend(q, None, None, kv, layer, *where)
         return q, kv.with_pools([pool[None] for pool in kv.pools])
 
     pool = jax.ShapeDtypeStruct((1, *layout.shape), layout.dtype)
