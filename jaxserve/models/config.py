@@ -52,7 +52,11 @@ class ModelConfig:
     @property
     def kv_replicas(self) -> int:
         """The number of copies of each KV head, one for each shard that shares it."""
-        return max(1, self.shards // self.num_kv_heads)
+        return self.replicas_of(self.num_kv_heads)
+
+    def replicas_of(self, kv_heads: int) -> int:
+        """Return the number of copies of each KV head of a layer that has `kv_heads` of them."""
+        return max(1, self.shards // kv_heads)
 
     @property
     def padded_vocab_size(self) -> int:
