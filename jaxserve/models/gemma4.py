@@ -25,7 +25,16 @@ from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
 from jaxserve.model_source.fields import HEAD_DIM, HEADS, LAYERS, NORM_EPSILON, WIDTH, Fields, Range
 from jaxserve.models import gemma, parameters
-from jaxserve.models.config import FULL, SLIDING, ModelConfig, periodic_layer_types, read_sizes, read_windows, refuse
+from jaxserve.models.config import (
+    FULL,
+    SLIDING,
+    ModelConfig,
+    Sizes,
+    periodic_layer_types,
+    read_sizes,
+    read_windows,
+    refuse,
+)
 from jaxserve.models.parameters import ParamSpecs
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend
@@ -131,7 +140,7 @@ def parse(fields: Fields) -> Config:
         raise fields.error("sliding_window", "a number of tokens")
     windows = read_windows(fields, layers, periodic_layer_types(6, layers), 1024 if unified else 512)
     windows = (*windows[:-1], None)  # As in Hugging Face, which overrides the type of the last layer
-    full_kv_heads, full_head_dim = _full_heads(fields, sizes["num_kv_heads"], windows)
+    full_kv_heads, full_head_dim = _full_heads(fields, sizes, windows)
     if sizes["num_heads"] % full_kv_heads:
         raise ConfigError(
             f"{fields.where}: num_attention_heads={sizes['num_heads']} is not a multiple of "
@@ -160,27 +169,25 @@ def parse(fields: Fields) -> Config:
     )
 
 
-def _full_heads(fields: Fields, kv_heads: int, windows: tuple[int | None, ...]) -> tuple[int, int]:
-    """Return the KV heads of layers with full attention, and their size.
-
-    transformers 5.23 and later write them for each of these layers, in `per_layer_config`.
-    """
+def _full_heads(fields: Fields, sizes: Sizes, windows: tuple[int | None, ...]) -> tuple[int, int]:
+    """Return the KV heads of layers with full attention, and their size."""
+    kv_heads, head_dim = sizes["num_kv_heads"], sizes["head_dim"]
     number = fields.integer("num_global_key_value_heads", HEADS, kv_heads)
-    if not fields.boolean("attention_k_eq_v", False):
-        number = kv_heads
     size = fields.integer("global_head_dim", HEAD_DIM, 512)
-    by_layer = fields.object("per_layer_config")
-    if not by_layer:
-        return number, size
-    first = next(iter(by_layer.values()))
-    full = {str(i) for i, window in enumerate(windows) if window is None}
-    if by_layer.keys() != full or any(each != first for each in by_layer.values()):
-        raise fields.error("per_layer_config", "the same for all layers with full attention, and for no others")
-    own = Fields(first, f"{fields.where}: per_layer_config")
-    found = own.integer("num_key_value_heads", HEADS, kv_heads), own.integer("head_dim", HEAD_DIM)
-    if odd := own.raw.keys() - own.read:
-        raise ConfigError(f"{own.where} has fields that jaxserve does not support: {', '.join(sorted(odd))}")
-    return found
+    if fields.get("per_layer_config") is None:
+        return number if fields.boolean("attention_k_eq_v", False) else kv_heads, size
+    # Since 5.23, transformers writes what layers have of their own, by their index
+    by_layer = Fields(fields.object("per_layer_config"), f"{fields.where}: per_layer_config")
+    full = [str(i) for i, window in enumerate(windows) if window is None]
+    first, *others = (by_layer.object(i) for i in full)
+    if (
+        by_layer.raw.keys() - by_layer.read
+        or first.keys() - {"num_key_value_heads", "head_dim"}
+        or any(each != first for each in others)
+    ):
+        raise fields.error("per_layer_config", "heads alone, the same for all layers with full attention and no others")
+    own = Fields(first, by_layer.where)
+    return own.integer("num_key_value_heads", HEADS, kv_heads), own.integer("head_dim", HEAD_DIM, head_dim)
 
 
 def _reusing_layers(fields: Fields, windows: tuple[int | None, ...]) -> int:

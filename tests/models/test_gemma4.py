@@ -39,6 +39,9 @@ def test_heads_can_be_those_of_the_hub_or_by_layer() -> None:
     } | {"per_layer_config": {str(i): full for i in range(5, 60, 6)}}
     config = parse_model_config(raw)
     assert config == parse_model_config({**raw, "text_config": by_layer})
+    plain = {**by_layer, "per_layer_config": {}}
+    same = parse_model_config({**raw, "text_config": plain})
+    assert (same.kv_shape(0), same.kv_shape(5)) == ((16, 256), (16, 256))
     assert config.kv_specs() == (KVSpec(10, 4, 512), KVSpec(50, 16, 256, 1024))
 
 
