@@ -288,7 +288,7 @@ def _make_loop(
         policy=config.schedule_policy,
         conservativeness=config.schedule_conservativeness,
         prefix_cache=not config.disable_radix_cache,
-        num_host_pages=num_host_pages,
+        num_host_pages=[num_host_pages] if num_host_pages else [],
         host_write_policy=config.hicache_write_policy,
     )
     return EngineLoop(
