@@ -37,21 +37,21 @@ def test_the_footprint_is_the_sum_of_the_specs() -> None:
     assert footprint.weights == sum(spec.nbytes for spec in jax.tree.leaves(made.params))
     pool = sum(spec.nbytes for spec in jax.tree.leaves(made.state.kv))
     everything = sum(spec.nbytes for spec in jax.tree.leaves(made.state))
-    assert footprint.kv_per_token * made.capacity.num_pages * made.capacity.page_size == pool
+    assert made.sizes.pool_bytes == pool
     assert footprint.state == everything - pool
 
 
 def test_the_plan_fits_the_share_of_memory() -> None:
     device = DeviceFacts(KernelTarget("cuda"), 2**24)
     made = _deploy(device, mem_fraction_static=0.5, max_running_requests=400)
-    pool = made.sizes.footprint.kv_per_token * made.capacity.num_pages * made.capacity.page_size
+    pool = made.sizes.pool_bytes
     assert made.capacity.num_pages < 400 * max_pages(made.capacity)
-    assert 0 <= 2**23 - made.sizes.footprint.non_pool - pool < made.sizes.footprint.kv_per_token * 16
+    assert 0 <= 2**23 - made.sizes.footprint.non_pool - pool < made.sizes.footprint.kv_per_token[0] * 16
 
 
 def test_shards_share_weights_and_pool() -> None:
     one, two = _deploy(), _deploy(tp_size=2)
-    assert two.sizes.footprint.kv_per_token * 2 == one.sizes.footprint.kv_per_token
+    assert two.sizes.footprint.kv_per_token[0] * 2 == one.sizes.footprint.kv_per_token[0]
     assert one.sizes.footprint.weights / 2 < two.sizes.footprint.weights < one.sizes.footprint.weights
     assert device_bytes(two.state, {"data": 1, "tensor": 2}) < device_bytes(two.state, {})
 
@@ -59,7 +59,7 @@ def test_shards_share_weights_and_pool() -> None:
 def test_shards_share_a_kv_head_and_pad_the_vocabulary_if_needed() -> None:
     """The model has two KV heads and 258 tokens."""
     two, four = _deploy(tp_size=2), _deploy(tp_size=4)
-    assert four.sizes.footprint.kv_per_token == two.sizes.footprint.kv_per_token
+    assert four.sizes.footprint.kv_per_token[0] == two.sizes.footprint.kv_per_token[0]
     assert four.params.layers[0].attention.qkv.shape == (4, 1 + 2, 16, 32)
     assert four.params.embedding.shape == (260, 32)
     assert four.state.counts.shape[2] == 260
@@ -75,7 +75,7 @@ def test_an_fp8_cache_takes_half_the_memory_and_other_programs() -> None:
         deploy(EngineConfig(kv_cache_dtype=kind), model(), device)  # type: ignore[arg-type]
         for kind in ("auto", "fp8")
     )
-    assert halves.sizes.footprint.kv_per_token == 2 * bytes_.sizes.footprint.kv_per_token
+    assert halves.sizes.footprint.kv_per_token[0] == 2 * bytes_.sizes.footprint.kv_per_token[0]
     facts = [made.builder(mesh()).facts() for made in (halves, bytes_)]
     assert [fact["kv_cache_dtype"] for fact in facts] == ["bfloat16", "float8_e4m3fn"]
 
