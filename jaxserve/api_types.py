@@ -205,9 +205,21 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     queue_seconds: float | None = None
 
 
+class KVGroup(msgspec.Struct, frozen=True):
+    """Layers of a model that share one KV cache of `num_pages` pages over all ranks.
+
+    Layers with a window keep the last `window` positions of a sequence, the others (None) keep whole sequences.
+    """
+
+    num_layers: int
+    num_pages: int
+    window: int | None = None
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about an engine, sent once when it is ready. Sizes are in tokens; times in seconds, by start-up phase.
 
+    `num_pages` are those of whole sequences; `kv_groups` are all groups of layers with a KV cache of their own.
     `quantization` is gguf if weights are kept quantized as in a GGUF file, else none. On each device, weights take
     `weight_bytes`, and `free_bytes` were left after all was allocated; running programs take `working_bytes` of these.
     `memory_bound` says that the KV cache would be larger with more memory; `working_bytes` is then the compiler's
@@ -233,6 +245,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = "none"
     weight_bytes: int = 0
     deterministic: bool = False
+    kv_groups: tuple[KVGroup, ...] = ()
 
     @property
     def max_total_num_tokens(self) -> int:
