@@ -37,21 +37,21 @@ def test_the_footprint_is_the_sum_of_the_specs() -> None:
     assert footprint.weights == sum(spec.nbytes for spec in jax.tree.leaves(made.params))
     pool = sum(spec.nbytes for spec in jax.tree.leaves(made.state.kv))
     everything = sum(spec.nbytes for spec in jax.tree.leaves(made.state))
-    assert footprint.kv_per_token * made.capacity.num_pages * made.capacity.page_size == pool
+    assert made.sizes.pool_bytes == pool
     assert footprint.state == everything - pool
 
 
 def test_the_plan_fits_the_share_of_memory() -> None:
     device = DeviceFacts(KernelTarget("cuda"), 2**24)
     made = _deploy(device, mem_fraction_static=0.5, max_running_requests=400)
-    pool = made.sizes.footprint.kv_per_token * made.capacity.num_pages * made.capacity.page_size
+    pool = made.sizes.pool_bytes
     assert made.capacity.num_pages < 400 * max_pages(made.capacity)
-    assert 0 <= 2**23 - made.sizes.footprint.non_pool - pool < made.sizes.footprint.kv_per_token * 16
+    assert 0 <= 2**23 - made.sizes.footprint.non_pool - pool < made.sizes.footprint.kv_per_token[0] * 16
 
 
 def test_shards_share_weights_and_pool() -> None:
     one, two = _deploy(), _deploy(tp_size=2)
-    assert two.sizes.footprint.kv_per_token * 2 == one.sizes.footprint.kv_per_token
+    assert two.sizes.footprint.kv_per_token[0] * 2 == one.sizes.footprint.kv_per_token[0]
     assert one.sizes.footprint.weights / 2 < two.sizes.footprint.weights < one.sizes.footprint.weights
     assert device_bytes(two.state, {"data": 1, "tensor": 2}) < device_bytes(two.state, {})
 
@@ -59,7 +59,7 @@ def test_shards_share_weights_and_pool() -> None:
 def test_shards_share_a_kv_head_and_pad_the_vocabulary_if_needed() -> None:
     """The model has two KV heads and 258 tokens."""
     two, four = _deploy(tp_size=2), _deploy(tp_size=4)
-    assert four.sizes.footprint.kv_per_token == two.sizes.footprint.kv_per_token
+    assert four.sizes.footprint.kv_per_token[0] == two.sizes.footprint.kv_per_token[0]
     assert four.params.layers[0].attention.qkv.shape == (4, 1 + 2, 16, 32)
     assert four.params.embedding.shape == (260, 32)
     assert four.state.counts.shape[2] == 260
@@ -75,7 +75,7 @@ def test_an_fp8_cache_takes_half_the_memory_and_other_programs() -> None:
         deploy(EngineConfig(kv_cache_dtype=kind), model(), device)  # type: ignore[arg-type]
         for kind in ("auto", "fp8")
     )
-    assert halves.sizes.footprint.kv_per_token == 2 * bytes_.sizes.footprint.kv_per_token
+    assert halves.sizes.footprint.kv_per_token[0] == 2 * bytes_.sizes.footprint.kv_per_token[0]
     facts = [made.builder(mesh()).facts() for made in (halves, bytes_)]
     assert [fact["kv_cache_dtype"] for fact in facts] == ["bfloat16", "float8_e4m3fn"]
 
@@ -116,7 +116,7 @@ def test_a_dynamic_rotation_stretches_to_contexts_up_to_its_factor() -> None:
     stretched = parse_model_config({**CONFIG, "rope_scaling": {"type": "dynamic", "factor": 4.0}})
     made = deploy(EngineConfig(dtype="float32", context_length=256), stretched, CPU)
     assert made.capacity.max_model_len == 256
-    assert made.model == stretched.with_context(256) != stretched
+    assert made.model.rope == stretched.with_context(256).rope != stretched.rope
     assert deploy(EngineConfig(dtype="float32"), stretched, CPU).capacity.max_model_len == 64
     with pytest.raises(ConfigError, match="context_length=257 is longer than the model's 256"):
         deploy(EngineConfig(dtype="float32", context_length=257), stretched, CPU)
@@ -130,7 +130,7 @@ def test_an_unsupported_attention_backend_is_refused() -> None:
 
 def test_a_hierarchical_cache_adds_the_programs_that_copy_pages() -> None:
     plain, tiered = _deploy(), _deploy(enable_hierarchical_cache=True)
-    assert [key for key in tiered.program_keys if key not in plain.program_keys] == ["read_pages", "write_pages"]
+    assert [key for key in tiered.program_keys if key not in plain.program_keys] == ["read_pages_0", "write_pages_0"]
     assert tiered.step_keys == plain.step_keys
 
 

@@ -15,7 +15,7 @@ from jaxserve.runtime.sizing.memory import Footprint, InsufficientMemoryError, P
 MIB = 2**20
 
 
-FOOTPRINT = Footprint(weights=250 * MIB, state=50 * MIB, activations=80 * MIB, kv_per_token=MIB // 100)
+FOOTPRINT = Footprint(weights=250 * MIB, state=50 * MIB, activations=80 * MIB, kv_per_token=(MIB // 100,))
 
 
 def _plan(config: EngineConfig, footprint: Footprint = FOOTPRINT, **options: Any) -> PoolPlan:
@@ -24,13 +24,13 @@ def _plan(config: EngineConfig, footprint: Footprint = FOOTPRINT, **options: Any
 
 
 def test_the_pool_takes_the_memory_that_weights_and_activations_leave() -> None:
-    assert _plan(EngineConfig()).num_pages == (500 * MIB // (MIB // 100)) // 16
-    assert _plan(EngineConfig(mem_fraction_static=0.5)).num_pages == (120 * MIB // (MIB // 100)) // 16
-    assert _plan(EngineConfig(page_size=64)).num_pages == (500 * MIB // (MIB // 100)) // 64
+    assert _plan(EngineConfig()).pages[0] == (500 * MIB // (MIB // 100)) // 16
+    assert _plan(EngineConfig(mem_fraction_static=0.5)).pages[0] == (120 * MIB // (MIB // 100)) // 16
+    assert _plan(EngineConfig(page_size=64)).pages[0] == (500 * MIB // (MIB // 100)) // 64
 
 
 def test_the_pool_is_no_larger_than_running_requests_can_fill() -> None:
-    assert _plan(EngineConfig(context_length=1000), max_running=2) == PoolPlan(126, 1000)
+    assert _plan(EngineConfig(context_length=1000), max_running=2) == PoolPlan((126,), 1000)
 
 
 def test_memory_bounds_the_pool_only_if_more_of_it_would_be_used() -> None:
@@ -42,20 +42,20 @@ def test_memory_bounds_the_pool_only_if_more_of_it_would_be_used() -> None:
 
 
 def test_a_context_that_is_no_multiple_of_a_page_is_not_cut() -> None:
-    assert _plan(EngineConfig(context_length=1000), max_running=1) == PoolPlan(63, 1000)
-    assert _plan(EngineConfig(context_length=8), max_running=1) == PoolPlan(1, 8)
+    assert _plan(EngineConfig(context_length=1000), max_running=1) == PoolPlan((63,), 1000)
+    assert _plan(EngineConfig(context_length=8), max_running=1) == PoolPlan((1,), 8)
 
 
 def test_max_total_tokens_decides_and_the_context_is_fitted() -> None:
-    assert _plan(EngineConfig(max_total_tokens=10000)) == PoolPlan(625, 8192)
-    assert _plan(EngineConfig(max_total_tokens=1000)) == PoolPlan(62, 992)
+    assert _plan(EngineConfig(max_total_tokens=10000)) == PoolPlan((625,), 8192)
+    assert _plan(EngineConfig(max_total_tokens=1000)) == PoolPlan((62,), 992)
 
 
 def test_a_cpu_takes_a_capped_share() -> None:
     def pages(available: int) -> int:
-        footprint = dataclasses.replace(FOOTPRINT, activations=0, kv_per_token=1024)
+        footprint = dataclasses.replace(FOOTPRINT, activations=0, kv_per_token=(1024,))
         options = {"platform": "cpu", "memory_bytes": available, "max_running": 10**6}
-        return _plan(EngineConfig(), footprint, **options).num_pages
+        return _plan(EngineConfig(), footprint, **options).pages[0]
 
     assert pages(2**40) == memory.CPU_POOL_BYTES // 1024 // 16
     assert pages(500 * MIB) == (int(500 * MIB * DEFAULT_MEM_FRACTION) - 300 * MIB) // 1024 // 16

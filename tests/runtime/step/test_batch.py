@@ -28,7 +28,7 @@ def _state() -> DeviceState:
         one_rank(zero_state(CAPACITY)),
         last_tokens=jnp.array([44, 33, 55, 66], jnp.int32),
         seq_lens=jnp.array([8, 4, 7, 0], jnp.int32),
-        page_tables=jnp.asarray(TABLES),
+        page_tables=(jnp.asarray(TABLES),),
     )
 
 
@@ -62,8 +62,8 @@ def test_mixed_step() -> None:
     assert (int(batch.num_decodes), int(batch.num_seqs), batch.decode_only) == (2, 4, False)
     tables = TABLES.copy()
     tables[0, 2], tables[3, :2], tables[1, 1] = 13, (5, 6), 7
-    _equal(state.page_tables, tables)
-    _equal(batch.page_table, tables[[2, 0, 3, 1]])
+    _equal(state.page_tables[0], tables)
+    _equal(batch.page_tables[0], tables[[2, 0, 3, 1]])
     _equal(inputs.slots, [2, 0, 3, 1])
     _equal(inputs.samples, [True, True, True, False])
     assert inputs.targets is None
@@ -78,7 +78,7 @@ def test_rows_without_a_chunk_touch_no_slot() -> None:
     _equal(inputs.batch.positions, [7, 0, 1, 0, 0, 0, 0, 0])
     _equal(inputs.slots, [2, 3, 4, 4])
     _equal(inputs.samples, [True, True, False, False])
-    changed = np.argwhere(np.asarray(state.page_tables) != TABLES)
+    changed = np.argwhere(np.asarray(state.page_tables[0]) != TABLES)
     assert changed.tolist() == [[3, 0]]
 
 
@@ -93,8 +93,8 @@ def test_decode_step() -> None:
     assert (int(batch.num_decodes), int(batch.num_seqs), batch.decode_only) == (3, 3, True)
     _equal(inputs.slots, [2, 0, 1, 4])
     _equal(inputs.samples, [True, True, True, False])
-    assert int(state.page_tables[0, 2]) == 13
-    assert int(state.page_tables[1, 1]) == 17
+    assert int(state.page_tables[0][0, 2]) == 13
+    assert int(state.page_tables[0][1, 1]) == 17
 
 
 def test_positions_follow_the_lengths_on_the_device() -> None:
@@ -108,7 +108,7 @@ def test_a_chunk_that_starts_within_a_page_appends_after_it() -> None:
     _, _, state = _through(_plan(prefill(2, 7, [1] * 6, (18, 19))))
     tables = TABLES.copy()
     tables[2, 2:4] = 18, 19
-    _equal(state.page_tables, tables)
+    _equal(state.page_tables[0], tables)
 
 
 def test_prompt_logprobs_get_their_targets() -> None:
@@ -143,5 +143,5 @@ def test_a_full_step_holds_all_its_pages() -> None:
     key, inputs, state = _through(_plan(*chunks))
     assert key.size == 16
     _equal(inputs.batch.query_starts, [0, 1, 2, 3, 16])
-    _equal(state.page_tables[:3, 1], [0, 1, 2])
-    _equal(state.page_tables[3, 1:5], [9, 10, 11, 12])
+    _equal(state.page_tables[0][:3, 1], [0, 1, 2])
+    _equal(state.page_tables[0][3, 1:5], [9, 10, 11, 12])
