@@ -80,6 +80,14 @@ class Config(ModelConfig):
         own = self.num_layers - self.num_reusing_layers
         return layer if layer < own else max(i for i in range(own) if self.windows[i] == self.windows[layer])
 
+    @property
+    def widest_mlp(self) -> int:
+        return max(self.intermediate_size, self.reusing_mlp_size if self.num_reusing_layers else 0)
+
+    @property
+    def held_per_token(self) -> int:
+        return self.num_layers * self.per_layer_dim
+
     def splits_into(self, shards: int) -> bool:
         kv = self.full_kv_heads
         return super().splits_into(shards) and (kv % shards == 0 or shards % kv == 0)
@@ -147,6 +155,8 @@ def parse(fields: Fields) -> Config:
             f"num_global_key_value_heads={full_kv_heads}"
         )
     refuse(fields, vocab_size_per_layer_input=sizes["vocab_size"])
+    if full_head_dim % 2:
+        raise ConfigError(f"{fields.where}: global_head_dim={full_head_dim} is odd: rotation needs pairs")
     ropes = fields.object("rope_parameters") or _ROPES
     if not {SLIDING, FULL} <= ropes.keys():
         raise fields.error("rope_parameters", f"an object with {SLIDING} and {FULL}")

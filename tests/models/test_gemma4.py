@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import resolve
 from jaxserve.models.registry import parse_model_config
 from jaxserve.params import KVSpec
+from jaxserve.runtime.devices.device import DeviceFacts
+from jaxserve.runtime.sizing.deployment import deploy
 from jaxserve.weights import check_tensors
+from pallas_kernels.paged_attention import KernelTarget
 from tests.models.golden import GOLDEN, golden_config
 from tests.models.hub_configs import HUB
 
@@ -53,6 +57,15 @@ def test_each_type_of_layer_repeats_its_own_kv_heads_for_shards() -> None:
         on_mesh = dataclasses.replace(config, shards=shards)
         assert (on_mesh.kv_shape(0), on_mesh.kv_shape(2)) == ((heads[0], 16), (heads[1], 32))
     assert not parse_model_config({**raw, "num_attention_heads": 12, "num_global_key_value_heads": 3}).splits_into(2)
+
+
+def test_a_window_as_long_as_the_context_keeps_its_own_group() -> None:
+    config = parse_model_config(HUB["gemma-4-E2B-it"][0])
+    device = DeviceFacts(KernelTarget("cpu"), 2**36, max_devices=8)
+    made = deploy(EngineConfig(context_length=256, attention_backend="reference"), config, device)
+    assert [spec.window for spec in made.kv_specs] == [None, 512]
+    with pytest.raises(ConfigError, match=r"disable_hybrid_swa_memory: .*1 of size 512, 1 of size 256"):
+        deploy(EngineConfig(disable_hybrid_swa_memory=True), config, device)
 
 
 def test_keys_and_values_that_a_reusing_layer_does_not_need_may_be_stored(tmp_path: Path) -> None:
