@@ -34,13 +34,30 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dim-256-window-cap": {"head_dim": 256, "heads": 16, "window": 4096, "cap": 50.0},
     "dim-192-window-cap": {"head_dim": 192, "heads": 16, "window": 4096, "cap": 50.0},
     "fp8-dim-256-window-cap": {"kv_dtype": FP8, "head_dim": 256, "heads": 16, "window": 4096, "cap": 50.0},
+    "dim-512": {"head_dim": 512, "heads": 16, "kv_heads": 2},
+    "dim-512-page-128-window-cap": {
+        "head_dim": 512,
+        "heads": 8,
+        "kv_heads": 1,
+        "page_size": 128,
+        "window": 1024,
+        "cap": 50.0,
+    },
+    "fp8-dim-512-ratio-16-window": {"kv_dtype": FP8, "head_dim": 512, "heads": 32, "kv_heads": 2, "window": 1024},
     "float32": {"dtype": "float32", "heads": 8, "kv_heads": 2},
     "fp8-everything": {"kv_dtype": FP8, "window": 100, "sinks": True, "cap": 30.0},
 }
 CASES = [("tpu-v6e", variant) for variant in VARIANTS] + [
     (target, variant)
     for target in ("tpu-v5e", "tpu-v7")
-    for variant in ("decode", "dim-128-everything", "dim-192-window-cap", "dim-256-window-cap", "fp8-everything")
+    for variant in (
+        "decode",
+        "dim-128-everything",
+        "dim-192-window-cap",
+        "dim-256-window-cap",
+        "dim-512",
+        "fp8-everything",
+    )
 ]
 
 

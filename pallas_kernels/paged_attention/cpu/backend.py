@@ -32,7 +32,7 @@ from pallas_kernels.paged_attention.problem import KernelTarget, Problem
 from pallas_kernels.paged_attention.write import as_pool_dtype
 
 DTYPES = ("float32", "bfloat16")
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 # With at least this many chunks a thread, an item is all heads of a chunk, so that each head can prefetch the next.
 _SPARE_CHUNKS = 2

@@ -54,8 +54,8 @@ def refusal(problem: Problem, target: KernelTarget) -> str | None:
         return f"mosaic_tpu computes in {' and '.join(DTYPES)}, not in {problem.dtype.name}"
     if problem.kv_dtype.name not in DTYPES and not is_float8(problem.kv_dtype):
         return f"mosaic_tpu reads KV caches of {', '.join(DTYPES)} and float8_e4m3fn, not of {problem.kv_dtype.name}"
-    if problem.head_dim > 256:
-        return f"mosaic_tpu takes heads of up to 256, not of {problem.head_dim}"
+    if problem.head_dim > 512:
+        return f"mosaic_tpu takes heads of up to 512, not of {problem.head_dim}"
     if problem.heads % problem.kv_heads or problem.heads // problem.kv_heads > MAX_GROUP:
         return f"mosaic_tpu takes up to {MAX_GROUP} query heads a KV head, not {problem.heads} for {problem.kv_heads}"
     if problem.page_size % 16 or problem.page_size & (problem.page_size - 1):
