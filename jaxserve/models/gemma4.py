@@ -52,7 +52,8 @@ class Config(ModelConfig):
     """The config of the family; `num_kv_heads`, `head_dim` and `local_rope` are those of layers with a window.
 
     The last `num_reusing_layers` use the keys and values of the last earlier layer that has the same window.
-    `per_layer_dim` is the size of the vectors that each layer has for tokens; 0 if there are none.
+    `per_layer_dim` is the size of the vectors that each layer has for tokens, 0 if there are none; their table has
+    `per_layer_rows`.
     """
 
     norm_eps: float
@@ -64,6 +65,7 @@ class Config(ModelConfig):
     num_reusing_layers: int
     reusing_mlp_size: int
     per_layer_dim: int
+    per_layer_rows: int
     attention_bias: bool
     logit_cap: float | None
 
@@ -154,7 +156,10 @@ def parse(fields: Fields) -> Config:
             f"{fields.where}: num_attention_heads={sizes['num_heads']} is not a multiple of "
             f"num_global_key_value_heads={full_kv_heads}"
         )
-    refuse(fields, vocab_size_per_layer_input=sizes["vocab_size"])
+    rows, least = fields.integer("vocab_size_per_layer_input", WIDTH, 262_144), sizes["vocab_size"]
+    per_layer_dim = fields.integer("hidden_size_per_layer_input", Range(0, WIDTH.most), 0 if unified else 256)
+    if per_layer_dim and rows < least:
+        raise fields.error("vocab_size_per_layer_input", f"at least vocab_size={least}")
     if full_head_dim % 2:
         raise ConfigError(f"{fields.where}: global_head_dim={full_head_dim} is odd: rotation needs pairs")
     ropes = fields.object("rope_parameters") or _ROPES
@@ -172,7 +177,8 @@ def parse(fields: Fields) -> Config:
         keys_as_values=fields.boolean("attention_k_eq_v", False),
         num_reusing_layers=_reusing_layers(fields, windows),
         reusing_mlp_size=sizes["intermediate_size"] * (2 if wide else 1),
-        per_layer_dim=fields.integer("hidden_size_per_layer_input", Range(0, WIDTH.most), 0 if unified else 256),
+        per_layer_dim=per_layer_dim,
+        per_layer_rows=rows if per_layer_dim else 0,
         attention_bias=fields.boolean("attention_bias", False),
         logit_cap=gemma.read_cap(fields, "final_logit_softcapping"),
         windows=windows,
@@ -250,7 +256,7 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
 
     def layer_vectors(width: int) -> LayerVectorParams:
         return LayerVectorParams(
-            embedding=declare.embedding("model.embed_tokens_per_layer.weight", width=width),
+            embedding=declare.embedding("model.embed_tokens_per_layer.weight", (config.per_layer_rows, width)),
             projection=declare.matrix("model.per_layer_model_projection.weight", width, dim),
             norm=declare.wide_norm("model.per_layer_projection_norm.weight", size),
         )

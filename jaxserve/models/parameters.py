@@ -47,14 +47,14 @@ class ParamSpecs:
         self._config = config
         self._dtype = dtype
 
-    def embedding(self, name: str = "model.embed_tokens.weight", *, inputs: int = 0, width: int | None = None) -> Any:
-        """Return the embedding `[vocabulary, width]`, by default of the model's width; with `inputs=1`, a head."""
-        config = self._config
-        width = width or config.hidden_size
-        padding = config.padded_vocab_size - config.vocab_size
-        parts = (TensorPart(name, (config.vocab_size, width), (0, 0)),)
-        dims = (config.padded_vocab_size, "vocab"), (width, None)
-        return self._spec(*dims, padding=padding, inputs=inputs, parts=parts)
+    def embedding(
+        self, name: str = "model.embed_tokens.weight", size: tuple[int, int] | None = None, *, inputs: int = 0
+    ) -> Any:
+        """Return the embedding `[vocabulary, dim]`, or a table of another `size`; with `inputs=1`, an untied head."""
+        rows, dim = size or (self._config.vocab_size, self._config.hidden_size)
+        padding = -rows % self._config.shards
+        parts = (TensorPart(name, (rows, dim), (0, 0)),)
+        return self._spec((rows + padding, "vocab"), (dim, None), padding=padding, inputs=inputs, parts=parts)
 
     def head(self) -> Any:
         """Return the head `[vocabulary, dim]`, None if it is tied to the embedding."""
