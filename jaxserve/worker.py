@@ -306,7 +306,7 @@ def _make_loop(
         policy=config.schedule_policy,
         conservativeness=config.schedule_conservativeness,
         prefix_cache=not config.disable_radix_cache,
-        num_host_pages=num_host_pages[0] if num_host_pages else 0,
+        num_host_pages=num_host_pages,
         host_write_policy=config.hicache_write_policy,
     )
     return EngineLoop(
