@@ -44,7 +44,8 @@ def test_a_layer_with_a_window_reads_only_its_window() -> None:
     gemma = parse_model_config(
         {
             **CONFIG, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "sliding_window": 512,
-            "sliding_window_pattern": 2, "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16, "max_position_embeddings": 4096,
+            "sliding_window_pattern": 2, "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16,
+            "max_position_embeddings": 4096,
         }
     )  # fmt: skip
     for options in ({}, {"disable_hybrid_swa_memory": True}):
