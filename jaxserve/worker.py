@@ -259,15 +259,14 @@ def _kv_groups(deployment: Deployment) -> tuple[KVGroup, ...]:
 
 def _log_kv_groups(groups: Sequence[KVGroup], page_size: int) -> None:
     """Log the layers and the tokens of each KV group, if there are several."""
-    if len(groups) > 1:
-        kinds = ("full" if group.window is None else f"with a window of {group.window}" for group in groups)
-        logger.info(
-            "KV groups: %s",
-            "; ".join(
-                f"{group.num_layers} {'layer' if group.num_layers == 1 else 'layers'} {kind}, {group.num_pages * page_size} tokens"
-                for group, kind in zip(groups, kinds)
-            ),
-        )
+    if len(groups) < 2:
+        return
+    found = []
+    for group in groups:
+        layers = f"{group.num_layers} layer{'' if group.num_layers == 1 else 's'}"
+        kind = "full" if group.window is None else f"with a window of {group.window}"
+        found.append(f"{layers} {kind}, {group.num_pages * page_size} tokens")
+    logger.info("KV groups: %s", "; ".join(found))
 
 
 def _mesh_prefix(deployment: Deployment) -> str:
