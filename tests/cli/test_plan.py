@@ -104,7 +104,7 @@ def test_layers_with_windows_leave_room_for_more_tokens(tmp_path: Path, capsys: 
     assert (
         f"KV pool of 52 layers with a window of 1,024  {window['bytes_per_token'] * window['tokens'] / GIB:.2f}" in text
     )
-    assert "80.0 KiB (10 layers), 416.0 KiB (52 layers with a window of 1,024) a token" in text
+    assert "a token: 80.0 KiB of 10 layers, 416.0 KiB of 52 layers with a window of 1,024" in text
 
 
 @pytest.mark.parametrize("mode", ["replicas", "mesh"])
@@ -138,7 +138,15 @@ def test_a_context_that_is_cut_is_told_with_what_would_hold_it(llama: str, capsy
 def test_the_text_says_it_all(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", llama, "--target", "nvidia-l40s", "--max-running-requests", "32"]) == 0
     text = capsys.readouterr().out
-    for part in ("weights", "14.96", "estimated", "KV pool", "128.0 KiB a token", "32 requests", "362 TFLOP/s"):
+    for part in (
+        "weights",
+        "14.96",
+        "estimated",
+        "KV pool",
+        "a token: 128.0 KiB of 32 layers",
+        "32 requests",
+        "362 TFLOP/s",
+    ):
         assert part in text
     assert main(["plan", llama, "--target", "nvidia-l4"]) == 0
     assert "doesn't fit: a request of 131,072 tokens" in capsys.readouterr().out
