@@ -22,13 +22,15 @@ from pallas_kernels.paged_attention import Backend, paged_attention, qkv_attenti
 class AttentionParams:
     """The attention weights of one layer.
 
-    `qkv` stores each KV head together with its group of query heads, so that shards are split by KV head. `q_norm` and
-    `k_norm` are the weights of norms of each head, or, with a dimension of heads, of one norm of all heads.
+    `qkv` stores each KV head together with its group of query heads, so that shards are split by KV head. `rows` are
+    the query heads, then the key and the value; without the value if keys are values too, without either if the layer
+    reuses those of an earlier one. `q_norm` and `k_norm` are the weights of norms of each head, or, with a dimension of
+    heads, of one norm of all heads.
     """
 
-    qkv: Float[Array, "kv_heads group_plus_2 head_dim dim"] | PackedWeight
+    qkv: Float[Array, "kv_heads rows head_dim dim"] | PackedWeight
     output: Float[Array, "dim kv_heads group head_dim"] | PackedWeight
-    qkv_bias: Float[Array, "kv_heads group_plus_2 head_dim"] | None
+    qkv_bias: Float[Array, "kv_heads rows head_dim"] | None
     output_bias: Float[Array, " dim"] | None
     q_norm: Float[Array, " head_dim"] | Float[Array, "kv_heads group head_dim"] | None
     k_norm: Float[Array, " head_dim"] | Float[Array, "kv_heads 1 head_dim"] | None
@@ -38,7 +40,9 @@ class AttentionParams:
 class AttentionSettings:
     """The static settings of an attention layer; layers with equal settings share a trace.
 
-    `scale` multiplies the products of queries and keys; None is one over the root of the head size.
+    `scale` multiplies the products of queries and keys; None is one over the root of the head size. With
+    `norm_values`, each value is scaled to unit mean square. With `keys_as_values`, values are the products of the key
+    projection, before the norm and rotation of keys.
     """
 
     norm_eps: float
@@ -46,6 +50,8 @@ class AttentionSettings:
     window: int | None = None
     scale: float | None = None
     soft_cap: float | None = None
+    norm_values: bool = False
+    keys_as_values: bool = False
 
 
 @jax.named_scope("attention")
@@ -61,6 +67,7 @@ def self_attention(
 ) -> tuple[Float[Array, "tokens dim"], KVPools]:
     """Attend from the batch's tokens to their sequences, and write their keys and values to `kv`.
 
+    A layer that reuses the keys and values of an earlier one reads those of this step's tokens from `kv`, too.
     Without `rotation`, positions have no effect but by order. `query_scale` multiplies the rotated queries of a token.
     """
     kv_heads, rows, head_dim, _ = params.qkv.shape
@@ -76,13 +83,14 @@ def self_attention(
         "backend": settings.backend,
     }
     norms = None if params.q_norm is None or params.k_norm is None else (params.q_norm, params.k_norm)
-    if settings.backend.takes_qkv and (norms is None or norms[0].ndim == 1):
+    plain = not (layer.reuses or settings.norm_values or settings.keys_as_values)
+    if settings.backend.takes_qkv and plain and (norms is None or norms[0].ndim == 1):
         turns = None if rotation is None else (rotation[0][:, 0, 0], rotation[1][:, 0, 1])
         options |= {"eps": settings.norm_eps, "query_scale": query_scale}
         attended, pool = qkv_attention(linear(x, weight), bias, norms, turns, pool, index, *where, **options)
     else:
         heads = linear(x, weight, bias).reshape(len(x), kv_heads, rows, head_dim)
-        q, k, v = _heads(heads, norms, rotation, settings.norm_eps)
+        q, k, v = _heads(heads, params, rotation, settings, reuses=layer.reuses)
         if query_scale is not None:
             q *= query_scale[:, None, None].astype(q.dtype)
         attended, pool = paged_attention(q, k, v, pool, index, *where, **options)
@@ -91,39 +99,51 @@ def self_attention(
 
 
 def _heads(
-    qkv: Float[Array, "tokens kv_heads group_plus_2 head_dim"],
-    norms: tuple[Array, Array] | None,
+    qkv: Float[Array, "tokens kv_heads rows head_dim"],
+    params: AttentionParams,
     rotation: Rotation | None,
-    eps: float,
+    settings: AttentionSettings,
+    *,
+    reuses: bool,
 ) -> tuple[
     Float[Array, "tokens heads head_dim"],
-    Float[Array, "tokens kv_heads head_dim"],
-    Float[Array, "tokens kv_heads head_dim"],
+    Float[Array, "tokens kv_heads head_dim"] | None,
+    Float[Array, "tokens kv_heads head_dim"] | None,
 ]:
-    """Return normalized and rotated queries and keys, and values.
+    """Return normalized and rotated queries and keys, and values; no keys and values if the layer `reuses` others.
 
     Queries and keys are normalized and rotated as one array: half the kernels, the same numbers.
     """
     tokens, kv_heads, rows, head_dim = qkv.shape
-    group = rows - 2
-    qk = qkv[:, :, : group + 1]
-    if norms is not None:
-        qk = _normed(qk, *norms, eps)
+    keys = 0 if reuses else 1
+    group = rows if reuses else rows - (1 if settings.keys_as_values else 2)
+    qk = qkv[:, :, : group + keys]
+    if params.q_norm is not None:
+        qk = _normed(qk, params.q_norm, params.k_norm, settings.norm_eps)
     if rotation is not None:
-        qk = rotate(qk.reshape(tokens, kv_heads * (group + 1), head_dim), *rotation)
-        qk = qk.reshape(tokens, kv_heads, group + 1, head_dim)
-    return qk[:, :, :group].reshape(tokens, kv_heads * group, head_dim), qk[:, :, group], qkv[:, :, group + 1]
+        qk = rotate(qk.reshape(tokens, kv_heads * (group + keys), head_dim), *rotation)
+        qk = qk.reshape(tokens, kv_heads, group + keys, head_dim)
+    q = qk[:, :, :group].reshape(tokens, kv_heads * group, head_dim)
+    if reuses:
+        return q, None, None
+    v = qkv[:, :, -1]
+    if settings.norm_values:
+        v = rms_norm(v, jnp.ones(head_dim, jnp.float32), settings.norm_eps)
+    return q, qk[:, :, group], v
 
 
 def _normed(
-    qk: Float[Array, "tokens kv_heads group_plus_1 head_dim"], q_norm: Array, k_norm: Array, eps: float
-) -> Float[Array, "tokens kv_heads group_plus_1 head_dim"]:
-    """Normalize each head, or all queries and all keys of a token if the norms have a dimension of heads."""
+    qk: Float[Array, "tokens kv_heads rows head_dim"], q_norm: Array, k_norm: Array | None, eps: float
+) -> Float[Array, "tokens kv_heads rows head_dim"]:
+    """Normalize each head, or all queries and all keys of a token if the norms have a dimension of heads.
+
+    Without `k_norm`, there are no keys.
+    """
     if q_norm.ndim == 1:
+        if k_norm is None:
+            return rms_norm(qk, q_norm, eps)
         group = qk.shape[2] - 1
         return rms_norm(qk, jnp.concatenate([jnp.tile(q_norm, (group, 1)), k_norm[None]]), eps)
-    q, k = (
-        rms_norm_of_shards(x.reshape(len(x), -1), norm.reshape(-1), eps).reshape(x.shape)
-        for x, norm in ((qk[:, :, :-1], q_norm), (qk[:, :, -1:], k_norm))
-    )
-    return jnp.concatenate([q, k], axis=2)
+    parts = [(qk, q_norm)] if k_norm is None else [(qk[:, :, :-1], q_norm), (qk[:, :, -1:], k_norm)]
+    normed = [rms_norm_of_shards(x.reshape(len(x), -1), norm.reshape(-1), eps).reshape(x.shape) for x, norm in parts]
+    return jnp.concatenate(normed, axis=2)

@@ -13,8 +13,8 @@ from pallas_kernels.paged_attention.layout import PagedKV
 
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"] | None,
+    v: Float[Array, "tokens kv_heads head_dim"] | None,
     kv: PagedKV,
     layer: int | Int[Array, ""],
     page_table: Int[Array, "rows max_pages"],
@@ -38,6 +38,8 @@ def paged_attention(
     they are not written. Page ids are local to the layer: page p of layer l is entry `l * pages + p` of the pool.
     Contents of pages that `page_table` names beyond a row's own pages are never used and may be NaN. So may tokens
     before the windows of all queries of a row, though their entries are page ids as well.
+
+    Without `k` and `v`, the pool has the new tokens already and is only read: another layer of this step wrote them.
 
     `window` is the number of positions a query sees, including its own. `soft_cap` bounds logits by
     `cap * tanh(x / cap)`. `sinks` adds a logit per head to the softmax's denominator. `decode_only` promises that every

@@ -54,8 +54,8 @@ def refusal(problem: Problem, target: KernelTarget) -> str | None:
 
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"] | None,
+    v: Float[Array, "tokens kv_heads head_dim"] | None,
     kv: PagedKV,
     layer: int | Int[Array, ""],
     page_table: Int[Array, "rows max_pages"],
@@ -74,9 +74,10 @@ def paged_attention(
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute `api.paged_attention`, in the same way on every target."""
     tokens, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
+    kv_heads = kv.num_kv_heads
     group = heads // kv_heads
-    kv = write_kv(k, v, kv, layer, page_table, query_starts, kv_lens, num_seqs)
+    if k is not None and v is not None:
+        kv = write_kv(k, v, kv, layer, page_table, query_starts, kv_lens, num_seqs)
     sink_logits = None if sinks is None else sinks.reshape(kv_heads, group)
     kv_scales = None if kv.scales is None else kv.scales[:, layer]
     options = _Options(scale, window, soft_cap, sink_logits, kv_scales)
@@ -153,19 +154,34 @@ def _decode_rows(
     state: _RunningSoftmax,
     options: _Options,
 ) -> Float[Array, "rows kv_heads group head_dim"]:
-    """Compute decodes from page `first` on; `state` is the softmax over the pages before it."""
+    """Compute decodes from page `first` on; `state` is the softmax over the pages before it.
+
+    With a window, each row begins at the first page that it sees instead.
+    """
     rows, kv_heads, group, head_dim = q.shape
     queries = q.reshape(rows * kv_heads, group, head_dim).astype(jnp.float32) * options.scale
     gather = functools.partial(_gather, kv, options.kv_scales, queries.dtype, head_dim)
     per_block = _decode_pages(kv.page_size, rows=rows)
     block = per_block * kv.page_size
-    if options.window is not None:
-        first = jnp.min(jnp.where(lens > 0, jnp.maximum(lens - options.window, 0), 2**31 - 1)) // kv.page_size
+
+    if options.window is None:
+        blocks = (jnp.max(lens) - first * kv.page_size + block - 1) // block
+    else:
+        first = jnp.maximum(lens - options.window, 0) // kv.page_size
+        blocks = (jnp.max(lens - first * kv.page_size) + block - 1) // block
+
+    def pages(i: Array) -> tuple[Array, Array]:
+        """Return the entries of block `i` and their positions; both by row with a window."""
+        if options.window is None:
+            page = first + i * per_block
+            entries = lax.dynamic_slice_in_dim(table, page, per_block, axis=1)
+        else:
+            page = first[:, None] + i * per_block
+            entries = jnp.take_along_axis(table, page + jnp.arange(per_block, dtype=jnp.int32), axis=1, mode="clip")
+        return entries, page * kv.page_size + jnp.arange(block, dtype=jnp.int32)
 
     def body(i: Array, state: _RunningSoftmax) -> _RunningSoftmax:
-        page = first + i * per_block
-        entries = lax.dynamic_slice_in_dim(table, page, per_block, axis=1)
-        position = page * kv.page_size + jnp.arange(block, dtype=jnp.int32)
+        entries, position = pages(i)
         seen = position < lens[:, None]
         if options.window is not None:
             seen &= position >= lens[:, None] - options.window
@@ -175,7 +191,6 @@ def _decode_rows(
         logits = jnp.einsum("rgd,rtd->rgt", queries, keys)
         return _advance(state, _cap(logits, options), seen[:, None], values, "rgt,rtd->rgd")
 
-    blocks = (jnp.max(lens) - first * kv.page_size + block - 1) // block
     start = jax.tree.map(lambda x: x.reshape(rows * kv_heads, *x.shape[2:]), state)
     state = lax.fori_loop(0, blocks, body, start)
     sinks = None if options.sinks is None else jnp.tile(options.sinks, (rows, 1))

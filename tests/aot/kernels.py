@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -38,9 +39,13 @@ def compile_attention(
     cap: float | None = None,
     sinks: bool = False,
     decode_only: bool = False,
+    reuses: bool = False,
     compiler_options: dict[str, Any] | None = None,
 ) -> Any:
-    """Return the compiled attention of one layer over a pool of `POOL_BYTES`, which is donated."""
+    """Return the compiled attention of one layer over a pool of `POOL_BYTES`, which is donated.
+
+    With `reuses`, a second layer reads the keys and values of the first one, and a third one writes its own.
+    """
     problem = Problem(heads, kv_heads, head_dim, page_size, jnp.dtype(dtype), jnp.dtype(kv_dtype or dtype))
     backend = choose_backend(target_of(mesh.devices.flat[0]), problem, backend_name)
 
@@ -50,7 +55,12 @@ def compile_attention(
     def attention(kv: PagedKV, sinks: jax.Array | None, *arrays: jax.Array) -> Any:
         q, k, v, *rest = arrays
         options = {"window": window, "soft_cap": cap, "sinks": sinks, "decode_only": decode_only, "backend": backend}
-        return paged_attention(q, k, v, kv, 1, *rest, scale=head_dim**-0.5, **options)
+        attend = functools.partial(paged_attention, scale=head_dim**-0.5, **options)
+        q, kv = attend(q, k, v, kv, 1, *rest)
+        if reuses:
+            q, kv = attend(q, None, None, kv, 1, *rest)
+            q, kv = attend(q, q[:, :kv_heads], q[:, :kv_heads], kv, 0, *rest)
+        return q, kv
 
     sizes = {"num_layers": LAYERS, "page_size": page_size, "num_kv_heads": kv_heads, "head_dim": head_dim}
     form = {"dtype": problem.kv_dtype, "platform": backend.kv_platform}

@@ -34,6 +34,7 @@ SYSTEM_SHARED_BYTES = 1024
 REFUSE_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "decode": {"decode_only": True},
+    "reuses": {"reuses": True},
     "dim-64": {"head_dim": 64},
     "dim-80-mha-window-page-32": {"head_dim": 80, "heads": 32, "kv_heads": 32, "page_size": 32, "window": 100},
     "dim-96-sinks-cap-page-64": {
@@ -50,6 +51,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dim-192-7-to-1": {"head_dim": 192, "heads": 14, "kv_heads": 2},
     "dim-192-window-cap": {"head_dim": 192, "heads": 16, "window": 4096, "cap": 50.0},
     "fp8-dim-256-window-cap": {"kv_dtype": FP8, "head_dim": 256, "heads": 16, "window": 4096, "cap": 50.0},
+    "dim-512-ratio-8": {"head_dim": 512, "heads": 16, "kv_heads": 2},
+    "dim-512-ratio-16-window-cap": {"head_dim": 512, "heads": 16, "kv_heads": 1, "window": 1024, "cap": 50.0},
+    "dim-320-7-to-1": {"head_dim": 320, "heads": 14, "kv_heads": 2},
+    "fp8-dim-512-everything": {
+        "kv_dtype": FP8,
+        "head_dim": 512,
+        "heads": 8,
+        "kv_heads": 4,
+        "page_size": 64,
+        "window": 1024,
+        "sinks": True,
+        "cap": 50.0,
+    },
+    "float32-dim-512": {"dtype": "float32", "head_dim": 512, "heads": 8, "kv_heads": 1},
     "float32": {"dtype": "float32"},
     "fp8-dim-256": {"kv_dtype": FP8, "head_dim": 256},
     "fp8-dim-64-everything": {"kv_dtype": FP8, "head_dim": 64, "window": 100, "sinks": True, "cap": 30.0},
@@ -57,7 +72,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 QUICK = {
-    "nvidia-h200": ("decode", "dim-96-sinks-cap-page-64", "dim-128-everything", "fp8-dim-64-everything"),
+    "nvidia-h200": (
+        "decode",
+        "reuses",
+        "dim-96-sinks-cap-page-64",
+        "dim-128-everything",
+        "dim-512-ratio-8",
+        "fp8-dim-64-everything",
+    ),
     "nvidia-a100-80": ("decode", "dim-192-7-to-1", "fp8-dim-256"),
     "nvidia-l4": ("dim-128-everything", "dim-256-window-cap"),
     "nvidia-b200": ("dim-256-ratio-16-page-128",),

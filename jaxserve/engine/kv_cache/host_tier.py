@@ -5,8 +5,8 @@ loads, then the step. So the plan that saves a page may reuse it, and the plan t
 cache owns the tree; this module never touches memory.
 
 `write_through` saves pages in the plan that follows the one that computes them: eviction is immediate, but pages occupy
-both memories. `write_back` saves pages when they are evicted: the two memories hold different pages. Pages of windows
-are saved with the whole node then; those that are evicted before it are lost.
+both memories. `write_back` saves pages when they are evicted: the two memories hold different pages. Of a window group
+it saves the last window of a node.
 """
 
 from __future__ import annotations
@@ -94,12 +94,19 @@ class HostTier:
             end = len(pages) - len(saved)
             if end > 0:
                 window.use(saved)  # to make room, others are evicted
-                slots = window.allocate_some(end)
+                count = min(end, window.num_available)
+                window.make_room(count)
+                slots = window.allocate(count)
                 self._saves.update(
                     ((group + 1, slot), page) for slot, page in zip(slots, pages[end - len(slots) : end])
                 )
                 window.prepend(node, slots)
                 window.release(slots + saved)
+
+    def save_evicted_window(self, node: RadixNode) -> None:
+        """Save the window pages of `node` before it loses some, unless all were saved when they were computed."""
+        if not self._writes_through:
+            self.save_windows(node)
 
     def load(self, node: RadixNode) -> None:
         """Load the copies of `node`, which was host-only, into its pages."""

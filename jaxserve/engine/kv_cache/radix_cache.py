@@ -3,7 +3,7 @@
 It owns the pages of computed sequences that may be used again. A running request locks the path to the node that ends
 its cached prefix. Unlocked nodes can be evicted, the least recently used leaves first. An evicted node that the host
 tier has a copy of stays in the tree without pages; it is loaded into new pages when a request needs it. The cache takes
-pages over from requests and returns them to the pool; it never allocates. It knows no requests, only nodes.
+pages over from requests and returns them to the pool. It knows no requests, only nodes.
 
 This holds for the first KV group, which keeps whole sequences. Of the groups with a window, a node has pages for the
 end of its run, and a prefix is found only as far as the pages of a window before its end are there. A request counts as
@@ -114,13 +114,18 @@ class RadixCache:
                 self.windows[group].release(part.pages)
                 self.tier.release_window(group, part.slots)
 
+    def allocate_window(self, group: int, count: int) -> list[int]:
+        """Take pages of a window group for a request, evicting cached ones if needed; they are available."""
+        self.windows[group].make_room(count, self.tier.save_evicted_window)
+        return self.windows[group].allocate(count)
+
     def load_windows(self, held: Sequence[HeldWindow]) -> list[WindowRun]:
         """Load the pages that are only in host memory, and return all pages of each window; they are available."""
         runs = []
         for group, one in enumerate(held):
             pages: list[int] = []
             for part in one.parts:
-                loaded = self.windows[group].allocate(len(part.slots))
+                loaded = self.allocate_window(group, len(part.slots))
                 self.windows[group].prepend(part.node, loaded)
                 self.tier.load_window(group, part.slots, loaded)
                 pages += loaded + part.pages

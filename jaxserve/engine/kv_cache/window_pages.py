@@ -10,7 +10,7 @@ same holds for copies in host memory, which requests use only while they are loa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from jaxserve.engine.kv_cache.page_pool import PagePool
@@ -65,17 +65,11 @@ class WindowPages:
         return node.windows[self._index]
 
     def allocate(self, count: int) -> list[int]:
-        """Take pages for a request, evicting cached ones if needed; the caller makes sure that they are available."""
-        if count > self._pool.num_free:
-            self._evict(count - self._pool.num_free)
+        """Take free pages for a request; the caller makes sure that there are enough."""
         pages = self._pool.allocate(count)
         for page in pages:
             self._users[page] = 1
         return pages
-
-    def allocate_some(self, count: int) -> list[int]:
-        """Take at most `count` pages: as many as are available."""
-        return self.allocate(min(count, self.num_available))
 
     def use(self, pages: Iterable[int]) -> None:
         """Count one more request that uses these cached pages."""
@@ -159,13 +153,17 @@ class WindowPages:
                 self._pool.release((page,))
         del pages[part]
 
-    def _evict(self, count: int) -> None:
-        """Free `count` cached pages that no request uses."""
-        enough = self._pool.num_free + count
-        while (missing := enough - self._pool.num_free) > 0:
+    def make_room(self, count: int, save: Callable[[RadixNode], None] | None = None) -> None:
+        """Evict cached pages that no request uses until `count` pages are free; so many are available.
+
+        `save` is called before a node loses pages of its last window.
+        """
+        while (missing := count - self._pool.num_free) > 0:
             if node := self._inner.pop():
                 most = min(missing, len(self.of(node)) - self.last_pages)
             elif node := self._evictable.pop():
+                if save is not None:
+                    save(node)
                 most = min(missing, len(self.of(node)))
             else:
                 # Pages that a request has just given to the node come before those that it had.

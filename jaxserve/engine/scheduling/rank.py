@@ -131,7 +131,7 @@ class Rank:
             return (tuple(new),)
         # The step of this plan neither reads what is given up here nor minds that another request writes it.
         self.give_up_passed(request)
-        added = [window.allocate(count) for window in self.windows]
+        added = [self.cache.allocate_window(group, count) for group in range(len(self.windows))]
         for held, more in zip(request.pages[1:], added):
             held += more
         return (tuple(new), *map(tuple, added))

@@ -32,7 +32,7 @@ from pallas_kernels.paged_attention.problem import KernelTarget, Problem
 from pallas_kernels.paged_attention.write import as_pool_dtype
 
 DTYPES = ("float32", "bfloat16")
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 # With at least this many chunks a thread, an item is all heads of a chunk, so that each head can prefetch the next.
 _SPARE_CHUNKS = 2
@@ -56,8 +56,8 @@ def refusal(problem: Problem, target: KernelTarget) -> str | None:
 
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"] | None,
+    v: Float[Array, "tokens kv_heads head_dim"] | None,
     kv: PagedKV,
     layer: int | Int[Array, ""],
     page_table: Int[Array, "rows max_pages"],
@@ -77,7 +77,7 @@ def paged_attention(
     """Compute `api.paged_attention`."""
     assert kv.scales is None
     facts = CpuAttention(
-        group=q.shape[1] // k.shape[1],
+        group=q.shape[1] // kv.num_kv_heads,
         head_dim=q.shape[2],
         page_size=kv.page_size,
         dtype=q.dtype.name,
@@ -87,21 +87,22 @@ def paged_attention(
         soft_cap=soft_cap,
         sinks=sinks is not None,
         decode_only=decode_only,
+        writes=k is not None,
     )
     integers = (layer * kv.num_pages, page_table, query_starts, kv_lens, num_decodes, num_seqs)
     # Without the barrier, XLA copies a pool that the program has reshaped before.
     keys, values = lax.optimization_barrier((kv.keys, kv.values))
+    new = () if k is None or v is None else (as_pool_dtype(k, kv, layer, 0), as_pool_dtype(v, kv, layer, 1))
     out, keys, values = cpu.call(
         PagedAttention(facts),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, kv.keys, kv.values)],
         q,
-        as_pool_dtype(k, kv, layer, 0),
-        as_pool_dtype(v, kv, layer, 1),
         keys,
         values,
         *(jnp.asarray(x, jnp.int32) for x in integers),
+        *new,
         *(() if sinks is None else (sinks.astype(jnp.float32),)),
-        in_place={3: 1, 4: 2},
+        in_place={1: 1, 2: 2},
     )
     return out, kv.with_pools((keys, values))
 
@@ -119,12 +120,14 @@ class PagedAttention:
 
     def write(self, module: Module, features: frozenset[str]) -> None:
         """See `cpu.Kernel`."""
-        handler(module, self.name, 11 + self.facts.sinks, 3, lambda call: _write_call(call, self.facts, features))
+        count = 9 + 2 * self.facts.writes + self.facts.sinks
+        handler(module, self.name, count, 3, lambda call: _write_call(call, self.facts, features))
 
 
 def _write_call(call: Call, facts: CpuAttention, features: frozenset[str]) -> None:
     f = call.function
-    q, k, v, _, _, first_entry, page_table, query_starts, kv_lens, num_decodes, num_seqs, *sinks = call.arguments
+    q, _, _, first_entry, page_table, query_starts, kv_lens, num_decodes, num_seqs, *more = call.arguments
+    sinks = more[2:] if facts.writes else more
     out, keys, values = call.results
     null = f.constant(PTR, 0)
     num_seqs_now = int_at(f, num_seqs.data, f.constant(I64, 0))
@@ -147,7 +150,8 @@ def _write_call(call: Call, facts: CpuAttention, features: frozenset[str]) -> No
         first_entry=int_at(f, first_entry.data, f.constant(I64, 0)),
         max_pages=page_table.dim(1),
     )
-    _write_kv(f, shared, num_seqs_now, k.data, v.data, facts)
+    if facts.writes:
+        _write_kv(f, shared, num_seqs_now, more[0].data, more[1].data, facts)
     _clear_padding(f, shared, num_seqs_now, q.dim(0), facts)
     _share_work(call, shared, num_seqs_now, facts, features)
 

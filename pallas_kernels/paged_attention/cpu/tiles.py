@@ -20,7 +20,7 @@ TASK_BYTES = 32
 
 @dataclasses.dataclass(frozen=True)
 class CpuAttention:
-    """The static facts of a call. Dtypes are numpy's names."""
+    """The static facts of a call, which `writes` new tokens or only reads. Dtypes are numpy's names."""
 
     group: int
     head_dim: int
@@ -32,6 +32,7 @@ class CpuAttention:
     soft_cap: float | None
     sinks: bool
     decode_only: bool
+    writes: bool
 
     @property
     def name(self) -> str:

@@ -66,8 +66,8 @@ def refusal(problem: Problem, target: KernelTarget) -> str | None:
 
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"] | None,
+    v: Float[Array, "tokens kv_heads head_dim"] | None,
     kv: PagedKV,
     layer: int | Int[Array, ""],
     page_table: Int[Array, "rows max_pages"],
@@ -85,7 +85,8 @@ def paged_attention(
     interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute `api.paged_attention`."""
-    kv = write_kv(k, v, kv, layer, page_table, query_starts, kv_lens, num_seqs)
+    if k is not None and v is not None:
+        kv = write_kv(k, v, kv, layer, page_table, query_starts, kv_lens, num_seqs)
     rows = page_table, query_starts, kv_lens, num_decodes, num_seqs
     options: dict[str, Any] = {
         "scale": scale,

@@ -54,8 +54,8 @@ def refusal(problem: Problem, target: KernelTarget) -> str | None:
         return f"mosaic_tpu computes in {' and '.join(DTYPES)}, not in {problem.dtype.name}"
     if problem.kv_dtype.name not in DTYPES and not is_float8(problem.kv_dtype):
         return f"mosaic_tpu reads KV caches of {', '.join(DTYPES)} and float8_e4m3fn, not of {problem.kv_dtype.name}"
-    if problem.head_dim > 256:
-        return f"mosaic_tpu takes heads of up to 256, not of {problem.head_dim}"
+    if problem.head_dim > 512:
+        return f"mosaic_tpu takes heads of up to 512, not of {problem.head_dim}"
     if problem.heads % problem.kv_heads or problem.heads // problem.kv_heads > MAX_GROUP:
         return f"mosaic_tpu takes up to {MAX_GROUP} query heads a KV head, not {problem.heads} for {problem.kv_heads}"
     if problem.page_size % 16 or problem.page_size & (problem.page_size - 1):
@@ -73,8 +73,8 @@ def refusal(problem: Problem, target: KernelTarget) -> str | None:
 
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"] | None,
+    v: Float[Array, "tokens kv_heads head_dim"] | None,
     kv: PagedKV,
     layer: int | Int[Array, ""],
     page_table: Int[Array, "rows max_pages"],
@@ -99,13 +99,26 @@ def paged_attention(
     problem = Problem(heads, kv_heads, head_dim, kv.page_size, q.dtype, kv.keys.dtype)
     unit = min(kv.page_size, 32 // kv.keys.dtype.itemsize)
     attention = TpuAttention(
-        kv_heads, group, lanes, kv.page_size, unit, q.dtype, kv.keys.dtype, kv.joined, scale, window, soft_cap
+        kv_heads=kv_heads,
+        group=group,
+        lanes=lanes,
+        page_size=kv.page_size,
+        unit=unit,
+        dtype=q.dtype,
+        kv_dtype=kv.keys.dtype,
+        joined=kv.joined,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        writes=k is not None,
     )
     decode = block_sizes(attention, problem, target, queries=1)
     prefill = None if decode_only else block_sizes(attention, problem, target, queries=_tile_queries(tokens, attention))
 
     padding = 0 if prefill is None else prefill.queries
-    rows = as_pool_rows(as_pool_dtype(k, kv, layer, 0), as_pool_dtype(v, kv, layer, 1), kv)
+    rows: tuple[Array, ...] = ()
+    if k is not None and v is not None:
+        rows = as_pool_rows(as_pool_dtype(k, kv, layer, 0), as_pool_dtype(v, kv, layer, 1), kv)
     new = tuple(_padded(x, padding, lanes)[:, :, None].astype(new_dtype(attention.kv_dtype)) for x in rows)
     queries = _padded(q, padding, lanes).reshape(-1, kv_heads, group, lanes)
     tiles, tile_rows, tile_numbers = _tiles(query_starts, kv_lens, num_decodes, num_seqs, tokens, attention, prefill)

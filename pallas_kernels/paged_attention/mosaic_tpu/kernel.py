@@ -92,7 +92,8 @@ class _TileLoop:
 
         copies.inputs(tile, wait)
         self._each_heads(lambda heads: self._begin(tile, heads))
-        self._each_heads(lambda heads: self._merge(tile, heads))
+        if self.attention.writes:
+            self._each_heads(lambda heads: self._merge(tile, heads))
         copies.writes(tile, start)
         self._each_heads(lambda heads: self._attend_own(tile, heads))
 

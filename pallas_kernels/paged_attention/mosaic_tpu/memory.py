@@ -27,7 +27,10 @@ Act = Callable[[Any], None]
 
 @dataclasses.dataclass(frozen=True)
 class TpuAttention:
-    """The static facts of a kernel. `unit` is the number of positions that can be written at a time."""
+    """The static facts of a kernel, which `writes` new tokens or only reads.
+
+    `unit` is the number of positions that can be written at a time.
+    """
 
     kv_heads: int
     group: int
@@ -40,6 +43,7 @@ class TpuAttention:
     scale: float
     window: int | None
     soft_cap: float | None
+    writes: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +56,11 @@ class LoopSizes:
 
 
 class KernelOperands(NamedTuple):
-    """The arrays that a kernel reads. `new` is one array if keys and values are joined, else two.
+    """The arrays that a kernel reads.
 
-    `counts` are decodes, tiles, and the layer's first entry. Small integers are in scalar memory, `scales` and `sinks`
-    in vector memory, the rest in HBM.
+    `new` is one array if keys and values are joined, else two, or none if the kernel only reads the pool. `counts` are
+    decodes, tiles, and the layer's first entry. Small integers are in scalar memory, `scales` and `sinks` in vector
+    memory, the rest in HBM.
     """
 
     counts: Ref
@@ -71,7 +76,7 @@ class KernelOperands(NamedTuple):
 
 
 class KernelResults(NamedTuple):
-    """The arrays that a kernel writes; `pools` has as many as `KernelOperands.new`."""
+    """The arrays that a kernel writes; `pools` has one if keys and values are joined, else two."""
 
     out: Ref
     pools: tuple[Ref, ...]
@@ -131,7 +136,7 @@ def scratch_types(attention: TpuAttention, sizes: LoopSizes, pages: int) -> Loop
     return LoopScratch(
         table=pltpu.SMEM((_TABLES, 1, pages), jnp.int32),
         q=queries,
-        new=(pltpu.VMEM((2, new_rows, heads, 1, lanes), new_dtype(attention.kv_dtype)),) * arrays,
+        new=(pltpu.VMEM((2, new_rows, heads, 1, lanes), new_dtype(attention.kv_dtype)),) * (arrays * attention.writes),
         own=(pltpu.VMEM((2, heads, own // attention.unit, attention.unit, lanes), attention.kv_dtype),) * arrays,
         past=(pltpu.VMEM((2, heads, sizes.pages, attention.page_size, lanes), attention.kv_dtype),) * arrays,
         out=queries,
@@ -216,6 +221,8 @@ class Copies:
         self._own(tile, lambda pool, own: act(self._copy(pool, own, done)))
 
     def writes(self, tile: Tile, act: Act) -> None:
+        if not self.attention.writes:
+            return
         done = self.scratch.writes_done.at[tile.number % 2]
         self._own(tile, lambda pool, own: act(self._copy(own, pool, done)))
 

@@ -67,8 +67,8 @@ def refusal(problem: Problem, target: KernelTarget) -> str | None:
             return f"an fp8 KV cache needs compute capability 8.9 (Ada) or newer, not {target.kind}"
     elif problem.kv_dtype.name not in DTYPES:
         return f"triton reads KV caches of {', '.join(DTYPES)} and float8_e4m3fn, not of {problem.kv_dtype.name}"
-    if not 16 <= problem.head_dim <= 256 or problem.head_dim % 8:
-        return f"triton takes heads of 16 to 256 in steps of 8, not of {problem.head_dim}"
+    if not 16 <= problem.head_dim <= 512 or problem.head_dim % 8:
+        return f"triton takes heads of 16 to 512 in steps of 8, not of {problem.head_dim}"
     if problem.heads % problem.kv_heads or problem.heads // problem.kv_heads > MAX_GROUP:
         return f"triton takes up to {MAX_GROUP} query heads a KV head, not {problem.heads} for {problem.kv_heads}"
     if problem.page_size & (problem.page_size - 1):
@@ -78,8 +78,8 @@ def refusal(problem: Problem, target: KernelTarget) -> str | None:
 
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"] | None,
+    v: Float[Array, "tokens kv_heads head_dim"] | None,
     kv: PagedKV,
     layer: int | Int[Array, ""],
     page_table: Int[Array, "rows max_pages"],
@@ -98,8 +98,11 @@ def paged_attention(
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute `api.paged_attention`."""
     attention = _facts(kv, q.shape[1], scale=scale, window=window, soft_cap=soft_cap)
-    slots = token_slots(len(q), kv.page_size, page_table, query_starts, kv_lens, num_seqs)
-    kv, arrivals = write(k, v, kv, jnp.full((1,), layer, jnp.int32), slots, attention, interpret=interpret)
+    if k is None or v is None:
+        arrivals = jnp.zeros((len(q), attention.kv_heads), jnp.int32)
+    else:
+        slots = token_slots(len(q), kv.page_size, page_table, query_starts, kv_lens, num_seqs)
+        kv, arrivals = write(k, v, kv, jnp.full((1,), layer, jnp.int32), slots, attention, interpret=interpret)
     rows = _Rows(page_table, query_starts, kv_lens, num_decodes, num_seqs)
     options: dict[str, Any] = {"decode_only": decode_only, "target": target, "interpret": interpret}
     return _attend(q, arrivals, kv, layer, rows, sinks, attention, **options)
@@ -188,8 +191,7 @@ def prefill_blocks_for(problem: Problem, target: KernelTarget) -> PrefillBlocks:
     """Return tuned block sizes or those of the rule."""
     sizes = tuned_blocks(target, "triton", "prefill", problem) or _prefill_sizes(problem, target)
     # Besides the sums of wide heads, queries take registers, or the masks of lanes and rows that only fill a tile.
-    padded = any(size < pl.next_power_of_2(size) for size in (problem.head_dim, problem.heads // problem.kv_heads))
-    masks_all = problem.head_dim > 128 and (padded or _queries_in_registers(target))
+    masks_all = problem.head_dim > 128 and (_is_padded(problem) or _queries_in_registers(target))
     return PrefillBlocks(masks_all=masks_all, programs=_programs(problem, target, sizes["num_warps"]), **sizes)
 
 
@@ -203,17 +205,18 @@ def _programs(problem: Problem, target: KernelTarget, num_warps: int, shared_byt
 
 def candidates(kind: str, problem: Problem, target: KernelTarget) -> list[dict[str, int]]:
     """Return the block sizes to time for the tuned table; those that don't compile on the device are skipped."""
+    block_qs, block_kvs = ((32, 64), (16, 32)) if problem.head_dim > 256 else ((64, 128), (32, 64, 128))
     if kind == "decode":
         return [
             {"block_kv": block_kv, "num_warps": num_warps, "num_stages": num_stages}
-            for block_kv in (32, 64, 128)
+            for block_kv in block_kvs
             for num_warps in (2, 4, 8)
             for num_stages in (3, 5, 7)
         ]
     return [
         {"block_q": block_q, "block_kv": block_kv, "num_warps": num_warps, "num_stages": num_stages}
-        for block_q in (64, 128)
-        for block_kv in (32, 64, 128)
+        for block_q in block_qs
+        for block_kv in block_kvs
         for num_warps in (4, 8)
         for num_stages in (3, 5)
     ]
@@ -228,7 +231,9 @@ def _decode_sizes(problem: Problem, target: KernelTarget) -> dict[str, int]:
     lanes, halved = pl.next_power_of_2(problem.head_dim), _small_shared_memory(target) or problem.dtype.itemsize == 4
     width = problem.kv_dtype.itemsize if lanes == 128 and not halved else problem.dtype.itemsize
     block_kv = (8 * 1024 if halved else 16 * 1024) // (lanes * width)
-    return {"block_kv": min(128, max(16, block_kv)), "num_warps": 4, "num_stages": 5}
+    # The smallest tiles of float32 are so large from heads of 512 that a small shared memory holds one of them.
+    stages = 3 if lanes * problem.kv_dtype.itemsize >= 2048 and _small_shared_memory(target) else 5
+    return {"block_kv": min(128, max(16, block_kv)), "num_warps": 4, "num_stages": stages}
 
 
 def _prefill_sizes(problem: Problem, target: KernelTarget) -> dict[str, int]:
@@ -236,6 +241,10 @@ def _prefill_sizes(problem: Problem, target: KernelTarget) -> dict[str, int]:
     lanes, capability = pl.next_power_of_2(problem.head_dim), target.capability or (9, 0)
     if problem.dtype.itemsize == 4:
         sizes = (32, 32, 8, 3) if lanes <= 64 else (16, 16, 4, 3)
+    elif lanes > 256:
+        # With 64 rows, the sums take half of all registers. The rest is too few for masks of padding, or for products
+        # as Hopper and later GPUs start them with so many rows.
+        sizes = (64, 16, 8, 3) if _queries_in_registers(target) and not _is_padded(problem) else (32, 32, 8, 3)
     elif _queries_in_registers(target):
         # Here fp8 is converted in registers, besides those of the queries.
         block_kv = (64 if lanes <= 64 else 32) // (2 if is_float8(problem.kv_dtype) else 1)
@@ -245,6 +254,12 @@ def _prefill_sizes(problem: Problem, target: KernelTarget) -> dict[str, int]:
     else:
         sizes = (128, 32, 8, 5) if capability < (10, 0) else (64, 32, 8, 3)
     return dict(zip(("block_q", "block_kv", "num_warps", "num_stages"), sizes, strict=True))
+
+
+def _is_padded(problem: Problem) -> bool:
+    """Return whether lanes of heads, or rows of a group, only fill a tile, as its sizes are powers of two."""
+    sizes = problem.head_dim, problem.heads // problem.kv_heads
+    return any(size < pl.next_power_of_2(size) for size in sizes)
 
 
 def _queries_in_registers(target: KernelTarget) -> bool:

@@ -105,7 +105,7 @@ def test_a_full_tier_evicts_the_least_recently_used_host_only_nodes() -> None:
     found = [cache.match_length("", tokens, 4) for tokens in ([1, 1, 2, 2], [5, 5], [6, 6, 7, 7])]
     assert found == [0, 2, 4]
     saves, _ = cache.tier.take_copies()
-    assert len({slot for _, slot in saves}) == len(saves) == 3, "an evicted slot is not written"
+    assert len({slot for *_, slot in saves}) == len(saves) == 3, "an evicted slot is not written"
     _consistent(pool, cache, [], [])
 
 

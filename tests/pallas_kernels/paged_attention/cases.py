@@ -1,7 +1,8 @@
 """The table of cases that every backend passes, and the arrays of a case.
 
 A case is a ragged batch, decodes first. Its pool holds NaN wherever the contract says that nothing is read: unused
-pages, pages of other layers, tails of pages, and tokens before the windows of all of a row's queries.
+pages, pages of other layers, tails of pages, and tokens before the windows of all of a row's queries. Page ids before
+these windows are stale: pages of other rows, or unused ones.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class Case:
 
     The program has `pad_rows` more rows and `pad_tokens` more tokens than the batch. The first `shared_pages` pages of
     all rows are the same, as with the prefix cache. `kv_dtype` is the pool's dtype if it differs from the queries'.
+    With `reuses`, the pool has the new tokens already.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Case:
     soft_cap: float | None = None
     sinks: bool = False
     decode_only: bool = False
+    reuses: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
@@ -54,8 +57,8 @@ class Batch:
     """
 
     q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
+    k: np.ndarray | None
+    v: np.ndarray | None
     keys: np.ndarray
     values: np.ndarray
     page_table: np.ndarray
@@ -77,6 +80,11 @@ def stored(case: Case, x: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
     return np.clip(x.astype(np.float32) / scales[:, case.layer, None, :, None], -limit, limit).astype(dtype)
 
 
+def first_seen(case: Case, length: int, new: int) -> int:
+    """Return the first position that a query of a row sees; 0 for pages that rows with other windows share."""
+    return 0 if case.window is None or case.shared_pages else max(0, length - new - case.window + 1)
+
+
 def make_batch(case: Case, *, max_pages: int | None = None, num_pages: int | None = None) -> Batch:
     """Return random arrays of a case. `max_pages` and `num_pages` fix shapes, so that cases share one program."""
     rng = np.random.default_rng(case.seed)
@@ -89,7 +97,9 @@ def make_batch(case: Case, *, max_pages: int | None = None, num_pages: int | Non
     used = [-(-length // size) for length, _ in case.rows]
     max_pages = max_pages or max(used, default=1) + 1
     shared = case.shared_pages
-    own = sum(used) - shared * max(len(case.rows) - 1, 0)
+    firsts = [first_seen(case, length, new) for length, new in case.rows]
+    stale = [first // size for first in firsts]
+    own = sum(used) - sum(stale) - shared * max(len(case.rows) - 1, 0)
     num_pages = num_pages or own + 2
     # Page 0, which a kernel may substitute for pages that it doesn't read, is used last.
     free = [0, *(rng.permutation(num_pages - 1) + 1).tolist()]
@@ -112,13 +122,13 @@ def make_batch(case: Case, *, max_pages: int | None = None, num_pages: int | Non
     q[:tokens] = normal(tokens, case.heads, case.head_dim)
     starts, rows = [0], []
     for row, (length, new) in enumerate(case.rows):
-        pages = common + [free.pop() for _ in range(used[row] - shared)]
+        pages = page_table[row, : stale[row]].tolist() + common
+        pages += [free.pop() for _ in range(used[row] - len(pages))]
         page_table[row, : len(pages)] = pages
         both = np.concatenate([prefix, normal(2, length - shared * size, case.kv_heads, case.head_dim)], axis=1)
         held = stored(case, both, scales)
         old = length - new
-        first = 0 if case.window is None or shared else max(0, old - case.window + 1)
-        for position in range(first, old):
+        for position in range(firsts[row], length if case.reuses else old):
             entry = case.layer * num_pages + pages[position // size]
             pools[:, :, entry, position % size] = held[:, position]
         new_kv[:, starts[-1] : starts[-1] + new] = both[:, old:]
@@ -127,8 +137,8 @@ def make_batch(case: Case, *, max_pages: int | None = None, num_pages: int | Non
         rows.append((meant[0], meant[1]))
     return Batch(
         q=q,
-        k=new_kv[0],
-        v=new_kv[1],
+        k=None if case.reuses else new_kv[0],
+        v=None if case.reuses else new_kv[1],
         keys=pools[0],
         values=pools[1],
         page_table=page_table,
@@ -201,12 +211,15 @@ CASES = [
     _mixed(
         "heads-4-of-2-dim-256-bf16-window-cap", dtype="bfloat16", head_dim=256, page_size=32, window=40, soft_cap=5.0
     ),
+    _mixed("heads-8-of-1-dim-512-page-32", heads=8, kv_heads=1, head_dim=512, page_size=32),
+    _mixed("heads-4-of-2-dim-512-bf16-window-cap", dtype="bfloat16", head_dim=512, window=40, soft_cap=5.0, sinks=True),
     _mixed("heads-6-of-2-dim-192-cap", heads=6, head_dim=192, soft_cap=2.0),
     _decode("decode-heads-8-of-1-dim-256-window-cap", heads=8, kv_heads=1, head_dim=256, window=40, soft_cap=5.0),
     _decode("decode-heads-3-of-3-dim-80-page-32", heads=3, kv_heads=3, head_dim=80, page_size=32),
     _decode("decode-heads-10-of-2-dim-96-page-64", heads=10, kv_heads=2, head_dim=96, page_size=64),
     _decode("decode-heads-32-of-2-dim-128-page-128", heads=32, kv_heads=2, head_dim=128, page_size=128),
     _decode("decode-heads-16-of-1-dim-256-page-256", heads=16, kv_heads=1, head_dim=256, page_size=256),
+    _decode("decode-heads-8-of-1-dim-512-window-cap", heads=8, kv_heads=1, head_dim=512, window=40, soft_cap=5.0),
     *(_decode(f"decode-window-{window}", window=window) for window in (1, 16, 100, 1000)),
     *(_prefill(f"prefill-window-{window}", window=window) for window in (1, 16, 100, 1000)),
     _mixed("window-page-64", window=33, page_size=64),
@@ -215,14 +228,23 @@ CASES = [
     _mixed("sinks", sinks=True),
     _decode("decode-everything", scale=0.3, soft_cap=5.0, sinks=True, window=40),
     _mixed("everything", scale=0.3, soft_cap=5.0, sinks=True, window=40),
+    _mixed("reuses", reuses=True),
+    _decode("decode-reuses-everything", reuses=True, head_dim=80, soft_cap=5.0, sinks=True, window=40),
+    _mixed("reuses-fp8-bf16-window", **FP8_BF16, reuses=True, page_size=64, window=40),
     _mixed("bf16", dtype="bfloat16"),
     _decode("decode-bf16", dtype="bfloat16", head_dim=128, page_size=64),
     _prefill("prefill-bf16-window", dtype="bfloat16", window=50),
     _mixed("fp8", kv_dtype="float8_e4m3fn"),
     _mixed("fp8-bf16-everything", dtype="bfloat16", kv_dtype="float8_e4m3fn", soft_cap=5.0, sinks=True, window=40),
+    _decode("decode-fp8-cap-sinks-first-layer", kv_dtype="float8_e4m3fn", soft_cap=5.0, sinks=True, layer=0),
+    _prefill("prefill-fp8-window-cap", kv_dtype="float8_e4m3fn", window=50, soft_cap=5.0),
+    _shared("decodes-that-share-fp8-cap", 4, 17, kv_dtype="float8_e4m3fn", soft_cap=5.0, sinks=True),
+    Case("a-window-far-behind", ((1200, 1), (40, 1), (1100, 1), (1300, 40), (20, 20)), 3, window=100),
     _decode("decode-fp8", kv_dtype="float8_e4m3fn", heads=8, head_dim=128, page_size=64),
     _decode("decode-fp8-dim-256-page-128", kv_dtype="float8_e4m3fn", heads=16, kv_heads=1, head_dim=256, page_size=128),
     _mixed("fp8-dim-256-bf16-window-cap", **FP8_BF16, head_dim=256, window=40, soft_cap=5.0),
+    _mixed("fp8-dim-512-bf16-window-cap", **FP8_BF16, heads=8, head_dim=512, window=40, soft_cap=5.0),
+    _decode("decode-fp8-dim-512-bf16", **FP8_BF16, heads=16, kv_heads=1, head_dim=512),
     _decode("decode-fp8-dim-192-bf16-window-cap", **FP8_BF16, heads=6, head_dim=192, window=100, soft_cap=5.0),
     _mixed("fp8-dim-96-page-64", kv_dtype="float8_e4m3fn", heads=10, head_dim=96, page_size=64),
     _prefill("prefill-fp8-dim-80", kv_dtype="float8_e4m3fn", heads=6, kv_heads=3, head_dim=80, page_size=32),
@@ -235,9 +257,12 @@ CORNERS_OF_INTERPRETED = {
     "heads-6-of-2-dim-192-cap",
     "heads-4-of-2-dim-256-bf16-window-cap",
     "fp8-bf16-everything",
+    "reuses-fp8-bf16-window",
 }
 CORNERS = CORNERS_OF_INTERPRETED | {
     "everything",
+    "reuses",
+    "decode-reuses-everything",
     "mixed",
     "decode",
     "prefill",
@@ -252,9 +277,11 @@ CORNERS = CORNERS_OF_INTERPRETED | {
     "decodes-that-share-page-128",
     "heads-8-of-1-dim-256-page-128",
     "decode-heads-8-of-1-dim-256-window-cap",
+    "decode-heads-8-of-1-dim-512-window-cap",
     "decode-window-16",
     "prefill-window-16",
     "window-page-64",
     "decode-everything",
+    "a-window-far-behind",
     "prefill-bf16-window",
 }

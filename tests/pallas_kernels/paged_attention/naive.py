@@ -33,6 +33,8 @@ def attention(case: Case, batch: Batch) -> np.ndarray:
 def pool_after(case: Case, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """Return the pool with the live new tokens in place, and nothing else changed."""
     keys, values = batch.keys.copy(), batch.values.copy()
+    if batch.k is None or batch.v is None:
+        return keys, values
     num_pages = keys.shape[1] // case.num_layers
     new_keys, new_values = stored(case, np.stack([batch.k, batch.v]), batch.scales)
     for row, (length, new) in enumerate(case.rows):

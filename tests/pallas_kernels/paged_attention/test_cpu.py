@@ -90,6 +90,7 @@ def test_a_token_has_the_same_bits_in_prefill_and_decode(dtype: str, more: dict[
         {"heads": 71, "kv_heads": 1, "head_dim": 64, "sinks": True},
         {"heads": 120, "kv_heads": 1, "head_dim": 16, "page_size": 48},
         {"heads": 7, "kv_heads": 7, "head_dim": 256, "soft_cap": 9.0},
+        {"heads": 24, "kv_heads": 1, "head_dim": 512, "window": 50},
     ],
 )
 def test_odd_shapes(shape: dict[str, Any]) -> None:
@@ -125,6 +126,7 @@ def test_a_step_copies_no_pool(decode_only: bool) -> None:
         kv = kv.with_pools([pool[0] for pool in kv.pools])
         for layer in range(layers):
             q, kv = attend(q, q[:, :2], q[:, 2:4], kv, layer, *where)
+            q, kv = attend(q, None, None, kv, layer, *where)
         return q, kv.with_pools([pool[None] for pool in kv.pools])
 
     pool = jax.ShapeDtypeStruct((1, *layout.shape), layout.dtype)

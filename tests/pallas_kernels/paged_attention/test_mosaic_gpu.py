@@ -43,6 +43,7 @@ CORNERS = (
     "decode-heads-16-of-1-dim-256-page-256",
     "prefill-window-16",
     "decode-everything",
+    "a-window-far-behind",
     "everything",
 )
 FP8_CORNERS = (
@@ -53,6 +54,8 @@ FP8_CORNERS = (
     "fp8-dim-256-bf16-window-cap",
     "decode-fp8-dim-192-bf16-window-cap",
     "fp8-dim-96-page-64",
+    "decode-fp8-cap-sinks-first-layer",
+    "prefill-fp8-window-cap",
 )
 FP8: dict[str, Any] = {"kv_dtype": "float8_e4m3fn"}
 TABLE = {case.name: dataclasses.replace(case, dtype="bfloat16") for case in CASES}

@@ -78,7 +78,7 @@ def test_a_tpu_chooses_it_by_default() -> None:
         (KernelTarget("cuda", "NVIDIA H200", (9, 0)), {}, "compiles for TPUs, not for cuda"),
         (V6E, {"dtype": np.dtype(np.float16)}, "computes in float32 and bfloat16, not in float16"),
         (V6E, {"kv_dtype": np.dtype(np.int8)}, "not of int8"),
-        (V6E, {"head_dim": 512}, "heads of up to 256, not of 512"),
+        (V6E, {"head_dim": 576}, "heads of up to 512, not of 576"),
         (V6E, {"heads": 34, "kv_heads": 2}, "up to 16 query heads a KV head, not 34 for 2"),
         (V6E, {"page_size": 8}, "pages of 16 tokens or a larger power of two, not of 8"),
         (V6E, {"page_size": 16384}, "pages of up to 32 MiB, and 16384 tokens of 8 KV heads take 64: choose smaller"),

@@ -67,8 +67,8 @@ SEEDS = [
         "masks-begin-a-tile-late",
         "triton",
         "triton.prefill",
-        "lax.div(first_query + 1 if",
-        "pl.cdiv(first_query + 1 if",
+        "else first_query + 1, block)",
+        "else first_query + block, block)",
     ),
     Seed(
         "window-one-too-wide",

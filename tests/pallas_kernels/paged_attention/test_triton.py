@@ -43,6 +43,7 @@ def test_an_unknown_gpu_has_hoppers_cores() -> None:
     assert backend.prefill_blocks_for(LLAMA, dataclasses.replace(H200, cores=10)).programs == 10
 
 
-def test_the_candidates_include_the_rules_sizes() -> None:
-    assert backend._decode_sizes(LLAMA, H200) in backend.candidates("decode", LLAMA, H200)
-    assert backend._prefill_sizes(LLAMA, H200) in backend.candidates("prefill", LLAMA, H200)
+@pytest.mark.parametrize("problem", [LLAMA, dataclasses.replace(LLAMA, head_dim=512)], ids=["128", "512"])
+def test_the_candidates_include_the_rules_sizes(problem: Problem) -> None:
+    assert backend._decode_sizes(problem, H200) in backend.candidates("decode", problem, H200)
+    assert backend._prefill_sizes(problem, H200) in backend.candidates("prefill", problem, H200)
