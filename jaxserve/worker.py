@@ -10,7 +10,7 @@ import functools
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,8 +181,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         free / 2**30,
     )
     groups = _kv_groups(deployment)
-    if len(groups) > 1:
-        logger.info("KV groups: %s", "; ".join(_describe(group, sizes.capacity.page_size) for group in groups))
+    _log_kv_groups(groups, sizes.capacity.page_size)
     if host:
         logger.info(
             "hierarchical cache: %s tokens in host memory (%.2f GiB), %s",
@@ -258,10 +257,16 @@ def _kv_groups(deployment: Deployment) -> tuple[KVGroup, ...]:
     )
 
 
-def _describe(group: KVGroup, page_size: int) -> str:
-    """Return the layers and the tokens of a KV group for the log."""
-    kind = "full" if group.window is None else f"with a window of {group.window}"
-    return f"{group.num_layers} layers {kind}, {group.num_pages * page_size} tokens"
+def _log_kv_groups(groups: Sequence[KVGroup], page_size: int) -> None:
+    """Log the layers and the tokens of each KV group, if there are several."""
+    if len(groups) < 2:
+        return
+    found = []
+    for group in groups:
+        layers = f"{group.num_layers} layer{'' if group.num_layers == 1 else 's'}"
+        kind = "full" if group.window is None else f"with a window of {group.window}"
+        found.append(f"{layers} {kind}, {group.num_pages * page_size} tokens")
+    logger.info("KV groups: %s", "; ".join(found))
 
 
 def _mesh_prefix(deployment: Deployment) -> str:

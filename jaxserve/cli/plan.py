@@ -69,7 +69,7 @@ def as_text(plan: CapacityReport) -> str:
         f"({plan.target.memory_bytes / _GIB:.1f} GiB, {plan.target.memory_bandwidth / 1e12:.2f} TB/s, "
         f"{'no figure for' if peak is None else f'{peak / 1e12:.0f} TFLOP/s in'} {made.dtype.name}, each)",
         format_table(("memory of a device", "GiB", ""), rows, left=(0, 2)),
-        f"KV cache: {_token_sizes(plan)} a token on each device\n"
+        f"KV cache on each device, a token: {_token_sizes(plan)}\n"
         f"largest context: {capacity.max_model_len:,} tokens\n"
         f"largest batch: {plan.num_slots} requests; "
         + ", ".join(f"{plan.max_requests(context)} of {context:,} tokens" for context in plan.contexts),
@@ -84,22 +84,19 @@ def as_text(plan: CapacityReport) -> str:
 
 def _pool_rows(plan: CapacityReport) -> list[tuple[str, int, str]]:
     page = plan.deployment.capacity.page_size
-    rows = []
-    for spec, pages, size in plan.kv_groups:
-        name = "KV pool" if len(plan.kv_groups) == 1 else f"KV pool of {_layers(spec)}"
-        rows.append((name, pages * page * size, f"{pages * page:,} tokens in {pages:,} pages of {page}"))
-    return rows
+    return [
+        (f"KV pool{_of_layers(spec)}", pages * page * size, f"{pages * page:,} tokens in {pages:,} pages of {page}")
+        for spec, pages, size in plan.kv_groups
+        if spec.num_layers
+    ]
 
 
 def _token_sizes(plan: CapacityReport) -> str:
-    sizes = [f"{size / 1024:.1f} KiB" for _, _, size in plan.kv_groups]
-    if len(sizes) == 1:
-        return sizes[0]
-    return ", ".join(f"{size} ({_layers(spec)})" for (spec, *_), size in zip(plan.kv_groups, sizes))
+    return ", ".join(f"{size / 1024:.1f} KiB{_of_layers(spec)}" for spec, _, size in plan.kv_groups if spec.num_layers)
 
 
-def _layers(spec: KVSpec) -> str:
-    layers = f"{spec.num_layers} layer{'' if spec.num_layers == 1 else 's'}"
+def _of_layers(spec: KVSpec) -> str:
+    layers = f" of {spec.num_layers} layer{'' if spec.num_layers == 1 else 's'}"
     return layers if spec.window is None else f"{layers} with a window of {spec.window:,}"
 
 

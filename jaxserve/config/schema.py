@@ -92,7 +92,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
     max_total_tokens: Annotated[
         int | None,
-        Meta(description="KV cache tokens per rank; default: what memory allows (on a CPU at most 512 MiB in all)"),
+        Meta(
+            description="KV cache tokens of whole sequences per rank; default: what memory allows (on a CPU at most "
+            "512 MiB in all)"
+        ),
     ] = None
     swa_full_tokens_ratio: Annotated[
         float | None,

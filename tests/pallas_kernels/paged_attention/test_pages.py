@@ -56,3 +56,15 @@ def test_pages_are_written_elsewhere_and_nothing_else_changes(name: str) -> None
             kv, of = came_from.get(page, (target, page))
             np.testing.assert_array_equal(_page(written, which, page), _page(kv, which, of))
     assert written.values is target.values or not target.joined
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_the_pages_of_a_pool_without_layers_hold_nothing(platform: str) -> None:
+    layout = kv_layout(
+        num_layers=0, num_pages=5, page_size=8, num_kv_heads=2, head_dim=16, dtype=np.dtype("f4"), platform=platform
+    )
+    kv = layout.paged_kv(*(jnp.zeros(shape, layout.dtype) for shape in (layout.shape, layout.values_shape)))
+    rows = read_pages(kv, jnp.asarray([3, -1]))
+    assert [row.size for row in rows] == [0] * len(kv.pools)
+    after = write_pages(kv, jnp.asarray([4, -1]), rows)
+    assert [pool.shape for pool in after.pools] == [pool.shape for pool in kv.pools]

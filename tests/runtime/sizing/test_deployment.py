@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
@@ -15,6 +16,7 @@ from jaxserve.models.registry import family, parse_model_config
 from jaxserve.quant import packed_weights
 from jaxserve.runtime.devices.device import DeviceFacts, facts_of_target
 from jaxserve.runtime.devices.mesh import device_bytes, make_mesh
+from jaxserve.runtime.programs.bundle import read_manifest, sized_like_bundle, write_manifest
 from jaxserve.runtime.sizing.deployment import Deployment, deploy, read_stored
 from jaxserve.runtime.sizing.temp_memory import TempMemory, with_temp_memory
 from jaxserve.runtime.step.state import max_pages
@@ -126,6 +128,81 @@ def test_an_unsupported_attention_backend_is_refused() -> None:
     odd = parse_model_config({**CONFIG, "head_dim": 12})
     with pytest.raises(ConfigError, match="attention backend"):
         deploy(EngineConfig(attention_backend="triton"), odd, facts_of_target("tpu-v5e"))
+
+
+GEMMA = parse_model_config(
+    {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 4096, "hidden_size": 256,
+        "intermediate_size": 512, "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 64, "max_position_embeddings": 32768, "sliding_window": 512,
+    }
+)  # fmt: skip
+
+
+def test_layers_with_a_window_have_a_pool_of_their_own() -> None:
+    made = deploy(EngineConfig(), GEMMA, DeviceFacts(H200, 2**30))
+    assert [(spec.num_layers, spec.window) for spec in made.kv_specs] == [(2, None), (10, 512)]
+    assert [pool.num_layers for pool in made.state.kv] == [2, 10]
+    assert made.sizes.footprint.kv_per_token == (2 * 2 * 2 * 64 * 2, 10 * 2 * 2 * 64 * 2)
+    assert made.sizes.memory_bound
+    assert 0 <= int(2**30 * 0.88) - made.sizes.footprint.non_pool - made.sizes.pool_bytes < 2**20
+    whole = deploy(EngineConfig(disable_hybrid_swa_memory=True), GEMMA, DeviceFacts(H200, 2**30))
+    assert made.capacity.num_pages > 4 * whole.capacity.num_pages
+    assert whole.capacity.window_groups == ()
+
+
+def test_a_window_as_long_as_the_context_needs_no_pool() -> None:
+    assert len(deploy(EngineConfig(context_length=512), GEMMA, CPU).kv_specs) == 1
+    assert len(deploy(EngineConfig(context_length=513), GEMMA, CPU).kv_specs) == 2
+
+
+def test_the_tokens_of_whole_sequences_decide_the_other_pools_on_any_memory() -> None:
+    """So that a bundle fits, and the processes of a mesh agree."""
+    for options in ({}, {"chunked_prefill_size": -1}, {"swa_full_tokens_ratio": 0.3}, {"kv_cache_dtype": "fp8"}):
+        config = EngineConfig(**options)  # type: ignore[arg-type]
+        sized = deploy(config, GEMMA, DeviceFacts(H200, 2**30), activations=2**27)
+        assert sized.sizes.memory_bound
+        tokens = sized.capacity.num_pages * sized.capacity.page_size
+        again = deploy(msgspec.structs.replace(config, max_total_tokens=tokens), GEMMA, DeviceFacts(H200, 2**32))
+        assert again.capacity == sized.capacity
+
+
+def test_a_bundle_has_the_pools_of_all_groups(tmp_path: Path) -> None:
+    config = EngineConfig()
+    sized = deploy(config, GEMMA, DeviceFacts(H200, 2**30))
+    write_manifest(tmp_path, config, sized.builder(mesh()), [])
+    manifest = read_manifest(tmp_path)
+    [group] = manifest.facts["sizes"]["window_groups"]
+    assert group["num_pages"] == sized.capacity.pages_by_group[1]
+    loaded = deploy(sized_like_bundle(config, manifest), GEMMA, DeviceFacts(H200, 2**30 + 2**24))
+    assert loaded.builder(mesh()).fingerprint() == sized.builder(mesh()).fingerprint()
+    other = msgspec.structs.replace(config, swa_full_tokens_ratio=0.5)
+    assert deploy(other, GEMMA, DeviceFacts(H200, 2**30)).builder(mesh()).facts() != manifest.facts
+
+
+def test_a_ratio_needs_a_window() -> None:
+    with pytest.raises(ConfigError, match=r"swa_full_tokens_ratio=0.5: no layer .* context of 64 tokens.*leave it out"):
+        _deploy(swa_full_tokens_ratio=0.5)
+    with pytest.raises(ConfigError, match="context of 512 tokens"):
+        deploy(EngineConfig(swa_full_tokens_ratio=0.5, context_length=512), GEMMA, CPU)
+
+
+def test_a_window_pool_is_no_larger_than_kernels_can_address() -> None:
+    """Triton can't address fp8 keys that take 2 to 4 GiB; those of the ten layers would take 3."""
+    config = EngineConfig(kv_cache_dtype="fp8", swa_full_tokens_ratio=1.0, max_running_requests=2048)
+    made = deploy(config, GEMMA, DeviceFacts(H200, 15 * 2**29))
+    keys = [made.state.kv[group].keys.nbytes for group in (0, 1)]
+    assert 2**31 - 2**20 < keys[1] < 2**31
+    assert keys[0] * 5 == keys[1]
+
+
+def test_every_suggested_total_has_pools_that_kernels_can_address() -> None:
+    config = EngineConfig(kv_cache_dtype="fp8", swa_full_tokens_ratio=1.0, max_running_requests=2048)
+    facts = DeviceFacts(H200, 15 * 2**29)
+    with pytest.raises(ConfigError, match="triton can address only") as refused:
+        deploy(msgspec.structs.replace(config, max_total_tokens=2**21), GEMMA, facts)
+    fitting = int(str(refused.value).split("--max-total-tokens ")[1].split(",")[0])
+    deploy(msgspec.structs.replace(config, max_total_tokens=fitting), GEMMA, facts)
 
 
 def test_a_hierarchical_cache_adds_the_programs_that_copy_pages() -> None:

@@ -41,6 +41,49 @@ def test_memory_bounds_the_pool_only_if_more_of_it_would_be_used() -> None:
     assert _plan(EngineConfig(), platform="cpu").memory_bound
 
 
+def _plan_groups(config: EngineConfig | None = None, *, whole: int = 1000, **options: Any) -> PoolPlan:
+    """Plan the pools of a group of whole sequences and of one with a window of 1,024 tokens and 5,000 bytes a token."""
+    footprint = dataclasses.replace(FOOTPRINT, kv_per_token=(whole, 5000))
+    return _plan(
+        config or EngineConfig(), footprint, **{"windows": (None, 1024), "chunk": 2048, "max_running": 10**6} | options
+    )
+
+
+def test_the_pools_of_all_groups_fill_the_memory_and_follow_from_the_first_one() -> None:
+    plan = _plan_groups()
+    taken = 16 * (plan.pages[0] * 1000 + plan.pages[1] * 5000)
+    assert plan.memory_bound
+    assert 0 <= 500 * MIB - taken < 16 * 6000
+    # 128 pages of a chunk, and 65 for each 256 pages: a request is expected to have half of the 8,192 tokens.
+    assert plan.pages[1] == 128 + -(-plan.pages[0] * 65 // 256)
+    same = _plan_groups(EngineConfig(max_total_tokens=plan.pages[0] * 16), memory_bytes=2000 * MIB)
+    assert same.pages == plan.pages
+
+
+def test_whole_sequences_that_cost_nothing_never_limit_the_windows() -> None:
+    plan = _plan_groups(whole=0)
+    taken = 16 * plan.pages[1] * 5000
+    assert 0 <= 500 * MIB - taken < 16 * 5000
+    live = plan.pages[1] - 128
+    assert plan.pages[0] >= live // 65 * 512, "as many requests of any length"
+    few = _plan_groups(whole=0, max_running=8)
+    assert few.pages == (2 * 8 * 512, 8 * 65 * 5 // 4 + 128)
+    assert not few.memory_bound
+
+
+def test_the_cap_of_a_cpu_holds_for_all_groups_together() -> None:
+    plan = _plan_groups(platform="cpu", memory_bytes=2**40)
+    assert 0 <= memory.CPU_POOL_BYTES - 16 * (plan.pages[0] * 1000 + plan.pages[1] * 5000) < 16 * 6000
+
+
+def test_a_ratio_with_which_no_request_can_run_is_refused_with_one_that_lets_it() -> None:
+    options: dict[str, Any] = {"max_total_tokens": 8192}
+    with pytest.raises(ConfigError, match=r"swa_full_tokens_ratio=0.1 .* 816 tokens, .* needs 1056: .* to 0.129,"):
+        _plan_groups(EngineConfig(swa_full_tokens_ratio=0.1, **options))
+    assert _plan_groups(EngineConfig(swa_full_tokens_ratio=0.129, **options)).pages == (512, 66)
+    assert _plan_groups(EngineConfig(swa_full_tokens_ratio=1.0, max_total_tokens=160)).pages == (10, 10)
+
+
 def test_a_context_that_is_no_multiple_of_a_page_is_not_cut() -> None:
     assert _plan(EngineConfig(context_length=1000), max_running=1) == PoolPlan((63,), 1000)
     assert _plan(EngineConfig(context_length=8), max_running=1) == PoolPlan((1,), 8)

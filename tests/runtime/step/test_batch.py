@@ -6,12 +6,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 
 from jaxserve.runtime.step.batch import StepInput, StepKey, choose_program, pack_step, step_shape, unpack_step
 from jaxserve.runtime.step.state import DeviceState, one_rank
-from jaxserve.step_plan import Chunk, StepPlan
+from jaxserve.step_plan import Chunk, StepPlan, WindowGroup
 from tests.runtime.tiny import CAPACITY, decode, prefill, zero_state
 
 WIDTH = 6
@@ -95,6 +96,25 @@ def test_decode_step() -> None:
     _equal(inputs.samples, [True, True, True, False])
     assert int(state.page_tables[0][0, 2]) == 13
     assert int(state.page_tables[0][1, 1]) == 17
+
+
+def test_new_pages_of_each_group_go_to_the_same_columns() -> None:
+    capacity = msgspec.structs.replace(CAPACITY, window_groups=(WindowGroup(9, 5),))
+    chunks = [decode(0, 8, (13,)), prefill(3, 4, [1] * 5, (5, 6)), decode(2, 7)]
+    chunks[0] = msgspec.structs.replace(chunks[0], new_pages=((13,), (8,)))
+    chunks[1] = msgspec.structs.replace(chunks[1], new_pages=((5, 6), (2, 1)))
+    plan = _plan(*chunks)
+    shape = step_shape(choose_program(plan, capacity), capacity)
+    [packed] = pack_step(plan, shape, capacity)
+    state = dataclasses.replace(_state(), page_tables=(jnp.asarray(TABLES), jnp.asarray(TABLES + 100)))
+    inputs, state = unpack_step(packed, state, shape)
+    for table, batch_table, start, pages in zip(
+        state.page_tables, inputs.batch.page_tables, (0, 100), ((13, 5, 6), (8, 2, 1))
+    ):
+        expected = TABLES + start
+        expected[0, 2], expected[3, 1:3] = pages[0], pages[1:]
+        _equal(table, expected)
+        _equal(batch_table[:3], expected[[0, 3, 2]])
 
 
 def test_positions_follow_the_lengths_on_the_device() -> None:

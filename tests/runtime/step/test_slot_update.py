@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -26,7 +27,7 @@ from jaxserve.runtime.step.slot_update import (
     update_packing,
 )
 from jaxserve.runtime.step.state import COUNT_MASK, FLOATS, INTS, SEEN_IN_PROMPT, DeviceState
-from jaxserve.step_plan import SlotOpen
+from jaxserve.step_plan import SlotOpen, WindowGroup
 from tests.runtime.tiny import CAPACITY, mesh, opening, specs, zero_state
 
 VOCAB = 3000
@@ -157,6 +158,26 @@ def test_any_number_of_cached_pages(used: DeviceState, count: int) -> None:
     assert state.seq_lens[0, 3] == 4 * count
     assert state.page_tables[0][0, 3, :count].tolist() == list(pages)
     np.testing.assert_array_equal(state.page_tables[0][0, 3, count:], used.page_tables[0][0, 3, count:])
+
+
+def test_cached_pages_of_a_window_are_the_last_ones(used: DeviceState) -> None:
+    """Groups share calls, and each has columns of its own."""
+    capacity = msgspec.structs.replace(CAPACITY_LONG, window_groups=(WindowGroup(30, 9), WindowGroup(9, 5)))
+    groups = len(capacity.pages_by_group)
+    whole = tuple(range(100, 100 + PAGES + 2))
+    count = len(whole)
+    opened = opening(5, cached_pages=(whole, (21, 22, 23), (8,)), num_cached_tokens=4 * count)
+    tables = tuple(used.page_tables[0] + group for group in range(groups))
+    state = dataclasses.replace(used, page_tables=tables)
+    vectors = list(pack_updates([opened], capacity))
+    assert [vector.size for vector in vectors] == [update_packing(groups).size] * 2
+    for vector in vectors:
+        state = jax.jit(update)(state, vector[None])
+    for group, (table, before) in enumerate(zip(state.page_tables, tables)):
+        pages = opened.cached_pages[group]
+        expected = before.copy()
+        expected[0, 5, count - len(pages) : count] = pages
+        np.testing.assert_array_equal(table, expected)
 
 
 @pytest.mark.parametrize("length", [1, TOKENS, 3 * TOKENS])
