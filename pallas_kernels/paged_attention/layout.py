@@ -54,8 +54,8 @@ class PagedKV:
 
     @property
     def num_pages(self) -> int:
-        """Pages of one layer."""
-        return self.num_entries // self.num_layers
+        """Pages of one layer; 0 if the group has no layers."""
+        return self.num_entries // max(self.num_layers, 1)
 
     @property
     def page_size(self) -> int:

@@ -275,6 +275,8 @@ def _small_shared_memory(target: KernelTarget) -> bool:
 def addressable_pages(layout: KVLayout, shards: int) -> int:
     """Return how many of a layer's pages kernels can address on one of `shards` of the heads."""
     page = layout.num_layers * layout.num_kv_heads // shards * layout.page_size * layout.lanes
+    if page == 0:
+        return layout.num_pages
     return _addressable(layout.num_pages * page, layout.dtype) // page
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,10 +12,10 @@ LAYERS, PAGES, SIZE = 3, 5, 4
 LAYOUTS = {"plain": ("cpu", 16), "joined": ("tpu", 64), "by pages": ("tpu", 128)}
 
 
-def _pool(name: str, seed: int) -> PagedKV:
+def _pool(name: str, seed: int, layers: int = LAYERS) -> PagedKV:
     platform, head_dim = LAYOUTS[name]
     layout = kv_layout(
-        num_layers=LAYERS,
+        num_layers=layers,
         num_pages=PAGES,
         page_size=SIZE,
         num_kv_heads=2,
@@ -56,3 +57,13 @@ def test_pages_are_written_elsewhere_and_nothing_else_changes(name: str) -> None
             kv, of = came_from.get(page, (target, page))
             np.testing.assert_array_equal(_page(written, which, page), _page(kv, which, of))
     assert written.values is target.values or not target.joined
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_pages_of_a_group_without_layers_have_nothing(name: str) -> None:
+    kv = _pool(name, 0, layers=0)
+    pages = jnp.asarray([3, -1, 0])
+    rows = jax.jit(read_pages)(kv, pages)
+    assert [row.size for row in rows] == [0] * len(kv.pools)
+    written = jax.jit(write_pages, donate_argnums=0)(kv, pages, rows)
+    assert [pool.shape for pool in written.pools] == [pool.shape for pool in kv.pools]
