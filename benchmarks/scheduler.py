@@ -23,13 +23,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
+
 from jaxserve.api_types import EngineRequest, SamplingParams
 from jaxserve.cli.common.table import format_records
 from jaxserve.engine.scheduling.policy import Policy
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.runtime.step.batch import choose_program, pack_step, step_shape
 from jaxserve.runtime.step.buckets import decode_buckets, token_buckets
-from jaxserve.step_plan import Capacity, StepPlan, StepResult
+from jaxserve.step_plan import Capacity, StepPlan, StepResult, WindowGroup
 
 PAGE, STOP, TOKEN = 16, 2, 17
 POOL = 48_000
@@ -210,9 +212,15 @@ def answer(plan: StepPlan, left: dict[str, int]) -> StepResult:
     return StepResult(tokens=tokens, logprobs={}, prompt_logprobs={})
 
 
-def step_costs(num_running: int, num_waiting: int, steps: int = 1000) -> dict[str, float]:
-    """Return median milliseconds of a decode step's parts, planned one step ahead, with `num_waiting` in the queue."""
+def step_costs(num_running: int, num_waiting: int, window: int | None = None, steps: int = 1000) -> dict[str, float]:
+    """Return median milliseconds of a decode step's parts, planned one step ahead, with `num_waiting` in the queue.
+
+    With a `window`, there is a second KV group, whose pages requests give up while they run.
+    """
     capacity = capacity_of(num_running, num_running * (32 + steps + 64))
+    if window is not None:
+        groups = (WindowGroup(num_running * (window // PAGE + 2), window),)
+        capacity = msgspec.structs.replace(capacity, window_groups=groups)
     scheduler = scheduler_of(capacity, policy="lpm", conservativeness=0.0)
     for i in range(num_running + num_waiting):
         scheduler.add(request_of(i, list(range(i, i + 32)), 4096))
@@ -238,7 +246,8 @@ def step_costs(num_running: int, num_waiting: int, steps: int = 1000) -> dict[st
         in_flight = plan
     total = [sum(parts) for parts in zip(*times.values())]
     medians = {name: 1e3 * statistics.median(values) for name, values in times.items()}
-    return {"running": num_running, "waiting": num_waiting, **medians, "together": 1e3 * statistics.median(total)}
+    sizes = {"running": num_running, "waiting": num_waiting, "groups": 1 if window is None else 2}
+    return {**sizes, **medians, "together": 1e3 * statistics.median(total)}
 
 
 def match_cost(tokens: int = 8192, repeats: int = 200) -> float:
@@ -269,7 +278,9 @@ def main() -> None:
     args = parser.parse_args()
     logging.getLogger("jaxserve").setLevel(logging.ERROR)  # hides the log line of each retraction
     report: dict[str, Any] = {"requests": args.requests, "pool_tokens": POOL}
-    report["step_ms"] = [step_costs(n, waiting) for n in (16, 64, 256, 1024) for waiting in (0, 10_000)]
+    report["step_ms"] = [
+        step_costs(n, waiting, window) for n in (16, 64, 256, 1024) for waiting in (0, 10_000) for window in (None, 256)
+    ]
     report["match_8k_ms"] = match_cost()
     print(format_records(report["step_ms"]))
     print(f"\nradix match of an 8,192-token prompt: {report['match_8k_ms']:.3f} ms\n")

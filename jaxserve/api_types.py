@@ -205,9 +205,21 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     queue_seconds: float | None = None
 
 
+class KVGroup(msgspec.Struct, frozen=True):
+    """Layers of a model that share one KV cache of `num_pages` pages over all ranks.
+
+    Layers with a window keep the last `window` positions of a sequence, the others (None) keep whole sequences.
+    """
+
+    num_layers: int
+    num_pages: int
+    window: int | None = None
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about an engine, sent once when it is ready. Sizes are in tokens; times in seconds, by start-up phase.
 
+    `num_pages` are those of whole sequences; `kv_groups` are all groups of layers with a KV cache of their own.
     `quantization` is gguf if weights are kept quantized as in a GGUF file, else none. On each device, weights take
     `weight_bytes`, and `free_bytes` were left after all was allocated; running programs take `working_bytes` of these.
     `memory_bound` says that the KV cache would be larger with more memory; `working_bytes` is then the compiler's
@@ -233,6 +245,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = "none"
     weight_bytes: int = 0
     deterministic: bool = False
+    kv_groups: tuple[KVGroup, ...] = ()
 
     @property
     def max_total_num_tokens(self) -> int:
@@ -254,7 +267,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The metrics of an engine, sent with the events of a step and on request. Counters never decrease.
 
     - Of the `num_waiting` requests, `num_deferred` wait for a prefix that another request computes.
-    - A page is free, evictable (cached but unused) or in use; `token_usage` is the share in use.
+    - A page is free, evictable (cached but unused) or in use; `token_usage` is the share in use, of the KV group that
+      has the largest. `num_pages` and the like are those of the first group, which keeps whole sequences; of the
+      `num_window_pages` of each group with a window, `num_free_window_pages` are free or evictable.
     - `cache_query_tokens` counts the prompt tokens of requests that started, `cache_hit_tokens` those found in the
       prefix cache. Tokens computed again after a retraction count in neither.
     - `num_host_pages_used` of `num_host_pages` pages of host memory are in use; `host_save_pages` were copied to it and
@@ -277,6 +292,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_free_pages: int = 0
     num_evictable_pages: int = 0
     num_pages: int = 0
+    num_window_pages: tuple[int, ...] = ()
+    num_free_window_pages: tuple[int, ...] = ()
     token_usage: float = 0.0
     new_token_ratio: float = 0.0
     num_steps: int = 0
@@ -301,6 +318,17 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     compiles_after_ready: int = 0
     integrity_errors: tuple[str, ...] = ()
     decode_steps_by_rows: dict[int, int] = {}
+
+    @property
+    def full_token_usage(self) -> float:
+        """The share in use of the pages of whole sequences."""
+        return 1.0 - (self.num_free_pages + self.num_evictable_pages) / self.num_pages if self.num_pages else 0.0
+
+    @property
+    def swa_token_usage(self) -> float:
+        """The share in use of the pages of windows, of the group that has the largest; 0 if there is none."""
+        groups = zip(self.num_free_window_pages, self.num_window_pages)
+        return max((1.0 - free / total for free, total in groups if total), default=0.0)
 
 
 class ReplicaStats(msgspec.Struct, frozen=True):

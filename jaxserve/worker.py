@@ -10,7 +10,7 @@ import functools
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxserve import model_source
-from jaxserve.api_types import EngineInfo
+from jaxserve.api_types import EngineInfo, KVGroup
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.core.profiling import Profiling
@@ -66,7 +66,7 @@ class _EngineParts:
     deployment: Deployment
     programs: ProgramSet
     calls: LocalCommands
-    num_host_pages: int
+    num_host_pages: tuple[int, ...]
     info: EngineInfo
     phases: PhaseTimer
 
@@ -152,8 +152,8 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         logger.info(
             "KV cache: %s, without scales: values beyond 448 are clipped", deployment.state.kv[0].keys.dtype.name
         )
-    rows = row_specs(deployment.state, 0)
-    num_host_pages = host_pages(config, sizes.capacity.num_pages, rows)
+    rows = [row_specs(deployment.state, group) for group in range(len(deployment.kv_specs))]
+    num_host_pages = host_pages(config, sizes.capacity.pages_by_group, rows)
     with phases("weights"):
         weights = open_weights(
             source,
@@ -165,8 +165,8 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
     # Programs are not loaded behind in a mesh, whose processes must choose alike, nor for a GPU, which would pause.
     behind = nodes is None and device.platform == "cpu"
     params, state, programs, compiled = fill_devices(deployment, mesh, weights, bundle, phases, behind=behind)
-    host = HostPool(rows, num_host_pages, mesh) if num_host_pages else None
-    calls = LocalCommands(params, state, programs, [] if host is None else [host], mesh)
+    host = [HostPool(specs, pages, mesh) for specs, pages in zip(rows, num_host_pages)]
+    calls = LocalCommands(params, state, programs, host, mesh)
     if nodes is not None:
         nodes.wait_until_all_ready()
     free = free_bytes(device)
@@ -180,11 +180,13 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         sizes.capacity.max_model_len,
         free / 2**30,
     )
-    if host is not None:
+    groups = _kv_groups(deployment)
+    _log_kv_groups(groups, sizes.capacity.page_size)
+    if host:
         logger.info(
-            "hierarchical cache: %d tokens in host memory (%.2f GiB), %s",
-            deployment.data * host.num_pages * sizes.capacity.page_size,
-            host.nbytes / 2**30,
+            "hierarchical cache: %s tokens in host memory (%.2f GiB), %s",
+            " and ".join(str(deployment.data * pool.num_pages * sizes.capacity.page_size) for pool in host),
+            sum(pool.nbytes for pool in host) / 2**30,
             config.hicache_write_policy,
         )
     info = EngineInfo(
@@ -207,6 +209,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         quantization="gguf" if deployment.packing.quantized else "none",
         weight_bytes=sizes.footprint.weights,
         deterministic=not deployment.nondeterminism,
+        kv_groups=groups,
     )
     return _EngineParts(deployment, programs, calls, num_host_pages, info, phases)
 
@@ -246,6 +249,26 @@ def _agree_on_deployment(deployment: Deployment, mesh: Mesh, nodes: ProcessGroup
     return deployment
 
 
+def _kv_groups(deployment: Deployment) -> tuple[KVGroup, ...]:
+    pages = deployment.capacity.pages_by_group
+    return tuple(
+        KVGroup(spec.num_layers, deployment.data * count, spec.window)
+        for spec, count in zip(deployment.kv_specs, pages, strict=True)
+    )
+
+
+def _log_kv_groups(groups: Sequence[KVGroup], page_size: int) -> None:
+    """Log the layers and the tokens of each KV group, if there are several."""
+    if len(groups) < 2:
+        return
+    found = []
+    for group in groups:
+        layers = f"{group.num_layers} layer{'' if group.num_layers == 1 else 's'}"
+        kind = "full" if group.window is None else f"with a window of {group.window}"
+        found.append(f"{layers} {kind}, {group.num_pages * page_size} tokens")
+    logger.info("KV groups: %s", "; ".join(found))
+
+
 def _mesh_prefix(deployment: Deployment) -> str:
     if deployment.num_devices == 1:
         return ""
@@ -274,7 +297,7 @@ def _make_loop(
     config: EngineConfig,
     sizes: Sizes,
     executor: DeviceExecutor,
-    num_host_pages: int,
+    num_host_pages: tuple[int, ...],
     timeline: Timeline,
     profiling: Profiling,
 ) -> EngineLoop:

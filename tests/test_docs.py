@@ -134,12 +134,12 @@ def test_every_name_in_the_walk_of_a_request_is_in_its_file() -> None:
 def test_the_log_lines_shown_are_those_that_are_written() -> None:
     assert (
         prefill_line(
-            new_seq=2, new_token=611, cached_token=1024, token_usage=0.81, running=232, queued=418, hit_rate=1024 / 1635
+            new_seq=2, new_token=611, cached_token=1024, usage=(0.81,), running=232, queued=418, hit_rate=1024 / 1635
         )
         in TUNING
     )
     line = decode_line(
-        running=233, tokens=370959, token_usage=0.82, throughput=4594.01, queued=417,
+        running=233, tokens=370959, usage=(0.82,), throughput=4594.01, queued=417,
         fine=True, bucket=256, padding=1 - 233 / 256,
     )  # fmt: skip
     assert line in TUNING

@@ -42,6 +42,15 @@ WINDOWED = FULL | {"architectures": ["MistralForCausalLM"], "model_type": "mistr
 SHORT = 24
 _FACTORS = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
 LONGROPE = FULL | {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": SHORT, **_FACTORS}}
+# Layers of two KV groups: a window of 9 tokens, and whole sequences.
+GROUPS = FULL | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_act": None,
+    "num_hidden_layers": 4,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+}
 VOCAB = FULL["vocab_size"]
 TOLERANCE = 1e-4
 FP8 = np.dtype(jax.numpy.float8_e4m3fn)
@@ -70,6 +79,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     # A sequence that grows past `SHORT` tokens is computed again, with other frequencies.
     "longrope": SMALL,
     "windowed": {"context_length": 64, "max_running_requests": 8, "chunked_prefill_size": 16, "cuda_graph_bs": (8,)},
+    # 18 pages of whole sequences, and 7 of windows, of which a request takes up to 7 while its prompt is computed.
+    "groups": SMALL | {"swa_full_tokens_ratio": 0.4},
+    "groups-write-through": WITH_HOST_MEMORY | {"swa_full_tokens_ratio": 0.4},
+    "groups-write-back": WITH_HOST_MEMORY | {"swa_full_tokens_ratio": 0.5, "hicache_write_policy": "write_back"},
     "roomy": {
         "context_length": 64,
         "max_running_requests": 8,
@@ -88,6 +101,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 TIERED = ("write-through", "write-back")
+GROUPS_TIERED = ("groups-write-through", "groups-write-back")
 QUICK = {name for name, sizes in SETTINGS.items() if SMALL.items() <= sizes.items()} | {"windowed"}
 
 
@@ -107,7 +121,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
 
 
 def _model(name: str) -> dict[str, Any]:
-    return {"windowed": WINDOWED, "longrope": LONGROPE}.get(name, FULL)
+    return GROUPS if name.startswith("groups") else {"windowed": WINDOWED, "longrope": LONGROPE}.get(name, FULL)
 
 
 @functools.cache
@@ -164,6 +178,7 @@ def _run(
     else:
         raise AssertionError("no progress")
     assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert stats.num_free_window_pages == stats.num_window_pages
     assert stats.num_free_pages + stats.num_evictable_pages == stats.num_pages
     return {request_id: _together(seen) for request_id, seen in events.items()}
 
@@ -280,7 +295,7 @@ def test_greedy_tokens_are_those_of_the_request_alone(build: Build, name: str, o
         requests = []
         for i in range(24):
             # Few that come again and again, where they are to be found in host memory.
-            earlier = sequences[:5] if name in TIERED else sequences
+            earlier = sequences[:5] if name in TIERED + GROUPS_TIERED else sequences
             requests.append(_random_request(rng, i, info.max_model_len, earlier))
             sequences.append(requests[-1].prompt_ids)
         answers = _run(loop, requests, rng, abort_chance=0.15)
@@ -289,9 +304,11 @@ def test_greedy_tokens_are_those_of_the_request_alone(build: Build, name: str, o
             sequences.append(request.prompt_ids + answers[request.request_id].tokens)
         aborted += sum(answer.last.finish_reason is FinishReason.ABORT for answer in answers.values())
     assert aborted > 0, "these seeds try no abort"
-    assert loop.stats().num_preemptions > 0 or name != "tiny-pool"
+    assert loop.stats().num_preemptions > 0 or name not in ("tiny-pool", "groups")
     assert loop.stats().cache_hit_tokens > 0, "these seeds find nothing in the cache"
-    assert loop.stats().host_load_pages > 8 or name not in TIERED, "these seeds load nothing from host memory"
+    assert loop.stats().host_load_pages > 8 or name not in TIERED + GROUPS_TIERED, (
+        "these seeds load nothing from host memory"
+    )
 
 
 SAMPLED: list[dict[str, Any]] = [
@@ -419,7 +436,7 @@ def test_nothing_compiles_once_the_engine_is_ready(
     assert loop.stats(check=True).compiles_after_ready == 0
 
 
-@pytest.mark.parametrize("name", TIERED)
+@pytest.mark.parametrize("name", TIERED + GROUPS_TIERED)
 def test_pages_that_went_to_the_host_give_the_same_tokens_and_log_probabilities(build: Build, name: str) -> None:
     loop, _ = build(name)
     sampling = SamplingParams(max_tokens=20, temperature=0.0, logprobs=3)
@@ -443,7 +460,9 @@ def test_pages_that_went_to_the_host_give_the_same_tokens_and_log_probabilities(
     assert stats.compiles_after_ready == 0
 
 
-@pytest.mark.parametrize("name", grid(["tiny-pool", "write-through"], lambda name: name == "write-through"))
+@pytest.mark.parametrize(
+    "name", grid(["tiny-pool", "write-through", "groups-write-back"], lambda name: name != "tiny-pool")
+)
 def test_tokens_over_an_fp8_cache_are_those_of_the_request_alone(build: Build, name: str) -> None:
     """Whatever writes and reads it; sums in another order may round a number to its neighbour, so nearly the best."""
     loop, info = build(name, kv_cache_dtype="fp8_e4m3", cuda_graph_bs=(8,))
@@ -460,7 +479,7 @@ def test_tokens_over_an_fp8_cache_are_those_of_the_request_alone(build: Build, n
     for request in requests:
         prompt, tokens = request.prompt_ids, answers[request.request_id].tokens
         expected, exact = (
-            _naive_logits(prompt + tokens, kv_dtype=dtype)[len(prompt) - 1 : -1] for dtype in (FP8, None)
+            _naive_logits(prompt + tokens, _model(name), kv_dtype=dtype)[len(prompt) - 1 : -1] for dtype in (FP8, None)
         )
         for row, token in zip(expected, tokens, strict=True):
             assert row[token] >= row.max() - FP8_TOLERANCE, request

@@ -12,7 +12,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from jaxserve import worker
-from jaxserve.api_types import EngineInfo
+from jaxserve.api_types import EngineInfo, KVGroup
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.devices.device import DeviceFacts
@@ -74,6 +74,19 @@ def test_the_reason_for_dequantized_weights_is_logged_unless_requested(
     device = DeviceFacts(KernelTarget("cpu"), 2**34)
     worker._log_weights(deploy(config, parsed, device, stored=read_stored(config)))
     assert [text.partition(", so")[0] for text in caplog.messages] == said
+
+
+def test_layers_with_windows_are_logged_and_described(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "jaxserve.worker")
+    config = settings(GOLDEN / "gemma3", dtype="float32", page_size=16, dp_size=2, max_total_tokens=96)
+    device = DeviceFacts(KernelTarget("cpu"), 2**34, max_devices=2)
+    groups = worker._kv_groups(deploy(config, read_model(config.model), device))
+    # Of each 96 tokens, the window of 16 gets a page, two that it begins and ends within, and one for a chunk of 16.
+    assert groups == (KVGroup(1, 12), KVGroup(2, 8, 16))
+    worker._log_kv_groups(groups, 16)
+    assert caplog.messages == ["KV groups: 1 layer full, 192 tokens; 2 layers with a window of 16, 128 tokens"]
+    worker._log_kv_groups(groups[:1], 16)
+    assert len(caplog.messages) == 1
 
 
 def test_unsupported_packed_weights_are_refused_before_anything_is_compiled(model: Path) -> None:

@@ -17,6 +17,7 @@ from jaxserve.cli.compile import add_target, required_target
 from jaxserve.config.data_parallel import resolve_dp_mode
 
 if TYPE_CHECKING:
+    from jaxserve.params import KVSpec
     from jaxserve.runtime.sizing.capacity_report import CapacityReport
 
 _GIB = 2**30
@@ -52,13 +53,12 @@ def main(argv: list[str]) -> int:
 def as_text(plan: CapacityReport) -> str:
     """Return the plan as text."""
     made, capacity, footprint = plan.deployment, plan.deployment.capacity, plan.deployment.sizes.footprint
-    pool = plan.rank_tokens * footprint.kv_per_token
-    used = footprint.weights + footprint.state + plan.temp_bytes + pool
+    used = footprint.weights + footprint.state + plan.temp_bytes + made.sizes.pool_bytes
     memory = [
         ("weights", footprint.weights, ""),
         ("state by slot", footprint.state, f"{capacity.num_slots} slots"),
         ("largest working memory", plan.temp_bytes, plan.temp_source),
-        ("KV pool", pool, f"{plan.rank_tokens:,} tokens in {capacity.num_pages:,} pages of {capacity.page_size}"),
+        *_pool_rows(plan),
         ("left", plan.usable_bytes - used, f"of {plan.usable_bytes / _GIB:.2f} GiB usable"),
         ("reserved", plan.target.memory_bytes - plan.usable_bytes, "--mem-fraction-static"),
     ]
@@ -69,7 +69,7 @@ def as_text(plan: CapacityReport) -> str:
         f"({plan.target.memory_bytes / _GIB:.1f} GiB, {plan.target.memory_bandwidth / 1e12:.2f} TB/s, "
         f"{'no figure for' if peak is None else f'{peak / 1e12:.0f} TFLOP/s in'} {made.dtype.name}, each)",
         format_table(("memory of a device", "GiB", ""), rows, left=(0, 2)),
-        f"KV cache: {footprint.kv_per_token / 1024:.1f} KiB a token on each device\n"
+        f"KV cache on each device, a token: {_token_sizes(plan)}\n"
         f"largest context: {capacity.max_model_len:,} tokens\n"
         f"largest batch: {plan.num_slots} requests; "
         + ", ".join(f"{plan.max_requests(context)} of {context:,} tokens" for context in plan.contexts),
@@ -80,6 +80,24 @@ def as_text(plan: CapacityReport) -> str:
         parts.append("tokens a second as predicted from the compiled programs: " + _predicted_line(plan))
     parts += [f"doesn't fit: {one.problem}\n  would fit with: {' or '.join(one.fixes)}" for one in plan.shortfalls]
     return "\n\n".join(parts)
+
+
+def _pool_rows(plan: CapacityReport) -> list[tuple[str, int, str]]:
+    page = plan.deployment.capacity.page_size
+    return [
+        (f"KV pool{_of_layers(spec)}", pages * page * size, f"{pages * page:,} tokens in {pages:,} pages of {page}")
+        for spec, pages, size in plan.kv_groups
+        if spec.num_layers
+    ]
+
+
+def _token_sizes(plan: CapacityReport) -> str:
+    return ", ".join(f"{size / 1024:.1f} KiB{_of_layers(spec)}" for spec, _, size in plan.kv_groups if spec.num_layers)
+
+
+def _of_layers(spec: KVSpec) -> str:
+    layers = f" of {spec.num_layers} layer{'' if spec.num_layers == 1 else 's'}"
+    return layers if spec.window is None else f"{layers} with a window of {spec.window:,}"
 
 
 def _ranks(plan: CapacityReport) -> str:
@@ -129,9 +147,21 @@ def as_json(plan: CapacityReport) -> dict[str, Any]:
         "state_bytes": footprint.state,
         "temp_bytes": plan.temp_bytes,
         "temp_source": plan.temp_source,
-        "kv_bytes_per_token": footprint.kv_per_token,
+        "kv_bytes_per_token": sum(footprint.kv_per_token),
         "max_total_num_tokens": plan.pool_tokens,
         "num_pages": made.num_ranks * made.capacity.num_pages,
+        "kv_groups": [
+            {
+                "layers": spec.num_layers,
+                "kv_heads": spec.num_kv_heads,
+                "head_dim": spec.head_dim,
+                "window": spec.window,
+                "num_pages": made.num_ranks * pages,
+                "tokens": made.num_ranks * pages * made.capacity.page_size,
+                "bytes_per_token": size,
+            }
+            for spec, pages, size in plan.kv_groups
+        ],
         "context_length": made.capacity.max_model_len,
         "max_running_requests": plan.num_slots,
         "decode_tokens_per_second": [

@@ -95,6 +95,7 @@ ALIASES: Mapping[str, Alias] = types.MappingProxyType(
         "context_len": RenameAlias("context_length"),
         "block_size": RenameAlias("page_size"),
         "gpu_memory_utilization": RenameAlias("mem_fraction_static"),
+        "disable_hybrid_kv_cache_manager": RenameAlias("disable_hybrid_swa_memory"),
         "max_num_seqs": RenameAlias("max_running_requests"),
         "cuda_graph_sizes": RenameAlias("cuda_graph_bs"),
         "cudagraph_capture_sizes": RenameAlias("cuda_graph_bs"),

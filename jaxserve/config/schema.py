@@ -92,8 +92,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
     max_total_tokens: Annotated[
         int | None,
-        Meta(description="KV cache tokens per rank; default: what memory allows (on a CPU at most 512 MiB in all)"),
+        Meta(
+            description="KV cache tokens of whole sequences per rank; default: what memory allows (on a CPU at most "
+            "512 MiB in all)"
+        ),
     ] = None
+    swa_full_tokens_ratio: Annotated[
+        float | None,
+        Meta(
+            description="KV cache tokens of layers with a sliding window, as a share of those of the other layers; "
+            "default: what requests of half the context length need, or of 16384 tokens"
+        ),
+    ] = None
+    disable_hybrid_swa_memory: Annotated[
+        bool, Meta(description="keep whole sequences in the KV cache also for layers with a sliding window")
+    ] = False
     max_running_requests: Annotated[
         int | None, Meta(description="maximum running requests per rank; default: 32 on a CPU, else 256")
     ] = None
@@ -204,6 +217,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"programs={self.programs}: with nnodes={self.nnodes} every process compiles; leave programs out"
             )
         self._check_hierarchical_cache()
+        if self.disable_hybrid_swa_memory and self.swa_full_tokens_ratio is not None:
+            raise ConfigError(
+                f"swa_full_tokens_ratio={self.swa_full_tokens_ratio:g} divides the KV cache, and "
+                "disable_hybrid_swa_memory leaves it undivided; keep one"
+            )
         sizes = self.cuda_graph_bs
         if sizes is not None and (not sizes or min(sizes) < 1 or max(sizes) > _MOST):
             raise ConfigError(f"cuda_graph_bs must be positive sizes, got {list(sizes)}")
@@ -234,6 +252,7 @@ _ENGINE_RANGES: _Ranges = {
     "context_length": (1, _MOST),
     "page_size": (1, 2**16),
     "max_total_tokens": (1, _MOST_BYTES),
+    "swa_full_tokens_ratio": (_ABOVE_0, 1.0),
     "max_running_requests": (1, _MOST),
     "max_queued_requests": (0, _MOST),
     "chunked_prefill_size": (-1, _MOST),

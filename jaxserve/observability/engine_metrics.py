@@ -47,6 +47,16 @@ _GAUGES: tuple[tuple[tuple[str, ...], str, Callable[[EngineInfo, EngineStats], f
         lambda i, s: s.token_usage,
     ),
     (
+        ("full_token_usage",),
+        "Share of the KV cache of whole sequences in use, 0 to 1",
+        lambda i, s: s.full_token_usage,
+    ),
+    (
+        ("swa_token_usage",),
+        "Share of the KV cache of layers with a window in use, 0 to 1; 0 if there are none",
+        lambda i, s: s.swa_token_usage,
+    ),
+    (
         ("num_used_tokens",),
         "Tokens of KV cache in use, counted in whole pages",
         lambda i, s: (s.num_pages - s.num_free_pages - s.num_evictable_pages) * i.page_size,

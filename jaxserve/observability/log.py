@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 
 _FORMAT = "[%(asctime)s{}] %(levelname)s %(message)s"
 _TIME = "%Y-%m-%d %H:%M:%S"
@@ -27,15 +28,23 @@ def setup(level: str, process: str = "") -> None:
 
 
 def prefill_line(
-    *, new_seq: int, new_token: int, cached_token: int, token_usage: float, running: int, queued: int, hit_rate: float
+    *,
+    new_seq: int,
+    new_token: int,
+    cached_token: int,
+    usage: Sequence[float],
+    running: int,
+    queued: int,
+    hit_rate: float,
 ) -> str:
     """Return the log line of a step that computes prompts.
 
-    `hit_rate` is the cache hit rate of all prompts since the start, 0 to 1.
+    `usage` is the share of the KV cache in use, and if it has groups with a window, then the share of whole sequences
+    and that of windows. `hit_rate` is the cache hit rate of all prompts since the start, 0 to 1.
     """
     return (
         f"Prefill batch. #new-seq: {new_seq}, #new-token: {new_token}, #cached-token: {cached_token}, "
-        f"token usage: {token_usage:.2f}, #running-req: {running}, #queue-req: {queued}, cache hit rate: {hit_rate:.2%}"
+        f"{_usage_text(usage)}, #running-req: {running}, #queue-req: {queued}, cache hit rate: {hit_rate:.2%}"
     )
 
 
@@ -43,7 +52,7 @@ def decode_line(
     *,
     running: int,
     tokens: int,
-    token_usage: float,
+    usage: Sequence[float],
     throughput: float,
     queued: int,
     fine: bool,
@@ -52,11 +61,17 @@ def decode_line(
 ) -> str:
     """Return the log line of the decode steps since the previous such line.
 
-    `throughput` is in tokens per second. `bucket` is the size of the program that ran last and `fine` whether it is one
-    of the finely spaced ones; `padding` is the share of empty rows since the previous line.
+    `usage` is as in `prefill_line`. `throughput` is in tokens per second. `bucket` is the size of the program that ran
+    last and `fine` whether it is one of the finely spaced ones; `padding` is the share of empty rows since the previous
+    line.
     """
     return (
-        f"Decode batch. #running-req: {running}, #token: {tokens}, token usage: {token_usage:.2f}, "
+        f"Decode batch. #running-req: {running}, #token: {tokens}, {_usage_text(usage)}, "
         f"gen throughput (token/s): {throughput:.2f}, #queue-req: {queued}, "
         f"cuda graph: {fine}, bucket: {bucket}, padding: {padding:.2%}"
     )
+
+
+def _usage_text(usage: Sequence[float]) -> str:
+    names = ("token usage", "full token usage", "swa token usage")
+    return ", ".join(f"{name}: {share:.2f}" for name, share in zip(names, usage))

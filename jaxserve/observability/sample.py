@@ -26,6 +26,8 @@ class Sample:
     deferred: int
     max_running: int
     token_usage: float
+    full_token_usage: float
+    swa_token_usage: float
     new_token_ratio: float
     generation_tokens: int
     retractions: int
@@ -80,6 +82,8 @@ def read_sample(metrics: str, seconds: float, problem: str | None = None) -> Sam
         deferred=int(value("num_requests_waiting_by_reason", reason="deferred")),
         max_running=int(value("max_running_requests")),
         token_usage=value("token_usage"),
+        full_token_usage=value("full_token_usage"),
+        swa_token_usage=value("swa_token_usage"),
         new_token_ratio=value("new_token_ratio"),
         generation_tokens=int(value("generation_tokens_total")),
         retractions=int(value("num_retracted_reqs_total")),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from jaxserve.observability.sample import Sample, Settings
 
 GOOD_USAGE = 0.9
+UNEVEN_USAGE = 0.6
 LONG_QUEUE = 2000
 LPM_QUEUE = 128
 """With more requests waiting, lpm serves them first come, first served."""
@@ -120,6 +121,33 @@ def too_conservative(samples: Sequence[Sample], settings: Settings) -> TuningAdv
         f"new_token_ratio {_median(seen, lambda s: s.new_token_ratio):.2f}"
     )
     return TuningAdvice("too conservative", figure, what_to_do)
+
+
+def uneven_kv_groups(samples: Sequence[Sample], settings: Settings) -> TuningAdvice | None:
+    """Advise if requests wait because one kind of KV group is full while the other has much room."""
+    seen = [
+        s
+        for s in busy_samples(samples)
+        if s.waiting > s.deferred
+        and max(s.full_token_usage, s.swa_token_usage) >= GOOD_USAGE
+        and min(s.full_token_usage, s.swa_token_usage) < UNEVEN_USAGE
+        and s.swa_token_usage
+    ]
+    if not _frequent(seen, samples):
+        return None
+    full, windows = (_median(seen, value) for value in (lambda s: s.full_token_usage, lambda s: s.swa_token_usage))
+    figure = f"{_in(seen, samples)}: median full token usage {full:.2f}, swa token usage {windows:.2f}"
+    if windows > full:
+        return TuningAdvice(
+            "windows full",
+            f"the KV cache of layers with a window was full while whole sequences had room {figure}",
+            "Raise --swa-full-tokens-ratio: requests are shorter than the memory was divided for.",
+        )
+    return TuningAdvice(
+        "whole sequences full",
+        f"the KV cache of whole sequences was full while layers with a window had room {figure}",
+        "Lower --swa-full-tokens-ratio: requests are longer than the memory was divided for.",
+    )
 
 
 def slots_full(samples: Sequence[Sample], settings: Settings) -> TuningAdvice | None:
@@ -257,6 +285,7 @@ RULES: tuple[Rule, ...] = (
         memory_short,
         frequent_retractions,
         too_conservative,
+        uneven_kv_groups,
         slots_full,
         long_queue,
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol, cast, get_args
 
 from pallas_kernels.paged_attention.layout import KVLayout
@@ -75,12 +76,16 @@ def backend_module(name: BackendName) -> BackendModule:
     return cast(BackendModule, importlib.import_module(f"pallas_kernels.paged_attention.{file}"))
 
 
-def choose_backend(target: KernelTarget, problem: Problem, requested: str = "auto") -> Backend:
-    """Return the backend for a deployment. Raises ValueError, with the reason, if the requested one doesn't fit."""
+def choose_backend(target: KernelTarget, problem: Problem | Sequence[Problem], requested: str = "auto") -> Backend:
+    """Return the backend for a deployment, which supports each of its problems.
+
+    Raises ValueError, with the reason, if the requested one doesn't fit.
+    """
+    problems = [problem] if isinstance(problem, Problem) else problem
     if requested == "auto":
         refused: list[str] = []
         for name in _PREFERRED.get(target.platform, _ON_A_CPU):
-            refusal = backend_module(name).refusal(problem, target)
+            refusal = _refusal(name, problems, target)
             if refusal is None:
                 reason = "; ".join([f"the best for {target.kind or target.platform}", *refused])
                 return Backend(name, reason, target)
@@ -90,9 +95,15 @@ def choose_backend(target: KernelTarget, problem: Problem, requested: str = "aut
     if requested not in names:
         raise ValueError(f"attention backend {requested!r} is not built; available: {', '.join(names)}")
     name = cast(BackendName, requested)
-    if refusal := backend_module(name).refusal(problem, target):
+    if refusal := _refusal(name, problems, target):
         raise ValueError(f"attention backend {requested!r} can't be used here: {refusal}")
     return Backend(name, "requested", target)
+
+
+def _refusal(name: BackendName, problems: Sequence[Problem], target: KernelTarget) -> str | None:
+    """Return why a backend doesn't support all of the problems, or None."""
+    refusals = (backend_module(name).refusal(problem, target) for problem in problems)
+    return next((why for why in refusals if why is not None), None)
 
 
 REFERENCE = Backend("reference", "the default of this function")

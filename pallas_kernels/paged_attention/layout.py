@@ -54,7 +54,7 @@ class PagedKV:
 
     @property
     def num_pages(self) -> int:
-        """Pages of one layer; 0 if the group has no layers."""
+        """Pages of one layer; 0 if there is none."""
         return self.num_entries // max(self.num_layers, 1)
 
     @property

@@ -33,7 +33,7 @@ MESHES = [("nvidia-h200", 1, 8), ("nvidia-h200", 2, 4), ("tpu-v6e", 1, 8)]
 def test_all_of_it_fits(target: str, data: int, tensor: int) -> None:
     made = deployed(target, LLAMA_70B, tensor=tensor, data=data)
     capacity, footprint = made.capacity, made.sizes.footprint
-    pool = footprint.kv_per_token * capacity.num_pages * capacity.page_size
+    pool = made.sizes.pool_bytes
     assert footprint.non_pool + pool <= usable_bytes(made.config, made.device.memory_bytes)
     # 70.6 billion parameters of two bytes each, but for norms in equal parts.
     assert footprint.weights == pytest.approx(141.1e9 / tensor, rel=0.01)

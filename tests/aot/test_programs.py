@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from jaxserve.runtime.devices.mesh import device_bytes
-from jaxserve.runtime.programs.builder import ADJUST_KEY, READ_KEY, UPDATE_KEY, WRITE_KEY
+from jaxserve.runtime.programs.builder import ADJUST_KEY, UPDATE_KEY, read_key, write_key
 from jaxserve.runtime.programs.hlo import instructions
 from jaxserve.runtime.programs.inspection import compile_and_inspect
 from jaxserve.runtime.programs.program_set import ProgramKey
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.aot
 
 DECODE = StepKey("decode", DECODE_ROWS, True)
 MIXED = StepKey("mixed", MIXED_TOKENS, False)
-WITHOUT_WEIGHTS = (UPDATE_KEY, ADJUST_KEY, READ_KEY, WRITE_KEY)
+WITHOUT_WEIGHTS = (UPDATE_KEY, ADJUST_KEY, read_key(0), write_key(0))
 MODELS = {"Llama-3.1-8B, 2 layers": LLAMA_8B_TWO_LAYERS, "SmolLM2-135M": SMOLLM2_135M}
 LLAMA, SMOLLM2 = MODELS
 KERNELS = {"nvidia-h200": "triton", "tpu-v6e": "mosaic tpu"}
@@ -58,7 +58,7 @@ def test_a_program_compiles_and_leaves_the_pool_in_place(
     assert read.fault is None
     assert read.unread is None
     assert read.alias_bytes >= device_bytes(builder.state_specs, builder.mesh.shape)
-    assert read.temp_bytes < device_bytes(builder.state_specs.kv.keys, builder.mesh.shape)
+    assert read.temp_bytes < device_bytes(builder.state_specs.kv[0].keys, builder.mesh.shape)
     layers = builder.context.model.num_layers
     if key not in WITHOUT_WEIGHTS:
         kernels = {name: count for name, count in read.kernels.items() if name.endswith(f"({KERNELS[target]})")}

@@ -11,6 +11,7 @@ import pytest
 from jaxserve.cli.main import main
 from jaxserve.observability import log
 from tests.cli.model_folder import write_config
+from tests.models.hub_configs import GEMMA_3_27B
 
 GIB = 2**30
 
@@ -78,6 +79,34 @@ def test_ranks_are_as_many_pools_and_batches(llama: str, capsys: pytest.CaptureF
     assert "on 8 x nvidia-h200, data parallel 4 x tensor parallel 2" in capsys.readouterr().out
 
 
+def test_layers_with_windows_leave_room_for_more_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GEMMA_3_27B))
+    argv = (str(path), "--target", "nvidia-h200", "--context-length", "32768")
+    plan = _plan(capsys, *argv)
+    whole = _plan(capsys, *argv, "--disable-hybrid-swa-memory")
+    assert plan["max_total_num_tokens"] >= 4.5 * whole["max_total_num_tokens"]
+    full, window = plan["kv_groups"]
+    assert [(one["layers"], one["window"]) for one in (full, window)] == [(10, None), (52, 1024)]
+    assert (full["kv_heads"], full["head_dim"]) == (16, 128)
+    assert full["tokens"] == 16 * full["num_pages"] == plan["max_total_num_tokens"]
+    assert full["bytes_per_token"] + window["bytes_per_token"] == plan["kv_bytes_per_token"] == 62 * 8192
+    [alone] = whole["kv_groups"]
+    assert (alone["layers"], alone["window"], alone["bytes_per_token"]) == (62, None, 62 * 8192)
+    # A request holds 1,024 tokens of the window, which begin and end within a page, however long it is.
+    most = {one["context"] for one in plan["decode_tokens_per_second"] if one["batch"] == 32}
+    assert {1024, 4096, 16384} <= most
+    limits = {(one["batch"], one["context"]): one["limit"] for one in plan["decode_tokens_per_second"]}
+    read = plan["weight_bytes"] + 81920 * 16384 + 52 * 8192 * 1024
+    assert limits[1, 16384] == pytest.approx(4.8e12 / read)
+    assert main(["plan", *argv]) == 0
+    text = capsys.readouterr().out
+    assert (
+        f"KV pool of 52 layers with a window of 1,024  {window['bytes_per_token'] * window['tokens'] / GIB:.2f}" in text
+    )
+    assert "a token: 80.0 KiB of 10 layers, 416.0 KiB of 52 layers with a window of 1,024" in text
+
+
 @pytest.mark.parametrize("mode", ["replicas", "mesh"])
 def test_ranks_in_either_form_share_one_machine(llama: str, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = (llama, "--target", "nvidia-h200", "--tp-size", "2", "--dp-mode", mode)
@@ -109,7 +138,15 @@ def test_a_context_that_is_cut_is_told_with_what_would_hold_it(llama: str, capsy
 def test_the_text_says_it_all(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", llama, "--target", "nvidia-l40s", "--max-running-requests", "32"]) == 0
     text = capsys.readouterr().out
-    for part in ("weights", "14.96", "estimated", "KV pool", "128.0 KiB a token", "32 requests", "362 TFLOP/s"):
+    for part in (
+        "weights",
+        "14.96",
+        "estimated",
+        "KV pool",
+        "a token: 128.0 KiB of 32 layers",
+        "32 requests",
+        "362 TFLOP/s",
+    ):
         assert part in text
     assert main(["plan", llama, "--target", "nvidia-l4"]) == 0
     assert "doesn't fit: a request of 131,072 tokens" in capsys.readouterr().out

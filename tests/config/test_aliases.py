@@ -67,6 +67,7 @@ def test_every_reason_is_one_line() -> None:
         ("seed", "7", "random_seed", 7),
         ("model_path", "here", "model", "here"),
         ("cuda_graph_sizes", ["1,2"], "cuda_graph_bs", (1, 2)),
+        ("disable_hybrid_kv_cache_manager", True, "disable_hybrid_swa_memory", True),
     ],
 )
 def test_a_rename_sets_our_setting(written: str, value: object, ours: str, expected: object) -> None:

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,6 +109,22 @@ def test_a_value_out_of_range_is_refused_by_the_schema(yaml_file) -> None:
 def test_a_tier_in_host_memory_needs_a_cache_and_a_size(given: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**{"enable_hierarchical_cache": True} | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"swa_full_tokens_ratio": 0.0}, "swa_full_tokens_ratio must be more than 0, got 0.0"),
+        ({"swa_full_tokens_ratio": 1.1}, "swa_full_tokens_ratio must be at most 1.0, got 1.1"),
+        (
+            {"swa_full_tokens_ratio": 0.5, "disable_hybrid_swa_memory": True},
+            "swa_full_tokens_ratio=0.5 .* disable_hybrid_swa_memory .* keep one",
+        ),
+    ],
+)
+def test_a_cache_is_divided_by_a_share_or_not_at_all(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**given)
 
 
 def test_a_repeated_flag_counts_as_last_written() -> None:

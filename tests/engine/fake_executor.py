@@ -2,7 +2,8 @@
 
 The next token is a hash of every token so far, read back through the slot's own page table from the pages as they are
 now. So a wrong page, position, slot, order or token in a plan gives wrong tokens, and a page that was freed too
-early shows too. Its state comes only from plans, and it checks each plan against `Capacity`.
+early shows too. Of a KV group with a window, it reads only what the queries of a step see, and mixes in what differs.
+Its state comes only from plans, and it checks each plan against `Capacity`.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def run_alone(request: EngineRequest, max_model_len: int) -> Expected:
 @dataclasses.dataclass
 class _Slot:
     opened: SlotOpen
-    pages: list[int]
+    tables: list[list[int]]
     length: int
     num_outputs: int
     last_token: int | None = None
@@ -85,32 +86,35 @@ class FakeExecutor:
         self.plans: list[StepPlan] = []
         self._slots: dict[tuple[int, int], _Slot] = {}
         self._pools = [
-            [[-1] * capacity.page_size for _ in range(capacity.num_pages)] for _ in range(capacity.num_ranks)
+            [[[-1] * capacity.page_size for _ in range(num_pages)] for num_pages in capacity.pages_by_group]
+            for _ in range(capacity.num_ranks)
         ]
-        self._host: dict[tuple[int, int], list[int]] = {}
+        self._host: dict[tuple[int, int, int], list[int]] = {}
 
     def dispatch(self, plan: StepPlan) -> object:
         self._check_sizes(plan)
         self.plans.append(plan)
-        for rank, page, host_slot in plan.saves:
-            self._host[rank, host_slot] = list(self._pools[rank][page])
-        for rank, host_slot, page in plan.loads:
-            self._pools[rank][page] = list(self._host[rank, host_slot])
+        for group, rank, page, host_slot in plan.saves:
+            self._host[group, rank, host_slot] = list(self._pools[rank][group][page])
+        for group, rank, host_slot, page in plan.loads:
+            self._pools[rank][group][page] = list(self._host[group, rank, host_slot])
         for closed in plan.closes:
             del self._slots[closed]
         for opened in plan.opens:
-            pages = list(opened.cached_pages[0])
-            assert opened.num_cached_tokens == len(pages) * self.capacity.page_size
+            columns = len(opened.cached_pages[0])
+            assert opened.num_cached_tokens == columns * self.capacity.page_size
+            assert len(opened.cached_pages) == len(self.capacity.pages_by_group)
+            tables = [[-1] * (columns - len(pages)) + list(pages) for pages in opened.cached_pages]
             self._slots[opened.rank, opened.slot] = _Slot(
-                opened, pages, opened.num_cached_tokens, len(opened.output_ids)
+                opened, tables, opened.num_cached_tokens, len(opened.output_ids)
             )
         for chunk in plan.chunks:
-            self._slots[chunk.rank, chunk.slot].pages.extend(chunk.new_pages[0])
-        loaded = {(rank, page) for rank, _, page in plan.loads}
+            assert len({len(pages) for pages in chunk.new_pages}) == 1, "groups get pages for different tokens"
+            for table, pages in zip(self._slots[chunk.rank, chunk.slot].tables, chunk.new_pages, strict=True):
+                table.extend(pages)
+        loaded = {(group, rank, page) for group, rank, _, page in plan.loads}
         assert len(loaded) == len(plan.loads), "a page is loaded twice"
-        readers = Counter(
-            (chunk.rank, page) for chunk in plan.chunks for page in self._slots[chunk.rank, chunk.slot].pages
-        )
+        readers = Counter(page for chunk in plan.chunks for page in self._read(chunk))
         written = [page for chunk in plan.chunks for page in self._written(chunk)]
         assert all(readers[page] == 1 for page in written), "a page is written that another sequence of the step reads"
         assert loaded.isdisjoint(written), "a page is loaded and computed"
@@ -123,14 +127,29 @@ class FakeExecutor:
         assert isinstance(handle, StepResult)
         return handle
 
-    def _written(self, chunk: Chunk) -> list[tuple[int, int]]:
+    def _first_seen(self, group: int, position: int) -> int:
+        """Return the first position that a query at `position` sees."""
+        return 0 if group == 0 else max(0, position - self.capacity.window_groups[group - 1].window + 1)
+
+    def _read(self, chunk: Chunk) -> list[tuple[int, int, int]]:
+        return [
+            (group, chunk.rank, page)
+            for group, table in enumerate(self._slots[chunk.rank, chunk.slot].tables)
+            for page in table[self._first_seen(group, chunk.start) // self.capacity.page_size :]
+        ]
+
+    def _written(self, chunk: Chunk) -> list[tuple[int, int, int]]:
         size = self.capacity.page_size
-        pages = self._slots[chunk.rank, chunk.slot].pages
-        return [(chunk.rank, page) for page in pages[chunk.start // size : -(-(chunk.start + chunk.length) // size)]]
+        part = slice(chunk.start // size, -(-(chunk.start + chunk.length) // size))
+        return [
+            (group, chunk.rank, page)
+            for group, table in enumerate(self._slots[chunk.rank, chunk.slot].tables)
+            for page in table[part]
+        ]
 
     def _run(self, plan: StepPlan, index: int, result: StepResult) -> None:
         chunk = plan.chunks[index]
-        slot, kv = self._slots[chunk.rank, chunk.slot], self._pools[chunk.rank]
+        slot, pools = self._slots[chunk.rank, chunk.slot], self._pools[chunk.rank]
         size = self.capacity.page_size
         sampling = slot.opened.sampling
         assert sampling.seed is not None
@@ -143,11 +162,17 @@ class FakeExecutor:
             tokens = chunk.tokens
         assert len(tokens) == chunk.length
         for token in tokens:
-            kv[slot.pages[slot.length // size]][slot.length % size] = token
+            for kv, table in zip(pools, slot.tables):
+                kv[table[slot.length // size]][slot.length % size] = token
             slot.length += 1
         assert slot.length < self.capacity.max_model_len
-        assert len(slot.pages) == -(-slot.length // size), "more or fewer pages than the tokens need"
-        seen = [kv[slot.pages[i // size]][i % size] for i in range(slot.length)]
+        assert {len(table) for table in slot.tables} == {-(-slot.length // size)}, "pages don't fit the tokens"
+        seen, *windows = (
+            [kv[table[i // size]][i % size] for i in range(self._first_seen(group, chunk.start), slot.length)]
+            for group, (kv, table) in enumerate(zip(pools, slot.tables))
+        )
+        for window in windows:
+            seen += [] if window == seen[len(seen) - len(window) :] else window
         result.tokens.append([])
         if chunk.sample:
             assert chunk.logits >= 1

@@ -12,7 +12,7 @@ from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.kv_cache.host_tier import WritePolicy
 from jaxserve.engine.scheduling.policy import Policy
 from jaxserve.engine.scheduling.scheduler import Scheduler
-from jaxserve.step_plan import Capacity
+from jaxserve.step_plan import Capacity, WindowGroup
 from tests.engine.fake_executor import VOCAB, FakeExecutor, run_alone
 from tests.selection import grid
 
@@ -52,13 +52,21 @@ def _random_request(rng: random.Random, number: int, max_model_len: int, earlier
     )
 
 
-def _random_engine(rng: random.Random, *, tiered: bool, num_ranks: int) -> tuple[EngineLoop, Scheduler, FakeExecutor]:
+def _random_engine(
+    rng: random.Random, *, tiered: bool, num_ranks: int, num_windows: int
+) -> tuple[EngineLoop, Scheduler, FakeExecutor]:
     """Make a random engine; if `tiered`, with host memory and so few pages that most cached ones are evicted to it."""
     num_slots = rng.choice([1, 3] if tiered else [1, 3, 8, 8])
     page_size = rng.choice([1, 2, 4] if tiered else [1, 2, 4, 8])
     max_model_len = rng.randint(24, 48) if tiered else rng.randint(8, 48)
     fits = -(-max_model_len // page_size)
+    windows = [rng.choice([1, 2, 5, rng.randint(1, max_model_len)]) for _ in range(num_windows)]
+    fewest = [-(-(window - 1) // page_size) + 2 for window in windows]
     capacity = Capacity(
+        window_groups=tuple(
+            WindowGroup(few + rng.choice([0, 1, few, fits, fits * num_slots]), window)
+            for few, window in zip(fewest, windows)
+        ),
         num_slots=num_slots,
         num_pages=rng.choice([fits, fits + rng.randint(0, 4), *([] if tiered else [fits * 2, fits * num_slots])]),
         page_size=page_size,
@@ -77,7 +85,10 @@ def _random_engine(rng: random.Random, *, tiered: bool, num_ranks: int) -> tuple
         policy=rng.choice(get_args(Policy)),
         conservativeness=rng.choice([0.0, 0.0, 0.3, 1.0, 1.3]),
         prefix_cache=tiered or rng.random() < 0.9,
-        num_host_pages=rng.choice([fits, 2 * capacity.num_pages, 99 * fits] if tiered else [0, 2, 2 * fits]),
+        num_host_pages=[
+            rng.choice([fits, 2 * num_pages, 99 * fits] if tiered else [0, 2, 2 * fits])
+            for num_pages in capacity.pages_by_group
+        ],
         host_write_policy=rng.choice(get_args(WritePolicy)),
         random_seed=rng.randrange(100),
     )
@@ -86,20 +97,21 @@ def _random_engine(rng: random.Random, *, tiered: bool, num_ranks: int) -> tuple
 
 
 BLOCKS = [
-    *((block, False, 1) for block in range(16)),
-    *((block, True, 1) for block in range(8)),
-    *((ranks, False, ranks) for ranks in (2, 3, 4)),
-    (2, True, 2),
+    *((block, False, 1, 0) for block in range(16)),
+    *((block, True, 1, 0) for block in range(8)),
+    *((ranks, False, ranks, 0) for ranks in (2, 3, 4)),
+    (2, True, 2, 0),
+    *((block, block % 2 == 1, 1 + block % 2, 1 + block % 4 // 2) for block in range(16)),
 ]
-QUICK = ((0, False, 1), (0, True, 1), (2, False, 2))
+QUICK = ((0, False, 1, 0), (0, True, 1, 0), (0, False, 1, 1), (1, True, 2, 1), (2, False, 2, 0))
 
 
-@pytest.mark.parametrize(("block", "tiered", "num_ranks"), grid(BLOCKS, QUICK.__contains__))
-def test_tokens_are_those_of_each_request_alone(block: int, tiered: bool, num_ranks: int) -> None:
+@pytest.mark.parametrize(("block", "tiered", "num_ranks", "num_windows"), grid(BLOCKS, QUICK.__contains__))
+def test_tokens_are_those_of_each_request_alone(block: int, tiered: bool, num_ranks: int, num_windows: int) -> None:
     preempted = aborted_running = hits = loaded = 0
     for seed in range(block * 50, block * 50 + 50):
         rng = random.Random(seed)
-        loop, scheduler, executor = _random_engine(rng, tiered=tiered, num_ranks=num_ranks)
+        loop, scheduler, executor = _random_engine(rng, tiered=tiered, num_ranks=num_ranks, num_windows=num_windows)
         max_model_len = executor.capacity.max_model_len
         requests: dict[str, EngineRequest] = {}
         for i in range(num_ranks * (rng.randint(10, 20) if tiered else rng.randint(1, 20))):

@@ -21,7 +21,7 @@ def test_the_lines_of_the_catalogue() -> None:
         log.decode_line(
             running=233,
             tokens=370959,
-            token_usage=0.82,
+            usage=(0.82,),
             throughput=4594.01,
             queued=417,
             fine=True,
@@ -32,7 +32,7 @@ def test_the_lines_of_the_catalogue() -> None:
         "#queue-req: 417, cuda graph: True, bucket: 256, padding: 8.98%"
     )
     assert (
-        log.prefill_line(new_seq=2, new_token=300, cached_token=16, token_usage=0.5, running=3, queued=4, hit_rate=0.25)
+        log.prefill_line(new_seq=2, new_token=300, cached_token=16, usage=(0.5,), running=3, queued=4, hit_rate=0.25)
         == "Prefill batch. #new-seq: 2, #new-token: 300, #cached-token: 16, token usage: 0.50, #running-req: 3, "
         "#queue-req: 4, cache hit rate: 25.00%"
     )

@@ -16,6 +16,8 @@ HEALTHY: dict[str, Any] = {
     "deferred": 0,
     "max_running": 256,
     "token_usage": 0.95,
+    "full_token_usage": 0.95,
+    "swa_token_usage": 0.0,
     "new_token_ratio": 0.4,
     "generation_tokens": 0,
     "retractions": 0,
@@ -195,6 +197,15 @@ def test_memory_too_short() -> None:
     assert "2.00 GB" in advice.figure
     assert rules(all_along(), dataclasses.replace(settings, free_bytes=2 * 2**30)) == []
     assert rules(all_along(), dataclasses.replace(settings, free_bytes=0)) == [], "a server that doesn't say"
+
+
+def test_one_kv_group_is_full_and_the_other_is_not() -> None:
+    advice = only(all_along(full_token_usage=0.3, swa_token_usage=0.95))
+    assert (advice.rule, "0.30" in advice.figure, "Raise --swa" in advice.what_to_do) == ("windows full", True, True)
+    advice = only(all_along(swa_token_usage=0.4))
+    assert (advice.rule, "Lower --swa" in advice.what_to_do) == ("whole sequences full", True)
+    assert rules(all_along(swa_token_usage=0.8)) == []
+    assert rules(all_along(full_token_usage=0.3, swa_token_usage=0.95, deferred=100)) == [], "nothing waits for room"
 
 
 def test_all_slots_taken() -> None:

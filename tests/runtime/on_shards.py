@@ -17,7 +17,7 @@ from jaxserve.models.registry import family
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.devices.mesh import TENSOR_AXIS, make_mesh, shardings
 from jaxserve.runtime.execution.host_pool import HostPool
-from jaxserve.runtime.programs.builder import ADJUST_KEY, READ_KEY, UPDATE_KEY, WRITE_KEY, ProgramBuilder
+from jaxserve.runtime.programs.builder import ADJUST_KEY, UPDATE_KEY, ProgramBuilder, read_key, write_key
 from jaxserve.runtime.programs.hlo import instructions
 from jaxserve.runtime.sizing.deployment import deploy
 from jaxserve.runtime.step import sampling
@@ -60,11 +60,11 @@ def run(tensor: int) -> list[np.ndarray]:
     state, output = on_trees(builder.compile(key))(params, state, packed)
     pages = np.full((2, 1, PAGES_PER_COPY), -1, np.int32)
     pages[:, 0, :2] = [0, 2], [9, 7]
-    host = HostPool(row_specs(state_specs), 2)
-    state, rows = on_trees(builder.compile(READ_KEY))(state, pages[0])
+    host = HostPool(row_specs(state_specs, 0), 2)
+    state, rows = on_trees(builder.compile(read_key(0)))(state, pages[0])
     host.store([[1, 0]], rows)
-    state = on_trees(builder.compile(WRITE_KEY))(state, pages[1], host.fetch([[1, 0]]))
-    keys = np.asarray(state.kv.keys)
+    state = on_trees(builder.compile(write_key(0)))(state, pages[1], host.fetch([[1, 0]]))
+    keys = np.asarray(state.kv[0].keys)
     np.testing.assert_array_equal(keys[:, :, [9, 7]], keys[:, :, [0, 2]])
     tokens = sum(map(len, prompts))
     prompt_logprobs = jax.tree.map(lambda x: x[:, :tokens], output.prompt_logprobs)

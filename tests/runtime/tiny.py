@@ -46,8 +46,7 @@ def mesh() -> Mesh:
 
 
 def specs(capacity: Capacity, vocab_size: int = CONFIG["vocab_size"]) -> DeviceState:
-    [kv_spec] = model().kv_specs()
-    return state_specs(kv_spec, capacity, vocab_size=vocab_size, kv_dtype=F32)
+    return state_specs(model().kv_specs(), capacity, vocab_size=vocab_size, kv_dtype=F32)
 
 
 def zero_state(capacity: Capacity, vocab_size: int = CONFIG["vocab_size"]) -> DeviceState:
@@ -79,10 +78,12 @@ def on_trees(program: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def open_slots(programs: Mapping[Any, Callable[..., Any]], state: DeviceState, *opens: SlotOpen) -> DeviceState:
+def open_slots(
+    programs: Mapping[Any, Callable[..., Any]], state: DeviceState, *opens: SlotOpen, capacity: Capacity = CAPACITY
+) -> DeviceState:
     """Open slots of one rank by compiled programs."""
-    for key, pack in ((UPDATE_KEY, pack_updates), (ADJUST_KEY, pack_adjustments)):
-        for vector in pack(opens):
+    for key, vectors in ((UPDATE_KEY, pack_updates(opens, capacity)), (ADJUST_KEY, pack_adjustments(opens))):
+        for vector in vectors:
             state = on_trees(programs[key])(state, vector[None])
     return state
 

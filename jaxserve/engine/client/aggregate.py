@@ -35,22 +35,26 @@ def merge_info(infos: Sequence[EngineInfo]) -> EngineInfo:
 
 
 def merge_stats(readings: Sequence[EngineStats]) -> EngineStats:
-    """Merge the readings of the replicas. `token_usage` is the share of all their pages."""
+    """Merge the readings of the replicas. `token_usage` is the share of the pages of all."""
     sums = {
         name: sum(getattr(reading, name) for reading in readings)
         for name in EngineStats.__struct_fields__
         if isinstance(getattr(readings[0], name), int)
     }
-    num_pages = sums["num_pages"]
-    available = sums["num_free_pages"] + sums["num_evictable_pages"]
-    return EngineStats(
+    merged = EngineStats(
         **sums,
-        token_usage=1.0 - available / num_pages if num_pages else 0.0,
+        num_window_pages=_added(reading.num_window_pages for reading in readings),
+        num_free_window_pages=_added(reading.num_free_window_pages for reading in readings),
         new_token_ratio=sum(reading.new_token_ratio for reading in readings) / len(readings),
-        steps_by_tokens=tuple(map(sum, zip(*(reading.steps_by_tokens for reading in readings), strict=True))),
+        steps_by_tokens=_added(reading.steps_by_tokens for reading in readings),
         integrity_errors=_with_replica_names(reading.integrity_errors for reading in readings),
         decode_steps_by_rows=dict(sum((Counter(reading.decode_steps_by_rows) for reading in readings), Counter())),
     )
+    return msgspec.structs.replace(merged, token_usage=max(merged.full_token_usage, merged.swa_token_usage))
+
+
+def _added(counts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*counts)))
 
 
 def _with_replica_names(problems: Iterable[Sequence[str]]) -> tuple[str, ...]:

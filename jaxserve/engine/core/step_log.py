@@ -40,7 +40,7 @@ class StepLog:
                     new_token=sum(chunk.length for chunk in chunks[plan.num_decodes :]),
                     # Not the plan's cached tokens: a restart after a retraction does not count as a hit.
                     cached_token=stats.cache_hit_tokens - self._hits_before,
-                    token_usage=stats.token_usage,
+                    usage=_usage(stats),
                     running=stats.num_running,
                     queued=stats.num_waiting,
                     hit_rate=stats.cache_hit_tokens / max(stats.cache_query_tokens, 1),
@@ -65,7 +65,7 @@ class StepLog:
                 decode_line(
                     running=stats.num_running,
                     tokens=used * self._scheduler.page_size,
-                    token_usage=stats.token_usage,
+                    usage=_usage(stats),
                     throughput=tokens / seconds if seconds > 0 else 0.0,
                     queued=stats.num_waiting,
                     fine=stats.coarse_decode_steps == before.coarse_decode_steps,
@@ -84,3 +84,10 @@ class StepLog:
         self._since = self._clock()
         self._before = stats
         self._num_decode_steps = 0
+
+
+def _usage(stats: EngineStats) -> tuple[float, ...]:
+    """Return the shares of the KV cache in use: of all, and of whole sequences and windows if it has both."""
+    if not stats.num_window_pages:
+        return (stats.token_usage,)
+    return stats.token_usage, stats.full_token_usage, stats.swa_token_usage

@@ -5,30 +5,44 @@ loads, then the step. So the plan that saves a page may reuse it, and the plan t
 cache owns the tree; this module never touches memory.
 
 `write_through` saves pages in the plan that follows the one that computes them: eviction is immediate, but pages occupy
-both memories. `write_back` saves pages when they are evicted: the two memories hold different pages.
+both memories. `write_back` saves pages when they are evicted: the two memories hold different pages. Of a window group
+it saves the last window of a node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from jaxserve.engine.kv_cache.page_pool import PagePool
 from jaxserve.engine.kv_cache.radix_node import LruHeap, RadixNode
+from jaxserve.engine.kv_cache.window_pages import WindowPages
 
 WritePolicy = Literal["write_through", "write_back"]
+_Copy = tuple[int, int, int]
 
 
 class HostTier:
-    """Host memory of `num_pages` slots, one page each; with 0 slots nothing is saved."""
+    """Host memory of `num_pages` slots, one page each; with 0 slots nothing is saved.
 
-    def __init__(self, num_pages: int, page_size: int, policy: WritePolicy = "write_through") -> None:
+    `windows` are the slots for pages of KV groups with a window.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        policy: WritePolicy = "write_through",
+        windows: Sequence[WindowPages] = (),
+    ) -> None:
+        self.windows = tuple(windows)
         self._slots = PagePool(num_pages, page_size)
         self._writes_through = num_pages > 0 and policy == "write_through"
         self._added: list[RadixNode] = []
         self._evictable = LruHeap(_is_evictable)
-        self._saves: dict[int, int] = {}
-        self._loads: list[tuple[int, int]] = []
+        self._saves: dict[tuple[int, int], int] = {}
+        self._loads: list[_Copy] = []
+        self._loading: list[tuple[int, list[int]]] = []
         self.num_saved = 0
         self.num_loaded = 0
 
@@ -54,26 +68,75 @@ class HostTier:
         """
         for node in self._added:
             unsaved = []
-            at: RadixNode | None = node
-            while at is not None and not at.detached and len(at.host_slots) < len(at.pages):
+            at = node
+            while at.parent is not None and not at.detached and self._is_unsaved(at):
                 unsaved.append(at)
                 at = at.parent
             for one in reversed(unsaved):
                 if self.save(one) < len(one.pages):
                     break  # a lookup can't pass the gap, so the nodes after it would not be found
+                self.save_windows(one)
         self._added.clear()
 
     def save(self, node: RadixNode) -> int:
         """Save the pages of `node` that have no copy, as many as fit; return how many pages then have one."""
         pages = node.pages[len(node.host_slots) :]
         slots = self._allocate(len(pages))
-        self._saves.update(zip(slots, pages))
+        self._saves.update(((0, slot), page) for slot, page in zip(slots, pages))
         node.host_slots += slots
         return len(node.host_slots)
 
+    def save_windows(self, node: RadixNode) -> None:
+        """Save the window pages of `node` that have no copy, as many as fit."""
+        for group, window in enumerate(self.windows):
+            saved = list(window.of(node))
+            pages = node.windows[group]
+            end = len(pages) - len(saved)
+            if end > 0:
+                window.use(saved)  # to make room, others are evicted
+                count = min(end, window.num_available)
+                window.make_room(count)
+                slots = window.allocate(count)
+                self._saves.update(
+                    ((group + 1, slot), page) for slot, page in zip(slots, pages[end - len(slots) : end])
+                )
+                window.prepend(node, slots)
+                window.release(slots + saved)
+
+    def save_evicted_window(self, node: RadixNode) -> None:
+        """Save the window pages of `node` before it loses some, unless all were saved when they were computed."""
+        if not self._writes_through:
+            self.save_windows(node)
+
     def load(self, node: RadixNode) -> None:
         """Load the copies of `node`, which was host-only, into its pages."""
-        self._loads += zip(node.host_slots, node.pages, strict=True)
+        self._loads += ((0, slot, page) for slot, page in zip(node.host_slots, node.pages, strict=True))
+
+    def num_window_slots(self, group: int, node: RadixNode) -> int:
+        """Return how many pages at the end of `node` have copies, of a group with a window."""
+        return len(self.windows[group].of(node)) if self.windows else 0
+
+    def window_slots(self, group: int, node: RadixNode, last: int, count: int) -> list[int]:
+        """Return the slots of the first `count` of the `last` pages of `node`."""
+        if not count:
+            return []
+        slots = self.windows[group].of(node)
+        return slots[len(slots) - last :][:count]
+
+    def use_window(self, group: int, slots: list[int]) -> None:
+        """Keep these slots until `release_window`, or until the plan that loads them is made."""
+        if slots:
+            self.windows[group].use(slots)
+
+    def release_window(self, group: int, slots: list[int]) -> None:
+        """Undo a `use_window`."""
+        if slots:
+            self.windows[group].release(slots)
+
+    def load_window(self, group: int, slots: list[int], pages: list[int]) -> None:
+        """Load slots, which are kept by `use_window`, into pages."""
+        self._loads += ((group + 1, slot, page) for slot, page in zip(slots, pages, strict=True))
+        self._loading.append((group, slots))
 
     def update_lru(self, node: RadixNode) -> None:
         """Record that `node` was used or may have become evictable."""
@@ -83,13 +146,21 @@ class HostTier:
         """Free the copies of `node`."""
         self._release(node.host_slots)
         node.host_slots = []
+        for window in self.windows:
+            window.drop(node)
 
-    def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Return and reset the copies for the plan being made: saves as (page, slot), loads as (slot, page)."""
+    def take_copies(self) -> tuple[list[_Copy], list[_Copy]]:
+        """Return and reset the copies for the plan being made.
+
+        Those to save are (KV group, page, slot), those to load (KV group, slot, page).
+        """
         if not self._saves and not self._loads:
             return [], []
-        saves, loads = [(page, slot) for slot, page in self._saves.items()], self._loads
+        saves, loads = [(group, page, slot) for (group, slot), page in self._saves.items()], self._loads
         self._saves, self._loads = {}, []
+        for group, slots in self._loading:
+            self.release_window(group, slots)
+        self._loading.clear()
         self.num_saved += len(saves)
         self.num_loaded += len(loads)
         return saves, loads
@@ -99,9 +170,11 @@ class HostTier:
         self._added.clear()
         self._evictable.clear()
 
-    def check(self, owned: Iterable[int]) -> list[str]:
-        """Return the inconsistencies found, as sentences; `owned` are the slots of all nodes."""
+    def check(self, owned: Iterable[int], nodes: list[RadixNode]) -> list[str]:
+        """Return the inconsistencies found, as sentences; `owned` are the slots of all `nodes` of the tree."""
         problems = [f"in host memory, {problem}" for problem in self._slots.check(owned)]
+        for window in self.windows:
+            problems += [f"in host memory for a window, {problem}" for problem in window.check((), nodes)]
         if self._loads:
             problems.append(f"{len(self._loads)} pages were to be loaded by a plan that was never made")
         return problems
@@ -117,6 +190,8 @@ class HostTier:
         size = self._slots.page_size
         kept = max(len(node.host_slots) - count, 0)
         parent = None if kept else node.unlink(size)
+        for window in self.windows:
+            window.drop_end(node, len(node.host_slots) - kept)
         self._release(node.host_slots[kept:])
         del node.host_slots[kept:], node.tokens[kept * size :]
         self._evictable.push(parent or node)
@@ -124,7 +199,13 @@ class HostTier:
     def _release(self, slots: list[int]) -> None:
         self._slots.release(slots)
         for slot in slots:
-            self._saves.pop(slot, None)
+            self._saves.pop((0, slot), None)
+
+    def _is_unsaved(self, node: RadixNode) -> bool:
+        """Return whether a node has pages without a copy."""
+        if len(node.host_slots) < len(node.pages):
+            return True
+        return any(self.num_window_slots(group, node) < len(node.windows[group]) for group in range(len(self.windows)))
 
 
 def _is_evictable(node: RadixNode) -> bool:

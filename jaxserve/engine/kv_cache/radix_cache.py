@@ -3,26 +3,61 @@
 It owns the pages of computed sequences that may be used again. A running request locks the path to the node that ends
 its cached prefix. Unlocked nodes can be evicted, the least recently used leaves first. An evicted node that the host
 tier has a copy of stays in the tree without pages; it is loaded into new pages when a request needs it. The cache takes
-pages over from requests and returns them to the pool; it never allocates. It knows no requests, only nodes.
+pages over from requests and returns them to the pool. It knows no requests, only nodes.
+
+This holds for the first KV group, which keeps whole sequences. Of the groups with a window, a node has pages for the
+end of its run, and a prefix is found only as far as the pages of a window before its end are there. A request counts as
+user of the window pages it needs, so that they are not evicted; see `window_pages`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from jaxserve.engine.kv_cache.host_tier import HostTier
 from jaxserve.engine.kv_cache.page_pool import PagePool
 from jaxserve.engine.kv_cache.radix_node import LruHeap, RadixNode, descendants
+from jaxserve.engine.kv_cache.window_pages import WindowPages, WindowRun
+
+
+class _Part(NamedTuple):
+    """Consecutive pages at the end of a node: first `slots` in host memory, then `pages` on the device."""
+
+    node: RadixNode
+    slots: list[int]
+    pages: list[int]
+
+
+class HeldWindow(NamedTuple):
+    """The pages of the last window of a prefix; `first` is the index of the first one in the sequence."""
+
+    first: int
+    parts: list[_Part]
+
+    @property
+    def num_resident(self) -> int:
+        """The number of pages that are on the device."""
+        return sum(len(part.pages) for part in self.parts)
 
 
 class RadixCache:
-    """The cached prefixes over the pages of `pool`.
+    """The cached prefixes over the pages of `pool`, and of `windows` for KV groups with a window.
 
     When `disabled`, it holds only roots, so nothing is found or kept. Without a `tier`, evicted pages are lost.
     """
 
-    def __init__(self, pool: PagePool, tier: HostTier | None = None, *, disabled: bool = False) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        tier: HostTier | None = None,
+        windows: Sequence[WindowPages] = (),
+        *,
+        disabled: bool = False,
+    ) -> None:
         self.tier = tier or HostTier(0, pool.page_size)
+        self.windows = tuple(windows)
+        self._stores = (*self.windows, *self.tier.windows)
         self._pool = pool
         self._page_size = pool.page_size
         self._disabled = disabled
@@ -38,24 +73,15 @@ class RadixCache:
         The rest of the prefix, up to the node, is only in host memory: see `num_host_only` and `load`. A node that
         matches in part is split, so that the prefix ends with a node; the whole path is marked as used.
         """
-        self._time += 1
-        node = self._root(namespace)
-        pages: list[int] = []
-        for child, length in self._walk(node, tokens, limit):
-            node = child if length == child.length else self._split_head(child, length)
-            node.last_used = self._time
-            pages += node.pages
-        self._update_lru(node)
-        if not node.pages:
-            self._update_lru(_last_resident(node))
-        return node, pages
+        root = self._root(namespace)
+        return self._take(root, self._usable(self._walk(root, tokens, limit)))
 
     def match_length(self, namespace: Hashable, tokens: list[int], limit: int) -> int:
         """Return how many tokens `match` would find, without changing anything."""
         root = self._roots.get(namespace)
         if root is None:
             return 0
-        return self._page_size * sum(length for _, length in self._walk(root, tokens, limit))
+        return self._page_size * sum(length for _, length in self._usable(self._walk(root, tokens, limit)))
 
     def num_host_only(self, node: RadixNode) -> int:
         """Return how many pages at the end of the prefix that ends at `node` are only in host memory."""
@@ -75,6 +101,36 @@ class RadixCache:
             self.tier.load(node)
             node, end = node.parent, start
         assert end == 0, "more pages than there are to load"
+
+    def hold_windows(self, node: RadixNode) -> list[HeldWindow]:
+        """Count a request as user of the last window of the prefix that ends at `node`; return the pages by group."""
+        num_pages = sum(one.length for one in _path(node)) if self.windows else 0
+        return [self._hold(group, node, num_pages) for group in range(len(self.windows))]
+
+    def release_windows(self, held: Sequence[HeldWindow]) -> None:
+        """Undo a `hold_windows`."""
+        for group, one in enumerate(held):
+            for part in one.parts:
+                self.windows[group].release(part.pages)
+                self.tier.release_window(group, part.slots)
+
+    def allocate_window(self, group: int, count: int) -> list[int]:
+        """Take pages of a window group for a request, evicting cached ones if needed; they are available."""
+        self.windows[group].make_room(count, self.tier.save_evicted_window)
+        return self.windows[group].allocate(count)
+
+    def load_windows(self, held: Sequence[HeldWindow]) -> list[WindowRun]:
+        """Load the pages that are only in host memory, and return all pages of each window; they are available."""
+        runs = []
+        for group, one in enumerate(held):
+            pages: list[int] = []
+            for part in one.parts:
+                loaded = self.allocate_window(group, len(part.slots))
+                self.windows[group].prepend(part.node, loaded)
+                self.tier.load_window(group, part.slots, loaded)
+                pages += loaded + part.pages
+            runs.append(WindowRun(one.first, pages))
+        return runs
 
     def lock(self, node: RadixNode) -> None:
         """Protect the prefix that ends at `node` from eviction until `unlock`."""
@@ -99,34 +155,48 @@ class RadixCache:
                     self._update_lru(at)
             at = at.parent
 
-    def extend(self, node: RadixNode, tokens: list[int], pages: list[int]) -> tuple[RadixNode, int]:
+    def extend(
+        self, node: RadixNode, tokens: list[int], pages: list[int], start: int = 0, runs: Sequence[WindowRun] = ()
+    ) -> tuple[RadixNode, int]:
         """Take over `pages`, which hold `tokens` (whole pages) that follow the locked `node`.
 
         Return the node that ends them, which is now locked in place of `node`, and the number of pages taken over. That
         is fewer than given if the tree already has pages for these tokens or a flush has detached `node`; the caller
-        keeps the rest.
+        keeps the rest. `runs` are the request's pages of windows, of which the tree takes those that it lacks; `start`
+        is the index of the first of `pages` in the sequence.
         """
         if self._disabled or node.detached or not pages:
             return node, 0
         self._time += 1
-        if node.parent is not None and node.locks == 1 and not node.children:
+        grows = node.parent is not None and node.locks == 1 and not node.children
+        if grows and not self.tier.windows:
             # The leaf is used by this request only. Grow it, so that a chunked prompt doesn't become a chain of nodes.
             node.tokens += tokens
             node.pages += pages
             node.last_used = self._time
+            for window, run in zip(self.windows, runs):
+                if run.first > start:  # a request that shares its pages late has given some up
+                    window.drop(node)
+                window.append(node, run.pages[max(0, start - run.first) : start + len(pages) - run.first])
             self.tier.mark_added(node)
             return node, len(pages)
-        return self._attach(node, tokens, pages, locks=1)
+        last, taken = self._attach(node, tokens, pages, locks=1)
+        self._share_windows(node, tokens, start, runs)
+        return last, taken
 
-    def insert(self, namespace: Hashable, tokens: list[int], pages: list[int], start: int) -> None:
+    def insert(
+        self, namespace: Hashable, tokens: list[int], pages: list[int], start: int, runs: Sequence[WindowRun] = ()
+    ) -> None:
         """Take over the pages of a stopped sequence that the tree lacks, and release the others.
 
-        `tokens` are the sequence's whole pages from its beginning; `pages` hold them from page index `start` on.
+        `tokens` are the sequence's whole pages from its beginning; `pages` hold them from page index `start` on. `runs`
+        are its pages of windows, which the caller releases; the tree takes those that it lacks.
         """
-        if self._disabled or not pages:
+        if self._disabled or not (pages or runs):
             self._pool.release(pages)
             return
-        node, found = self.match(namespace, tokens, len(tokens))
+        root = self._root(namespace)
+        node, found = self._take(root, list(self._walk(root, tokens, len(tokens))))
         known = len(found) - start
         if known < 0:  # the pages before these have been evicted or flushed, so these would never be found
             self._pool.release(pages)
@@ -137,13 +207,14 @@ class RadixCache:
             node, taken = self._attach(_last_resident(node), rest, pages[known:], locks=0)
             self.num_evictable += taken
             self._update_lru(node)
+        self._share_windows(root, tokens, 0, runs)
 
     def evict(self, num_pages: int) -> int:
         """Return up to `num_pages` pages to the pool, the least recently used first; return how many."""
         left = num_pages
         while left > 0 and (node := self._evictable.pop()) is not None:
             if len(node.pages) > left:
-                node = node.split_tail(len(node.pages) - left, self._page_size)
+                node = self._split_tail(node, len(node.pages) - left)
             left -= len(node.pages)
             self._evict(node)
         return num_pages - left
@@ -155,6 +226,8 @@ class RadixCache:
             for node in list(descendants(root)):
                 node.detached = True
                 self.tier.drop(node)
+                for window in self.windows:
+                    window.drop(node)
                 if node.locks:
                     self._detached.add(node)
                 else:
@@ -163,6 +236,8 @@ class RadixCache:
             root.detached = True
         self._roots.clear()
         self._evictable.clear()
+        for store in self._stores:
+            store.clear()
         self.tier.clear()
         self.num_evictable = 0
         return freed
@@ -175,9 +250,17 @@ class RadixCache:
         for node in self._detached:
             yield from node.pages
 
-    def check(self, ends: list[RadixNode]) -> list[str]:
-        """Return the inconsistencies found, as sentences; `ends` are the nodes that running requests have locked."""
-        problems = []
+    def check(self, ends: list[RadixNode], used: Sequence[Iterable[int]] = ()) -> list[str]:
+        """Return the inconsistencies found, as sentences.
+
+        `ends` are the nodes that running requests have locked, `used` the window pages that they use, by group.
+        """
+        nodes = [node for root in self._roots.values() for node in descendants(root)]
+        problems = [
+            f"of the group with a window of {window.window} tokens, {problem}"
+            for window, pages in zip(self.windows, used)
+            for problem in window.check(pages, nodes)
+        ]
         expected: dict[int, int] = {}
         for end in ends:
             at: RadixNode | None = end
@@ -196,7 +279,7 @@ class RadixCache:
                 slots += node.host_slots
         if evictable != self.num_evictable:
             problems.append(f"{self.num_evictable} cached pages are said to be evictable, but {evictable} are")
-        return problems + self.tier.check(slots)
+        return problems + self.tier.check(slots, nodes)
 
     def _check_node(self, node: RadixNode) -> list[str]:
         problems = []
@@ -204,6 +287,10 @@ class RadixCache:
             problems.append(f"a cached run has {len(node.tokens)} tokens in {node.length} pages")
         if len(node.host_slots) > node.length:
             problems.append(f"a cached run of {node.length} pages has {len(node.host_slots)} copies")
+        most = [len(node.pages)] * len(self.windows) + [node.length] * len(self.tier.windows)
+        for store, limit in zip(self._stores, most, strict=True):
+            if len(store.of(node)) > limit:
+                problems.append(f"a cached run of {limit} pages has {len(store.of(node))} pages of a window")
         resident = sum(bool(child.pages) for child in node.children.values())
         if resident != node.num_resident_children or (resident and not node.pages):
             problems.append(
@@ -217,6 +304,80 @@ class RadixCache:
         if root is None:
             root = self._roots[namespace] = RadixNode(None, [], [])
         return root
+
+    def _take(self, root: RadixNode, path: list[tuple[RadixNode, int]]) -> tuple[RadixNode, list[int]]:
+        """Return the node that ends a path, of which only the last one may match in part, and its resident pages."""
+        self._time += 1
+        node = root
+        pages: list[int] = []
+        for child, length in path:
+            node = child if length == child.length else self._split_head(child, length)
+            node.last_used = self._time
+            pages += node.pages
+        return node, pages
+
+    def _usable(self, path: Iterator[tuple[RadixNode, int]]) -> list[tuple[RadixNode, int]]:
+        """Return the part of a path up to the last node after which a whole window is there, of each group."""
+        found = list(path)
+        if not self.windows:
+            return found
+        usable = end = 0
+        starts = [0] * len(self.windows)  # the pages from here to `end` are there
+        for count, (node, length) in enumerate(found, 1):
+            start, end = end, end + length
+            for group, window in enumerate(self.windows):
+                held = max(len(window.of(node)), self.tier.num_window_slots(group, node))
+                if held < node.length:
+                    starts[group] = start + min(node.length - held, length)
+            position = end * self._page_size
+            if all(first <= window.first_seen(position) for first, window in zip(starts, self.windows)):
+                usable = count
+        return found[:usable]
+
+    def _hold(self, group: int, node: RadixNode, num_pages: int) -> HeldWindow:
+        """Return the last window of a prefix of `num_pages` pages, and count a user of its pages and copies."""
+        window = self.windows[group]
+        first = window.first_seen(num_pages * self._page_size)
+        missing, parts = num_pages - first, list[_Part]()
+        for one in _path(node):
+            if missing <= 0:
+                break
+            wanted = min(missing, one.length)
+            resident = window.of(one)
+            pages = resident[max(0, len(resident) - wanted) :]
+            slots = self.tier.window_slots(group, one, wanted, wanted - len(pages))
+            assert len(pages) + len(slots) == wanted, "a prefix was found without its window"
+            parts.append(_Part(one, slots, pages))
+            missing -= wanted
+        parts.reverse()
+        for part in parts:
+            window.use(part.pages)
+            self.tier.use_window(group, part.slots)
+        return HeldWindow(first, parts)
+
+    def _share_windows(self, node: RadixNode, tokens: list[int], start: int, runs: Sequence[WindowRun]) -> None:
+        """Give the nodes below `node` along `tokens` the window pages of a request that they lack.
+
+        `node` ends before page `start` of the sequence.
+        """
+        if not runs:
+            return
+        for child, length in list(self._walk(node, tokens, len(tokens))):
+            end = start + length
+            lacks = [
+                child.length - len(window.of(child)) and run.first < start + child.length - len(window.of(child))
+                for window, run in zip(self.windows, runs)
+            ]
+            if child.pages and any(lacks):
+                one = child if length == child.length else self._split_head(child, length)
+                for window, run in zip(self.windows, runs):
+                    until = end - len(window.of(one))
+                    first = max(start, run.first)
+                    if first < until:
+                        pages = run.pages[first - run.first : until - run.first]
+                        window.prepend(one, pages)
+                self.tier.mark_added(one)
+            start = end
 
     def _walk(self, node: RadixNode, tokens: list[int], limit: int) -> Iterator[tuple[RadixNode, int]]:
         """Yield the nodes along `tokens` and how many pages of each match; only the last may match in part."""
@@ -265,6 +426,7 @@ class RadixCache:
             if child is None:
                 count = len(pages) - taken
                 child = node.children[key] = RadixNode(node, tokens[taken * size :], pages[taken:])
+                child.windows = [[] for _ in self._stores]
             elif child.pages:
                 break
             else:
@@ -287,11 +449,16 @@ class RadixCache:
         kept = self.tier.save(node)
         if kept < len(node.pages):
             # Its host-only descendants were evicted first, to make room for its copies.
-            lost = node.split_tail(kept, self._page_size) if kept else node
+            lost = self._split_tail(node, kept) if kept else node
             assert not lost.children
             lost.unlink(self._page_size)
+            for store in self._stores:
+                store.drop(lost)
             lost.pages = []
         if kept:
+            self.tier.save_windows(node)
+            for window in self.windows:
+                window.drop(node)
             node.pages = []
             parent.num_resident_children -= 1
             self.tier.update_lru(node)
@@ -301,7 +468,9 @@ class RadixCache:
         """Split `node` after `length` pages; return the first part, a new node that takes its place in the tree."""
         size, parent = self._page_size, node.parent
         assert parent is not None
+        lower_windows = node.split_windows(length)
         upper = RadixNode(parent, node.tokens[: length * size], node.pages[:length], node.host_slots[:length])
+        upper.windows, node.windows = node.windows, lower_windows
         upper.locks = node.locks
         upper.last_used = node.last_used
         upper.num_resident_children = int(bool(node.pages))
@@ -309,7 +478,20 @@ class RadixCache:
         node.tokens, node.parent = node.tokens[length * size :], upper
         node.pages, node.host_slots = node.pages[length:], node.host_slots[length:]
         upper.children[tuple(node.tokens[:size])] = node
+        self._split_pages(upper, node)
         return upper
+
+    def _split_tail(self, node: RadixNode, length: int) -> RadixNode:
+        """Split `node` after `length` pages; return the last part, a new node."""
+        tail = node.split_tail(length, self._page_size)
+        self._split_pages(node, tail)
+        return tail
+
+    def _split_pages(self, *nodes: RadixNode) -> None:
+        """Tell the owners of window pages that these nodes are parts of one that was split."""
+        for store in self._stores:
+            for node in nodes:
+                store.moved(node)
 
     def _update_lru(self, node: RadixNode) -> None:
         """Record that `node` was used or may have become evictable."""
@@ -317,6 +499,13 @@ class RadixCache:
             self._evictable.push(node)
         else:
             self.tier.update_lru(node)
+
+
+def _path(node: RadixNode) -> Iterator[RadixNode]:
+    """Yield the node and its ancestors, but for the root."""
+    while node.parent is not None:
+        yield node
+        node = node.parent
 
 
 def _is_evictable(node: RadixNode) -> bool:

@@ -19,6 +19,9 @@ class RadixNode:
     memory that hold copies: of all pages of a host-only node, of the first few pages of a resident one. All ancestors
     of a resident node are resident. `locks` counts the requests whose prefix ends at this node or below it. A flush
     removes a node from the tree and marks it `detached`: it keeps its pages while it is locked, and no lookup finds it.
+
+    `windows` are the pages of KV groups with a window, and then their copies in host memory: a list for each, of pages
+    for the end of the run. A host-only node has no window pages on the device.
     """
 
     __slots__ = (
@@ -31,15 +34,22 @@ class RadixNode:
         "pages",
         "parent",
         "tokens",
+        "windows",
     )
 
     def __init__(
-        self, parent: RadixNode | None, tokens: list[int], pages: list[int], host_slots: list[int] | None = None
+        self,
+        parent: RadixNode | None,
+        tokens: list[int],
+        pages: list[int],
+        host_slots: list[int] | None = None,
+        windows: list[list[int]] | None = None,
     ) -> None:
         self.parent = parent
         self.tokens = tokens
         self.pages = pages
         self.host_slots = host_slots or []
+        self.windows = windows or []
         self.children: dict[Key, RadixNode] = {}
         self.num_resident_children = 0
         self.locks = 0
@@ -59,10 +69,19 @@ class RadixNode:
         parent.num_resident_children -= bool(self.pages)
         return parent
 
+    def split_windows(self, length: int) -> list[list[int]]:
+        """Keep the window pages of the first `length` pages of the run, and return the others."""
+        rest = self.length - length
+        kept = [pages[: max(0, len(pages) - rest)] for pages in self.windows]
+        others = [pages[len(first) :] for pages, first in zip(self.windows, kept)]
+        self.windows = kept
+        return others
+
     def split_tail(self, length: int, page_size: int) -> RadixNode:
         """Keep the first `length` pages and return the rest as a new node, the only child. The node is not locked."""
         at = length * page_size
-        tail = RadixNode(self, self.tokens[at:], self.pages[length:], self.host_slots[length:])
+        windows = self.split_windows(length)
+        tail = RadixNode(self, self.tokens[at:], self.pages[length:], self.host_slots[length:], windows)
         tail.last_used, tail.children = self.last_used, self.children
         tail.num_resident_children = self.num_resident_children
         for child in tail.children.values():
@@ -85,13 +104,11 @@ def descendants(root: RadixNode) -> Iterator[RadixNode]:
 class LruHeap:
     """Nodes that may be evicted, the least recently used first.
 
-    Push a node whenever it may have become evictable and whenever it was used; `is_evictable` is checked again when the
-    node is popped.
+    Push a node whenever it may have become evictable; `is_evictable` is checked again when the node is popped.
     """
 
     def __init__(self, is_evictable: Callable[[RadixNode], bool]) -> None:
         self._is_evictable = is_evictable
-        # An entry is stale when its time differs from the node's `last_used`.
         self._entries: list[tuple[int, int, RadixNode]] = []
         self._compact_at = _MIN_COMPACT_SIZE
 
@@ -104,7 +121,8 @@ class LruHeap:
             return
         heapq.heappush(self._entries, (node.last_used, id(node), node))
         if len(self._entries) > self._compact_at:
-            self._entries = [entry for entry in set(self._entries) if entry[0] == entry[2].last_used]
+            nodes = {node for _, _, node in self._entries if self._is_evictable(node)}
+            self._entries = [(node.last_used, id(node), node) for node in nodes]
             heapq.heapify(self._entries)
             self._compact_at = 2 * len(self._entries) + _MIN_COMPACT_SIZE
 
@@ -112,7 +130,9 @@ class LruHeap:
         """Return the least recently used node. If a part of it remains in the tree, push it again."""
         while self._entries:
             last_used, _, node = heapq.heappop(self._entries)
-            if node.last_used == last_used and self._is_evictable(node):
+            if node.last_used != last_used:
+                self.push(node)  # it was used since
+            elif self._is_evictable(node):
                 return node
         return None
 

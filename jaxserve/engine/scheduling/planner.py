@@ -8,7 +8,9 @@ The scheduler retracts requests beforehand and processes the results.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+from jaxserve.engine.kv_cache.radix_cache import HeldWindow
 from jaxserve.engine.scheduling.admission import NewTokenRatio, may_start, reserved_tokens
 from jaxserve.engine.scheduling.budget import PrefillBudget, trim_to_bucket
 from jaxserve.engine.scheduling.rank import Rank
@@ -22,7 +24,6 @@ from jaxserve.step_plan import Capacity, Chunk, PageCopy, SlotOpen, StepPlan
 _MIN_SHARED_TOKENS = 32
 # A step passes at most this many requests whose best rank has no budget left: each lookup queries every rank's cache.
 _MAX_PASSED = 16
-_NO_PAGES: tuple[tuple[int, ...], ...] = ((),)
 
 
 class Planner:
@@ -54,6 +55,7 @@ class Planner:
         self._table = table
         self._capacity = capacity
         self._page_size = capacity.page_size
+        self._no_pages: tuple[tuple[int, ...], ...] = ((),) * len(capacity.pages_by_group)
         self._ratio = ratio
         self._shares_prefixes = shares_prefixes
         self.num_deferred = 0
@@ -100,28 +102,59 @@ class Planner:
         """Return whether the rank lacks pages for its decodes, or if there are none, for its oldest prefill."""
         page_size = self._page_size
         if rank.decoding:
-            num_free = rank.num_available_pages
             # Usually there is a page for each request, so the exact count is not needed.
-            return len(rank.decoding) > num_free and num_free < sum(
-                request.num_planned_tokens % page_size == 0 for request in rank.decoding.values()
-            )
-        oldest = next(iter(rank.prefilling.values()), None)
-        return oldest is not None and rank.num_available_pages == 0 and oldest.num_planned_tokens % page_size == 0
+            if len(rank.decoding) <= rank.num_available_pages:
+                return False
+            waiting = [request for request in rank.decoding.values() if request.num_planned_tokens % page_size == 0]
+        else:
+            oldest = next(iter(rank.prefilling.values()), None)
+            waiting = [oldest] if oldest is not None and oldest.num_planned_tokens % page_size == 0 else []
+        if len(waiting) <= rank.num_available_pages:
+            return False
+        for request in waiting:
+            rank.give_up_passed(request)
+        return len(waiting) > rank.num_available_pages
 
-    def can_start(self, request: Request, rank: Rank, *, more_pages: int = 0) -> bool:
-        """Return whether a rank has a slot and pages for a waiting request, now or with `more_pages` freed."""
+    def can_start(self, request: Request, rank: Rank, *, freed: Sequence[Request] = ()) -> bool:
+        """Return whether a rank has a slot and pages for a waiting request, now or with what others would free."""
         cache = rank.cache
         node, pages = cache.match(request.namespace, request.fill_tokens, request.num_reusable_tokens)
         cache.lock(node)
+        held = cache.hold_windows(node)
         running = rank.running
-        starts = may_start(
-            rank.pool.pages_for(request.num_fill_tokens) - len(pages),
-            rank.num_available_pages + more_pages,
-            math.ceil(reserved_tokens(running, self._ratio.value) / self._page_size),
-            nothing_runs=not running,
+        available = [
+            count + sum(len(other.pages[group]) for other in freed)
+            for group, count in enumerate(rank.available_pages())
+        ]
+        needed = self._pages_to_start(request, rank, len(pages), held)
+        reserved = self._reserved_pages(rank.missing_window_pages(), reserved_tokens(running, self._ratio.value))
+        starts = all(
+            may_start(*pages, nothing_runs=not running) for pages in zip(needed, available, reserved, strict=True)
         )
+        cache.release_windows(held)
         cache.unlock(node)
-        return starts and (rank.num_free_slots > 0 or more_pages > 0)
+        return starts and (rank.num_free_slots > 0 or bool(freed))
+
+    def _pages_to_start(self, request: Request, rank: Rank, num_resident: int, held: Sequence[HeldWindow]) -> list[int]:
+        """Return how many more pages a waiting request needs, by KV group.
+
+        `num_resident` pages of its cached prefix are on the device, and `held` of the windows before its end. Of a
+        group with a window it needs at most a window and a chunk of the prompt at once.
+        """
+        total = rank.pool.pages_for(request.num_fill_tokens)
+        needed = [total - num_resident]  # includes pages to load from the host
+        for window, one in zip(rank.windows, held, strict=True):
+            at_once = window.last_pages + 1 + rank.pool.pages_for(self._prefill_tokens)
+            needed.append(max(0, min(total - one.first, at_once, window.num_pages) - one.num_resident))
+        return needed
+
+    def _reserved_pages(self, missing: Sequence[int], num_tokens: float) -> list[int]:
+        """Return how many pages to keep, by KV group, for the tokens that running requests are expected to produce.
+
+        Of the groups with a window they take at most the `missing` ones.
+        """
+        pages = math.ceil(num_tokens / self._page_size)
+        return [pages, *(min(pages, most) for most in missing)]
 
     def _take_copies(self) -> tuple[list[PageCopy], list[PageCopy]]:
         """Return the saves and loads of all ranks."""
@@ -130,13 +163,13 @@ class Planner:
         for rank in self._table.ranks:
             saved, loaded = rank.cache.tier.take_copies()
             if saved or loaded:
-                saves += [(0, rank.index, *copy) for copy in saved]
-                loads += [(0, rank.index, *copy) for copy in loaded]
+                saves += [(group, rank.index, page, slot) for group, page, slot in saved]
+                loads += [(group, rank.index, slot, page) for group, slot, page in loaded]
         return saves, loads
 
     def _plan_decodes(self, rank: Rank, chunks: list[Chunk], requests: list[Request]) -> bool:
         """Append a chunk for each decoding request of a rank; return whether all of them are greedy."""
-        page_size, index = self._page_size, rank.index
+        page_size, index, no_pages = self._page_size, rank.index, self._no_pages
         greedy = True
         ending = []
         for request in rank.decoding.values():
@@ -151,7 +184,7 @@ class Planner:
                     start=position,
                     length=1,
                     tokens=None,
-                    new_pages=_NO_PAGES if position % page_size else rank.extend(request, position + 1),
+                    new_pages=no_pages if position % page_size else rank.extend(request, position + 1),
                     logits=1,
                     sample=True,
                 )
@@ -189,26 +222,31 @@ class Planner:
             prompt_logprob_tokens=self._capacity.prompt_logprob_tokens,
         )
         chosen: list[tuple[Request, int]] = []
-        promised = [0] * len(table.ranks)
+        promised = [[0] * len(self._no_pages) for _ in table.ranks]
         open_ranks = list(table.ranks)
         # The oldest first: a chunk with prompt log probabilities limits all chunks to a smaller program.
         for request in sorted(partial, key=lambda request: request.arrival) if len(partial) > 1 else partial:
             rank = table.ranks[request.rank]
             planned, held = request.num_planned_tokens, len(request.pages[0])
             wants = request.needs_prompt_logprobs
-            room = (held + rank.num_available_pages - promised[rank.index]) * self._page_size - planned
+            room = (held + self._unpromised(rank, promised)) * self._page_size - planned
             length = min(request.num_fill_tokens - planned, room, budget.max_chunk(rank.index, prompt_logprobs=wants))
             if length <= 0:
                 open_ranks.remove(rank)
                 continue
             budget.add_chunk(rank.index, length, prompt_logprobs=wants)
             chosen.append((request, length))
-            promised[rank.index] += rank.pool.pages_for(planned + length) - held
+            added = rank.pool.pages_for(planned + length) - held
+            promised[rank.index] = [pages + added for pages in promised[rank.index]]
         if admit:
             self._start_waiting(open_ranks, chosen, opens, budget, promised)
         if chosen and not budget.prompt_logprobs:  # steps with prompt log probabilities run another program
             self._trim(chosen, budget.totals)
         return chosen
+
+    def _unpromised(self, rank: Rank, promised: list[list[int]]) -> int:
+        """Return how many more pages a chunk may take in each KV group of a rank."""
+        return min(count - pages for count, pages in zip(rank.available_pages(), promised[rank.index]))
 
     def _trim(self, chosen: list[tuple[Request, int]], totals: list[int]) -> None:
         """Shorten the last chunk of each rank if the step then fits a smaller bucket; see `trim_to_bucket`."""
@@ -225,17 +263,18 @@ class Planner:
         chosen: list[tuple[Request, int]],
         opens: list[SlotOpen],
         budget: PrefillBudget,
-        promised: list[int],
+        promised: list[list[int]],
     ) -> None:
         """Start waiting requests in queue order, as long as an open rank has budget and pages.
 
-        `promised[i]` of the available pages of rank i are needed by chunks chosen before. A request whose best rank
-        only lacks budget in this step waits for the next step: another rank would compute its prefix again.
+        `promised[i]` of the available pages of rank i, by KV group, are needed by chunks chosen before. A request whose
+        best rank only lacks budget in this step waits for the next step: another rank would compute its prefix again.
         """
         ranks = self._table.ranks
         ratio = self._ratio.value
         expected = [reserved_tokens(rank.running, ratio) for rank in ranks]
         pending = [sum(r.num_fill_tokens - r.num_planned_tokens for r in rank.prefilling.values()) for rank in ranks]
+        missing = [rank.missing_window_pages() for rank in ranks]
         num_passed = 0
         self.num_deferred = 0
         for waiting in self._table.waiting.in_order():
@@ -255,18 +294,29 @@ class Planner:
                     self.num_deferred += 1
                     break
                 cache.lock(node)
-                needed = pool.pages_for(waiting.num_fill_tokens) - len(pages)  # includes pages to load from the host
-                available = rank.num_available_pages - promised[index]
-                reserved = math.ceil(expected[index] / self._page_size)
+                held = cache.hold_windows(node)
+                needed = self._pages_to_start(waiting, rank, len(pages), held)
+                available = map(int.__sub__, rank.available_pages(), promised[index])
+                reserved = self._reserved_pages(missing[index], expected[index])
                 nothing_runs = not (rank.prefilling or rank.decoding)
-                if not may_start(needed, available, reserved, nothing_runs=nothing_runs):
+                if not all(
+                    may_start(*counts, nothing_runs=nothing_runs) for counts in zip(needed, available, reserved)
+                ):
+                    cache.release_windows(held)
                     cache.unlock(node)
                     continue
+                opens.append(self._table.start(waiting, rank, node, pages, held))
                 length = min(waiting.num_fill_tokens - cached, budget.max_chunk(index, prompt_logprobs=wants))
-                opens.append(self._table.start(waiting, rank, node, pages))
+                if (room := self._unpromised(rank, promised) * self._page_size) < length:
+                    length = room
+                    open_ranks.remove(rank)
                 budget.add_chunk(index, length, prompt_logprobs=wants)
                 chosen.append((waiting, length))
-                promised[index] += pool.pages_for(waiting.num_fill_tokens) - len(waiting.pages[0])
+                whole = pool.pages_for(waiting.num_fill_tokens) - len(waiting.pages[0])
+                at_once = pool.pages_for(length)
+                promised[index] = [
+                    before + min(whole, at_once if group else whole) for group, before in enumerate(promised[index])
+                ]
                 expected[index] += reserved_tokens([waiting], ratio)
                 pending[index] += waiting.num_fill_tokens - cached
                 break

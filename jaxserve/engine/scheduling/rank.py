@@ -8,16 +8,19 @@ decide which request runs on which rank, and when.
 Ownership: a running request owns a slot and pages, and has locked the cached prefix it reads. Whole pages of its prompt
 go to the cache as soon as the step that writes them is planned, whole pages of its output when it stops running. The
 request frees everything when it ends, when it is retracted, or when its last token is planned and the next step is
-made: steps run in order, so the next owner's step runs after it.
+made: steps run in order, so the next owner's step runs after it. Pages of a KV group with a window are freed as soon as
+no later query of the request sees them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from jaxserve.engine.kv_cache.page_pool import PagePool
-from jaxserve.engine.kv_cache.radix_cache import RadixCache
+from jaxserve.engine.kv_cache.radix_cache import HeldWindow, RadixCache
 from jaxserve.engine.kv_cache.radix_node import RadixNode
+from jaxserve.engine.kv_cache.window_pages import WindowRun
 from jaxserve.engine.scheduling.request import Phase, Request
 from jaxserve.step_plan import Capacity, SlotOpen
 
@@ -33,6 +36,9 @@ class Rank:
         self.index = index
         self.pool = pool
         self.cache = cache
+        self.windows = cache.windows
+        self._no_pages: tuple[tuple[int, ...], ...] = ((),) * (1 + len(self.windows))
+        self._filled: list[Request] = []
         self.prefilling: dict[str, Request] = {}
         self.decoding: dict[str, Request] = {}
         self.finishing: dict[str, Request] = {}
@@ -58,13 +64,29 @@ class Rank:
 
     @property
     def num_available_pages(self) -> int:
-        """The number of pages that are free, or cached and evictable."""
-        return self.pool.num_free + self.cache.num_evictable
+        """The number of pages that are free, or cached and evictable, in the KV group that has the fewest."""
+        most = self.pool.num_free + self.cache.num_evictable
+        for window in self.windows:
+            most = min(most, window.num_available)
+        return most
 
-    def start(self, request: Request, node: RadixNode, pages: list[int]) -> SlotOpen:
+    def available_pages(self) -> list[int]:
+        """Return the number of pages that are free, or cached and evictable, by KV group."""
+        first = self.pool.num_free + self.cache.num_evictable
+        return [first, *(window.num_available for window in self.windows)]
+
+    def missing_window_pages(self) -> list[int]:
+        """Return how many pages running requests lack to a whole window, by KV group with a window."""
+        return [
+            sum(max(0, window.last_pages + 1 - len(request.pages[group])) for request in self.running)
+            for group, window in enumerate(self.windows, 1)
+        ]
+
+    def start(self, request: Request, node: RadixNode, pages: list[int], held: Sequence[HeldWindow] = ()) -> SlotOpen:
         """Give a request a slot and the cached prefix that ends at `node`, which the caller has locked for it.
 
-        `pages` are the resident pages of the prefix; pages for its host-only rest are allocated here.
+        `pages` are the resident pages of the prefix and `held` its last windows; pages for what is only in host memory
+        are allocated here.
         """
         slot = self._free_slots.pop()
         if host_only := self.cache.num_host_only(node):
@@ -77,7 +99,9 @@ class Rank:
         request.num_starts += 1
         request.phase = Phase.RUNNING
         request.node = node
-        request.pages[0] = pages
+        runs = self.cache.load_windows(held)
+        request.pages = [pages, *(run.pages for run in runs)]
+        request.passed = [0, *(run.first for run in runs)]
         request.num_shared_pages = len(pages)
         request.num_planned_tokens = request.num_computed_tokens = cached
         if request.num_cached_tokens is None:
@@ -91,7 +115,7 @@ class Rank:
             sample=request.sample,
             prompt_ids=request.prompt_ids,
             output_ids=list(request.output_ids),
-            cached_pages=(tuple(pages),),
+            cached_pages=tuple(map(tuple, request.pages)),
             num_cached_tokens=cached,
         )
 
@@ -100,10 +124,27 @@ class Rank:
         pages = request.pages[0]
         count = self.pool.pages_for(num_tokens) - len(pages)
         if count <= 0:
-            return ((),)
+            return self._no_pages
         new = self._allocate(count)
         pages.extend(new)
-        return (tuple(new),)
+        if not self.windows:
+            return (tuple(new),)
+        # The step of this plan neither reads what is given up here nor minds that another request writes it.
+        self.give_up_passed(request)
+        added = [self.cache.allocate_window(group, count) for group in range(len(self.windows))]
+        for held, more in zip(request.pages[1:], added):
+            held += more
+        return (tuple(new), *map(tuple, added))
+
+    def give_up_passed(self, request: Request) -> None:
+        """Free the pages of windows that neither the next query of a request sees nor a later one."""
+        for group, window in enumerate(self.windows, 1):
+            first = window.first_seen(request.num_planned_tokens)
+            if (count := first - request.passed[group]) > 0:
+                pages = request.pages[group]
+                window.release(pages[:count])
+                del pages[:count]
+                request.passed[group] = first
 
     def cache_prompt(self, request: Request) -> None:
         """Hand the whole pages of planned fill tokens to the cache; later steps may read them."""
@@ -113,9 +154,15 @@ class Rank:
             return
         assert request.node is not None
         request.node, taken = self.cache.extend(
-            request.node, request.tokens(shared * size, whole * size), request.pages[0][shared:whole]
+            request.node,
+            request.tokens(shared * size, whole * size),
+            request.pages[0][shared:whole],
+            shared,
+            self._runs(request),
         )
         request.num_shared_pages += taken
+        if self.windows:
+            self._filled.append(request)
 
     def advance(self, request: Request, *, last: bool) -> None:
         """Move a request to `decoding` when all its fill tokens are planned, or with `last` to `finishing`."""
@@ -128,10 +175,18 @@ class Rank:
         for group in (self.prefilling, self.decoding, self.finishing):
             group.pop(request.request_id, None)
 
-    def release_finishing(self) -> None:
-        """Free the slots and pages of requests whose last token was planned in an earlier step."""
+    def release_planned(self) -> None:
+        """Free what the steps planned before no longer need when the next one runs.
+
+        These are the slots and pages of requests whose last token is planned, and of prompts the pages that were
+        written and are no longer seen.
+        """
         for request in self.finishing.values():
             self._free(request)
+        for request in self._filled:
+            if request.slot is not None:
+                self.give_up_passed(request)
+        self._filled.clear()
 
     def take_closed_slots(self, opens: list[SlotOpen]) -> list[tuple[int, int]]:
         """Return the slots that were freed since the last call and are not in `opens`, as (rank, slot)."""
@@ -152,7 +207,10 @@ class Rank:
             f"slot {slot} is free or owned {slots[slot]} times" for slot in range(self.num_slots) if slots[slot] != 1
         ]
         own = (page for request in requests for page in request.pages[0][request.num_shared_pages :])
-        problems += self.cache.check([request.node for request in requests if request.node is not None])
+        groups = range(1, 1 + len(self.windows))
+        used = [[page for request in requests if request.slot is not None for page in request.pages[group]]
+                for group in groups]  # fmt: skip
+        problems += self.cache.check([request.node for request in requests if request.node is not None], used)
         return problems + self.pool.check([*own, *self.cache.pages()])
 
     def _check_requests(self, requests: list[Request]) -> list[str]:
@@ -164,11 +222,12 @@ class Rank:
                 )
             if request.slot is None and (request.request_id not in self.finishing or request.pages[0] or request.node):
                 problems.append(f"running request {request.request_id} has no slot")
-            if request.slot is not None and len(request.pages[0]) != self.pool.pages_for(request.num_planned_tokens):
-                problems.append(
-                    f"request {request.request_id} holds {len(request.pages[0])} pages for "
-                    f"{request.num_planned_tokens} tokens"
-                )
+            for passed, pages in zip(request.passed, request.pages) if request.slot is not None else ():
+                if passed + len(pages) != self.pool.pages_for(request.num_planned_tokens):
+                    problems.append(
+                        f"request {request.request_id} has given up {passed} pages and holds {len(pages)} for "
+                        f"{request.num_planned_tokens} tokens"
+                    )
         if len(self.prefilling) > 1:
             problems.append(f"{len(self.prefilling)} prompts are partly planned: {', '.join(self.prefilling)}")
         return problems
@@ -190,9 +249,17 @@ class Rank:
         whole = max(min(request.num_planned_tokens, request.num_known_tokens) // self.pool.page_size, shared)
         self.pool.release(pages[whole:])
         tokens = request.tokens(0, whole * self.pool.page_size)
-        self.cache.insert(request.namespace, tokens, pages[shared:whole], shared)
+        runs = self._runs(request)
+        self.cache.insert(request.namespace, tokens, pages[shared:whole], shared, runs)
+        for window, run in zip(self.windows, runs):
+            window.release(run.pages)
         assert request.node is not None
         self.cache.unlock(request.node)
         request.node = None
         request.num_shared_pages = 0
-        request.pages[0] = []
+        request.pages = [[] for _ in self._no_pages]
+        request.passed = [0] * len(request.pages)
+
+    def _runs(self, request: Request) -> list[WindowRun]:
+        """Return the pages of windows that a request has."""
+        return [WindowRun(request.passed[group], request.pages[group]) for group in range(1, 1 + len(self.windows))]

@@ -23,8 +23,9 @@ class Phase(enum.Enum):
 
 
 class Request:
-    """One sequence. `pages` are by KV group; `arrival` orders requests; `sampling` always has a seed.
+    """One sequence. `arrival` orders requests; `sampling` always has a seed.
 
+    `pages` are by KV group. Of the groups with a window, the first `passed[group]` pages have been given up.
     The first `num_shared_pages` of its pages belong to the prefix cache and end at `node`, which the request has
     locked; the others are its own. `queue_seconds` is None before the first start, and again once it was reported.
     """
@@ -49,6 +50,7 @@ class Request:
         "num_starts",
         "output_ids",
         "pages",
+        "passed",
         "phase",
         "priority",
         "prompt_ids",
@@ -110,6 +112,7 @@ class Request:
         self.rank = 0
         self.slot: int | None = None
         self.pages: list[list[int]] = [[]]
+        self.passed: list[int] = [0]
 
     @property
     def num_known_tokens(self) -> int:

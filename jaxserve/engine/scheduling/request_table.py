@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from jaxserve.engine.kv_cache.radix_cache import HeldWindow
 from jaxserve.engine.kv_cache.radix_node import RadixNode
 from jaxserve.engine.scheduling.policy import WaitingQueue
 from jaxserve.engine.scheduling.rank import Rank
@@ -45,10 +46,12 @@ class RequestTable:
         self.requests[request.request_id] = request
         self.waiting.add(request)
 
-    def start(self, request: Request, rank: Rank, node: RadixNode, pages: list[int]) -> SlotOpen:
+    def start(
+        self, request: Request, rank: Rank, node: RadixNode, pages: list[int], held: Sequence[HeldWindow] = ()
+    ) -> SlotOpen:
         """Start a waiting request on a rank; see `Rank.start`."""
         self.waiting.remove(request)
-        return rank.start(request, node, pages)
+        return rank.start(request, node, pages, held)
 
     def retract(self, request: Request) -> None:
         """Stop a running request and put it back into the queue; it may start again on any rank."""

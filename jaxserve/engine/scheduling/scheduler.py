@@ -11,7 +11,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -19,6 +19,7 @@ from jaxserve.api_types import EngineRequest, EngineStats, FinishReason, TokenEv
 from jaxserve.engine.kv_cache.host_tier import HostTier, WritePolicy
 from jaxserve.engine.kv_cache.page_pool import PagePool
 from jaxserve.engine.kv_cache.radix_cache import RadixCache
+from jaxserve.engine.kv_cache.window_pages import WindowPages
 from jaxserve.engine.scheduling import admission
 from jaxserve.engine.scheduling.planner import Planner
 from jaxserve.engine.scheduling.policy import Policy, WaitingQueue, choose_victim
@@ -37,7 +38,8 @@ class Scheduler:
     On each rank, a step has at most `max_num_batched_tokens` tokens, of which at most `chunked_prefill_size` and at
     most `max_prefill_tokens` belong to prompts. Beyond the free slots, at most `max_queued_requests` may wait (None: no
     limit). `random_seed` determines the seeds of requests without one. Each rank keeps pages evicted from its prefix
-    cache in `num_host_pages` pages of host memory. `clock` returns seconds and measures queue time.
+    cache in `num_host_pages` pages of host memory, by KV group (none if empty). `clock` returns seconds and measures
+    queue time.
     Raises `ConfigError` if a limit is so low that nothing could ever run.
     """
 
@@ -53,14 +55,14 @@ class Scheduler:
         policy: Policy = "fcfs",
         conservativeness: float = 1.0,
         prefix_cache: bool = True,
-        num_host_pages: int = 0,
+        num_host_pages: Sequence[int] = (),
         host_write_policy: WritePolicy = "write_through",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._capacity = capacity
         self._clock = clock
         self._ranks = ranks = [
-            _make_rank(index, capacity, HostTier(num_host_pages, capacity.page_size, host_write_policy), prefix_cache)
+            _make_rank(index, capacity, num_host_pages, host_write_policy, prefix_cache=prefix_cache)
             for index in range(capacity.num_ranks)
         ]
 
@@ -126,7 +128,7 @@ class Scheduler:
         """Return the next step, or None if there is nothing to compute before a step in flight is committed."""
         table = self._table
         for rank in self._ranks:
-            rank.release_finishing()
+            rank.release_planned()
         num_retracted = self._restart_grown()
         if num_retracted == 0:
             num_retracted = self._make_room()
@@ -318,8 +320,7 @@ class Scheduler:
             return 0
         for rank in self._ranks:
             lower = [request for request in rank.running if request.priority < first.priority]
-            held = sum(len(request.pages[0]) for request in lower)
-            if lower and self._planner.can_start(first, rank, more_pages=held):
+            if lower and self._planner.can_start(first, rank, freed=lower):
                 break
         else:
             return 0
@@ -368,9 +369,18 @@ class Scheduler:
         )
 
 
-def _make_rank(index: int, capacity: Capacity, tier: HostTier, prefix_cache: bool) -> Rank:
-    pool = PagePool(capacity.num_pages, capacity.page_size)
-    return Rank(index, capacity, RadixCache(pool, tier, disabled=not prefix_cache), pool)
+def _make_rank(
+    index: int, capacity: Capacity, num_host_pages: Sequence[int], policy: WritePolicy, *, prefix_cache: bool
+) -> Rank:
+    size, groups = capacity.page_size, capacity.window_groups
+    pool = PagePool(capacity.num_pages, size)
+    windows = [WindowPages(group.num_pages, size, group.window, i) for i, group in enumerate(groups)]
+    copies = [
+        WindowPages(num_pages, size, group.window, len(groups) + i)
+        for i, (group, num_pages) in enumerate(zip(groups, num_host_pages[1:]))
+    ]
+    tier = HostTier(num_host_pages[0] if num_host_pages else 0, size, policy, copies)
+    return Rank(index, capacity, RadixCache(pool, tier, windows, disabled=not prefix_cache), pool)
 
 
 def _rejection(request: EngineRequest, error: str) -> TokenEvent:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable
 
+import msgspec
+
 from jaxserve.api_types import STEP_TOKEN_BUCKETS, EngineStats
 from jaxserve.engine.scheduling.bucket_stats import BucketStats
 from jaxserve.engine.scheduling.request import Request
@@ -55,16 +57,16 @@ class SchedulerStats:
         """Return all counters and sizes. The last plan deferred `num_deferred` waiting requests."""
         buckets, ranks = self.buckets, table.ranks
         tiers = [rank.cache.tier for rank in ranks]
-        num_pages = sum(rank.pool.num_pages for rank in ranks)
         num_waiting = len(table.waiting)
-        return EngineStats(
+        stats = EngineStats(
             num_running=table.num_running,
             num_waiting=num_waiting,
             num_deferred=min(num_deferred, num_waiting),
             num_free_pages=sum(rank.pool.num_free for rank in ranks),
             num_evictable_pages=sum(rank.cache.num_evictable for rank in ranks),
-            num_pages=num_pages,
-            token_usage=1.0 - sum(rank.num_available_pages for rank in ranks) / num_pages,
+            num_pages=sum(rank.pool.num_pages for rank in ranks),
+            num_window_pages=_by_group([window.num_pages for window in rank.windows] for rank in ranks),
+            num_free_window_pages=_by_group([window.num_available for window in rank.windows] for rank in ranks),
             new_token_ratio=new_token_ratio,
             num_steps=self.num_steps,
             num_preemptions=self.num_preemptions,
@@ -86,3 +88,9 @@ class SchedulerStats:
             step_tokens=self.step_tokens,
             steps_by_tokens=tuple(self._steps_by_tokens),
         )
+        return msgspec.structs.replace(stats, token_usage=max(stats.full_token_usage, stats.swa_token_usage))
+
+
+def _by_group(ranks: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    """Return the sum over all ranks of each KV group with a window."""
+    return tuple(map(sum, zip(*ranks)))

@@ -8,6 +8,7 @@ to a slot stays.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import deque
 from collections.abc import Sequence
 
@@ -55,7 +56,8 @@ class HostPool:
         ]
         self._in_flight: deque[_Transfer] = deque()
         transfer_bytes = sum(spec.nbytes for spec in specs)
-        self._max_in_flight = max(1, min(_MAX_TRANSFERS_IN_FLIGHT, _MAX_BYTES_IN_FLIGHT // transfer_bytes))
+        # A group without layers has rows of no bytes.
+        self._max_in_flight = max(1, min(_MAX_TRANSFERS_IN_FLIGHT, _MAX_BYTES_IN_FLIGHT // max(transfer_bytes, 1)))
 
     @property
     def nbytes(self) -> int:
@@ -103,30 +105,34 @@ class HostPool:
                     array[rank, slot] = arrived[rank, at]
 
 
-def host_pages(config: EngineConfig, num_pages: int, specs: Sequence[ArraySpec]) -> int:
-    """Return how many pages of host memory each rank gets, by `--hicache-size` or `--hicache-ratio`.
+def host_pages(config: EngineConfig, num_pages: Sequence[int], specs: Sequence[Sequence[ArraySpec]]) -> tuple[int, ...]:
+    """Return how many pages of host memory each rank gets for each KV group; none without a hierarchical cache.
 
-    `num_pages` is the number of pages on its devices. Raises `ConfigError` if the result is 0 or exceeds free memory.
+    `num_pages` are the pages on its devices. `--hicache-ratio` multiplies them, and `--hicache-size` is divided in
+    proportion to their bytes. Raises `ConfigError` if the result is 0 or exceeds free memory.
     """
     if not config.enable_hierarchical_cache:
-        return 0
-    page_bytes = sum(spec.nbytes // spec.shape[1] for spec in specs)
+        return ()
+    page_bytes = [sum(spec.nbytes // spec.shape[1] for spec in rows) for rows in specs]
+    device_bytes = sum(map(operator.mul, num_pages, page_bytes))
     if config.hicache_size is None:
-        count, setting = int(num_pages * config.hicache_ratio), f"hicache_ratio={config.hicache_ratio:g}"
+        setting = f"hicache_ratio={config.hicache_ratio:g}"
+        counts = tuple(int(pages * config.hicache_ratio) for pages in num_pages)
     else:
-        count, setting = int(config.hicache_size * _GIGABYTE // page_bytes), f"hicache_size={config.hicache_size:g}"
-    if count < 1:
-        raise ConfigError(f"{setting} is less than one page of {page_bytes / 2**20:.2f} MiB; raise it")
-    free = psutil.virtual_memory().available
-    if count * page_bytes > free:
+        setting = f"hicache_size={config.hicache_size:g}"
+        counts = tuple(pages * int(config.hicache_size * _GIGABYTE) // device_bytes for pages in num_pages)
+    if min(counts) < 1:
+        raise ConfigError(f"{setting} is less than one page of {max(page_bytes) / 2**20:.2f} MiB; raise it")
+    free, taken = psutil.virtual_memory().available, sum(map(operator.mul, counts, page_bytes))
+    if taken > free:
         raise ConfigError(
-            f"{setting} comes to {count * page_bytes / 2**30:.2f} GiB of host memory, of which {free / 2**30:.2f} GiB "
-            f"are free; lower it to {_lower(config, num_pages, page_bytes, free)}"
+            f"{setting} comes to {taken / 2**30:.2f} GiB of host memory, of which {free / 2**30:.2f} GiB "
+            f"are free; lower it to {_lower(config, device_bytes, free)}"
         )
-    return count
+    return counts
 
 
-def _lower(config: EngineConfig, num_pages: int, page_bytes: int, free: int) -> str:
+def _lower(config: EngineConfig, device_bytes: int, free: int) -> str:
     if config.hicache_size is None:
-        return f"--hicache-ratio {0.9 * free / (num_pages * page_bytes):.2f}"
+        return f"--hicache-ratio {0.9 * free / device_bytes:.2f}"
     return f"--hicache-size {0.9 * free / _GIGABYTE:.1f}"

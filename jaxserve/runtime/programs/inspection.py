@@ -158,12 +158,11 @@ def _copied(builder: ProgramBuilder, memory: Any, found: list[Instruction]) -> s
     state = device_bytes(builder.state_specs, sizes)
     if memory.alias_size_in_bytes < state:
         return f"the state is copied: {memory.alias_size_in_bytes} of its {state} bytes are aliased"
-    pools = jax.tree.leaves(builder.state_specs.kv)
-    # An output with as many elements as the pool, of any type and shape, is a copy of it if temp memory can hold one.
-    smallest = min(device_bytes(pool, sizes) for pool in pools)
-    if smallest < _SMALL_POOL or memory.temp_size_in_bytes < smallest:
-        return None
-    elements = {device_bytes(pool, sizes) // pool.dtype.itemsize for pool in pools}
+    # An output with as many elements as a pool, of any type and shape, is a copy of it if temp memory can hold one.
+    pools = {device_bytes(pool, sizes): pool.dtype.itemsize for pool in jax.tree.leaves(builder.state_specs.kv)}
+    elements = {
+        nbytes // itemsize for nbytes, itemsize in pools.items() if _SMALL_POOL <= nbytes <= memory.temp_size_in_bytes
+    }
     copies = collections.Counter(
         one.opcode for one in found if one.elements in elements and one.opcode not in _IN_PLACE and not one.aliased
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.params import KVSpec
 from jaxserve.runtime.devices.target import DeviceTarget, load_target
 from jaxserve.runtime.sizing.aot import builder_for_target, compile_programs, deploy_on_target, predict_steps
 from jaxserve.runtime.sizing.deployment import Deployment
@@ -51,13 +52,19 @@ class CapacityReport:
         return self.deployment.num_ranks * self.deployment.tensor
 
     @property
+    def kv_groups(self) -> list[tuple[KVSpec, int, int]]:
+        """The KV groups, each with its pages on a data-parallel rank and its bytes of a token on a device."""
+        made = self.deployment
+        return list(zip(made.kv_specs, made.capacity.pages_by_group, made.sizes.footprint.kv_per_token, strict=True))
+
+    @property
     def rank_tokens(self) -> int:
-        """The number of tokens that the KV pool of a data-parallel rank holds."""
+        """The number of tokens of whole sequences that the KV pool of a data-parallel rank holds."""
         return self.deployment.capacity.num_pages * self.deployment.capacity.page_size
 
     @property
     def pool_tokens(self) -> int:
-        """The number of tokens that the KV pools of all ranks hold."""
+        """The number of tokens of whole sequences that the KV pools of all ranks hold."""
         return self.deployment.num_ranks * self.rank_tokens
 
     @property
@@ -73,8 +80,12 @@ class CapacityReport:
     def max_requests(self, context: int) -> int:
         """Return how many requests of this length can run at once."""
         capacity = self.deployment.capacity
-        fit = capacity.num_pages // -(-context // capacity.page_size)
-        return self.deployment.num_ranks * min(capacity.num_slots, fit)
+        whole = -(-context // capacity.page_size)
+        fit = [capacity.num_pages // whole]
+        for group in capacity.window_groups:
+            # A window may begin and end within a page.
+            fit.append(group.num_pages // min(whole, -(-group.window // capacity.page_size) + 1))
+        return self.deployment.num_ranks * min(capacity.num_slots, *fit)
 
     @property
     def contexts(self) -> list[int]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -21,6 +23,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.dtypes import dtype_of, kv_dtype_of
 from jaxserve.models.registry import family, parse_model_config
+from jaxserve.params import KVSpec
 from jaxserve.quant import StoredTypes, WeightPacking, choose_packing, pack_specs
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.devices.mesh import DATA_AXIS, TENSOR_AXIS, device_bytes
@@ -39,7 +42,7 @@ from jaxserve.runtime.sizing.sizes import Sizes, attention_problem, resolve_size
 from jaxserve.runtime.step.batch import StepKey
 from jaxserve.runtime.step.state import DeviceState, pool_layout, state_specs
 from jaxserve.runtime.step.step import StepContext
-from jaxserve.step_plan import Capacity
+from jaxserve.step_plan import Capacity, WindowGroup
 from jaxserve.weights import stored_types
 from pallas_kernels.paged_attention import Backend, choose_backend
 
@@ -93,6 +96,11 @@ class Deployment:
         return self.sizes.capacity
 
     @property
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """The KV groups of the model."""
+        return self.model.kv_specs()
+
+    @property
     def step_keys(self) -> list[StepKey]:
         """The keys of its step programs."""
         return step_keys(self.capacity)
@@ -141,7 +149,11 @@ def deploy(
     dtype, tensor = dtype_of(config.dtype), config.tp_size
     kv_dtype = kv_dtype_of(config.kv_cache_dtype, dtype)
     context = config.context_length or model.max_position_embeddings
-    model = dataclasses.replace(model.with_context(context), shards=tensor)
+    # A window as long as the context masks nothing.
+    whole_from = 0 if config.disable_hybrid_swa_memory else context
+    model = dataclasses.replace(model.with_context(context), shards=tensor, whole_from=whole_from)
+    specs = model.kv_specs()
+    _check_ratio(config, specs, context)
     axes = {DATA_AXIS: data, TENSOR_AXIS: tensor}
     stored = stored or {}
     params = family(model).abstract(model, dtype)
@@ -156,58 +168,52 @@ def deploy(
     params = pack_specs(params, packing.bits)
     weight_bytes = device_bytes(params, axes)
     try:
-        problem = attention_problem(config, model, dtype=dtype, kv_dtype=kv_dtype, tensor=tensor)
-        backend = choose_backend(device.kernels, problem, config.attention_backend)
+        problem = functools.partial(attention_problem, config, model, dtype=dtype, kv_dtype=kv_dtype, tensor=tensor)
+        problems = [problem(spec) for spec in specs if spec.num_layers]
+        backend = choose_backend(device.kernels, problems, config.attention_backend)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     nondeterminism = determinism.why_nondeterministic(device.platform, backend, packing, dtype.name)
     if config.enable_deterministic_inference and nondeterminism:
         raise ConfigError(f"enable_deterministic_inference: {nondeterminism}")
-    model = dataclasses.replace(model, whole_from=0)
-    specs = model.kv_specs()
-    [spec] = specs
     one = Capacity(
         num_slots=1,
         num_pages=1,
         page_size=config.page_size,
-        max_model_len=config.context_length or model.max_position_embeddings,
+        max_model_len=context,
         decode_buckets=(1,),
         token_buckets=(1,),
         prompt_logprob_tokens=1,
         num_ranks=data,
+        window_groups=tuple(WindowGroup(1, spec.window) for spec in specs if spec.window is not None),
     )
     vocab_size = model.padded_vocab_size
     slot = state_specs(specs, one, vocab_size=vocab_size, kv_dtype=kv_dtype, platform=backend.kv_platform)
-    page_bytes = device_bytes(slot.kv, axes)
+    page_bytes = [device_bytes(pool, axes) for pool in slot.kv]
     sized = functools.partial(
         resolve_sizes,
         model=model,
         device=device,
         weight_bytes=weight_bytes,
-        slot_bytes=device_bytes(slot, axes) - page_bytes,
-        bytes_per_token=page_bytes // config.page_size,
+        slot_bytes=device_bytes(slot, axes) - sum(page_bytes),
+        bytes_per_token=tuple(size // config.page_size for size in page_bytes),
         activations=activations,
         tensor=tensor,
         data=data,
         replicas=replicas,
     )
     sizes = sized(config)
-    layout = pool_layout(
-        spec,
-        num_pages=sizes.capacity.num_pages,
-        page_size=config.page_size,
-        dtype=kv_dtype,
-        platform=backend.kv_platform,
-    )
-    addressable = backend.addressable_pages(layout, tensor) * config.page_size
-    if addressable < layout.num_pages * config.page_size:
+    most_pages = _addressable_pages(backend, specs, sizes.capacity, kv_dtype, tensor)
+    if any(map(operator.lt, most_pages, sizes.capacity.pages_by_group)):
         if config.max_total_tokens is not None:
+            fitting = sized(msgspec.structs.replace(config, max_total_tokens=None), most_pages=most_pages).capacity
+            addressable = fitting.num_pages * config.page_size
             raise ConfigError(
                 f"max_total_tokens={config.max_total_tokens}: attention backend {backend.name} can address only "
                 f"{addressable} tokens of an fp8 KV cache whose keys take 2 to 4 GiB; set --max-total-tokens "
                 f"{addressable}, or choose another --attention-backend"
             )
-        sizes = sized(msgspec.structs.replace(config, max_total_tokens=addressable))
+        sizes = sized(config, most_pages=most_pages)
     state = state_specs(specs, sizes.capacity, vocab_size=vocab_size, kv_dtype=kv_dtype, platform=backend.kv_platform)
     return Deployment(
         config,
@@ -225,3 +231,25 @@ def deploy(
         packing,
         nondeterminism,
     )
+
+
+def _check_ratio(config: EngineConfig, specs: Sequence[KVSpec], context: int) -> None:
+    """Raise `ConfigError` for `--swa-full-tokens-ratio` if all layers share one KV group."""
+    if config.swa_full_tokens_ratio is not None and len(specs) == 1:
+        raise ConfigError(
+            f"swa_full_tokens_ratio={config.swa_full_tokens_ratio:g}: no layer of this model has a sliding window "
+            f"shorter than the context of {context} tokens, so all share one KV cache; leave it out"
+        )
+
+
+def _addressable_pages(
+    backend: Backend, specs: Sequence[KVSpec], capacity: Capacity, kv_dtype: np.dtype, tensor: int
+) -> list[int]:
+    """Return how many pages of each KV group, of those planned, the kernels can address."""
+    found = []
+    for spec, pages in zip(specs, capacity.pages_by_group, strict=True):
+        layout = pool_layout(
+            spec, num_pages=pages, page_size=capacity.page_size, dtype=kv_dtype, platform=backend.kv_platform
+        )
+        found.append(backend.addressable_pages(layout, tensor) if spec.num_layers else pages)
+    return found

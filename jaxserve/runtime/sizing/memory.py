@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
+import math
+from collections.abc import Sequence
 
 from jaxserve.config.schema import DEFAULT_MEM_FRACTION, EngineConfig
 from jaxserve.errors import ConfigError
-
-logger = logging.getLogger("jaxserve.runtime")
+from jaxserve.runtime.sizing.kv_division import KVDivision, expected_tokens
 
 CPU_POOL_BYTES = 2**29
 
@@ -19,7 +19,7 @@ class InsufficientMemoryError(ConfigError):
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """Bytes that a deployment takes on one device besides the KV pool, and the bytes of a token in the pool.
+    """Bytes that a deployment takes on one device besides the KV pools, and the bytes of a token in each of them.
 
     `state` is the state by slot. `activations` is the working memory of the largest program: an estimate, or the
     compiler's figure once there is one.
@@ -28,7 +28,7 @@ class Footprint:
     weights: int
     state: int
     activations: int
-    kv_per_token: int
+    kv_per_token: tuple[int, ...]
 
     @property
     def non_pool(self) -> int:
@@ -38,12 +38,12 @@ class Footprint:
 
 @dataclasses.dataclass(frozen=True)
 class PoolPlan:
-    """The size of the KV pool and the context length that fits it.
+    """The pages of each KV group and the context length that fits them.
 
-    `memory_bound` says that the pool would be larger if the device had more memory.
+    `memory_bound` says that the pools would be larger if the device had more memory.
     """
 
-    num_pages: int
+    pages: tuple[int, ...]
     context_length: int
     memory_bound: bool = False
 
@@ -57,11 +57,16 @@ def plan_pool(
     model_context: int,
     longest_context: int | None = None,
     max_running: int,
+    chunk: int = 0,
+    windows: Sequence[int | None] = (None,),
+    most_pages: Sequence[int] | None = None,
     num_devices: int = 1,
 ) -> PoolPlan:
-    """Size the pool from `--max-total-tokens` or from memory, and fit the context length to it.
+    """Size the pools from `--max-total-tokens` or from memory, and fit the context length to them.
 
-    Raises `ConfigError` for sizes that don't fit, `InsufficientMemoryError` if no memory is left for the cache.
+    `windows` are those of the KV groups, and `most_pages` the most pages that each may have. A rank prefills at most
+    `chunk` tokens in a step. Raises `ConfigError` for sizes that don't fit, `InsufficientMemoryError` if no memory is
+    left for the cache.
     """
     wanted = config.context_length or model_context
     longest = longest_context or model_context
@@ -69,39 +74,82 @@ def plan_pool(
         raise ConfigError(
             f"context_length={wanted} is longer than the model's {longest} tokens; lower --context-length"
         )
-    tokens, memory_bound = config.max_total_tokens, False
+    page, costless = config.page_size, footprint.kv_per_token[0] == 0
+    division = KVDivision(
+        footprint.kv_per_token,
+        tuple(windows),
+        page,
+        expected_tokens(wanted, windows, whole_sequences=not costless),
+        max_running,
+        min(chunk, wanted),
+        config.swa_full_tokens_ratio,
+    )
+    memory_bound = False
     free = usable_bytes(config, memory_bytes) - footprint.non_pool
-    if tokens is None:
-        # Enough for every running request at full length: more would never be used.
-        usable = max_running * -(-wanted // config.page_size) * config.page_size
+    if config.max_total_tokens is None:
+        # Enough for every running request at full length: more would never be used. Pages that cost nothing also hold
+        # as many cached prefixes.
+        usable = max_running * division.pages_for(wanted) * (2 if costless else 1)
+        if most_pages is not None:
+            usable = division.largest_within(most_pages, usable)
         if platform == "cpu":
             # Other programs share the machine, and filling the pool with zeros takes start-up time.
-            usable = min(usable, CPU_POOL_BYTES // num_devices // footprint.kv_per_token)
-        tokens = min(free // footprint.kv_per_token, usable)
-        memory_bound = tokens < usable
-        if tokens < min(config.page_size * 2, usable):
+            usable = division.largest_in(CPU_POOL_BYTES // num_devices, usable)
+            if usable < 1:
+                raise InsufficientMemoryError(
+                    f"each of dp_size={config.dp_size} ranks gets a KV cache of {CPU_POOL_BYTES // num_devices} bytes, "
+                    f"which is less than one page of page_size={page}; lower --page-size"
+                )
+        num_pages = division.largest_in(free, usable)
+        memory_bound = num_pages < usable
+        if num_pages < min(2, usable):
             raise _insufficient_memory(config, footprint, memory_bytes)
-    elif footprint.weights + footprint.state + tokens * footprint.kv_per_token > memory_bytes:
-        # Activations are left out of this check: they are an estimate, and a pool that was seen to run, such as that of
-        # a bundle, must not be refused for it.
-        largest = free // footprint.kv_per_token // config.page_size * config.page_size
-        if largest < config.page_size:
-            raise _insufficient_memory(config, footprint, memory_bytes)
-        raise ConfigError(
-            f"max_total_tokens={tokens} takes {tokens * footprint.kv_per_token / 2**30:.2f} GiB of each device, but "
-            f"{free / 2**30:.2f} of its {memory_bytes / 2**30:.2f} GiB are left for the KV cache: at most "
-            f"--max-total-tokens {largest} fits"
-        )
-    num_pages = tokens // config.page_size
-    if num_pages < 1:
-        if config.max_total_tokens is not None:
-            raise ConfigError(f"max_total_tokens={tokens} is less than one page of {config.page_size} tokens")
-        raise InsufficientMemoryError(
-            f"each of dp_size={config.dp_size} ranks gets a KV cache of {tokens} tokens, which is less than one "
-            f"page of page_size={config.page_size}"
-        )
-    fitted = min(wanted, num_pages * config.page_size)
-    return PoolPlan(num_pages, fitted, memory_bound)
+    else:
+        num_pages = config.max_total_tokens // page
+        if num_pages < 1:
+            raise ConfigError(f"max_total_tokens={config.max_total_tokens} is less than one page of {page} tokens")
+        _check_memory(config, footprint, division, free, memory_bytes)
+    fitted = min(wanted, num_pages * page)
+    _check_windows(division, num_pages, fitted)
+    return PoolPlan(division.pages(num_pages), fitted, memory_bound)
+
+
+def _check_memory(
+    config: EngineConfig, footprint: Footprint, division: KVDivision, free: int, memory_bytes: int
+) -> None:
+    """Raise `ConfigError` if memory can't hold `--max-total-tokens`.
+
+    Activations are left out of this check: they are an estimate, and a pool that was seen to run, such as that of a
+    bundle, must not be refused for it.
+    """
+    tokens = config.max_total_tokens
+    assert tokens is not None
+    taken = division.nbytes(tokens // config.page_size)
+    if footprint.weights + footprint.state + taken <= memory_bytes:
+        return
+    largest = division.largest_in(free, tokens // config.page_size) * config.page_size
+    if largest < config.page_size:
+        raise _insufficient_memory(config, footprint, memory_bytes)
+    raise ConfigError(
+        f"max_total_tokens={tokens} takes {taken / 2**30:.2f} GiB of each device, but "
+        f"{free / 2**30:.2f} of its {memory_bytes / 2**30:.2f} GiB are left for the KV cache: at most "
+        f"--max-total-tokens {largest} fits"
+    )
+
+
+def _check_windows(division: KVDivision, num_pages: int, context: int) -> None:
+    """Raise `ConfigError` if a window group has too few pages for a single request, by `--swa-full-tokens-ratio`."""
+    for window, pages in zip(division.windows, division.pages(num_pages)):
+        if window is None or division.ratio is None:
+            continue
+        least = min(division.least_pages(window), division.pages_for(context))
+        if pages < least:
+            page = division.page_size
+            raise ConfigError(
+                f"swa_full_tokens_ratio={division.ratio:g} gives the layers with a window of {window} tokens a KV "
+                f"cache of {pages * page} tokens, and a request needs {least * page}: raise --swa-full-tokens-ratio "
+                f"to {math.ceil(least / num_pages * 1000) / 1000:g}, or leave it out"
+            )
 
 
 def _insufficient_memory(config: EngineConfig, footprint: Footprint, memory_bytes: int) -> InsufficientMemoryError:

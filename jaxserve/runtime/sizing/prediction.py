@@ -67,8 +67,8 @@ def step_seconds(
 
     In it `decodes` requests of `context` tokens decode, and `prompt` tokens of another prompt are computed.
     """
-    attended = decodes * context + prompt * prompt / 2
-    seconds = _seconds(rates, decodes * context * rates.kv_per_token, attended * rates.attention_flops)
+    attention = decodes * rates.decode_flops(context) + rates.prompt_flops(prompt)
+    seconds = _seconds(rates, decodes * rates.kv_bytes(context), attention)
     seconds += sum(_seconds(rates, one.nbytes, one.flops) for one in cost.kinds)
     seconds += cost.launches * _LAUNCH + exchanges * _EXCHANGE
     if cost.grouping is None:

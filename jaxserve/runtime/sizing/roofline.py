@@ -7,6 +7,7 @@ between devices and everything else count as free. No program is faster than thi
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -17,38 +18,67 @@ from jaxserve.runtime.sizing.deployment import Deployment
 
 
 @dataclasses.dataclass(frozen=True)
+class AttentionCost:
+    """What the attention of layers with the same window costs: bytes to read and flops, per token attended to."""
+
+    window: int | None
+    nbytes: float
+    flops: float
+
+    def attended(self, context: int) -> int:
+        """Return the tokens that the last one of a sequence attends to."""
+        return context if self.window is None else min(context, self.window)
+
+    def prompt_attended(self, length: int) -> float:
+        """Return the tokens that all tokens of a prompt attend to, in all."""
+        seen = self.attended(length)
+        return seen * (length - seen / 2)
+
+
+@dataclasses.dataclass(frozen=True)
 class Roofline:
     """The limits of one data-parallel rank on `tensor` devices; all quantities are per device.
 
     `read_bytes` are those of the weights per step, `layer_flops` those of the layers' products per token, `head_flops`
-    per sampled row, `attention_flops` per token and token that it attends to. `peak_flops` is None if it is unknown for
-    the type.
+    per sampled row. `attention` is the cost of the layers by window. `peak_flops` is None if it is unknown for the
+    type.
     """
 
     bandwidth: float
     peak_flops: float | None
     read_bytes: int
-    kv_per_token: int
     layer_flops: float
     head_flops: float
-    attention_flops: float
+    attention: tuple[AttentionCost, ...]
+
+    def kv_bytes(self, context: int) -> float:
+        """Return the bytes of keys and values that the decode of a request of `context` tokens reads."""
+        return sum(one.nbytes * one.attended(context) for one in self.attention)
+
+    def decode_flops(self, context: int) -> float:
+        """Return the flops of the attention of such a decode."""
+        return sum(one.flops * one.attended(context) for one in self.attention)
+
+    def prompt_flops(self, length: int) -> float:
+        """Return the flops of the attention of a prompt."""
+        return sum(one.flops * one.prompt_attended(length) for one in self.attention)
 
     def decode_seconds(self, batch: int, context: int) -> float:
         """Return the shortest time of a step that decodes `batch` requests of `context` tokens each."""
-        read = (self.read_bytes + batch * context * self.kv_per_token) / self.bandwidth
-        flops = batch * (self.layer_flops + self.head_flops + context * self.attention_flops)
+        read = (self.read_bytes + batch * self.kv_bytes(context)) / self.bandwidth
+        flops = batch * (self.layer_flops + self.head_flops + self.decode_flops(context))
         return max(read, flops / self.peak_flops) if self.peak_flops is not None else read
 
     def prefill_tokens_per_second(self, length: int) -> float | None:
         """Return the most prompt tokens per second, for prompts of `length` tokens; None if the peak is unknown."""
         if self.peak_flops is None:
             return None
-        return self.peak_flops / (self.layer_flops + length / 2 * self.attention_flops)
+        return self.peak_flops / (self.layer_flops + self.prompt_flops(length) / length)
 
 
 def roofline(deployment: Deployment, target: DeviceTarget) -> Roofline:
     """Return the limits of a deployment on a target."""
-    model, params = deployment.model, deployment.params
+    params = deployment.params
     axes = {TENSOR_AXIS: deployment.tensor}
     whole = device_bytes(params, axes)
     head = params.embedding if params.output is None else params.output
@@ -58,10 +88,22 @@ def roofline(deployment: Deployment, target: DeviceTarget) -> Roofline:
         bandwidth=target.memory_bandwidth,
         peak_flops=target.peak_flops.get(deployment.dtype.name),
         read_bytes=whole - looked_up,
-        kv_per_token=deployment.sizes.footprint.kv_per_token,
         layer_flops=2 * _elements(params.layers, axes, deployment.dtype),
         head_flops=2 * _elements(head, axes, deployment.dtype),
-        attention_flops=4 * model.num_heads * model.head_dim * model.num_layers / deployment.tensor,
+        attention=_attention(deployment),
+    )
+
+
+def _attention(deployment: Deployment) -> tuple[AttentionCost, ...]:
+    """Return the cost of the layers by window, of which each also reads the keys and values that it shares."""
+    model, groups = deployment.model, zip(deployment.kv_specs, deployment.sizes.footprint.kv_per_token, strict=True)
+    layer_bytes = {
+        (spec.num_kv_heads, spec.head_dim): size / spec.num_layers for spec, size in groups if spec.num_layers
+    }
+    layers = Counter((model.windows[i], model.kv_shape(i)) for i in range(model.num_layers))
+    return tuple(
+        AttentionCost(window, count * layer_bytes[shape], count * 4 * model.num_heads * shape[1] / deployment.tensor)
+        for (window, shape), count in layers.items()
     )
 
 

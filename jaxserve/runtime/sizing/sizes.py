@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.models.config import ModelConfig
+from jaxserve.params import KVSpec
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.sizing import memory
 from jaxserve.runtime.sizing.memory import Footprint
 from jaxserve.runtime.step.buckets import decode_buckets, fine_decode_rows, token_buckets
-from jaxserve.step_plan import Capacity
+from jaxserve.step_plan import Capacity, WindowGroup
 from pallas_kernels.paged_attention import Problem
 
 
@@ -31,6 +34,12 @@ class Sizes:
     footprint: Footprint
     wanted_context: int
     memory_bound: bool
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the KV pools on a device."""
+        tokens = (pages * self.capacity.page_size for pages in self.capacity.pages_by_group)
+        return sum(map(operator.mul, tokens, self.footprint.kv_per_token))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +75,9 @@ def resolve_sizes(
     *,
     weight_bytes: int,
     slot_bytes: int,
-    bytes_per_token: int,
+    bytes_per_token: tuple[int, ...],
     activations: int | None = None,
+    most_pages: Sequence[int] | None = None,
     tensor: int = 1,
     data: int = 1,
     replicas: int = 1,
@@ -75,8 +85,9 @@ def resolve_sizes(
     """Return all sizes, with defaults for settings left unset.
 
     Bytes are per device, of which there are `data * tensor`; requests and pages are per data-parallel rank.
-    `activations` is the working memory of the programs, if it is known. `replicas` is the number of deployments that
-    share the machine. Raises `ConfigError` for sizes that don't fit, `InsufficientMemoryError` if no KV cache does.
+    `bytes_per_token` are by KV group, as is `most_pages`, the pages that may not be exceeded. `activations` is the
+    working memory of the programs, if it is known. `replicas` is the number of deployments that share the machine.
+    Raises `ConfigError` for sizes that don't fit, `InsufficientMemoryError` if no KV cache does.
     """
     defaults = defaults_of(device)
     running = config.max_running_requests or defaults.running
@@ -89,6 +100,7 @@ def resolve_sizes(
         activations=activations or _activation_bytes(model, device.platform, widest, running, tensor),
         kv_per_token=bytes_per_token,
     )
+    specs = model.kv_specs()
     pool = memory.plan_pool(
         config,
         footprint,
@@ -97,6 +109,9 @@ def resolve_sizes(
         model_context=model.max_position_embeddings,
         longest_context=model.longest_context,
         max_running=running,
+        chunk=min(widest, longest, config.max_prefill_tokens or longest),
+        windows=[spec.window for spec in specs],
+        most_pages=most_pages,
         num_devices=data * tensor * replicas,
     )
     # -1 disables chunking: a step then holds the longest possible prompt.
@@ -106,7 +121,7 @@ def resolve_sizes(
     max_fine = config.cuda_graph_max_bs or defaults.max_fine
     capacity = Capacity(
         num_slots=running,
-        num_pages=pool.num_pages,
+        num_pages=pool.pages[0],
         page_size=config.page_size,
         max_model_len=pool.context_length,
         decode_buckets=decode_buckets(
@@ -117,19 +132,24 @@ def resolve_sizes(
         num_ranks=data,
         rotation_length=model.rotation_length,
         fine_decode_rows=fine_decode_rows(running, max_fine=max_fine, requested=config.cuda_graph_bs),
+        window_groups=tuple(
+            WindowGroup(pages, spec.window)
+            for spec, pages in zip(specs, pool.pages, strict=True)
+            if spec.window is not None
+        ),
     )
     prefill = min(config.max_prefill_tokens or chunk, largest)
     return Sizes(capacity, min(chunk, largest), prefill, largest, footprint, longest, pool.memory_bound)
 
 
 def attention_problem(
-    config: EngineConfig, model: ModelConfig, *, dtype: np.dtype, kv_dtype: np.dtype, tensor: int = 1
+    config: EngineConfig, model: ModelConfig, spec: KVSpec, *, dtype: np.dtype, kv_dtype: np.dtype, tensor: int = 1
 ) -> Problem:
-    """Return the attention problem that the kernel of each shard must solve."""
+    """Return the attention problem of a KV group that the kernel of each shard must solve."""
     return Problem(
         heads=model.num_heads // tensor,
-        kv_heads=model.num_kv_heads * model.kv_replicas // tensor,
-        head_dim=model.head_dim,
+        kv_heads=spec.num_kv_heads // tensor,
+        head_dim=spec.head_dim,
         page_size=config.page_size,
         dtype=dtype,
         kv_dtype=kv_dtype,
@@ -146,8 +166,8 @@ def _activation_bytes(model: ModelConfig, platform: str, tokens: int, rows: int,
 
     `tests/aot` compares it with the compiler's figure.
     """
-    heads = model.num_heads + 2 * model.num_kv_heads * model.kv_replicas
-    widest = max(2 * model.intermediate_size, heads * model.head_dim) // tensor
+    qkv = ((model.num_heads + 2 * spec.num_kv_heads) * spec.head_dim for spec in model.kv_specs())
+    widest = max(2 * model.intermediate_size, *qkv) // tensor
     layers = tokens * (widest * 4 + model.hidden_size * 16)
     logits = rows * model.padded_vocab_size * 4 // tensor
     copies = _LOGIT_COPIES.get(platform, _DEFAULT_LOGIT_COPIES)

@@ -38,18 +38,18 @@ def test_evicted_pages_are_found_again_and_loaded() -> None:
     pages = _keep(pool, cache, LONG)
     assert cache.evict(2) == 2
     saves, loads = cache.tier.take_copies()
-    assert [page for page, _ in saves] == pages[1:]
+    assert [page for _, page, _ in saves] == pages[1:]
     assert not loads
     assert cache.match_length("", LONG, 6) == 6
     node, resident = cache.match("", LONG, 6)
     assert (resident, cache.num_host_only(node)) == (pages[:1], 2)
     node, whole = _load(pool, cache, LONG)
-    assert cache.tier.take_copies() == ([], [(slot, page) for (_, slot), page in zip(saves, whole[1:])])
+    assert cache.tier.take_copies() == ([], [(0, slot, page) for (_, _, slot), page in zip(saves, whole[1:])])
     _consistent(pool, cache, [node], [])
     cache.unlock(node)
     assert cache.evict(3) == 3
     saves, _ = cache.tier.take_copies()
-    assert [page for page, _ in saves] == pages[:1], "loaded pages keep their copies"
+    assert [page for _, page, _ in saves] == pages[:1], "loaded pages keep their copies"
     assert cache.tier.num_used == 3
     _consistent(pool, cache, [], [])
 
@@ -73,7 +73,7 @@ def test_write_through_saves_in_the_plan_after_the_one_that_computes() -> None:
     assert cache.tier.take_copies() == ([], [])
     cache.tier.save_added()
     saves, _ = cache.tier.take_copies()
-    assert [page for page, _ in saves] == pages
+    assert [page for _, page, _ in saves] == pages
     cache.evict(3)
     assert cache.tier.take_copies() == ([], []), "the copies were made already"
     assert cache.match_length("", LONG, 6) == 6
@@ -90,7 +90,7 @@ def test_write_through_saves_grown_and_split_nodes() -> None:
     upper, _ = cache.match("", [*LONG[:4], 9, 9], 6)
     assert upper is node.parent
     cache.tier.save_added()
-    assert [page for page, _ in cache.tier.take_copies()[0]] == pages
+    assert [page for _, page, _ in cache.tier.take_copies()[0]] == pages
     _consistent(pool, cache, [node], [])
 
 
@@ -105,7 +105,7 @@ def test_a_full_tier_evicts_the_least_recently_used_host_only_nodes() -> None:
     found = [cache.match_length("", tokens, 4) for tokens in ([1, 1, 2, 2], [5, 5], [6, 6, 7, 7])]
     assert found == [0, 2, 4]
     saves, _ = cache.tier.take_copies()
-    assert len({slot for _, slot in saves}) == len(saves) == 3, "an evicted slot is not written"
+    assert len({slot for *_, slot in saves}) == len(saves) == 3, "an evicted slot is not written"
     _consistent(pool, cache, [], [])
 
 
@@ -149,7 +149,7 @@ def test_recomputed_pages_make_host_only_nodes_resident() -> None:
     node, pages = cache.match("", [*LONG[:4], 9, 9], 6)
     assert (pages, cache.num_host_only(node)) == (again, 0)
     cache.evict(3)
-    assert [page for page, _ in cache.tier.take_copies()[0]] == again[2:]
+    assert [page for _, page, _ in cache.tier.take_copies()[0]] == again[2:]
     assert cache.match_length("", LONG, 6) == 6
     _consistent(pool, cache, [], [])
 
@@ -179,7 +179,7 @@ def test_a_flush_empties_the_tier_too() -> None:
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 def test_a_request_loads_evicted_pages_and_counts_them_as_cached(policy: WritePolicy) -> None:
     scheduler = make_scheduler(
-        capacity=make_capacity(num_pages=8, page_size=4), num_host_pages=16, host_write_policy=policy
+        capacity=make_capacity(num_pages=8, page_size=4), num_host_pages=[16], host_write_policy=policy
     )
     first, other = make_request("first", 20, max_tokens=2), make_request("other", 24, max_tokens=2)
     again = make_request("again", [*first.prompt_ids, 1, 2], max_tokens=2)

@@ -197,9 +197,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _run_copies(self) -> None:
         saves, loads = self.cache.tier.take_copies()
-        for page, slot in saves:
+        for _, page, slot in saves:
             self.host[slot] = self.held[page]
-        for slot, page in loads:
+        for _, slot, page in loads:
             self.held[page] = self.host[slot]
 
     @precondition(lambda self: self.running)

@@ -34,6 +34,15 @@ def test_an_nvidia_gpu_from_ampere_on_has_a_kernel(kind: str, capability: tuple[
     assert choose_backend(KernelTarget("cuda", kind, capability), PROBLEM, "triton").name == "triton"
 
 
+def test_a_backend_supports_all_problems_of_a_model() -> None:
+    target = KernelTarget("cuda", "NVIDIA H200", (9, 0))
+    odd = dataclasses.replace(PROBLEM, dtype=np.dtype(np.float64))
+    assert choose_backend(target, [PROBLEM, dataclasses.replace(PROBLEM, head_dim=64)]).name == "triton"
+    assert choose_backend(target, [PROBLEM, odd]).name == "reference"
+    with pytest.raises(ValueError, match="not in float64"):
+        choose_backend(target, [PROBLEM, odd], "triton")
+
+
 FP8 = np.dtype(jnp.float8_e4m3fn)
 A100 = KernelTarget("cuda", "NVIDIA A100-SXM4-80GB", (8, 0))
 

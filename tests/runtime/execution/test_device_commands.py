@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.runtime.execution.device_commands import BroadcastCommands, FollowerExecutor, LocalCommands
-from jaxserve.runtime.programs.builder import ADJUST_KEY, READ_KEY, UPDATE_KEY, WRITE_KEY
+from jaxserve.runtime.programs.builder import ADJUST_KEY, UPDATE_KEY, read_key, write_key
 from jaxserve.runtime.step.batch import StepKey
 
 DECODE = StepKey("decode", 4, True)
@@ -51,21 +51,21 @@ def _programs(log: list[Any]) -> dict[Any, Any]:
         log.append(("write", packed.tolist(), rows))
         return (state[0] + rows,)
 
-    return {DECODE: step, UPDATE_KEY: update, ADJUST_KEY: adjust, READ_KEY: read, WRITE_KEY: write}
+    return {DECODE: step, UPDATE_KEY: update, ADJUST_KEY: adjust, read_key(1): read, write_key(1): write}
 
 
 def test_a_follower_runs_the_same_commands_with_the_same_bytes() -> None:
     sent: list[bytes] = []
     logs: list[list[Any]] = [[], []]
-    here, there = (LocalCommands(3, 1, _programs(log), Host()) for log in logs)  # type: ignore[arg-type]
+    here, there = (LocalCommands(3, 1, _programs(log), [Host(), Host()]) for log in logs)  # type: ignore[arg-type]
     leader = BroadcastCommands(here, sent.append)
     packed = np.arange(6, dtype=np.int32).reshape(2, 3)
     leader.update(UPDATE_KEY, packed)
     leader.update(ADJUST_KEY, packed + 2)
     leader.step(DECODE, packed * 2)
-    leader.save(packed + 1, [[1], []])
+    leader.save(1, packed + 1, [[1], []])
     leader.step(DECODE, packed)
-    leader.load(packed - 7, [[1], []])
+    leader.load(1, packed - 7, [[1], []])
     leader.step(DECODE, -packed)
     follower = FollowerExecutor(there, _programs([]), 2, lambda reason: None)
     for command in sent:

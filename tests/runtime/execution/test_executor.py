@@ -10,11 +10,11 @@ import pytest
 from jaxserve.runtime.execution.device_commands import LocalCommands
 from jaxserve.runtime.execution.executor import DeviceExecutor
 from jaxserve.runtime.execution.host_pool import HostPool
-from jaxserve.runtime.programs.builder import ADJUST_KEY, READ_KEY, UPDATE_KEY, WRITE_KEY, step_keys
+from jaxserve.runtime.programs.builder import ADJUST_KEY, UPDATE_KEY, read_key, step_keys, write_key
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.step.page_copies import row_specs
 from jaxserve.runtime.step.sampling import Logprobs
-from jaxserve.runtime.step.slot_update import SLOTS, UPDATE
+from jaxserve.runtime.step.slot_update import SLOTS, update_packing
 from jaxserve.runtime.step.step import StepOutput
 from jaxserve.step_plan import Capacity, StepPlan
 from tests.runtime.tiny import CAPACITY, builder, mesh, opening, params, prefill, specs, zero_state
@@ -75,7 +75,7 @@ def test_the_slots_of_a_step_are_opened_together() -> None:
     commands = Commands()
     _run(commands, CAPACITY, *(opening(slot) for slot in (3, 0, 2)))
     [(key, packed)] = commands.updates
-    assert (key, packed.shape) == (UPDATE_KEY, (1, UPDATE.size))
+    assert (key, packed.shape) == (UPDATE_KEY, (1, update_packing(1).size))
     assert packed[0, :SLOTS].tolist() == [3, 0, 2] + [-1] * (SLOTS - 3)
 
 
@@ -98,7 +98,7 @@ def test_ranks_open_slots_in_the_same_command() -> None:
 
 
 FEW = msgspec.structs.replace(CAPACITY, decode_buckets=(4,), token_buckets=(16,))
-KEYS: list[ProgramKey] = [UPDATE_KEY, ADJUST_KEY, READ_KEY, WRITE_KEY, *step_keys(FEW)]
+KEYS: list[ProgramKey] = [UPDATE_KEY, ADJUST_KEY, read_key(0), write_key(0), *step_keys(FEW)]
 
 
 def _random_state() -> Any:
@@ -123,8 +123,8 @@ def test_a_run_without_requests_changes_nothing() -> None:
         return run
 
     before = jax.tree.map(np.asarray, _random_state())
-    host = HostPool(row_specs(specs(FEW)), 4, mesh())
-    commands = LocalCommands(params(), _random_state(), {key: counted(key) for key in KEYS}, host, mesh())
+    host = HostPool(row_specs(specs(FEW), 0), 4, mesh())
+    commands = LocalCommands(params(), _random_state(), {key: counted(key) for key in KEYS}, [host], mesh())
     executor = DeviceExecutor(commands, FEW)
     compiled = executor.compiles_after_ready
     executor.warm_up(KEYS)

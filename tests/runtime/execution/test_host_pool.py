@@ -59,22 +59,37 @@ def test_fetched_rows_never_change() -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, 0),
-        ({"enable_hierarchical_cache": True}, 200),
-        ({"enable_hierarchical_cache": True, "hicache_ratio": 0.5}, 50),
-        ({"enable_hierarchical_cache": True, "hicache_size": 1e-6}, 100),
+        ({}, ()),
+        ({"enable_hierarchical_cache": True}, (200,)),
+        ({"enable_hierarchical_cache": True, "hicache_ratio": 0.5}, (50,)),
+        ({"enable_hierarchical_cache": True, "hicache_size": 1e-6}, (100,)),
     ],
 )
-def test_number_of_host_pages(settings: dict[str, Any], expected: int) -> None:
-    assert host_pages(EngineConfig(**settings), 100, SPECS) == expected  # a page is 10 bytes
+def test_number_of_host_pages(settings: dict[str, Any], expected: tuple[int, ...]) -> None:
+    assert host_pages(EngineConfig(**settings), [100], [SPECS]) == expected  # a page is 10 bytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"hicache_ratio": 0.5}, (50, 10)),
+        ({"hicache_size": 1.2e-6}, (100, 20)),  # 1,200 bytes for what takes 100 and 20 pages of 10 bytes on the device
+    ],
+)
+def test_groups_share_host_memory_in_proportion(settings: dict[str, Any], expected: tuple[int, ...]) -> None:
+    config = EngineConfig(enable_hierarchical_cache=True, **settings)
+    assert host_pages(config, [100, 20], [SPECS, SPECS]) == expected
+    empty = [ArraySpec((1, 2, 0), np.dtype("f4"), (None,) * 3)]
+    assert host_pages(config, [300, 120], [empty, SPECS])[0] >= 150, "pages of a group without layers cost nothing"
+    HostPool(empty, 10).store([[0]], (jnp.zeros((1, 2, 0)),))
 
 
 def test_impossible_sizes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"hicache_ratio=0.001 is less than one page"):
-        host_pages(EngineConfig(enable_hierarchical_cache=True, hicache_ratio=0.001), 100, SPECS)
+        host_pages(EngineConfig(enable_hierarchical_cache=True, hicache_ratio=0.001), [100], [SPECS])
     memory = type("Memory", (), {"available": 1000})
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     with pytest.raises(ConfigError, match=r"hicache_ratio=2 comes to .* lower it to --hicache-ratio 0\.90"):
-        host_pages(EngineConfig(enable_hierarchical_cache=True), 100, SPECS)
+        host_pages(EngineConfig(enable_hierarchical_cache=True), [100], [SPECS])
     with pytest.raises(ConfigError, match=r"hicache_size=3 comes to .* lower it to --hicache-size"):
-        host_pages(EngineConfig(enable_hierarchical_cache=True, hicache_size=3.0), 100, SPECS)
+        host_pages(EngineConfig(enable_hierarchical_cache=True, hicache_size=3.0), [100], [SPECS])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.runtime.programs.builder import ADJUST_KEY, READ_KEY, UPDATE_KEY, WRITE_KEY, step_keys
+from jaxserve.runtime.programs.builder import ADJUST_KEY, UPDATE_KEY, read_key, step_keys, write_key
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.step.batch import pack_step, step_shape
 from jaxserve.runtime.step.state import DeviceState
@@ -21,13 +21,13 @@ CAPACITY = Capacity(
     prompt_logprob_tokens=8,
 )
 STEPS = step_keys(CAPACITY)
-KEYS: list[ProgramKey] = [UPDATE_KEY, ADJUST_KEY, READ_KEY, WRITE_KEY, *STEPS]
+KEYS: list[ProgramKey] = [UPDATE_KEY, ADJUST_KEY, read_key(0), write_key(0), *STEPS]
 
 
 def first_step(programs: dict[ProgramKey, Any]) -> tuple[DeviceState, DeviceState, Any]:
     """Open a slot and prefill it. Return the state before and after the step, and the output."""
     state = zero_state(CAPACITY)
-    state = open_slots(programs, state, opening(1, [5, 6, 7], temperature=0.8, logprobs=3, seed=4))
+    state = open_slots(programs, state, opening(1, [5, 6, 7], temperature=0.8, logprobs=3, seed=4), capacity=CAPACITY)
     plan = StepPlan(opens=[], chunks=[prefill(1, 0, [5, 6, 7], (9,))], closes=[], num_decodes=0, greedy=False)
     key = next(key for key in STEPS if key.kind == "mixed")
     after, output = on_trees(programs[key])(params(), state, pack_step(plan, step_shape(key, CAPACITY), CAPACITY))

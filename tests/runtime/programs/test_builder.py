@@ -38,7 +38,7 @@ def test_the_state_is_aliased_not_copied(programs: dict[ProgramKey, Any], key: P
     state = specs(CAPACITY)
     total = sum(spec.nbytes for spec in jax.tree.leaves(state))
     assert memory.alias_size_in_bytes >= total
-    assert memory.temp_size_in_bytes < state.kv.keys.nbytes / 4
+    assert memory.temp_size_in_bytes < state.kv[0].keys.nbytes / 4
 
 
 @pytest.mark.parametrize("key", STEPS, ids=str)
@@ -55,7 +55,7 @@ def test_profiles_can_tell_the_parts_of_a_step_apart(programs: dict[ProgramKey, 
 def test_the_pool_stays_in_place(programs: dict[ProgramKey, Any]) -> None:
     state = zero_state(CAPACITY)
     where = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
-    after = open_slots(programs, state, opening())
+    after = open_slots(programs, state, opening(), capacity=CAPACITY)
     assert all(x.is_deleted() for x in jax.tree.leaves(state))
     assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(after)] == where
     _, after, _ = first_step(programs)
@@ -67,7 +67,7 @@ def test_a_step_leaves_the_state_that_the_next_one_needs(programs: dict[ProgramK
     token = int(output.tokens[0, 0, 0])
     assert np.asarray(state.seq_lens)[0].tolist() == [0, 3, 0, 0]
     assert np.asarray(state.last_tokens)[0].tolist() == [0, token, 0, 0]
-    assert int(state.page_tables[0, 1, 0]) == 9
+    assert int(state.page_tables[0][0, 1, 0]) == 9
     assert np.argwhere(np.asarray(state.counts)[0]).tolist() == [[1, token]]
-    written = np.argwhere(np.abs(np.asarray(state.kv.keys)[0]).sum(axis=(0, 3)) > 0).tolist()
+    written = np.argwhere(np.abs(np.asarray(state.kv[0].keys)[0]).sum(axis=(0, 3)) > 0).tolist()
     assert written == [[layer * CAPACITY.num_pages + 9, i] for layer in range(2) for i in range(3)]

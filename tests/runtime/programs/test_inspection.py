@@ -141,9 +141,9 @@ class _Turned(ProgramBuilder):
         state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), self.state_specs)
 
         def turned(s: Any) -> Any:
-            keys = jax.lax.optimization_barrier(s.kv.keys.swapaxes(1, 2).copy())
+            keys = jax.lax.optimization_barrier(s.kv[0].keys.swapaxes(1, 2).copy())
             keys = jax.lax.optimization_barrier(jax.numpy.cumsum(keys, axis=1)).swapaxes(1, 2)
-            return dataclasses.replace(s, kv=dataclasses.replace(s.kv, keys=keys))
+            return dataclasses.replace(s, kv=(dataclasses.replace(s.kv[0], keys=keys),))
 
         return jax.jit(turned, donate_argnums=0).lower(state).compile()
 

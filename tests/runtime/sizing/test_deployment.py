@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
@@ -37,21 +38,21 @@ def test_the_footprint_is_the_sum_of_the_specs() -> None:
     assert footprint.weights == sum(spec.nbytes for spec in jax.tree.leaves(made.params))
     pool = sum(spec.nbytes for spec in jax.tree.leaves(made.state.kv))
     everything = sum(spec.nbytes for spec in jax.tree.leaves(made.state))
-    assert footprint.kv_per_token * made.capacity.num_pages * made.capacity.page_size == pool
+    assert made.sizes.pool_bytes == pool
     assert footprint.state == everything - pool
 
 
 def test_the_plan_fits_the_share_of_memory() -> None:
     device = DeviceFacts(KernelTarget("cuda"), 2**24)
     made = _deploy(device, mem_fraction_static=0.5, max_running_requests=400)
-    pool = made.sizes.footprint.kv_per_token * made.capacity.num_pages * made.capacity.page_size
+    pool = made.sizes.pool_bytes
     assert made.capacity.num_pages < 400 * max_pages(made.capacity)
-    assert 0 <= 2**23 - made.sizes.footprint.non_pool - pool < made.sizes.footprint.kv_per_token * 16
+    assert 0 <= 2**23 - made.sizes.footprint.non_pool - pool < made.sizes.footprint.kv_per_token[0] * 16
 
 
 def test_shards_share_weights_and_pool() -> None:
     one, two = _deploy(), _deploy(tp_size=2)
-    assert two.sizes.footprint.kv_per_token * 2 == one.sizes.footprint.kv_per_token
+    assert two.sizes.footprint.kv_per_token[0] * 2 == one.sizes.footprint.kv_per_token[0]
     assert one.sizes.footprint.weights / 2 < two.sizes.footprint.weights < one.sizes.footprint.weights
     assert device_bytes(two.state, {"data": 1, "tensor": 2}) < device_bytes(two.state, {})
 
@@ -59,7 +60,7 @@ def test_shards_share_weights_and_pool() -> None:
 def test_shards_share_a_kv_head_and_pad_the_vocabulary_if_needed() -> None:
     """The model has two KV heads and 258 tokens."""
     two, four = _deploy(tp_size=2), _deploy(tp_size=4)
-    assert four.sizes.footprint.kv_per_token == two.sizes.footprint.kv_per_token
+    assert four.sizes.footprint.kv_per_token[0] == two.sizes.footprint.kv_per_token[0]
     assert four.params.layers[0].attention.qkv.shape == (4, 1 + 2, 16, 32)
     assert four.params.embedding.shape == (260, 32)
     assert four.state.counts.shape[2] == 260
@@ -75,7 +76,7 @@ def test_an_fp8_cache_takes_half_the_memory_and_other_programs() -> None:
         deploy(EngineConfig(kv_cache_dtype=kind), model(), device)  # type: ignore[arg-type]
         for kind in ("auto", "fp8")
     )
-    assert halves.sizes.footprint.kv_per_token == 2 * bytes_.sizes.footprint.kv_per_token
+    assert halves.sizes.footprint.kv_per_token[0] == 2 * bytes_.sizes.footprint.kv_per_token[0]
     facts = [made.builder(mesh()).facts() for made in (halves, bytes_)]
     assert [fact["kv_cache_dtype"] for fact in facts] == ["bfloat16", "float8_e4m3fn"]
 
@@ -116,7 +117,7 @@ def test_a_dynamic_rotation_stretches_to_contexts_up_to_its_factor() -> None:
     stretched = parse_model_config({**CONFIG, "rope_scaling": {"type": "dynamic", "factor": 4.0}})
     made = deploy(EngineConfig(dtype="float32", context_length=256), stretched, CPU)
     assert made.capacity.max_model_len == 256
-    assert made.model == stretched.with_context(256) != stretched
+    assert made.model.rope == stretched.with_context(256).rope != stretched.rope
     assert deploy(EngineConfig(dtype="float32"), stretched, CPU).capacity.max_model_len == 64
     with pytest.raises(ConfigError, match="context_length=257 is longer than the model's 256"):
         deploy(EngineConfig(dtype="float32", context_length=257), stretched, CPU)
@@ -128,9 +129,71 @@ def test_an_unsupported_attention_backend_is_refused() -> None:
         deploy(EngineConfig(attention_backend="triton"), odd, facts_of_target("tpu-v5e"))
 
 
+GEMMA = parse_model_config(
+    {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 4096, "hidden_size": 256,
+        "intermediate_size": 512, "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 64, "max_position_embeddings": 32768, "sliding_window": 512,
+    }
+)  # fmt: skip
+
+
+def test_layers_with_a_window_have_a_pool_of_their_own() -> None:
+    made = deploy(EngineConfig(), GEMMA, DeviceFacts(H200, 2**30))
+    assert [(spec.num_layers, spec.window) for spec in made.kv_specs] == [(2, None), (10, 512)]
+    assert [pool.num_layers for pool in made.state.kv] == [2, 10]
+    assert made.sizes.footprint.kv_per_token == (2 * 2 * 2 * 64 * 2, 10 * 2 * 2 * 64 * 2)
+    assert made.sizes.memory_bound
+    assert 0 <= int(2**30 * 0.88) - made.sizes.footprint.non_pool - made.sizes.pool_bytes < 2**20
+    whole = deploy(EngineConfig(disable_hybrid_swa_memory=True), GEMMA, DeviceFacts(H200, 2**30))
+    assert made.capacity.num_pages > 4 * whole.capacity.num_pages
+    assert whole.capacity.window_groups == ()
+
+
+def test_a_window_as_long_as_the_context_needs_no_pool() -> None:
+    assert len(deploy(EngineConfig(context_length=512), GEMMA, CPU).kv_specs) == 1
+    assert len(deploy(EngineConfig(context_length=513), GEMMA, CPU).kv_specs) == 2
+
+
+def test_the_tokens_of_whole_sequences_decide_the_other_pools_on_any_memory() -> None:
+    """So that a bundle fits, and the processes of a mesh agree."""
+    for options in ({}, {"chunked_prefill_size": -1}, {"swa_full_tokens_ratio": 0.3}, {"kv_cache_dtype": "fp8"}):
+        config = EngineConfig(**options)  # type: ignore[arg-type]
+        sized = deploy(config, GEMMA, DeviceFacts(H200, 2**30), activations=2**27)
+        assert sized.sizes.memory_bound
+        tokens = sized.capacity.num_pages * sized.capacity.page_size
+        again = deploy(msgspec.structs.replace(config, max_total_tokens=tokens), GEMMA, DeviceFacts(H200, 2**32))
+        assert again.capacity == sized.capacity
+
+
+def test_a_ratio_needs_a_window() -> None:
+    with pytest.raises(ConfigError, match=r"swa_full_tokens_ratio=0.5: no layer .* context of 64 tokens.*leave it out"):
+        _deploy(swa_full_tokens_ratio=0.5)
+    with pytest.raises(ConfigError, match="context of 512 tokens"):
+        deploy(EngineConfig(swa_full_tokens_ratio=0.5, context_length=512), GEMMA, CPU)
+
+
+def test_a_window_pool_is_no_larger_than_kernels_can_address() -> None:
+    """Triton can't address fp8 keys that take 2 to 4 GiB; those of the ten layers would take 3."""
+    config = EngineConfig(kv_cache_dtype="fp8", swa_full_tokens_ratio=1.0, max_running_requests=2048)
+    made = deploy(config, GEMMA, DeviceFacts(H200, 15 * 2**29))
+    keys = [made.state.kv[group].keys.nbytes for group in (0, 1)]
+    assert 2**31 - 2**20 < keys[1] < 2**31
+    assert keys[0] * 5 == keys[1]
+
+
+def test_every_suggested_total_has_pools_that_kernels_can_address() -> None:
+    config = EngineConfig(kv_cache_dtype="fp8", swa_full_tokens_ratio=1.0, max_running_requests=2048)
+    facts = DeviceFacts(H200, 15 * 2**29)
+    with pytest.raises(ConfigError, match="triton can address only") as refused:
+        deploy(msgspec.structs.replace(config, max_total_tokens=2**21), GEMMA, facts)
+    fitting = int(str(refused.value).split("--max-total-tokens ")[1].split(",")[0])
+    deploy(msgspec.structs.replace(config, max_total_tokens=fitting), GEMMA, facts)
+
+
 def test_a_hierarchical_cache_adds_the_programs_that_copy_pages() -> None:
     plain, tiered = _deploy(), _deploy(enable_hierarchical_cache=True)
-    assert [key for key in tiered.program_keys if key not in plain.program_keys] == ["read_pages", "write_pages"]
+    assert [key for key in tiered.program_keys if key not in plain.program_keys] == ["read_pages_0", "write_pages_0"]
     assert tiered.step_keys == plain.step_keys
 
 

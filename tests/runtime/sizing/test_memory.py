@@ -15,7 +15,7 @@ from jaxserve.runtime.sizing.memory import Footprint, InsufficientMemoryError, P
 MIB = 2**20
 
 
-FOOTPRINT = Footprint(weights=250 * MIB, state=50 * MIB, activations=80 * MIB, kv_per_token=MIB // 100)
+FOOTPRINT = Footprint(weights=250 * MIB, state=50 * MIB, activations=80 * MIB, kv_per_token=(MIB // 100,))
 
 
 def _plan(config: EngineConfig, footprint: Footprint = FOOTPRINT, **options: Any) -> PoolPlan:
@@ -24,13 +24,13 @@ def _plan(config: EngineConfig, footprint: Footprint = FOOTPRINT, **options: Any
 
 
 def test_the_pool_takes_the_memory_that_weights_and_activations_leave() -> None:
-    assert _plan(EngineConfig()).num_pages == (500 * MIB // (MIB // 100)) // 16
-    assert _plan(EngineConfig(mem_fraction_static=0.5)).num_pages == (120 * MIB // (MIB // 100)) // 16
-    assert _plan(EngineConfig(page_size=64)).num_pages == (500 * MIB // (MIB // 100)) // 64
+    assert _plan(EngineConfig()).pages[0] == (500 * MIB // (MIB // 100)) // 16
+    assert _plan(EngineConfig(mem_fraction_static=0.5)).pages[0] == (120 * MIB // (MIB // 100)) // 16
+    assert _plan(EngineConfig(page_size=64)).pages[0] == (500 * MIB // (MIB // 100)) // 64
 
 
 def test_the_pool_is_no_larger_than_running_requests_can_fill() -> None:
-    assert _plan(EngineConfig(context_length=1000), max_running=2) == PoolPlan(126, 1000)
+    assert _plan(EngineConfig(context_length=1000), max_running=2) == PoolPlan((126,), 1000)
 
 
 def test_memory_bounds_the_pool_only_if_more_of_it_would_be_used() -> None:
@@ -41,21 +41,64 @@ def test_memory_bounds_the_pool_only_if_more_of_it_would_be_used() -> None:
     assert _plan(EngineConfig(), platform="cpu").memory_bound
 
 
+def _plan_groups(config: EngineConfig | None = None, *, whole: int = 1000, **options: Any) -> PoolPlan:
+    """Plan the pools of a group of whole sequences and of one with a window of 1,024 tokens and 5,000 bytes a token."""
+    footprint = dataclasses.replace(FOOTPRINT, kv_per_token=(whole, 5000))
+    return _plan(
+        config or EngineConfig(), footprint, **{"windows": (None, 1024), "chunk": 2048, "max_running": 10**6} | options
+    )
+
+
+def test_the_pools_of_all_groups_fill_the_memory_and_follow_from_the_first_one() -> None:
+    plan = _plan_groups()
+    taken = 16 * (plan.pages[0] * 1000 + plan.pages[1] * 5000)
+    assert plan.memory_bound
+    assert 0 <= 500 * MIB - taken < 16 * 6000
+    # 128 pages of a chunk, and 65 for each 256 pages: a request is expected to have half of the 8,192 tokens.
+    assert plan.pages[1] == 128 + -(-plan.pages[0] * 65 // 256)
+    same = _plan_groups(EngineConfig(max_total_tokens=plan.pages[0] * 16), memory_bytes=2000 * MIB)
+    assert same.pages == plan.pages
+
+
+def test_whole_sequences_that_cost_nothing_never_limit_the_windows() -> None:
+    plan = _plan_groups(whole=0)
+    taken = 16 * plan.pages[1] * 5000
+    assert 0 <= 500 * MIB - taken < 16 * 5000
+    live = plan.pages[1] - 128
+    assert plan.pages[0] >= live // 65 * 512, "as many requests of any length"
+    few = _plan_groups(whole=0, max_running=8)
+    assert few.pages == (2 * 8 * 512, 8 * 65 * 5 // 4 + 128)
+    assert not few.memory_bound
+
+
+def test_the_cap_of_a_cpu_holds_for_all_groups_together() -> None:
+    plan = _plan_groups(platform="cpu", memory_bytes=2**40)
+    assert 0 <= memory.CPU_POOL_BYTES - 16 * (plan.pages[0] * 1000 + plan.pages[1] * 5000) < 16 * 6000
+
+
+def test_a_ratio_with_which_no_request_can_run_is_refused_with_one_that_lets_it() -> None:
+    options: dict[str, Any] = {"max_total_tokens": 8192}
+    with pytest.raises(ConfigError, match=r"swa_full_tokens_ratio=0.1 .* 816 tokens, .* needs 1056: .* to 0.129,"):
+        _plan_groups(EngineConfig(swa_full_tokens_ratio=0.1, **options))
+    assert _plan_groups(EngineConfig(swa_full_tokens_ratio=0.129, **options)).pages == (512, 66)
+    assert _plan_groups(EngineConfig(swa_full_tokens_ratio=1.0, max_total_tokens=160)).pages == (10, 10)
+
+
 def test_a_context_that_is_no_multiple_of_a_page_is_not_cut() -> None:
-    assert _plan(EngineConfig(context_length=1000), max_running=1) == PoolPlan(63, 1000)
-    assert _plan(EngineConfig(context_length=8), max_running=1) == PoolPlan(1, 8)
+    assert _plan(EngineConfig(context_length=1000), max_running=1) == PoolPlan((63,), 1000)
+    assert _plan(EngineConfig(context_length=8), max_running=1) == PoolPlan((1,), 8)
 
 
 def test_max_total_tokens_decides_and_the_context_is_fitted() -> None:
-    assert _plan(EngineConfig(max_total_tokens=10000)) == PoolPlan(625, 8192)
-    assert _plan(EngineConfig(max_total_tokens=1000)) == PoolPlan(62, 992)
+    assert _plan(EngineConfig(max_total_tokens=10000)) == PoolPlan((625,), 8192)
+    assert _plan(EngineConfig(max_total_tokens=1000)) == PoolPlan((62,), 992)
 
 
 def test_a_cpu_takes_a_capped_share() -> None:
     def pages(available: int) -> int:
-        footprint = dataclasses.replace(FOOTPRINT, activations=0, kv_per_token=1024)
+        footprint = dataclasses.replace(FOOTPRINT, activations=0, kv_per_token=(1024,))
         options = {"platform": "cpu", "memory_bytes": available, "max_running": 10**6}
-        return _plan(EngineConfig(), footprint, **options).num_pages
+        return _plan(EngineConfig(), footprint, **options).pages[0]
 
     assert pages(2**40) == memory.CPU_POOL_BYTES // 1024 // 16
     assert pages(500 * MIB) == (int(500 * MIB * DEFAULT_MEM_FRACTION) - 300 * MIB) // 1024 // 16

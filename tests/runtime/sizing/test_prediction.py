@@ -40,6 +40,24 @@ def test_a_program_that_reads_what_it_must_is_at_the_roofline(deployed: Deployme
     assert perfect.limit > best.decode_seconds(64, CONTEXT), "a copy doesn't reach the datasheet's rate"
 
 
+def test_a_layer_with_a_window_reads_only_its_window() -> None:
+    gemma = parse_model_config(
+        {
+            **CONFIG, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "sliding_window": 512,
+            "sliding_window_pattern": 2, "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16,
+            "max_position_embeddings": 4096,
+        }
+    )  # fmt: skip
+    for options in ({}, {"disable_hybrid_swa_memory": True}):
+        best = roofline(deploy(EngineConfig(**options), gemma, facts_of_target("nvidia-h200")), H200)
+        layer_bytes, layer_flops = 2 * 2 * 16 * 2, 4 * 4 * 16  # of a token: two KV heads, four heads of 16
+        assert best.kv_bytes(2048) == layer_bytes * (2048 + 512)
+        assert best.kv_bytes(256) == layer_bytes * 2 * 256
+        assert best.decode_flops(2048) == layer_flops * (2048 + 512)
+        seen = sum(range(1, 2049)) + sum(min(i, 512) for i in range(1, 2049))
+        assert best.prompt_flops(2048) == pytest.approx(layer_flops * seen, rel=1e-3)
+
+
 def test_bytes_launches_exchanges_and_waits_take_time(deployed: Deployment) -> None:
     least = roofline(deployed, H200).read_bytes
     base = predict(deployed, H200, DECODE, cost(least, 10)).seconds

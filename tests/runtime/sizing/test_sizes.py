@@ -26,7 +26,7 @@ GPU = DeviceFacts(KernelTarget("cuda"), 2**30)
 
 
 def _resolve(device: DeviceFacts = CPU, **options: Any) -> Sizes:
-    bytes_of_one = {"weight_bytes": 2**20, "slot_bytes": 2**10, "bytes_per_token": 256}
+    bytes_of_one: Any = {"weight_bytes": 2**20, "slot_bytes": 2**10, "bytes_per_token": (256,)}
     return resolve_sizes(EngineConfig(**options), model(), device, **bytes_of_one)
 
 
@@ -61,7 +61,7 @@ def test_an_absurd_value_fits_or_the_error_names_it(name: str, device: DeviceFac
                 pages = sizes.capacity.num_pages
                 assert pages * config.page_size * 256 <= device.memory_bytes
                 assert len(sizes.capacity.decode_buckets) + len(sizes.capacity.token_buckets) < 100
-                host_pages(config, pages, [ArraySpec((1, 2, 8), np.dtype("int8"), (None, None, None))])
+                host_pages(config, [pages], [[ArraySpec((1, 2, 8), np.dtype("int8"), (None, None, None))]])
         except ConfigError as error:
             refusals.append(error)
     assert refusals
@@ -77,9 +77,9 @@ def test_the_error_for_a_pool_that_memory_cannot_hold_says_what_fits() -> None:
     assert _resolve(max_total_tokens=fitting).capacity.num_pages == fitting // 16
     with pytest.raises(InsufficientMemoryError, match="state"):
         _resolve(max_total_tokens=64, max_running_requests=2**31 - 1)
-    model_of_large_tokens = Footprint(weights=0, state=0, activations=0, kv_per_token=2**14)
+    model_of_large_tokens = Footprint(weights=0, state=0, activations=0, kv_per_token=(2**14,))
     with pytest.raises(
-        InsufficientMemoryError, match=r"KV cache of 32768 tokens, .* less than one page of page_size=65536"
+        InsufficientMemoryError, match=r"KV cache of 536870912 bytes, .* less than one page of page_size=65536"
     ):
         plan_pool(
             EngineConfig(page_size=65536),

@@ -25,7 +25,7 @@ def _deploy(memory_bytes: int, config: EngineConfig = CONFIG) -> Deployment:
 
 
 def _pool_bytes(made: Deployment) -> int:
-    return made.capacity.num_pages * made.capacity.page_size * made.sizes.footprint.kv_per_token
+    return made.sizes.pool_bytes
 
 
 def _bound() -> int:
@@ -57,7 +57,7 @@ def test_the_pool_takes_the_memory_that_programs_leave_and_the_figure_is_kept(
     assert analysis is not None
     assert analysis.temp_size_in_bytes <= footprint.activations, "for the pool it ended up with"
     left = int(BOUND * DEFAULT_MEM_FRACTION) - footprint.non_pool - _pool_bytes(made)
-    assert 0 <= left < made.capacity.page_size * footprint.kv_per_token
+    assert 0 <= left < made.capacity.page_size * footprint.kv_per_token[0]
 
     assert size_pool_by_compiler(_deploy(BOUND), mesh(), tmp_path) == made
     assert len(asked) == 1

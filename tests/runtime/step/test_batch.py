@@ -6,12 +6,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 
 from jaxserve.runtime.step.batch import StepInput, StepKey, choose_program, pack_step, step_shape, unpack_step
 from jaxserve.runtime.step.state import DeviceState, one_rank
-from jaxserve.step_plan import Chunk, StepPlan
+from jaxserve.step_plan import Chunk, StepPlan, WindowGroup
 from tests.runtime.tiny import CAPACITY, decode, prefill, zero_state
 
 WIDTH = 6
@@ -28,7 +29,7 @@ def _state() -> DeviceState:
         one_rank(zero_state(CAPACITY)),
         last_tokens=jnp.array([44, 33, 55, 66], jnp.int32),
         seq_lens=jnp.array([8, 4, 7, 0], jnp.int32),
-        page_tables=jnp.asarray(TABLES),
+        page_tables=(jnp.asarray(TABLES),),
     )
 
 
@@ -62,8 +63,8 @@ def test_mixed_step() -> None:
     assert (int(batch.num_decodes), int(batch.num_seqs), batch.decode_only) == (2, 4, False)
     tables = TABLES.copy()
     tables[0, 2], tables[3, :2], tables[1, 1] = 13, (5, 6), 7
-    _equal(state.page_tables, tables)
-    _equal(batch.page_table, tables[[2, 0, 3, 1]])
+    _equal(state.page_tables[0], tables)
+    _equal(batch.page_tables[0], tables[[2, 0, 3, 1]])
     _equal(inputs.slots, [2, 0, 3, 1])
     _equal(inputs.samples, [True, True, True, False])
     assert inputs.targets is None
@@ -78,7 +79,7 @@ def test_rows_without_a_chunk_touch_no_slot() -> None:
     _equal(inputs.batch.positions, [7, 0, 1, 0, 0, 0, 0, 0])
     _equal(inputs.slots, [2, 3, 4, 4])
     _equal(inputs.samples, [True, True, False, False])
-    changed = np.argwhere(np.asarray(state.page_tables) != TABLES)
+    changed = np.argwhere(np.asarray(state.page_tables[0]) != TABLES)
     assert changed.tolist() == [[3, 0]]
 
 
@@ -93,8 +94,27 @@ def test_decode_step() -> None:
     assert (int(batch.num_decodes), int(batch.num_seqs), batch.decode_only) == (3, 3, True)
     _equal(inputs.slots, [2, 0, 1, 4])
     _equal(inputs.samples, [True, True, True, False])
-    assert int(state.page_tables[0, 2]) == 13
-    assert int(state.page_tables[1, 1]) == 17
+    assert int(state.page_tables[0][0, 2]) == 13
+    assert int(state.page_tables[0][1, 1]) == 17
+
+
+def test_new_pages_of_each_group_go_to_the_same_columns() -> None:
+    capacity = msgspec.structs.replace(CAPACITY, window_groups=(WindowGroup(9, 5),))
+    chunks = [decode(0, 8, (13,)), prefill(3, 4, [1] * 5, (5, 6)), decode(2, 7)]
+    chunks[0] = msgspec.structs.replace(chunks[0], new_pages=((13,), (8,)))
+    chunks[1] = msgspec.structs.replace(chunks[1], new_pages=((5, 6), (2, 1)))
+    plan = _plan(*chunks)
+    shape = step_shape(choose_program(plan, capacity), capacity)
+    [packed] = pack_step(plan, shape, capacity)
+    state = dataclasses.replace(_state(), page_tables=(jnp.asarray(TABLES), jnp.asarray(TABLES + 100)))
+    inputs, state = unpack_step(packed, state, shape)
+    for table, batch_table, start, pages in zip(
+        state.page_tables, inputs.batch.page_tables, (0, 100), ((13, 5, 6), (8, 2, 1))
+    ):
+        expected = TABLES + start
+        expected[0, 2], expected[3, 1:3] = pages[0], pages[1:]
+        _equal(table, expected)
+        _equal(batch_table[:3], expected[[0, 3, 2]])
 
 
 def test_positions_follow_the_lengths_on_the_device() -> None:
@@ -108,7 +128,7 @@ def test_a_chunk_that_starts_within_a_page_appends_after_it() -> None:
     _, _, state = _through(_plan(prefill(2, 7, [1] * 6, (18, 19))))
     tables = TABLES.copy()
     tables[2, 2:4] = 18, 19
-    _equal(state.page_tables, tables)
+    _equal(state.page_tables[0], tables)
 
 
 def test_prompt_logprobs_get_their_targets() -> None:
@@ -143,5 +163,5 @@ def test_a_full_step_holds_all_its_pages() -> None:
     key, inputs, state = _through(_plan(*chunks))
     assert key.size == 16
     _equal(inputs.batch.query_starts, [0, 1, 2, 3, 16])
-    _equal(state.page_tables[:3, 1], [0, 1, 2])
-    _equal(state.page_tables[3, 1:5], [9, 10, 11, 12])
+    _equal(state.page_tables[0][:3, 1], [0, 1, 2])
+    _equal(state.page_tables[0][3, 1:5], [9, 10, 11, 12])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -18,15 +19,15 @@ from jaxserve.runtime.step.slot_update import (
     PENALIZED_SLOTS,
     SLOTS,
     TOKENS,
-    UPDATE,
     adjust,
     make_update,
     pack_adjustments,
     pack_updates,
     update,
+    update_packing,
 )
 from jaxserve.runtime.step.state import COUNT_MASK, FLOATS, INTS, SEEN_IN_PROMPT, DeviceState
-from jaxserve.step_plan import SlotOpen
+from jaxserve.step_plan import SlotOpen, WindowGroup
 from tests.runtime.tiny import CAPACITY, mesh, opening, specs, zero_state
 
 VOCAB = 3000
@@ -51,7 +52,7 @@ def used() -> DeviceState:
 
 def _open(state: DeviceState, *opened: SlotOpen) -> tuple[DeviceState, tuple[int, int]]:
     """Return the state after all calls, and how many calls of `update` and of `adjust` there were."""
-    updates, adjustments = list(pack_updates(opened)), list(pack_adjustments(opened))
+    updates, adjustments = list(pack_updates(opened, CAPACITY_LONG)), list(pack_adjustments(opened))
     for function, vectors in ((update, updates), (adjust, adjustments)):
         for vector in vectors:
             state = _program(function)(state, vector[None])
@@ -84,8 +85,8 @@ def test_slots_share_calls(used: DeviceState, count: int) -> None:
     for i in range(count):
         row = _row(state, 39 - i)
         assert (row["top_k"], state.sampling.stop_ids[0, 39 - i, 0], state.seq_lens[0, 39 - i]) == (i, i, 4 * i)
-        assert state.page_tables[0, 39 - i, :i].tolist() == list(range(i, 2 * i))
-        np.testing.assert_array_equal(state.page_tables[0, 39 - i, i:], used.page_tables[0, 39 - i, i:])
+        assert state.page_tables[0][0, 39 - i, :i].tolist() == list(range(i, 2 * i))
+        np.testing.assert_array_equal(state.page_tables[0][0, 39 - i, i:], used.page_tables[0][0, 39 - i, i:])
     np.testing.assert_array_equal(state.seq_lens[0, : 40 - count], used.seq_lens[0, : 40 - count])
 
 
@@ -155,8 +156,28 @@ def test_any_number_of_cached_pages(used: DeviceState, count: int) -> None:
     state, calls = _open(used, opening(3, [1] * 3900, cached_pages=(pages,), num_cached_tokens=4 * count))
     assert calls == (-(-count // PAGES), 0)
     assert state.seq_lens[0, 3] == 4 * count
-    assert state.page_tables[0, 3, :count].tolist() == list(pages)
-    np.testing.assert_array_equal(state.page_tables[0, 3, count:], used.page_tables[0, 3, count:])
+    assert state.page_tables[0][0, 3, :count].tolist() == list(pages)
+    np.testing.assert_array_equal(state.page_tables[0][0, 3, count:], used.page_tables[0][0, 3, count:])
+
+
+def test_cached_pages_of_a_window_are_the_last_ones(used: DeviceState) -> None:
+    """Groups share calls, and each has columns of its own."""
+    capacity = msgspec.structs.replace(CAPACITY_LONG, window_groups=(WindowGroup(30, 9), WindowGroup(9, 5)))
+    groups = len(capacity.pages_by_group)
+    whole = tuple(range(100, 100 + PAGES + 2))
+    count = len(whole)
+    opened = opening(5, cached_pages=(whole, (21, 22, 23), (8,)), num_cached_tokens=4 * count)
+    tables = tuple(used.page_tables[0] + group for group in range(groups))
+    state = dataclasses.replace(used, page_tables=tables)
+    vectors = list(pack_updates([opened], capacity))
+    assert [vector.size for vector in vectors] == [update_packing(groups).size] * 2
+    for vector in vectors:
+        state = jax.jit(update)(state, vector[None])
+    for group, (table, before) in enumerate(zip(state.page_tables, tables)):
+        pages = opened.cached_pages[group]
+        expected = before.copy()
+        expected[0, 5, count - len(pages) : count] = pages
+        np.testing.assert_array_equal(table, expected)
 
 
 @pytest.mark.parametrize("length", [1, TOKENS, 3 * TOKENS])
@@ -179,7 +200,7 @@ def test_penalties_count_the_prompt_and_the_output_before(used: DeviceState, len
         np.testing.assert_array_equal(counts & COUNT_MASK, np.bincount(opened.output_ids, minlength=VOCAB))
         seen = np.bincount(opened.prompt_ids, minlength=VOCAB) > 0
         np.testing.assert_array_equal((counts & SEEN_IN_PROMPT) != 0, seen)
-        assert state.page_tables[0, slot, :70].tolist() == [7] * 70
+        assert state.page_tables[0][0, slot, :70].tolist() == [7] * 70
         assert state.sampling.bias_ids[0, slot, :2].tolist() == [5, -1]
     np.testing.assert_array_equal(state.counts[0, count:], used.counts[0, count:])
 
@@ -192,12 +213,12 @@ def test_other_slots_stay_unchanged(used: DeviceState) -> None:
     others = [slot for slot in range(40) if slot != 2]
     for before, after in zip(jax.tree.leaves(used.replace(kv=None)), jax.tree.leaves(state.replace(kv=None))):
         np.testing.assert_array_equal(after[:, others], before[:, others])
-    np.testing.assert_array_equal(state.kv.keys, used.kv.keys)
+    np.testing.assert_array_equal(state.kv[0].keys, used.kv[0].keys)
     np.testing.assert_array_equal(state.last_tokens, used.last_tokens)
 
 
 def test_a_rank_that_opens_no_slot_stays_unchanged(used: DeviceState) -> None:
-    state = _program(update)(used, UPDATE.pack({"seq_lens": [9], "page_ids": [3]})[None])
+    state = _program(update)(used, update_packing(1).pack({"seq_lens": [9], "page_ids_0": [3]})[None])
     state = _program(adjust)(state, ADJUST.pack({"counts": [7], "bias_ids": [3]})[None])
     for before, after in zip(jax.tree.leaves(used), jax.tree.leaves(state)):
         np.testing.assert_array_equal(after, before)
