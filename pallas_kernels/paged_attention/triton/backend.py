@@ -190,16 +190,18 @@ def decode_blocks_for(problem: Problem, target: KernelTarget, *, rows: int) -> D
 def prefill_blocks_for(problem: Problem, target: KernelTarget) -> PrefillBlocks:
     """Return tuned block sizes or those of the rule."""
     sizes = tuned_blocks(target, "triton", "prefill", problem) or _prefill_sizes(problem, target)
+    lanes, loaded = pl.next_power_of_2(problem.head_dim), (sizes["num_stages"] - 1) // 2 * 2 * sizes["block_kv"]
+    shared = lanes * (sizes["block_q"] * problem.dtype.itemsize + loaded * problem.kv_dtype.itemsize)
     # Besides the sums of wide heads, queries take registers, or the masks of lanes and rows that only fill a tile.
     masks_all = problem.head_dim > 128 and (_is_padded(problem) or _queries_in_registers(target))
-    return PrefillBlocks(masks_all=masks_all, programs=_programs(problem, target, sizes["num_warps"]), **sizes)
+    return PrefillBlocks(masks_all=masks_all, programs=_programs(problem, target, sizes["num_warps"], shared), **sizes)
 
 
-def _programs(problem: Problem, target: KernelTarget, num_warps: int, shared_bytes: int = 0) -> int:
+def _programs(problem: Problem, target: KernelTarget, num_warps: int, shared_bytes: int) -> int:
     """Return how many programs a device runs at once. With too many of them, the last would start late."""
     large = problem.head_dim > 128 or is_float8(problem.kv_dtype)
     by_registers = (_LARGE_WARPS_A_CORE if large else _WARPS_A_CORE) // num_warps
-    by_shared = _LESS_SHARED_KIB.get(target.capability or (9, 0), _SHARED_KIB) * 1024 // max(shared_bytes, 1)
+    by_shared = _LESS_SHARED_KIB.get(target.capability or (9, 0), _SHARED_KIB) * 1024 // shared_bytes
     return (target.cores or _CORES) * max(1, min(by_registers, by_shared))
 
 
@@ -242,9 +244,10 @@ def _prefill_sizes(problem: Problem, target: KernelTarget) -> dict[str, int]:
     if problem.dtype.itemsize == 4:
         sizes = (32, 32, 8, 3) if lanes <= 64 else (16, 16, 4, 3)
     elif lanes > 256:
-        # With 64 rows, the sums take half of all registers. The rest is too few for masks of padding, or for products
-        # as Hopper and later GPUs start them with so many rows.
-        sizes = (64, 16, 8, 3) if _queries_in_registers(target) and not _is_padded(problem) else (32, 32, 8, 3)
+        # With 64 rows, the sums take half of all registers. The rest is too few for masks of padding, for fp8 to
+        # convert, or for products as Hopper and later GPUs start them with so many rows.
+        plain = not _is_padded(problem) and not is_float8(problem.kv_dtype)
+        sizes = (64, 16, 8, 3) if _queries_in_registers(target) and plain else (32, 32, 8, 3)
     elif _queries_in_registers(target):
         # Here fp8 is converted in registers, besides those of the queries.
         block_kv = (64 if lanes <= 64 else 32) // (2 if is_float8(problem.kv_dtype) else 1)
@@ -275,6 +278,8 @@ def _small_shared_memory(target: KernelTarget) -> bool:
 def addressable_pages(layout: KVLayout, shards: int) -> int:
     """Return how many of a layer's pages kernels can address on one of `shards` of the heads."""
     page = layout.num_layers * layout.num_kv_heads // shards * layout.page_size * layout.lanes
+    if page == 0:
+        return layout.num_pages
     return _addressable(layout.num_pages * page, layout.dtype) // page
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention import KernelTarget, Problem
+from pallas_kernels.paged_attention import KernelTarget, Problem, kv_layout
 from pallas_kernels.paged_attention.triton import backend
 from pallas_kernels.paged_attention.triton.work_list import work_list
 
@@ -26,6 +26,12 @@ def test_a_work_list_has_each_part_once_and_long_rows_first() -> None:
 
 def test_without_rows_a_work_list_is_empty() -> None:
     assert int(work_list(jnp.zeros(3, jnp.int32), jnp.array([5, 6, 7]), 6).total[0]) == 0
+
+
+@pytest.mark.parametrize("layers", [0, 2])
+def test_all_pages_of_a_small_pool_are_addressable(layers: int) -> None:
+    layout = kv_layout(num_layers=layers, num_pages=9, page_size=16, num_kv_heads=2, head_dim=64, dtype=BF16)
+    assert backend.addressable_pages(layout, 2) == 9
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 256])
