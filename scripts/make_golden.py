@@ -31,8 +31,8 @@ LENGTHS = (5, 13, 48)
 
 
 def random_weights(model: torch.nn.Module, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Return weights large enough that every part of the model affects the logits; norms and scalars near their start, biases
-    not zero."""
+    """Return weights large enough that every part of the model affects the logits: norms and scalars near their start,
+    biases not zero."""
     weights = {}
     for name, value in model.state_dict().items():
         noise = torch.randn(value.shape, generator=generator, dtype=torch.float32)
