@@ -16,8 +16,10 @@ from jaxserve.errors import ConfigError
 from jaxserve.model_source import resolve
 from jaxserve.models.registry import parse_model_config
 from jaxserve.params import KVSpec
-from jaxserve.runtime.devices.device import DeviceFacts
+from jaxserve.runtime.devices.device import DeviceFacts, facts_of_target
+from jaxserve.runtime.devices.target import load_target
 from jaxserve.runtime.sizing.deployment import deploy
+from jaxserve.runtime.sizing.roofline import roofline
 from jaxserve.weights import check_tensors
 from pallas_kernels.paged_attention import KernelTarget
 from tests.models.golden import GOLDEN, golden_config
@@ -66,6 +68,17 @@ def test_a_window_as_long_as_the_context_keeps_its_own_group() -> None:
     assert [spec.window for spec in made.kv_specs] == [None, 512]
     with pytest.raises(ConfigError, match=r"disable_hybrid_swa_memory: .*1 of size 512, 1 of size 256"):
         deploy(EngineConfig(disable_hybrid_swa_memory=True), config, device)
+
+
+def test_a_step_reads_a_few_rows_of_the_table_of_layer_vectors() -> None:
+    """The table is half of the weights; the working memory has room for the vectors of a step's tokens."""
+    raw, billions = HUB["gemma-4-E2B-it"]
+    config = parse_model_config(raw)
+    made = deploy(EngineConfig(), config, facts_of_target("nvidia-h200"))
+    table = config.vocab_size * 35 * 256
+    read = roofline(made, load_target("nvidia-h200")).read_bytes
+    assert read == pytest.approx(2 * (billions * 1e9 - table), rel=0.01)
+    assert made.sizes.footprint.activations > 2048 * (4 * 12288 * 2 + 2 * 35 * 256)
 
 
 def test_keys_and_values_that_a_reusing_layer_does_not_need_may_be_stored(tmp_path: Path) -> None:
