@@ -21,7 +21,7 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.multihost.process_group import ProcessGroup
 from jaxserve.worker import build_engine
-from tests.test_keystone import FULL, _check, _random_request, _run, sampled_requests
+from tests.test_keystone import FULL, GROUPS, _check, _random_request, _run, sampled_requests
 from tests.tiny_model import write_tiny_model
 
 SETTINGS: dict[str, Any] = {
@@ -48,7 +48,9 @@ def settings(model: str, data: int, tensor: int, **more: Any) -> EngineConfig:
     return EngineConfig(model=model, dp_size=data, tp_size=tensor, **common, **SETTINGS, **more)
 
 
-def serve_on_mesh(config: EngineConfig, group: ProcessGroup | None = None) -> dict[str, Any]:
+def serve_on_mesh(
+    config: EngineConfig, group: ProcessGroup | None = None, model: dict[str, Any] = FULL
+) -> dict[str, Any]:
     """Serve all requests, compare greedy tokens with a naive recompute, and return the sampled ones with counters."""
     loop, info = build_engine(config, group)
     aborted = 0
@@ -61,7 +63,7 @@ def serve_on_mesh(config: EngineConfig, group: ProcessGroup | None = None) -> di
             sequences.append(requests[-1].prompt_ids)
         answers = _run(loop, requests, rng, abort_chance=0.1)
         for request in requests:
-            _check(request, answers[request.request_id], info.max_model_len)
+            _check(request, answers[request.request_id], info.max_model_len, model)
             sequences.append(request.prompt_ids + answers[request.request_id].tokens)
         aborted += sum(answer.last.finish_reason is FinishReason.ABORT for answer in answers.values())
     stats = loop.stats(check=True)
@@ -75,8 +77,8 @@ def serve_on_mesh(config: EngineConfig, group: ProcessGroup | None = None) -> di
     }
 
 
-def write_model(folder: Path) -> None:
-    (write_tiny_model(folder) / "config.json").write_text(json.dumps(FULL))
+def write_model(folder: Path, model: dict[str, Any] = FULL) -> None:
+    (write_tiny_model(folder) / "config.json").write_text(json.dumps(model))
 
 
 def _sampled_tokens(loop: EngineLoop) -> dict[str, list[int]]:
@@ -88,10 +90,13 @@ def _sampled_tokens(loop: EngineLoop) -> dict[str, list[int]]:
 def main(shapes: list[str]) -> None:
     assert len(jax.devices()) == 8, jax.devices()
     with tempfile.TemporaryDirectory() as name:
-        write_model(Path(name))
         for shape in shapes:
-            data, tensor = map(int, shape.split("x"))
-            print(json.dumps({"shape": shape, **serve_on_mesh(settings(name, data, tensor))}), flush=True)
+            mesh, _, has_groups = shape.partition("-")
+            data, tensor = map(int, mesh.split("x"))
+            model, more = (GROUPS, {"swa_full_tokens_ratio": 0.5}) if has_groups else (FULL, {})
+            write_model(Path(name), model)
+            served = serve_on_mesh(settings(name, data, tensor, **more), model=model)
+            print(json.dumps({"shape": shape, **served}), flush=True)
 
 
 if __name__ == "__main__":
