@@ -48,7 +48,8 @@ class ParamSpec:
     mesh. There each stored KV head is repeated `kv_replicas` times. The next axis is split evenly between the replicas,
     except for its last `kv_shared` entries, which every replica has. `padding` rows of zeros follow on the first axis.
 
-    If it is a linear layer's weight, a product sums over its last `inputs` dimensions; else `inputs` is 0.
+    If it is a linear layer's weight, a product sums over its last `inputs` dimensions; else `inputs` is 0. `unused` are
+    names of tensors that a checkpoint may hold beside the parts, and that the model doesn't need.
     """
 
     shape: tuple[int, ...]
@@ -61,6 +62,7 @@ class ParamSpec:
     padding: int = 0
     inputs: int = 0
     parts: tuple[TensorPart, ...] = ()
+    unused: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)

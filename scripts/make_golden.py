@@ -5,7 +5,7 @@ jaxserve, because jaxserve is tested against them. It needs torch, so it runs in
 exists for 3.11 only):
 
     PYENV_VERSION=3.11.7 python3 -m venv .venv-ref
-    .venv-ref/bin/pip install torch==2.13.0 "transformers>=5.19,<6" safetensors gguf accelerate
+    .venv-ref/bin/pip install torch==2.13.0 "transformers>=5.23,<6" safetensors gguf accelerate
     .venv-ref/bin/python scripts/make_golden.py gemma2 phi3            # the tiny models of these folders
     .venv-ref/bin/python scripts/make_golden.py --gguf SmolLM2.gguf    # SmolLM2's greedy tokens
 
@@ -31,12 +31,12 @@ LENGTHS = (5, 13, 48)
 
 
 def random_weights(model: torch.nn.Module, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Return weights large enough that every part of the model affects the logits; norms near their start, biases not
-    zero."""
+    """Return weights large enough that every part of the model affects the logits: norms and scalars near their start,
+    biases not zero."""
     weights = {}
     for name, value in model.state_dict().items():
         noise = torch.randn(value.shape, generator=generator, dtype=torch.float32)
-        if "norm" in name and name.endswith("weight"):
+        if ("norm" in name and name.endswith("weight")) or name.endswith("layer_scalar"):
             weights[name] = value.float() + 0.3 * noise
         elif "embed_tokens" in name:
             weights[name] = noise if "lm_head.weight" in model.state_dict() and not tied(model) else 0.5 * noise

@@ -25,7 +25,8 @@ class RopeConfig:
     """The base frequency of a rotary embedding and its scaling. `kind` is Hugging Face's `rope_type`.
 
     The first `rotated` dimensions of a head are rotated, all if None; `interleaved` tells whether a checkpoint has the
-    two dimensions of a pair side by side. longrope has other frequencies for sequences of more than
+    two dimensions of a pair side by side. proportional has the frequencies and pairs of a whole head, and rotates the
+    first `rotated` / 2 pairs. longrope has other frequencies for sequences of more than
     `original_max_position` tokens. `context` is the context length of the deployment, by which dynamic chooses its
     frequencies once for all sequences, so that these can share pages.
     """
@@ -57,7 +58,7 @@ def head_order(rope: RopeConfig, head_dim: int) -> tuple[int, ...] | None:
     Dimensions that aren't rotated become pairs too, of frequency 0.
     """
     rotated = head_dim if rope.rotated is None else rope.rotated
-    if rotated == head_dim and not rope.interleaved:
+    if rope.kind == "proportional" or (rotated == head_dim and not rope.interleaved):
         return None
     pairs = np.arange(rotated).reshape(-1, 2).T if rope.interleaved else np.arange(rotated).reshape(2, -1)
     others = np.arange(rotated, head_dim).reshape(2, -1)
@@ -70,12 +71,12 @@ def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, np.ndarray
     Pairs that aren't rotated have frequency 0 and factor 1. One factor without a dimension is that of all pairs.
     """
     dim = head_dim if rope.rotated is None else rope.rotated
-    inverse, scale = _frequencies(rope, dim)
+    inverse, scale = _frequencies(rope, head_dim if rope.kind == "proportional" else dim)
     idle = (head_dim - dim) // 2
     if not idle:
         return inverse, np.asarray(scale, np.float32)
     scales = np.concatenate([np.full(dim // 2, scale), np.ones(idle)])
-    return np.concatenate([inverse, np.zeros(idle, np.float32)]), scales.astype(np.float32)
+    return np.concatenate([inverse[: dim // 2], np.zeros(idle, np.float32)]), scales.astype(np.float32)
 
 
 def _frequencies(rope: RopeConfig, dim: int) -> tuple[np.ndarray, float]:
@@ -86,7 +87,7 @@ def _frequencies(rope: RopeConfig, dim: int) -> tuple[np.ndarray, float]:
     base = theta ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
     inverse = (1.0 / base).astype(np.float32)
     match rope.kind:
-        case "linear":
+        case "linear" | "proportional":
             return inverse / np.float32(rope.factor), 1.0
         case "llama3":
             return _llama3(inverse, rope), 1.0

@@ -32,7 +32,7 @@ class ModelConfig:
     `windows[i]` is the sliding window of layer i in tokens, None for full attention. `shards` is the number of parts
     that the parameters are laid out for, which the checkpoint doesn't know: KV heads are repeated and the vocabulary is
     padded until both can be split into that number. A layer whose window has at least `whole_from` positions keeps the
-    keys and values of whole sequences, as a layer without a window does.
+    keys and values of whole sequences, as a layer without a window does, if its KV heads are like those.
     """
 
     architecture: str
@@ -52,7 +52,11 @@ class ModelConfig:
     @property
     def kv_replicas(self) -> int:
         """The number of copies of each KV head, one for each shard that shares it."""
-        return max(1, self.shards // self.num_kv_heads)
+        return self.replicas_of(self.num_kv_heads)
+
+    def replicas_of(self, kv_heads: int) -> int:
+        """Return the number of copies of each KV head of a layer that has `kv_heads` of them."""
+        return max(1, self.shards // kv_heads)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -90,6 +94,16 @@ class ModelConfig:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, RopeConfig)}
 
+    @property
+    def widest_mlp(self) -> int:
+        """The width of the widest MLP of a layer."""
+        return self.intermediate_size
+
+    @property
+    def held_per_token(self) -> int:
+        """The numbers that are held of each token while all layers are computed, besides the hidden state."""
+        return 0
+
     def kv_shape(self, layer: int) -> tuple[int, int]:
         """Return the KV heads of a layer, over all shards, and their size."""
         return self.num_kv_heads * self.kv_replicas, self.head_dim
@@ -99,9 +113,9 @@ class ModelConfig:
         return layer
 
     def kv_specs(self) -> tuple[KVSpec, ...]:
-        """Return the KV groups: first that of whole sequences, then one for each window.
+        """Return the KV groups: first that of whole sequences, then one for each window and kind of heads.
 
-        A model without layers for the first one has it with 0 layers. Raises `ConfigError` if layers of whole sequences
+        A model without layers for the first one has it with 0 layers. Raises `ConfigError` if layers without a window
         differ in their heads, as they share one group.
         """
         counts = Counter(self._kv_group(i) for i in range(self.num_layers) if self.kv_source(i) == i)
@@ -132,8 +146,11 @@ class ModelConfig:
 
     def _kv_group(self, layer: int) -> KVSpec:
         """Return the group of a layer, without the number of its layers."""
-        window = self.windows[layer]
-        return KVSpec(0, *self.kv_shape(layer), None if window is None or window >= self.whole_from else window)
+        window, shape = self.windows[layer], self.kv_shape(layer)
+        if window is not None and window >= self.whole_from:
+            whole = self.windows.index(None) if None in self.windows else 0
+            window = None if self.kv_shape(whole) == shape else window
+        return KVSpec(0, *shape, window)
 
 
 class Sizes(TypedDict):

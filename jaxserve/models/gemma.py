@@ -27,7 +27,7 @@ from jaxserve.models.parameters import Params, ParamSpecs
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend
 
-_ACTIVATION = "gelu_pytorch_tanh"
+ACTIVATION = "gelu_pytorch_tanh"
 _WINDOW = 4096
 
 
@@ -73,7 +73,7 @@ def parse(fields: Fields) -> Config:
         tie_word_embeddings=True,
     )
     layers, max_position, head_dim = sizes["num_layers"], sizes["max_position_embeddings"], sizes["head_dim"]
-    refuse(fields, hidden_activation=_ACTIVATION, hidden_act=_ACTIVATION, use_bidirectional_attention=False)
+    refuse(fields, hidden_activation=ACTIVATION, hidden_act=ACTIVATION, use_bidirectional_attention=False)
     if fields.raw.get("sliding_window", _WINDOW) is None:
         raise fields.error("sliding_window", "a number of tokens")
     refuse(fields, sliding_window_size=fields.integer("sliding_window", CONTEXT, _WINDOW))
@@ -93,8 +93,8 @@ def parse(fields: Fields) -> Config:
         attention_bias=fields.boolean("attention_bias", False),
         attention_scale=fields.number("query_pre_attn_scalar", POSITIVE, 256) ** -0.5,
         qk_norm=is_3,
-        score_cap=_cap(fields, "attn_logit_softcapping", None if is_3 else 50.0),
-        logit_cap=_cap(fields, "final_logit_softcapping", None if is_3 else 30.0),
+        score_cap=read_cap(fields, "attn_logit_softcapping", None if is_3 else 50.0),
+        logit_cap=read_cap(fields, "final_logit_softcapping", None if is_3 else 30.0),
         windows=read_windows(fields, layers, periodic_layer_types(period, layers), _WINDOW),
     )
 
@@ -108,7 +108,7 @@ def _local_rope(fields: Fields, max_position: int, head_dim: int) -> RopeConfig:
     return read_rope(Fields(own, fields.where), max_position, head_dim)
 
 
-def _cap(fields: Fields, name: str, default: float | None) -> float | None:
+def read_cap(fields: Fields, name: str, default: float | None = None) -> float | None:
     """Return the bound of scores or logits; null means that there is none."""
     return None if fields.raw.get(name, default) is None else fields.number(name, POSITIVE, default)
 
@@ -159,13 +159,13 @@ def forward(
         window = config.windows[i]
         settings = AttentionSettings(config.norm_eps, backend, window, config.attention_scale, config.score_cap)
         with jax.named_scope(f"layer_{i}"):
-            x, kv = _layer(x, layer, batch, kv, at[i], full if window is None else local, settings)
+            x, kv = decoder_layer(x, layer, batch, kv, at[i], full if window is None else local, settings)
     with jax.named_scope("final_norm"):
         return rms_norm(x, params.norm, config.norm_eps), kv
 
 
 @functools.partial(jax.jit, static_argnames="settings")
-def _layer(
+def decoder_layer(
     x: Float[Array, "tokens dim"],
     params: LayerParams,
     batch: TokenBatch,
@@ -179,7 +179,7 @@ def _layer(
     normed = rms_norm(x, params.attention_norm, eps)
     attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings)
     x = x + rms_norm(attended, params.attended_norm, eps)
-    out = mlp(rms_norm(x, params.mlp_norm, eps), params.mlp, _ACTIVATION)
+    out = mlp(rms_norm(x, params.mlp_norm, eps), params.mlp, ACTIVATION)
     return x + rms_norm(out, params.mlp_output_norm, eps), kv
 
 

@@ -47,17 +47,23 @@ class ParamSpecs:
         self._config = config
         self._dtype = dtype
 
-    def embedding(self, name: str = "model.embed_tokens.weight", *, inputs: int = 0) -> Any:
-        """Return the embedding `[vocabulary, dim]`; with `inputs=1`, a head of its own."""
-        config = self._config
-        padding = config.padded_vocab_size - config.vocab_size
-        parts = (TensorPart(name, (config.vocab_size, config.hidden_size), (0, 0)),)
-        dims = (config.padded_vocab_size, "vocab"), (config.hidden_size, None)
-        return self._spec(*dims, padding=padding, inputs=inputs, parts=parts)
+    def embedding(
+        self, name: str = "model.embed_tokens.weight", size: tuple[int, int] | None = None, *, inputs: int = 0
+    ) -> Any:
+        """Return the embedding `[vocabulary, dim]`, or a table of another `size`; with `inputs=1`, an untied head."""
+        rows, dim = size or (self._config.vocab_size, self._config.hidden_size)
+        padding = -rows % self._config.shards
+        parts = (TensorPart(name, (rows, dim), (0, 0)),)
+        return self._spec((rows + padding, "vocab"), (dim, None), padding=padding, inputs=inputs, parts=parts)
 
     def head(self) -> Any:
         """Return the head `[vocabulary, dim]`, None if it is tied to the embedding."""
         return None if self._config.tie_word_embeddings else self.embedding("lm_head.weight", inputs=1)
+
+    def matrix(self, name: str, out_dim: int, in_dim: int) -> Any:
+        """Return the weight `[out_dim, in_dim]` of a linear layer that every shard has whole."""
+        parts = (TensorPart(name, (out_dim, in_dim), (0, 0)),)
+        return self._spec((out_dim, None), (in_dim, None), inputs=1, parts=parts)
 
     def vector(self, name: str, size: int | None = None, init: Initializer = "ones") -> Any:
         """Return a vector, by default of the model's width."""
@@ -90,19 +96,31 @@ class ParamSpecs:
         fused: str | None = None,
         q_norm: Any = None,
         k_norm: Any = None,
+        heads: tuple[int, int] | None = None,
+        projections: str = "qkv",
     ) -> Any:
-        """Return the attention weights under `name`; `fused` is the name of one projection for all of q, k and v."""
+        """Return the attention weights under `name`; `fused` is the name of one projection for all of q, k and v.
+
+        `heads` are a layer's own number of KV heads and their size, before they are repeated for shards. `projections`
+        names those that the layer has: "qk" if its keys are its values too, "q" if it uses those of another layer.
+        """
         config = self._config
-        dim, head, replicas = config.hidden_size, config.head_dim, config.kv_replicas
-        stored, kv_heads = config.num_kv_heads, config.num_kv_heads * replicas
+        stored, head = heads or (config.num_kv_heads, config.head_dim)
+        dim, replicas, shared = config.hidden_size, config.replicas_of(stored), len(projections) - 1
+        kv_heads = stored * replicas
         stored_group, group = config.num_heads // stored, config.num_heads // kv_heads
         order = head_order(rope, head)
+        assert order is None or projections != "qk", "values have the order of the checkpoint"
         # Every replica of a KV head computes its keys and values; its queries are divided between the replicas.
-        qkv: dict[str, Any] = {"kv_replicas": replicas, "kv_shared": 2}
+        qkv: dict[str, Any] = {"kv_replicas": replicas, "kv_shared": shared}
+        # Hugging Face's checkpoints may hold keys and values of a layer that uses those of another
+        others = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias", "k_norm.weight", "v_norm.weight")
+        unused = tuple(f"{name}.{other}" for other in others) if projections == "q" else ()
 
         def parts(kind: str, *inner: int) -> tuple[TensorPart, ...]:
             found, row = [], 0
-            for letter, members, start in (("q", stored_group, 0), ("k", 1, stored_group), ("v", 1, stored_group + 1)):
+            for start, letter in zip((0, stored_group, stored_group + 1), projections):
+                members = stored_group if letter == "q" else 1
                 found.append(
                     TensorPart(
                         f"{name}.{fused or f'{letter}_proj'}.{kind}",
@@ -115,13 +133,13 @@ class ParamSpecs:
                 row += stored * members * head
             return tuple(found)
 
-        heads = (kv_heads, "kv_heads"), (group + 2, None), (head, None)
+        rows = (kv_heads, "kv_heads"), (group + shared, None), (head, None)
         into = (dim, None), (kv_heads, "kv_heads"), (group, None), (head, None)
         output_parts = (TensorPart(f"{name}.o_proj.weight", (dim, stored, stored_group, head), (0, 0, 0, 0)),)
         return AttentionParams(
-            qkv=self._spec(*heads, (dim, None), inputs=1, parts=parts("weight", dim), **qkv),
+            qkv=self._spec(*rows, (dim, None), inputs=1, parts=parts("weight", dim), unused=unused, **qkv),
             output=self._spec(*into, inputs=3, kv_replicas=replicas, parts=output_parts),
-            qkv_bias=self._spec(*heads, init="zeros", parts=parts("bias"), **qkv) if qkv_bias else None,
+            qkv_bias=self._spec(*rows, init="zeros", parts=parts("bias"), **qkv) if qkv_bias else None,
             output_bias=self.vector(f"{name}.o_proj.bias", init="zeros") if output_bias else None,
             q_norm=q_norm,
             k_norm=k_norm,
@@ -143,13 +161,21 @@ class ParamSpecs:
         )
         return dataclasses.replace(spec, dtype=_NORM_DTYPE)
 
-    def mlp(self, name: str, *ups: str, down: str = "down_proj", bias: bool = False, fused: str | None = None) -> Any:
-        """Return the weights of a feed-forward block under `name`.
+    def mlp(
+        self,
+        name: str,
+        *ups: str,
+        down: str = "down_proj",
+        bias: bool = False,
+        fused: str | None = None,
+        width: int | None = None,
+    ) -> Any:
+        """Return the weights of a feed-forward block under `name`, by default of the model's `intermediate_size`.
 
         `ups` are the projections whose outputs the activation joins, by default gate and up; `fused` is the name of one
         projection for both.
         """
-        dim, ffn = self._config.hidden_size, self._config.intermediate_size
+        dim, ffn = self._config.hidden_size, width or self._config.intermediate_size
         names = [fused] if fused else ups or ("gate_proj", "up_proj")
         matrices = 2 if fused else len(names)
 

@@ -16,6 +16,7 @@ from jaxserve.models import (
     cohere,
     exaone4,
     gemma,
+    gemma4,
     glm,
     granite,
     llama,
@@ -33,6 +34,8 @@ _FAMILIES: dict[str, ModuleType] = {
     "Exaone4ForCausalLM": exaone4,
     "Gemma2ForCausalLM": gemma,
     "Gemma3ForCausalLM": gemma,
+    "Gemma4ForCausalLM": gemma4,
+    "Gemma4UnifiedForCausalLM": gemma4,
     "Glm4ForCausalLM": glm,
     "GlmForCausalLM": glm,
     "GraniteForCausalLM": granite,
@@ -50,16 +53,21 @@ _FAMILIES: dict[str, ModuleType] = {
     "Starcoder2ForCausalLM": starcoder2,
 }
 
-# Models with an encoder of images besides: the text model's architecture by the `model_type` of its `text_config`.
+# Models with encoders of images or sound: the text model's architecture by the `model_type` of its `text_config`.
 _TEXT_MODELS: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
+    "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
     "Mistral3ForConditionalGeneration": {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
 }
 
 # Architectures whose code comes with the checkpoint, and what to serve instead.
 _INSTEAD = {"ChatGLMModel": "GLM-4 is served from the checkpoints whose names end in -hf"}
 
-_TOWERS = ("vision_tower.", "multi_modal_projector.", "vision_model.", "audio_tower.", "embed_vision.")
+_TOWERS = (
+    "vision_tower.", "multi_modal_projector.", "vision_model.", "audio_tower.", "embed_vision.", "embed_audio.",
+    "vision_embedder.",
+)  # fmt: skip
 
 
 def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
@@ -96,6 +104,6 @@ def family(config: ModelConfig) -> ModuleType:
 
 def is_ignored(name: str) -> bool:
     """Return whether a checkpoint tensor is not needed: frequencies, which are computed, the copy of a tied head, or an
-    encoder of images, which are refused."""
+    encoder of images or sound, which are refused."""
     own = name.removeprefix("model.")
     return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight" or own.startswith(_TOWERS)

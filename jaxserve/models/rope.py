@@ -47,14 +47,16 @@ def read_rope(
     scaling = Fields(raw, f"{fields.where}: {name}")
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     kind = old_names.get(kind, kind)
-    if kind not in (*_KINDS, "factors"):
+    # With the pairs of a whole head, a part of it can't be rotated by itself
+    kinds = (*_KINDS, "proportional") if fraction is None and not interleaved else _KINDS
+    if kind not in (*kinds, "factors"):
         raise ConfigError(
-            f"{scaling.where}: rope_type {abbreviate(kind)} is not supported; supported: {', '.join(_KINDS)}"
+            f"{scaling.where}: rope_type {abbreviate(kind)} is not supported; supported: {', '.join(kinds)}"
         )
     theta = scaling.number("rope_theta", ROPE_THETA, fields.number("rope_theta", ROPE_THETA, theta))
     default = fields.number("partial_rotary_factor", _FRACTION, fraction or 1.0)
     rotated = int(head_dim * scaling.number("partial_rotary_factor", _FRACTION, default))
-    if fraction is None and rotated != head_dim:
+    if fraction is None and kind != "proportional" and rotated != head_dim:
         raise ConfigError(f"{fields.where}: a partial_rotary_factor is not supported for this architecture; only 1 is")
     if rotated % 2 or not rotated:
         raise ConfigError(f"{fields.where}: partial_rotary_factor rotates {rotated} of {head_dim} dimensions, no pairs")

@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,8 +41,9 @@ def checkpoint_reader(
     packed = packed_weights(abstract)
     # A packed weight is one leaf (its bytes), one level below the path that its parts belong to
     owners = [path[:-1] if path[:-1] in packed else path for path, _ in leaves]
-    pieces = {path: spec.parts for path, spec in flatten(abstract if dense is None else dense)[0]}
-    names = check_names(source, pieces, ignored)
+    specs = dict(flatten(abstract if dense is None else dense)[0])
+    pieces = {path: spec.parts for path, spec in specs.items()}
+    names = check_names(source, specs.values(), ignored)
     skipped = sorted(source.infos.keys() - names)
     if skipped:
         _log.info("weights: %d tensors of the checkpoint are not used: %s", len(skipped), join_names(skipped))
@@ -149,23 +150,22 @@ def _stored_window(stored: tuple[int, ...], mapped: tuple[int, ...], window: Win
     return tuple(parts)
 
 
-def check_names(
-    source: TensorSource, pieces: Mapping[Path, Sequence[TensorPart]], ignored: Callable[[str], bool]
-) -> set[str]:
-    """Return the names of the tensors that are used.
+def check_names(source: TensorSource, specs: Collection[ParamSpec], ignored: Callable[[str], bool]) -> set[str]:
+    """Return the names of the tensors that the parameters are made of.
 
     Raises `ConfigError` unless every part has a readable tensor of a fitting shape, and every tensor its parts.
     """
     infos = source.infos
     by_name: dict[str, list[TensorPart]] = defaultdict(list)
-    for part in (part for parts in pieces.values() for part in parts):
+    for part in (part for spec in specs for part in spec.parts):
         by_name[part.name].append(part)
+    unused = {name for spec in specs for name in spec.unused}
     used = sorted(name for name in by_name if name in infos)
     mismatches = [
         ("missing", sorted(name for name in by_name if name not in infos)),
         (
             "left over (this model has no place for them)",
-            sorted(n for n in infos if n not in by_name and not ignored(n)),
+            sorted(n for n in infos if n not in by_name and n not in unused and not ignored(n)),
         ),
         (
             "of the wrong shape",

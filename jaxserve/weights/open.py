@@ -55,7 +55,7 @@ def check_tensors(source: ModelSource, model: ModelConfig, load_format: LoadForm
     if load_format != "dummy" and source.kind != "orbax":
         module = family(model)
         leaves, _ = flatten(module.abstract(model, np.dtype(np.float32)))
-        check_names(open_source(source, load_format), {path: spec.parts for path, spec in leaves}, is_ignored)
+        check_names(open_source(source, load_format), [spec for _, spec in leaves], is_ignored)
 
 
 def stored_types(source: ModelSource, load_format: LoadFormat = "auto") -> Mapping[str, str]:

@@ -120,6 +120,16 @@ def test_dynamic_stretches_by_the_context_of_the_deployment() -> None:
     np.testing.assert_allclose(frequencies(dataclasses.replace(dynamic, context=128), DIM)[0], stretched, rtol=1e-5)
 
 
+def test_proportional_rotates_the_first_pairs_of_a_whole_head() -> None:
+    rope = RopeConfig(kind="proportional", rotated=8, factor=2.0)
+    found, scale = frequencies(rope, DIM)
+    np.testing.assert_allclose(found, np.where(np.arange(DIM // 2) < 4, _inverse() / 2, 0), rtol=1e-6)
+    assert (scale == 1.0).all()
+    assert head_order(rope, DIM) is None
+    whole, _ = frequencies(dataclasses.replace(rope, rotated=None), DIM)
+    np.testing.assert_allclose(whole, _inverse() / 2, rtol=1e-6)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotated", [None, 8])
 def test_reordered_heads_give_the_same_products(interleaved: bool, rotated: int | None) -> None:

@@ -15,8 +15,9 @@ from tests.selection import grid
 
 ROOT = Path(__file__).parents[2]
 
-QUICK = ["llama3/4", "olmo2/4", "glm4/2"]
-"""KV heads that shards share; norms over the heads of all shards besides; reordered heads, fused tensors, biases."""
+QUICK = ["llama3/4", "olmo2/4", "glm4/2", "gemma4/4"]
+"""KV heads that shards share; norms over the heads of all shards besides; reordered heads, fused tensors, biases;
+layers that reuse keys and values, and a second table."""
 ALL = [f"{name}/{shards}" for name in FOLDERS for shards in (1, 2, 4)]
 
 

@@ -25,6 +25,10 @@ def merge_info(infos: Sequence[EngineInfo]) -> EngineInfo:
         infos[0],
         max_model_len=min(info.max_model_len for info in infos),
         num_pages=sum(info.num_pages for info in infos),
+        kv_groups=tuple(
+            msgspec.structs.replace(same[0], num_pages=sum(one.num_pages for one in same))
+            for same in zip(*(info.kv_groups for info in infos))
+        ),
         max_running_requests=sum(info.max_running_requests for info in infos),
         startup_seconds={phase: max(info.startup_seconds.get(phase, 0.0) for info in infos) for phase in phases},
         num_compiled_programs=sum(info.num_compiled_programs for info in infos),

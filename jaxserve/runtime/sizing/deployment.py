@@ -153,6 +153,12 @@ def deploy(
     whole_from = 0 if config.disable_hybrid_swa_memory else context
     model = dataclasses.replace(model.with_context(context), shards=tensor, whole_from=whole_from)
     specs = model.kv_specs()
+    if config.disable_hybrid_swa_memory and len(specs) > 1:
+        heads = ", ".join(f"{spec.num_kv_heads} of size {spec.head_dim}" for spec in specs)
+        raise ConfigError(
+            f"disable_hybrid_swa_memory: the layers of this model can't share one KV cache, as their KV heads differ: "
+            f"{heads}; leave it out"
+        )
     _check_ratio(config, specs, context)
     axes = {DATA_AXIS: data, TENSOR_AXIS: tensor}
     stored = stored or {}

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 _LONGEST_EXPECTED = 16384
+_EXPECTED_BY_DEFAULT = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +72,14 @@ class KVDivision:
         return min(first, max(live, self.least_pages(window)) + chunk)
 
 
-def expected_tokens(context: int, windows: Sequence[int | None], *, whole_sequences: bool) -> int:
+def expected_tokens(context: int, windows: Sequence[int | None], *, whole_sequences: bool, context_is_set: bool) -> int:
     """Return the length of the requests that a division is made for.
 
-    Half of the context, at most 16,384 tokens and at least one window: pages of whole sequences are then used by more
-    of the shorter requests. If no layer keeps whole sequences their pages cost nothing, and suffice for any length.
+    Half of the context, at least one window, and at most 16,384 tokens if the context was set, else 4,096: few requests
+    are as long as a model allows, and shorter ones would find no room for their windows. If no layer keeps whole
+    sequences, their pages cost nothing, and suffice for any length.
     """
     if not whole_sequences:
         return context
-    return min(context, max(min(context // 2, _LONGEST_EXPECTED), 1, *(window or 0 for window in windows)))
+    longest = _LONGEST_EXPECTED if context_is_set else _EXPECTED_BY_DEFAULT
+    return min(context, max(min(context // 2, longest), 1, *(window or 0 for window in windows)))

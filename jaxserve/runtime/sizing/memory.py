@@ -79,7 +79,9 @@ def plan_pool(
         footprint.kv_per_token,
         tuple(windows),
         page,
-        expected_tokens(wanted, windows, whole_sequences=not costless),
+        expected_tokens(
+            wanted, windows, whole_sequences=not costless, context_is_set=config.context_length is not None
+        ),
         max_running,
         min(chunk, wanted),
         config.swa_full_tokens_ratio,

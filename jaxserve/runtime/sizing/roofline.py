@@ -80,14 +80,12 @@ def roofline(deployment: Deployment, target: DeviceTarget) -> Roofline:
     """Return the limits of a deployment on a target."""
     params = deployment.params
     axes = {TENSOR_AXIS: deployment.tensor}
-    whole = device_bytes(params, axes)
     head = params.embedding if params.output is None else params.output
-    # A step reads only a few rows of the embedding, unless that is the output head as well.
-    looked_up = 0 if params.output is None else device_bytes(params.embedding, axes)
     return Roofline(
         bandwidth=target.memory_bandwidth,
         peak_flops=target.peak_flops.get(deployment.dtype.name),
-        read_bytes=whole - looked_up,
+        # Of an embedding that isn't the output head as well, a step reads only a few rows.
+        read_bytes=device_bytes((params.layers, params.norm, head), axes),
         layer_flops=2 * _elements(params.layers, axes, deployment.dtype),
         head_flops=2 * _elements(head, axes, deployment.dtype),
         attention=_attention(deployment),

@@ -167,8 +167,8 @@ def _activation_bytes(model: ModelConfig, platform: str, tokens: int, rows: int,
     `tests/aot` compares it with the compiler's figure.
     """
     qkv = ((model.num_heads + 2 * spec.num_kv_heads) * spec.head_dim for spec in model.kv_specs())
-    widest = max(2 * model.intermediate_size, *qkv) // tensor
-    layers = tokens * (widest * 4 + model.hidden_size * 16)
+    widest = max(2 * model.widest_mlp, *qkv) // tensor
+    layers = tokens * (widest * 4 + model.hidden_size * 16 + model.held_per_token * 4)
     logits = rows * model.padded_vocab_size * 4 // tensor
     copies = _LOGIT_COPIES.get(platform, _DEFAULT_LOGIT_COPIES)
     most = max(layers, copies * logits + tokens * model.hidden_size * 8)

@@ -16,6 +16,7 @@ from jaxserve.models.registry import family, parse_model_config
 from jaxserve.quant import packed_weights
 from jaxserve.runtime.devices.device import DeviceFacts, facts_of_target
 from jaxserve.runtime.devices.mesh import device_bytes, make_mesh
+from jaxserve.runtime.programs.bundle import read_manifest, sized_like_bundle, write_manifest
 from jaxserve.runtime.sizing.deployment import Deployment, deploy, read_stored
 from jaxserve.runtime.sizing.temp_memory import TempMemory, with_temp_memory
 from jaxserve.runtime.step.state import max_pages
@@ -164,6 +165,19 @@ def test_the_tokens_of_whole_sequences_decide_the_other_pools_on_any_memory() ->
         tokens = sized.capacity.num_pages * sized.capacity.page_size
         again = deploy(msgspec.structs.replace(config, max_total_tokens=tokens), GEMMA, DeviceFacts(H200, 2**32))
         assert again.capacity == sized.capacity
+
+
+def test_a_bundle_has_the_pools_of_all_groups(tmp_path: Path) -> None:
+    config = EngineConfig()
+    sized = deploy(config, GEMMA, DeviceFacts(H200, 2**30))
+    write_manifest(tmp_path, config, sized.builder(mesh()), [])
+    manifest = read_manifest(tmp_path)
+    [group] = manifest.facts["sizes"]["window_groups"]
+    assert group["num_pages"] == sized.capacity.pages_by_group[1]
+    loaded = deploy(sized_like_bundle(config, manifest), GEMMA, DeviceFacts(H200, 2**30 + 2**24))
+    assert loaded.builder(mesh()).fingerprint() == sized.builder(mesh()).fingerprint()
+    other = msgspec.structs.replace(config, swa_full_tokens_ratio=0.5)
+    assert deploy(other, GEMMA, DeviceFacts(H200, 2**30)).builder(mesh()).facts() != manifest.facts
 
 
 def test_a_ratio_needs_a_window() -> None:

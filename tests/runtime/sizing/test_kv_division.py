@@ -50,8 +50,9 @@ def test_no_group_exceeds_its_limit() -> None:
 
 
 def test_the_expected_request_is_half_the_context_and_at_least_a_window() -> None:
-    assert expected_tokens(8192, [None, 1024], whole_sequences=True) == 4096
-    assert expected_tokens(131072, [None, 1024], whole_sequences=True) == 16384
-    assert expected_tokens(131072, [None, 32768, 512], whole_sequences=True) == 32768
-    assert expected_tokens(1, [None], whole_sequences=True) == 1
-    assert expected_tokens(8192, [None, 1024], whole_sequences=False) == 8192
+    assert expected_tokens(8192, [None, 1024], whole_sequences=True, context_is_set=True) == 4096
+    assert expected_tokens(131072, [None, 1024], whole_sequences=True, context_is_set=True) == 16384
+    assert expected_tokens(131072, [None, 1024], whole_sequences=True, context_is_set=False) == 4096
+    assert expected_tokens(131072, [None, 32768, 512], whole_sequences=True, context_is_set=True) == 32768
+    assert expected_tokens(1, [None], whole_sequences=True, context_is_set=True) == 1
+    assert expected_tokens(8192, [None, 1024], whole_sequences=False, context_is_set=True) == 8192
