@@ -83,10 +83,10 @@ def self_attention(
         "backend": settings.backend,
     }
     norms = None if params.q_norm is None or params.k_norm is None else (params.q_norm, params.k_norm)
-    plain = not (layer.reuses or settings.norm_values or settings.keys_as_values)
-    if settings.backend.takes_qkv and plain and (norms is None or norms[0].ndim == 1):
+    if settings.backend.takes_qkv and not layer.reuses and (norms is None or norms[0].ndim == 1):
         turns = None if rotation is None else (rotation[0][:, 0, 0], rotation[1][:, 0, 1])
         options |= {"eps": settings.norm_eps, "query_scale": query_scale}
+        options |= {"norm_values": settings.norm_values, "keys_as_values": settings.keys_as_values}
         attended, pool = qkv_attention(linear(x, weight), bias, norms, turns, pool, index, *where, **options)
     else:
         heads = linear(x, weight, bias).reshape(len(x), kv_heads, rows, head_dim)

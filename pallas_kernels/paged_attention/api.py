@@ -91,6 +91,8 @@ def qkv_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     query_scale: Float[Array, " tokens"] | None = None,
+    norm_values: bool = False,
+    keys_as_values: bool = False,
     decode_only: bool = False,
     backend: Backend,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
@@ -100,7 +102,8 @@ def qkv_attention(
     are scaled to unit mean square (plus `eps`) and multiplied by their weight of `norms`. Then each pair
     (i, i + head_dim / 2) is turned by `rotation`, cosines and sines in float32, and queries are multiplied by
     `query_scale`, float32. The result of each of these parts is rounded to the dtype of `qkv`, as is the output. Only
-    weights in float32 multiply what isn't rounded yet.
+    weights in float32 multiply what isn't rounded yet. With `norm_values`, values are scaled to unit mean square. With
+    `keys_as_values`, `qkv` has no values: they are keys before their norm and rotation.
     """
     module: Any = backend_module(backend.name)
     with jax.named_scope("paged_attention"):
@@ -122,6 +125,8 @@ def qkv_attention(
             soft_cap=soft_cap,
             sinks=sinks,
             query_scale=query_scale,
+            norm_values=norm_values,
+            keys_as_values=keys_as_values,
             decode_only=decode_only,
             target=backend.target,
             interpret=backend.interpret,

@@ -36,11 +36,23 @@ QKV: dict[str, dict[str, Any]] = {
         "norm_dtype": "float32",
         "scales_queries": True,
     },
+    "dim-256-normed-values": {"heads": 8, "head_dim": 256, "norms": True, "norm_dtype": "float32", "norm_values": True},
+    "dim-512-keys-as-values": {
+        "heads": 32,
+        "kv_heads": 4,
+        "head_dim": 512,
+        "norms": True,
+        "norm_dtype": "float32",
+        "norm_values": True,
+        "keys_as_values": True,
+    },
+    "fp8-dim-512": {"heads": 8, "kv_heads": 1, "head_dim": 512, "norms": True, "norm_values": True, "kv_dtype": FP8},
 }
 QUICK = (
     ("nvidia-h200", "everything"),
     ("nvidia-h200", "dim-256-float32-norms-scaled"),
     ("nvidia-h200", "dim-256-16-to-1"),
+    ("nvidia-h200", "dim-512-keys-as-values"),
     ("nvidia-l4", "dim-80-mha"),
 )
 
@@ -60,7 +72,9 @@ def test_the_write_of_new_tokens_does_not_spill(target: str, variant: str) -> No
         pytest.skip("has no fp8")
     sizes = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", **QKV[variant]}
     heads, kv_heads, head_dim = (sizes[name] for name in ("heads", "kv_heads", "head_dim"))
-    dtype, tokens, width = jnp.dtype(sizes["dtype"]), 128, (heads + 2 * kv_heads) * head_dim
+    forms = {name: name in QKV[variant] for name in ("norm_values", "keys_as_values")}
+    dtype, tokens = jnp.dtype(sizes["dtype"]), 128
+    width = (heads + (1 if forms["keys_as_values"] else 2) * kv_heads) * head_dim
     f32, kv_dtype = np.dtype(np.float32), jnp.dtype(sizes.get("kv_dtype", dtype))
     struct = jax.ShapeDtypeStruct
     layout = kv_layout(
@@ -73,7 +87,7 @@ def test_the_write_of_new_tokens_does_not_spill(target: str, variant: str) -> No
 
     def write(*operands: Any) -> Any:
         *others, slots = operands
-        return write_qkv(*others, 1, slots, eps=1e-5, interpret=False)
+        return write_qkv(*others, 1, slots, eps=1e-5, interpret=False, **forms)
 
     compiled = _compiled(
         target,

@@ -117,13 +117,16 @@ def qkv_attention(
     soft_cap: float | None,
     sinks: Float[Array, " heads"] | None,
     query_scale: Float[Array, " tokens"] | None,
+    norm_values: bool,
+    keys_as_values: bool,
     decode_only: bool,
     target: KernelTarget,
     interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute `api.qkv_attention`."""
     slots = token_slots(len(qkv), kv.page_size, page_table, query_starts, kv_lens, num_seqs)
-    q, kv, _ = write_qkv(qkv, bias, norms, rotation, query_scale, kv, layer, slots, eps=eps, interpret=interpret)
+    forms: dict[str, bool] = {"norm_values": norm_values, "keys_as_values": keys_as_values, "interpret": interpret}
+    q, kv, _ = write_qkv(qkv, bias, norms, rotation, query_scale, kv, layer, slots, eps=eps, **forms)
     rows = page_table, query_starts, kv_lens, num_decodes, num_seqs
     options: dict[str, Any] = {
         "scale": scale,

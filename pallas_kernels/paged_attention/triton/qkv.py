@@ -32,14 +32,19 @@ _Halves = tuple[Array, Array]
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """The static facts of a call; a program takes `tokens` tokens of a query head, or of a KV head's key and value."""
+    """The static facts of a call; a program takes `tokens` tokens of a query head, or of a KV head's key and value.
+
+    Of each KV head, the product has `members` heads: its group, its key and, unless keys are values, its value.
+    """
 
     group: int
+    members: int
     head_dim: int
     layer_tokens: int
     pool_tokens: int
     tokens: int
     eps: float
+    norm_values: bool
 
     @property
     def half(self) -> int:
@@ -69,6 +74,8 @@ def write_qkv(
     slots: Int[Array, " tokens"],
     *,
     eps: float,
+    norm_values: bool = False,
+    keys_as_values: bool = False,
     interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV, Int[Array, "tokens kv_heads"]]:
     """Return the queries, the pool with each token in its slot of the layer, and zeros, as `write` does.
@@ -79,19 +86,21 @@ def write_qkv(
     kv_heads, entries, page_size, head_dim = kv.keys.shape
     members = width // (kv_heads * head_dim)
     facts = _Facts(
-        group=members - 2,
+        group=members - (1 if keys_as_values else 2),
+        members=members,
         head_dim=head_dim,
         layer_tokens=kv.num_pages * page_size,
         pool_tokens=entries * page_size,
         tokens=_tokens_a_program(pl.next_power_of_2(2 * head_dim)),
         eps=eps,
+        norm_values=norm_values,
     )
     warps = facts.tokens * pl.next_power_of_2(facts.half) // _LANES_A_WARP
     new = _NewTokens(qkv, bias, norms, rotation, query_scale, slots, kv.scales, jnp.full((1,), layer, jnp.int32))
     pools = flat(kv.keys), flat(kv.values)
     q, keys, values, zeros = pl.pallas_call(
         functools.partial(_write_qkv, facts=facts),
-        grid=(members - 1, kv_heads, pl.cdiv(tokens, facts.tokens)),
+        grid=(facts.group + 1, kv_heads, pl.cdiv(tokens, facts.tokens)),
         out_shape=(
             jax.ShapeDtypeStruct((tokens, kv_heads * facts.group, head_dim), qkv.dtype),
             *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
@@ -133,7 +142,7 @@ def _write_qkv(
         return plgpu.load(ref.at[token[:, None], at], mask=mask, other=0.0).astype(jnp.float32)
 
     def load(member: Array | int) -> _Halves:
-        start = (kv_head * (facts.group + 2) + member) * facts.head_dim
+        start = (kv_head * facts.members + member) * facts.head_dim
         return half_head(start + lane), half_head(start + facts.half + lane)
 
     def half_head(at: Array) -> Array:
@@ -144,13 +153,17 @@ def _write_qkv(
         for start, half in zip((0, facts.half), halves):
             plgpu.store(ref.at[(*(x[:, None] for x in at), start + lane)], half.astype(ref.dtype), mask=mask)
 
+    def unit(halves: _Halves) -> _Halves:
+        total = sum(jnp.sum(x * x, axis=1, keepdims=True) for x in halves)
+        inverse = lax.rsqrt(total / facts.head_dim + facts.eps)
+        first, second = halves
+        return first * inverse, second * inverse
+
     def normed(halves: _Halves, which: int) -> _Halves:
         if new.norms is None:
             return halves
-        total = sum(jnp.sum(x * x, axis=1, keepdims=True) for x in halves)
-        inverse = lax.rsqrt(total / facts.head_dim + facts.eps)
         weight = new.norms[which]
-        first, second = (x * inverse for x in halves)
+        first, second = unit(halves)
         if weight.dtype == q.dtype:
             first, second = rounded(first), rounded(second)
         return rounded(first * row(weight, lane)), rounded(second * row(weight, facts.half + lane))
@@ -177,7 +190,10 @@ def _write_qkv(
     @pl.when(member == facts.group)
     def key_and_value() -> None:
         # Both are loaded before one is stored, which no later load may overtake.
-        key, value = load(facts.group), load(facts.group + 1)
+        key, value = load(facts.group), load(facts.members - 1)
+        if facts.norm_values:
+            first, second = unit(value)
+            value = rounded(first), rounded(second)
         at = jnp.where(live, kv_head * facts.pool_tokens + layer * facts.layer_tokens + slot, keys.shape[0])
         for which, (pool, halves) in enumerate(((keys, rotated(normed(key, 1))), (values, value))):
             scale = None if new.scales is None else new.scales[which, layer, kv_head]

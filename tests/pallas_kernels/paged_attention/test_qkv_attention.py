@@ -41,6 +41,8 @@ class Variant:
     norms: str | None = None
     rotates: bool = True
     scales_queries: bool = False
+    norms_values: bool = False
+    keys_as_values: bool = False
 
     def __str__(self) -> str:
         return self.case.name
@@ -54,12 +56,14 @@ def _variant(
     norms: bool | str = False,
     rotates: bool = True,
     scales_queries: bool = False,
+    norms_values: bool = False,
+    keys_as_values: bool = False,
     **o: Any,
 ) -> Variant:
     decodes = sum(new == 1 for _, new in rows)
     case = Case(name, rows, decodes, decode_only=rows is DECODE, **o)
     weights = norms if isinstance(norms, str) else case.dtype if norms else None
-    return Variant(case, bias, weights, rotates, scales_queries)
+    return Variant(case, bias, weights, rotates, scales_queries, norms_values, keys_as_values)
 
 
 VARIANTS = [
@@ -76,25 +80,33 @@ VARIANTS = [
     _variant("unrotated", rotates=False, dtype="bfloat16"),
     _variant("float32-norms", norms="float32", dtype="bfloat16", heads=8, kv_heads=1, head_dim=256),
     _variant("scaled-queries", scales_queries=True, dtype="bfloat16"),
+    _variant("normed-values", norms="float32", norms_values=True, dtype="bfloat16"),
+    _variant("dim-512-keys-as-values", norms="float32", norms_values=True, keys_as_values=True, heads=8, kv_heads=1,
+             head_dim=512, dtype="bfloat16", kv_dtype="float8_e4m3fn"),
+    _variant("keys-as-values-bias", bias=True, keys_as_values=True, heads=3, kv_heads=3, head_dim=80),
     _variant("unrotated-scaled-norms", DECODE, norms="float32", rotates=False, scales_queries=True, dtype="bfloat16"),
 ]  # fmt: skip
-QUICK = ("plain", "everything", "dim-80-norms-page-32", "unrotated", "float32-norms", "scaled-queries")
+QUICK = ("plain", "normed-values", "everything", "dim-80-norms-page-32", "unrotated", "float32-norms", "scaled-queries")
 
-WHOLE = [variant for variant in VARIANTS if str(variant) in ("plain", "decode", "everything", "unrotated-scaled-norms")]
+WHOLE_NAMES = ("plain", "decode", "everything", "unrotated-scaled-norms", "keys-as-values-bias")
+WHOLE = [variant for variant in VARIANTS if str(variant) in WHOLE_NAMES]
 
 
 def _rounded(x: np.ndarray, dtype: Any) -> np.ndarray:
     return x.astype(dtype).astype(np.float64)
 
 
-def _expected(case: Case, new: Product) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _expected(variant: Variant, new: Product) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return queries, keys and values; the result of each part is rounded to the case's dtype."""
+    case = variant.case
     dtype, norms = jnp.dtype(case.dtype), new.norms
     x = new.qkv.astype(np.float64)
     if new.bias is not None:
         x = _rounded(x + new.bias.astype(np.float64), dtype)
     x = x.reshape(len(x), case.kv_heads, -1, case.head_dim)
-    qk, v = x[:, :, :-1], x[:, :, -1]
+    qk, v = x if variant.keys_as_values else x[:, :, :-1], x[:, :, -1]
+    if variant.norms_values:
+        v = v / np.sqrt((v**2).mean(-1, keepdims=True) + EPS)
     if norms is not None:
         weights = np.stack([norms[0]] * (qk.shape[2] - 1) + [norms[1]]).astype(np.float64)
         scaled = qk / np.sqrt((qk**2).mean(-1, keepdims=True) + EPS)
@@ -131,7 +143,7 @@ def _inputs(variant: Variant) -> tuple[Batch, Product]:
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape, dtype=np.float32).astype(case.dtype)
 
-    width = (case.heads + 2 * case.kv_heads) * case.head_dim
+    width = (case.heads + (1 if variant.keys_as_values else 2) * case.kv_heads) * case.head_dim
     qkv = normal(len(batch.q), width)
     bias = normal(width) if variant.bias else None
     norms = None
@@ -144,6 +156,10 @@ def _inputs(variant: Variant) -> tuple[Batch, Product]:
     return batch, Product(qkv, bias, norms, rotation, factors)
 
 
+def _forms(variant: Variant) -> dict[str, bool]:
+    return {"norm_values": variant.norms_values, "keys_as_values": variant.keys_as_values}
+
+
 def _pool(case: Case, batch: Batch) -> PagedKV:
     scales = None if batch.scales is None else jnp.asarray(batch.scales)
     return PagedKV(jnp.asarray(batch.keys), jnp.asarray(batch.values), case.num_layers, scales)
@@ -152,13 +168,13 @@ def _pool(case: Case, batch: Batch) -> PagedKV:
 @pytest.mark.parametrize("variant", grid(VARIANTS, lambda variant: str(variant) in QUICK), ids=str)
 def test_queries_and_pool_equal_numpys(variant: Variant) -> None:
     case, (batch, new) = variant.case, _inputs(variant)
-    run = jax.jit(functools.partial(write_qkv, eps=EPS, interpret=True))
+    run = jax.jit(functools.partial(write_qkv, eps=EPS, interpret=True, **_forms(variant)))
     where = batch.page_table, batch.query_starts, batch.kv_lens, np.int32(batch.num_seqs)
     slots = token_slots(len(batch.q), case.page_size, *where)
     q, kv, zeros = run(*new, _pool(case, batch), np.int32(case.layer), slots)
     np.testing.assert_array_equal(zeros, np.zeros((len(batch.q), case.kv_heads), np.int32))
 
-    expected_q, k, v = _expected(case, new)
+    expected_q, k, v = _expected(variant, new)
     live = batch.query_starts[batch.num_seqs]
     _assert_close(np.asarray(q)[:live], expected_q[:live])
     pools = naive.pool_after(case, dataclasses.replace(batch, k=k, v=v))
@@ -178,11 +194,11 @@ def test_the_output_equals_that_of_separate_queries_and_keys(variant: Variant, b
     chosen = Backend(backend, target=target_of(jax.devices()[0]))
     options: dict[str, Any] = {"scale": 0.1, "decode_only": case.decode_only, "backend": chosen}
     jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-    run = jit(functools.partial(qkv_attention, eps=EPS, **options))
+    run = jit(functools.partial(qkv_attention, eps=EPS, **_forms(variant), **options))
     *product, query_scale = new
     out, kv = run(*product, _pool(case, batch), np.int32(case.layer), *where, query_scale=query_scale)
 
-    heads = _expected(case, new)
+    heads = _expected(variant, new)
     separate = jit(functools.partial(paged_attention, **options))
     expected, expected_kv = separate(*heads, _pool(case, batch), np.int32(case.layer), *where)
     live = batch.query_starts[batch.num_seqs]
