@@ -217,13 +217,13 @@ def step_costs(num_running: int, num_waiting: int, window: int | None = None, st
 
     With a `window`, there is a second KV group, whose pages requests give up while they run.
     """
-    capacity = capacity_of(num_running, num_running * (32 + steps + 64))
+    capacity = capacity_of(num_running, num_running * (48 + steps + 64))
     if window is not None:
         groups = (WindowGroup(num_running * (window // PAGE + 2), window),)
         capacity = msgspec.structs.replace(capacity, window_groups=groups)
     scheduler = scheduler_of(capacity, policy="lpm", conservativeness=0.0)
     for i in range(num_running + num_waiting):
-        scheduler.add(request_of(i, list(range(i, i + 32)), 4096))
+        scheduler.add(request_of(i, list(range(i, i + 32 + i % PAGE)), 4096))  # a part of them needs pages in each step
     times: dict[str, list[float]] = {"plan": [], "build": [], "commit": []}
     in_flight: StepPlan | None = None
     endless: dict[str, int] = collections.defaultdict(lambda: 1 << 40)

@@ -116,8 +116,10 @@ class RadixCache:
 
     def allocate_window(self, group: int, count: int) -> list[int]:
         """Take pages of a window group for a request, evicting cached ones if needed; they are available."""
-        self.windows[group].make_room(count, self.tier.save_evicted_window)
-        return self.windows[group].allocate(count)
+        window = self.windows[group]
+        if count > window.num_free:
+            window.make_room(count, self.tier.save_evicted_window)
+        return window.allocate(count)
 
     def load_windows(self, held: Sequence[HeldWindow]) -> list[WindowRun]:
         """Load the pages that are only in host memory, and return all pages of each window; they are available."""

@@ -131,10 +131,12 @@ class Rank:
             return (tuple(new),)
         # The step of this plan neither reads what is given up here nor minds that another request writes it.
         self.give_up_passed(request)
-        added = [self.cache.allocate_window(group, count) for group in range(len(self.windows))]
-        for held, more in zip(request.pages[1:], added):
-            held += more
-        return (tuple(new), *map(tuple, added))
+        added = [tuple(new)]
+        for group in range(len(self.windows)):
+            more = self.cache.allocate_window(group, count)
+            request.pages[group + 1] += more
+            added.append(tuple(more))
+        return tuple(added)
 
     def give_up_passed(self, request: Request) -> None:
         """Free the pages of windows that neither the next query of a request sees nor a later one."""
