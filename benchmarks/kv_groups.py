@@ -1,8 +1,10 @@
 """Compares the KV cache by groups of layers with one group for all layers, at equal memory, on this CPU.
 
-A random model of SmolLM2-135M's size has windows of 256 tokens in five of six layers. Clients that send prompts of
-2,000 tokens keep both servers busy; one of them holds 8 such requests in one KV group, the other divides the same
-memory. The script compares tokens a second, and the most requests that ran at once, as medians over rounds.
+A random model of SmolLM2-135M's size has windows of 256 tokens in five of six layers. Clients with prompts of 2,000
+tokens keep both servers busy; one of them holds 8 such requests in one KV group, the other divides the same memory.
+Each client sends its prompt once and waits for a long answer, or sends it several times, each time with a few more
+tokens, as a conversation does. The script compares the output tokens a second, as medians over rounds, and the most
+requests that ran at once.
 
     python benchmarks/kv_groups.py --rounds 3 --json benchmarks/results/cpu/kv_groups.json
 """
@@ -12,16 +14,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
+import itertools
 import json
+import random
 import re
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import httpx
-from serving_cpu import ServingLoad, paused, run, server
+from serving_cpu import one_request, paused, server
 
 from jaxserve import model_source
 from jaxserve.cli.common.table import format_table
@@ -43,14 +49,42 @@ CONFIG: dict[str, Any] = {
     "sliding_window_pattern": 6,
 }
 LAYERS, WINDOWED, WINDOW, PAGE = 30, 25, 256, 16
-PROMPT, OUTPUT, REQUESTS_IN_ONE_GROUP = 2000, 64, 8
-CONTEXT = 2560
-CLIENTS = 32
+PROMPT, REQUESTS_IN_ONE_GROUP, CONTEXT, CLIENTS = 2000, 8, 2560, 24
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupLoad:
+    """Each client sends `turns` requests, each with `more` tokens after those of the one before."""
+
+    turns: int
+    output_tokens: int
+    more: int = 16
+
+
+LOADS = {"long answers": GroupLoad(1, 256), "conversations": GroupLoad(4, 64)}
+
+
+async def run(port: int, model: str, load: GroupLoad, seed: int) -> float:
+    """Run the load once, with new prompts for each seed, and return the output tokens per second."""
+    rng = random.Random(seed)
+    results = []
+
+    async def client(prompt: list[int]) -> None:
+        for _ in range(load.turns):
+            results.append(await one_request(port, model, prompt, load.output_tokens))
+            prompt = prompt + [rng.randrange(100, 49000) for _ in range(load.more)]
+
+    prompts = [[rng.randrange(100, 49000) for _ in range(PROMPT)] for _ in range(CLIENTS)]
+    start = time.perf_counter()
+    await asyncio.gather(*map(client, prompts))
+    seconds = time.perf_counter() - start
+    assert all(result["tokens"] == load.output_tokens for result in results), "a request came back short"
+    return sum(result["tokens"] for result in results) / seconds
 
 
 def settings(groups: int) -> list[str]:
     """Return the flags of a server whose pools take the memory of `REQUESTS_IN_ONE_GROUP` requests in one group."""
-    whole = -(-(PROMPT + OUTPUT) // PAGE)
+    whole = -(-(PROMPT + max(load.output_tokens for load in LOADS.values())) // PAGE)
     pages = REQUESTS_IN_ONE_GROUP * whole
     if groups == 1:
         return ["--disable-hybrid-swa-memory", "--max-total-tokens", str(pages * PAGE)]
@@ -70,12 +104,12 @@ def most_running(log: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=CLIENTS)
+    parser.add_argument("--load", action="append", choices=list(LOADS), help="run only this load; may be repeated")
     parser.add_argument("--port", type=int, default=8060)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    load = ServingLoad(CLIENTS, args.requests, PROMPT, OUTPUT)
-    rates: dict[int, list[float]] = {1: [], 2: []}
+    loads = {name: load for name, load in LOADS.items() if not args.load or name in args.load}
+    rates: dict[str, dict[int, list[float]]] = {name: {1: [], 2: []} for name in loads}
     running: dict[int, int] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         model = Path(folder) / "model"
@@ -95,24 +129,25 @@ def main() -> None:
             port = args.port + groups
             flags = [*command, "--port", str(port), *settings(groups)]
             pids[groups], _ = stack.enter_context(server(flags, port, f"groups-{groups}"))
-        for round_ in range(args.rounds):
-            for groups, pid in pids.items():
-                with paused([other for other in pids.values() if other != pid]):
-                    found = asyncio.run(run(args.port + groups, str(model), load, seed=round_))
-                rates[groups].append(found["output_tok_s"])
-                print(f"round {round_}, {groups} groups: {found}", file=sys.stderr)
+        for round_, (name, load), (groups, pid) in itertools.product(range(args.rounds), loads.items(), pids.items()):
+            with paused([other for other in pids.values() if other != pid]):
+                rate = asyncio.run(run(args.port + groups, str(model), load, seed=round_))
+            rates[name][groups].append(rate)
+            print(f"round {round_}, {name}, {groups} groups: {rate:.1f} tokens a second", file=sys.stderr)
         for groups in pids:
             running[groups] = most_running(
                 (Path(tempfile.gettempdir()) / f"groups-{groups}-{args.port + groups}.log").read_text()
             )
             info = httpx.get(f"http://127.0.0.1:{args.port + groups}/server_info", timeout=30).json()
             assert not info.get("integrity_errors"), info
-    medians = {groups: statistics.median(found) for groups, found in rates.items()}
-    rows = [[f"{groups}", f"{running[groups]}", f"{medians[groups]:.1f}"] for groups in (1, 2)]
-    rows.append(["ratio", f"{running[2] / running[1]:.2f}", f"{medians[2] / medians[1]:.2f}"])
-    print(format_table(("KV groups", "requests at once", "output tok/s"), rows, left=(0,)))
+    rows = [["requests at once", f"{running[1]}", f"{running[2]}", f"{running[2] / running[1]:.2f}"]]
+    for name, by_groups in rates.items():
+        one, two = (statistics.median(found) for found in by_groups.values())
+        rows.append([f"{name}: output tok/s", f"{one:.1f}", f"{two:.1f}", f"{two / one:.2f}"])
+    print(format_table(("", "one group", "two groups", "ratio"), rows, left=(0,)))
     if args.json:
-        report = {"load": load.__dict__, "rates": rates, "running": running, "flags": {g: settings(g) for g in (1, 2)}}
+        flags = {groups: settings(groups) for groups in (1, 2)}
+        report = {"rates": rates, "running": running, "flags": flags}
         args.json.write_text(json.dumps(report, indent=2) + "\n")
 
 

@@ -43,6 +43,7 @@ class HostTier:
         self._saves: dict[tuple[int, int], int] = {}
         self._loads: list[_Copy] = []
         self._loading: list[tuple[int, list[int]]] = []
+        # Pages of whole sequences
         self.num_saved = 0
         self.num_loaded = 0
 
@@ -112,16 +113,9 @@ class HostTier:
         """Load the copies of `node`, which was host-only, into its pages."""
         self._loads += ((0, slot, page) for slot, page in zip(node.host_slots, node.pages, strict=True))
 
-    def num_window_slots(self, group: int, node: RadixNode) -> int:
-        """Return how many pages at the end of `node` have copies, of a group with a window."""
-        return len(self.windows[group].of(node)) if self.windows else 0
-
-    def window_slots(self, group: int, node: RadixNode, last: int, count: int) -> list[int]:
-        """Return the slots of the first `count` of the `last` pages of `node`."""
-        if not count:
-            return []
-        slots = self.windows[group].of(node)
-        return slots[len(slots) - last :][:count]
+    def window_slots(self, group: int, node: RadixNode) -> list[int]:
+        """Return the copies of the last pages of `node`, of a group with a window."""
+        return self.windows[group].of(node) if self.windows else []
 
     def use_window(self, group: int, slots: list[int]) -> None:
         """Keep these slots until `release_window`, or until the plan that loads them is made."""
@@ -161,8 +155,8 @@ class HostTier:
         for group, slots in self._loading:
             self.release_window(group, slots)
         self._loading.clear()
-        self.num_saved += len(saves)
-        self.num_loaded += len(loads)
+        self.num_saved += sum(group == 0 for group, *_ in saves)
+        self.num_loaded += sum(group == 0 for group, *_ in loads)
         return saves, loads
 
     def clear(self) -> None:
@@ -205,7 +199,7 @@ class HostTier:
         """Return whether a node has pages without a copy."""
         if len(node.host_slots) < len(node.pages):
             return True
-        return any(self.num_window_slots(group, node) < len(node.windows[group]) for group in range(len(self.windows)))
+        return any(len(self.window_slots(group, node)) < len(node.windows[group]) for group in range(len(self.windows)))
 
 
 def _is_evictable(node: RadixNode) -> bool:

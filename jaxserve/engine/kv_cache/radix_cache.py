@@ -6,39 +6,18 @@ tier has a copy of stays in the tree without pages; it is loaded into new pages 
 pages over from requests and returns them to the pool. It knows no requests, only nodes.
 
 This holds for the first KV group, which keeps whole sequences. Of the groups with a window, a node has pages for the
-end of its run, and a prefix is found only as far as the pages of a window before its end are there. A request counts as
-user of the window pages it needs, so that they are not evicted; see `window_pages`.
+end of its run, and a prefix is found only as far as the pages of a window before its end are there: `prefix_windows`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from jaxserve.engine.kv_cache.host_tier import HostTier
 from jaxserve.engine.kv_cache.page_pool import PagePool
+from jaxserve.engine.kv_cache.prefix_windows import PrefixWindows
 from jaxserve.engine.kv_cache.radix_node import LruHeap, RadixNode, descendants
 from jaxserve.engine.kv_cache.window_pages import WindowPages, WindowRun
-
-
-class _Part(NamedTuple):
-    """Consecutive pages at the end of a node: first `slots` in host memory, then `pages` on the device."""
-
-    node: RadixNode
-    slots: list[int]
-    pages: list[int]
-
-
-class HeldWindow(NamedTuple):
-    """The pages of the last window of a prefix; `first` is the index of the first one in the sequence."""
-
-    first: int
-    parts: list[_Part]
-
-    @property
-    def num_resident(self) -> int:
-        """The number of pages that are on the device."""
-        return sum(len(part.pages) for part in self.parts)
 
 
 class RadixCache:
@@ -56,8 +35,7 @@ class RadixCache:
         disabled: bool = False,
     ) -> None:
         self.tier = tier or HostTier(0, pool.page_size)
-        self.windows = tuple(windows)
-        self._stores = (*self.windows, *self.tier.windows)
+        self.windows = PrefixWindows(windows, self.tier, pool.page_size)
         self._pool = pool
         self._page_size = pool.page_size
         self._disabled = disabled
@@ -74,14 +52,14 @@ class RadixCache:
         matches in part is split, so that the prefix ends with a node; the whole path is marked as used.
         """
         root = self._root(namespace)
-        return self._take(root, self._usable(self._walk(root, tokens, limit)))
+        return self._take(root, self.windows.usable(self._walk(root, tokens, limit)))
 
     def match_length(self, namespace: Hashable, tokens: list[int], limit: int) -> int:
         """Return how many tokens `match` would find, without changing anything."""
         root = self._roots.get(namespace)
         if root is None:
             return 0
-        return self._page_size * sum(length for _, length in self._usable(self._walk(root, tokens, limit)))
+        return self._page_size * sum(length for _, length in self.windows.usable(self._walk(root, tokens, limit)))
 
     def num_host_only(self, node: RadixNode) -> int:
         """Return how many pages at the end of the prefix that ends at `node` are only in host memory."""
@@ -101,38 +79,6 @@ class RadixCache:
             self.tier.load(node)
             node, end = node.parent, start
         assert end == 0, "more pages than there are to load"
-
-    def hold_windows(self, node: RadixNode) -> list[HeldWindow]:
-        """Count a request as user of the last window of the prefix that ends at `node`; return the pages by group."""
-        num_pages = sum(one.length for one in _path(node)) if self.windows else 0
-        return [self._hold(group, node, num_pages) for group in range(len(self.windows))]
-
-    def release_windows(self, held: Sequence[HeldWindow]) -> None:
-        """Undo a `hold_windows`."""
-        for group, one in enumerate(held):
-            for part in one.parts:
-                self.windows[group].release(part.pages)
-                self.tier.release_window(group, part.slots)
-
-    def allocate_window(self, group: int, count: int) -> list[int]:
-        """Take pages of a window group for a request, evicting cached ones if needed; they are available."""
-        window = self.windows[group]
-        if count > window.num_free:
-            window.make_room(count, self.tier.save_evicted_window)
-        return window.allocate(count)
-
-    def load_windows(self, held: Sequence[HeldWindow]) -> list[WindowRun]:
-        """Load the pages that are only in host memory, and return all pages of each window; they are available."""
-        runs = []
-        for group, one in enumerate(held):
-            pages: list[int] = []
-            for part in one.parts:
-                loaded = self.allocate_window(group, len(part.slots))
-                self.windows[group].prepend(part.node, loaded)
-                self.tier.load_window(group, part.slots, loaded)
-                pages += loaded + part.pages
-            runs.append(WindowRun(one.first, pages))
-        return runs
 
     def lock(self, node: RadixNode) -> None:
         """Protect the prefix that ends at `node` from eviction until `unlock`."""
@@ -176,10 +122,7 @@ class RadixCache:
             node.tokens += tokens
             node.pages += pages
             node.last_used = self._time
-            for window, run in zip(self.windows, runs):
-                if run.first > start:  # a request that shares its pages late has given some up
-                    window.drop(node)
-                window.append(node, run.pages[max(0, start - run.first) : start + len(pages) - run.first])
+            self.windows.grow(node, start, len(pages), runs)
             self.tier.mark_added(node)
             return node, len(pages)
         last, taken = self._attach(node, tokens, pages, locks=1)
@@ -228,8 +171,7 @@ class RadixCache:
             for node in list(descendants(root)):
                 node.detached = True
                 self.tier.drop(node)
-                for window in self.windows:
-                    window.drop(node)
+                self.windows.drop(node)
                 if node.locks:
                     self._detached.add(node)
                 else:
@@ -238,8 +180,7 @@ class RadixCache:
             root.detached = True
         self._roots.clear()
         self._evictable.clear()
-        for store in self._stores:
-            store.clear()
+        self.windows.clear()
         self.tier.clear()
         self.num_evictable = 0
         return freed
@@ -258,11 +199,7 @@ class RadixCache:
         `ends` are the nodes that running requests have locked, `used` the window pages that they use, by group.
         """
         nodes = [node for root in self._roots.values() for node in descendants(root)]
-        problems = [
-            f"of the group with a window of {window.window} tokens, {problem}"
-            for window, pages in zip(self.windows, used)
-            for problem in window.check(pages, nodes)
-        ]
+        problems = self.windows.check(used, nodes)
         expected: dict[int, int] = {}
         for end in ends:
             at: RadixNode | None = end
@@ -271,14 +208,14 @@ class RadixCache:
                 at = at.parent
         evictable = 0
         slots: list[int] = []
-        for root in self._roots.values():
-            for node in descendants(root):
-                if node.locks != expected.get(id(node), 0):
-                    problems.append(f"a cached run of {node.length} pages counts {node.locks} locks, not "
-                                    f"{expected.get(id(node), 0)}")  # fmt: skip
-                problems += self._check_node(node)
-                evictable += 0 if node.locks else len(node.pages)
-                slots += node.host_slots
+        for node in nodes:
+            if node.locks != expected.get(id(node), 0):
+                problems.append(
+                    f"a cached run of {node.length} pages counts {node.locks} locks, not {expected.get(id(node), 0)}"
+                )
+            problems += self._check_node(node)
+            evictable += 0 if node.locks else len(node.pages)
+            slots += node.host_slots
         if evictable != self.num_evictable:
             problems.append(f"{self.num_evictable} cached pages are said to be evictable, but {evictable} are")
         return problems + self.tier.check(slots, nodes)
@@ -289,10 +226,6 @@ class RadixCache:
             problems.append(f"a cached run has {len(node.tokens)} tokens in {node.length} pages")
         if len(node.host_slots) > node.length:
             problems.append(f"a cached run of {node.length} pages has {len(node.host_slots)} copies")
-        most = [len(node.pages)] * len(self.windows) + [node.length] * len(self.tier.windows)
-        for store, limit in zip(self._stores, most, strict=True):
-            if len(store.of(node)) > limit:
-                problems.append(f"a cached run of {limit} pages has {len(store.of(node))} pages of a window")
         resident = sum(bool(child.pages) for child in node.children.values())
         if resident != node.num_resident_children or (resident and not node.pages):
             problems.append(
@@ -318,45 +251,6 @@ class RadixCache:
             pages += node.pages
         return node, pages
 
-    def _usable(self, path: Iterator[tuple[RadixNode, int]]) -> list[tuple[RadixNode, int]]:
-        """Return the part of a path up to the last node after which a whole window is there, of each group."""
-        found = list(path)
-        if not self.windows:
-            return found
-        usable = end = 0
-        starts = [0] * len(self.windows)  # the pages from here to `end` are there
-        for count, (node, length) in enumerate(found, 1):
-            start, end = end, end + length
-            for group, window in enumerate(self.windows):
-                held = max(len(window.of(node)), self.tier.num_window_slots(group, node))
-                if held < node.length:
-                    starts[group] = start + min(node.length - held, length)
-            position = end * self._page_size
-            if all(first <= window.first_seen(position) for first, window in zip(starts, self.windows)):
-                usable = count
-        return found[:usable]
-
-    def _hold(self, group: int, node: RadixNode, num_pages: int) -> HeldWindow:
-        """Return the last window of a prefix of `num_pages` pages, and count a user of its pages and copies."""
-        window = self.windows[group]
-        first = window.first_seen(num_pages * self._page_size)
-        missing, parts = num_pages - first, list[_Part]()
-        for one in _path(node):
-            if missing <= 0:
-                break
-            wanted = min(missing, one.length)
-            resident = window.of(one)
-            pages = resident[max(0, len(resident) - wanted) :]
-            slots = self.tier.window_slots(group, one, wanted, wanted - len(pages))
-            assert len(pages) + len(slots) == wanted, "a prefix was found without its window"
-            parts.append(_Part(one, slots, pages))
-            missing -= wanted
-        parts.reverse()
-        for part in parts:
-            window.use(part.pages)
-            self.tier.use_window(group, part.slots)
-        return HeldWindow(first, parts)
-
     def _share_windows(self, node: RadixNode, tokens: list[int], start: int, runs: Sequence[WindowRun]) -> None:
         """Give the nodes below `node` along `tokens` the window pages of a request that they lack.
 
@@ -365,21 +259,11 @@ class RadixCache:
         if not runs:
             return
         for child, length in list(self._walk(node, tokens, len(tokens))):
-            end = start + length
-            lacks = [
-                child.length - len(window.of(child)) and run.first < start + child.length - len(window.of(child))
-                for window, run in zip(self.windows, runs)
-            ]
-            if child.pages and any(lacks):
+            if child.pages and self.windows.lacks_any(child, start, runs):
                 one = child if length == child.length else self._split_head(child, length)
-                for window, run in zip(self.windows, runs):
-                    until = end - len(window.of(one))
-                    first = max(start, run.first)
-                    if first < until:
-                        pages = run.pages[first - run.first : until - run.first]
-                        window.prepend(one, pages)
+                self.windows.give(one, start, runs)
                 self.tier.mark_added(one)
-            start = end
+            start += length
 
     def _walk(self, node: RadixNode, tokens: list[int], limit: int) -> Iterator[tuple[RadixNode, int]]:
         """Yield the nodes along `tokens` and how many pages of each match; only the last may match in part."""
@@ -428,7 +312,7 @@ class RadixCache:
             if child is None:
                 count = len(pages) - taken
                 child = node.children[key] = RadixNode(node, tokens[taken * size :], pages[taken:])
-                child.windows = [[] for _ in self._stores]
+                child.windows = self.windows.new_lists()
             elif child.pages:
                 break
             else:
@@ -454,13 +338,12 @@ class RadixCache:
             lost = self._split_tail(node, kept) if kept else node
             assert not lost.children
             lost.unlink(self._page_size)
-            for store in self._stores:
-                store.drop(lost)
+            self.windows.drop(lost)
+            self.tier.drop(lost)
             lost.pages = []
         if kept:
             self.tier.save_windows(node)
-            for window in self.windows:
-                window.drop(node)
+            self.windows.drop(node)
             node.pages = []
             parent.num_resident_children -= 1
             self.tier.update_lru(node)
@@ -480,20 +363,14 @@ class RadixCache:
         node.tokens, node.parent = node.tokens[length * size :], upper
         node.pages, node.host_slots = node.pages[length:], node.host_slots[length:]
         upper.children[tuple(node.tokens[:size])] = node
-        self._split_pages(upper, node)
+        self.windows.split(upper, node)
         return upper
 
     def _split_tail(self, node: RadixNode, length: int) -> RadixNode:
         """Split `node` after `length` pages; return the last part, a new node."""
         tail = node.split_tail(length, self._page_size)
-        self._split_pages(node, tail)
+        self.windows.split(node, tail)
         return tail
-
-    def _split_pages(self, *nodes: RadixNode) -> None:
-        """Tell the owners of window pages that these nodes are parts of one that was split."""
-        for store in self._stores:
-            for node in nodes:
-                store.moved(node)
 
     def _update_lru(self, node: RadixNode) -> None:
         """Record that `node` was used or may have become evictable."""
@@ -501,13 +378,6 @@ class RadixCache:
             self._evictable.push(node)
         else:
             self.tier.update_lru(node)
-
-
-def _path(node: RadixNode) -> Iterator[RadixNode]:
-    """Yield the node and its ancestors, but for the root."""
-    while node.parent is not None:
-        yield node
-        node = node.parent
 
 
 def _is_evictable(node: RadixNode) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from jaxserve.engine.kv_cache.radix_cache import HeldWindow
+from jaxserve.engine.kv_cache.prefix_windows import HeldWindow
 from jaxserve.engine.scheduling.admission import NewTokenRatio, may_start, reserved_tokens
 from jaxserve.engine.scheduling.budget import PrefillBudget, trim_to_bucket
 from jaxserve.engine.scheduling.rank import Rank
@@ -120,7 +120,7 @@ class Planner:
         cache = rank.cache
         node, pages = cache.match(request.namespace, request.fill_tokens, request.num_reusable_tokens)
         cache.lock(node)
-        held = cache.hold_windows(node)
+        held = cache.windows.hold(node)
         running = rank.running
         available = [
             count + sum(len(other.pages[group]) for other in freed)
@@ -131,7 +131,7 @@ class Planner:
         starts = all(
             may_start(*pages, nothing_runs=not running) for pages in zip(needed, available, reserved, strict=True)
         )
-        cache.release_windows(held)
+        cache.windows.release(held)
         cache.unlock(node)
         return starts and (rank.num_free_slots > 0 or bool(freed))
 
@@ -294,7 +294,7 @@ class Planner:
                     self.num_deferred += 1
                     break
                 cache.lock(node)
-                held = cache.hold_windows(node)
+                held = cache.windows.hold(node)
                 needed = self._pages_to_start(waiting, rank, len(pages), held)
                 available = map(int.__sub__, rank.available_pages(), promised[index])
                 reserved = self._reserved_pages(missing[index], expected[index])
@@ -302,7 +302,7 @@ class Planner:
                 if not all(
                     may_start(*counts, nothing_runs=nothing_runs) for counts in zip(needed, available, reserved)
                 ):
-                    cache.release_windows(held)
+                    cache.windows.release(held)
                     cache.unlock(node)
                     continue
                 opens.append(self._table.start(waiting, rank, node, pages, held))

@@ -18,7 +18,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from jaxserve.engine.kv_cache.page_pool import PagePool
-from jaxserve.engine.kv_cache.radix_cache import HeldWindow, RadixCache
+from jaxserve.engine.kv_cache.prefix_windows import HeldWindow
+from jaxserve.engine.kv_cache.radix_cache import RadixCache
 from jaxserve.engine.kv_cache.radix_node import RadixNode
 from jaxserve.engine.kv_cache.window_pages import WindowRun
 from jaxserve.engine.scheduling.request import Phase, Request
@@ -36,7 +37,7 @@ class Rank:
         self.index = index
         self.pool = pool
         self.cache = cache
-        self.windows = cache.windows
+        self.windows = cache.windows.groups
         self._no_pages: tuple[tuple[int, ...], ...] = ((),) * (1 + len(self.windows))
         self._filled: list[Request] = []
         self.prefilling: dict[str, Request] = {}
@@ -99,7 +100,7 @@ class Rank:
         request.num_starts += 1
         request.phase = Phase.RUNNING
         request.node = node
-        runs = self.cache.load_windows(held)
+        runs = self.cache.windows.load(held)
         request.pages = [pages, *(run.pages for run in runs)]
         request.passed = [0, *(run.first for run in runs)]
         request.num_shared_pages = len(pages)
@@ -133,7 +134,7 @@ class Rank:
         self.give_up_passed(request)
         added = [tuple(new)]
         for group in range(len(self.windows)):
-            more = self.cache.allocate_window(group, count)
+            more = self.cache.windows.allocate(group, count)
             request.pages[group + 1] += more
             added.append(tuple(more))
         return tuple(added)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from jaxserve.engine.kv_cache.radix_cache import HeldWindow
+from jaxserve.engine.kv_cache.prefix_windows import HeldWindow
 from jaxserve.engine.kv_cache.radix_node import RadixNode
 from jaxserve.engine.scheduling.policy import WaitingQueue
 from jaxserve.engine.scheduling.rank import Rank

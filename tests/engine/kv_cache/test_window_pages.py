@@ -28,10 +28,10 @@ def _cache(num_pages: int = 16, num_window_pages: int = 16) -> tuple[PagePool, R
 def _keep(pool: PagePool, cache: RadixCache, tokens: list[int], first: int = 0) -> list[int]:
     """Insert a sequence that has given up its first pages of the window; return those that it had."""
     count = len(tokens) // SIZE
-    cache.windows[0].make_room(count - first)
-    pages = cache.windows[0].allocate(count - first)
+    cache.windows.groups[0].make_room(count - first)
+    pages = cache.windows.groups[0].allocate(count - first)
     cache.insert("", tokens, pool.allocate(count), 0, [WindowRun(first, pages)])
-    cache.windows[0].release(pages)
+    cache.windows.groups[0].release(pages)
     return pages
 
 
@@ -47,9 +47,9 @@ def test_a_prefix_is_found_as_far_as_the_last_window_is_there() -> None:
     assert _found(cache, LONG[:8]) == 0, "page 2 was given up"
     assert _found(cache, [*LONG[:10], 0, 0]) == 10
     node, pages = cache.match("", LONG, 12)
-    [held] = cache.hold_windows(node)
+    [held] = cache.windows.hold(node)
     assert (held.first, held.num_resident, len(pages)) == (4, 2, 6)
-    cache.release_windows([held])
+    cache.windows.release([held])
 
 
 def test_a_sequence_gives_the_tree_the_pages_that_it_lacks() -> None:
@@ -61,7 +61,7 @@ def test_a_sequence_gives_the_tree_the_pages_that_it_lacks() -> None:
     assert _found(cache, LONG) == 12
     _keep(pool, cache, LONG[:10])
     assert _found(cache, LONG[:8]) == 8
-    assert cache.windows[0].num_evictable == 7
+    assert cache.windows.groups[0].num_evictable == 7
     assert cache.check([], [()]) == []
 
 
@@ -69,10 +69,10 @@ def test_pages_that_only_shorter_prefixes_need_are_evicted_first() -> None:
     pool, cache = _cache(num_window_pages=6)
     _keep(pool, cache, LONG[:8])  # the older one
     _keep(pool, cache, [0, 0, 0, 0])
-    assert cache.windows[0].num_free == 0
-    cache.windows[0].make_room(2)
+    assert cache.windows.groups[0].num_free == 0
+    cache.windows.groups[0].make_room(2)
     assert [_found(cache, tokens) for tokens in (LONG[:8], LONG[:4], [0, 0, 0, 0])] == [8, 0, 4]
-    cache.windows[0].make_room(3)
+    cache.windows.groups[0].make_room(3)
     assert [_found(cache, tokens) for tokens in (LONG[:8], [0, 0, 0, 0])] == [0, 4], "then the least recently used"
 
 
@@ -81,12 +81,12 @@ def test_pages_that_a_request_uses_are_not_evicted() -> None:
     _keep(pool, cache, LONG)
     node, _ = cache.match("", LONG, 12)
     cache.lock(node)
-    held = cache.hold_windows(node)
-    window = cache.windows[0]
+    held = cache.windows.hold(node)
+    window = cache.windows.groups[0]
     assert (window.num_evictable, window.num_available) == (6 - LAST, 6 - LAST)
     window.make_room(6 - LAST)
     assert _found(cache, LONG) == 12
-    cache.release_windows(held)
+    cache.windows.release(held)
     window.make_room(6)
     assert _found(cache, LONG) == 0
     cache.unlock(node)
@@ -96,10 +96,10 @@ def test_evicting_whole_sequences_frees_their_windows() -> None:
     pool, cache = _cache(num_pages=6)
     _keep(pool, cache, LONG)
     cache.evict(2)
-    assert cache.windows[0].num_available == 16
-    assert cache.windows[0].num_free == 16 - 4
+    assert cache.windows.groups[0].num_available == 16
+    assert cache.windows.groups[0].num_free == 16 - 4
     cache.flush()
-    assert (pool.num_free, cache.windows[0].num_free) == (6, 16)
+    assert (pool.num_free, cache.windows.groups[0].num_free) == (6, 16)
 
 
 class WindowMachine(RuleBasedStateMachine):
@@ -134,12 +134,12 @@ class WindowMachine(RuleBasedStateMachine):
         host_only = cache.num_host_only(node)
         assert found == SIZE * (len(pages) + host_only)
         cache.lock(node)
-        held = cache.hold_windows(node)
+        held = cache.windows.hold(node)
         new = -(-len(tokens) // SIZE) - len(pages) - host_only
         loaded = sum(len(part.slots) for part in held[0].parts)
         available = rank.available_pages()
         if new + host_only > available[0] or new + loaded > available[1]:
-            cache.release_windows(held)
+            cache.windows.release(held)
             cache.unlock(node)
             self._end_plan()
             return
