@@ -64,6 +64,17 @@ _TEXT_MODELS: dict[str, dict[str, str]] = {
 # Architectures whose code comes with the checkpoint, and what to serve instead.
 _INSTEAD = {"ChatGLMModel": "GLM-4 is served from the checkpoints whose names end in -hf"}
 
+# Fields of models that keep something else than keys and values of each token, for which there is no KV group yet.
+_LATENT = "latent rows for the tokens of a sequence (multi-head latent attention)"
+_STATE = "a state of fixed size for each sequence (Mamba, gated delta nets)"
+_OTHER_CACHES = {
+    "kv_lora_rank": _LATENT,
+    "mamba_d_state": _STATE,
+    "ssm_state_size": _STATE,
+    "state_size": _STATE,
+    "linear_conv_kernel_dim": _STATE,
+}
+
 _TOWERS = (
     "vision_tower.", "multi_modal_projector.", "vision_model.", "audio_tower.", "embed_vision.", "embed_audio.",
     "vision_embedder.",
@@ -77,6 +88,8 @@ def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mo
     """
     fields = Fields(raw, where)
     architecture = (fields.texts("architectures") or ["(none)"])[0]
+    if architecture not in _FAMILIES and architecture not in _TEXT_MODELS:
+        raise ConfigError(f"architecture {abbreviate(architecture)} is not supported; {_why_not(architecture, raw)}")
     refuse_quantization(fields)
     if architecture in _TEXT_MODELS:
         text = fields.object("text_config")
@@ -89,12 +102,21 @@ def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mo
         architecture = kinds[kind]
         fields = Fields({**tied, **text, "architectures": [architecture]}, f"{where}: text_config")
         refuse_quantization(fields)
-    if architecture not in _FAMILIES:
-        instead = _INSTEAD.get(architecture) or "supported: " + ", ".join(sorted([*_FAMILIES, *_TEXT_MODELS]))
-        raise ConfigError(f"architecture {abbreviate(architecture)} is not supported; {instead}")
     config: ModelConfig = _FAMILIES[architecture].parse(fields)
     refuse_unread(fields)
     return config
+
+
+def _why_not(architecture: str, raw: Mapping[str, Any]) -> str:
+    """Return why an architecture isn't supported, or what is."""
+    if architecture in _INSTEAD:
+        return _INSTEAD[architecture]
+    text = raw.get("text_config")
+    fields = {*raw, *(text if isinstance(text, dict) else ())}
+    for field, kept in _OTHER_CACHES.items():
+        if field in fields:
+            return f"it keeps {kept}, and there is no KV group for that yet"
+    return "supported: " + ", ".join(sorted([*_FAMILIES, *_TEXT_MODELS]))
 
 
 def family(config: ModelConfig) -> ModuleType:

@@ -22,6 +22,22 @@ def test_an_unknown_architecture_is_refused_with_what_to_serve_instead(architect
         parse_model_config({"architectures": [architecture]})
 
 
+@pytest.mark.parametrize(
+    ("architecture", "fields", "kept"),
+    [
+        ("DeepseekV3ForCausalLM", {"kv_lora_rank": 512}, "latent rows"),
+        ("Mamba2ForCausalLM", {"state_size": 128}, "a state of fixed size for each sequence"),
+        ("Qwen3_5ForConditionalGeneration", {"text_config": {"linear_conv_kernel_dim": 4}}, "a state of fixed size"),
+    ],
+)
+def test_a_model_that_keeps_something_else_than_keys_and_values_is_refused(
+    architecture: str, fields: dict[str, object], kept: str
+) -> None:
+    raw = {"architectures": [architecture], "quantization_config": {"quant_method": "fp8"}, **fields}
+    with pytest.raises(ConfigError, match=f"'{architecture}' is not supported; it keeps {kept} .* no KV group for"):
+        parse_model_config(raw)
+
+
 def test_without_a_window_exaone_rotates_every_layer() -> None:
     raw = {**HUB["EXAONE-4.0-32B"][0], "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
     for window, rotated in ((None, (True, True)), (4096, (False, False))):
