@@ -61,7 +61,7 @@ class GroupLoad:
     more: int = 16
 
 
-LOADS = {"long answers": GroupLoad(1, 256), "conversations": GroupLoad(4, 64)}
+LOADS = {"long answers": GroupLoad(1, 256), "conversations": GroupLoad(3, 64)}
 
 
 async def run(port: int, model: str, load: GroupLoad, seed: int) -> float:
@@ -96,6 +96,17 @@ def settings(groups: int) -> list[str]:
     return ["--max-total-tokens", str(first * PAGE), "--swa-full-tokens-ratio", f"{ratio:.4f}"]
 
 
+def wait_until_it_answers(port: int, model: str) -> None:
+    """Send small requests until one is answered: a server that was stopped for minutes takes a moment."""
+    for _ in range(100):
+        with contextlib.suppress(httpx.HTTPError):
+            body = {"model": model, "prompt": [1], "max_tokens": 1}
+            if httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30).status_code == 200:
+                return
+        time.sleep(0.2)
+    raise SystemExit(f"the server on port {port} does not answer")
+
+
 def most_running(log: str) -> int:
     """Return the largest number of requests in a server's log lines."""
     return max(int(count) for count in re.findall(r"#running-req: (\d+)", log))
@@ -116,7 +127,18 @@ def main() -> None:
         model.mkdir()
         save_tokenizer(model_source.resolve("smollm2-135m-instruct"), model)
         (model / "config.json").write_text(json.dumps(CONFIG))
-        command = [sys.executable, "-m", "jaxserve", "serve", "--model", str(model), "--load-format", "dummy"]
+        command = [
+            sys.executable,
+            "-m",
+            "jaxserve",
+            "serve",
+            "--model",
+            str(model),
+            "--load-format",
+            "dummy",
+            "--dtype",
+            "float32",
+        ]
         command += [
             "--context-length",
             str(CONTEXT),
@@ -131,6 +153,7 @@ def main() -> None:
             pids[groups], _ = stack.enter_context(server(flags, port, f"groups-{groups}"))
         for round_, (name, load), (groups, pid) in itertools.product(range(args.rounds), loads.items(), pids.items()):
             with paused([other for other in pids.values() if other != pid]):
+                wait_until_it_answers(args.port + groups, str(model))
                 rate = asyncio.run(run(args.port + groups, str(model), load, seed=round_))
             rates[name][groups].append(rate)
             print(f"round {round_}, {name}, {groups} groups: {rate:.1f} tokens a second", file=sys.stderr)
@@ -146,8 +169,8 @@ def main() -> None:
         rows.append([f"{name}: output tok/s", f"{one:.1f}", f"{two:.1f}", f"{two / one:.2f}"])
     print(format_table(("", "one group", "two groups", "ratio"), rows, left=(0,)))
     if args.json:
-        flags = {groups: settings(groups) for groups in (1, 2)}
-        report = {"rates": rates, "running": running, "flags": flags}
+        given = {groups: settings(groups) for groups in (1, 2)}
+        report = {"rates": rates, "running": running, "flags": given}
         args.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
