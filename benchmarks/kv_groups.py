@@ -2,8 +2,8 @@
 
 A random model of SmolLM2-135M's size has windows of 256 tokens in five of six layers. Clients with prompts of 2,000
 tokens keep both servers busy; one of them holds 8 such requests in one KV group, the other divides the same memory.
-Each client sends its prompt once and waits for a long answer, or sends it several times, each time with a few more
-tokens, as a conversation does. The script compares the output tokens a second, as medians over rounds, and the most
+Each client sends one prompt and waits for a long answer, or goes on with a conversation: each prompt is the one before,
+its answer, and a few tokens more. The script compares the output tokens a second, as medians over rounds, and the most
 requests that ran at once.
 
     python benchmarks/kv_groups.py --rounds 3 --json benchmarks/results/cpu/kv_groups.json
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from serving_cpu import one_request, paused, server
+from serving_cpu import paused, server
 
 from jaxserve import model_source
 from jaxserve.cli.common.table import format_table
@@ -54,7 +54,7 @@ PROMPT, REQUESTS_IN_ONE_GROUP, CONTEXT, CLIENTS = 2000, 8, 2560, 24
 
 @dataclasses.dataclass(frozen=True)
 class GroupLoad:
-    """Each client sends `turns` requests, each with `more` tokens after those of the one before."""
+    """Each client sends `turns` requests; each but the first begins with the one before and its answer."""
 
     turns: int
     output_tokens: int
@@ -67,19 +67,23 @@ LOADS = {"long answers": GroupLoad(1, 256), "conversations": GroupLoad(3, 64)}
 async def run(port: int, model: str, load: GroupLoad, seed: int) -> float:
     """Run the load once, with new prompts for each seed, and return the output tokens per second."""
     rng = random.Random(seed)
-    results = []
+    url, numbers = f"http://127.0.0.1:{port}/v1/completions", []
+    options = {"model": model, "max_tokens": load.output_tokens, "temperature": 0, "ignore_eos": True}
 
-    async def client(prompt: list[int]) -> None:
+    async def client(http: httpx.AsyncClient, tokens: list[int]) -> None:
         for _ in range(load.turns):
-            results.append(await one_request(port, model, prompt, load.output_tokens))
-            prompt = prompt + [rng.randrange(100, 49000) for _ in range(load.more)]
+            body = {**options, "prompt": tokens, "return_token_ids": True}
+            answer = (await http.post(url, json=body)).raise_for_status().json()["choices"][0]["token_ids"]
+            numbers.append(len(answer))
+            tokens = [*tokens, *answer, *(rng.randrange(100, 49000) for _ in range(load.more))]
 
     prompts = [[rng.randrange(100, 49000) for _ in range(PROMPT)] for _ in range(CLIENTS)]
     start = time.perf_counter()
-    await asyncio.gather(*map(client, prompts))
+    async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=CLIENTS)) as http:
+        await asyncio.gather(*(client(http, prompt) for prompt in prompts))
     seconds = time.perf_counter() - start
-    assert all(result["tokens"] == load.output_tokens for result in results), "a request came back short"
-    return sum(result["tokens"] for result in results) / seconds
+    assert set(numbers) == {load.output_tokens}, "a request came back short"
+    return sum(numbers) / seconds
 
 
 def settings(groups: int) -> list[str]:

@@ -82,7 +82,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     # 18 pages of whole sequences, and 7 of windows, of which a request takes up to 7 while its prompt is computed.
     "groups": SMALL | {"swa_full_tokens_ratio": 0.4},
     "groups-write-through": WITH_HOST_MEMORY | {"swa_full_tokens_ratio": 0.4},
-    "groups-write-back": WITH_HOST_MEMORY | {"swa_full_tokens_ratio": 0.5, "hicache_write_policy": "write_back"},
+    "groups-write-back": WITH_HOST_MEMORY | {"swa_full_tokens_ratio": 0.4, "hicache_write_policy": "write_back"},
     "roomy": {
         "context_length": 64,
         "max_running_requests": 8,
