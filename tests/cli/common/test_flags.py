@@ -6,6 +6,7 @@ from jaxserve.cli import serve
 from jaxserve.cli.common import flags
 from jaxserve.config.aliases import ALIASES, ChoiceAlias, RenameAlias, SwitchAlias
 from jaxserve.config.load import LoadedConfig
+from jaxserve.config.schema import EngineConfig
 from jaxserve.config.settings import as_flag, settings
 from jaxserve.observability import log
 
@@ -43,7 +44,9 @@ def test_every_name_of_the_table_is_a_flag() -> None:
     known = set(serve.parser()._option_string_actions)
     for name, alias in ALIASES.items():
         assert as_flag(name) in known
-        assert (f"--no-{name.replace('_', '-')}" in known) == isinstance(alias, SwitchAlias)
+        renames_a_switch = isinstance(alias, RenameAlias) and isinstance(getattr(EngineConfig(), alias.to, None), bool)
+        is_switch = isinstance(alias, SwitchAlias) or renames_a_switch
+        assert (f"--no-{name.replace('_', '-')}" in known) == is_switch
         assert isinstance(alias, RenameAlias | SwitchAlias | ChoiceAlias)
 
 

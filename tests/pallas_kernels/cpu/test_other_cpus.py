@@ -40,6 +40,7 @@ KERNELS: list[Kernel] = [
                 soft_cap=soft_cap,
                 sinks=sinks,
                 decode_only=False,
+                writes=True,
             )
         )
         for dtype, window, soft_cap, sinks in (("bfloat16", None, None, False), ("float32", 32, 30.0, True))
