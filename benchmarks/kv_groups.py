@@ -61,10 +61,10 @@ class GroupLoad:
     more: int = 16
 
 
-LOADS = {"long answers": GroupLoad(1, 256), "conversations": GroupLoad(3, 64)}
+LOADS = {"long answers": GroupLoad(1, 256), "conversations": GroupLoad(2, 64)}
 
 
-async def run(port: int, model: str, load: GroupLoad, seed: int) -> float:
+async def run(port: int, model: str, load: GroupLoad, clients: int, seed: int) -> float:
     """Run the load once, with new prompts for each seed, and return the output tokens per second."""
     rng = random.Random(seed)
     url, numbers = f"http://127.0.0.1:{port}/v1/completions", []
@@ -77,9 +77,9 @@ async def run(port: int, model: str, load: GroupLoad, seed: int) -> float:
             numbers.append(len(answer))
             tokens = [*tokens, *answer, *(rng.randrange(100, 49000) for _ in range(load.more))]
 
-    prompts = [[rng.randrange(100, 49000) for _ in range(PROMPT)] for _ in range(CLIENTS)]
+    prompts = [[rng.randrange(100, 49000) for _ in range(PROMPT)] for _ in range(clients)]
     start = time.perf_counter()
-    async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=CLIENTS)) as http:
+    async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=clients)) as http:
         await asyncio.gather(*(client(http, prompt) for prompt in prompts))
     seconds = time.perf_counter() - start
     assert set(numbers) == {load.output_tokens}, "a request came back short"
@@ -119,6 +119,7 @@ def most_running(log: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clients", type=int, default=CLIENTS)
     parser.add_argument("--load", action="append", choices=list(LOADS), help="run only this load; may be repeated")
     parser.add_argument("--port", type=int, default=8060)
     parser.add_argument("--json", type=Path)
@@ -146,7 +147,6 @@ def main() -> None:
         command += [
             "--context-length",
             str(CONTEXT),
-            "--disable-radix-cache",
             "--program-cache-dir",
             f"{folder}/programs",
         ]
@@ -158,7 +158,7 @@ def main() -> None:
         for round_, (name, load), (groups, pid) in itertools.product(range(args.rounds), loads.items(), pids.items()):
             with paused([other for other in pids.values() if other != pid]):
                 wait_until_it_answers(args.port + groups, str(model))
-                rate = asyncio.run(run(args.port + groups, str(model), load, seed=round_))
+                rate = asyncio.run(run(args.port + groups, str(model), load, args.clients, seed=round_))
             rates[name][groups].append(rate)
             print(f"round {round_}, {name}, {groups} groups: {rate:.1f} tokens a second", file=sys.stderr)
         for groups in pids:
