@@ -92,10 +92,12 @@ class PrefixWindows:
         for group, one in enumerate(held):
             pages: list[int] = []
             for part in one.parts:
-                loaded = self.allocate(group, len(part.slots))
-                self.groups[group].prepend(part.node, loaded)
-                self._tier.load_window(group, part.slots, loaded)
-                pages += loaded + part.pages
+                if part.slots:
+                    loaded = self.allocate(group, len(part.slots))
+                    self.groups[group].prepend(part.node, loaded)
+                    self._tier.load_window(group, part.slots, loaded)
+                    pages += loaded
+                pages += part.pages
             runs.append(WindowRun(one.first, pages))
         return runs
 

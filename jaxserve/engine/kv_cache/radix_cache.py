@@ -110,8 +110,8 @@ class RadixCache:
 
         Return the node that ends them, which is now locked in place of `node`, and the number of pages taken over. That
         is fewer than given if the tree already has pages for these tokens or a flush has detached `node`; the caller
-        keeps the rest. `runs` are the request's pages of windows, of which the tree takes those that it lacks; `start`
-        is the index of the first of `pages` in the sequence.
+        keeps the rest. `runs` are the request's window pages; the tree also gets those that it has none for. `start` is
+        the index of the first of `pages` in the sequence.
         """
         if self._disabled or node.detached or not pages:
             return node, 0
@@ -135,7 +135,7 @@ class RadixCache:
         """Take over the pages of a stopped sequence that the tree lacks, and release the others.
 
         `tokens` are the sequence's whole pages from its beginning; `pages` hold them from page index `start` on. `runs`
-        are its pages of windows, which the caller releases; the tree takes those that it lacks.
+        are its window pages; the tree also gets those that it has none for, and the caller releases all of them.
         """
         if self._disabled or not (pages or runs):
             self._pool.release(pages)

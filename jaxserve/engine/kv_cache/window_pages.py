@@ -92,24 +92,24 @@ class WindowPages:
                         self._push(node)
 
     def prepend(self, node: RadixNode, pages: list[int]) -> None:
-        """Give a node the pages right before those that it has; a request uses them."""
+        """Add pages in front of those that a node has. A request must be using the new pages."""
         for page in pages:
             self._nodes[page] = node
         node.windows[self._index] = pages + self.of(node)
 
     def append(self, node: RadixNode, pages: list[int]) -> None:
-        """Give a node that has grown the pages of its new end; a request uses them."""
+        """Add pages after those that a node has, which has grown. A request must be using the new pages."""
         for page in pages:
             self._nodes[page] = node
         self.of(node).extend(pages)
         self._push(node)
 
     def drop(self, node: RadixNode, count: int | None = None) -> None:
-        """Take the first `count` pages of a node from it, or all; those that no request uses become free."""
+        """Remove the first `count` pages from a node, or all of them. A page that no request uses becomes free."""
         self._drop(node, slice(0, count))
 
     def drop_end(self, node: RadixNode, count: int) -> None:
-        """Take the last `count` pages of a node from it."""
+        """Remove the last `count` pages from a node."""
         pages = self.of(node)
         self._drop(node, slice(max(0, len(pages) - count), len(pages)))
 
@@ -144,7 +144,7 @@ class WindowPages:
         return problems + self._pool.check(owners.keys() | users.keys())
 
     def _drop(self, node: RadixNode, part: slice) -> None:
-        """Take a part of a node's pages from it."""
+        """Remove some pages from a node."""
         pages = self.of(node)
         for page in pages[part]:
             self._nodes[page] = None
@@ -154,7 +154,7 @@ class WindowPages:
         del pages[part]
 
     def make_room(self, count: int, save: Callable[[RadixNode], None] | None = None) -> None:
-        """Evict cached pages that no request uses until `count` pages are free; so many are available.
+        """Evict cached pages that no request uses, until `count` pages are free. That many must be available.
 
         `save` is called before a node loses pages of its last window.
         """
@@ -166,7 +166,7 @@ class WindowPages:
                     save(node)
                 most = min(missing, len(self.of(node)))
             else:
-                # Pages that a request has just given to the node come before those that it had.
+                # The unused pages come after pages that a request has just added to the node and still uses.
                 page = next(page for page, node in enumerate(self._nodes) if node and not self._users[page])
                 node = self._nodes[page]
                 assert node is not None
