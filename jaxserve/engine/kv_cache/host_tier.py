@@ -169,7 +169,7 @@ class HostTier:
         problems = [f"in host memory, {problem}" for problem in self._slots.check(owned)]
         for window in self.windows:
             problems += [f"in host memory for a window, {problem}" for problem in window.check((), nodes)]
-        if self._loads:
+        if self._loads or self._loading:
             problems.append(f"{len(self._loads)} pages were to be loaded by a plan that was never made")
         return problems
 
