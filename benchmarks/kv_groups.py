@@ -61,7 +61,7 @@ class GroupLoad:
     more: int = 16
 
 
-LOADS = {"long answers": GroupLoad(1, 256), "conversations": GroupLoad(2, 64)}
+LOADS = {"long answers": GroupLoad(1, 256), "conversations": GroupLoad(3, 64)}
 
 
 async def run(port: int, model: str, load: GroupLoad, clients: int, seed: int) -> float:

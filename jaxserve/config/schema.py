@@ -101,7 +101,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float | None,
         Meta(
             description="KV cache tokens of layers with a sliding window, as a share of those of the other layers; "
-            "default: what requests of half the context length need, or of 16384 tokens"
+            "default: what requests of half of context_length need, of at most 16384 tokens; if it is not set, of 4096"
         ),
     ] = None
     disable_hybrid_swa_memory: Annotated[
