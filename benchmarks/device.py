@@ -43,6 +43,7 @@ SECTIONS = {
     "engine.llama_3_1_8b": 400,
     "programs.dispatch": 60,
     "engine.llama_3_2_1b": 120,
+    "engine.gemma_3_4b": 180,
     "engine.qwen3_0_6b": 120,
     "kernels.every_case": 240,
     "peer.transformers": 120,

@@ -144,7 +144,7 @@ def placements(count: int, traces: Sequence[str]) -> list[dict[str, Any]]:
     rows = []
     for trace in traces:
         for name, function in (("in turn", in_turn), ("load", by_load), ("prefix", by_prefix)):
-            with mock.patch("jaxserve.engine.scheduling.planner.rank_by_cost", function):
+            with mock.patch("jaxserve.engine.scheduling.prefill.rank_by_cost", function):
                 rows.append({"placement": name, **simulate(trace, count, RANKS, policy="fcfs")})
         for weight in (0, 16, rank_router.SEQUENCE_TOKENS, 256):
             with mock.patch.object(rank_router, "SEQUENCE_TOKENS", weight):

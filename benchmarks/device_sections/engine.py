@@ -38,6 +38,11 @@ def llama_3_1_8b(run: SectionRun) -> None:
     _model(run, "Llama-3.1-8B")
 
 
+def gemma_3_4b(run: SectionRun) -> None:
+    """Measure Gemma-3-4B's shape, which has two KV groups and heads of 256."""
+    _model(run, "Gemma-3-4B")
+
+
 def _model(run: SectionRun, name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings: dict[str, Any] = {"model": write_model(name, run.tiny, Path(folder)), "load_format": "dummy"}

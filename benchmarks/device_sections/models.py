@@ -19,6 +19,12 @@ MODELS: dict[str, dict[str, Any]] = {
                      "tie_word_embeddings": True},
     "Llama-3.1-8B": {**_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
                      "head_dim": 128},
+    "Gemma-3-4B": {
+        "architectures": ["Gemma3ForCausalLM"], "vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240,
+        "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6, "max_position_embeddings": 131072,
+        "sliding_window": 1024, "sliding_window_pattern": 6,
+    },
 }  # fmt: skip
 _TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}  # fmt: skip

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from jaxserve.engine.kv_cache.host_tier import HostTier
 from jaxserve.engine.kv_cache.page_pool import PagePool
 from jaxserve.engine.kv_cache.prefix_windows import PrefixWindows
-from jaxserve.engine.kv_cache.radix_node import LruHeap, RadixNode, descendants
+from jaxserve.engine.kv_cache.radix_node import LruHeap, RadixNode, descendants, walk
 from jaxserve.engine.kv_cache.window_pages import WindowPages, WindowRun
 
 
@@ -52,14 +52,16 @@ class RadixCache:
         matches in part is split, so that the prefix ends with a node; the whole path is marked as used.
         """
         root = self._root(namespace)
-        return self._take(root, self.windows.usable(self._walk(root, tokens, limit)))
+        return self._take(root, self.windows.usable(walk(root, tokens, limit, self._page_size)))
 
     def match_length(self, namespace: Hashable, tokens: list[int], limit: int) -> int:
         """Return how many tokens `match` would find, without changing anything."""
         root = self._roots.get(namespace)
         if root is None:
             return 0
-        return self._page_size * sum(length for _, length in self.windows.usable(self._walk(root, tokens, limit)))
+        return self._page_size * sum(
+            length for _, length in self.windows.usable(walk(root, tokens, limit, self._page_size))
+        )
 
     def num_host_only(self, node: RadixNode) -> int:
         """Return how many pages at the end of the prefix that ends at `node` are only in host memory."""
@@ -141,7 +143,7 @@ class RadixCache:
             self._pool.release(pages)
             return
         root = self._root(namespace)
-        node, found = self._take(root, list(self._walk(root, tokens, len(tokens))))
+        node, found = self._take(root, list(walk(root, tokens, len(tokens), self._page_size)))
         known = len(found) - start
         if known < 0:  # the pages before these have been evicted or flushed, so these would never be found
             self._pool.release(pages)
@@ -258,47 +260,12 @@ class RadixCache:
         """
         if not runs:
             return
-        for child, length in list(self._walk(node, tokens, len(tokens))):
+        for child, length in list(walk(node, tokens, len(tokens), self._page_size)):
             if child.pages and self.windows.lacks_any(child, start, runs):
                 one = child if length == child.length else self._split_head(child, length)
                 self.windows.give(one, start, runs)
                 self.tier.mark_added(one)
             start += length
-
-    def _walk(self, node: RadixNode, tokens: list[int], limit: int) -> Iterator[tuple[RadixNode, int]]:
-        """Yield the nodes along `tokens` and how many pages of each match; only the last may match in part."""
-        size = self._page_size
-        end = min(len(tokens), limit) // size * size
-        at = 0
-        while at < end:
-            child = node.children.get(tuple(tokens[at : at + size]))
-            if child is None:
-                return
-            pages = self._num_equal_pages(child, tokens, at, end)
-            is_whole = pages == child.length  # computed before the yield, as the caller may split the child
-            yield child, pages
-            if not is_whole:
-                return
-            at += pages * size
-            node = child
-
-    def _num_equal_pages(self, node: RadixNode, tokens: list[int], at: int, end: int) -> int:
-        """Return how many whole pages of `node` equal `tokens` from index `at` on; at least one.
-
-        Finds the first difference by bisection over slices, because Python compares whole lists fast.
-        """
-        size = self._page_size
-        most = min(node.length, (end - at) // size)
-        if node.tokens[: most * size] == tokens[at : at + most * size]:
-            return most
-        low, high = 1, most  # the first `low` pages are equal, the first `high` are not
-        while high - low > 1:
-            middle = (low + high) // 2
-            if node.tokens[low * size : middle * size] == tokens[at + low * size : at + middle * size]:
-                low = middle
-            else:
-                high = middle
-        return low
 
     def _attach(self, node: RadixNode, tokens: list[int], pages: list[int], *, locks: int) -> tuple[RadixNode, int]:
         """Put `pages` into the tree below `node` until a page of `tokens` is already resident there.
@@ -316,7 +283,7 @@ class RadixCache:
             elif child.pages:
                 break
             else:
-                count = self._num_equal_pages(child, tokens, taken * size, len(tokens))
+                count = child.num_equal_pages(tokens, taken * size, len(tokens), size)
                 child = child if count == child.length else self._split_head(child, count)
                 child.pages = pages[taken : taken + count]
             child.locks = locks

@@ -69,6 +69,24 @@ class RadixNode:
         parent.num_resident_children -= bool(self.pages)
         return parent
 
+    def num_equal_pages(self, tokens: list[int], at: int, end: int, page_size: int) -> int:
+        """Return how many whole pages of the run equal `tokens[at:end]`; the first one must.
+
+        Finds the first difference by bisection over slices, because Python compares whole lists fast.
+        """
+        most = min(self.length, (end - at) // page_size)
+        if self.tokens[: most * page_size] == tokens[at : at + most * page_size]:
+            return most
+        low, high = 1, most  # the first `low` pages are equal, the first `high` are not
+        while high - low > 1:
+            middle = (low + high) // 2
+            first, last = low * page_size, middle * page_size
+            if self.tokens[first:last] == tokens[at + first : at + last]:
+                low = middle
+            else:
+                high = middle
+        return low
+
     def split_windows(self, length: int) -> list[list[int]]:
         """Keep the window pages of the first `length` pages of the run, and return the others."""
         rest = self.length - length
@@ -99,6 +117,26 @@ def descendants(root: RadixNode) -> Iterator[RadixNode]:
         node = stack.pop()
         yield node
         stack.extend(node.children.values())
+
+
+def walk(node: RadixNode, tokens: list[int], limit: int, page_size: int) -> Iterator[tuple[RadixNode, int]]:
+    """Yield the nodes below `node` along `tokens[:limit]`, and how many pages of each match: of all but the last, all.
+
+    The caller may split a node that it got.
+    """
+    end = min(len(tokens), limit) // page_size * page_size
+    at = 0
+    while at < end:
+        child = node.children.get(tuple(tokens[at : at + page_size]))
+        if child is None:
+            return
+        pages = child.num_equal_pages(tokens, at, end, page_size)
+        is_whole = pages == child.length  # computed before the yield, as the caller may split the child
+        yield child, pages
+        if not is_whole:
+            return
+        at += pages * page_size
+        node = child
 
 
 class LruHeap:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 
-from jaxserve.api_types import EngineRequest, SamplingParams, TokenLogprobs, Usage
+from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenEvent, TokenLogprobs, Usage
 from jaxserve.engine.kv_cache.radix_node import RadixNode
 
 
@@ -171,3 +171,25 @@ class Request:
         self.num_fill_tokens = self.num_known_tokens
         if self.needs_prompt_logprobs:
             self.prompt_logprobs = [None]
+
+    def last_event(
+        self,
+        reason: FinishReason,
+        token_ids: list[int],
+        *,
+        stop_id: int | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+        error: str | None = None,
+    ) -> TokenEvent:
+        """Return the event that ends the request; of `logprobs`, those of `token_ids`."""
+        return TokenEvent(
+            self.request_id,
+            token_ids,
+            finish_reason=reason,
+            stop_id=stop_id,
+            logprobs=None if logprobs is None else logprobs[: len(token_ids)],
+            prompt_logprobs=None if self.needs_prompt_logprobs else self.prompt_logprobs,
+            usage=self.usage,
+            error=error,
+            queue_seconds=self.queue_seconds,
+        )

@@ -7,7 +7,6 @@ while earlier ones are in flight; plans are committed in the order they were mad
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from collections import deque
@@ -22,14 +21,13 @@ from jaxserve.engine.kv_cache.radix_cache import RadixCache
 from jaxserve.engine.kv_cache.window_pages import WindowPages
 from jaxserve.engine.scheduling import admission
 from jaxserve.engine.scheduling.planner import Planner
-from jaxserve.engine.scheduling.policy import Policy, WaitingQueue, choose_victim
+from jaxserve.engine.scheduling.policy import Policy, WaitingQueue
 from jaxserve.engine.scheduling.rank import Rank
 from jaxserve.engine.scheduling.request import Phase, Request
 from jaxserve.engine.scheduling.request_table import RequestTable
+from jaxserve.engine.scheduling.retraction import Retraction
 from jaxserve.engine.scheduling.scheduler_stats import SchedulerStats
 from jaxserve.step_plan import Capacity, StepPlan, StepResult
-
-logger = logging.getLogger("jaxserve.engine")
 
 
 class Scheduler:
@@ -70,7 +68,6 @@ class Scheduler:
             namespace, fill, limit = request.namespace, request.fill_tokens, request.num_reusable_tokens
             return max(rank.cache.match_length(namespace, fill, limit) for rank in ranks)
 
-        self._uses_priority = policy == "priority"
         self._table = RequestTable(ranks, WaitingQueue(policy, cached, random_seed))
         self._ratio = admission.NewTokenRatio(conservativeness)
         self._planner = Planner(
@@ -88,6 +85,9 @@ class Scheduler:
         self._events: list[TokenEvent] = []
         self._num_arrived = 0
         self._stats = SchedulerStats(capacity)
+        self._retraction = Retraction(
+            self._table, self._planner, self._ratio, self._stats, capacity, by_priority=policy == "priority"
+        )
 
     def add(self, request: EngineRequest) -> TokenEvent | None:
         """Add a request, or return the only event of a rejected one."""
@@ -129,11 +129,7 @@ class Scheduler:
         table = self._table
         for rank in self._ranks:
             rank.release_planned()
-        num_retracted = self._restart_grown()
-        if num_retracted == 0:
-            num_retracted = self._make_room()
-        if num_retracted == 0:
-            num_retracted = self._preempt_for_priority()
+        num_retracted = self._retraction.retract(self._events, in_flight=bool(self._in_flight))
         if num_retracted is None:
             return None
         # A request that was just retracted must not start again at once: it would take back the pages it freed.
@@ -240,7 +236,7 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """Return the current sizes and counters."""
         return self._stats.engine_stats(
-            self._table, new_token_ratio=self._ratio.value, num_deferred=self._planner.num_deferred
+            self._table, new_token_ratio=self._ratio.value, num_deferred=self._planner.prefills.num_deferred
         )
 
     def flush_cache(self) -> int:
@@ -254,119 +250,17 @@ class Scheduler:
         """Return the inconsistencies found in pages, slots and queues, as sentences."""
         return self._table.check()
 
-    def _restart_grown(self) -> int | None:
-        """Retract sequences that are about to grow past the length up to which their rotation holds.
-
-        They start again with all their tokens rotated otherwise. Return 0, as no memory is short, or None if a step in
-        flight must be committed first, which makes all their tokens known.
-        """
-        length = self._capacity.rotation_length
-        if length is None:
-            return 0
-        decoding = [request for rank in self._ranks for request in rank.decoding.values()]
-        grown = [request for request in decoding if request.num_planned_tokens == length and not request.is_long]
-        if grown and self._in_flight:
-            return None
-        for request in grown:
-            self._table.retract(request)
-        if grown:
-            logger.info("sequences that grow past %d tokens are computed again (longrope): %d", length, len(grown))
-        return 0
-
-    def _make_room(self) -> int | None:
-        """Retract requests until the others have pages for their next step; return how many were retracted.
-
-        Return None if a step in flight must be committed first: it may end requests and so free pages, and it makes all
-        tokens of a victim known.
-        """
-        table = self._table
-        num_retracted = 0
-        for rank in self._ranks:
-            while self._planner.is_short_of_pages(rank):
-                if self._in_flight:
-                    return None
-                running = rank.running
-                if len(running) == 1:
-                    error = admission.pool_exhausted_error(running[0].num_known_tokens, self._capacity)
-                    self._events.append(self._finish(running[0], FinishReason.ERROR, error=error))
-                else:
-                    table.retract(choose_victim(running, by_priority=self._uses_priority))
-                    num_retracted += 1
-        if num_retracted:
-            self._stats.num_retractions += num_retracted
-            before = self._ratio.value
-            self._ratio.set_from_survivors(list(table.running))
-            logger.warning(
-                "decode out of memory happened, #retracted_reqs: %d, #new_token_ratio: %.4f -> %.4f, "
-                "#running-req: %d, #queue-req: %d, total_cumulative_preemption_cnt: %d",
-                num_retracted,
-                before,
-                self._ratio.value,
-                self.num_running,
-                self.num_waiting,
-                self._stats.num_preemptions,
-            )
-        return num_retracted
-
-    def _preempt_for_priority(self) -> int | None:
-        """Retract requests of lower priority if the first waiting request can't start otherwise.
-
-        Return 0, as the retracted requests stand behind it in the queue, so that it may start in the same plan. Return
-        None if a step in flight must be committed first.
-        """
-        table = self._table
-        first = next(table.waiting.in_order(), None) if self._uses_priority else None
-        if first is None or any(self._planner.can_start(first, rank) for rank in self._ranks):
-            return 0
-        for rank in self._ranks:
-            lower = [request for request in rank.running if request.priority < first.priority]
-            if lower and self._planner.can_start(first, rank, freed=lower):
-                break
-        else:
-            return 0
-        if self._in_flight:
-            return None
-        num_retracted = 0
-        while lower and not self._planner.can_start(first, rank):
-            victim = choose_victim(lower, by_priority=True)
-            lower.remove(victim)
-            table.retract(victim)
-            num_retracted += 1
-        self._stats.num_priority_preemptions += num_retracted
-        logger.info(
-            "preempted %d running requests for one of priority %d, #running-req: %d, #queue-req: %d, "
-            "total_cumulative_preemption_cnt: %d",
-            num_retracted,
-            first.priority,
-            self.num_running,
-            self.num_waiting,
-            self._stats.num_preemptions,
-        )
-        return 0
-
     def _finish(
         self,
         request: Request,
         reason: FinishReason,
-        token_ids: list[int] | None = None,
+        token_ids: Sequence[int] = (),
         stop_id: int | None = None,
         logprobs: list[TokenLogprobs] | None = None,
-        error: str | None = None,
     ) -> TokenEvent:
         """Remove a request from the table and return its last event."""
         self._table.finish(request)
-        token_ids = token_ids or []
-        return TokenEvent(
-            request.request_id,
-            token_ids,
-            finish_reason=reason,
-            stop_id=stop_id,
-            logprobs=None if logprobs is None else logprobs[: len(token_ids)],
-            prompt_logprobs=None if request.needs_prompt_logprobs else request.prompt_logprobs,
-            usage=request.usage,
-            error=error,
-            queue_seconds=request.queue_seconds,
-        )
+        return request.last_event(reason, list(token_ids), stop_id=stop_id, logprobs=logprobs)
 
 
 def _make_rank(

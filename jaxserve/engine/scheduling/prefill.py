@@ -1,0 +1,233 @@
+"""Chooses the prompt chunks of a step: running prompts first, then waiting requests, which it starts.
+
+A choice stays within each rank's token budget and pages. The planner then allocates the pages and makes the chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from jaxserve.engine.kv_cache.prefix_windows import HeldWindow
+from jaxserve.engine.scheduling.admission import NewTokenRatio, may_start, reserved_tokens
+from jaxserve.engine.scheduling.budget import PrefillBudget, trim_to_bucket
+from jaxserve.engine.scheduling.rank import Rank
+from jaxserve.engine.scheduling.rank_router import rank_by_cost
+from jaxserve.engine.scheduling.request import Request
+from jaxserve.engine.scheduling.request_table import RequestTable
+from jaxserve.step_plan import Capacity, SlotOpen
+
+# A shared prefix shorter than this is computed twice instead of deferring a request.
+_MIN_SHARED_TOKENS = 32
+# A step passes at most this many requests whose best rank has no budget left: each lookup queries every rank's cache.
+_MAX_PASSED = 16
+
+
+class PrefillChooser:
+    """Chooses chunks of at most `prefill_tokens` together on each rank, in steps of at most `step_tokens`.
+
+    `num_deferred` is how many waiting requests the last choice deferred because another request computes their prefix.
+    """
+
+    def __init__(
+        self,
+        table: RequestTable,
+        capacity: Capacity,
+        *,
+        prefill_tokens: int,
+        step_tokens: int,
+        ratio: NewTokenRatio,
+        shares_prefixes: bool,
+    ) -> None:
+        self.num_deferred = 0
+        self._table = table
+        self._capacity = capacity
+        self._page_size = capacity.page_size
+        self._prefill_tokens = prefill_tokens
+        self._step_tokens = step_tokens
+        self._ratio = ratio
+        self._shares_prefixes = shares_prefixes
+
+    def choose(self, num_decodes: Sequence[int], opens: list[SlotOpen], *, admit: bool) -> list[tuple[Request, int]]:
+        """Return the requests that get a chunk in a step with `num_decodes[i]` decodes on rank i, and its length.
+
+        With `admit`, waiting requests may start, which adds to `opens`. They start in queue order; only one deferred
+        for a shared prefix, or whose best rank has no budget left, may be passed. A chunk is shorter than the prompt's
+        rest only if it uses up a budget or the pages. So each rank has at most one partly planned prompt, and two
+        prompts never wait for each other's pages. If decodes take the pages a prompt needs, retraction frees others.
+        """
+        table = self._table
+        partial = [request for rank in table.ranks for request in rank.prefilling.values()]
+        admit = admit and bool(table.waiting) and any(rank.num_free_slots for rank in table.ranks)
+        if not partial and not admit:
+            return []
+        budget = PrefillBudget(
+            num_decodes,
+            step_tokens=self._step_tokens,
+            prefill_tokens=self._prefill_tokens,
+            prompt_logprob_tokens=self._capacity.prompt_logprob_tokens,
+        )
+        chosen: list[tuple[Request, int]] = []
+        promised = [[0] * len(self._capacity.pages_by_group) for _ in table.ranks]
+        open_ranks = list(table.ranks)
+        # The oldest first: a chunk with prompt log probabilities limits all chunks to a smaller program.
+        for request in sorted(partial, key=lambda request: request.arrival) if len(partial) > 1 else partial:
+            rank = table.ranks[request.rank]
+            planned, held = request.num_planned_tokens, len(request.pages[0])
+            wants = request.needs_prompt_logprobs
+            room = (held + self._unpromised(rank, promised)) * self._page_size - planned
+            length = min(request.num_fill_tokens - planned, room, budget.max_chunk(rank.index, prompt_logprobs=wants))
+            if length <= 0:
+                open_ranks.remove(rank)
+                continue
+            budget.add_chunk(rank.index, length, prompt_logprobs=wants)
+            chosen.append((request, length))
+            added = rank.pool.pages_for(planned + length) - held
+            promised[rank.index] = [pages + added for pages in promised[rank.index]]
+        if admit:
+            self._start_waiting(open_ranks, chosen, opens, budget, promised)
+        if chosen and not budget.prompt_logprobs:  # steps with prompt log probabilities run another program
+            self._trim(chosen, budget.totals)
+        return chosen
+
+    def can_start(self, request: Request, rank: Rank, *, freed: Sequence[Request] = ()) -> bool:
+        """Return whether a rank has a slot and pages for a waiting request, now or with what others would free."""
+        if not (rank.num_free_slots or freed):
+            return False
+        cache = rank.cache
+        node, pages = cache.match(request.namespace, request.fill_tokens, request.num_reusable_tokens)
+        cache.lock(node)
+        held = cache.windows.hold(node)
+        available = [
+            count + sum(len(other.pages[group]) for other in freed)
+            for group, count in enumerate(rank.available_pages())
+        ]
+        expected = reserved_tokens(rank.running, self._ratio.value)
+        fits = self._fits(request, rank, len(pages), held, available, expected, rank.missing_window_pages())
+        cache.windows.release(held)
+        cache.unlock(node)
+        return fits
+
+    def _start_waiting(
+        self,
+        open_ranks: list[Rank],
+        chosen: list[tuple[Request, int]],
+        opens: list[SlotOpen],
+        budget: PrefillBudget,
+        promised: list[list[int]],
+    ) -> None:
+        """Start waiting requests in queue order, as long as an open rank has budget and pages.
+
+        `promised[i]` of the available pages of rank i, by KV group, are needed by chunks chosen before. A request whose
+        best rank only lacks budget in this step waits for the next step: another rank would compute its prefix again.
+        """
+        ranks = self._table.ranks
+        ratio = self._ratio.value
+        expected = [reserved_tokens(rank.running, ratio) for rank in ranks]
+        pending = [sum(r.num_fill_tokens - r.num_planned_tokens for r in rank.prefilling.values()) for rank in ranks]
+        missing = [rank.missing_window_pages() for rank in ranks]
+        num_passed = 0
+        self.num_deferred = 0
+        for waiting in self._table.waiting.in_order():
+            wants = waiting.needs_prompt_logprobs
+            able = [rank for rank in open_ranks if rank.num_free_slots]
+            if num_passed > _MAX_PASSED or not any(budget.max_chunk(r.index, prompt_logprobs=wants) > 0 for r in able):
+                return
+            for rank in rank_by_cost(waiting, able, pending):
+                index, cache, pool = rank.index, rank.cache, rank.pool
+                if budget.max_chunk(index, prompt_logprobs=wants) <= 0:
+                    num_passed += 1
+                    break
+                fill, reusable = waiting.fill_tokens, waiting.num_reusable_tokens
+                node, pages = cache.match(waiting.namespace, fill, reusable)
+                cached = (len(pages) + cache.num_host_only(node)) * self._page_size
+                if self._is_computed_by_another(waiting, fill, cached, rank, chosen):
+                    self.num_deferred += 1
+                    break
+                cache.lock(node)
+                held = cache.windows.hold(node)
+                available = list(map(int.__sub__, rank.available_pages(), promised[index]))
+                if not self._fits(waiting, rank, len(pages), held, available, expected[index], missing[index]):
+                    cache.windows.release(held)
+                    cache.unlock(node)
+                    continue
+                opens.append(self._table.start(waiting, rank, node, pages, held))
+                length = min(waiting.num_fill_tokens - cached, budget.max_chunk(index, prompt_logprobs=wants))
+                if (room := self._unpromised(rank, promised) * self._page_size) < length:
+                    length = room
+                    open_ranks.remove(rank)
+                budget.add_chunk(index, length, prompt_logprobs=wants)
+                chosen.append((waiting, length))
+                whole = pool.pages_for(waiting.num_fill_tokens) - len(waiting.pages[0])
+                at_once = pool.pages_for(length)
+                promised[index] = [
+                    before + min(whole, at_once if group else whole) for group, before in enumerate(promised[index])
+                ]
+                expected[index] += reserved_tokens([waiting], ratio)
+                pending[index] += waiting.num_fill_tokens - cached
+                break
+            else:
+                return
+
+    def _fits(
+        self,
+        request: Request,
+        rank: Rank,
+        num_resident: int,
+        held: Sequence[HeldWindow],
+        available: Sequence[int],
+        expected_tokens: float,
+        missing: Sequence[int],
+    ) -> bool:
+        """Return whether the `available` pages of each KV group are enough to start a waiting request.
+
+        `num_resident` pages of its cached prefix are on the device, and `held` of the windows before its end. Running
+        requests are expected to produce `expected_tokens`, and lack the `missing` pages to whole windows. Of a group
+        with a window, the request needs at most a window and a chunk of its prompt at once.
+        """
+        pool, nothing_runs = rank.pool, not (rank.prefilling or rank.decoding)
+        total, reserved = pool.pages_for(request.num_fill_tokens), math.ceil(expected_tokens / self._page_size)
+        # The first group's pages include those to load from the host.
+        if not may_start(total - num_resident, available[0], reserved, nothing_runs=nothing_runs):
+            return False
+        for window, one, count, most in zip(rank.windows, held, available[1:], missing, strict=True):
+            at_once = window.last_pages + 1 + pool.pages_for(self._prefill_tokens)
+            needed = max(0, min(total - one.first, at_once, window.num_pages) - one.num_resident)
+            if not may_start(needed, count, min(reserved, most), nothing_runs=nothing_runs):
+                return False
+        return True
+
+    def _unpromised(self, rank: Rank, promised: list[list[int]]) -> int:
+        """Return how many more pages a chunk may take in each KV group of a rank."""
+        return min(count - pages for count, pages in zip(rank.available_pages(), promised[rank.index]))
+
+    def _trim(self, chosen: list[tuple[Request, int]], totals: list[int]) -> None:
+        """Shorten the last chunk of each rank if the step then fits a smaller bucket; see `trim_to_bucket`."""
+        last = {request.rank: at for at, (request, _) in enumerate(chosen)}
+        lasts = [chosen[last[rank]][1] if rank in last else 0 for rank in range(len(totals))]
+        for rank, cut in enumerate(trim_to_bucket(totals, lasts, self._capacity.token_buckets)):
+            if cut:
+                request, length = chosen[last[rank]]
+                chosen[last[rank]] = request, length - cut
+
+    def _is_computed_by_another(
+        self, request: Request, fill: list[int], cached: int, rank: Rank, chosen: list[tuple[Request, int]]
+    ) -> bool:
+        """Return whether another request on `rank` computes the next part of `request`'s prompt in this step.
+
+        Then the pages can be shared from the next step on, instead of computing them twice.
+        """
+        if not self._shares_prefixes:
+            return False
+        end = cached + max(_MIN_SHARED_TOKENS, self._page_size) // self._page_size * self._page_size
+        if end > request.num_reusable_tokens:
+            return False
+        return any(
+            other.rank == rank.index
+            and other.namespace == request.namespace
+            and other.num_fill_tokens >= end
+            and other.num_planned_tokens < end
+            and other.tokens(cached, end) == fill[cached:end]
+            and other.tokens(0, cached) == fill[:cached]
+            for other, _ in chosen
+        )
