@@ -2,9 +2,9 @@
 
 A random model of SmolLM2-135M's size has windows of 256 tokens in five of six layers. Clients with prompts of 2,000
 tokens keep both servers busy; one of them holds 8 such requests in one KV group, the other divides the same memory.
-Each client sends one prompt and waits for a long answer, or goes on with a conversation: each prompt is the one before,
-its answer, and a few tokens more. The script compares the output tokens a second, as medians over rounds, and the most
-requests that ran at once.
+Each client sends one prompt and waits for a long answer, or leads a conversation: after a pause it sends the prompt
+before, its answer, and a few tokens more. The script compares the output tokens a second, as medians over rounds, and
+the most requests that ran at once.
 
     python benchmarks/kv_groups.py --rounds 3 --json benchmarks/results/cpu/kv_groups.json
 """
@@ -54,24 +54,30 @@ PROMPT, REQUESTS_IN_ONE_GROUP, CONTEXT, CLIENTS = 2000, 8, 2560, 24
 
 @dataclasses.dataclass(frozen=True)
 class GroupLoad:
-    """Each client sends `turns` requests; each but the first begins with the one before and its answer."""
+    """Each client sends `turns` requests; each but the first begins with the one before and its answer.
+
+    Before each of these, it pauses for half to one and a half times `pause` seconds.
+    """
 
     turns: int
     output_tokens: int
     more: int = 16
+    pause: float = 5.0
 
 
 LOADS = {"long answers": GroupLoad(1, 256), "conversations": GroupLoad(3, 64)}
 
 
-async def run(port: int, model: str, load: GroupLoad, clients: int, seed: int) -> float:
+async def run(port: int, model: str, load: GroupLoad, clients: int, seed: str) -> float:
     """Run the load once, with new prompts for each seed, and return the output tokens per second."""
     rng = random.Random(seed)
     url, numbers = f"http://127.0.0.1:{port}/v1/completions", []
     options = {"model": model, "max_tokens": load.output_tokens, "temperature": 0, "ignore_eos": True}
 
     async def client(http: httpx.AsyncClient, tokens: list[int]) -> None:
-        for _ in range(load.turns):
+        for turn in range(load.turns):
+            if turn > 0:
+                await asyncio.sleep(load.pause * rng.uniform(0.5, 1.5))
             body = {**options, "prompt": tokens, "return_token_ids": True}
             answer = (await http.post(url, json=body)).raise_for_status().json()["choices"][0]["token_ids"]
             numbers.append(len(answer))
@@ -158,7 +164,7 @@ def main() -> None:
         for round_, (name, load), (groups, pid) in itertools.product(range(args.rounds), loads.items(), pids.items()):
             with paused([other for other in pids.values() if other != pid]):
                 wait_until_it_answers(args.port + groups, str(model))
-                rate = asyncio.run(run(args.port + groups, str(model), load, args.clients, seed=round_))
+                rate = asyncio.run(run(args.port + groups, str(model), load, args.clients, f"{name} {round_}"))
             rates[name][groups].append(rate)
             print(f"round {round_}, {name}, {groups} groups: {rate:.1f} tokens a second", file=sys.stderr)
         for groups in pids:
