@@ -138,24 +138,8 @@ def main() -> None:
         model.mkdir()
         save_tokenizer(model_source.resolve("smollm2-135m-instruct"), model)
         (model / "config.json").write_text(json.dumps(CONFIG))
-        command = [
-            sys.executable,
-            "-m",
-            "jaxserve",
-            "serve",
-            "--model",
-            str(model),
-            "--load-format",
-            "dummy",
-            "--dtype",
-            "float32",
-        ]
-        command += [
-            "--context-length",
-            str(CONTEXT),
-            "--program-cache-dir",
-            f"{folder}/programs",
-        ]
+        command = [sys.executable, "-m", "jaxserve", "serve", "--model", str(model), "--load-format", "dummy"]
+        command += ["--dtype", "float32", "--context-length", str(CONTEXT), "--program-cache-dir", f"{folder}/programs"]
         pids = {}
         for groups in (1, 2):
             port = args.port + groups
@@ -180,7 +164,7 @@ def main() -> None:
     print(format_table(("", "one group", "two groups", "ratio"), rows, left=(0,)))
     if args.json:
         given = {groups: settings(groups) for groups in (1, 2)}
-        report = {"rates": rates, "running": running, "flags": given}
+        report = {"clients": args.clients, "rates": rates, "running": running, "flags": given}
         args.json.write_text(json.dumps(report, indent=2) + "\n")
 
 

@@ -306,9 +306,8 @@ def test_greedy_tokens_are_those_of_the_request_alone(build: Build, name: str, o
     assert aborted > 0, "these seeds try no abort"
     assert loop.stats().num_preemptions > 0 or name not in ("tiny-pool", "groups")
     assert loop.stats().cache_hit_tokens > 0, "these seeds find nothing in the cache"
-    assert loop.stats().host_load_pages > 5 or name not in TIERED + GROUPS_TIERED, (
-        "these seeds load nothing from host memory"
-    )
+    least = 8 if name in TIERED else 5 if name in GROUPS_TIERED else -1
+    assert loop.stats().host_load_pages > least, "these seeds load too little from host memory"
 
 
 SAMPLED: list[dict[str, Any]] = [

@@ -88,7 +88,7 @@ class HostTier:
         return len(node.host_slots)
 
     def save_windows(self, node: RadixNode) -> None:
-        """Copy to host memory the window pages of `node` that are not there yet, as many as fit."""
+        """Save the window pages of `node` that have no copy, as many as fit."""
         for group, window in enumerate(self.windows):
             saved = list(window.of(node))
             pages = node.windows[group]

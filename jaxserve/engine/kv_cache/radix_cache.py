@@ -112,8 +112,8 @@ class RadixCache:
 
         Return the node that ends them, which is now locked in place of `node`, and the number of pages taken over. That
         is fewer than given if the tree already has pages for these tokens or a flush has detached `node`; the caller
-        keeps the rest. `runs` are the request's window pages; the tree also gets those that it has none for. `start` is
-        the index of the first of `pages` in the sequence.
+        keeps the rest. `runs` are the request's window pages, of which the tree takes over those that it lacks. `start`
+        is the index of the first of `pages` in the sequence.
         """
         if self._disabled or node.detached or not pages:
             return node, 0
@@ -137,7 +137,7 @@ class RadixCache:
         """Take over the pages of a stopped sequence that the tree lacks, and release the others.
 
         `tokens` are the sequence's whole pages from its beginning; `pages` hold them from page index `start` on. `runs`
-        are its window pages; the tree also gets those that it has none for, and the caller releases all of them.
+        are its window pages: the tree takes over those that it lacks, and the caller releases all of them.
         """
         if self._disabled or not (pages or runs):
             self._pool.release(pages)
@@ -215,26 +215,12 @@ class RadixCache:
                 problems.append(
                     f"a cached run of {node.length} pages counts {node.locks} locks, not {expected.get(id(node), 0)}"
                 )
-            problems += self._check_node(node)
+            problems += node.check(self._page_size)
             evictable += 0 if node.locks else len(node.pages)
             slots += node.host_slots
         if evictable != self.num_evictable:
             problems.append(f"{self.num_evictable} cached pages are said to be evictable, but {evictable} are")
         return problems + self.tier.check(slots, nodes)
-
-    def _check_node(self, node: RadixNode) -> list[str]:
-        problems = []
-        if len(node.tokens) != node.length * self._page_size or not node.length:
-            problems.append(f"a cached run has {len(node.tokens)} tokens in {node.length} pages")
-        if len(node.host_slots) > node.length:
-            problems.append(f"a cached run of {node.length} pages has {len(node.host_slots)} copies")
-        resident = sum(bool(child.pages) for child in node.children.values())
-        if resident != node.num_resident_children or (resident and not node.pages):
-            problems.append(
-                f"a cached run of {len(node.pages)} pages on the device counts {node.num_resident_children} resident "
-                f"children, but has {resident}"
-            )
-        return problems
 
     def _root(self, namespace: Hashable) -> RadixNode:
         root = self._roots.get(namespace)

@@ -61,6 +61,21 @@ class RadixNode:
         """The length in pages."""
         return len(self.pages) or len(self.host_slots)
 
+    def check(self, page_size: int) -> list[str]:
+        """Return the inconsistencies found between the node and its children, as sentences."""
+        problems = []
+        if len(self.tokens) != self.length * page_size or not self.length:
+            problems.append(f"a cached run has {len(self.tokens)} tokens in {self.length} pages")
+        if len(self.host_slots) > self.length:
+            problems.append(f"a cached run of {self.length} pages has {len(self.host_slots)} copies")
+        resident = sum(bool(child.pages) for child in self.children.values())
+        if resident != self.num_resident_children or (resident and not self.pages):
+            problems.append(
+                f"a cached run of {len(self.pages)} pages on the device counts {self.num_resident_children} resident "
+                f"children, but has {resident}"
+            )
+        return problems
+
     def unlink(self, page_size: int) -> RadixNode:
         """Remove this node and its descendants from the tree; return its parent."""
         parent = self.parent

@@ -92,13 +92,13 @@ class WindowPages:
                         self._push(node)
 
     def prepend(self, node: RadixNode, pages: list[int]) -> None:
-        """Add pages in front of those that a node has. A request must be using the new pages."""
+        """Add `pages` before the pages of `node`. A request must be using them."""
         for page in pages:
             self._nodes[page] = node
         node.windows[self._index] = pages + self.of(node)
 
     def append(self, node: RadixNode, pages: list[int]) -> None:
-        """Add pages after those that a node has, which has grown. A request must be using the new pages."""
+        """Add `pages` after the pages of `node`, whose run has grown. A request must be using them."""
         for page in pages:
             self._nodes[page] = node
         self.of(node).extend(pages)

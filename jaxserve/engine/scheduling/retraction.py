@@ -39,7 +39,7 @@ class Retraction:
         self._by_priority = by_priority
 
     def retract(self, events: list[TokenEvent], *, in_flight: bool) -> int | None:
-        """Retract the requests that can't be in the next step; return how many lost their pages to other running ones.
+        """Prepare the next step; return how many requests were retracted because pages were short.
 
         Return None if a step `in_flight` must be committed first. A request that needs more than the whole KV cache
         ends, and its last event is added to `events`.
