@@ -156,7 +156,7 @@ def main() -> None:
                 (Path(tempfile.gettempdir()) / f"groups-{groups}-{args.port + groups}.log").read_text()
             )
             info = httpx.get(f"http://127.0.0.1:{args.port + groups}/server_info", timeout=30).json()
-            assert not info.get("integrity_errors"), info
+            assert not info["stats"]["integrity_errors"], info
     rows = [["requests at once", f"{running[1]}", f"{running[2]}", f"{running[2] / running[1]:.2f}"]]
     for name, by_groups in rates.items():
         one, two = (statistics.median(found) for found in by_groups.values())
