@@ -42,7 +42,7 @@ from jaxserve.observability import log
 from jaxserve.server.lifecycle import serve
 from jaxserve.server.server_state import LoadedModel
 from jaxserve.text.template_process import TemplateProcess
-from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 MODEL = EngineConfig().model
 TOKEN_BYTES = 5  # every token has this length, so that the length of a text gives its number of tokens

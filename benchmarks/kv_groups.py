@@ -31,7 +31,7 @@ from serving_cpu import paused, server
 
 from jaxserve import model_source
 from jaxserve.cli.common.table import format_table
-from jaxserve.text.save import save_tokenizer
+from jaxserve.text.tokenizers.save import save_tokenizer
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],

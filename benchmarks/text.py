@@ -25,7 +25,7 @@ from jaxserve.config.schema import DEFAULT_MODEL
 from jaxserve.model_source import read_config, resolve
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.output import OutputProcessor
-from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 REPOSITORY = Path(__file__).parents[1]
 NATURAL = (

@@ -36,7 +36,7 @@ from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.chat_template_files import choose_chat_template
 from jaxserve.text.output import OutputDelta, OutputProcessor
 from jaxserve.text.requests import check_ids, sample_requests
-from jaxserve.text.tokenizer import load_tokenizer
+from jaxserve.text.tokenizers.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

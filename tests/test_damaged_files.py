@@ -22,8 +22,8 @@ from jaxserve.model_source.gguf_metadata import GGUFMetadata
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family, parse_model_config
 from jaxserve.text.chat_template import ChatTemplate
-from jaxserve.text.token_bytes import byte_alphabet
-from jaxserve.text.tokenizer import load_tokenizer
+from jaxserve.text.tokenizers.token_bytes import byte_alphabet
+from jaxserve.text.tokenizers.tokenizer import load_tokenizer
 from jaxserve.weights import check_tensors, open_weights
 from jaxserve.weights.arrays import flatten
 from tests.model_source.gguf_files import write_gguf

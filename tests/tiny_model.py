@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxserve.text.token_bytes import byte_alphabet
+from jaxserve.text.tokenizers.token_bytes import byte_alphabet
 
 EOS_ID = 257
 VOCAB_SIZE = 258

@@ -74,7 +74,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def _convert(config: EngineConfig, folder: Path) -> None:
-    from jaxserve.text.save import save_tokenizer
+    from jaxserve.text.tokenizers.save import save_tokenizer
     from jaxserve.weights.convert import convert
 
     source = model_source.resolve(config.model)

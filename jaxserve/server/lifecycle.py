@@ -45,7 +45,7 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig) -
     from jaxserve.text.chat_template import ChatTemplate
     from jaxserve.text.chat_template_files import choose_chat_template
     from jaxserve.text.template_process import TemplateProcess
-    from jaxserve.text.tokenizer import load_tokenizer
+    from jaxserve.text.tokenizers.tokenizer import load_tokenizer
 
     # Fetched here once, with a progress bar, before several processes look for it.
     source = await _run_in_thread(lambda: resolve(engine_config.model))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxserve.engine.client import Engine
     from jaxserve.observability.engine_metrics import Reading
     from jaxserve.text.chat_template import Message
-    from jaxserve.text.tokenizer import Tokenizer
+    from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 Phase = Literal["starting", "ready", "draining", "dead"]
 

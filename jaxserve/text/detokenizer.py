@@ -9,7 +9,7 @@ import codecs
 import itertools
 from collections.abc import Iterable, Sequence
 
-from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 _CONTEXT = 4  # a character has at most 4 bytes, so its start lies at most 3 tokens back
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 
-from jaxserve.text.token_bytes import byte_alphabet, component_steps
+from jaxserve.text.tokenizers.token_bytes import byte_alphabet, component_steps
 
 # The factor by which a normalizer can shorten a text in UTF-8: NFC turns the three bytes of U+212A into K, NFKC the
 # four of U+1D400 into A, and no sequence shrinks more. Any other step may drop text.

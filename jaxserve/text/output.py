@@ -11,7 +11,7 @@ import msgspec
 from jaxserve.api_types import EngineRequest, FinishReason, TokenEvent, TokenLogprobs, Usage
 from jaxserve.text.detokenizer import IncrementalDetokenizer
 from jaxserve.text.stop_strings import StopMatcher
-from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 
 class OutputDelta(msgspec.Struct):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from jaxserve.api_types import MAX_STOP_IDS, EngineInfo, EngineRequest, SamplingParams
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.stop_regex import check_patterns
-from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 MAX_PRIORITY = 2**31 - 1
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.text.tokenizer_parts import TokenizerParts
+from jaxserve.text.tokenizers.tokenizer import Tokenizer
+from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
 
 SYLLABLES = ("ba", "ce", "di", "fo", "gu", "ha", "je", "ki", "lo", "mu", "na", "pe")
 

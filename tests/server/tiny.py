@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.text.chat_template import ChatTemplate, Message
-from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.text.tokenizer_parts import TokenizerParts
+from jaxserve.text.tokenizers.tokenizer import Tokenizer
+from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
 from tests.tiny_model import byte_tokenizer
 
 SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>"]

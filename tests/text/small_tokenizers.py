@@ -5,9 +5,9 @@ from __future__ import annotations
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
-from jaxserve.text.token_bytes import byte_alphabet
-from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.text.tokenizer_parts import TokenizerParts
+from jaxserve.text.tokenizers.token_bytes import byte_alphabet
+from jaxserve.text.tokenizers.tokenizer import Tokenizer
+from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
 
 SCRIPTS = [
     "Hello world, it's 2024!",

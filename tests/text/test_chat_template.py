@@ -11,7 +11,7 @@ from jaxserve.config.schema import DEFAULT_MODEL
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.model_source import resolve
 from jaxserve.text.chat_template import ChatTemplate
-from jaxserve.text.tokenizer import load_tokenizer
+from jaxserve.text.tokenizers.tokenizer import load_tokenizer
 from tests.text import small_tokenizers
 
 FIXTURE = json.loads((Path(__file__).parent.parent / "fixtures" / "text" / "chat_templates.json").read_text("utf-8"))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.text.detokenizer import IncrementalDetokenizer
-from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.tokenizers.tokenizer import Tokenizer
 from tests.selection import examples
 from tests.text import small_tokenizers
 from tests.text.small_tokenizers import SCRIPTS

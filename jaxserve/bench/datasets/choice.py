@@ -13,7 +13,7 @@ from jaxserve.bench.datasets.lengths import LengthRange, length_range
 from jaxserve.bench.datasets.prompts import BenchConversation
 from jaxserve.bench.datasets.vocabulary import Vocabulary
 from jaxserve.errors import ConfigError
-from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 DATASETS = {
     "random": "texts of random words",

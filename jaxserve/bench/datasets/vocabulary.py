@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxserve.errors import ConfigError
-from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 _CANDIDATES = 8192
 _MIN_WORDS = 64

@@ -16,7 +16,7 @@ from jaxserve.bench.load.backends import http_message
 from jaxserve.bench.load.http_client import BrokenResponseError, ConnectionPool
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.model_source import resolve_tokenizer
-from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 _REQUEST_SECONDS = 30.0
 _RETRY_SECONDS = 0.25

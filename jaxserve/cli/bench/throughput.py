@@ -20,7 +20,7 @@ from jaxserve.cli.common import flags
 from jaxserve.cli.common.parser import Parser
 from jaxserve.cli.common.table import format_table
 from jaxserve.errors import ConfigError
-from jaxserve.text.tokenizer import load_tokenizer
+from jaxserve.text.tokenizers.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM, RequestOutput

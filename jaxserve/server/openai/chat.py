@@ -26,7 +26,7 @@ from jaxserve.server.openai.responses import (
 )
 from jaxserve.server.server_state import ServerState
 from jaxserve.text.output import OutputDelta
-from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 
 async def chat_completions(state: ServerState, exchange: HttpExchange, request: ChatRequest) -> None:

@@ -25,7 +25,7 @@ from jaxserve.server.openai.protocol import CompletionRequest
 from jaxserve.server.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, total_usage
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.output import OutputDelta
-from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 

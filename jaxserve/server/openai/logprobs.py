@@ -10,7 +10,7 @@ from jaxserve.server.openai.responses import ChatLogprobs, ChatTokenLogprob, Com
 from jaxserve.text.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
-    from jaxserve.text.tokenizer import Tokenizer
+    from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 # JSON has no infinity; OpenAI writes this instead.
 LOGPROB_FLOOR = -9999.0

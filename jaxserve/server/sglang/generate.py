@@ -28,7 +28,7 @@ from jaxserve.server.openai.logprobs import LOGPROB_FLOOR
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.server.sglang.generate_protocol import GenerateOutput, GenerateRequest, GenerateSampling, MetaInfo
 from jaxserve.text.output import OutputDelta
-from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 128
 

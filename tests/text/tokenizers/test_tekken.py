@@ -11,10 +11,10 @@ from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.model_source import ModelSource
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.detokenizer import IncrementalDetokenizer
-from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from tests.text import small_tokenizers
 
-FIXTURES = Path(__file__).parent.parent / "fixtures" / "text"
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "text"
 CASES = json.loads((FIXTURES / "reference_ids.json").read_text(encoding="utf-8"))["tekken"]
 CONTENT = json.loads((FIXTURES / "tekken.json").read_text(encoding="utf-8"))
 

@@ -10,10 +10,10 @@ import pytest
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource
 from jaxserve.text.detokenizer import IncrementalDetokenizer
-from jaxserve.text.sentencepiece_model import read_sentencepiece_model
-from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.text.tokenizers.sentencepiece_model import read_sentencepiece_model
+from jaxserve.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
-FIXTURES = Path(__file__).parent.parent / "fixtures" / "text"
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "text"
 CASES = json.loads((FIXTURES / "reference_ids.json").read_text(encoding="utf-8"))["sentencepiece"]
 REFERENCE = [(model, case) for model, cases in CASES.items() for case in cases]
 

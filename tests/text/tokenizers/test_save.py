@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from jaxserve.model_source import ModelSource
-from jaxserve.text.save import save_tokenizer
-from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.text.tokenizers.save import save_tokenizer
+from jaxserve.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from tests.model_source.gguf_files import write_gguf
 from tests.text.small_tokenizers import SCRIPTS
-from tests.text.test_gguf_tokenizer import BYTES, CONTROL, NORMAL, USER_DEFINED, sentencepiece_keys
+from tests.text.tokenizers.test_gguf_tokenizer import BYTES, CONTROL, NORMAL, USER_DEFINED, sentencepiece_keys
 from tests.tiny_model import write_tiny_model
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}:\r\n{{ m.content }}{{ eos_token }}\n{% endfor %}"

@@ -15,10 +15,10 @@ from tokenizers.processors import TemplateProcessing
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import TOKEN_ID, Fields, read_json
 from jaxserve.text.chat_template_files import chat_templates
-from jaxserve.text.sentencepiece_model import backend_from_sentencepiece, read_sentencepiece_model
-from jaxserve.text.tekken import SPECIAL_TOKENS as TEKKEN_SPECIAL_TOKENS
-from jaxserve.text.tekken import backend_from_tekken
-from jaxserve.text.tokenizer_parts import TokenizerParts
+from jaxserve.text.tokenizers.sentencepiece_model import backend_from_sentencepiece, read_sentencepiece_model
+from jaxserve.text.tokenizers.tekken import SPECIAL_TOKENS as TEKKEN_SPECIAL_TOKENS
+from jaxserve.text.tokenizers.tekken import backend_from_tekken
+from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
 
 
 def tokenizer_from_folder(folder: Path) -> TokenizerParts:

@@ -18,8 +18,8 @@ from tokenizers import Regex, decoders, pre_tokenizers
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import TOKEN_ID, Fields, read_json
-from jaxserve.text.sentencepiece_backend import Piece, PieceKind, add_whole_tokens, bpe_backend
-from jaxserve.text.token_bytes import byte_alphabet
+from jaxserve.text.tokenizers.sentencepiece_backend import Piece, PieceKind, add_whole_tokens, bpe_backend
+from jaxserve.text.tokenizers.token_bytes import byte_alphabet
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 """The names of special tokens in chat templates, the same for every file."""

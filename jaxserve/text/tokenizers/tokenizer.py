@@ -13,8 +13,8 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.model_source import ModelSource
 from jaxserve.text.chat_template_files import default_chat_template
 from jaxserve.text.min_tokens import MinTokenCounter
-from jaxserve.text.token_bytes import TokenByteTable, token_byte_table
-from jaxserve.text.tokenizer_parts import TokenizerParts
+from jaxserve.text.tokenizers.token_bytes import TokenByteTable, token_byte_table
+from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
 
 _ID_OUT_OF_RANGE = "token ids must be in [0, 2^32)"
 
@@ -23,10 +23,10 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
     """Load the tokenizer of a model. Raises `ConfigError` if its files have no usable one."""
     if source.kind == "gguf":
         from jaxserve.model_source.gguf_metadata import GGUFMetadata
-        from jaxserve.text.gguf_tokenizer import tokenizer_from_gguf
+        from jaxserve.text.tokenizers.gguf_tokenizer import tokenizer_from_gguf
 
         return Tokenizer(tokenizer_from_gguf(GGUFMetadata(source.path)))
-    from jaxserve.text.hf_folder import tokenizer_from_folder
+    from jaxserve.text.tokenizers.hf_folder import tokenizer_from_folder
 
     return Tokenizer(tokenizer_from_folder(source.path))
 

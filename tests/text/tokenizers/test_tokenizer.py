@@ -14,14 +14,12 @@ from hypothesis import strategies as st
 from jaxserve.config.schema import DEFAULT_MODEL
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.model_source import ModelSource, resolve
-from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from tests.selection import examples
 from tests.text import small_tokenizers
 from tests.text.small_tokenizers import SCRIPTS
 
-FIXTURE = json.loads(
-    (Path(__file__).parent.parent / "fixtures" / "text" / "smollm2_ids.json").read_text(encoding="utf-8")
-)
+FIXTURE = json.loads((Path(__file__).parents[2] / "fixtures" / "text" / "smollm2_ids.json").read_text(encoding="utf-8"))
 
 byte_level = functools.cache(small_tokenizers.byte_level)
 sentencepiece = functools.cache(small_tokenizers.sentencepiece)
@@ -203,7 +201,7 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
 def test_loading_a_folder_imports_neither_jax_nor_transformers(folder: Path) -> None:
     code = (
         "import sys, json, pathlib; from jaxserve.text.output import OutputProcessor\n"
-        "from jaxserve.text.tokenizer import load_tokenizer; from jaxserve.model_source import resolve\n"
+        "from jaxserve.text.tokenizers.tokenizer import load_tokenizer; from jaxserve.model_source import resolve\n"
         "from jaxserve.text.chat_template import ChatTemplate\n"
         f"load_tokenizer(resolve({str(folder)!r})); print(json.dumps(sorted(sys.modules)))"
     )

@@ -17,8 +17,14 @@ from jaxserve.errors import ConfigError
 from jaxserve.model_source.gguf_config import token_id
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
 from jaxserve.text.chat_template_files import DEFAULT
-from jaxserve.text.sentencepiece_backend import Piece, PieceKind, add_whole_tokens, bpe_backend, sentencepiece_backend
-from jaxserve.text.tokenizer_parts import TokenizerParts
+from jaxserve.text.tokenizers.sentencepiece_backend import (
+    Piece,
+    PieceKind,
+    add_whole_tokens,
+    bpe_backend,
+    sentencepiece_backend,
+)
+from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"

@@ -14,7 +14,7 @@ from typing import Any
 from jaxserve.model_source import ModelSource, find_tokenizer_files
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
 from jaxserve.text.chat_template_files import DEFAULT
-from jaxserve.text.tokenizer_parts import TokenizerParts
+from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
 
 
 def save_tokenizer(source: ModelSource, folder: Path) -> None:
@@ -25,7 +25,7 @@ def save_tokenizer(source: ModelSource, folder: Path) -> None:
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, copy)
         return
-    from jaxserve.text.gguf_tokenizer import tokenizer_from_gguf
+    from jaxserve.text.tokenizers.gguf_tokenizer import tokenizer_from_gguf
 
     parts = tokenizer_from_gguf(GGUFMetadata(source.path))
     parts.backend.save(str(folder / "tokenizer.json"))

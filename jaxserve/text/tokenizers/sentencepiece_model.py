@@ -17,7 +17,7 @@ from tokenizers import Regex, normalizers
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import TOKEN_ID, Fields
-from jaxserve.text.sentencepiece_backend import SPACE, Piece, PieceKind, sentencepiece_backend
+from jaxserve.text.tokenizers.sentencepiece_backend import SPACE, Piece, PieceKind, sentencepiece_backend
 
 _BPE = 2
 _MODEL_TYPES = {1: "Unigram", 2: "BPE", 3: "Word", 4: "Char"}

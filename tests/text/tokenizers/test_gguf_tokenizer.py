@@ -9,13 +9,13 @@ from tokenizers import Tokenizer as Backend
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource
-from jaxserve.text.gguf_tokenizer import _SPLITS
-from jaxserve.text.sentencepiece_model import read_sentencepiece_model
-from jaxserve.text.token_bytes import byte_alphabet
-from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.text.tokenizers.gguf_tokenizer import _SPLITS
+from jaxserve.text.tokenizers.sentencepiece_model import read_sentencepiece_model
+from jaxserve.text.tokenizers.token_bytes import byte_alphabet
+from jaxserve.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from tests.model_source.gguf_files import write_gguf
 
-FIXTURES = Path(__file__).parent.parent / "fixtures" / "text"
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "text"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 BYTES = list(byte_alphabet().values())
 
