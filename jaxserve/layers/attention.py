@@ -14,8 +14,8 @@ from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch, replace_pool
 from jaxserve.layers.linear import linear, row_parallel
 from jaxserve.layers.norm import rms_norm, rms_norm_of_shards
 from jaxserve.layers.rope import Rotation, rotate
-from pallas_kernels.packed_matmul import PackedWeight
 from pallas_kernels.paged_attention import Backend, paged_attention, qkv_attention
+from pallas_kernels.quantized_matmul import PackedWeight
 
 
 @flax.struct.dataclass

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.linear import TENSOR_AXIS, linear, tensor_rank
-from pallas_kernels.packed_matmul import PackedWeight, gather_rows
+from pallas_kernels.quantized_matmul import PackedWeight, gather_rows
 
 
 def shard_index(tokens: Int[Array, "..."], shard_size: int) -> Int[Array, "..."]:

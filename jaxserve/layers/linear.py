@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.packed_matmul import PackedWeight, packed_matmul
+from pallas_kernels.quantized_matmul import PackedWeight, packed_matmul
 
 TENSOR_AXIS = "tensor"
 _LANES = 64

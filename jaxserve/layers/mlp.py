@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxserve.layers.linear import linear, row_parallel
-from pallas_kernels.packed_matmul import PackedWeight
+from pallas_kernels.quantized_matmul import PackedWeight
 
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,

@@ -17,7 +17,7 @@ import numpy as np
 from jaxserve.errors import ConfigError
 from jaxserve.params import ParamSpec, Path, path_of
 from pallas_kernels.cpu import refusal
-from pallas_kernels.packed_matmul import BLOCK, STRIP, Bits
+from pallas_kernels.quantized_matmul import BLOCK, STRIP, Bits
 
 BITS: Mapping[str, Bits] = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 8, "Q5_1": 8, "Q5_K": 8, "Q8_0": 8}
 """The bits in which each stored type is packed; other types are dequantized, or were never quantized."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.params import ParamSpec, Path, path_of
 from jaxserve.quant.formats import HEAD
-from pallas_kernels.packed_matmul import Bits, PackedWeight, packed_shape
+from pallas_kernels.quantized_matmul import Bits, PackedWeight, packed_shape
 
 
 def pack_specs(abstract: Any, bits: Mapping[Path, Bits]) -> Any:

@@ -22,7 +22,7 @@ from jaxserve.model_source.gguf_metadata import GGUFMetadata, GGUFTensorInfo
 from jaxserve.params import Window
 from jaxserve.weights.gguf_blocks import decode_blocks
 from jaxserve.weights.source import TensorInfo, row_blocks
-from pallas_kernels.packed_matmul import BLOCK
+from pallas_kernels.quantized_matmul import BLOCK
 
 _READABLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _TYPES = {kind.value: kind for kind in GGMLQuantizationType}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGMLQuantizationType as Kind
 
-from pallas_kernels.packed_matmul import BLOCK
+from pallas_kernels.quantized_matmul import BLOCK
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 BlockArray = np.ndarray[Any, Any]

@@ -15,7 +15,7 @@ from jaxserve.params import ParamSpec, Path, TensorPart, Window, dotted
 from jaxserve.quant import packed_weights
 from jaxserve.weights.arrays import WeightReader, flatten
 from jaxserve.weights.source import BLOCK_ELEMENTS, BlockSource, TensorInfo
-from pallas_kernels.packed_matmul import BLOCK, BLOCK_DTYPE, STRIP, PackedWeight, pack_blocks, pack_dense
+from pallas_kernels.quantized_matmul import BLOCK, BLOCK_DTYPE, STRIP, PackedWeight, pack_blocks, pack_dense
 
 Read = Callable[[Window, np.ndarray[Any, Any]], None]
 

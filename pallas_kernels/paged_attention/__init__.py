@@ -4,7 +4,8 @@ from pallas_kernels.paged_attention.api import paged_attention, qkv_attention
 from pallas_kernels.paged_attention.backends import REFERENCE, Backend, BackendName, choose_backend
 from pallas_kernels.paged_attention.layout import KVLayout, PagedKV, kv_layout
 from pallas_kernels.paged_attention.pages import read_pages, write_pages
-from pallas_kernels.paged_attention.problem import KernelTarget, Problem, target_of
+from pallas_kernels.paged_attention.problem import Problem
+from pallas_kernels.target import KernelTarget, target_of
 
 __all__ = [
     "REFERENCE",

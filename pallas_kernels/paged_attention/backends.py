@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any, Literal, Protocol, cast, get_args
 
 from pallas_kernels.paged_attention.layout import KVLayout
-from pallas_kernels.paged_attention.problem import CPU, KernelTarget, Problem
+from pallas_kernels.paged_attention.problem import Problem
+from pallas_kernels.target import CPU, KernelTarget
 
 BackendName = Literal["reference", "cpu", "triton", "mosaic_tpu", "mosaic_gpu"]
 

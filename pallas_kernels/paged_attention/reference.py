@@ -19,8 +19,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.paged_attention.layout import PagedKV
-from pallas_kernels.paged_attention.problem import KernelTarget, Problem
+from pallas_kernels.paged_attention.problem import Problem
 from pallas_kernels.paged_attention.write import write_kv
+from pallas_kernels.target import KernelTarget
 
 DECODE_ROWS = 16
 DECODE_BLOCK = 64

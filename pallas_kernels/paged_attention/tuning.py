@@ -12,7 +12,8 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pallas_kernels.paged_attention.problem import KernelTarget, Problem
+from pallas_kernels.paged_attention.problem import Problem
+from pallas_kernels.target import KernelTarget
 
 Kind = Literal["decode", "prefill"]
 

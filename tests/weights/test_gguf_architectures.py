@@ -19,7 +19,7 @@ from jaxserve.params import dotted
 from jaxserve.quant import choose_packing, pack_specs
 from jaxserve.quant.formats import BITS
 from jaxserve.weights import build_params, open_weights, stored_types
-from pallas_kernels.packed_matmul import unpack
+from pallas_kernels.quantized_matmul import unpack
 from tests.weights.conftest import GOLDEN, assert_same_params, load_model, on_one_device
 from tests.weights.gguf_converter import from_golden
 

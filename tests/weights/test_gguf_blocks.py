@@ -23,7 +23,7 @@ from jaxserve.weights.gguf_blocks import BLOCK_KINDS
 from jaxserve.weights.load import checkpoint_reader
 from jaxserve.weights.packed import _strip_windows
 from jaxserve.weights.source import BLOCK_ELEMENTS
-from pallas_kernels.packed_matmul import BLOCK_DTYPE, STRIP, Bits, PackedWeight, unpack
+from pallas_kernels.quantized_matmul import BLOCK_DTYPE, STRIP, Bits, PackedWeight, unpack
 from tests.weights.conftest import GOLDEN, MemorySource, assert_same_params, load_model, on_one_device
 from tests.weights.gguf_converter import from_golden, permuted, write
 from tests.weights.test_gguf import packed

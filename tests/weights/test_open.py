@@ -17,7 +17,7 @@ from jaxserve.model_source import ModelSource, read_config
 from jaxserve.models.registry import family, parse_model_config
 from jaxserve.quant import choose_packing, pack_specs, packed_weights
 from jaxserve.weights import build_params, open_source, open_weights
-from pallas_kernels.packed_matmul import PackedWeight, unpack
+from pallas_kernels.quantized_matmul import PackedWeight, unpack
 from tests.weights.conftest import GOLDEN, converted, on_one_device
 
 

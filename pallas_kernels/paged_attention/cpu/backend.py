@@ -28,8 +28,9 @@ from pallas_kernels.paged_attention.cpu.tiles import (
     token_offset,
 )
 from pallas_kernels.paged_attention.layout import PagedKV
-from pallas_kernels.paged_attention.problem import KernelTarget, Problem
+from pallas_kernels.paged_attention.problem import Problem
 from pallas_kernels.paged_attention.write import as_pool_dtype
+from pallas_kernels.target import KernelTarget
 
 DTYPES = ("float32", "bfloat16")
 MAX_HEAD_DIM = 512

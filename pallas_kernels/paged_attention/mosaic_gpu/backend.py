@@ -16,10 +16,11 @@ from pallas_kernels.paged_attention.layout import PagedKV
 from pallas_kernels.paged_attention.mosaic_gpu.decode import decode
 from pallas_kernels.paged_attention.mosaic_gpu.parts import WIDE, MosaicGpuAttention, converted_slots
 from pallas_kernels.paged_attention.mosaic_gpu.prefill import prefill
-from pallas_kernels.paged_attention.problem import KernelTarget, Problem, is_float8
+from pallas_kernels.paged_attention.problem import Problem, is_float8
 from pallas_kernels.paged_attention.triton.qkv import write_qkv
 from pallas_kernels.paged_attention.tuning import tuned_blocks
 from pallas_kernels.paged_attention.write import token_slots, write_kv
+from pallas_kernels.target import KernelTarget
 
 MAX_GROUP = 16
 HOPPER = (9, 0)

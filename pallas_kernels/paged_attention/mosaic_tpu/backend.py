@@ -27,9 +27,10 @@ from pallas_kernels.paged_attention.mosaic_tpu.memory import (
     new_dtype,
     scratch_types,
 )
-from pallas_kernels.paged_attention.problem import KernelTarget, Problem, is_float8
+from pallas_kernels.paged_attention.problem import Problem, is_float8
 from pallas_kernels.paged_attention.tuning import tuned_blocks
 from pallas_kernels.paged_attention.write import as_pool_dtype
+from pallas_kernels.target import KernelTarget
 
 MAX_GROUP = 16
 DTYPES = ("float32", "bfloat16")

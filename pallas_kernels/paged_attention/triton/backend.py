@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.layout import KVLayout, PagedKV
-from pallas_kernels.paged_attention.problem import KernelTarget, Problem, is_float8
+from pallas_kernels.paged_attention.problem import Problem, is_float8
 from pallas_kernels.paged_attention.triton.decode import DecodeBlocks, decode
 from pallas_kernels.paged_attention.triton.prefill import PrefillBlocks, prefill
 from pallas_kernels.paged_attention.triton.qkv import write_qkv
@@ -23,6 +23,7 @@ from pallas_kernels.paged_attention.triton.tiles import PoolRefs, TritonAttentio
 from pallas_kernels.paged_attention.triton.write import write
 from pallas_kernels.paged_attention.tuning import tuned_blocks
 from pallas_kernels.paged_attention.write import token_slots
+from pallas_kernels.target import KernelTarget
 
 MAX_GROUP = 16
 DTYPES = ("float32", "bfloat16", "float16")

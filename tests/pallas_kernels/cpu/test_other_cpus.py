@@ -15,10 +15,10 @@ import pytest
 from pallas_kernels.cpu import Kernel, cpu_features, refusal
 from pallas_kernels.cpu.compile import optimized
 from pallas_kernels.normalization.cpu import LogSumExp, Norm
-from pallas_kernels.packed_matmul.cpu import PackedMatmul
 from pallas_kernels.paged_attention import KernelTarget, Problem, choose_backend
 from pallas_kernels.paged_attention.cpu.backend import PagedAttention
 from pallas_kernels.paged_attention.cpu.tiles import CpuAttention
+from pallas_kernels.quantized_matmul.cpu.kernel import PackedMatmul
 from pallas_kernels.sampling.cpu import DrawTokens
 from tests.selection import grid
 

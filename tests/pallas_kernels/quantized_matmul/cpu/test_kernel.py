@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels.cpu import call
 from pallas_kernels.cpu.emit import Module
-from pallas_kernels.packed_matmul import (
+from pallas_kernels.quantized_matmul import (
     BLOCK,
     BLOCK_DTYPE,
     Bits,
@@ -22,7 +22,7 @@ from pallas_kernels.packed_matmul import (
     packed_shape,
     unpack,
 )
-from pallas_kernels.packed_matmul.cpu import PackedMatmul
+from pallas_kernels.quantized_matmul.cpu.kernel import PackedMatmul
 
 pytestmark = pytest.mark.slow
 

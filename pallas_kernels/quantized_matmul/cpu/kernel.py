@@ -22,7 +22,7 @@ from pallas_kernels.cpu import maths
 from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
 from pallas_kernels.cpu.types import F32, I16, I32, I64, PTR
-from pallas_kernels.packed_matmul.layout import BLOCK, STRIP, Bits, packed_shape
+from pallas_kernels.quantized_matmul.cpu.layout import BLOCK, STRIP, Bits, packed_shape
 
 ROWS = 4
 STRIPS = 4

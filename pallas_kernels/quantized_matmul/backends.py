@@ -1,0 +1,69 @@
+"""The choice of a backend for a weight, decided before anything is compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import TYPE_CHECKING, Literal, Protocol, cast
+
+from jaxtyping import Array, Float32, Shaped
+
+from pallas_kernels.quantized_matmul.scheme import Scheme
+from pallas_kernels.target import CPU, KernelTarget
+
+if TYPE_CHECKING:
+    from pallas_kernels.quantized_matmul.layout import QuantizedWeight
+
+BackendName = Literal["reference", "xla", "triton", "mosaic_gpu", "mosaic_tpu"]
+
+# Best first; the reference supports everything.
+_PREFERRED: dict[str, tuple[BackendName, ...]] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """A backend, and the device it compiles for."""
+
+    name: BackendName = "reference"
+    target: KernelTarget = CPU
+
+    @property
+    def interpret(self) -> bool:
+        """Whether its kernels are interpreted: a CPU can't run kernels of GPUs and TPUs."""
+        return self.target.platform == "cpu" and self.name not in ("reference", "xla")
+
+
+class BackendModule(Protocol):
+    """The functions that every backend's module has."""
+
+    def refusal(self, out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> str | None:
+        """Return why the backend doesn't multiply by such a weight (of one shard) on this target, or None."""
+
+    def multiply(
+        self,
+        x: Shaped[Array, "tokens in_dim"],
+        factors: Float32[Array, "tokens groups"] | None,
+        weight: QuantizedWeight,
+        *,
+        target: KernelTarget,
+        interpret: bool,
+    ) -> Float32[Array, "tokens out_dim"]:
+        """Return `x @ weight.T` with sums in float32.
+
+        `x` is in the order of the numbers. If the scheme quantizes activations, `x` has the type of the numbers and
+        must be multiplied by `factors`, of each row or of each of its groups.
+        """
+
+
+def backend_module(name: BackendName) -> BackendModule:
+    """Return a backend's module; imported when needed, as each imports another compiler's front end."""
+    file = name if name in ("reference", "xla") else f"{name}.backend"
+    return cast(BackendModule, importlib.import_module(f"pallas_kernels.quantized_matmul.{file}"))
+
+
+def choose_backend(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> Backend:
+    """Return the backend that multiplies by the weight of one shard `[out_dim, in_dim]`."""
+    for name in _PREFERRED.get(target.platform, ()):
+        if backend_module(name).refusal(out_dim, in_dim, scheme, target) is None:
+            return Backend(name, target)
+    return Backend("reference", target)

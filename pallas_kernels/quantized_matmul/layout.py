@@ -1,0 +1,85 @@
+"""A quantized weight as GPUs, TPUs and the reference multiply by it: numbers, scales and zeros in rows of outputs.
+
+A CPU has a layout of its own (`cpu/layout.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32
+
+from pallas_kernels.quantized_matmul.backends import Backend
+from pallas_kernels.quantized_matmul.scheme import Scheme
+
+FP8 = np.dtype(jnp.float8_e4m3fn)
+_STORED = {"int4": np.dtype(np.uint8), "int8": np.dtype(np.int8), "fp8": FP8}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight `[*out, in]`; inside a `shard_map`, that of one shard.
+
+    - `numbers`: int8 or float8_e4m3fn `[*out, in]`. Of int4, uint8 `[*out, in / 2]`: byte j has input 2j in its low
+      four bits and input 2j + 1 in its high ones, each in two's complement.
+    - `scale` and, if the scheme has zeros, `zero`: any float type, `[*out, groups]`; `scheme.group` None is one group.
+    - `order`, if the numbers are stored in another order of inputs: int32 `[in]`; number i of a row belongs to input
+      `order[i]`.
+    - `input_scale`, if `scheme.activations` is "static": float32 `[]`.
+    """
+
+    numbers: Any
+    scale: Any
+    zero: Any
+    order: Any
+    input_scale: Any
+    scheme: Scheme = dataclasses.field(metadata={"static": True})
+    backend: Backend = dataclasses.field(default=Backend(), metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        *out, stored = self.numbers.shape
+        return *out, stored * (2 if self.scheme.numbers == "int4" else 1)
+
+    def reshape(self, *shape: int) -> QuantizedWeight:
+        """Return the weight with other output dimensions; the last dimension stays the inputs."""
+        out = np.empty(self.shape, np.dtype("V0")).reshape(shape).shape[:-1]
+        numbers, scale, zero = (
+            None if x is None else x.reshape(*out, x.shape[-1]) for x in (self.numbers, self.scale, self.zero)
+        )
+        return dataclasses.replace(self, numbers=numbers, scale=scale, zero=zero)
+
+
+def numbers_shape(shape: tuple[int, ...], scheme: Scheme) -> tuple[tuple[int, ...], np.dtype]:
+    """Return the shape and the type of the stored numbers of a weight of `shape`."""
+    *out, inputs = shape
+    return (*out, inputs // 2 if scheme.numbers == "int4" else inputs), _STORED[scheme.numbers]
+
+
+def num_groups(inputs: int, scheme: Scheme) -> int:
+    """Return the number of groups of a row; `inputs` must be a multiple of the group."""
+    assert inputs % (scheme.group or inputs) == 0, (inputs, scheme)
+    return inputs // (scheme.group or inputs)
+
+
+def unpack_numbers(weight: QuantizedWeight) -> Float32[Array, "*out in_dim"]:
+    """Return the stored numbers `q` of a weight."""
+    if weight.scheme.numbers != "int4":
+        return weight.numbers.astype(jnp.float32)
+    both = jnp.stack([weight.numbers << 4, weight.numbers], axis=-1).astype(jnp.int8) >> 4
+    return both.reshape(weight.shape).astype(jnp.float32)
+
+
+def dequantize(weight: QuantizedWeight) -> Float32[Array, "*out in_dim"]:
+    """Return the weights in float32, each with one rounding, in the order in which the numbers are stored."""
+    q = unpack_numbers(weight)
+    grouped = q.reshape(*q.shape[:-1], weight.scale.shape[-1], -1)
+    if weight.zero is not None:
+        grouped -= weight.zero[..., None].astype(jnp.float32)
+    return (grouped * weight.scale[..., None].astype(jnp.float32)).reshape(q.shape)

@@ -1,0 +1,32 @@
+"""The contract of every backend, in XLA: dequantize, then multiply, in float32."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32, Shaped
+
+from pallas_kernels.quantized_matmul.layout import QuantizedWeight, dequantize
+from pallas_kernels.quantized_matmul.scheme import Scheme
+from pallas_kernels.target import KernelTarget
+
+
+def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> str | None:
+    """See `backends.BackendModule`."""
+    return None
+
+
+def multiply(
+    x: Shaped[Array, "tokens in_dim"],
+    factors: Float32[Array, "tokens groups"] | None,
+    weight: QuantizedWeight,
+    *,
+    target: KernelTarget,
+    interpret: bool,
+) -> Float32[Array, "tokens out_dim"]:
+    """See `backends.BackendModule`."""
+    values = x.astype(jnp.float32)
+    if factors is not None:
+        values = (values.reshape(len(x), factors.shape[1], -1) * factors[..., None]).reshape(x.shape)
+    dense = dequantize(weight).reshape(-1, x.shape[1])
+    return lax.dot_general(values, dense, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)

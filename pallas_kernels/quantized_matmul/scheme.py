@@ -1,0 +1,34 @@
+"""The schemes of quantized weights: what is stored of a weight, and what its numbers are multiplied by."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+NumberType = Literal["int4", "int8", "fp8"]
+Activations = Literal["token", "static", "group"]
+
+BITS: dict[NumberType, int] = {"int4": 4, "int8": 8, "fp8": 8}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """How a weight `[*out, in]` is stored: each weight is `scale * (q - zero)`, and `numbers` is the type of `q`.
+
+    `group` neighbouring inputs of an output share a scale and a zero; None if all its inputs do. Without `zeros`, every
+    zero is 0. `int4` and `int8` are signed; `fp8` is float8_e4m3fn.
+
+    `activations` tells how inputs are quantized to the same type before the product: `token` with a scale for each
+    row, `static` with one that the checkpoint has, `group` with one for each row and `group` of inputs. If None, they
+    are multiplied as they are.
+    """
+
+    numbers: NumberType
+    group: int | None = None
+    zeros: bool = False
+    activations: Activations | None = None
+
+    @property
+    def bits(self) -> int:
+        """The bits of one number."""
+        return BITS[self.numbers]
