@@ -30,6 +30,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.registry import family, parse_model_config
 from jaxserve.observability.timeline import Timeline
 from jaxserve.params import dotted
+from jaxserve.quant import method_of
 from jaxserve.runtime.devices.attach import attach
 from jaxserve.runtime.devices.device import facts_of_devices, free_bytes
 from jaxserve.runtime.devices.distributed import devices_of_all, join_processes, resolve_local_devices
@@ -47,7 +48,7 @@ from jaxserve.runtime.execution.startup import PhaseTimer, fill_devices, naming_
 from jaxserve.runtime.programs.bundle import read_manifest, sized_like_bundle
 from jaxserve.runtime.programs.compile_counter import CompileCounter
 from jaxserve.runtime.programs.program_set import ProgramSet
-from jaxserve.runtime.sizing.deployment import Deployment, deploy, method_of
+from jaxserve.runtime.sizing.deployment import Deployment, deploy
 from jaxserve.runtime.sizing.memory_advice import deploy_or_advise
 from jaxserve.runtime.sizing.sizes import Sizes
 from jaxserve.runtime.sizing.temp_memory import size_pool_by_compiler
@@ -299,7 +300,7 @@ def _log_weights(deployment: Deployment) -> None:
             deployment.dense_bytes / 2**20,
             deployment.dtype.name,
         )
-    elif method := method_of(deployment.model, deployment.stored):
+    elif method := method_of(deployment.model.quantization, deployment.stored):
         logger.info("weights: %s, dequantized to %s; %s", method, deployment.dtype.name, others)
 
 

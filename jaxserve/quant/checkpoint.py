@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,10 @@ from jaxserve.quant.stored import Packing, Stored, StoredWeight
 from pallas_kernels.quantized_matmul import Scheme
 
 _F16, _BF16, _F32 = np.dtype(np.float16), np.dtype(jnp.bfloat16), np.dtype(np.float32)
+OnTheFly = Literal["fp8", "int8", "int4"]
+"""The schemes that weights of 16 bits can be quantized to."""
+CONVERTED = "jaxserve"
+"""The method that `jaxserve convert` writes; its `scheme` is one of `OnTheFly`."""
 _GROUP = Range(1, 2**20)
 _BLOCK = (128, 128)
 UNKNOWN_ORDER = "not read yet"
@@ -80,6 +84,13 @@ def read_quantization(fields: Fields) -> CheckpointQuantization | None:
             "GGUF files"
         )
     return reader(inner)
+
+
+def method_of(quantization: CheckpointQuantization | None, stored: Stored) -> str | None:
+    """Return how a checkpoint is quantized: `gguf`, or the method of its config; None if it isn't."""
+    if quantization is not None:
+        return quantization.method
+    return "gguf" if any(tensor.quantized for tensor in stored.values()) else None
 
 
 def stored_by_config(quantization: CheckpointQuantization | None, abstract: Any) -> Stored:
@@ -256,10 +267,15 @@ def _described(method: str, bits: int, group: int | None, zeros: bool) -> str:
     return f"{method}, {bits} bits{f' in groups of {group}' if group else ''}{' with zeros' * zeros}"
 
 
+def _converted(fields: Fields) -> CheckpointQuantization:
+    return CheckpointQuantization(_only(fields, "scheme", get_args(OnTheFly), None), ())
+
+
 _METHODS: Mapping[str, Callable[[Fields], CheckpointQuantization]] = {
     "awq": _awq,
     "gptq": _gptq,
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm,
     "compressed-tensors": _compressed,
+    CONVERTED: _converted,
 }

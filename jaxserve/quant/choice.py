@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,16 @@ import numpy as np
 
 from jaxserve.errors import ConfigError
 from jaxserve.params import ParamSpec, Path, dotted, path_of
+from jaxserve.quant.checkpoint import OnTheFly
 from jaxserve.quant.stored import Stored, StoredWeight, join
 from pallas_kernels.cpu import refusal
-from pallas_kernels.quantized_matmul import BLOCK, STRIP, Backend, Scheme, choose_backend
+from pallas_kernels.quantized_matmul import BLOCK, STRIP, Backend, NumberType, Scheme, choose_backend
 from pallas_kernels.target import KernelTarget
 
 HEAD: Path = ("output",)
 EMBEDDING: Path = ("embedding",)
 """A tied head is made from the embedding: it has no tensor of its own."""
 
-OnTheFly = Literal["fp8", "int8", "int4"]
 _GROUPS = (128, 64, 32)
 _BF16 = np.dtype(jnp.bfloat16)
 
@@ -86,12 +86,16 @@ def choose_weights(
     one, or if groups of inputs can't be divided among `tensor` shards.
     """
     on_the_fly = _check_setting(setting, method)
+    converted = method if method in get_args(OnTheFly) and not stored else None
     linears = dict(_linears(abstract))
     obstacle = _obstacle(target, dtype) if target.platform == "cpu" else ""
     forms: dict[Path, WeightForm] = {}
     others: dict[Path, str] = {}
     for path, spec in linears.items():
-        weight = _weight_on_the_fly(on_the_fly, path, spec, tensor) if on_the_fly else _stored_weight(spec, stored)
+        if made := on_the_fly or converted:
+            weight = weight_on_the_fly(made, path, spec, tensor if on_the_fly else 1)
+        else:
+            weight = _stored_weight(spec, stored)
         if isinstance(weight, str):
             others[path] = weight
             continue
@@ -112,14 +116,14 @@ def choose_weights(
     return WeightChoice(kept if forms else "none", bool(on_the_fly and forms), forms | packed, others)
 
 
-def _check_setting(setting: str, method: str | None) -> OnTheFly | None:
+def _check_setting(setting: str, method: str | None) -> str | None:
     """Return the scheme to quantize to now, if any. Raises `ConfigError` if the checkpoint has another method."""
     if setting in ("auto", "none", method):
         return None
     if method is not None:
         raise ConfigError(f"quantization={setting}: the checkpoint is quantized by {method}; leave it at auto")
     if setting in get_args(OnTheFly):
-        return setting  # type: ignore[return-value]
+        return setting
     raise ConfigError(
         f"quantization={setting}: the checkpoint is not quantized; leave it at auto, or set "
         f"{', '.join(get_args(OnTheFly))} to quantize it as it is loaded"
@@ -141,17 +145,18 @@ def _stored_weight(spec: ParamSpec, stored: Stored) -> StoredWeight | str:
     return join(tensors)
 
 
-def _weight_on_the_fly(scheme: OnTheFly, path: Path, spec: ParamSpec, tensor: int) -> StoredWeight | str:
-    """Return how a weight of 16 bits is quantized now, or why it isn't."""
+def weight_on_the_fly(scheme: str, path: Path, spec: ParamSpec, tensor: int) -> StoredWeight | str:
+    """Return how a weight of 16 bits is quantized for `tensor` shards, or why it isn't."""
     if path == HEAD:
         return "the output head keeps its type"
-    if scheme == "fp8":
+    numbers: NumberType = "fp8" if scheme == "fp8" else "int8" if scheme == "int8" else "int4"
+    if numbers == "fp8":
         return StoredWeight("fp8", Scheme("fp8", activations="token"), factors=np.dtype(np.float32))
     _, inputs = shard_sizes(spec, tensor)
     group = next((size for size in _GROUPS if inputs % size == 0), None)
     if group is None:
         return f"its {inputs} inputs are no multiple of {_GROUPS[-1]}"
-    return StoredWeight(scheme, Scheme(scheme, group, zeros=scheme == "int4"), factors=_BF16)
+    return StoredWeight(scheme, Scheme(numbers, group, zeros=numbers == "int4"), factors=_BF16)
 
 
 def _form(path: Path, spec: ParamSpec, weight: StoredWeight, target: KernelTarget, tensor: int) -> WeightForm | str:
@@ -194,6 +199,16 @@ def _packed_in_16_bits(
     tied = abstract.output is None
     packable = [path for path in sorted(paths, key=str) if _is_packable(linears[path], tensor)]
     return {EMBEDDING if tied and path == HEAD else path: WeightForm() for path in packable}
+
+
+def convert_forms(scheme: str, abstract: Any) -> dict[Path, WeightForm]:
+    """Return the forms in which `jaxserve convert` stores the weights that it quantizes, in rows."""
+    found = ((path, weight_on_the_fly(scheme, path, spec, 1)) for path, spec in _linears(abstract))
+    return {
+        path: WeightForm(weight.scheme, weight.factors, backend=Backend())
+        for path, weight in found
+        if isinstance(weight, StoredWeight)
+    }
 
 
 def _linears(abstract: Any) -> Iterable[tuple[Path, ParamSpec]]:

@@ -11,7 +11,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family, is_ignored
-from jaxserve.quant import CheckpointQuantization, Stored
+from jaxserve.quant import CheckpointQuantization, Stored, convert_forms, held_weights, hold_weights
 from jaxserve.weights.arrays import WeightReader, flatten
 from jaxserve.weights.dummy import dummy_reader
 from jaxserve.weights.finite import FiniteSource
@@ -20,7 +20,9 @@ from jaxserve.weights.hf import SafetensorsFolder
 from jaxserve.weights.load import check_names, checkpoint_reader
 from jaxserve.weights.quantized.folder import QuantizedFolder
 from jaxserve.weights.quantized.held import held_reader
+from jaxserve.weights.quantized.orbax import OrbaxRows
 from jaxserve.weights.source import QuantizedSource, TensorSource
+from pallas_kernels.quantized_matmul import QuantizedWeight
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
 
@@ -51,7 +53,15 @@ def open_weights(
         # Imported here so that other formats start without it
         from jaxserve.weights.orbax import OrbaxCheckpoint
 
-        return held_reader(abstract, dense, OrbaxCheckpoint(source.path).reader(dense), None)
+        checkpoint = OrbaxCheckpoint(source.path)
+        if quantization is None:
+            return held_reader(abstract, dense, checkpoint.reader(dense), None)
+        stored = hold_weights(dense, convert_forms(quantization.method, dense))
+        reader = checkpoint.reader(stored)
+        held = {path: weight for path, weight in held_weights(stored).items() if isinstance(weight, QuantizedWeight)}
+        rows = OrbaxRows(held, reader.fill)
+        whole = WeightReader(rows.fill_dense, tuple(range(len(flatten(dense)[0]))))
+        return held_reader(abstract, dense, whole, rows)
     opened = open_source(source, quantization=quantization)
     quantized = opened if isinstance(opened, QuantizedSource) and not on_the_fly else None
     return checkpoint_reader(abstract, FiniteSource(opened), dense, quantized=quantized, ignored=_ignored(opened))

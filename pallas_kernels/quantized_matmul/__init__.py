@@ -15,7 +15,7 @@ from pallas_kernels.quantized_matmul.cpu.layout import (
     unpack,
 )
 from pallas_kernels.quantized_matmul.layout import QuantizedWeight, dequantize, num_groups, numbers_shape
-from pallas_kernels.quantized_matmul.scheme import Scheme
+from pallas_kernels.quantized_matmul.scheme import NumberType, Scheme
 
 __all__ = [
     "BLOCK",
@@ -23,6 +23,7 @@ __all__ = [
     "STRIP",
     "Backend",
     "HeldWeight",
+    "NumberType",
     "PackedWeight",
     "QuantizedWeight",
     "Scheme",

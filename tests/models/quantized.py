@@ -11,9 +11,8 @@ import numpy as np
 
 from jaxserve.model_source import resolve
 from jaxserve.models.registry import family
-from jaxserve.quant import WeightChoice, choose_weights, hold_weights
+from jaxserve.quant import WeightChoice, choose_weights, hold_weights, method_of
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
-from jaxserve.runtime.sizing.deployment import method_of
 from jaxserve.weights import build_params, open_weights, stored_types
 from pallas_kernels.quantized_matmul import Backend
 from pallas_kernels.target import CPU
@@ -35,7 +34,7 @@ def held_logits(
     mesh, source = make_mesh(jax.devices("cpu"), tensor=shards), resolve(str(folder))
     abstract = family(config).abstract(config, np.dtype(dtype))
     stored, bf16 = stored_types(source, config), np.dtype(jnp.bfloat16)
-    method = method_of(config, stored)
+    method = method_of(config.quantization, stored)
     made = choose_weights(setting, abstract, stored, method, target=CPU, dtype=bf16, tensor=shards)
     forms = made.forms
     if form == "rows":

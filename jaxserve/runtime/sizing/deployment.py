@@ -24,7 +24,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.dtypes import dtype_of, kv_dtype_of
 from jaxserve.models.registry import family, parse_model_config
 from jaxserve.params import KVSpec
-from jaxserve.quant import Stored, WeightChoice, choose_weights, hold_weights, stored_by_config
+from jaxserve.quant import Stored, WeightChoice, choose_weights, hold_weights, method_of, stored_by_config
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.devices.mesh import DATA_AXIS, TENSOR_AXIS, device_bytes
 from jaxserve.runtime.programs.builder import (
@@ -170,7 +170,7 @@ def deploy(
         config.quantization,
         params,
         stored,
-        method_of(model, stored),
+        method_of(model.quantization, stored),
         target=device.kernels,
         dtype=dtype,
         tensor=tensor,
@@ -241,13 +241,6 @@ def deploy(
         weights,
         nondeterminism,
     )
-
-
-def method_of(model: ModelConfig, stored: Stored) -> str | None:
-    """Return how a checkpoint is quantized: `gguf`, or the `quant_method` of its config; None if it isn't."""
-    if model.quantization is not None:
-        return model.quantization.method
-    return "gguf" if any(tensor.quantized for tensor in stored.values()) else None
 
 
 def _check_ratio(config: EngineConfig, specs: Sequence[KVSpec], context: int) -> None:
