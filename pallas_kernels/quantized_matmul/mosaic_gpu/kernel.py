@@ -1,0 +1,255 @@
+"""The product on Hopper GPUs by Mosaic GPU: rows of the weight are rows of the tensor cores' tiles, tokens are columns.
+
+So a decode step of a few rows wastes nothing of a tile, and reads each weight once. Each program, one a core, takes an
+equal share of all blocks of inputs of all tiles: one warpgroup copies blocks into a ring, the others multiply, each by
+rows of its own. A group's products are summed unscaled, which is exact up to the rounding of sums, and then scaled in
+registers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32, Shaped
+
+from pallas_kernels.quantized_matmul.mosaic_gpu.plan import BLOCK, Plan
+from pallas_kernels.quantized_matmul.mosaic_gpu.unpack import TILE_ROWS, Unpacking
+
+# jax's annotations hide the first and declare the others abstract.
+_Accumulator: Any = plgpu.WGMMAAccumulatorRef
+_TilingTransform: Any = plgpu.TilingTransform
+_SwizzleTransform: Any = plgpu.SwizzleTransform
+
+_TILE = plgpu.Layout.WGMMA
+_ROWS, _COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+# Stores of single numbers, as neighbours in registers belong to different tokens.
+_SCALARS = plgpu.Layout._WGMMA_ACC_32BIT
+
+# Words of a row that are copied at a time: without a swizzle, rows of this size have no bank conflicts.
+_COPIED_WORDS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicGpuMatmul:
+    """The static facts of a product. Without `unpacking`, the numbers are what the tensor cores multiply.
+
+    `group` neighbouring inputs of an output share a scale.
+    """
+
+    plan: Plan
+    group: int
+    unpacking: Unpacking | None
+    interpret: bool
+
+    @property
+    def part(self) -> int:
+        """Inputs whose products are summed before they are scaled."""
+        return min(self.group, BLOCK)
+
+    @property
+    def unit(self) -> int:
+        """Inputs of one product."""
+        return self.unpacking.inputs if self.unpacking else self.part
+
+    def smem(self, *shape: int, dtype: Any) -> Any:
+        """Return shared memory for an operand of the tensor cores."""
+        size = jnp.dtype(dtype).itemsize
+        swizzle = plgpu.find_swizzle(min(self.unit, 128 // size) * size * 8)
+        return plgpu.SMEM(shape, dtype, transforms=(_TilingTransform((8, swizzle // size)), _SwizzleTransform(swizzle)))
+
+    def multiply(
+        self,
+        x: Shaped[Array, "tokens in_dim"],
+        factors: Float32[Array, "parts tokens"] | None,
+        numbers: Shaped[Array, "out_dim stored"],
+        scale: Float[Array, "out_dim groups"],
+        zero: Float[Array, "out_dim groups"] | None,
+    ) -> Float32[Array, "parts tokens out_dim"]:
+        """Return parts of the sums, those that the plan says to exist.
+
+        `tokens` is a multiple of the plan's. `factors` are the sums of each part's inputs if there are zeros, else what
+        each part's products are multiplied by.
+        """
+        plan = self.plan
+        stored = jnp.dtype(numbers.dtype)
+        # What is copied of a row in a block, and how much of that belongs to each copy.
+        copied = _COPIED_WORDS if self.unpacking else BLOCK
+        copies = numbers.shape[1] // (x.shape[1] // BLOCK) // copied
+        parts = BLOCK // self.part
+        num_copies = copies + 1 + (factors is not None)
+        consumers, rows = plan.warpgroups, plan.outputs // plan.warpgroups
+
+        def body(
+            x_ref: Any,
+            factors_ref: Any,
+            numbers_ref: Any,
+            scale_ref: Any,
+            zero_ref: Any,
+            out_ref: Any,
+            x_ring: Any,
+            factors_ring: Any,
+            numbers_ring: Any,
+            operands: Any,
+            arrived: Any,
+            free: Any,
+        ) -> None:
+            core, warpgroup = lax.axis_index("core").astype(jnp.int32), lax.axis_index("warpgroup")
+            begin, end = plan.first_block(core), plan.first_block(core + 1)
+
+            def slot_of(i: jax.Array) -> jax.Array:
+                return lax.rem(i - begin, jnp.int32(plan.stages))
+
+            @pl.when(warpgroup == consumers)
+            def _load() -> None:
+                def load(i: jax.Array, carry: tuple[()]) -> tuple[()]:
+                    slot = slot_of(i)
+                    output, token, block = plan.place(i)
+                    pl.when(i - begin >= plan.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                    some = pl.ds(output, plan.outputs)
+                    for copy in range(copies):
+                        source = numbers_ref.at[some, pl.ds((block * copies + copy) * copied, copied)]
+                        plgpu.copy_gmem_to_smem(source, numbers_ring.at[slot, copy], arrived.at[slot])
+                    some = pl.ds(token, plan.tokens)
+                    source = x_ref.at[some, pl.ds(block * BLOCK, BLOCK)]
+                    plgpu.copy_gmem_to_smem(source, x_ring.at[slot], arrived.at[slot])
+                    if factors_ref is not None:
+                        source = factors_ref.at[pl.ds(block * parts, parts), some]
+                        plgpu.copy_gmem_to_smem(source, factors_ring.at[slot], arrived.at[slot])
+                    return carry
+
+                lax.fori_loop(begin, end, load, ())
+
+                def drain(i: jax.Array, carry: tuple[()]) -> tuple[()]:
+                    plgpu.barrier_wait(free.at[slot_of(i)])
+                    return carry
+
+                lax.fori_loop(jnp.maximum(begin, end - plan.stages), end, drain, ())
+
+            @pl.when(warpgroup < consumers)
+            def _multiply() -> None:
+                first_row = warpgroup * rows
+
+                def products(slot: jax.Array, row: jax.Array, part: int) -> jax.Array:
+                    def multiply(acc: Any) -> jax.Array:
+                        for unit in range(part * self.part, (part + 1) * self.part, self.unit):
+                            inputs = x_ring.at[slot, :, pl.ds(unit, self.unit)].transpose((1, 0))
+                            plgpu.wgmma(acc, operand(slot, row, unit), inputs)
+                        return acc[...]
+
+                    return pl.run_scoped(multiply, _Accumulator((TILE_ROWS, plan.tokens), jnp.float32))
+
+                def operand(slot: jax.Array, row: jax.Array, unit: int) -> Any:
+                    if self.unpacking is None:
+                        return numbers_ring.at[slot, 0, pl.ds(row, TILE_ROWS)]
+                    words = _COPIED_WORDS * copies * self.unit // BLOCK
+                    copy, word = divmod(unit // self.unit * words, _COPIED_WORDS)
+                    source = numbers_ring.at[slot, copy, pl.ds(row, TILE_ROWS), pl.ds(word, words)]
+                    tile = plgpu.load(source, layout=self.unpacking.layout, optimized=False)
+                    tile = self.unpacking.unpack(tile, interpret=self.interpret)
+                    if not self.interpret:
+                        return tile
+                    # The interpreter can't multiply from registers.
+                    operands[warpgroup] = tile
+                    plgpu.commit_smem()
+                    return operands.at[warpgroup]
+
+                def take_tile(tile: jax.Array, carry: tuple[()]) -> tuple[()]:
+                    low = jnp.maximum(begin, tile * plan.blocks)
+                    high = jnp.minimum(end, (tile + 1) * plan.blocks)
+                    output, token, _ = plan.place(low)
+
+                    def column(ref: Any, i: jax.Array, row: int, part: int) -> jax.Array | None:
+                        if ref is None:
+                            return None
+                        _, _, block = plan.place(i)
+                        group = lax.div(block * BLOCK + part * self.part, jnp.int32(self.group))
+                        source = ref.at[pl.ds(output + first_row + row, TILE_ROWS), group]
+                        return plgpu.load(source, layout=_ROWS, optimized=False)
+
+                    def columns(i: jax.Array) -> Any:
+                        return [
+                            [(column(scale_ref, i, row, part), column(zero_ref, i, row, part)) for part in range(parts)]
+                            for row in range(0, rows, TILE_ROWS)
+                        ]
+
+                    def step(i: jax.Array, state: Any) -> Any:
+                        sums, scales = state
+                        slot = slot_of(i)
+                        # Those of the next block, which take as long as a block to arrive.
+                        next_scales = columns(jnp.minimum(i + 1, high - 1))
+                        plgpu.barrier_wait(arrived.at[slot])
+                        new = []
+                        for n, total in enumerate(sums):
+                            for part, (scale, zero) in enumerate(scales[n]):
+                                product = products(slot, first_row + n * TILE_ROWS, part)
+                                if factors_ref is not None:
+                                    factor = plgpu.load(factors_ring.at[slot, part], layout=_COLUMNS, optimized=False)
+                                    factor = lax.broadcast_in_dim(factor, product.shape, [1])
+                                    if zero is None:
+                                        product = product * factor
+                                    else:
+                                        product = product - _wide(zero, product) * factor
+                                total = total + _wide(scale, product) * product
+                            new.append(total)
+                        plgpu.barrier_arrive(free.at[slot])
+                        return new, next_scales
+
+                    zeros = [
+                        plgpu.layout_cast(jnp.zeros((TILE_ROWS, plan.tokens), jnp.float32), _TILE)
+                        for _ in range(0, rows, TILE_ROWS)
+                    ]
+                    sums, _ = lax.fori_loop(low, high, step, (zeros, columns(low)))
+                    part = core - plan.first_core(tile)
+                    for n, total in enumerate(sums):
+                        at = pl.ds(output + first_row + n * TILE_ROWS, TILE_ROWS)
+                        target = out_ref.at[part, pl.ds(token, plan.tokens), at].transpose((1, 0))
+                        plgpu.store(target, total if self.interpret else _scalars(total), optimized=False)
+                    return carry
+
+                lax.fori_loop(lax.div(begin, jnp.int32(plan.blocks)), plan.tiles_until(end), take_tile, ())
+
+        stages = plan.stages
+        unpacks = self.unpacking is not None
+        kernel = plgpu.kernel(
+            body,
+            out_type=jax.ShapeDtypeStruct((plan.parts, len(x), len(numbers)), jnp.float32),
+            scratch_types=(
+                self.smem(stages, plan.tokens, BLOCK, dtype=x.dtype),
+                None if factors is None else plgpu.SMEM((stages, parts, plan.tokens), jnp.float32),
+                plgpu.SMEM((stages, copies, plan.outputs, copied), stored)
+                if unpacks
+                else self.smem(stages, copies, plan.outputs, copied, dtype=stored),
+                self.smem(consumers, TILE_ROWS, self.unit, dtype=x.dtype) if unpacks and self.interpret else None,
+                plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
+                plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+            ),
+            grid=(plan.cores,),
+            grid_names=("core",),
+            num_threads=consumers + 1,
+            thread_name="warpgroup",
+            kernel_name="quantized_matmul",
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+            ),
+            interpret=plgpu.InterpretGPUParams(detect_races=True) if self.interpret else None,
+        )
+        out: jax.Array = kernel(x, factors, numbers, scale, zero)
+        return out
+
+
+def _wide(column: jax.Array, like: jax.Array) -> jax.Array:
+    return lax.broadcast_in_dim(column.astype(jnp.float32), like.shape, [0])
+
+
+def _scalars(sums: jax.Array) -> jax.Array:
+    """Return sums in a layout of single numbers: those that are neighbours in registers belong to different tokens."""
+    out = plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=_SCALARS)
+    rename = plgpu.inline_mgpu(arg_types=(_TILE,), return_type=out)
+    result: jax.Array = rename(lambda _, x: x.to_layout(_SCALARS.to_mgpu()))(sums)
+    return result

@@ -1,0 +1,74 @@
+"""How a product is divided among the cores of a GPU, decided by its shape alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+BLOCK = 128
+"""Inputs that are copied at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Tiles of `outputs` and `tokens`, each of `blocks` blocks of inputs, divided evenly among `cores`.
+
+    Blocks are numbered tile by tile, and tiles of the same outputs follow each other. Each core takes the blocks that
+    follow those of the core before. If not `whole`, a tile may be divided: then several cores have a part of its sums.
+    `warpgroups` of a core multiply, `stages` blocks are in flight.
+    """
+
+    outputs: int
+    tokens: int
+    blocks: int
+    output_tiles: int
+    token_tiles: int
+    cores: int
+    whole: bool
+    warpgroups: int
+    stages: int
+
+    @property
+    def tiles(self) -> int:
+        return self.output_tiles * self.token_tiles
+
+    def first_block(self, core: jax.Array) -> jax.Array:
+        """Return the first block of a core."""
+        if self.whole:
+            return lax.div(core * self.tiles, jnp.int32(self.cores)) * self.blocks
+        return lax.div(core * (self.tiles * self.blocks), jnp.int32(self.cores))
+
+    def first_core(self, tile: jax.Array) -> jax.Array:
+        """Return the core that has the first block of a tile; it has the tile's first part."""
+        if self.whole:
+            return lax.div((tile + 1) * self.cores - 1, jnp.int32(self.tiles))
+        return lax.div((tile * self.blocks + 1) * self.cores - 1, jnp.int32(self.tiles * self.blocks))
+
+    def place(self, block: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the first output and the first token of a block's tile, and its number in the tile."""
+        tile = lax.div(block, jnp.int32(self.blocks))
+        output = lax.div(tile, jnp.int32(self.token_tiles))
+        token = tile - output * self.token_tiles
+        return output * self.outputs, token * self.tokens, block - tile * self.blocks
+
+    def tiles_until(self, end: jax.Array) -> jax.Array:
+        """Return the number of tiles that have blocks before `end`."""
+        return lax.div(end + self.blocks - 1, jnp.int32(self.blocks))
+
+    @property
+    def part_counts(self) -> np.ndarray:
+        """Into how many parts each tile is divided."""
+        if self.whole:
+            return np.ones(self.tiles, np.int64)
+        first, total = np.arange(self.tiles) * self.blocks, self.tiles * self.blocks
+        last = first + self.blocks - 1
+        return ((last + 1) * self.cores - 1) // total - ((first + 1) * self.cores - 1) // total + 1
+
+    @property
+    def parts(self) -> int:
+        """The most parts of a tile."""
+        return int(self.part_counts.max())
