@@ -9,6 +9,7 @@ registers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -105,114 +106,103 @@ class MosaicGpuMatmul:
             def slot_of(i: jax.Array) -> jax.Array:
                 return lax.rem(i - begin, jnp.int32(plan.stages))
 
-            @pl.when(warpgroup == consumers)
-            def _load() -> None:
-                def load(i: jax.Array, carry: tuple[()]) -> tuple[()]:
-                    slot = slot_of(i)
-                    output, token, block = plan.place(i)
-                    pl.when(i - begin >= plan.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                    some = pl.ds(output, plan.outputs)
-                    for copy in range(copies):
-                        source = numbers_ref.at[some, pl.ds((block * copies + copy) * copied, copied)]
-                        plgpu.copy_gmem_to_smem(source, numbers_ring.at[slot, copy], arrived.at[slot])
-                    some = pl.ds(token, plan.tokens)
-                    source = x_ref.at[some, pl.ds(block * BLOCK, BLOCK)]
-                    plgpu.copy_gmem_to_smem(source, x_ring.at[slot], arrived.at[slot])
-                    if factors_ref is not None:
-                        source = factors_ref.at[pl.ds(block * parts, parts), some]
-                        plgpu.copy_gmem_to_smem(source, factors_ring.at[slot], arrived.at[slot])
-                    return carry
+            def load(i: jax.Array) -> None:
+                slot = slot_of(i)
+                output, token, block = plan.place(i)
+                pl.when(i - begin >= plan.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                some = pl.ds(output, plan.outputs)
+                for copy in range(copies):
+                    source = numbers_ref.at[some, pl.ds((block * copies + copy) * copied, copied)]
+                    plgpu.copy_gmem_to_smem(source, numbers_ring.at[slot, copy], arrived.at[slot])
+                some = pl.ds(token, plan.tokens)
+                source = x_ref.at[some, pl.ds(block * BLOCK, BLOCK)]
+                plgpu.copy_gmem_to_smem(source, x_ring.at[slot], arrived.at[slot])
+                if factors_ref is not None:
+                    source = factors_ref.at[pl.ds(block * parts, parts), some]
+                    plgpu.copy_gmem_to_smem(source, factors_ring.at[slot], arrived.at[slot])
 
-                lax.fori_loop(begin, end, load, ())
+            def load_ahead(i: jax.Array) -> None:
+                pl.when((warpgroup == 0) & (i < end))(functools.partial(load, i))
 
-                def drain(i: jax.Array, carry: tuple[()]) -> tuple[()]:
-                    plgpu.barrier_wait(free.at[slot_of(i)])
-                    return carry
+            first_row = warpgroup * rows
 
-                lax.fori_loop(jnp.maximum(begin, end - plan.stages), end, drain, ())
+            def products(slot: jax.Array, row: jax.Array, part: int) -> jax.Array:
+                def multiply(acc: Any) -> jax.Array:
+                    for unit in range(part * self.part, (part + 1) * self.part, self.unit):
+                        inputs = x_ring.at[slot, :, pl.ds(unit, self.unit)].transpose((1, 0))
+                        plgpu.wgmma(acc, operand(slot, row, unit), inputs)
+                    return acc[...]
 
-            @pl.when(warpgroup < consumers)
-            def _multiply() -> None:
-                first_row = warpgroup * rows
+                return pl.run_scoped(multiply, _Accumulator((TILE_ROWS, plan.tokens), jnp.float32))
 
-                def products(slot: jax.Array, row: jax.Array, part: int) -> jax.Array:
-                    def multiply(acc: Any) -> jax.Array:
-                        for unit in range(part * self.part, (part + 1) * self.part, self.unit):
-                            inputs = x_ring.at[slot, :, pl.ds(unit, self.unit)].transpose((1, 0))
-                            plgpu.wgmma(acc, operand(slot, row, unit), inputs)
-                        return acc[...]
+            def operand(slot: jax.Array, row: jax.Array, unit: int) -> Any:
+                if self.unpacking is None:
+                    return numbers_ring.at[slot, 0, pl.ds(row, TILE_ROWS)]
+                words = _COPIED_WORDS * copies * self.unit // BLOCK
+                copy, word = divmod(unit // self.unit * words, _COPIED_WORDS)
+                source = numbers_ring.at[slot, copy, pl.ds(row, TILE_ROWS), pl.ds(word, words)]
+                tile = plgpu.load(source, layout=self.unpacking.layout, optimized=False)
+                tile = self.unpacking.unpack(tile, interpret=self.interpret)
+                if not self.interpret:
+                    return tile
+                # The interpreter can't multiply from registers.
+                operands[warpgroup] = tile
+                plgpu.commit_smem()
+                return operands.at[warpgroup]
 
-                    return pl.run_scoped(multiply, _Accumulator((TILE_ROWS, plan.tokens), jnp.float32))
+            def take_tile(tile: jax.Array, carry: tuple[()]) -> tuple[()]:
+                low = jnp.maximum(begin, tile * plan.blocks)
+                high = jnp.minimum(end, (tile + 1) * plan.blocks)
+                output, token, _ = plan.place(low)
 
-                def operand(slot: jax.Array, row: jax.Array, unit: int) -> Any:
-                    if self.unpacking is None:
-                        return numbers_ring.at[slot, 0, pl.ds(row, TILE_ROWS)]
-                    words = _COPIED_WORDS * copies * self.unit // BLOCK
-                    copy, word = divmod(unit // self.unit * words, _COPIED_WORDS)
-                    source = numbers_ring.at[slot, copy, pl.ds(row, TILE_ROWS), pl.ds(word, words)]
-                    tile = plgpu.load(source, layout=self.unpacking.layout, optimized=False)
-                    tile = self.unpacking.unpack(tile, interpret=self.interpret)
-                    if not self.interpret:
-                        return tile
-                    # The interpreter can't multiply from registers.
-                    operands[warpgroup] = tile
-                    plgpu.commit_smem()
-                    return operands.at[warpgroup]
+                def column(ref: Any, i: jax.Array, row: int, part: int) -> jax.Array | None:
+                    if ref is None:
+                        return None
+                    _, _, block = plan.place(i)
+                    group = lax.div(block * BLOCK + part * self.part, jnp.int32(self.group))
+                    source = ref.at[pl.ds(output + first_row + row, TILE_ROWS), group]
+                    return plgpu.load(source, layout=_ROWS, optimized=False)
 
-                def take_tile(tile: jax.Array, carry: tuple[()]) -> tuple[()]:
-                    low = jnp.maximum(begin, tile * plan.blocks)
-                    high = jnp.minimum(end, (tile + 1) * plan.blocks)
-                    output, token, _ = plan.place(low)
-
-                    def column(ref: Any, i: jax.Array, row: int, part: int) -> jax.Array | None:
-                        if ref is None:
-                            return None
-                        _, _, block = plan.place(i)
-                        group = lax.div(block * BLOCK + part * self.part, jnp.int32(self.group))
-                        source = ref.at[pl.ds(output + first_row + row, TILE_ROWS), group]
-                        return plgpu.load(source, layout=_ROWS, optimized=False)
-
-                    def columns(i: jax.Array) -> Any:
-                        return [
-                            [(column(scale_ref, i, row, part), column(zero_ref, i, row, part)) for part in range(parts)]
-                            for row in range(0, rows, TILE_ROWS)
-                        ]
-
-                    def step(i: jax.Array, state: Any) -> Any:
-                        sums, scales = state
-                        slot = slot_of(i)
-                        # Those of the next block, which take as long as a block to arrive.
-                        next_scales = columns(jnp.minimum(i + 1, high - 1))
-                        plgpu.barrier_wait(arrived.at[slot])
-                        new = []
-                        for n, total in enumerate(sums):
-                            for part, (scale, zero) in enumerate(scales[n]):
-                                product = products(slot, first_row + n * TILE_ROWS, part)
-                                if factors_ref is not None:
-                                    factor = plgpu.load(factors_ring.at[slot, part], layout=_COLUMNS, optimized=False)
-                                    factor = lax.broadcast_in_dim(factor, product.shape, [1])
-                                    if zero is None:
-                                        product = product * factor
-                                    else:
-                                        product = product - _wide(zero, product) * factor
-                                total = total + _wide(scale, product) * product
-                            new.append(total)
-                        plgpu.barrier_arrive(free.at[slot])
-                        return new, next_scales
-
-                    zeros = [
-                        plgpu.layout_cast(jnp.zeros((TILE_ROWS, plan.tokens), jnp.float32), _TILE)
-                        for _ in range(0, rows, TILE_ROWS)
+                def columns(i: jax.Array) -> Any:
+                    return [
+                        [(column(scale_ref, i, row, part), column(zero_ref, i, row, part)) for part in range(parts)]
+                        for row in range(0, rows, TILE_ROWS)
                     ]
-                    sums, _ = lax.fori_loop(low, high, step, (zeros, columns(low)))
-                    part = core - plan.first_core(tile)
-                    for n, total in enumerate(sums):
-                        at = pl.ds(output + first_row + n * TILE_ROWS, TILE_ROWS)
-                        target = out_ref.at[part, pl.ds(token, plan.tokens), at].transpose((1, 0))
-                        plgpu.store(target, total if self.interpret else _scalars(total), optimized=False)
-                    return carry
 
-                lax.fori_loop(lax.div(begin, jnp.int32(plan.blocks)), plan.tiles_until(end), take_tile, ())
+                def step(i: jax.Array, sums: Any) -> Any:
+                    slot = slot_of(i)
+                    load_ahead(i + (plan.stages - 1))
+                    # They arrive during the products.
+                    scales = columns(i)
+                    plgpu.barrier_wait(arrived.at[slot])
+                    new = []
+                    for n, total in enumerate(sums):
+                        for part, (scale, zero) in enumerate(scales[n]):
+                            product = products(slot, first_row + n * TILE_ROWS, part)
+                            if factors_ref is not None:
+                                factor = plgpu.load(factors_ring.at[slot, part], layout=_COLUMNS, optimized=False)
+                                factor = lax.broadcast_in_dim(factor, product.shape, [1])
+                                product = product * factor if zero is None else product - _wide(zero, product) * factor
+                            total = total + _wide(scale, product) * product
+                        new.append(total)
+                    plgpu.barrier_arrive(free.at[slot])
+                    return new
+
+                zeros = [
+                    plgpu.layout_cast(jnp.zeros((TILE_ROWS, plan.tokens), jnp.float32), _TILE)
+                    for _ in range(0, rows, TILE_ROWS)
+                ]
+                sums = lax.fori_loop(low, high, step, zeros)
+                part = core - plan.first_core(tile)
+                for n, total in enumerate(sums):
+                    at = pl.ds(output + first_row + n * TILE_ROWS, TILE_ROWS)
+                    target = out_ref.at[part, pl.ds(token, plan.tokens), at].transpose((1, 0))
+                    plgpu.store(target, total if self.interpret else _scalars(total), optimized=False)
+                return carry
+
+            for i in range(plan.stages - 1):
+                load_ahead(begin + i)
+            lax.fori_loop(lax.div(begin, jnp.int32(plan.blocks)), plan.tiles_until(end), take_tile, ())
 
         stages = plan.stages
         unpacks = self.unpacking is not None
@@ -231,7 +221,7 @@ class MosaicGpuMatmul:
             ),
             grid=(plan.cores,),
             grid_names=("core",),
-            num_threads=consumers + 1,
+            num_threads=consumers,
             thread_name="warpgroup",
             kernel_name="quantized_matmul",
             compiler_params=plgpu.CompilerParams(
