@@ -9,8 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.quantized_matmul.mosaic_gpu.unpack import TILE_ROWS
+from pallas_kernels.quantized_matmul.scheme import Scheme
+
 BLOCK = 128
 """Inputs that are copied at a time."""
+
+_MOST_TOKENS, _MOST_STAGES = 128, 8
+# Of the 227 KiB of shared memory that a program may have.
+_RING_BYTES = 200 * 1024
+# Below it, the cores that have no tile in the last round cost more than parts that are written and added.
+_BUSY = 0.85
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,3 +81,33 @@ class Plan:
     def parts(self) -> int:
         """The most parts of a tile."""
         return int(self.part_counts.max())
+
+
+def rule_sizes(out_dim: int, rows: int, scheme: Scheme) -> dict[str, int]:
+    """Return block sizes by rule: few rows take as many outputs as possible, as each tile of outputs reads all inputs.
+
+    Many rows take as many tokens as registers hold sums for, besides those of a group: groups of less than a block are
+    summed one after another, and several of them at the same time.
+    """
+    small = scheme.group is not None and scheme.group < BLOCK
+    tokens = min(_MOST_TOKENS // 2 if small else _MOST_TOKENS, max(8, 1 << (rows - 1).bit_length()))
+    warpgroups = next(n for n in (4, 3, 2, 1) if out_dim % (n * TILE_ROWS) == 0 and n * tokens <= 256)
+    tiles = 2 if scheme.numbers == "fp8" and tokens == _MOST_TOKENS and out_dim % 256 == 0 else 1
+    outputs = tiles * warpgroups * TILE_ROWS
+    stage = BLOCK * (outputs * scheme.bits // 8 + tokens * (1 if scheme.numbers == "fp8" else 2))
+    stages = min(_MOST_STAGES, _RING_BYTES // stage)
+    return {"outputs": outputs, "tokens": tokens, "warpgroups": warpgroups, "stages": stages}
+
+
+def make_plan(out_dim: int, in_dim: int, rows: int, cores: int, sizes: dict[str, int]) -> Plan:
+    """Return the plan of a product with block sizes."""
+    plan = Plan(
+        blocks=in_dim // BLOCK,
+        output_tiles=out_dim // sizes["outputs"],
+        token_tiles=-(-rows // sizes["tokens"]),
+        cores=cores,
+        whole=False,
+        **sizes,
+    )
+    whole = plan.tiles >= _BUSY * cores * -(-plan.tiles // cores)
+    return dataclasses.replace(plan, cores=min(cores, plan.tiles * (1 if whole else plan.blocks)), whole=whole)
