@@ -92,6 +92,7 @@ class MosaicGpuMatmul:
             numbers_ref: Any,
             scale_ref: Any,
             zero_ref: Any,
+            exponents_ref: Any,
             out_ref: Any,
             x_ring: Any,
             factors_ring: Any,
@@ -102,6 +103,7 @@ class MosaicGpuMatmul:
         ) -> None:
             core, warpgroup = lax.axis_index("core").astype(jnp.int32), lax.axis_index("warpgroup")
             begin, end = plan.first_block(core), plan.first_block(core + 1)
+            exponents = None if exponents_ref is None else exponents_ref[0]
 
             def slot_of(i: jax.Array) -> jax.Array:
                 return lax.rem(i - begin, jnp.int32(plan.stages))
@@ -142,7 +144,7 @@ class MosaicGpuMatmul:
                 copy, word = divmod(unit // self.unit * words, _COPIED_WORDS)
                 source = numbers_ring.at[slot, copy, pl.ds(row, TILE_ROWS), pl.ds(word, words)]
                 tile = plgpu.load(source, layout=self.unpacking.layout, optimized=False)
-                tile = self.unpacking.unpack(tile, interpret=self.interpret)
+                tile = self.unpacking.unpack(tile, exponents, interpret=self.interpret)
                 if not self.interpret:
                     return tile
                 # The interpreter can't multiply from registers.
@@ -229,7 +231,9 @@ class MosaicGpuMatmul:
             ),
             interpret=plgpu.InterpretGPUParams(detect_races=True) if self.interpret else None,
         )
-        out: jax.Array = kernel(x, factors, numbers, scale, zero)
+        out: jax.Array = kernel(
+            x, factors, numbers, scale, zero, jnp.asarray(self.unpacking.exponents) if unpacks else None
+        )
         return out
 
 

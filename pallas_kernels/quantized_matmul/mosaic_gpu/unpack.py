@@ -65,19 +65,29 @@ class Unpacking:
         split = x.reshape(len(x), -1, _LANES, self.words, 2, self.pairs)
         return split.transpose(0, 1, 3, 5, 2, 4).reshape(x.shape)
 
-    def unpack(self, words: UInt32[Array, "rows words"], *, interpret: bool) -> BFloat16[Array, "rows inputs"]:
+    @property
+    def exponents(self) -> np.ndarray:
+        """What makes the numbers in a word mantissas of two bfloat16, for a kernel to read.
+
+        A compiler that knew it would load it anew for each number: instructions take one constant, here the mask.
+        """
+        return np.array([0x43084308 if self.bits == 4 else 0x43004300], np.uint32)
+
+    def unpack(
+        self, words: UInt32[Array, "rows words"], exponents: UInt32[Array, ""], *, interpret: bool
+    ) -> BFloat16[Array, "rows inputs"]:
         """Return the numbers of a tile in the layout of an operand."""
         shifted = [words >> np.uint32(self.bits * i) for i in range(self.pairs)]
-        # 128 plus the low bits, in the mantissas of two bfloat16; then the value of the bits at 0 goes.
         if self.bits == 4:
-            biased = [(s & np.uint32(0x000F000F)) ^ np.uint32(0x43084308) for s in shifted]
-            return self._operand(biased, interpret=interpret) - jnp.bfloat16(136)
-        low = [(s & np.uint32(0x007F007F)) | np.uint32(0x43004300) for s in shifted]
-        # 128 or, if the sign bit is set, 256: one lower exponent bit more.
-        sign = [(s & np.uint32(0x00800080)) | np.uint32(0x43004300) for s in shifted]
-        return self._operand(low, interpret=interpret) - self._operand(sign, interpret=interpret)
+            # The sign bit is flipped: 128 + 8 + the number.
+            return self._operand([(s & np.uint32(0x000F000F)) ^ exponents for s in shifted], interpret) - np.array(
+                136, jnp.bfloat16
+            )
+        # 128 + the low bits, less 128 or, as a sign bit is one in the exponent, 256.
+        low = self._operand([(s & np.uint32(0x007F007F)) | exponents for s in shifted], interpret)
+        return low - self._operand([(s & np.uint32(0x00800080)) | exponents for s in shifted], interpret)
 
-    def _operand(self, pairs: Sequence[UInt32[Array, "rows words"]], *, interpret: bool) -> Array:
+    def _operand(self, pairs: Sequence[UInt32[Array, "rows words"]], interpret: bool) -> Array:
         """Return words, of which each is a pair of bfloat16, as an operand: the registers keep their contents."""
         if interpret:
             rows = len(pairs[0])
