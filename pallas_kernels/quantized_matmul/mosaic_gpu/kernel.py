@@ -84,7 +84,9 @@ class MosaicGpuMatmul:
         copies = numbers.shape[1] // (x.shape[1] // BLOCK) // copied
         parts = BLOCK // self.part
         num_copies = copies + 1 + (factors is not None)
-        consumers, rows = plan.warpgroups, plan.outputs // plan.warpgroups
+        # A program's part of the outputs of its cluster.
+        outputs = plan.outputs // plan.cluster
+        warpgroups = outputs // TILE_ROWS
 
         def body(
             x_ref: Any,
@@ -103,6 +105,7 @@ class MosaicGpuMatmul:
         ) -> None:
             core, warpgroup = lax.axis_index("core").astype(jnp.int32), lax.axis_index("warpgroup")
             begin, end = plan.first_block(core), plan.first_block(core + 1)
+            own = lax.axis_index("cluster").astype(jnp.int32) * outputs
             exponents = None if exponents_ref is None else exponents_ref[0]
 
             def slot_of(i: jax.Array) -> jax.Array:
@@ -112,13 +115,14 @@ class MosaicGpuMatmul:
                 slot = slot_of(i)
                 output, token, block = plan.place(i)
                 pl.when(i - begin >= plan.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                some = pl.ds(output, plan.outputs)
+                some = pl.ds(output + own, outputs)
                 for copy in range(copies):
                     source = numbers_ref.at[some, pl.ds((block * copies + copy) * copied, copied)]
                     plgpu.copy_gmem_to_smem(source, numbers_ring.at[slot, copy], arrived.at[slot])
                 some = pl.ds(token, plan.tokens)
                 source = x_ref.at[some, pl.ds(block * BLOCK, BLOCK)]
-                plgpu.copy_gmem_to_smem(source, x_ring.at[slot], arrived.at[slot])
+                axes = None if plan.cluster == 1 or self.interpret else "cluster"
+                plgpu.copy_gmem_to_smem(source, x_ring.at[slot], arrived.at[slot], collective_axes=axes)
                 if factors_ref is not None:
                     source = factors_ref.at[pl.ds(block * parts, parts), some]
                     plgpu.copy_gmem_to_smem(source, factors_ring.at[slot], arrived.at[slot])
@@ -126,23 +130,22 @@ class MosaicGpuMatmul:
             def load_ahead(i: jax.Array) -> None:
                 pl.when((warpgroup == 0) & (i < end))(functools.partial(load, i))
 
-            first_row = warpgroup * rows
-
-            def products(slot: jax.Array, row: jax.Array, part: int) -> jax.Array:
+            def products(slot: jax.Array, part: int) -> jax.Array:
                 def multiply(acc: Any) -> jax.Array:
                     for unit in range(part * self.part, (part + 1) * self.part, self.unit):
                         inputs = x_ring.at[slot, :, pl.ds(unit, self.unit)].transpose((1, 0))
-                        plgpu.wgmma(acc, operand(slot, row, unit), inputs)
+                        plgpu.wgmma(acc, operand(slot, unit), inputs)
                     return acc[...]
 
                 return pl.run_scoped(multiply, _Accumulator((TILE_ROWS, plan.tokens), jnp.float32))
 
-            def operand(slot: jax.Array, row: jax.Array, unit: int) -> Any:
+            def operand(slot: jax.Array, unit: int) -> Any:
+                some = pl.ds(warpgroup * TILE_ROWS, TILE_ROWS)
                 if self.unpacking is None:
-                    return numbers_ring.at[slot, 0, pl.ds(row, TILE_ROWS)]
+                    return numbers_ring.at[slot, 0, some]
                 words = _COPIED_WORDS * copies * self.unit // BLOCK
                 copy, word = divmod(unit // self.unit * words, _COPIED_WORDS)
-                source = numbers_ring.at[slot, copy, pl.ds(row, TILE_ROWS), pl.ds(word, words)]
+                source = numbers_ring.at[slot, copy, some, pl.ds(word, words)]
                 tile = plgpu.load(source, layout=self.unpacking.layout, optimized=False)
                 tile = self.unpacking.unpack(tile, exponents, interpret=self.interpret)
                 if not self.interpret:
@@ -156,55 +159,48 @@ class MosaicGpuMatmul:
                 low = jnp.maximum(begin, tile * plan.blocks)
                 high = jnp.minimum(end, (tile + 1) * plan.blocks)
                 output, token, _ = plan.place(low)
+                rows = pl.ds(output + own + warpgroup * TILE_ROWS, TILE_ROWS)
 
-                def column(ref: Any, i: jax.Array, row: int, part: int) -> jax.Array | None:
-                    if ref is None:
-                        return None
-                    _, _, block = plan.place(i)
+                def column(ref: Any, block: jax.Array, part: int) -> jax.Array:
                     group = lax.div(block * BLOCK + part * self.part, jnp.int32(self.group))
-                    source = ref.at[pl.ds(output + first_row + row, TILE_ROWS), group]
-                    return plgpu.load(source, layout=_ROWS, optimized=False)
+                    return plgpu.load(ref.at[rows, group], layout=_ROWS, optimized=False)
 
-                def columns(i: jax.Array) -> Any:
-                    return [
-                        [(column(scale_ref, i, row, part), column(zero_ref, i, row, part)) for part in range(parts)]
-                        for row in range(0, rows, TILE_ROWS)
-                    ]
-
-                def step(i: jax.Array, sums: Any) -> Any:
-                    slot = slot_of(i)
+                def step(i: jax.Array, total: jax.Array) -> jax.Array:
+                    slot, (_, _, block) = slot_of(i), plan.place(i)
                     load_ahead(i + (plan.stages - 1))
                     # They arrive during the products.
-                    scales = columns(i)
+                    scales = [column(scale_ref, block, part) for part in range(parts)]
+                    zeros = [None if zero_ref is None else column(zero_ref, block, part) for part in range(parts)]
                     plgpu.barrier_wait(arrived.at[slot])
-                    new = []
-                    for n, total in enumerate(sums):
-                        for part, (scale, zero) in enumerate(scales[n]):
-                            product = products(slot, first_row + n * TILE_ROWS, part)
-                            if factors_ref is not None:
-                                factor = plgpu.load(factors_ring.at[slot, part], layout=_COLUMNS, optimized=False)
-                                factor = lax.broadcast_in_dim(factor, product.shape, [1])
-                                product = product * factor if zero is None else product - _wide(zero, product) * factor
-                            total = total + _wide(scale, product) * product
-                        new.append(total)
+                    for part, (scale, zero) in enumerate(zip(scales, zeros, strict=True)):
+                        product = products(slot, part)
+                        if factors_ref is not None:
+                            factor = plgpu.load(factors_ring.at[slot, part], layout=_COLUMNS, optimized=False)
+                            factor = lax.broadcast_in_dim(factor, product.shape, [1])
+                            product = product * factor if zero is None else product - _wide(zero, product) * factor
+                        total = total + _wide(scale, product) * product
                     plgpu.barrier_arrive(free.at[slot])
-                    return new
+                    return total
 
-                zeros = [
-                    plgpu.layout_cast(jnp.zeros((TILE_ROWS, plan.tokens), jnp.float32), _TILE)
-                    for _ in range(0, rows, TILE_ROWS)
-                ]
-                sums = lax.fori_loop(low, high, step, zeros)
+                start = plgpu.layout_cast(jnp.zeros((TILE_ROWS, plan.tokens), jnp.float32), _TILE)
+                total = lax.fori_loop(low, high, step, start)
                 part = core - plan.first_core(tile)
-                for n, total in enumerate(sums):
-                    at = pl.ds(output + first_row + n * TILE_ROWS, TILE_ROWS)
-                    target = out_ref.at[part, pl.ds(token, plan.tokens), at].transpose((1, 0))
-                    plgpu.store(target, total if self.interpret else _scalars(total), optimized=False)
+                target = out_ref.at[part, pl.ds(token, plan.tokens), rows].transpose((1, 0))
+                plgpu.store(target, total if self.interpret else _scalars(total), optimized=False)
                 return carry
 
             for i in range(plan.stages - 1):
                 load_ahead(begin + i)
             lax.fori_loop(lax.div(begin, jnp.int32(plan.blocks)), plan.tiles_until(end), take_tile, ())
+
+            # The other program of a cluster may not end before this one has arrived at its barriers.
+            @pl.when(warpgroup == 0)
+            def _drain() -> None:
+                def drain(i: jax.Array, carry: tuple[()]) -> tuple[()]:
+                    plgpu.barrier_wait(free.at[slot_of(i)])
+                    return carry
+
+                lax.fori_loop(jnp.maximum(begin, end - plan.stages), end, drain, ())
 
         stages = plan.stages
         unpacks = self.unpacking is not None
@@ -214,16 +210,20 @@ class MosaicGpuMatmul:
             scratch_types=(
                 self.smem(stages, plan.tokens, BLOCK, dtype=x.dtype),
                 None if factors is None else plgpu.SMEM((stages, parts, plan.tokens), jnp.float32),
-                plgpu.SMEM((stages, copies, plan.outputs, copied), stored)
+                plgpu.SMEM((stages, copies, outputs, copied), stored)
                 if unpacks
-                else self.smem(stages, copies, plan.outputs, copied, dtype=stored),
-                self.smem(consumers, TILE_ROWS, self.unit, dtype=x.dtype) if unpacks and self.interpret else None,
+                else self.smem(stages, copies, outputs, copied, dtype=stored),
+                self.smem(warpgroups, TILE_ROWS, self.unit, dtype=x.dtype) if unpacks and self.interpret else None,
                 plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
-                plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+                plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=warpgroups, num_barriers=stages)
+                if plan.cluster > 1
+                else plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
             ),
             grid=(plan.cores,),
             grid_names=("core",),
-            num_threads=consumers,
+            cluster=(plan.cluster,),
+            cluster_names=("cluster",),
+            num_threads=warpgroups,
             thread_name="warpgroup",
             kernel_name="quantized_matmul",
             compiler_params=plgpu.CompilerParams(

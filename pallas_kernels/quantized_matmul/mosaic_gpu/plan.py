@@ -16,6 +16,7 @@ BLOCK = 128
 """Inputs that are copied at a time."""
 
 _MOST_TOKENS, _MOST_STAGES = 128, 8
+_SHARED_TOKENS = 64
 # Of the 227 KiB of shared memory that a program may have.
 _RING_BYTES = 200 * 1024
 # Below it, the cores that have no tile in the last round cost more than parts that are written and added.
@@ -28,7 +29,7 @@ class Plan:
 
     Blocks are numbered tile by tile, and tiles of the same outputs follow each other. Each core takes the blocks that
     follow those of the core before. If not `whole`, a tile may be divided: then several cores have a part of its sums.
-    `warpgroups` of a core multiply, `stages` blocks are in flight.
+    What is called a core here is a cluster of `cluster` cores that divide its outputs. `stages` blocks are in flight.
     """
 
     outputs: int
@@ -38,7 +39,7 @@ class Plan:
     token_tiles: int
     cores: int
     whole: bool
-    warpgroups: int
+    cluster: int
     stages: int
 
     @property
@@ -86,17 +87,18 @@ class Plan:
 def rule_sizes(out_dim: int, rows: int, scheme: Scheme) -> dict[str, int]:
     """Return block sizes by rule: few rows take as many outputs as possible, as each tile of outputs reads all inputs.
 
-    Many rows take as many tokens as registers hold sums for, besides those of a group: groups of less than a block are
-    summed one after another, and several of them at the same time.
+    Many rows take as many tokens as registers hold sums for, besides those of a group; several groups of a block are
+    summed at the same time. There two programs share what they read of the inputs, where outputs allow it.
     """
     small = scheme.group is not None and scheme.group < BLOCK
     tokens = min(_MOST_TOKENS // 2 if small else _MOST_TOKENS, max(8, 1 << (rows - 1).bit_length()))
-    warpgroups = next(n for n in (4, 3, 2, 1) if out_dim % (n * TILE_ROWS) == 0 and n * tokens <= 256)
-    tiles = 2 if scheme.numbers == "fp8" and tokens == _MOST_TOKENS and out_dim % 256 == 0 else 1
-    outputs = tiles * warpgroups * TILE_ROWS
+    most = (_MOST_TOKENS if small else 2 * _MOST_TOKENS) // tokens
+    warpgroups = next(n for n in (4, 3, 2, 1) if out_dim % (n * TILE_ROWS) == 0 and n <= most)
+    cluster = 2 if tokens >= _SHARED_TOKENS and out_dim % (2 * warpgroups * TILE_ROWS) == 0 else 1
+    outputs = warpgroups * TILE_ROWS
     stage = BLOCK * (outputs * scheme.bits // 8 + tokens * (1 if scheme.numbers == "fp8" else 2))
     stages = min(_MOST_STAGES, _RING_BYTES // stage)
-    return {"outputs": outputs, "tokens": tokens, "warpgroups": warpgroups, "stages": stages}
+    return {"outputs": outputs * cluster, "tokens": tokens, "cluster": cluster, "stages": stages}
 
 
 def make_plan(out_dim: int, in_dim: int, rows: int, cores: int, sizes: dict[str, int]) -> Plan:
@@ -105,9 +107,10 @@ def make_plan(out_dim: int, in_dim: int, rows: int, cores: int, sizes: dict[str,
         blocks=in_dim // BLOCK,
         output_tiles=out_dim // sizes["outputs"],
         token_tiles=-(-rows // sizes["tokens"]),
-        cores=cores,
+        cores=max(1, cores // sizes["cluster"]),
         whole=False,
         **sizes,
     )
+    cores = plan.cores
     whole = plan.tiles >= _BUSY * cores * -(-plan.tiles // cores)
     return dataclasses.replace(plan, cores=min(cores, plan.tiles * (1 if whole else plan.blocks)), whole=whole)
