@@ -27,9 +27,8 @@ def quantized_matmul(
         x = x[:, weight.order]
     if weight.scheme.activations is not None:
         x, factors = quantize_inputs(x, weight.scheme, weight.input_scale)
-    target, interpret = weight.backend.target, weight.backend.interpret
-    out = backend_module(weight.backend.name).multiply(x, factors, weight, target=target, interpret=interpret)
-    return out.astype(out_dtype)
+    options = {"out_dtype": out_dtype, "target": weight.backend.target, "interpret": weight.backend.interpret}
+    return backend_module(weight.backend.name).multiply(x, factors, weight, **options).astype(out_dtype)
 
 
 def packed_matmul(x: BFloat16[Array, "tokens in_dim"], weight: PackedWeight) -> Float[Array, "tokens out_dim"]:
