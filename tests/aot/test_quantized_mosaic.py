@@ -15,7 +15,14 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.runtime.devices.topology import target_mesh
-from pallas_kernels.quantized_matmul import Backend, QuantizedWeight, Scheme, num_groups, numbers_shape, quantized_matmul
+from pallas_kernels.quantized_matmul import (
+    Backend,
+    QuantizedWeight,
+    Scheme,
+    num_groups,
+    numbers_shape,
+    quantized_matmul,
+)
 from pallas_kernels.target import target_of
 from tests.aot.conftest import Row
 from tests.aot.kernels import checked_kernels

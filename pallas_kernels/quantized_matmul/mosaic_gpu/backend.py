@@ -7,6 +7,7 @@ are split into terms of bfloat16, each a row of its own.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -67,9 +68,10 @@ def multiply(
     factors: Float32[Array, "tokens groups"] | None,
     weight: QuantizedWeight,
     *,
+    out_dtype: Any,
     target: KernelTarget,
     interpret: bool,
-) -> Float32[Array, "tokens out_dim"]:
+) -> Float[Array, "tokens out_dim"]:
     """See `backends.BackendModule`."""
     scheme, (tokens, in_dim) = weight.scheme, x.shape
     out_dim, group = weight.scale.size // weight.scale.shape[-1], scheme.group or in_dim
@@ -82,7 +84,8 @@ def multiply(
         numbers = lax.bitcast_convert_type(numbers.reshape(out_dim, -1, 4), jnp.uint32)
     cores = _INTERPRETED_CORES if interpret else target.cores or _CORES
     asked = {name: size for kind, name, size in target.blocks if kind == KIND}
-    plan = make_plan(out_dim, in_dim, len(x), cores, asked or rule_sizes(out_dim, len(x), scheme))
+    sizes = asked or rule_sizes(out_dim, len(x), scheme)
+    plan = make_plan(out_dim, in_dim, len(x), cores, scheme, sizes)
     x = jnp.pad(x, ((0, plan.token_tiles * plan.tokens - len(x)), (0, 0)))
     unpacking = None
     if factors is not None:
@@ -94,7 +97,9 @@ def multiply(
         if scheme.zeros:
             factors = x.astype(jnp.float32).reshape(len(x), -1, min(group, BLOCK)).sum(axis=-1).T
         x = unpacking.reorder_inputs(x)
-    out = MosaicGpuMatmul(plan, group, unpacking, interpret).multiply(x, factors, numbers, scale, zero)
+    rounds = plan.parts == terms == 1 and out_dtype == jnp.bfloat16
+    kernel = MosaicGpuMatmul(plan, group, unpacking, interpret)
+    out = kernel.multiply(x, factors, numbers, scale, zero, jnp.bfloat16 if rounds else jnp.float32)
     out = _sum_parts(out, plan)
     return out[: terms * tokens].reshape(terms, tokens, out_dim).sum(axis=0)
 
@@ -112,7 +117,7 @@ def _bfloat16_terms(x: Float[Array, "tokens in_dim"], count: int) -> BFloat16[Ar
     return jnp.concatenate(terms)
 
 
-def _sum_parts(out: Float32[Array, "parts tokens out_dim"], plan: Plan) -> Float32[Array, "tokens out_dim"]:
+def _sum_parts(out: Float[Array, "parts tokens out_dim"], plan: Plan) -> Float[Array, "tokens out_dim"]:
     """Add the parts of each tile; what a tile has no part for was never written."""
     if plan.parts == 1:
         return out[0]

@@ -61,7 +61,7 @@ class MosaicGpuMatmul:
     def smem(self, *shape: int, dtype: Any) -> Any:
         """Return shared memory for an operand of the tensor cores."""
         size = jnp.dtype(dtype).itemsize
-        swizzle = plgpu.find_swizzle(min(self.unit, 128 // size) * size * 8)
+        swizzle = plgpu.find_swizzle(min(shape[-1], self.unit, 128 // size) * size * 8)
         return plgpu.SMEM(shape, dtype, transforms=(_TilingTransform((8, swizzle // size)), _SwizzleTransform(swizzle)))
 
     def multiply(
@@ -71,8 +71,9 @@ class MosaicGpuMatmul:
         numbers: Shaped[Array, "out_dim stored"],
         scale: Float[Array, "out_dim groups"],
         zero: Float[Array, "out_dim groups"] | None,
-    ) -> Float32[Array, "parts tokens out_dim"]:
-        """Return parts of the sums, those that the plan says to exist.
+        out_dtype: Any,
+    ) -> Float[Array, "parts tokens out_dim"]:
+        """Return parts of the sums, those that the plan says to exist; only whole sums may be rounded to bfloat16.
 
         `tokens` is a multiple of the plan's. `factors` are the sums of each part's inputs if there are zeros, else what
         each part's products are multiplied by.
@@ -87,6 +88,7 @@ class MosaicGpuMatmul:
         # A program's part of the outputs of its cluster.
         outputs = plan.outputs // plan.cluster
         warpgroups = outputs // TILE_ROWS
+        rounds = out_dtype != jnp.float32
 
         def body(
             x_ref: Any,
@@ -100,13 +102,14 @@ class MosaicGpuMatmul:
             factors_ring: Any,
             numbers_ring: Any,
             operands: Any,
+            rounded: Any,
             arrived: Any,
             free: Any,
         ) -> None:
             core, warpgroup = lax.axis_index("core").astype(jnp.int32), lax.axis_index("warpgroup")
             begin, end = plan.first_block(core), plan.first_block(core + 1)
             own = lax.axis_index("cluster").astype(jnp.int32) * outputs
-            exponents = None if exponents_ref is None else exponents_ref[0]
+            exponents: Any = None if exponents_ref is None else exponents_ref[0]
 
             def slot_of(i: jax.Array) -> jax.Array:
                 return lax.rem(i - begin, jnp.int32(plan.stages))
@@ -184,14 +187,22 @@ class MosaicGpuMatmul:
 
                 start = plgpu.layout_cast(jnp.zeros((TILE_ROWS, plan.tokens), jnp.float32), _TILE)
                 total = lax.fori_loop(low, high, step, start)
-                part = core - plan.first_core(tile)
-                target = out_ref.at[part, pl.ds(token, plan.tokens), rows].transpose((1, 0))
-                plgpu.store(target, total if self.interpret else _scalars(total), optimized=False)
+                target = out_ref.at[core - plan.first_core(tile), pl.ds(token, plan.tokens), rows]
+                if rounds:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    rounded.at[warpgroup].transpose((1, 0))[...] = total.astype(out_dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(rounded.at[warpgroup], target)
+                else:
+                    numbers = total if self.interpret else _scalars(total)
+                    plgpu.store(target.transpose((1, 0)), numbers, optimized=False)
                 return carry
 
             for i in range(plan.stages - 1):
                 load_ahead(begin + i)
             lax.fori_loop(lax.div(begin, jnp.int32(plan.blocks)), plan.tiles_until(end), take_tile, ())
+
+            plgpu.wait_smem_to_gmem(0)
 
             # The other program of a cluster may not end before this one has arrived at its barriers.
             @pl.when(warpgroup == 0)
@@ -204,9 +215,10 @@ class MosaicGpuMatmul:
 
         stages = plan.stages
         unpacks = self.unpacking is not None
+        exponents = jnp.asarray(self.unpacking.exponents) if self.unpacking else None
         kernel = plgpu.kernel(
             body,
-            out_type=jax.ShapeDtypeStruct((plan.parts, len(x), len(numbers)), jnp.float32),
+            out_type=jax.ShapeDtypeStruct((plan.parts, len(x), len(numbers)), out_dtype),
             scratch_types=(
                 self.smem(stages, plan.tokens, BLOCK, dtype=x.dtype),
                 None if factors is None else plgpu.SMEM((stages, parts, plan.tokens), jnp.float32),
@@ -214,6 +226,7 @@ class MosaicGpuMatmul:
                 if unpacks
                 else self.smem(stages, copies, outputs, copied, dtype=stored),
                 self.smem(warpgroups, TILE_ROWS, self.unit, dtype=x.dtype) if unpacks and self.interpret else None,
+                self.smem(warpgroups, plan.tokens, TILE_ROWS, dtype=out_dtype) if rounds else None,
                 plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
                 plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=warpgroups, num_barriers=stages)
                 if plan.cluster > 1
@@ -231,9 +244,7 @@ class MosaicGpuMatmul:
             ),
             interpret=plgpu.InterpretGPUParams(detect_races=True) if self.interpret else None,
         )
-        out: jax.Array = kernel(
-            x, factors, numbers, scale, zero, jnp.asarray(self.unpacking.exponents) if unpacks else None
-        )
+        out: jax.Array = kernel(x, factors, numbers, scale, zero, exponents)
         return out
 
 

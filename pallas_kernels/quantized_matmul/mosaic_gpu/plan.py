@@ -17,10 +17,8 @@ BLOCK = 128
 
 _MOST_TOKENS, _MOST_STAGES = 128, 8
 _SHARED_TOKENS = 64
-# Of the 227 KiB of shared memory that a program may have.
-_RING_BYTES = 200 * 1024
-# Below it, the cores that have no tile in the last round cost more than parts that are written and added.
-_BUSY = 0.85
+# Of the 227 KiB of shared memory that a program may have; what is small takes the rest.
+_RING_BYTES = 216 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,14 +94,13 @@ def rule_sizes(out_dim: int, rows: int, scheme: Scheme) -> dict[str, int]:
     warpgroups = next(n for n in (4, 3, 2, 1) if out_dim % (n * TILE_ROWS) == 0 and n <= most)
     cluster = 2 if tokens >= _SHARED_TOKENS and out_dim % (2 * warpgroups * TILE_ROWS) == 0 else 1
     outputs = warpgroups * TILE_ROWS
-    stage = BLOCK * (outputs * scheme.bits // 8 + tokens * (1 if scheme.numbers == "fp8" else 2))
-    stages = min(_MOST_STAGES, _RING_BYTES // stage)
-    return {"outputs": outputs * cluster, "tokens": tokens, "cluster": cluster, "stages": stages}
+    stages = (_RING_BYTES - 2 * outputs * tokens) // _block_bytes(outputs, tokens, scheme)
+    return {"outputs": outputs * cluster, "tokens": tokens, "cluster": cluster, "stages": min(_MOST_STAGES, stages)}
 
 
-def make_plan(out_dim: int, in_dim: int, rows: int, cores: int, sizes: dict[str, int]) -> Plan:
-    """Return the plan of a product with block sizes."""
-    plan = Plan(
+def make_plan(out_dim: int, in_dim: int, rows: int, cores: int, scheme: Scheme, sizes: dict[str, int]) -> Plan:
+    """Return the plan of a product with block sizes; tiles stay whole where dividing them would move more bytes."""
+    divided = Plan(
         blocks=in_dim // BLOCK,
         output_tiles=out_dim // sizes["outputs"],
         token_tiles=-(-rows // sizes["tokens"]),
@@ -111,6 +108,18 @@ def make_plan(out_dim: int, in_dim: int, rows: int, cores: int, sizes: dict[str,
         whole=False,
         **sizes,
     )
-    cores = plan.cores
-    whole = plan.tiles >= _BUSY * cores * -(-plan.tiles // cores)
-    return dataclasses.replace(plan, cores=min(cores, plan.tiles * (1 if whole else plan.blocks)), whole=whole)
+    divided = dataclasses.replace(divided, cores=min(divided.cores, divided.tiles * divided.blocks))
+    whole = dataclasses.replace(divided, cores=min(divided.cores, divided.tiles), whole=True)
+    return min(whole, divided, key=lambda plan: _core_bytes(plan, scheme))
+
+
+def _core_bytes(plan: Plan, scheme: Scheme) -> float:
+    """Return what the busiest core reads, and its share of what is written and read again to add parts."""
+    units = plan.tiles if plan.whole else plan.tiles * plan.blocks
+    blocks = -(-units // plan.cores) * (plan.blocks if plan.whole else 1)
+    parts = 0 if plan.parts == 1 else 2 * 4 * plan.parts * plan.tiles * plan.outputs * plan.tokens
+    return blocks * _block_bytes(plan.outputs, plan.tokens, scheme) + parts / plan.cores
+
+
+def _block_bytes(outputs: int, tokens: int, scheme: Scheme) -> int:
+    return BLOCK * (outputs * scheme.bits // 8 + tokens * (1 if scheme.numbers == "fp8" else 2))

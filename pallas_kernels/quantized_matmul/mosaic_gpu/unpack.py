@@ -59,6 +59,10 @@ class Unpacking:
         tiling = plgpu.Tiling(((TILE_ROWS, row), (16, row), (8, row), (self.words,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
 
+    def column(self, word: int, pair: int) -> int:
+        """Return the eight columns of an operand that have a pair of each thread's word."""
+        return word * self.pairs + pair
+
     def reorder_inputs(self, x: Shaped[Array, "tokens in_dim"]) -> Shaped[Array, "tokens in_dim"]:
         """Return inputs in the order in which numbers stand in operands."""
         # A lane's words; in a word, the numbers i and i + pairs make a pair.
@@ -93,21 +97,21 @@ class Unpacking:
             rows = len(pairs[0])
             columns = jnp.stack(pairs, axis=-1).reshape(rows, _LANES, -1).swapaxes(1, 2)
             return lax.bitcast_convert_type(columns, jnp.bfloat16).reshape(rows, self.inputs)
-        out = plgpu.ShapeDtypeStruct((TILE_ROWS, self.inputs), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
-        rename = plgpu.inline_mgpu(arg_types=(self.layout,) * len(pairs), return_type=out)(_renamed)
+        out = plgpu.ShapeDtypeStruct((TILE_ROWS, self.inputs), jnp.dtype(jnp.bfloat16), layout=plgpu.Layout.WGMMA)
+        rename = plgpu.inline_mgpu(arg_types=(self.layout,) * len(pairs), return_type=out)(self._renamed)
         result: jax.Array = rename(*pairs)
         return result
 
-
-def _renamed(_: Any, *pairs: Any) -> Any:
-    """Return the registers of arrays of words as those of an operand of the tensor cores."""
-    single, pair = ir.VectorType.get((1,), pairs[0].mlir_dtype), ir.VectorType.get((2,), ir.BF16Type.get())
-    words = pairs[0].layout.vector_length
-    shape = TILE_ROWS, mgpu.WGMMA_LAYOUT.vector_length * _LANES * words * len(pairs)
-    registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
-    halves = registers.reshape(-1, 2)
-    for half, word, i in np.ndindex(2, words, len(pairs)):
-        register = pairs[i].registers.reshape(2)[half]
-        one = vector.extract_strided_slice(single, register, [word], [1], [1])
-        halves[word * len(pairs) + i, half] = vector.bitcast(pair, one)
-    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+    def _renamed(self, _: Any, *pairs: Any) -> Any:
+        word_type, pair_type = (
+            ir.VectorType.get((1,), pairs[0].mlir_dtype),
+            ir.VectorType.get((2,), ir.BF16Type.get()),
+        )
+        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((TILE_ROWS, self.inputs)), dtype=object)
+        # Of the columns, for the two halves of a warp's rows.
+        halves = registers.reshape(-1, 2)
+        for half, word, i in np.ndindex(2, self.words, self.pairs):
+            register = pairs[i].registers.reshape(2)[half]
+            one = vector.extract_strided_slice(word_type, register, [word], [1], [1])
+            halves[self.column(word, i), half] = vector.bitcast(pair_type, one)
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
