@@ -26,8 +26,6 @@ def quantized_matmul(
     if weight.scheme is not None and weight.scheme.activations is not None:
         x, factors = quantize_inputs(x, weight.scheme, weight.input_scale)
     if isinstance(weight, PackedWeight):
-        out = multiply_packed(x, factors, weight)
-    else:
-        target, interpret = weight.backend.target, weight.backend.interpret
-        out = backend_module(weight.backend.name).multiply(x, factors, weight, target=target, interpret=interpret)
-    return out.astype(out_dtype)
+        return multiply_packed(x, factors, weight).astype(out_dtype)
+    options = {"out_dtype": out_dtype, "target": weight.backend.target, "interpret": weight.backend.interpret}
+    return backend_module(weight.backend.name).multiply(x, factors, weight, **options).astype(out_dtype)

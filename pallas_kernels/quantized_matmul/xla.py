@@ -1,0 +1,69 @@
+"""The XLA backend: schemes whose numbers XLA multiplies as they are, with scales applied to the sums.
+
+Numbers of 8 bits with one scale for each output. With quantized inputs, XLA calls cuBLASLt or writes a kernel for the
+tensor cores; else it converts the numbers inside the product, and no converted copy of the weight is in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32, Shaped
+
+from pallas_kernels.quantized_matmul.layout import QuantizedWeight
+from pallas_kernels.quantized_matmul.scheme import Scheme
+from pallas_kernels.target import KernelTarget
+
+# The fewest rows of a matrix product on a TPU, and of cuBLASLt's product of fp8: with one row, XLA multiplies and adds
+# outside of the TPU's matrix units, which takes ten times as long, and a GPU without units for it converts the weight.
+_MIN_ROWS = 8
+
+# cuBLASLt's products of 8 bits take multiples of it; XLA would copy others into a larger array.
+_MULTIPLE = 16
+
+
+def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> str | None:
+    """See `backends.BackendModule`."""
+    if scheme.numbers == "int4" or scheme.group is not None:
+        return "xla takes numbers of 8 bits with one scale for each output: it would write out other weights in memory"
+    if target.platform in ("cuda", "gpu"):
+        if scheme.numbers == "fp8" and (target.capability or (0, 0)) < (8, 9):
+            return (
+                f"xla takes fp8 on NVIDIA GPUs of compute capability 8.9 (Ada) or newer, not on "
+                f"{target.kind or 'this one'}: it would write out the weight in 16 bits"
+            )
+        if scheme.activations is not None and (out_dim % _MULTIPLE or in_dim % _MULTIPLE):
+            return f"xla takes quantized inputs and outputs in multiples of {_MULTIPLE}, not {in_dim} and {out_dim}"
+    return None
+
+
+def multiply(
+    x: Shaped[Array, "tokens in_dim"],
+    factors: Float32[Array, "tokens groups"] | None,
+    weight: QuantizedWeight,
+    *,
+    out_dtype: Any,
+    target: KernelTarget,
+    interpret: bool,
+) -> Float32[Array, "tokens out_dim"]:
+    """See `backends.BackendModule`."""
+    rows, inputs = x.shape
+    if rows < _MIN_ROWS and (factors is not None or target.platform == "tpu"):
+        x = jnp.pad(x, ((0, _MIN_ROWS - rows), (0, 0)))
+    numbers = weight.numbers.reshape(-1, inputs)
+    if factors is None:
+        # XLA's CPU doesn't sum all products of bfloat16 in float32.
+        x = x.astype(jnp.float32) if target.platform == "cpu" else x
+        numbers = numbers.astype(x.dtype)
+    sum_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    sums = lax.dot_general(
+        x, numbers, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=sum_dtype
+    ).astype(jnp.float32)
+    if weight.zero is not None:
+        totals = x.astype(sum_dtype).sum(axis=1, keepdims=True).astype(jnp.float32)
+        sums -= totals * weight.zero.reshape(-1).astype(jnp.float32)
+    out = sums[:rows] * weight.scale.reshape(-1).astype(jnp.float32)
+    return out if factors is None else out * factors
