@@ -17,6 +17,7 @@ from tests.pallas_kernels.quantized_matmul.cases import CASES, Case, make_produc
 REFUSED: dict[BackendName, frozenset[str]] = {
     "reference": frozenset(),
     "xla": frozenset(case.name for case in CASES if case.scheme.numbers == "int4" or case.scheme.group is not None),
+    "triton": frozenset(),
 }
 
 
