@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import logging
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,10 @@ from jaxserve.engine.core.profiling import Profiling
 from jaxserve.engine.multihost.process_group import ProcessGroup
 from jaxserve.engine.process.main import run
 from jaxserve.engine.scheduling.scheduler import Scheduler
-from jaxserve.error_texts import join_differences, join_first
+from jaxserve.error_texts import join_differences
 from jaxserve.errors import ConfigError
 from jaxserve.models.registry import family, parse_model_config
 from jaxserve.observability.timeline import Timeline
-from jaxserve.params import dotted
-from jaxserve.quant import method_of
 from jaxserve.runtime.devices.attach import attach
 from jaxserve.runtime.devices.device import facts_of_devices, free_bytes
 from jaxserve.runtime.devices.distributed import devices_of_all, join_processes, resolve_local_devices
@@ -282,26 +279,15 @@ def _mesh_prefix(deployment: Deployment) -> str:
 def _log_weights(deployment: Deployment) -> None:
     """Log how weights are quantized, which are not, and why."""
     weights = deployment.weights
-    schemes = Counter(f"{scheme.bits} bits ({scheme})" for scheme in weights.quantized.values())
-    reasons: dict[str, list[str]] = {}
-    for path, reason in weights.others.items():
-        reasons.setdefault(reason, []).append(dotted(path))
-    others = "; ".join(f"{join_first(paths, 3)}: {reason}" for reason, paths in reasons.items())
-    if weights.quantized:
+    if weights.summary:
         logger.info(
-            "weights: %s%s, %d of %d linear layers in %s; %s; %.1f MiB in all, %.1f in %s",
-            weights.method,
-            ", quantized now" if weights.on_the_fly else "",
-            len(weights.quantized),
-            len(weights.quantized) + len(weights.others),
-            ", ".join(f"{text} x {count}" for text, count in schemes.items()),
-            f"not quantized: {others}" if others else "all are quantized",
+            "weights: %s; %s; %.1f MiB in all, %.1f in %s",
+            weights.summary,
+            f"not quantized: {weights.reasons}" if weights.others else "all are quantized",
             deployment.sizes.footprint.weights / 2**20,
             deployment.dense_bytes / 2**20,
             deployment.dtype.name,
         )
-    elif method := method_of(deployment.model.quantization, deployment.stored):
-        logger.info("weights: %s, dequantized to %s; %s", method, deployment.dtype.name, others)
 
 
 def _make_loop(

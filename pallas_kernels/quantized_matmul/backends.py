@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 BackendName = Literal["reference", "xla", "triton", "mosaic_gpu", "mosaic_tpu"]
 
 # Best first; the reference supports everything.
-_PREFERRED: dict[str, tuple[BackendName, ...]] = {}
+_PREFERRED: dict[str, tuple[BackendName, ...]] = {
+    "cuda": ("xla", "mosaic_gpu", "triton"),
+    "gpu": ("xla", "mosaic_gpu", "triton"),
+    "tpu": ("xla",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
