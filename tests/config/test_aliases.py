@@ -103,7 +103,7 @@ def test_a_flag_in_force_changes_nothing_and_makes_a_note(key: str, value: objec
     [
         ("kv_cache_dtype", "fp8_e5m2", "quantized KV cache type is e4m3"),
         ("kv_cache_dtype", "bfloat16", "auto uses the type of --dtype"),
-        ("quantization", "fp8", "blocks of a GGUF file"),
+        ("quantization", "bitsandbytes", "awq, gptq, compressed-tensors, fp8 and GGUF"),
         ("pipeline_parallel_size", "2", "only 1"),
         ("speculative_method", "ngram", "not built yet"),
         ("trust_remote_code", True, "never run"),
