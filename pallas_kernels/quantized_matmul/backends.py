@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
-from jaxtyping import Array, Float32, Shaped
+from jaxtyping import Array, Float, Float32, Shaped
 
 from pallas_kernels.quantized_matmul.scheme import Scheme
 from pallas_kernels.target import CPU, KernelTarget
@@ -45,10 +45,11 @@ class BackendModule(Protocol):
         factors: Float32[Array, "tokens groups"] | None,
         weight: QuantizedWeight,
         *,
+        out_dtype: Any,
         target: KernelTarget,
         interpret: bool,
-    ) -> Float32[Array, "tokens out_dim"]:
-        """Return `x @ weight.T` with sums in float32.
+    ) -> Float[Array, "tokens out_dim"]:
+        """Return `x @ weight.T` with sums in float32, or rounded to `out_dtype`, which is what the caller makes them.
 
         `x` is in the order of the numbers. If the scheme quantizes activations, `x` has the type of the numbers and
         must be multiplied by `factors`, of each row or of each of its groups.

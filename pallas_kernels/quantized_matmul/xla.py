@@ -6,6 +6,8 @@ tensor cores; else it converts the numbers inside the product, and no converted 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Shaped
@@ -42,6 +44,7 @@ def multiply(
     factors: Float32[Array, "tokens groups"] | None,
     weight: QuantizedWeight,
     *,
+    out_dtype: Any,
     target: KernelTarget,
     interpret: bool,
 ) -> Float32[Array, "tokens out_dim"]:

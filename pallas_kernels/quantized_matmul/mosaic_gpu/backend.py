@@ -1,0 +1,127 @@
+"""The Mosaic GPU backend: Hopper GPUs, with their copy engine and warpgroup products, by Pallas' own GPU lowering.
+
+Multiplies bfloat16 by integers of 4 or 8 bits, and fp8 by fp8 of which each group has a scale. Inputs of other types
+are split into terms of bfloat16, each a row of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, BFloat16, Float, Float32, Shaped
+
+from pallas_kernels.quantized_matmul.layout import QuantizedWeight
+from pallas_kernels.quantized_matmul.mosaic_gpu.kernel import MosaicGpuMatmul
+from pallas_kernels.quantized_matmul.mosaic_gpu.plan import BLOCK, Plan, make_plan, rule_sizes
+from pallas_kernels.quantized_matmul.mosaic_gpu.unpack import TILE_ROWS, Unpacking
+from pallas_kernels.quantized_matmul.scheme import Scheme
+from pallas_kernels.target import KernelTarget
+
+HOPPER = (9, 0)
+_CORES = 132
+# The interpreter runs programs one after another: just enough of them that some tiles are divided.
+_INTERPRETED_CORES = 5
+# In the interpreter a waiting warpgroup occupies a thread, which the warpgroup it waits for may need.
+_INTERPRETER_THREADS = 8
+
+KIND = "matmul"
+"""The kind of work in the names of block sizes."""
+
+_GROUPS = (32, 64)
+# Bits of the significands of inputs, in terms of bfloat16's eight.
+_TERMS = {jnp.dtype(jnp.bfloat16): 1, jnp.dtype(jnp.float16): 2, jnp.dtype(jnp.float32): 3}
+
+
+def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> str | None:
+    """Return what isn't supported (device, scheme or size), or None."""
+    if target.platform not in ("cuda", "gpu", "cpu"):
+        return f"mosaic_gpu compiles for NVIDIA GPUs, not for {target.platform}"
+    if target.platform != "cpu" and target.capability != HOPPER:
+        return f"mosaic_gpu is written for compute capability 9.0 (Hopper), not for {target.kind or 'this one'}"
+    if target.platform == "cpu" and int(os.environ.get("NPROC") or os.cpu_count() or 1) < _INTERPRETER_THREADS:
+        return (
+            f"mosaic_gpu's interpreter deadlocks with fewer than {_INTERPRETER_THREADS} threads of XLA's: set "
+            f"NPROC={_INTERPRETER_THREADS} in the environment"
+        )
+    if scheme.numbers == "fp8" and scheme.activations != "group":
+        return f"mosaic_gpu multiplies fp8 by inputs quantized in groups, not by {_inputs(scheme)}"
+    if scheme.numbers != "fp8" and scheme.activations is not None:
+        return f"mosaic_gpu multiplies {scheme.numbers} by inputs as they are, not by {_inputs(scheme)}"
+    if scheme.group is not None and scheme.group % BLOCK and (scheme.group not in _GROUPS or scheme.numbers == "fp8"):
+        smaller = "" if scheme.numbers == "fp8" else "32, 64 or "
+        return f"mosaic_gpu takes groups of {smaller}multiples of {BLOCK} inputs, not of {scheme.group}"
+    if out_dim % TILE_ROWS or in_dim % BLOCK:
+        return f"mosaic_gpu takes multiples of {TILE_ROWS} outputs and {BLOCK} inputs, not {out_dim} and {in_dim}"
+    return None
+
+
+def _inputs(scheme: Scheme) -> str:
+    return "inputs as they are" if scheme.activations is None else f"inputs quantized by {scheme.activations}"
+
+
+def multiply(
+    x: Shaped[Array, "tokens in_dim"],
+    factors: Float32[Array, "tokens groups"] | None,
+    weight: QuantizedWeight,
+    *,
+    out_dtype: Any,
+    target: KernelTarget,
+    interpret: bool,
+) -> Float[Array, "tokens out_dim"]:
+    """See `backends.BackendModule`."""
+    scheme, (tokens, in_dim) = weight.scheme, x.shape
+    out_dim, group = weight.scale.size // weight.scale.shape[-1], scheme.group or in_dim
+    numbers, scale = weight.numbers.reshape(out_dim, -1), weight.scale.reshape(out_dim, -1)
+    zero = None if weight.zero is None else weight.zero.reshape(out_dim, -1)
+    terms = 1
+    if scheme.numbers != "fp8":
+        terms = _TERMS[jnp.dtype(x.dtype)]
+        x = _bfloat16_terms(x, terms)
+        numbers = lax.bitcast_convert_type(numbers.reshape(out_dim, -1, 4), jnp.uint32)
+    cores = _INTERPRETED_CORES if interpret else target.cores or _CORES
+    asked = {name: size for kind, name, size in target.blocks if kind == KIND}
+    sizes = asked or rule_sizes(out_dim, len(x), scheme)
+    plan = make_plan(out_dim, in_dim, len(x), cores, scheme, sizes)
+    x = jnp.pad(x, ((0, plan.token_tiles * plan.tokens - len(x)), (0, 0)))
+    unpacking = None
+    if factors is not None:
+        # A group may be several blocks.
+        factors = jnp.repeat(factors, group // BLOCK, axis=1).T
+        factors = jnp.pad(factors, ((0, 0), (0, len(x) - tokens)))
+    else:
+        unpacking = Unpacking(scheme.bits, min(group, BLOCK))
+        if scheme.zeros:
+            factors = x.astype(jnp.float32).reshape(len(x), -1, min(group, BLOCK)).sum(axis=-1).T
+        x = unpacking.reorder_inputs(x)
+    rounds = plan.parts == terms == 1 and out_dtype == jnp.bfloat16
+    kernel = MosaicGpuMatmul(plan, group, unpacking, interpret)
+    out = kernel.multiply(x, factors, numbers, scale, zero, jnp.bfloat16 if rounds else jnp.float32)
+    out = _sum_parts(out, plan)
+    return out[: terms * tokens].reshape(terms, tokens, out_dim).sum(axis=0)
+
+
+def _bfloat16_terms(x: Float[Array, "tokens in_dim"], count: int) -> BFloat16[Array, "terms in_dim"]:
+    """Return rows of terms of which the sum is `x`: first those of most weight of all rows."""
+    if count == 1:
+        return x
+    terms, rest = [], x.astype(jnp.float32)
+    for _ in range(count):
+        # XLA may leave out a conversion there and back, but not this.
+        term = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
+        terms.append(term.astype(jnp.bfloat16))
+        rest = rest - term
+    return jnp.concatenate(terms)
+
+
+def _sum_parts(out: Float[Array, "parts tokens out_dim"], plan: Plan) -> Float[Array, "tokens out_dim"]:
+    """Add the parts of each tile; what a tile has no part for was never written."""
+    if plan.parts == 1:
+        return out[0]
+    exists = np.arange(plan.parts)[:, None] < plan.part_counts
+    exists = exists.reshape(plan.parts, plan.output_tiles, plan.token_tiles).swapaxes(1, 2)
+    mask = jnp.repeat(jnp.repeat(exists, plan.outputs, axis=2), plan.tokens, axis=1)
+    return jnp.where(mask, out, 0.0).sum(axis=0)

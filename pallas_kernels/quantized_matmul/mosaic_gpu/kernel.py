@@ -1,0 +1,260 @@
+"""The product on Hopper GPUs by Mosaic GPU: rows of the weight are rows of the tensor cores' tiles, tokens are columns.
+
+So a decode step of a few rows wastes nothing of a tile, and reads each weight once. Each program, one a core, takes an
+equal share of all blocks of inputs of all tiles: one warpgroup copies blocks into a ring, the others multiply, each by
+rows of its own. A group's products are summed unscaled, which is exact up to the rounding of sums, and then scaled in
+registers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32, Shaped
+
+from pallas_kernels.quantized_matmul.mosaic_gpu.plan import BLOCK, Plan
+from pallas_kernels.quantized_matmul.mosaic_gpu.unpack import TILE_ROWS, Unpacking
+
+# jax's annotations hide the first and declare the others abstract.
+_Accumulator: Any = plgpu.WGMMAAccumulatorRef
+_TilingTransform: Any = plgpu.TilingTransform
+_SwizzleTransform: Any = plgpu.SwizzleTransform
+
+_TILE = plgpu.Layout.WGMMA
+_ROWS, _COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+# Stores of single numbers, as neighbours in registers belong to different tokens.
+_SCALARS = plgpu.Layout._WGMMA_ACC_32BIT
+
+# Words of a row that are copied at a time: without a swizzle, rows of this size have no bank conflicts.
+_COPIED_WORDS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicGpuMatmul:
+    """The static facts of a product. Without `unpacking`, the numbers are what the tensor cores multiply.
+
+    `group` neighbouring inputs of an output share a scale.
+    """
+
+    plan: Plan
+    group: int
+    unpacking: Unpacking | None
+    interpret: bool
+
+    @property
+    def part(self) -> int:
+        """Inputs whose products are summed before they are scaled."""
+        return min(self.group, BLOCK)
+
+    @property
+    def unit(self) -> int:
+        """Inputs of one product."""
+        return self.unpacking.inputs if self.unpacking else self.part
+
+    def smem(self, *shape: int, dtype: Any) -> Any:
+        """Return shared memory for an operand of the tensor cores."""
+        size = jnp.dtype(dtype).itemsize
+        swizzle = plgpu.find_swizzle(min(shape[-1], self.unit, 128 // size) * size * 8)
+        return plgpu.SMEM(shape, dtype, transforms=(_TilingTransform((8, swizzle // size)), _SwizzleTransform(swizzle)))
+
+    def multiply(
+        self,
+        x: Shaped[Array, "tokens in_dim"],
+        factors: Float32[Array, "parts tokens"] | None,
+        numbers: Shaped[Array, "out_dim stored"],
+        scale: Float[Array, "out_dim groups"],
+        zero: Float[Array, "out_dim groups"] | None,
+        out_dtype: Any,
+    ) -> Float[Array, "parts tokens out_dim"]:
+        """Return parts of the sums, those that the plan says to exist; only whole sums may be rounded to bfloat16.
+
+        `tokens` is a multiple of the plan's. `factors` are the sums of each part's inputs if there are zeros, else what
+        each part's products are multiplied by.
+        """
+        plan = self.plan
+        stored = jnp.dtype(numbers.dtype)
+        # What is copied of a row in a block, and how much of that belongs to each copy.
+        copied = _COPIED_WORDS if self.unpacking else BLOCK
+        copies = numbers.shape[1] // (x.shape[1] // BLOCK) // copied
+        parts = BLOCK // self.part
+        num_copies = copies + 1 + (factors is not None)
+        # A program's part of the outputs of its cluster.
+        outputs = plan.outputs // plan.cluster
+        warpgroups = outputs // TILE_ROWS
+        rounds = out_dtype != jnp.float32
+
+        def body(
+            x_ref: Any,
+            factors_ref: Any,
+            numbers_ref: Any,
+            scale_ref: Any,
+            zero_ref: Any,
+            exponents_ref: Any,
+            out_ref: Any,
+            x_ring: Any,
+            factors_ring: Any,
+            numbers_ring: Any,
+            operands: Any,
+            rounded: Any,
+            arrived: Any,
+            free: Any,
+        ) -> None:
+            core, warpgroup = lax.axis_index("core").astype(jnp.int32), lax.axis_index("warpgroup")
+            begin, end = plan.first_block(core), plan.first_block(core + 1)
+            own = lax.axis_index("cluster").astype(jnp.int32) * outputs
+            exponents: Any = None if exponents_ref is None else exponents_ref[0]
+
+            def slot_of(i: jax.Array) -> jax.Array:
+                return lax.rem(i - begin, jnp.int32(plan.stages))
+
+            def load(i: jax.Array) -> None:
+                slot = slot_of(i)
+                output, token, block = plan.place(i)
+                pl.when(i - begin >= plan.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                some = pl.ds(output + own, outputs)
+                for copy in range(copies):
+                    source = numbers_ref.at[some, pl.ds((block * copies + copy) * copied, copied)]
+                    plgpu.copy_gmem_to_smem(source, numbers_ring.at[slot, copy], arrived.at[slot])
+                some = pl.ds(token, plan.tokens)
+                source = x_ref.at[some, pl.ds(block * BLOCK, BLOCK)]
+                axes = None if plan.cluster == 1 or self.interpret else "cluster"
+                plgpu.copy_gmem_to_smem(source, x_ring.at[slot], arrived.at[slot], collective_axes=axes)
+                if factors_ref is not None:
+                    source = factors_ref.at[pl.ds(block * parts, parts), some]
+                    plgpu.copy_gmem_to_smem(source, factors_ring.at[slot], arrived.at[slot])
+
+            def load_ahead(i: jax.Array) -> None:
+                pl.when((warpgroup == 0) & (i < end))(functools.partial(load, i))
+
+            def products(slot: jax.Array, part: int) -> jax.Array:
+                def multiply(acc: Any) -> jax.Array:
+                    for unit in range(part * self.part, (part + 1) * self.part, self.unit):
+                        inputs = x_ring.at[slot, :, pl.ds(unit, self.unit)].transpose((1, 0))
+                        plgpu.wgmma(acc, operand(slot, unit), inputs)
+                    return acc[...]
+
+                return pl.run_scoped(multiply, _Accumulator((TILE_ROWS, plan.tokens), jnp.float32))
+
+            def operand(slot: jax.Array, unit: int) -> Any:
+                some = pl.ds(warpgroup * TILE_ROWS, TILE_ROWS)
+                if self.unpacking is None:
+                    return numbers_ring.at[slot, 0, some]
+                words = _COPIED_WORDS * copies * self.unit // BLOCK
+                copy, word = divmod(unit // self.unit * words, _COPIED_WORDS)
+                source = numbers_ring.at[slot, copy, some, pl.ds(word, words)]
+                tile = plgpu.load(source, layout=self.unpacking.layout, optimized=False)
+                tile = self.unpacking.unpack(tile, exponents, interpret=self.interpret)
+                if not self.interpret:
+                    return tile
+                # The interpreter can't multiply from registers.
+                operands[warpgroup] = tile
+                plgpu.commit_smem()
+                return operands.at[warpgroup]
+
+            def take_tile(tile: jax.Array, carry: tuple[()]) -> tuple[()]:
+                low = jnp.maximum(begin, tile * plan.blocks)
+                high = jnp.minimum(end, (tile + 1) * plan.blocks)
+                output, token, _ = plan.place(low)
+                rows = pl.ds(output + own + warpgroup * TILE_ROWS, TILE_ROWS)
+
+                def column(ref: Any, block: jax.Array, part: int) -> jax.Array:
+                    group = lax.div(block * BLOCK + part * self.part, jnp.int32(self.group))
+                    return plgpu.load(ref.at[rows, group], layout=_ROWS, optimized=False)
+
+                def step(i: jax.Array, total: jax.Array) -> jax.Array:
+                    slot, (_, _, block) = slot_of(i), plan.place(i)
+                    load_ahead(i + (plan.stages - 1))
+                    # They arrive during the products.
+                    scales = [column(scale_ref, block, part) for part in range(parts)]
+                    zeros = [None if zero_ref is None else column(zero_ref, block, part) for part in range(parts)]
+                    plgpu.barrier_wait(arrived.at[slot])
+                    for part, (scale, zero) in enumerate(zip(scales, zeros, strict=True)):
+                        product = products(slot, part)
+                        if factors_ref is not None:
+                            factor = plgpu.load(factors_ring.at[slot, part], layout=_COLUMNS, optimized=False)
+                            factor = lax.broadcast_in_dim(factor, product.shape, [1])
+                            product = product * factor if zero is None else product - _wide(zero, product) * factor
+                        total = total + _wide(scale, product) * product
+                    plgpu.barrier_arrive(free.at[slot])
+                    return total
+
+                start = plgpu.layout_cast(jnp.zeros((TILE_ROWS, plan.tokens), jnp.float32), _TILE)
+                total = lax.fori_loop(low, high, step, start)
+                target = out_ref.at[core - plan.first_core(tile), pl.ds(token, plan.tokens), rows]
+                if rounds:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    rounded.at[warpgroup].transpose((1, 0))[...] = total.astype(out_dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(rounded.at[warpgroup], target)
+                else:
+                    numbers = total if self.interpret else _scalars(total)
+                    plgpu.store(target.transpose((1, 0)), numbers, optimized=False)
+                return carry
+
+            for i in range(plan.stages - 1):
+                load_ahead(begin + i)
+            lax.fori_loop(lax.div(begin, jnp.int32(plan.blocks)), plan.tiles_until(end), take_tile, ())
+
+            plgpu.wait_smem_to_gmem(0)
+
+            # The other program of a cluster may not end before this one has arrived at its barriers.
+            @pl.when(warpgroup == 0)
+            def _drain() -> None:
+                def drain(i: jax.Array, carry: tuple[()]) -> tuple[()]:
+                    plgpu.barrier_wait(free.at[slot_of(i)])
+                    return carry
+
+                lax.fori_loop(jnp.maximum(begin, end - plan.stages), end, drain, ())
+
+        stages = plan.stages
+        unpacks = self.unpacking is not None
+        exponents = jnp.asarray(self.unpacking.exponents) if self.unpacking else None
+        kernel = plgpu.kernel(
+            body,
+            out_type=jax.ShapeDtypeStruct((plan.parts, len(x), len(numbers)), out_dtype),
+            scratch_types=(
+                self.smem(stages, plan.tokens, BLOCK, dtype=x.dtype),
+                None if factors is None else plgpu.SMEM((stages, parts, plan.tokens), jnp.float32),
+                plgpu.SMEM((stages, copies, outputs, copied), stored)
+                if unpacks
+                else self.smem(stages, copies, outputs, copied, dtype=stored),
+                self.smem(warpgroups, TILE_ROWS, self.unit, dtype=x.dtype) if unpacks and self.interpret else None,
+                self.smem(warpgroups, plan.tokens, TILE_ROWS, dtype=out_dtype) if rounds else None,
+                plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
+                plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=warpgroups, num_barriers=stages)
+                if plan.cluster > 1
+                else plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            ),
+            grid=(plan.cores,),
+            grid_names=("core",),
+            cluster=(plan.cluster,),
+            cluster_names=("cluster",),
+            num_threads=warpgroups,
+            thread_name="warpgroup",
+            kernel_name="quantized_matmul",
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+            ),
+            interpret=plgpu.InterpretGPUParams(detect_races=True) if self.interpret else None,
+        )
+        out: jax.Array = kernel(x, factors, numbers, scale, zero, exponents)
+        return out
+
+
+def _wide(column: jax.Array, like: jax.Array) -> jax.Array:
+    return lax.broadcast_in_dim(column.astype(jnp.float32), like.shape, [0])
+
+
+def _scalars(sums: jax.Array) -> jax.Array:
+    """Return sums in a layout of single numbers: those that are neighbours in registers belong to different tokens."""
+    out = plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=_SCALARS)
+    rename = plgpu.inline_mgpu(arg_types=(_TILE,), return_type=out)
+    result: jax.Array = rename(lambda _, x: x.to_layout(_SCALARS.to_mgpu()))(sums)
+    return result

@@ -1,0 +1,125 @@
+"""How a product is divided among the cores of a GPU, decided by its shape alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.quantized_matmul.mosaic_gpu.unpack import TILE_ROWS
+from pallas_kernels.quantized_matmul.scheme import Scheme
+
+BLOCK = 128
+"""Inputs that are copied at a time."""
+
+_MOST_TOKENS, _MOST_STAGES = 128, 8
+_SHARED_TOKENS = 64
+# Of the 227 KiB of shared memory that a program may have; what is small takes the rest.
+_RING_BYTES = 216 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Tiles of `outputs` and `tokens`, each of `blocks` blocks of inputs, divided evenly among `cores`.
+
+    Blocks are numbered tile by tile, and tiles of the same outputs follow each other. Each core takes the blocks that
+    follow those of the core before. If not `whole`, a tile may be divided: then several cores have a part of its sums.
+    What is called a core here is a cluster of `cluster` cores that divide its outputs. `stages` blocks are in flight.
+    """
+
+    outputs: int
+    tokens: int
+    blocks: int
+    output_tiles: int
+    token_tiles: int
+    cores: int
+    whole: bool
+    cluster: int
+    stages: int
+
+    @property
+    def tiles(self) -> int:
+        return self.output_tiles * self.token_tiles
+
+    def first_block(self, core: jax.Array) -> jax.Array:
+        """Return the first block of a core."""
+        if self.whole:
+            return lax.div(core * self.tiles, jnp.int32(self.cores)) * self.blocks
+        return lax.div(core * (self.tiles * self.blocks), jnp.int32(self.cores))
+
+    def first_core(self, tile: jax.Array) -> jax.Array:
+        """Return the core that has the first block of a tile; it has the tile's first part."""
+        if self.whole:
+            return lax.div((tile + 1) * self.cores - 1, jnp.int32(self.tiles))
+        return lax.div((tile * self.blocks + 1) * self.cores - 1, jnp.int32(self.tiles * self.blocks))
+
+    def place(self, block: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the first output and the first token of a block's tile, and its number in the tile."""
+        tile = lax.div(block, jnp.int32(self.blocks))
+        output = lax.div(tile, jnp.int32(self.token_tiles))
+        token = tile - output * self.token_tiles
+        return output * self.outputs, token * self.tokens, block - tile * self.blocks
+
+    def tiles_until(self, end: jax.Array) -> jax.Array:
+        """Return the number of tiles that have blocks before `end`."""
+        return lax.div(end + self.blocks - 1, jnp.int32(self.blocks))
+
+    @property
+    def part_counts(self) -> np.ndarray:
+        """Into how many parts each tile is divided."""
+        if self.whole:
+            return np.ones(self.tiles, np.int64)
+        first, total = np.arange(self.tiles) * self.blocks, self.tiles * self.blocks
+        last = first + self.blocks - 1
+        return ((last + 1) * self.cores - 1) // total - ((first + 1) * self.cores - 1) // total + 1
+
+    @property
+    def parts(self) -> int:
+        """The most parts of a tile."""
+        return int(self.part_counts.max())
+
+
+def rule_sizes(out_dim: int, rows: int, scheme: Scheme) -> dict[str, int]:
+    """Return block sizes by rule: few rows take as many outputs as possible, as each tile of outputs reads all inputs.
+
+    Many rows take as many tokens as registers hold sums for, besides those of a group; several groups of a block are
+    summed at the same time. There two programs share what they read of the inputs, where outputs allow it.
+    """
+    small = scheme.group is not None and scheme.group < BLOCK
+    tokens = min(_MOST_TOKENS // 2 if small else _MOST_TOKENS, max(8, 1 << (rows - 1).bit_length()))
+    most = (_MOST_TOKENS if small else 2 * _MOST_TOKENS) // tokens
+    warpgroups = next(n for n in (4, 3, 2, 1) if out_dim % (n * TILE_ROWS) == 0 and n <= most)
+    cluster = 2 if tokens >= _SHARED_TOKENS and out_dim % (2 * warpgroups * TILE_ROWS) == 0 else 1
+    outputs = warpgroups * TILE_ROWS
+    stages = (_RING_BYTES - 2 * outputs * tokens) // _block_bytes(outputs, tokens, scheme)
+    return {"outputs": outputs * cluster, "tokens": tokens, "cluster": cluster, "stages": min(_MOST_STAGES, stages)}
+
+
+def make_plan(out_dim: int, in_dim: int, rows: int, cores: int, scheme: Scheme, sizes: dict[str, int]) -> Plan:
+    """Return the plan of a product with block sizes; tiles stay whole where dividing them would move more bytes."""
+    divided = Plan(
+        blocks=in_dim // BLOCK,
+        output_tiles=out_dim // sizes["outputs"],
+        token_tiles=-(-rows // sizes["tokens"]),
+        cores=max(1, cores // sizes["cluster"]),
+        whole=False,
+        **sizes,
+    )
+    divided = dataclasses.replace(divided, cores=min(divided.cores, divided.tiles * divided.blocks))
+    whole = dataclasses.replace(divided, cores=min(divided.cores, divided.tiles), whole=True)
+    return min(whole, divided, key=lambda plan: _core_bytes(plan, scheme))
+
+
+def _core_bytes(plan: Plan, scheme: Scheme) -> float:
+    """Return what the busiest core reads, and its share of what is written and read again to add parts."""
+    units = plan.tiles if plan.whole else plan.tiles * plan.blocks
+    blocks = -(-units // plan.cores) * (plan.blocks if plan.whole else 1)
+    parts = 0 if plan.parts == 1 else 2 * 4 * plan.parts * plan.tiles * plan.outputs * plan.tokens
+    return blocks * _block_bytes(plan.outputs, plan.tokens, scheme) + parts / plan.cores
+
+
+def _block_bytes(outputs: int, tokens: int, scheme: Scheme) -> int:
+    return BLOCK * (outputs * scheme.bits // 8 + tokens * (1 if scheme.numbers == "fp8" else 2))

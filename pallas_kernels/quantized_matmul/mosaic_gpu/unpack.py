@@ -1,0 +1,117 @@
+"""Stored integers become bfloat16 in the registers from which the tensor cores take them, exactly.
+
+A warpgroup reads a tile `[64, inputs]` as words of 32 bits. Each thread keeps the numbers that it has read: threads
+exchange none. A number counts as that input whose place in the operand its register has, so the product needs inputs in
+the order of `reorder_inputs`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import vector
+from jaxtyping import Array, BFloat16, Shaped, UInt32
+
+TILE_ROWS = 64
+"""Rows of the operand of one tensor core instruction."""
+
+_LANES = 4
+"""Threads that share a row of an operand."""
+_MOST_WORDS = 4
+"""Words of a row that a thread reads with one instruction."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Unpacking:
+    """How numbers of `bits` bits are read, if each product has inputs of one group of `group`."""
+
+    bits: int
+    group: int
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of numbers in a word."""
+        return 16 // self.bits
+
+    @property
+    def words(self) -> int:
+        """Words of a row that a thread reads at a time."""
+        return min(_MOST_WORDS, self.group // (2 * self.pairs * _LANES))
+
+    @property
+    def inputs(self) -> int:
+        """Inputs that a warpgroup reads at a time, and that are reordered among themselves."""
+        return _LANES * self.words * 2 * self.pairs
+
+    @property
+    def layout(self) -> Any:
+        """The layout over threads of a tile of words, `[64, 4 * words]`."""
+        row = _LANES * self.words
+        tiling = plgpu.Tiling(((TILE_ROWS, row), (16, row), (8, row), (self.words,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
+
+    def column(self, word: int, pair: int) -> int:
+        """Return the eight columns of an operand that have a pair of each thread's word."""
+        return word * self.pairs + pair
+
+    def reorder_inputs(self, x: Shaped[Array, "tokens in_dim"]) -> Shaped[Array, "tokens in_dim"]:
+        """Return inputs in the order in which numbers stand in operands."""
+        # A lane's words; in a word, the numbers i and i + pairs make a pair.
+        split = x.reshape(len(x), -1, _LANES, self.words, 2, self.pairs)
+        return split.transpose(0, 1, 3, 5, 2, 4).reshape(x.shape)
+
+    @property
+    def exponents(self) -> np.ndarray:
+        """What makes the numbers in a word mantissas of two bfloat16, for a kernel to read.
+
+        A compiler that knew it would load it anew for each number: instructions take one constant, here the mask.
+        """
+        return np.array([0x43084308 if self.bits == 4 else 0x43004300], np.uint32)
+
+    def unpack(
+        self, words: UInt32[Array, "rows words"], exponents: UInt32[Array, ""], *, interpret: bool
+    ) -> BFloat16[Array, "rows inputs"]:
+        """Return the numbers of a tile in the layout of an operand."""
+        shifted = [words >> np.uint32(self.bits * i) for i in range(self.pairs)]
+        if self.bits == 4:
+            # The sign bit is flipped: 128 + 8 + the number.
+            return self._operand([(s & np.uint32(0x000F000F)) ^ exponents for s in shifted], interpret) - np.array(
+                136, jnp.bfloat16
+            )
+        # 128 + the low bits, less 128 or, as a sign bit is one in the exponent, 256.
+        low = self._operand([(s & np.uint32(0x007F007F)) | exponents for s in shifted], interpret)
+        return low - self._operand([(s & np.uint32(0x00800080)) | exponents for s in shifted], interpret)
+
+    def _operand(self, pairs: Sequence[UInt32[Array, "rows words"]], interpret: bool) -> Array:
+        """Return words, of which each is a pair of bfloat16, as an operand: the registers keep their contents."""
+        if interpret:
+            rows = len(pairs[0])
+            columns = jnp.stack(pairs, axis=-1).reshape(rows, _LANES, -1).swapaxes(1, 2)
+            return lax.bitcast_convert_type(columns, jnp.bfloat16).reshape(rows, self.inputs)
+        out = plgpu.ShapeDtypeStruct((TILE_ROWS, self.inputs), jnp.dtype(jnp.bfloat16), layout=plgpu.Layout.WGMMA)
+        rename = plgpu.inline_mgpu(arg_types=(self.layout,) * len(pairs), return_type=out)(self._renamed)
+        result: jax.Array = rename(*pairs)
+        return result
+
+    def _renamed(self, _: Any, *pairs: Any) -> Any:
+        word_type, pair_type = (
+            ir.VectorType.get((1,), pairs[0].mlir_dtype),
+            ir.VectorType.get((2,), ir.BF16Type.get()),
+        )
+        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((TILE_ROWS, self.inputs)), dtype=object)
+        # Of the columns, for the two halves of a warp's rows.
+        halves = registers.reshape(-1, 2)
+        for half, word, i in np.ndindex(2, self.words, self.pairs):
+            register = pairs[i].registers.reshape(2)[half]
+            one = vector.extract_strided_slice(word_type, register, [word], [1], [1])
+            halves[self.column(word, i), half] = vector.bitcast(pair_type, one)
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
