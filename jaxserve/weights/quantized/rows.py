@@ -95,12 +95,12 @@ class RowsOnTheFly:
         out[...] = factors[..., of_units]
 
     def order(self, path: Path) -> Array:
-        """See `QuantizedRows`."""
-        raise AssertionError(path)
+        """See `QuantizedRows`. Only made-up weights of a checkpoint that has an order are reordered."""
+        return np.arange(flat_inputs(self._specs[path]).shape[-1], dtype=np.int32)
 
     def input_scale(self, path: Path) -> float:
-        """See `QuantizedRows`."""
-        raise AssertionError(path)
+        """See `QuantizedRows`. Only made-up weights of a checkpoint that has it need one."""
+        return 0.05
 
     def _quantized(self, path: Path, window: Window) -> tuple[Array, Array]:
         spec, scheme = self._specs[path], self._held[path].scheme

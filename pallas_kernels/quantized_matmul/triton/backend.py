@@ -6,29 +6,34 @@ decides what is supported and with which block sizes the kernel runs, and prepar
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float32, Shaped
+from jaxtyping import Array, Float, Float32, Shaped
 
 from pallas_kernels.quantized_matmul.layout import FP8, QuantizedWeight
 from pallas_kernels.quantized_matmul.scheme import Scheme
+from pallas_kernels.quantized_matmul.terms import TERMS, bfloat16_terms
 from pallas_kernels.quantized_matmul.triton.kernel import (
+    MIN_TERMS,
     Blocks,
     Operands,
     Words,
     arrange,
-    fp8_words,
-    int4_words,
-    plain_words,
     product,
+    whole_words,
+    words_of,
 )
+from pallas_kernels.quantized_matmul.tuning import kind_of, tuned_blocks
 from pallas_kernels.quantized_matmul.xla import scale_sums
 from pallas_kernels.target import KernelTarget
+from pallas_kernels.tuning import Kind
 
 _MAX_STEP = 128
-# The fewest inputs of one scale: enough terms for a product, in each of the places that numbers have in a word.
-_MIN_STEP = {"int4": 32, "int8": 16, "fp8": 64}
+# The fewest inputs of a scale: enough terms for a product, at each place of a byte.
+_MIN_STEP = {"int4": 2 * MIN_TERMS, "int8": MIN_TERMS, "fp8": 2 * MIN_TERMS}
 _ADDRESSABLE = 2**31
 
 # Streaming multiprocessors if the target doesn't say it, and how many programs one runs at once.
@@ -45,11 +50,8 @@ def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> 
         return (
             f"triton needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, not {target.kind or 'this one'}"
         )
-    if (step := _step(in_dim, scheme)) < (least := _MIN_STEP[scheme.numbers]):
-        return (
-            f"triton takes groups of {scheme.numbers} in multiples of {least}, and all {in_dim} inputs as one only if "
-            f"they are one: these divide by {step}"
-        )
+    if _step(in_dim, scheme) < (least := _MIN_STEP[scheme.numbers]):
+        return f"triton takes groups of {scheme.numbers} in multiples of {least}, not of {scheme.group or in_dim}"
     if out_dim * in_dim >= _ADDRESSABLE:
         return f"triton addresses less than {_ADDRESSABLE} numbers, not {out_dim} x {in_dim}"
     return None
@@ -60,30 +62,35 @@ def multiply(
     factors: Float32[Array, "tokens groups"] | None,
     weight: QuantizedWeight,
     *,
+    out_dtype: Any,
     target: KernelTarget,
     interpret: bool,
-) -> Float32[Array, "tokens out_dim"]:
+) -> Float[Array, "tokens out_dim"]:
     """See `backends.BackendModule`."""
-    rows, inputs = x.shape
-    scheme, grouped = weight.scheme, weight.scale.shape[-1] > 1
-    if factors is not None and not _multiplies_fp8(scheme, target):
+    scheme, groups = weight.scheme, weight.scale.shape[-1]
+    terms = 1
+    if x.dtype == jnp.float32:
+        terms = TERMS[jnp.dtype(x.dtype)]
+        x = bfloat16_terms(x, terms)
+    elif factors is not None and not _multiplies_fp8(scheme, target):
         x = x.astype(jnp.bfloat16)
-    words = _words(scheme, x, _step(inputs, scheme))
+    rows, inputs = x.shape
+    step = _step(inputs, scheme)
+    words = whole_words(FP8, step) if x.dtype == FP8 else words_of(scheme.numbers, step)
     numbers = weight.numbers.reshape(-1, inputs * scheme.bits // 8)
     blocks = blocks_for(rows, len(numbers), inputs, scheme, target)
-    totals = None
-    if grouped and weight.zero is not None:
-        totals = x.astype(jnp.float32).reshape(rows, weight.scale.shape[-1], -1).sum(axis=2).T
-    operands = Operands(
-        x=arrange(x, words),
-        words=_as_words(numbers, words),
-        scale=weight.scale.reshape(len(numbers), -1) if grouped else None,
-        zero=weight.zero.reshape(len(numbers), -1) if grouped and weight.zero is not None else None,
-        factors=factors.T if grouped and factors is not None else None,
-        totals=totals,
-    )
-    out = product(operands, words, blocks, interpret=interpret)
-    return out if grouped else scale_sums(out, x, factors, weight)
+    operands = Operands(x=arrange(x, words), words=_as_words(numbers, words))
+    if groups > 1:
+        operands = operands._replace(
+            scale=weight.scale.reshape(len(numbers), -1), factors=None if factors is None else factors.T
+        )
+        if weight.zero is not None:
+            totals = x.astype(jnp.float32).reshape(rows, groups, -1).sum(axis=2).T
+            operands = operands._replace(zero=weight.zero.reshape(len(numbers), -1), totals=totals)
+    rounds = groups > 1 and terms == blocks.splits == 1
+    out = product(operands, words, blocks, out_dtype if rounds else jnp.float32, interpret=interpret)
+    out = out if groups > 1 else scale_sums(out, x, factors, weight)
+    return out.reshape(terms, rows // terms, -1).sum(axis=0)
 
 
 def _step(inputs: int, scheme: Scheme) -> int:
@@ -96,14 +103,6 @@ def _multiplies_fp8(scheme: Scheme, target: KernelTarget) -> bool:
     return scheme.numbers == "fp8" and (target.platform == "cpu" or (target.capability or (0, 0)) >= (8, 9))
 
 
-def _words(scheme: Scheme, x: Shaped[Array, "tokens in_dim"], step: int) -> Words:
-    if scheme.numbers == "int4":
-        return int4_words(step)
-    if scheme.numbers == "int8" or x.dtype == FP8:
-        return plain_words(jnp.int8 if scheme.numbers == "int8" else FP8, step)
-    return fp8_words(step)
-
-
 def _as_words(numbers: Shaped[Array, "out stored"], words: Words) -> Shaped[Array, "out words"]:
     """Return a view of the same bytes, for which XLA computes nothing."""
     if (size := words.dtype.itemsize) > 1:
@@ -112,11 +111,35 @@ def _as_words(numbers: Shaped[Array, "out stored"], words: Words) -> Shaped[Arra
 
 
 def blocks_for(rows: int, out_dim: int, inputs: int, scheme: Scheme, target: KernelTarget) -> Blocks:
-    """Return the block sizes of a product."""
-    block_rows = min(max(16, pl.next_power_of_2(rows)), 128)
-    block_out, num_warps, num_stages = (64, 4, 4) if block_rows <= 64 else (128, 8, 3)
-    tiles = pl.cdiv(rows, block_rows) * pl.cdiv(out_dim, block_out)
+    """Return tuned block sizes or those of the rule, with as many splits as fill the device."""
+    chosen = tuned_blocks(target, "triton", rows, out_dim, inputs, scheme) or _sizes(rows, scheme)
+    sizes = {"block_rows": max(16, pl.next_power_of_2(rows)), **chosen}
+    tiles = pl.cdiv(rows, sizes["block_rows"]) * pl.cdiv(out_dim, sizes["block_out"])
     wanted = (target.cores or _CORES) * _PROGRAMS_A_CORE // tiles
     # A part has some steps, and writing and reading all parts costs at most a quarter of reading the weight.
     most = min(inputs // _step(inputs, scheme) // _MIN_STEPS, inputs * scheme.bits // (256 * rows))
-    return Blocks(block_out, block_rows, max(1, min(wanted, most)), num_warps, num_stages)
+    return Blocks(splits=max(1, min(wanted, most)), **sizes)
+
+
+def _sizes(rows: int, scheme: Scheme) -> dict[str, int]:
+    """Return the largest tiles that compile without spilling registers.
+
+    Few rows have small tiles, of which a core runs several: their copies from memory hide each other's latency.
+    """
+    if kind_of(rows) == "decode":
+        return {"block_out": 64, "num_warps": 4, "num_stages": 4}
+    # The sums of groups take most registers; zeros, factors of rows and the conversion of 8 bits take others.
+    plain = scheme.numbers == "int4" and not scheme.zeros
+    return {"block_out": 128, "block_rows": 128 if plain else 64, "num_warps": 8, "num_stages": 3}
+
+
+def candidates(kind: Kind, scheme: Scheme) -> list[dict[str, int]]:
+    """Return the block sizes to time for the tuned table; those that don't compile on the device are skipped."""
+    block_rows: list[dict[str, int]] = [{}] if kind == "decode" else [{"block_rows": 64}, {"block_rows": 128}]
+    return [
+        {"block_out": block_out, **rows, "num_warps": num_warps, "num_stages": num_stages}
+        for block_out in (64, 128)
+        for rows in block_rows
+        for num_warps in (4, 8)
+        for num_stages in (2, 3, 4, 6)
+    ]

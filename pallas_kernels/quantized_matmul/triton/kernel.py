@@ -23,11 +23,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
+from pallas_kernels.quantized_matmul.scheme import NumberType
+
 # A reference into device memory; jax has no public type for it.
 Ref = Any
 
-# The fewest terms of a product of 16 bits, and of 8 bits, on tensor cores.
-MIN_TERMS = {2: 16, 1: 32}
+# The fewest terms of a product of 16 bits on tensor cores.
+MIN_TERMS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +45,15 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """How numbers are stored: `values_a_word` in each, which are consecutive inputs; a `step` is multiplied at a time.
+    """How numbers are read: `values_a_word` consecutive inputs in each word, and `step` inputs at a time.
 
-    `convert` returns the values at each place of the words.
+    `convert` returns the values at each place of the words in the type of the inputs.
     """
 
     dtype: np.dtype
     values_a_word: int
     step: int
-    convert: Callable[[Shaped[Array, "out words"]], list[Shaped[Array, "out words"]]]
+    convert: Callable[[Shaped[Array, "out words"], Any], list[Shaped[Array, "out words"]]]
 
 
 class Operands(NamedTuple):
@@ -63,10 +65,10 @@ class Operands(NamedTuple):
 
     x: Any
     words: Any
-    scale: Any
-    zero: Any
-    factors: Any
-    totals: Any
+    scale: Any = None
+    zero: Any = None
+    factors: Any = None
+    totals: Any = None
 
 
 class _Group(NamedTuple):
@@ -86,51 +88,63 @@ class _Facts:
     blocks: Blocks
 
 
-def int4_words(step: int) -> Words:
-    """Return how to read int4: by the longest words of which each place gives enough terms for a product."""
-    size = next(size for size in (4, 2, 1) if step // (2 * size) >= MIN_TERMS[2])
-    return Words(np.dtype(f"int{8 * size}"), 2 * size, step, _from_int4)
+def words_of(numbers: NumberType, step: int) -> Words:
+    """Return how to read numbers to multiply them in 16 bits: in the longest words with enough terms at each place."""
+    a_byte = 2 if numbers == "int4" else 1
+    size = next((size for size in (4, 2) if step // (a_byte * size) >= MIN_TERMS), 1)
+    convert = {"int4": _from_int4, "int8": _from_int8, "fp8": _from_fp8}[numbers]
+    return Words(np.dtype(f"int{8 * size}"), a_byte * size, step, convert)
 
 
-def fp8_words(step: int) -> Words:
-    """Return how to read fp8 to multiply it in 16 bits."""
-    return Words(np.dtype(np.int32), 4, step, _from_fp8)
+def whole_words(dtype: Any, step: int) -> Words:
+    """Return how to read numbers to multiply them as they are."""
+    return Words(np.dtype(dtype), 1, step, lambda words, _: [words])
 
 
-def plain_words(dtype: Any, step: int) -> Words:
-    """Return how to read numbers that are converted one by one, or not at all."""
-    return Words(np.dtype(dtype), 1, step, lambda words: [words])
+def _from_int4(words: Int[Array, "out words"], dtype: Any) -> list[Float[Array, "out words"]]:
+    """Convert: with the exponent of 128, or of 1024 in float16, the last bits of a number count whole numbers.
 
-
-def _from_int4(words: Int[Array, "out words"]) -> list[Float[Array, "out words"]]:
-    """Convert a half of a word at once: with the exponent of 128, the low bits of a bfloat16 count whole numbers.
-
-    In two's complement, a nibble whose highest bit is inverted is 8 more than its number; hence 136.
+    In two's complement, a nibble whose highest bit is inverted is 8 more than its number.
     """
-    if words.dtype.itemsize == 1:
-        words = words.astype(jnp.int16)
-        shifts = [0, 4]
-    else:
-        shifts = [0, 4, 8, 12]
-    both = 1 if words.dtype.itemsize == 2 else 0x10001
-    places = [((words >> shift) & 0xF * both) ^ 0x4308 * both for shift in shifts]
-    return [half - 136.0 for half in _halves(places, jnp.bfloat16)]
+    bits, excess = (0x4308, 136.0) if dtype == jnp.bfloat16 else (0x6408, 1032.0)
+    return [half - excess for half in _halves(words, 4, 0xF, lambda nibble, both: nibble ^ bits * both, dtype)]
 
 
-def _from_fp8(words: Int[Array, "out words"]) -> list[Float[Array, "out words"]]:
-    """Convert two numbers at once: float16 has the same fields, longer, and another bias of its exponent.
+def _from_int8(words: Int[Array, "out words"], dtype: Any) -> list[Float[Array, "out words"]]:
+    """Convert as int4, but in float16, as a bfloat16 has too few bits."""
+    halves = _halves(words, 8, 0xFF, lambda byte, both: byte ^ 0x6480 * both, jnp.float16)
+    return [(half.astype(_exact(dtype)) - 1152.0).astype(dtype) for half in halves]
 
-    A bfloat16 of the same fields would be subnormal where the number is, and some devices take such ones for zero.
+
+def _from_fp8(words: Int[Array, "out words"], dtype: Any) -> list[Float[Array, "out words"]]:
+    """Convert: float16 has the same fields, longer, and another bias of its exponent.
+
+    A bfloat16 with the same fields would be subnormal where the number is, and some devices take such ones for zero.
     """
-    places = [((two & 0x7F007F) << 7) | ((two & 0x800080) << 8) for two in (words, words >> 8)]
-    return [(half.astype(jnp.float32) * 256.0).astype(jnp.bfloat16) for half in _halves(places, jnp.float16)]
+    halves = _halves(
+        words, 8, 0xFF, lambda byte, both: ((byte & 0x7F * both) << 7) | ((byte & 0x80 * both) << 8), jnp.float16
+    )
+    return [(half.astype(_exact(dtype)) * 256.0).astype(dtype) for half in halves]
 
 
-def _halves(words: list[Int[Array, "out words"]], dtype: Any) -> list[Float[Array, "out words"]]:
-    """Return the low halves of the words, then the high ones; words of 16 bits are low halves."""
-    halves = [word.astype(jnp.int16) for word in words]
-    if words[0].dtype.itemsize == 4:
-        halves += [(word >> 16).astype(jnp.int16) for word in words]
+def _exact(dtype: Any) -> Any:
+    """Return a type that holds the values of float16 on their way to `dtype`."""
+    return dtype if dtype == jnp.float16 else jnp.float32
+
+
+def _halves(
+    words: Int[Array, "out words"], width: int, mask: int, fields: Callable[[Array, int], Array], dtype: Any
+) -> list[Float[Array, "out words"]]:
+    """Return the numbers at each place of the words, `width` bits each, in a type of 16 bits.
+
+    `fields` makes the bits of the type from those of a number; `both` repeats a constant for both halves of a word of
+    32 bits, as two numbers are converted at once.
+    """
+    size, both = words.dtype.itemsize, 0x10001 if words.dtype.itemsize == 4 else 1
+    words = words.astype(jnp.int16) if size == 1 else words
+    places = [fields((words >> shift) & mask * both, both) for shift in range(0, 8 * min(size, 2), width)]
+    halves = [place.astype(jnp.int16) for place in places]
+    halves += [(place >> 16).astype(jnp.int16) for place in places if size == 4]
     return [lax.bitcast_convert_type(half, dtype) for half in halves]
 
 
@@ -142,8 +156,10 @@ def arrange(x: Shaped[Array, "rows in_dim"], words: Words) -> Shaped[Array, "row
     return steps.swapaxes(2, 3).reshape(x.shape)
 
 
-def product(operands: Operands, words: Words, blocks: Blocks, *, interpret: bool) -> Float32[Array, "rows out"]:
-    """Return the product of all operands."""
+def product(
+    operands: Operands, words: Words, blocks: Blocks, out_dtype: Any, *, interpret: bool
+) -> Float[Array, "rows out"]:
+    """Return the product of all operands; each split is rounded to `out_dtype`."""
     (rows, inputs), out_dim = operands.x.shape, len(operands.words)
     steps = inputs // words.step
     groups = 1 if operands.scale is None else operands.scale.shape[1]
@@ -151,7 +167,7 @@ def product(operands: Operands, words: Words, blocks: Blocks, *, interpret: bool
         functools.partial(_kernel, facts=_Facts(words, steps, steps // groups, blocks)),
         # Rows come first: programs that run at the same time read the same weights, each of which is read once.
         grid=(pl.cdiv(rows, blocks.block_rows), pl.cdiv(out_dim, blocks.block_out), blocks.splits),
-        out_shape=jax.ShapeDtypeStruct((blocks.splits, rows, out_dim), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((blocks.splits, rows, out_dim), out_dtype),
         compiler_params=plgpu.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
         interpret=interpret,
         name="quantized_matmul",
@@ -172,9 +188,9 @@ def _kernel(of: Operands, out: Ref, *, facts: _Facts) -> None:
     def multiplied(step: Array) -> Float32[Array, "out rows"]:
         stored = plgpu.load(of.words.at[output[:, None], (step * terms + lane)[None, :]])
         sums = jnp.zeros((blocks.block_out, blocks.block_rows), jnp.float32)
-        for place, values in enumerate(words.convert(stored)):
+        for place, values in enumerate(words.convert(stored, of.x.dtype)):
             x = plgpu.load(of.x.at[row[:, None], (step * words.step + place * terms + lane)[None, :]])
-            sums += _dot(values.astype(x.dtype), x.T)
+            sums += jnp.dot(values, x.T, preferred_element_type=jnp.float32)
         return sums
 
     def group_of(step: Array) -> _Group:
@@ -206,10 +222,4 @@ def _kernel(of: Operands, out: Ref, *, facts: _Facts) -> None:
     else:
         sums, _ = lax.fori_loop(first, last, one_step, (sums, group_of(first)))
     mask = (m < rows)[:, None] & (n < out_dim)[None, :]
-    plgpu.store(out.at[pl.program_id(2), m[:, None], n[None, :]], sums.T, mask=mask)
-
-
-def _dot(a: Shaped[Array, "m k"], b: Shaped[Array, "k n"]) -> Float32[Array, "m n"]:
-    """Multiply with float32 sums; float32 operands aren't rounded to TF32."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+    plgpu.store(out.at[pl.program_id(2), m[:, None], n[None, :]], sums.T.astype(out.dtype), mask=mask)
