@@ -182,6 +182,8 @@ class MosaicGpuMatmul:
                             factor = lax.broadcast_in_dim(factor, product.shape, [1])
                             product = product * factor if zero is None else product - _wide(zero, product) * factor
                         total = total + _wide(scale, product) * product
+                    # Ordinary reads come before the copy that overwrites what was read.
+                    plgpu.commit_smem()
                     plgpu.barrier_arrive(free.at[slot])
                     return total
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 import types
 from typing import Any
 
@@ -26,7 +27,7 @@ H200 = KernelTarget("cuda", "NVIDIA H200", (9, 0), cores=132)
 FP8 = Scheme("fp8", 128, activations="group")
 SIZES: dict[str, Any] = {"out": (64,), "inputs": 256}
 WIDE = Case("wide", Scheme("int4", 128), rows=3, out=(2, 192), inputs=512, scales="bfloat16")
-# Three stages of two tiles of which a part is another program's.
+# Tiles of which a part is another program's, and a ring that is filled again and again.
 DIVIDED = {"outputs": 64, "tokens": 8, "cluster": 1, "stages": 2}
 SHARED = {"outputs": 128, "tokens": 16, "cluster": 2, "stages": 2}
 
@@ -44,7 +45,7 @@ CASES: list[tuple[Case, dict[str, int] | None]] = [
     (Case("int4-float16", Scheme("int4", 128), rows=9, dtype="float16", **SIZES), None),
     (Case("fp8-blocks", FP8, rows=12, out=(192,), inputs=384, scales="bfloat16"), None),
     (Case("fp8-blocks-shared", FP8, rows=20, out=(256,), inputs=256), SHARED),
-    (Case("fp8-group-256", dataclasses.replace(FP8, group=256), rows=1, out=(64,), inputs=512), DIVIDED),
+    (Case("fp8-group-256", dataclasses.replace(FP8, group=256), rows=9, out=(128,), inputs=768), DIVIDED),
 ]
 
 
@@ -99,7 +100,7 @@ def test_the_cases_find_a_bug(bug: str, monkeypatch: pytest.MonkeyPatch, capsys:
     assert source.count(right) == 1
     spoilt = types.ModuleType(kernel.__name__)
     # Its dataclass looks up its module.
-    monkeypatch.setitem(__import__("sys").modules, kernel.__name__, spoilt)
+    monkeypatch.setitem(sys.modules, kernel.__name__, spoilt)
     exec(compile(source.replace(right, wrong), "spoilt.py", "exec"), spoilt.__dict__)
     monkeypatch.setattr(backend, "MosaicGpuMatmul", spoilt.MosaicGpuMatmul)
     case = Case("divided", Scheme("int4", 128, zeros=True), rows=2, out=(128,), inputs=1024)
