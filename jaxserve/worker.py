@@ -25,10 +25,12 @@ from jaxserve.engine.core.profiling import Profiling
 from jaxserve.engine.multihost.process_group import ProcessGroup
 from jaxserve.engine.process.main import run
 from jaxserve.engine.scheduling.scheduler import Scheduler
-from jaxserve.error_texts import join_differences
+from jaxserve.error_texts import join_differences, join_first
 from jaxserve.errors import ConfigError
 from jaxserve.models.registry import family, parse_model_config
 from jaxserve.observability.timeline import Timeline
+from jaxserve.params import dotted
+from jaxserve.quant import method_of
 from jaxserve.runtime.devices.attach import attach
 from jaxserve.runtime.devices.device import facts_of_devices, free_bytes
 from jaxserve.runtime.devices.distributed import devices_of_all, join_processes, resolve_local_devices
@@ -117,7 +119,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         source = model_source.resolve(config.model)
         model = parse_model_config(model_source.read_config(source), str(source.config_file))
         check_tensors(source, model, config.load_format)
-        stored = stored_types(source, config.load_format)
+        stored = stored_types(source, model, config.load_format)
     bundle = read_manifest(Path(config.programs)) if config.programs is not None else None
     if bundle is not None:
         config = sized_like_bundle(config, bundle)
@@ -159,6 +161,8 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
             source,
             deployment.params,
             dense=family(deployment.model).abstract(deployment.model, deployment.dtype),
+            quantization=model.quantization,
+            on_the_fly=deployment.weights.on_the_fly,
             load_format=config.load_format,
             seed=config.random_seed,
         )
@@ -206,7 +210,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         free_bytes=free,
         working_bytes=sizes.footprint.activations,
         memory_bound=sizes.memory_bound,
-        quantization="gguf" if deployment.packing.quantized else "none",
+        quantization=deployment.weights.method,
         weight_bytes=sizes.footprint.weights,
         deterministic=not deployment.nondeterminism,
         kv_groups=groups,
@@ -276,21 +280,28 @@ def _mesh_prefix(deployment: Deployment) -> str:
 
 
 def _log_weights(deployment: Deployment) -> None:
-    """Log how quantized weights of the checkpoint are kept."""
-    packing = deployment.packing
-    if packing.reason:
-        logger.info("weights: dequantized to %s; %s", deployment.dtype.name, packing.reason)
-    if packing.quantized:
-        widths = Counter(packing.quantized.values())
+    """Log how weights are quantized, which are not, and why."""
+    weights = deployment.weights
+    schemes = Counter(f"{scheme.bits} bits ({scheme})" for scheme in weights.quantized.values())
+    reasons: dict[str, list[str]] = {}
+    for path, reason in weights.others.items():
+        reasons.setdefault(reason, []).append(dotted(path))
+    others = "; ".join(f"{join_first(paths, 3)}: {reason}" for reason, paths in reasons.items())
+    if weights.quantized:
         logger.info(
-            "weights: %d of %d linear layers kept in the file's blocks (%s); %.1f MiB in all, dequantized to %s %.1f",
-            len(packing.quantized),
-            packing.num_linears,
-            ", ".join(f"{widths[bits]} in {bits} bits" for bits in sorted(widths)),
+            "weights: %s%s, %d of %d linear layers in %s; %s; %.1f MiB in all, %.1f in %s",
+            weights.method,
+            ", quantized now" if weights.on_the_fly else "",
+            len(weights.quantized),
+            len(weights.quantized) + len(weights.others),
+            ", ".join(f"{text} x {count}" for text, count in schemes.items()),
+            f"not quantized: {others}" if others else "all are quantized",
             deployment.sizes.footprint.weights / 2**20,
-            deployment.dtype.name,
             deployment.dense_bytes / 2**20,
+            deployment.dtype.name,
         )
+    elif method := method_of(deployment.model.quantization, deployment.stored):
+        logger.info("weights: %s, dequantized to %s; %s", method, deployment.dtype.name, others)
 
 
 def _make_loop(

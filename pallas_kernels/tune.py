@@ -32,7 +32,8 @@ from pallas_kernels.paged_attention import (
     target_of,
 )
 from pallas_kernels.paged_attention.backends import backend_module
-from pallas_kernels.paged_attention.tuning import TABLES, Kind, device_name, facts, read_entries, write_entries
+from pallas_kernels.paged_attention.tuning import TABLES, facts
+from pallas_kernels.tuning import Kind, device_name, read_entries, write_entries
 
 # (query heads, KV heads, head size): Llama 8B and 70B, Qwen3 0.6B, Llama 1B and SmolLM2, Phi, Gemma.
 HEADS = ((32, 8, 128), (64, 8, 128), (16, 8, 128), (32, 8, 64), (9, 3, 64), (32, 32, 96), (8, 4, 256))

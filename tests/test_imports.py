@@ -52,7 +52,8 @@ MAY_IMPORT = {
 ORDER_INSIDE = {
     "jaxserve.engine": ["kv_cache", "scheduling", "core", "multihost", "process", "client"],
     "jaxserve.runtime": ["devices", "step", "programs", "sizing", "execution"],
-    "jaxserve.bench": ["datasets", "load", "results", "processes", "engine", "sweep", "tune"],
+    "jaxserve.bench": ["datasets", "load", "results", "processes", "engine", "sweep", "tune",
+                       "accuracy"],
     "jaxserve.cli": ["common", "bench", ("chat", "compile", "config", "convert", "doctor", "generate", "plan", "pull",
                                          "serve"), "main"],
     "jaxserve.server": ["errors", "server_state", "http", "generation", "openai", "sglang", "admin", "app", "follower",

@@ -23,7 +23,7 @@ from jaxserve.cli.common.parser import Parser
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 
-_SETTINGS = ("model", "load_format", "dtype", "random_seed", "log_level")
+_SETTINGS = ("model", "load_format", "dtype", "quantization", "random_seed", "log_level")
 
 
 def parser() -> Parser:

@@ -35,11 +35,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "bfloat16", "float32"], Meta(description="type of weights and activations; auto is bfloat16")
     ] = "auto"
     quantization: Annotated[
-        Literal["auto", "none", "gguf"],
+        Literal["auto", "none", "gguf", "awq", "gptq", "compressed-tensors", "fbgemm_fp8", "fp8", "int8", "int4"],
         Meta(
-            description="how quantized weights of a GGUF file are kept; gguf: in the file's blocks, which matrix "
-            "products read directly; none: dequantized to dtype; auto: gguf where supported (on a CPU, with bfloat16, "
-            "tp_size 1), else none"
+            description="how weights are quantized; auto: as the checkpoint has them, where a kernel multiplies by "
+            "them; none: dequantized to dtype; fp8 (with inputs in fp8), int8, int4 (weights only, groups of 128): a "
+            "checkpoint in 16 bits is quantized as it is loaded; the name of a format: the checkpoint must have it"
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[

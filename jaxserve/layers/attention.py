@@ -15,7 +15,7 @@ from jaxserve.layers.linear import linear, row_parallel
 from jaxserve.layers.norm import rms_norm, rms_norm_of_shards
 from jaxserve.layers.rope import Rotation, rotate
 from pallas_kernels.paged_attention import Backend, paged_attention, qkv_attention
-from pallas_kernels.quantized_matmul import PackedWeight
+from pallas_kernels.quantized_matmul import HeldWeight
 
 
 @flax.struct.dataclass
@@ -28,8 +28,8 @@ class AttentionParams:
     heads, of one norm of all heads.
     """
 
-    qkv: Float[Array, "kv_heads rows head_dim dim"] | PackedWeight
-    output: Float[Array, "dim kv_heads group head_dim"] | PackedWeight
+    qkv: Float[Array, "kv_heads rows head_dim dim"] | HeldWeight
+    output: Float[Array, "dim kv_heads group head_dim"] | HeldWeight
     qkv_bias: Float[Array, "kv_heads rows head_dim"] | None
     output_bias: Float[Array, " dim"] | None
     q_norm: Float[Array, " head_dim"] | Float[Array, "kv_heads group head_dim"] | None

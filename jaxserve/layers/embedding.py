@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.linear import TENSOR_AXIS, linear, tensor_rank
-from pallas_kernels.quantized_matmul import PackedWeight, gather_rows
+from pallas_kernels.quantized_matmul import HeldWeight, PackedWeight, gather_rows
 
 
 def shard_index(tokens: Int[Array, "..."], shard_size: int) -> Int[Array, "..."]:
@@ -40,7 +40,7 @@ def mask_padding(logits: Float[Array, "rows vocab_shard"], vocab_size: int) -> F
 @jax.named_scope("head")
 def logits(
     x: Float[Array, "rows dim"],
-    table: Float[Array, "vocab_shard dim"] | PackedWeight,
+    table: Float[Array, "vocab_shard dim"] | HeldWeight,
     *,
     soft_cap: float | None = None,
 ) -> Float[Array, "rows vocab_shard"]:

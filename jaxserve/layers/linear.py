@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.quantized_matmul import PackedWeight, packed_matmul
+from pallas_kernels.quantized_matmul import HeldWeight, quantized_matmul
 
 TENSOR_AXIS = "tensor"
 _LANES = 64
@@ -17,14 +17,14 @@ _MAX_TERMS = 64
 
 def linear(
     x: Float[Array, "tokens in_dim"],
-    weight: Float[Array, "out_dim in_dim"] | PackedWeight,
+    weight: Float[Array, "out_dim in_dim"] | HeldWeight,
     bias: Float[Array, " out_dim"] | None = None,
     *,
     out_dtype: Any = None,
 ) -> Float[Array, "tokens out_dim"]:
     """Return `x @ weight.T + bias`. Column-parallel: each shard computes its own part of the output."""
     dtype = jnp.dtype(out_dtype or x.dtype)
-    out = packed_matmul(x, weight).astype(dtype) if isinstance(weight, PackedWeight) else _product(x, weight, dtype)
+    out = quantized_matmul(x, weight, out_dtype=dtype) if isinstance(weight, HeldWeight) else _product(x, weight, dtype)
     return out if bias is None else out + bias.astype(out.dtype)
 
 
@@ -67,7 +67,7 @@ def _lanes(in_dim: int) -> int | None:
 
 def row_parallel(
     x: Float[Array, "tokens in_shard"],
-    weight: Float[Array, "out_dim in_shard"] | PackedWeight,
+    weight: Float[Array, "out_dim in_shard"] | HeldWeight,
     bias: Float[Array, " out_dim"] | None = None,
 ) -> Float[Array, "tokens out_dim"]:
     """Return the product of an input that is split over the tensor axis, by adding the partial sums of all shards."""

@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxserve.layers.linear import linear, row_parallel
-from pallas_kernels.quantized_matmul import PackedWeight
+from pallas_kernels.quantized_matmul import HeldWeight
 
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -23,8 +23,8 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
 class MlpParams:
     """The weights of a feed-forward block; `up` has one matrix, or two if the block is gated: gate and up."""
 
-    up: Float[Array, "matrices ffn dim"] | PackedWeight
-    down: Float[Array, "dim ffn"] | PackedWeight
+    up: Float[Array, "matrices ffn dim"] | HeldWeight
+    down: Float[Array, "dim ffn"] | HeldWeight
     up_bias: Float[Array, "matrices ffn"] | None
     down_bias: Float[Array, " dim"] | None
 

@@ -13,7 +13,7 @@ from jaxserve.model_source.source import (
     orbax_hint,
     read_config,
     resolve,
-    resolve_gguf,
+    resolve_local,
     resolve_tokenizer,
 )
 
@@ -28,6 +28,6 @@ __all__ = [
     "pull",
     "read_config",
     "resolve",
-    "resolve_gguf",
+    "resolve_local",
     "resolve_tokenizer",
 ]

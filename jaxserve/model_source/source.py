@@ -99,11 +99,14 @@ def read_config(source: ModelSource) -> dict[str, Any]:
     return read_json(source.config_file)
 
 
-def resolve_gguf(model: str) -> ModelSource | None:
-    """Return the GGUF file that `model` names, or None if it names something else. Raises `ModelNotFoundError`."""
+def resolve_local(model: str) -> ModelSource | None:
+    """Return what `model` names if its weights are files that need no download from the hub, else None.
+
+    Raises `ModelNotFoundError`.
+    """
     path = Path(model).expanduser()
-    is_gguf = model in BUILTIN_MODELS or (path.is_file() and path.suffix != ".json")
-    return resolve(model) if is_gguf else None
+    has_weights = any(path.glob("*.safetensors")) if path.is_dir() else path.is_file() and path.suffix != ".json"
+    return resolve(model) if model in BUILTIN_MODELS or has_weights else None
 
 
 def fetch_config(model: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from jaxserve.layers.batch import KVLayer
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.model_source.fields import CONTEXT, HEAD_DIM, HEADS, LAYERS, WIDTH, Fields, abbreviate
 from jaxserve.params import KVSpec
+from jaxserve.quant import CheckpointQuantization
 
 logger = logging.getLogger("jaxserve.models")
 
@@ -32,7 +33,8 @@ class ModelConfig:
     `windows[i]` is the sliding window of layer i in tokens, None for full attention. `shards` is the number of parts
     that the parameters are laid out for, which the checkpoint doesn't know: KV heads are repeated and the vocabulary is
     padded until both can be split into that number. A layer whose window has at least `whole_from` positions keeps the
-    keys and values of whole sequences, as a layer without a window does, if its KV heads are like those.
+    keys and values of whole sequences, as a layer without a window does, if its KV heads are like those. `quantization`
+    says how a checkpoint stores weights, if it is quantized.
     """
 
     architecture: str
@@ -48,6 +50,7 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     shards: int = 1
     whole_from: int = 2**31 - 1
+    quantization: CheckpointQuantization | None = None
 
     @property
     def kv_replicas(self) -> int:
@@ -296,12 +299,3 @@ def refuse_unread(fields: Fields) -> None:
         raise ConfigError(f"{fields.where} has fields that jaxserve does not support: {', '.join(suspect)}")
     if unknown:
         logger.info("%s: ignored fields, assumed not to change the mathematics: %s", fields.where, ", ".join(unknown))
-
-
-def refuse_quantization(fields: Fields) -> None:
-    """Raise `ConfigError` for a quantized checkpoint."""
-    if quantization := fields.object("quantization_config"):
-        method = quantization.get("quant_method", "unnamed")
-        raise ConfigError(
-            f"quantization_config ({abbreviate(method)}) is not supported yet; use an unquantized checkpoint or a GGUF"
-        )

@@ -6,6 +6,7 @@ A family's module has `parse(fields) -> config`, `abstract(config, dtype)`, `emb
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -27,7 +28,8 @@ from jaxserve.models import (
     smollm3,
     starcoder2,
 )
-from jaxserve.models.config import ModelConfig, refuse_quantization, refuse_unread
+from jaxserve.models.config import ModelConfig, refuse_unread
+from jaxserve.quant import read_quantization
 
 _FAMILIES: dict[str, ModuleType] = {
     "Cohere2ForCausalLM": cohere,
@@ -90,7 +92,7 @@ def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mo
     architecture = (fields.texts("architectures") or ["(none)"])[0]
     if architecture not in _FAMILIES and architecture not in _TEXT_MODELS:
         raise ConfigError(f"architecture {abbreviate(architecture)} is not supported; {_why_not(architecture, raw)}")
-    refuse_quantization(fields)
+    quantization = read_quantization(fields)
     if architecture in _TEXT_MODELS:
         text = fields.object("text_config")
         kinds = _TEXT_MODELS[architecture]
@@ -101,10 +103,10 @@ def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mo
         tied = {"tie_word_embeddings": fields.get("tie_word_embeddings")}
         architecture = kinds[kind]
         fields = Fields({**tied, **text, "architectures": [architecture]}, f"{where}: text_config")
-        refuse_quantization(fields)
+        quantization = read_quantization(fields) or quantization
     config: ModelConfig = _FAMILIES[architecture].parse(fields)
     refuse_unread(fields)
-    return config
+    return dataclasses.replace(config, quantization=quantization)
 
 
 def _why_not(architecture: str, raw: Mapping[str, Any]) -> str:
@@ -128,4 +130,8 @@ def is_ignored(name: str) -> bool:
     """Return whether a checkpoint tensor is not needed: frequencies, which are computed, the copy of a tied head, or an
     encoder of images or sound, which are refused."""
     own = name.removeprefix("model.")
-    return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight" or own.startswith(_TOWERS)
+    return (
+        name.endswith(("rotary_emb.inv_freq", ".k_scale", ".v_scale"))
+        or name == "lm_head.weight"
+        or own.startswith(_TOWERS)
+    )

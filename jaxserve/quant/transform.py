@@ -1,4 +1,4 @@
-"""Replaces dense weights in a model's tree of `ParamSpec`s by packed ones, and finds those in such a tree."""
+"""Replaces weights in a model's tree of `ParamSpec`s by quantized or packed ones, and finds those in such a tree."""
 
 from __future__ import annotations
 
@@ -10,33 +10,99 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.params import ParamSpec, Path, path_of
-from jaxserve.quant.formats import HEAD
-from pallas_kernels.quantized_matmul import Bits, PackedWeight, packed_shape
+from jaxserve.params import ParamSpec, Path, TensorPart, path_of
+from jaxserve.quant.choice import HEAD, WeightForm, split_axis
+from pallas_kernels.quantized_matmul import (
+    BLOCK,
+    STRIP,
+    HeldWeight,
+    PackedWeight,
+    QuantizedWeight,
+    num_groups,
+    numbers_shape,
+    run_bytes,
+)
 
 
-def pack_specs(abstract: Any, bits: Mapping[Path, Bits]) -> Any:
-    """Return the tree with a `PackedWeight` at each of the paths; its `data` is the spec of its bytes.
+def hold_weights(abstract: Any, forms: Mapping[Path, WeightForm]) -> Any:
+    """Return the tree with the weight of each form at its path, whose leaves are specs of its arrays.
 
-    A head that is tied to the embedding gets a packed weight of its own.
+    A head that is tied to the embedding gets a weight of its own.
     """
-    if HEAD in bits and abstract.output is None:
+    if HEAD in forms and abstract.output is None:
         abstract = dataclasses.replace(abstract, output=dataclasses.replace(abstract.embedding, inputs=1))
 
-    def pack(keys: tuple[Any, ...], spec: ParamSpec) -> ParamSpec | PackedWeight:
-        path = path_of(keys)
-        return _pack_spec(spec, bits[path]) if path in bits else spec
+    def hold(keys: tuple[Any, ...], spec: ParamSpec) -> ParamSpec | HeldWeight:
+        form = forms.get(path_of(keys))
+        return spec if form is None else _held(flat_inputs(spec), form)
 
-    return jax.tree_util.tree_map_with_path(pack, abstract)
-
-
-def packed_weights(tree: Any) -> dict[Path, PackedWeight]:
-    """Return the packed weights of a tree, by the path that the dense weight would have."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, PackedWeight))
-    return {path_of(keys): leaf for keys, leaf in leaves if isinstance(leaf, PackedWeight)}
+    return jax.tree_util.tree_map_with_path(hold, abstract)
 
 
-def _pack_spec(spec: ParamSpec, bits: Bits) -> PackedWeight:
-    split = len(spec.shape) - (spec.inputs or 1)  # an embedding that is the head too sums over its last dimension
-    shape = packed_shape(math.prod(spec.shape[:split]), math.prod(spec.shape[split:]), bits)
-    return PackedWeight(ParamSpec(shape, np.dtype(np.uint8), (None,) * len(shape)), spec.shape, bits)
+def held_weights(tree: Any) -> dict[Path, HeldWeight]:
+    """Return the quantized and packed weights of a tree, by the path that the dense weight would have."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, HeldWeight))
+    return {path_of(keys): leaf for keys, leaf in leaves if isinstance(leaf, HeldWeight)}
+
+
+def flat_inputs(spec: ParamSpec) -> ParamSpec:
+    """Return the spec of a linear layer's weight with one dimension of inputs.
+
+    An embedding, which is packed if it is the head too, has one already.
+    """
+    if spec.inputs <= 1:
+        return dataclasses.replace(spec, inputs=1)
+    split = len(spec.shape) - spec.inputs
+    axis = next((axis for axis in spec.axes[split:] if axis is not None), None)
+    dims = spec.stored_shape[split:]
+
+    def flat(part: TensorPart) -> TensorPart:
+        assert part.shape[split + 1 :] == dims[1:], part
+        index = part.index[split] * math.prod(dims[1:])
+        shape = (*part.shape[:split], math.prod(part.shape[split:]))
+        return dataclasses.replace(part, shape=shape, index=(*part.index[:split], index))
+
+    return dataclasses.replace(
+        spec,
+        shape=(*spec.shape[:split], math.prod(spec.shape[split:])),
+        axes=(*spec.axes[:split], axis),
+        inputs=1,
+        # Heads that are repeated for shards divide their inputs among them, in order
+        kv_replicas=spec.kv_replicas if "kv_heads" in spec.axes[:split] else 1,
+        parts=tuple(map(flat, spec.parts)),
+    )
+
+
+def _held(spec: ParamSpec, form: WeightForm) -> HeldWeight:
+    scheme = form.scheme
+    *_, inputs = spec.shape
+    order = _array((inputs,), np.dtype(np.int32), (None,)) if form.reordered else None
+    static = scheme is not None and scheme.activations == "static"
+    input_scale = _array((1,), np.dtype(np.float32), (None,)) if static else None
+    if form.backend is None:
+        at = split_axis(spec)
+        outer, inner = spec.shape[:at], spec.shape[at + 1 : -1]
+        strips = spec.shape[at] * math.prod(inner) // STRIP
+        run = run_bytes("bf16" if scheme is None else scheme.numbers)
+        axes = (*spec.axes[: at + 1], spec.axes[-1], None)
+        data = _array((*outer, strips, inputs // BLOCK, run), np.dtype(np.uint8), axes)
+        return PackedWeight(data, order, input_scale, scheme, inner)
+    assert scheme is not None, form
+    shape, dtype = numbers_shape(spec.shape, scheme)
+    groups = num_groups(inputs, scheme)
+    # One group is every shard's
+    axes = spec.axes if groups > 1 else (*spec.axes[:-1], None)
+    scale = dataclasses.replace(spec, shape=(*spec.shape[:-1], groups), dtype=form.factors, axes=axes, parts=())
+    return QuantizedWeight(
+        dataclasses.replace(spec, shape=shape, dtype=dtype, parts=()),
+        scale,
+        scale if scheme.zeros else None,
+        order,
+        input_scale,
+        scheme,
+        form.backend,
+    )
+
+
+def _array(shape: tuple[int, ...], dtype: np.dtype, axes: tuple[str | None, ...]) -> ParamSpec:
+    return ParamSpec(shape, dtype, axes, "zeros")

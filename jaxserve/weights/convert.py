@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path as FilePath
+from typing import Any, get_args
 
 import jax
 
@@ -17,7 +18,9 @@ from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource, read_config
 from jaxserve.models.dtypes import dtype_of
 from jaxserve.models.registry import family, parse_model_config
-from jaxserve.weights import open_weights
+from jaxserve.params import Path
+from jaxserve.quant import CONVERTED, OnTheFly, WeightForm, convert_forms, hold_weights, method_of
+from jaxserve.weights import open_weights, stored_types
 from jaxserve.weights.arrays import flatten
 from jaxserve.weights.manifest import write_manifest
 from jaxserve.weights.orbax_write import write_checkpoint
@@ -25,9 +28,10 @@ from jaxserve.weights.orbax_write import write_checkpoint
 Progress = Callable[[int, int], None]
 
 
-def convert(source: ModelSource, config: EngineConfig, folder: Path, progress: Progress) -> None:
+def convert(source: ModelSource, config: EngineConfig, folder: FilePath, progress: Progress) -> None:
     """Write config.json, the weights in `--dtype`, and last the manifest that marks them as complete, into `folder`.
 
+    With `--quantization`, linear layers are quantized; what the checkpoint has quantized is dequantized.
     Calls `progress` after each parameter, with its bytes and the bytes of all parameters. Raises `ConfigError` if the
     model can't be read or the folder can't be written.
     """
@@ -35,8 +39,26 @@ def convert(source: ModelSource, config: EngineConfig, folder: Path, progress: P
     jax.config.update("jax_platforms", "cpu")
     raw = read_config(source)
     model = parse_model_config(raw, str(source.config_file))
-    abstract = family(model).abstract(model, dtype_of(config.dtype))
-    reader = open_weights(source, abstract, load_format=config.load_format, seed=config.random_seed)
+    dense = family(model).abstract(model, dtype_of(config.dtype))
+    quantization = model.quantization
+    raw = {name: value for name, value in raw.items() if name not in ("quantization_config", "compression_config")}
+    forms: dict[Path, WeightForm] = {}
+    if config.quantization not in ("auto", "none"):
+        if config.quantization not in get_args(OnTheFly):
+            raise ConfigError(
+                f"quantization={config.quantization}: a folder is written in {', '.join(get_args(OnTheFly))}, or in "
+                "16 or 32 bits without it"
+            )
+        if method := method_of(quantization, stored_types(source, model, config.load_format)):
+            raise ConfigError(
+                f"quantization={config.quantization}: the checkpoint is quantized by {method}; leave it out, and "
+                "weights are dequantized"
+            )
+        forms = convert_forms(config.quantization, dense)
+        raw["quantization_config"] = {"quant_method": CONVERTED, "scheme": config.quantization}
+    abstract = hold_weights(dense, forms)
+    options: dict[str, Any] = {"load_format": config.load_format, "seed": config.random_seed}
+    reader = open_weights(source, abstract, dense=dense, quantization=quantization, on_the_fly=bool(forms), **options)
     total = sum(spec.nbytes for _, spec in flatten(abstract)[0])
     try:
         (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

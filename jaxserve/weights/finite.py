@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.errors import ConfigError
 from jaxserve.params import Window
-from jaxserve.weights.source import BlockSource, TensorInfo, TensorSource, row_blocks
+from jaxserve.weights.source import TensorInfo, TensorSource, row_blocks
 
 
 class FiniteSource:
@@ -34,26 +34,6 @@ class FiniteSource:
         for block, part in row_blocks(window, out):
             self._source.read(name, block, part)
             check_finite(part, name, self.description)
-
-
-class FiniteBlockSource(FiniteSource):
-    """A `FiniteSource` for a source that has quantized tensors."""
-
-    def __init__(self, source: BlockSource) -> None:
-        super().__init__(source)
-        self._block_source = source
-
-    def read_blocks(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
-        """See `BlockSource`."""
-        for block, part in row_blocks(window, out):
-            self._block_source.read_blocks(name, block, part)
-            for factor in ("scale", "minimum"):
-                check_finite(part[factor], name, self.description)
-
-
-def with_finite_check(source: TensorSource) -> TensorSource:
-    """Return a source that checks what it reads from `source`."""
-    return FiniteBlockSource(source) if isinstance(source, BlockSource) else FiniteSource(source)
 
 
 def check_finite(values: np.ndarray[Any, Any], name: str, where: str) -> None:

@@ -20,9 +20,10 @@ from gguf.quants import dequantize
 from jaxserve.model_source.gguf_config import ROPE_TENSORS, architecture_of, head_counts
 from jaxserve.model_source.gguf_metadata import GGUFMetadata, GGUFTensorInfo
 from jaxserve.params import Window
-from jaxserve.weights.gguf_blocks import decode_blocks
+from jaxserve.quant import GGUF_TYPES, Stored, StoredWeight
+from jaxserve.weights.finite import check_finite
+from jaxserve.weights.gguf_blocks import BLOCK_KINDS
 from jaxserve.weights.source import TensorInfo, row_blocks
-from pallas_kernels.quantized_matmul import BLOCK
 
 _READABLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _TYPES = {kind.value: kind for kind in GGMLQuantizationType}
@@ -70,31 +71,52 @@ class GGUFFile:
     def read(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
         """See `TensorSource`."""
         kind = _TYPES[self._tensors[name].ggml_type]
-        for raw, inside, part in self._row_parts(name, window, out, 1):
+        for raw, inside, part in self._row_parts(name, window, out):
             # As one long row: the package works through groups of 16 rows, which is slow for short ones
             values = dequantize(raw.reshape(1, -1), kind).reshape(len(part), -1)
             part[...] = values[:, inside].reshape(part.shape)
         if self._norm_offset and name.endswith("norm.weight"):
             out -= np.asarray(self._norm_offset, out.dtype)
 
-    def read_blocks(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
-        """See `BlockSource`."""
-        kind = _TYPES[self._tensors[name].ggml_type]
-        elements, size = GGML_QUANT_SIZES[kind]
-        for raw, inside, part in self._row_parts(name, window, out, BLOCK):
-            stored = raw.reshape(len(part), -1, size)
-            read = stored.shape[1] * (elements // BLOCK)
-            if part.shape[1] == read:
-                decode_blocks(stored, kind, part)
-            else:
-                whole = np.empty((len(part), read), part.dtype)
-                decode_blocks(stored, kind, whole)
-                part[...] = whole[:, inside]
+    @property
+    def stored(self) -> Stored:
+        """See `QuantizedSource`."""
+        kinds = ((name, info.stored_type) for name, info in self._infos.items())
+        return {name: GGUF_TYPES.get(kind, StoredWeight(kind)) for name, kind in kinds}
+
+    def read_numbers(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
+        """See `QuantizedSource`."""
+        decode = BLOCK_KINDS[_TYPES[self._tensors[name].ggml_type]].numbers
+        for raw, inside, part in self._row_parts(name, window, out):
+            part[...] = decode(self._blocks(name, raw)).reshape(len(part), -1)[:, inside]
+
+    def read_factors(self, name: str, window: Window, unit: int, out: np.ndarray[Any, Any]) -> None:
+        """See `QuantizedSource`."""
+        group, _, decode = BLOCK_KINDS[_TYPES[self._tensors[name].ggml_type]]
+        rows, units = window
+        inputs = slice(units.start * unit, units.stop * unit)
+        for raw, inside, part in self._row_parts(name, (rows, inputs), out):
+            found = np.arange(inside.start, inside.stop, unit) // group
+            for factor, values in zip(("scale", "minimum"), decode(self._blocks(name, raw)), strict=True):
+                check_finite(values, name, self.description)
+                part[factor] = values.reshape(len(part), -1)[:, found]
+
+    def read_order(self, name: str) -> None:
+        """See `QuantizedSource`."""
+        return
+
+    def read_input_scale(self, name: str) -> float:
+        """See `QuantizedSource`."""
+        raise AssertionError(f"{name}: GGUF has no quantized activations")
+
+    def _blocks(self, name: str, raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return rows of bytes as blocks, `[rows, count, block_bytes]`."""
+        return raw.reshape(len(raw), -1, GGML_QUANT_SIZES[_TYPES[self._tensors[name].ggml_type]][1])
 
     def _row_parts(
-        self, name: str, window: Window, out: np.ndarray[Any, Any], unit: int
+        self, name: str, window: Window, out: np.ndarray[Any, Any]
     ) -> Iterator[tuple[np.ndarray[Any, Any], slice, np.ndarray[Any, Any]]]:
-        """Split a window into blocks of rows; its last dimension counts `unit` elements as one.
+        """Split a window into blocks of rows.
 
         Yields for each: the bytes that it touches, the slice of their elements that belongs to the window, and the part
         of `out` that it fills.
@@ -105,9 +127,8 @@ class GGUFFile:
         row_bytes = row_elements // block_elements * block_bytes
         stored = self._data[tensor.offset : tensor.offset + rows * row_bytes].reshape(rows, row_bytes)
         order = self._row_order(name, rows)
-        block = max(1, block_elements // unit)
-        first, last, inside = _touched_columns(tensor.shape, window, block)
-        touched = slice(first // block * block_bytes, last // block * block_bytes)
+        first, last, inside = _touched_columns(tensor.shape, window, block_elements)
+        touched = slice(first // block_elements * block_bytes, last // block_elements * block_bytes)
         for (rows_read, *_), part in row_blocks(window, out):
             yield stored[rows_read if order is None else order[rows_read], touched], inside, part
 

@@ -6,11 +6,12 @@ Finds the files and reads their headers. The files are memory-mapped: a tensor i
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  its import makes bfloat16 known to numpy, which safetensors needs
+import ml_dtypes  # its import makes bfloat16 known to numpy, which safetensors needs
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -29,6 +30,16 @@ _TEXT_PREFIXES = {
 }
 _MISTRAL = "consolidated"
 _READABLE = ("F64", "F32", "F16", "BF16")
+_DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
 
 
 class SafetensorsFolder:
@@ -37,6 +48,7 @@ class SafetensorsFolder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._slices: dict[str, Callable[[], Any]] = {}
+        self._stored: dict[str, tuple[Path, str]] = {}
         self._infos: dict[str, TensorInfo] = {}
         for file, wanted in _files_to_open(folder).items():
             try:
@@ -49,6 +61,7 @@ class SafetensorsFolder:
                 if wanted is None or stored in wanted:
                     name = _name_alone(stored)
                     self._slices[name] = functools.partial(opened.get_slice, stored)
+                    self._stored[name] = folder / file, stored
                     self._infos[name] = _info(self._slices[name]())
 
     @property
@@ -64,6 +77,23 @@ class SafetensorsFolder:
         stored = self._slices[name]()
         for block, part in row_blocks(window, out):
             part[...] = stored[block]
+
+    def array(self, name: str) -> np.ndarray[Any, Any]:
+        """Return a tensor of any type of `_DTYPES` as an array in the mapped file, whose bytes are read when used."""
+        file, stored = self._stored[name]
+        start, header = _header(file)
+        entry = header[stored]
+        begin, end = entry["data_offsets"]
+        data = np.memmap(file, np.uint8, "r", start + begin, (end - begin,))
+        return data.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+
+
+@functools.lru_cache(4)
+def _header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Return where the data of a file begins, and its header. The `safetensors` package has checked both."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        return 8 + length, json.loads(opened.read(length))
 
 
 def _name_alone(name: str) -> str:

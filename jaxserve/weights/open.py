@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -11,14 +11,18 @@ from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family, is_ignored
+from jaxserve.quant import CheckpointQuantization, Stored, convert_forms, held_weights, hold_weights
 from jaxserve.weights.arrays import WeightReader, flatten
 from jaxserve.weights.dummy import dummy_reader
-from jaxserve.weights.finite import with_finite_check
+from jaxserve.weights.finite import FiniteSource
 from jaxserve.weights.gguf import GGUFFile
 from jaxserve.weights.hf import SafetensorsFolder
 from jaxserve.weights.load import check_names, checkpoint_reader
-from jaxserve.weights.packed import packing_reader
-from jaxserve.weights.source import TensorSource
+from jaxserve.weights.quantized.folder import QuantizedFolder
+from jaxserve.weights.quantized.held import held_reader
+from jaxserve.weights.quantized.orbax import OrbaxRows
+from jaxserve.weights.source import QuantizedSource, TensorSource
+from pallas_kernels.quantized_matmul import QuantizedWeight
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
 
@@ -26,24 +30,41 @@ _FORMAT_OF_KIND = {"folder": "safetensors", "gguf": "gguf", "orbax": "orbax"}
 
 
 def open_weights(
-    source: ModelSource, abstract: Any, *, dense: Any = None, load_format: LoadFormat = "auto", seed: int = 0
+    source: ModelSource,
+    abstract: Any,
+    *,
+    dense: Any = None,
+    quantization: CheckpointQuantization | None = None,
+    on_the_fly: bool = False,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
 ) -> WeightReader:
     """Return a reader of the parameters of `abstract`; so far only names, shapes and types have been read.
 
-    If some weights are packed, `dense` is the same tree without packed ones. Raises `ConfigError` if the source isn't
-    of `load_format`, or its tensors don't fit the model.
+    If some weights are quantized or packed, `dense` is the same tree without them; with `on_the_fly`, weights of 16
+    bits are quantized as they are read. `quantization` is that of the checkpoint's config. Raises `ConfigError` if the
+    source isn't of `load_format`, or its tensors don't fit the model.
     """
     dense = abstract if dense is None else dense
     if load_format == "dummy":
-        return packing_reader(abstract, dense, dummy_reader(dense, seed))
+        return held_reader(abstract, dense, dummy_reader(dense, seed), None)
     _check_format(source, load_format)
     if source.kind == "orbax":
         # Imported here so that other formats start without it
         from jaxserve.weights.orbax import OrbaxCheckpoint
 
-        return packing_reader(abstract, dense, OrbaxCheckpoint(source.path).reader(dense))
-    opened = with_finite_check(open_source(source))
-    return checkpoint_reader(abstract, opened, dense, ignored=is_ignored)
+        checkpoint = OrbaxCheckpoint(source.path)
+        if quantization is None:
+            return held_reader(abstract, dense, checkpoint.reader(dense), None)
+        stored = hold_weights(dense, convert_forms(quantization.method, dense))
+        reader = checkpoint.reader(stored)
+        held = {path: weight for path, weight in held_weights(stored).items() if isinstance(weight, QuantizedWeight)}
+        rows = OrbaxRows(held, reader.fill)
+        whole = WeightReader(rows.fill_dense, tuple(range(len(flatten(dense)[0]))))
+        return held_reader(abstract, dense, whole, rows)
+    opened = open_source(source, quantization=quantization)
+    quantized = opened if isinstance(opened, QuantizedSource) and not on_the_fly else None
+    return checkpoint_reader(abstract, FiniteSource(opened), dense, quantized=quantized, ignored=_ignored(opened))
 
 
 def check_tensors(source: ModelSource, model: ModelConfig, load_format: LoadFormat = "auto") -> None:
@@ -55,21 +76,35 @@ def check_tensors(source: ModelSource, model: ModelConfig, load_format: LoadForm
     if load_format != "dummy" and source.kind != "orbax":
         module = family(model)
         leaves, _ = flatten(module.abstract(model, np.dtype(np.float32)))
-        check_names(open_source(source, load_format), [spec for _, spec in leaves], is_ignored)
+        opened = open_source(source, load_format, model.quantization)
+        check_names(opened, [spec for _, spec in leaves], _ignored(opened))
 
 
-def stored_types(source: ModelSource, load_format: LoadFormat = "auto") -> Mapping[str, str]:
-    """Return the stored type of each tensor of a GGUF file, where they may be quantized; empty for other formats."""
-    if source.kind != "gguf" or load_format == "dummy":
+def stored_types(source: ModelSource, model: ModelConfig, load_format: LoadFormat = "auto") -> Stored:
+    """Return how the tensors of a checkpoint are stored, if they may be quantized; else nothing."""
+    if load_format == "dummy" or source.kind == "orbax":
         return {}
-    return {name: info.stored_type for name, info in GGUFFile(source.path).infos.items()}
+    opened = open_source(source, load_format, model.quantization)
+    return opened.stored if isinstance(opened, QuantizedSource) else {}
 
 
-def open_source(source: ModelSource, load_format: LoadFormat = "auto") -> TensorSource:
+def open_source(
+    source: ModelSource, load_format: LoadFormat = "auto", quantization: CheckpointQuantization | None = None
+) -> TensorSource:
     """Open the tensors of a GGUF file or a Hugging Face folder. Raises `ConfigError` as `open_weights` does."""
     _check_format(source, load_format)
     assert source.kind != "orbax", source
-    return GGUFFile(source.path) if source.kind == "gguf" else SafetensorsFolder(source.path)
+    if source.kind == "gguf":
+        return GGUFFile(source.path)
+    folder = SafetensorsFolder(source.path)
+    return folder if quantization is None else QuantizedFolder(folder, quantization)
+
+
+def _ignored(source: TensorSource) -> Callable[[str], bool]:
+    """Return whether a source may hold a tensor that the model has no place for."""
+    if isinstance(source, QuantizedFolder):
+        return lambda name: is_ignored(name) or source.is_zero_bias(name)
+    return is_ignored
 
 
 def _check_format(source: ModelSource, load_format: LoadFormat) -> None:

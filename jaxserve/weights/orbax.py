@@ -73,7 +73,8 @@ class OrbaxCheckpoint:
                 raise ConfigError(
                     f"{file}: {name} can't be read ({error}); copy the folder again from where it was made"
                 ) from error
-        check_finite(out, name, str(self._folder))
+        if out.dtype.kind not in "iu":
+            check_finite(out, name, str(self._folder))
 
 
 class _ChunkFile:

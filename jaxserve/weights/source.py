@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxserve.params import Window
+from jaxserve.quant import Stored
 
 BLOCK_ELEMENTS = 1 << 17
 """Elements read at a time: small enough that a block and its temporaries stay in a core's cache."""
@@ -50,15 +51,31 @@ class TensorSource(Protocol):
 
 
 @runtime_checkable
-class BlockSource(TensorSource, Protocol):
-    """A checkpoint that has quantized tensors."""
+class QuantizedSource(TensorSource, Protocol):
+    """A checkpoint that has quantized matrices `[out, in]`: a weight is `scale * q + minimum`.
 
-    def read_blocks(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
-        """Write a window of a quantized matrix into `out`, an array of `BLOCK_DTYPE` with any strides.
+    The last three functions are only for tensors whose `stored` has a scheme. Their inputs are in the order that
+    `read_order` tells, in which groups are contiguous.
+    """
 
-        In the last dimension of the window and of `out`, one block of 32 weights counts as one element. The tensor's
-        type must be one of `BLOCK_KINDS`.
+    @property
+    def stored(self) -> Stored:
+        """How each tensor is stored."""
+
+    def read_numbers(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
+        """Write a window of the numbers `q` into `out`, uint8 with any strides: integers unsigned, fp8 as its bits."""
+
+    def read_factors(self, name: str, window: Window, unit: int, out: np.ndarray[Any, Any]) -> None:
+        """Write the factors of a window into `out`, `FACTORS` with any strides.
+
+        In the last dimension of the window and of `out`, `unit` inputs count as one; they must divide the group.
         """
+
+    def read_order(self, name: str) -> np.ndarray[Any, Any] | None:
+        """Return the inputs in their order, int32 `[in]`; None if it is that of the model."""
+
+    def read_input_scale(self, name: str) -> float:
+        """Return the scale of static activations."""
 
 
 def row_blocks(window: Window, out: np.ndarray[Any, Any]) -> Iterator[tuple[Window, np.ndarray[Any, Any]]]:

@@ -22,12 +22,12 @@ class Type:
     @property
     def is_float(self) -> bool:
         """Whether its numbers are floating point."""
-        return self.name in ("float", "bfloat")
+        return self.name in ("float", "bfloat", "half")
 
     @property
     def nbytes(self) -> int:
         """Size in memory."""
-        bits = {"float": 32, "bfloat": 16, "ptr": 64}.get(self.name) or int(self.name[1:])
+        bits = {"float": 32, "bfloat": 16, "half": 16, "ptr": 64}.get(self.name) or int(self.name[1:])
         return max(self.lanes, 1) * bits // 8
 
     @property
@@ -59,6 +59,6 @@ class Type:
         return f"0x{struct.unpack('<Q', struct.pack('<d', rounded))[0]:016X}"
 
 
-F32, BF16 = Type("float"), Type("bfloat")
+F32, BF16, F16 = Type("float"), Type("bfloat"), Type("half")
 I1, I8, I16, I32, I64 = (Type(f"i{bits}") for bits in (1, 8, 16, 32, 64))
 PTR = Type("ptr")

@@ -1,30 +1,23 @@
 """Block sizes: those that the caller asks for, else those measured on the device, else None: backends have rules.
 
-Owns `tuned/`: one JSON file a device, written by `python -m pallas_kernels.tune` and never by hand. A file is a list
-of entries, each of a backend, a kind of work, the facts of the problem that was measured, and the block sizes.
+Owns `tuned/`: one table a device, written by `python -m pallas_kernels.tune`.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pallas_kernels.paged_attention.problem import Problem
 from pallas_kernels.target import KernelTarget
-
-Kind = Literal["decode", "prefill"]
+from pallas_kernels.tuning import Kind, tuned_sizes
 
 TABLES = Path(__file__).parent / "tuned"
 
 
 def tuned_blocks(target: KernelTarget, backend: str, kind: Kind, problem: Problem) -> dict[str, int] | None:
     """Return block sizes by name, or None if the caller asks for none and none were measured."""
-    if requested := {name: size for of, name, size in target.blocks if of == kind}:
-        return requested
-    return _table(TABLES / f"{device_name(target)}.json").get(_key(backend, kind, facts(problem)))
+    return tuned_sizes(TABLES, target, backend, kind, facts(problem))
 
 
 def facts(problem: Problem) -> dict[str, Any]:
@@ -36,28 +29,3 @@ def facts(problem: Problem) -> dict[str, Any]:
         "dtype": str(problem.dtype),
         "kv_dtype": str(problem.kv_dtype),
     }
-
-
-def device_name(target: KernelTarget) -> str:
-    """Return the device's name as in file names: `nvidia-h200` for `NVIDIA H200`."""
-    return re.sub(r"[^a-z0-9]+", "-", target.kind.lower()).strip("-") or target.platform
-
-
-def read_entries(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a table, or none if the file doesn't exist."""
-    return json.loads(path.read_text()) if path.exists() else []
-
-
-def write_entries(path: Path, entries: list[dict[str, Any]]) -> None:
-    """Write a table, one entry a line."""
-    lines = ",\n".join(json.dumps(entry) for entry in entries)
-    path.write_text(f"[\n{lines}\n]\n")
-
-
-@functools.cache
-def _table(path: Path) -> dict[tuple[Any, ...], dict[str, int]]:
-    return {_key(e["backend"], e["kind"], e["problem"]): e["blocks"] for e in read_entries(path)}
-
-
-def _key(backend: str, kind: str, problem: dict[str, Any]) -> tuple[Any, ...]:
-    return (backend, kind, *sorted(problem.items()))

@@ -1,28 +1,29 @@
 """Matrix products with quantized weights: the contract, and its backends."""
 
-from pallas_kernels.quantized_matmul.api import packed_matmul, quantized_matmul
+from pallas_kernels.quantized_matmul.api import HeldWeight, quantized_matmul
 from pallas_kernels.quantized_matmul.backends import Backend, choose_backend
 from pallas_kernels.quantized_matmul.cpu.layout import (
     BLOCK,
-    BLOCK_DTYPE,
+    FACTORS,
     STRIP,
-    Bits,
     PackedWeight,
     gather_rows,
-    pack_blocks,
     pack_dense,
+    pack_numbers,
     packed_shape,
+    run_bytes,
     unpack,
 )
 from pallas_kernels.quantized_matmul.layout import QuantizedWeight, dequantize, num_groups, numbers_shape
-from pallas_kernels.quantized_matmul.scheme import Scheme
+from pallas_kernels.quantized_matmul.scheme import NumberType, Scheme
 
 __all__ = [
     "BLOCK",
-    "BLOCK_DTYPE",
+    "FACTORS",
     "STRIP",
     "Backend",
-    "Bits",
+    "HeldWeight",
+    "NumberType",
     "PackedWeight",
     "QuantizedWeight",
     "Scheme",
@@ -31,10 +32,10 @@ __all__ = [
     "gather_rows",
     "num_groups",
     "numbers_shape",
-    "pack_blocks",
     "pack_dense",
-    "packed_matmul",
+    "pack_numbers",
     "packed_shape",
     "quantized_matmul",
+    "run_bytes",
     "unpack",
 ]

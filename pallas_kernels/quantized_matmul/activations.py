@@ -14,7 +14,7 @@ _SMALLEST_SCALE = 1e-10
 
 
 def quantize_inputs(
-    x: Float[Array, "tokens in_dim"], scheme: Scheme, input_scale: Float32[Array, ""] | None
+    x: Float[Array, "tokens in_dim"], scheme: Scheme, input_scale: Float32[Array, "1"] | None
 ) -> tuple[Shaped[Array, "tokens in_dim"], Float32[Array, "tokens groups"]]:
     """Return `x` in the type of the scheme's numbers, and the factors of its groups: one if they aren't split.
 
@@ -25,7 +25,7 @@ def quantize_inputs(
     values = x.astype(jnp.float32)
     if scheme.activations == "static":
         assert input_scale is not None, scheme
-        scale = jnp.broadcast_to(input_scale.astype(jnp.float32), (len(x), 1))
+        scale = jnp.broadcast_to(input_scale, (len(x), 1))
         grouped = values[:, None]
     else:
         size = scheme.group if scheme.activations == "group" else None

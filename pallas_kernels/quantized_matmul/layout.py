@@ -30,7 +30,7 @@ class QuantizedWeight:
     - `scale` and, if the scheme has zeros, `zero`: any float type, `[*out, groups]`; `scheme.group` None is one group.
     - `order`, if the numbers are stored in another order of inputs: int32 `[in]`; number i of a row belongs to input
       `order[i]`.
-    - `input_scale`, if `scheme.activations` is "static": float32 `[]`.
+    - `input_scale`, if `scheme.activations` is "static": float32 `[1]`.
     """
 
     numbers: Any
@@ -46,6 +46,12 @@ class QuantizedWeight:
         """The shape of the weight."""
         *out, stored = self.numbers.shape
         return *out, stored * (2 if self.scheme.numbers == "int4" else 1)
+
+    @property
+    def form(self) -> str:
+        """All that the program of a product depends on besides shapes and types."""
+        order = ", in an order of its own" if self.order is not None else ""
+        return f"{self.scheme}{order}, {self.scale.dtype.name} factors, {self.backend.name}"
 
     def reshape(self, *shape: int) -> QuantizedWeight:
         """Return the weight with other output dimensions; the last dimension stays the inputs."""

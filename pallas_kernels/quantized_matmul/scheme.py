@@ -32,3 +32,8 @@ class Scheme:
     def bits(self) -> int:
         """The bits of one number."""
         return BITS[self.numbers]
+
+    def __str__(self) -> str:
+        groups = f"groups of {self.group}" if self.group else "a scale for each output"
+        inputs = {None: "", "token": ", inputs by token", "static": ", static inputs", "group": ", inputs by group"}
+        return f"{self.numbers}, {groups}{', zeros' * self.zeros}{inputs[self.activations]}"

@@ -51,19 +51,30 @@ def multiply(
     """See `backends.BackendModule`."""
     rows, inputs = x.shape
     if rows < _MIN_ROWS and (factors is not None or target.platform == "tpu"):
-        x = jnp.pad(x, ((0, _MIN_ROWS - rows), (0, 0)))
+        padding = ((0, _MIN_ROWS - rows), (0, 0))
+        x, factors = jnp.pad(x, padding), None if factors is None else jnp.pad(factors, padding)
     numbers = weight.numbers.reshape(-1, inputs)
     if factors is None:
         # XLA's CPU doesn't sum all products of bfloat16 in float32.
         x = x.astype(jnp.float32) if target.platform == "cpu" else x
         numbers = numbers.astype(x.dtype)
-    sum_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    sum_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     sums = lax.dot_general(
         x, numbers, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=sum_dtype
     ).astype(jnp.float32)
+    return scale_sums(sums, x, factors, weight)[:rows]
+
+
+def scale_sums(
+    sums: Float32[Array, "tokens out_dim"],
+    x: Shaped[Array, "tokens in_dim"],
+    factors: Float32[Array, "tokens 1"] | None,
+    weight: QuantizedWeight,
+) -> Float32[Array, "tokens out_dim"]:
+    """Return the product with a weight of one group, given `sums` of the inputs times the stored numbers."""
     if weight.zero is not None:
-        totals = x.astype(sum_dtype).sum(axis=1, keepdims=True).astype(jnp.float32)
-        sums -= totals * weight.zero.reshape(-1).astype(jnp.float32)
-    out = sums[:rows] * weight.scale.reshape(-1).astype(jnp.float32)
+        totals = x.astype(jnp.int32 if x.dtype == jnp.int8 else jnp.float32).sum(axis=1, keepdims=True)
+        sums -= totals.astype(jnp.float32) * weight.zero.reshape(-1).astype(jnp.float32)
+    out = sums * weight.scale.reshape(-1).astype(jnp.float32)
     return out if factors is None else out * factors

@@ -17,7 +17,7 @@ from jaxserve.model_source import (
     find_tokenizer_files,
     read_config,
     resolve,
-    resolve_gguf,
+    resolve_local,
 )
 from jaxserve.model_source.source import _HUB_FILES, _UNWANTED_HUB_FILES
 from tests.model_source.gguf_files import VOCAB, write_gguf
@@ -47,12 +47,12 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     assert read_config(source)["vocab_size"] == VOCAB
 
 
-def test_resolve_gguf_returns_only_gguf_files(tmp_path: Path) -> None:
+def test_resolve_local_returns_files_with_weights(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf")
     (tmp_path / "config.json").write_text("{}")
-    assert resolve_gguf(str(path)) == resolve(str(path))
+    assert resolve_local(str(path)) == resolve(str(path))
     for other in (tmp_path, tmp_path / "config.json", "some/hub-id", tmp_path / "missing.gguf"):
-        assert resolve_gguf(str(other)) is None
+        assert resolve_local(str(other)) is None
 
 
 def test_a_relative_path_and_home_are_understood(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

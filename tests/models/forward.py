@@ -26,7 +26,9 @@ def cpu_mesh() -> Mesh:
 
 
 @functools.cache
-def _compiled(config: ModelConfig, dtype: Any, kv_dtype: Any, backend: Backend, mesh: Mesh) -> Any:
+def _compiled(
+    config: ModelConfig, dtype: Any, kv_dtype: Any, backend: Backend, mesh: Mesh, abstract: Any = None
+) -> Any:
     model = family(config)
 
     def logits(params: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
@@ -46,7 +48,7 @@ def _compiled(config: ModelConfig, dtype: Any, kv_dtype: Any, backend: Backend, 
         hidden, _ = model.forward(config, params, model.embed(config, params, batch), batch, kv, backend)
         return model.head(config, params, hidden)
 
-    specs = partitions(model.abstract(config, np.dtype(dtype)))
+    specs = partitions(abstract or model.abstract(config, np.dtype(dtype)))
     parts = (specs, PartitionSpec(), PartitionSpec())
     out = PartitionSpec(None, TENSOR_AXIS)
     return jax.jit(jax.shard_map(logits, mesh=mesh, in_specs=parts, out_specs=out, check_vma=False))
@@ -66,14 +68,15 @@ def prompt_logits(
     kv_dtype: Any = None,
     backend: Backend = REFERENCE,
     mesh: Mesh | None = None,
+    abstract: Any = None,
 ) -> np.ndarray:
     """Return the logits of all tokens, `[len(tokens), vocab]`, computed on one device or on `config.shards` of a mesh.
 
     The prompt is padded to `size`, so that prompts of many lengths share a compilation. Keys and values have the
-    parameters' type, or are rounded to `kv_dtype`.
+    parameters' type, or are rounded to `kv_dtype`. `abstract` is the tree of specs if weights are quantized.
     """
     padded = np.zeros(size or len(tokens), np.int32)
     padded[: len(tokens)] = tokens
-    dtype = jax.tree.leaves(params)[0].dtype
-    run = _compiled(config, dtype, kv_dtype or dtype, backend, mesh or cpu_mesh())
+    dtype = params.norm.dtype
+    run = _compiled(config, dtype, kv_dtype or dtype, backend, mesh or cpu_mesh(), abstract)
     return np.array(run(params, padded, np.int32(len(tokens))))[: len(tokens), : config.vocab_size]

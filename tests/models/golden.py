@@ -12,11 +12,10 @@ import numpy as np
 
 from jaxserve.model_source import resolve
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.registry import family, is_ignored, parse_model_config
+from jaxserve.models.registry import family, parse_model_config
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
 from jaxserve.weights.arrays import build_params
-from jaxserve.weights.load import checkpoint_reader
-from jaxserve.weights.open import open_source
+from jaxserve.weights.open import open_weights
 from pallas_kernels.paged_attention import REFERENCE, Backend
 from tests.models.forward import prompt_logits
 
@@ -24,18 +23,23 @@ GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
 FOLDERS = sorted(path.name for path in GOLDEN.iterdir())
 
 
+def folder_of(name: str) -> Path:
+    """Return the folder of a fixture; names of quantized ones begin with `quantized/`."""
+    return GOLDEN.parent / name if name.startswith("quantized/") else GOLDEN / name
+
+
 def golden_config(name: str) -> ModelConfig:
     """Return the config of a fixture."""
-    return parse_model_config(json.loads((GOLDEN / name / "config.json").read_text()))
+    return parse_model_config(json.loads((folder_of(name) / "config.json").read_text()))
 
 
 def golden_logits(name: str, shards: int, backend: Backend = REFERENCE) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the logits of each prompt of a fixture, in float32 on `shards` devices, and those of Hugging Face."""
-    folder = GOLDEN / name
+    folder = folder_of(name)
     config = dataclasses.replace(golden_config(name), shards=shards)
     mesh = make_mesh(jax.devices("cpu"), tensor=shards)
     abstract = family(config).abstract(config, np.dtype(np.float32))
-    reader = checkpoint_reader(abstract, open_source(resolve(str(folder))), ignored=is_ignored)
+    reader = open_weights(resolve(str(folder)), abstract, quantization=config.quantization)
     params = build_params(abstract, shardings(mesh, abstract), reader)
     golden = np.load(folder / "golden.npz")
     for i in range(3):

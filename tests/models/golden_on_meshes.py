@@ -1,7 +1,8 @@
 """Run by test_golden_on_meshes.py where jax sees four CPU devices: the golden fixtures' logits, split over these.
 
 Arguments are FOLDER/SHARDS. Prints one JSON object: for each the largest difference to Hugging Face's logits, or null
-if the fixture can't be split into that number of shards.
+if the fixture can't be split into that number of shards. A quantized fixture has its weights in rows, in float32; with
+`packed:` before its name, packed for a CPU in bfloat16, and it is compared with the same on one device.
 """
 
 from __future__ import annotations
@@ -12,13 +13,21 @@ import sys
 import numpy as np
 
 from tests.models.golden import golden_config, golden_logits
+from tests.models.quantized import held_logits
 
 
 def difference(case: str) -> float | None:
     """Return the largest difference of any logit of a fixture."""
-    name, shards = case.split("/")
+    called, _, shards = case.rpartition("/")
+    name = called.removeprefix("packed:")
     if not golden_config(name).splits_into(int(shards)):
         return None
+    if called != name:
+        one, several = (held_logits(name, "packed", count)[1] for count in (1, int(shards)))
+        return float(np.abs(one - several).max())
+    if name.startswith("quantized/"):
+        _, logits, expected = held_logits(name, "rows", int(shards), dtype=np.float32)
+        return float(np.abs(logits - expected).max())
     return max(float(np.abs(logits - expected).max()) for logits, expected in golden_logits(name, int(shards)))
 
 

@@ -18,12 +18,16 @@ ROOT = Path(__file__).parents[2]
 QUICK = ["llama3/4", "olmo2/4", "glm4/2", "gemma4/4"]
 """KV heads that shards share; norms over the heads of all shards besides; reordered heads, fused tensors, biases;
 layers that reuse keys and values, and a second table."""
+QUANTIZED = ["quantized/awq_glm4/2", "quantized/gptq_act_order/4", "packed:quantized/gptq_8bit_asymmetric/2"]
+"""Reordered heads; inputs in another order, which are not divided, and shared heads; strips and blocks of a CPU."""
 ALL = [f"{name}/{shards}" for name in FOLDERS for shards in (1, 2, 4)]
 
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("cases", grid([QUICK, ALL], lambda cases: cases is QUICK), ids=["quick", "all"])
+@pytest.mark.parametrize(
+    "cases", grid([QUICK, QUANTIZED, ALL], lambda cases: cases is not ALL), ids=["quick", "quantized", "all"]
+)
 def test_logits_equal_hugging_face_on_any_mesh(cases: list[str]) -> None:
     """One process computes all cases, because most of a short one's time goes to its start."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
@@ -34,5 +38,7 @@ def test_logits_equal_hugging_face_on_any_mesh(cases: list[str]) -> None:
     found: dict[str, float | None] = json.loads(run.stdout.splitlines()[-1])
     assert list(found) == cases
     computed = {case: difference for case, difference in found.items() if difference is not None}
-    assert {case.split("/")[0] for case in computed} == {case.split("/")[0] for case in cases}
-    assert not {case: difference for case, difference in computed.items() if not difference < 1e-4}
+    assert {case.rpartition("/")[0] for case in computed} == {case.rpartition("/")[0] for case in cases}
+    # Bfloat16 is compared with itself in another order of additions; logits differ by 2 from one to another
+    most = {case: 0.2 if case.startswith("packed:") else 1e-4 for case in computed}
+    assert not {case: difference for case, difference in computed.items() if not difference < most[case]}

@@ -12,7 +12,8 @@ import pytest
 
 from pallas_kernels import tune
 from pallas_kernels.paged_attention import KernelTarget, Problem, tuning
-from pallas_kernels.paged_attention.tuning import read_entries, tuned_blocks
+from pallas_kernels.paged_attention.tuning import tuned_blocks
+from pallas_kernels.tuning import read_entries, write_entries
 
 BF16 = np.dtype(jnp.bfloat16)
 LLAMA = Problem(32, 8, 128, 16, BF16, BF16)
@@ -49,7 +50,7 @@ def test_the_callers_sizes_precede_the_tables_and_those_the_rule(
     entries = tune.merged(entries, "mosaic_gpu", LLAMA, "decode", {"block_kv": 99})
     entries = tune.merged(entries, "triton", LLAMA, "decode", {"block_kv": 128})
     assert len(entries) == 2
-    tuning.write_entries(tmp_path / "nvidia-h200.json", entries)
+    write_entries(tmp_path / "nvidia-h200.json", entries)
 
     assert tuned_blocks(H200, "triton", "decode", LLAMA) == {"block_kv": 128}
     assert tuned_blocks(H200, "triton", "decode", dataclasses.replace(LLAMA, heads=64, kv_heads=16)) is not None

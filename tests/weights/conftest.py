@@ -85,10 +85,10 @@ def load_model(source: ModelSource, dtype: Any = np.float32) -> Any:
     return build_params(abstract, on_one_device(abstract), open_weights(source, abstract))
 
 
-def converted(model: Path, target: Path, dtype: Any) -> ModelSource:
+def converted(model: Path, target: Path, dtype: Any, quantization: Any = "auto") -> ModelSource:
     """Convert a model as `jaxserve convert` does, without its tokenizer."""
     target.mkdir()
-    config = EngineConfig(model=str(model), dtype=np.dtype(dtype).name)
+    config = EngineConfig(model=str(model), dtype=np.dtype(dtype).name, quantization=quantization)
     convert(resolve(str(model)), config, target, lambda nbytes, total: None)
     return resolve(str(target))
 

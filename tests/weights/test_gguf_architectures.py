@@ -16,10 +16,10 @@ from jaxserve.model_source import ModelSource, read_config
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family, parse_model_config
 from jaxserve.params import dotted
-from jaxserve.quant import choose_packing, pack_specs
-from jaxserve.quant.formats import BITS
+from jaxserve.quant import GGUF_TYPES, choose_weights, hold_weights
 from jaxserve.weights import build_params, open_weights, stored_types
 from pallas_kernels.quantized_matmul import unpack
+from pallas_kernels.target import CPU
 from tests.weights.conftest import GOLDEN, assert_same_params, load_model, on_one_device
 from tests.weights.gguf_converter import from_golden
 
@@ -74,12 +74,12 @@ def test_blocks_stay_packed(tmp_path: Path, name: str, kind: Kind) -> None:
     config = parse_model_config(read_config(source))
     dtype = np.dtype(jnp.bfloat16)
     abstract = family(config).abstract(config, dtype)
-    packing = choose_packing("auto", abstract, stored_types(source), platform="cpu", dtype=dtype, tensor=1)
-    tree = pack_specs(abstract, packing.bits)
+    made = choose_weights("auto", abstract, stored_types(source, config), "gguf", target=CPU, dtype=dtype, tensor=1)
+    tree = hold_weights(abstract, made.forms)
     params = build_params(tree, on_one_device(tree), open_weights(source, tree, dense=abstract))
     exact = load_model(source)
-    found = {dotted(path): bits for path, bits in packing.quantized.items()}
-    assert found["layers.1.attention.qkv"] == found["layers.1.mlp.up"] == BITS[kind.name]
+    found = {dotted(path): scheme for path, scheme in made.quantized.items()}
+    assert found["layers.1.attention.qkv"] == found["layers.1.mlp.up"] == GGUF_TYPES[kind.name].scheme
     for layer, precise in zip(params.layers, exact.layers):
         np.testing.assert_array_equal(unpack(layer.attention.qkv), precise.attention.qkv)
         np.testing.assert_array_equal(unpack(layer.mlp.up), precise.mlp.up)

@@ -15,15 +15,16 @@ from gguf.quants import dequantize
 from jaxserve.model_source import ModelSource, read_config
 from jaxserve.models.registry import family, parse_model_config
 from jaxserve.params import ParamSpec, TensorPart, dotted
-from jaxserve.quant import HEAD, choose_packing, pack_specs
+from jaxserve.quant import GGUF_TYPES, HEAD, StoredWeight, WeightForm, choose_weights, hold_weights
 from jaxserve.weights import WeightReader, build_params, open_weights, stored_types
 from jaxserve.weights.arrays import flatten
 from jaxserve.weights.gguf import GGUFFile
 from jaxserve.weights.gguf_blocks import BLOCK_KINDS
 from jaxserve.weights.load import checkpoint_reader
-from jaxserve.weights.packed import _strip_windows
+from jaxserve.weights.quantized.held import _strip_windows
 from jaxserve.weights.source import BLOCK_ELEMENTS
-from pallas_kernels.quantized_matmul import BLOCK_DTYPE, STRIP, Bits, PackedWeight, unpack
+from pallas_kernels.quantized_matmul import FACTORS, STRIP, PackedWeight, Scheme, unpack
+from pallas_kernels.target import CPU
 from tests.weights.conftest import GOLDEN, MemorySource, assert_same_params, load_model, on_one_device
 from tests.weights.gguf_converter import from_golden, permuted, write
 from tests.weights.test_gguf import packed
@@ -33,10 +34,17 @@ HEADS = {"attention__head_count": 4, "attention__head_count_kv": 2}
 Q, K, V = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv")
 
 
-def values(blocks: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the weights that blocks represent."""
-    whole: np.ndarray[Any, Any] = blocks["scale"][..., None] * blocks["q"] + blocks["minimum"][..., None]
-    return whole.reshape(*blocks.shape[:-1], -1)
+def values(source: GGUFFile, rows: slice, columns: slice, group: int) -> np.ndarray[Any, Any]:
+    """Return the weights that numbers and factors represent, read into every second row of larger arrays."""
+    height, width = rows.stop - rows.start, columns.stop - columns.start
+    numbers = np.zeros((2 * height, width + 3), np.uint8)[::2, 1 : 1 + width]
+    factors = np.zeros((2 * height, width // group + 3), FACTORS)[::2, 1 : 1 + width // group]
+    source.read_numbers("lm_head.weight", (rows, columns), numbers)
+    units = slice(columns.start // group, columns.stop // group)
+    source.read_factors("lm_head.weight", (rows, units), group, factors)
+    grouped = numbers.reshape(height, -1, group).astype(np.float32)
+    whole: np.ndarray[Any, Any] = factors["scale"][..., None] * grouped + factors["minimum"][..., None]
+    return whole.reshape(height, width)
 
 
 def filled(reader: WeightReader, abstract: Any) -> list[np.ndarray[Any, Any]]:
@@ -48,10 +56,10 @@ def filled(reader: WeightReader, abstract: Any) -> list[np.ndarray[Any, Any]]:
     return made
 
 
-def loaded(source: Any, spec: ParamSpec, bits: Bits) -> PackedWeight:
+def loaded(source: Any, spec: ParamSpec, scheme: Scheme | None = None) -> PackedWeight:
     """Load one weight, packed."""
-    abstract = pack_specs({"w": spec}, {("w",): bits})
-    reader = checkpoint_reader(abstract, source, {"w": spec})
+    abstract = hold_weights({"w": spec}, {("w",): WeightForm(scheme)})
+    reader = checkpoint_reader(abstract, source, {"w": spec}, quantized=None if scheme is None else source)
     weight: PackedWeight = jax.tree.unflatten(flatten(abstract)[1], filled(reader, abstract))["w"]
     return weight
 
@@ -63,23 +71,21 @@ def test_every_type_gives_the_values_of_the_gguf_package(kind: Kind, tmp_path: P
     if kind in (Kind.Q4_K, Kind.Q5_K):  # the largest 6-bit scales; float16 scales that are not NaN
         raw[0].reshape(2, -1)[:, :4] = np.array([0.5, 0.25], np.float16).view(np.uint8)
     source = GGUFFile(write(tmp_path / "m.gguf", {"output.weight": (raw, kind)}))
-    out = np.zeros((48, 16), BLOCK_DTYPE)
-    source.read_blocks("lm_head.weight", (slice(0, 48), slice(0, 16)), out)
-    assert out["q"].max() == 2 ** (8 if kind == Kind.Q8_0 else int(kind.name[1])) - 1
-    np.testing.assert_array_equal(values(out), dequantize(raw, kind))
+    exact = dequantize(raw, kind)
+    # A K type's scale has up to 18 bits, and with an 8-bit number more than float32 holds
+    exactly = {"rtol": 0, "atol": 2e-7 * np.abs(exact).max() * 128 if kind == Kind.Q6_K else 0}
+    group = BLOCK_KINDS[kind].group
+    np.testing.assert_allclose(values(source, slice(0, 48), slice(0, 512), group), exact, **exactly)
+    for rows, columns in (((3, 17), (0, 512)), ((39, 40), (224, 256)), ((8, 16), (160, 480)), ((0, 1), (480, 512))):
+        window = slice(*rows), slice(*columns)
+        np.testing.assert_allclose(values(source, *window, group), exact[window], **exactly)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_window_is_read_into_any_strides(kind: Kind, tmp_path: Path, rng: np.random.Generator) -> None:
-    raw = packed(kind, (40, 768), rng)
-    source = GGUFFile(write(tmp_path / "m.gguf", {"output.weight": (raw, kind)}))
-    expected = dequantize(raw, kind)
-    for rows, blocks in (((0, 40), (0, 24)), ((3, 17), (0, 24)), ((39, 40), (7, 8)), ((8, 16), (5, 20))):
-        around = np.zeros((80, 30), BLOCK_DTYPE)
-        out = around[: 2 * (rows[1] - rows[0]) : 2, 1 : 1 + blocks[1] - blocks[0]]
-        source.read_blocks("lm_head.weight", (slice(*rows), slice(*blocks)), out)
-        np.testing.assert_array_equal(values(out), expected[slice(*rows), blocks[0] * 32 : blocks[1] * 32])
-        assert np.count_nonzero(around["scale"]) == np.count_nonzero(out["scale"])
+def test_factors_of_parts_of_a_group_are_those_of_the_group(tmp_path: Path, rng: np.random.Generator) -> None:
+    raw = packed(Kind.Q4_1, (16, 64), rng)
+    source = GGUFFile(write(tmp_path / "m.gguf", {"output.weight": (raw, Kind.Q4_1)}))
+    window = slice(0, 16), slice(32, 64)
+    np.testing.assert_array_equal(values(source, *window, 16), dequantize(raw, Kind.Q4_1)[window])
 
 
 def test_q_k_and_v_of_mixed_types_become_one_weight_of_the_widest(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -97,7 +103,7 @@ def test_q_k_and_v_of_mixed_types_become_one_weight_of_the_widest(tmp_path: Path
         for name, members, start in ((Q, 2, 0), (K, 1, 2), (V, 1, 3))
     ]
     spec = ParamSpec((2, 4, 32, 64), np.dtype(jnp.bfloat16), (None,) * 4, inputs=1, parts=tuple(places))
-    qkv = loaded(source, spec, 8)
+    qkv = loaded(source, spec, Scheme("int8", 32, zeros=True))
     parts = [whole["q"].reshape(2, 2, 32, 64), whole["k"].reshape(2, 1, 32, 64), whole["v"].reshape(2, 1, 32, 64)]
     np.testing.assert_array_equal(unpack(qkv), np.concatenate(parts, axis=1))
 
@@ -118,13 +124,17 @@ def test_windows_cover_the_whole_weight(
     source = GGUFFile(write(tmp_path / "m.gguf", {"output.weight": (raw, Kind.Q4_1)}))
     parts = (TensorPart("lm_head.weight", shape, (0,) * len(shape)),)
     spec = ParamSpec(shape, np.dtype(jnp.bfloat16), (None,) * len(shape), inputs=inputs, parts=parts)
-    weight = loaded(source, spec, 4)
-    np.testing.assert_array_equal(unpack(weight), dequantize(raw, Kind.Q4_1).reshape(shape))
+    weight = loaded(source, spec, Scheme("int4", 32, zeros=True))
+    exact = dequantize(raw, Kind.Q4_1).reshape(*shape[:split], -1)
+    np.testing.assert_array_equal(unpack(weight), exact)
 
 
 def test_windows_are_whole_strips_and_no_larger_than_necessary() -> None:
     for shape, most in (((49152,), 227), ((2, 1536), 227), ((3, 5, 64), 227), ((5, 48), 7), ((2, 24), 1), ((16,), 0)):
-        sizes = [np.prod([part.stop - part.start for part in window]) for window in _strip_windows(shape, most)]
+        sizes = [
+            np.prod([part.stop - part.start for part in window])
+            for window in _strip_windows(tuple(slice(0, n) for n in shape), most)
+        ]
         assert sum(sizes) == np.prod(shape)
         assert all(size % STRIP == 0 for size in sizes)
         assert max(sizes) <= max(most, 3 * STRIP), (shape, sizes)
@@ -136,32 +146,26 @@ def test_dense_weights_are_packed_in_16_bits(rng: np.random.Generator) -> None:
     assert dense.size > BLOCK_ELEMENTS
     source = MemorySource({"w": dense})
     spec = ParamSpec(shape, dense.dtype, (None,) * 3, inputs=1, parts=(TensorPart("w", shape, (0, 0, 0)),))
-    weight = loaded(source, spec, 16)
+    weight = loaded(source, spec)
     np.testing.assert_array_equal(unpack(weight), dense.astype(np.float32).reshape(shape))
     assert source.elements_read == {"w": dense.size}
 
 
 @pytest.mark.parametrize("name", ["smollm2", "llama2"])
 def test_a_model_keeps_its_weights_when_they_are_packed(name: str, tmp_path: Path) -> None:
-    """In these small models the output projections of attention (heads of 16) and of the MLP (48 inputs) can't stay
-    quantized, as they have no whole blocks; the latter can't be packed at all. smollm2's head is tied to its embedding.
+    """In these small models the down projections, which have 48 inputs, are dequantized: they have no whole blocks.
+
+    smollm2's head is tied to its embedding.
     """
     source = ModelSource(from_golden(name, tmp_path / "m.gguf", Kind.Q8_0), "gguf", name)
     config = parse_model_config(read_config(source))
     module = family(config)
     abstract = module.abstract(config, np.dtype(jnp.bfloat16))
-    packing = choose_packing(
-        "auto",
-        abstract,
-        stored_types(source),
-        platform="cpu",
-        dtype=np.dtype(jnp.bfloat16),
-        tensor=1,
-    )
-    assert {dotted(path).rpartition(".")[2] for path in packing.quantized} == {"qkv", "up", "output"}
-    assert packing.bits[HEAD] == 8
-    assert packing.bits["layers", 0, "attention", "output"] == 16
-    tree = pack_specs(abstract, packing.bits)
+    stored = stored_types(source, config)
+    made = choose_weights("auto", abstract, stored, "gguf", target=CPU, dtype=np.dtype(jnp.bfloat16), tensor=1)
+    assert {dotted(path).rpartition(".")[2] for path in made.quantized} == {"qkv", "up", "output"}
+    assert made.quantized[HEAD] == Scheme("int8", 32)
+    tree = hold_weights(abstract, made.forms)
     params = build_params(tree, on_one_device(tree), open_weights(source, tree, dense=abstract))
     dense = load_model(source, jnp.bfloat16)
     exact = load_model(source)
@@ -172,12 +176,15 @@ def test_a_model_keeps_its_weights_when_they_are_packed(name: str, tmp_path: Pat
         np.testing.assert_array_equal(unpack(layer.mlp.up), precise.mlp.up)
         np.testing.assert_array_equal(unpack(layer.attention.qkv), precise.attention.qkv)
         assert_same_params(layer.mlp.down, same.mlp.down)
-        np.testing.assert_array_equal(unpack(layer.attention.output), same.attention.output.astype(np.float32))
+        exactly = precise.attention.output.reshape(layer.attention.output.shape)
+        np.testing.assert_array_equal(unpack(layer.attention.output), exactly)
 
 
-def test_stored_types_are_those_of_a_gguf_file_only(tmp_path: Path) -> None:
+def test_stored_types_are_those_of_the_file(tmp_path: Path) -> None:
     source = ModelSource(from_golden("smollm2", tmp_path / "m.gguf", Kind.Q8_0), "gguf", "m")
-    types = stored_types(source)
-    assert (types["model.norm.weight"], types["model.embed_tokens.weight"]) == ("F32", "Q8_0")
-    assert stored_types(source, "dummy") == {}
-    assert stored_types(ModelSource(GOLDEN / "smollm2", "folder", "m")) == {}
+    config = parse_model_config(read_config(source))
+    types = stored_types(source, config)
+    assert types["model.norm.weight"] == StoredWeight("F32")
+    assert types["model.embed_tokens.weight"] == GGUF_TYPES["Q8_0"]
+    assert stored_types(source, config, "dummy") == {}
+    assert stored_types(ModelSource(GOLDEN / "smollm2", "folder", "m"), config) == {}

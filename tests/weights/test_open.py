@@ -15,9 +15,10 @@ import pytest
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource, read_config
 from jaxserve.models.registry import family, parse_model_config
-from jaxserve.quant import choose_packing, pack_specs, packed_weights
+from jaxserve.quant import choose_weights, held_weights, hold_weights
 from jaxserve.weights import build_params, open_source, open_weights
 from pallas_kernels.quantized_matmul import PackedWeight, unpack
+from pallas_kernels.target import CPU
 from tests.weights.conftest import GOLDEN, converted, on_one_device
 
 
@@ -63,9 +64,9 @@ def test_16_bit_weights_are_packed_from_every_format(load_format: Any, tmp_path:
     config = parse_model_config(read_config(source))
     module, dtype = family(config), np.dtype(jnp.bfloat16)
     abstract = module.abstract(config, dtype)
-    chosen = choose_packing("auto", abstract, {}, platform="cpu", dtype=dtype, tensor=1)
-    tree = pack_specs(abstract, chosen.bits)
-    assert packed_weights(tree)
+    chosen = choose_weights("auto", abstract, {}, None, target=CPU, dtype=dtype, tensor=1)
+    tree = hold_weights(abstract, chosen.forms)
+    assert held_weights(tree)
     sources = [source]
     if load_format == "auto":
         sources.append(converted(GOLDEN / "smollm2", tmp_path / "orbax", jnp.bfloat16))
@@ -75,7 +76,8 @@ def test_16_bit_weights_are_packed_from_every_format(load_format: Any, tmp_path:
             tree, on_one_device(tree), open_weights(one, tree, dense=abstract, load_format=load_format)
         )
         same = jax.tree.map(_unpacked, packed, is_leaf=lambda leaf: isinstance(leaf, PackedWeight))
-        jax.tree.map(np.testing.assert_array_equal, same, jax.tree.map(lambda x: x.astype(jnp.float32), dense))
+        for one_leaf, other in zip(jax.tree.leaves(same), jax.tree.leaves(dense), strict=True):
+            np.testing.assert_array_equal(one_leaf, other.astype(jnp.float32).reshape(one_leaf.shape))
 
 
 def _unpacked(leaf: Any) -> Any:

@@ -52,13 +52,13 @@ class StreamRecorder:
                 self._read(event, record.end)
         record.text = "".join(self._texts)
         if record.http_status != 200:
-            self._failure = f"HTTP {record.http_status}: {_error_message(bytes(self._other))}"
+            self._failure = f"HTTP {record.http_status}: {error_message(bytes(self._other))}"
         elif self._failure is None and not self.ended:
             if record.token_times:
                 self._failure = "the stream ended without a finish_reason or [DONE]"
             else:
                 self._failure = (
-                    f"the response is not a stream of tokens: {_error_message(bytes(self._other)) or 'it is empty'}"
+                    f"the response is not a stream of tokens: {error_message(bytes(self._other)) or 'it is empty'}"
                 )
         elif self._failure is None and not record.token_times:
             # A single token without text, such as the end of sequence, arrives together with the finish reason.
@@ -75,7 +75,7 @@ class StreamRecorder:
         try:
             chunk = decode_stream_chunk(event)
         except msgspec.DecodeError as error:
-            self._failure = self._failure or f"an event of the stream can't be read: {error}: {_error_message(event)}"
+            self._failure = self._failure or f"an event of the stream can't be read: {error}: {error_message(event)}"
             return
         fault = chunk.error_text()
         if fault is not None:
@@ -129,7 +129,7 @@ class LoadClient:
                 record.counted_by, record.output_tokens = "chunks", len(record.token_times)
 
 
-def _error_message(body: bytes) -> str:
+def error_message(body: bytes) -> str:
     """Return the message inside an error body, on one line."""
     try:
         value = msgspec.json.decode(body)

@@ -57,15 +57,15 @@ class TargetServer:
         return ConnectionPool(self.host, self.port, tls, keep_alive=keep_alive)
 
 
-def parse_base_url(base_url: str) -> TargetServer:
-    """Parse the value of --base-url. Raises `ConfigError`."""
+def parse_base_url(base_url: str, flag: str = "--base-url") -> TargetServer:
+    """Parse the URL that `flag` gives. Raises `ConfigError`."""
     parts = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
     try:
         port = parts.port
     except ValueError as error:
-        raise ConfigError(f"--base-url {base_url!r}: {error}") from error
+        raise ConfigError(f"{flag} {base_url!r}: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"--base-url {base_url!r} must be like http://127.0.0.1:8000")
+        raise ConfigError(f"{flag} {base_url!r} must be like http://127.0.0.1:8000")
     tls = parts.scheme == "https"
     return TargetServer(parts.hostname, port or (443 if tls else 80), parts.path.rstrip("/"), tls)
 
@@ -114,12 +114,13 @@ async def send_request(
     headers: Mapping[str, str],
     endpoint: str,
     method: str = "GET",
+    body: bytes = b"",
     *,
     seconds: float = _REQUEST_SECONDS,
 ) -> tuple[int, bytes]:
-    """Send a small request and return its status and body. Raises `JaxserveError` when it gets no response."""
+    """Send a request and return its status and body. Raises `JaxserveError` when it gets no response."""
     response = _ResponseBody()
-    text = http_message(method, server.path(endpoint), server.authority, headers)
+    text = http_message(method, server.path(endpoint), server.authority, headers, body)
     try:
         await pool.exchange(text, response, deadline=time.perf_counter() + seconds, stall=seconds)
     except BrokenResponseError as error:

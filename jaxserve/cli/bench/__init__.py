@@ -12,13 +12,14 @@ SUBCOMMANDS: dict[str, str] = {
     "startup": "start-up time of a server, cold and warm, by phase",
     "sweep": "measure a grid of engine flags and loads; can be interrupted and resumed",
     "tune": "find settings for a load by measured runs and write them as a profile",
+    "accuracy": "compare two servers or schemes by the log probabilities they give a text",
     "compare": "compare results and say which differences are beyond noise",
 }
 
 
 def parser() -> Parser:
     """Return the parser of `jaxserve bench`."""
-    return command_parser("jaxserve bench", "Measures the speed of servers and engines.", SUBCOMMANDS)
+    return command_parser("jaxserve bench", "Measures the speed and accuracy of servers and engines.", SUBCOMMANDS)
 
 
 def main(argv: list[str]) -> int:

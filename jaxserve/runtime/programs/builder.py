@@ -25,7 +25,7 @@ from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
 from jaxserve.params import dotted
-from jaxserve.quant import packed_weights
+from jaxserve.quant import held_weights
 from jaxserve.runtime.devices.mesh import GPU, platform_of, shape_structs
 from jaxserve.runtime.programs.fingerprint import as_json, cpu_fact, cpu_flags, source_hash
 from jaxserve.runtime.programs.own_files import read_trusted, write_private
@@ -180,7 +180,7 @@ class ProgramBuilder:
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
             "python": platform.python_version(),
             "sources": source_hash(),
-            "packed": {dotted(path): weight.bits for path, weight in packed_weights(self.param_specs).items()},
+            "weights": {dotted(path): weight.form for path, weight in held_weights(self.param_specs).items()},
         }
 
     def fingerprint(self) -> str:

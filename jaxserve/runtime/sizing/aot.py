@@ -37,7 +37,7 @@ def deploy_on_target(config: EngineConfig, name: str) -> Deployment:
     model, device = read_model(config.model), facts_of_target(name)
     # Replicas run on one machine too, and take as many of its devices as one mesh would.
     check_mesh(msgspec.structs.replace(config, dp_mode="mesh"), model, device)
-    return deploy_or_advise(config, model, device, read_stored(config))
+    return deploy_or_advise(config, model, device, read_stored(config, model))
 
 
 def builder_for_target(deployment: Deployment, name: str) -> ProgramBuilder:
@@ -53,7 +53,8 @@ def deploy_on_device(config: EngineConfig) -> tuple[Deployment, ProgramBuilder]:
     """Return the deployment on the attached devices and the builder of its programs. Raises `ConfigError`."""
     devices = attach(config)
     facts = facts_of_devices(devices, config)
-    deployment = deploy_or_advise(config, read_model(config.model), facts, read_stored(config))
+    model = read_model(config.model)
+    deployment = deploy_or_advise(config, model, facts, read_stored(config, model))
     mesh = make_mesh(devices, data=deployment.data, tensor=deployment.tensor)
     deployment = size_pool_by_compiler(deployment, mesh, None)
     return deployment, deployment.builder(mesh)

@@ -24,7 +24,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.dtypes import dtype_of, kv_dtype_of
 from jaxserve.models.registry import family, parse_model_config
 from jaxserve.params import KVSpec
-from jaxserve.quant import StoredTypes, WeightPacking, choose_packing, pack_specs
+from jaxserve.quant import Stored, WeightChoice, choose_weights, hold_weights, method_of, stored_by_config
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.devices.mesh import DATA_AXIS, TENSOR_AXIS, device_bytes
 from jaxserve.runtime.programs.builder import (
@@ -55,9 +55,9 @@ class Deployment:
     """A model in a configuration on `data * tensor` devices of one kind.
 
     `params` and `state` are trees of specs over all of them; `model` is laid out for the tensor axis. `replicas` is how
-    many such deployments there are, each in a process of its own. `stored` are the types of the checkpoint's tensors if
-    they may be quantized; `packing` says which stay quantized. `nondeterminism` is the reason why the bits of a request
-    depend on the batch, or empty if they don't.
+    many such deployments there are, each in a process of its own. `stored` tells how the checkpoint stores its
+    tensors if they may be quantized, `weights` how those of linear layers are held. `nondeterminism` is the reason why
+    the bits of a request depend on the batch, or empty if they don't.
     """
 
     config: EngineConfig
@@ -71,8 +71,8 @@ class Deployment:
     tensor: int
     data: int = 1
     replicas: int = 1
-    stored: StoredTypes = dataclasses.field(default_factory=dict)
-    packing: WeightPacking = dataclasses.field(default_factory=WeightPacking)
+    stored: Stored = dataclasses.field(default_factory=dict)
+    weights: WeightChoice = dataclasses.field(default_factory=WeightChoice)
     nondeterminism: str = ""
 
     @property
@@ -82,7 +82,7 @@ class Deployment:
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes that the weights would take on a device if none were packed."""
+        """Bytes that the weights would take on a device if none were quantized."""
         return device_bytes(family(self.model).abstract(self.model, self.dtype), {TENSOR_AXIS: self.tensor})
 
     @property
@@ -124,10 +124,13 @@ def read_model(model: str) -> ModelConfig:
     return parse_model_config(model_source.fetch_config(model), f"config of {model}")
 
 
-def read_stored(config: EngineConfig) -> StoredTypes:
-    """Read the types of the tensors of a GGUF file that `--model` names; return {} for others. Raises `ConfigError`."""
-    source = model_source.resolve_gguf(config.model)
-    return {} if source is None else stored_types(source, config.load_format)
+def read_stored(config: EngineConfig, model: ModelConfig) -> Stored:
+    """Read how the weights are stored in the files that `--model` names, if they are on this machine.
+
+    Returns {} if there are none, or none is quantized. Raises `ConfigError`.
+    """
+    source = model_source.resolve_local(config.model)
+    return {} if source is None else stored_types(source, model, config.load_format)
 
 
 def deploy(
@@ -135,7 +138,7 @@ def deploy(
     model: ModelConfig,
     device: DeviceFacts,
     *,
-    stored: StoredTypes | None = None,
+    stored: Stored | None = None,
     activations: int | None = None,
 ) -> Deployment:
     """Return the deployment of a model on a device.
@@ -161,17 +164,18 @@ def deploy(
         )
     _check_ratio(config, specs, context)
     axes = {DATA_AXIS: data, TENSOR_AXIS: tensor}
-    stored = stored or {}
     params = family(model).abstract(model, dtype)
-    packing = choose_packing(
+    stored = stored or stored_by_config(model.quantization, params)
+    weights = choose_weights(
         config.quantization,
         params,
         stored,
-        platform=device.platform,
+        method_of(model.quantization, stored),
+        target=device.kernels,
         dtype=dtype,
         tensor=tensor,
     )
-    params = pack_specs(params, packing.bits)
+    params = hold_weights(params, weights.forms)
     weight_bytes = device_bytes(params, axes)
     try:
         problem = functools.partial(attention_problem, config, model, dtype=dtype, kv_dtype=kv_dtype, tensor=tensor)
@@ -179,7 +183,7 @@ def deploy(
         backend = choose_backend(device.kernels, problems, config.attention_backend)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    nondeterminism = determinism.why_nondeterministic(device.platform, backend, packing, dtype.name)
+    nondeterminism = determinism.why_nondeterministic(device.platform, backend, weights, dtype.name)
     if config.enable_deterministic_inference and nondeterminism:
         raise ConfigError(f"enable_deterministic_inference: {nondeterminism}")
     one = Capacity(
@@ -234,7 +238,7 @@ def deploy(
         data,
         replicas,
         stored,
-        packing,
+        weights,
         nondeterminism,
     )
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from jaxserve.error_texts import join_first
 from jaxserve.params import dotted
-from jaxserve.quant import WeightPacking
+from jaxserve.quant import WeightChoice
 from pallas_kernels.paged_attention import Backend
 
 
-def why_nondeterministic(platform: str, backend: Backend, packing: WeightPacking, dtype: str) -> str:
+def why_nondeterministic(platform: str, backend: Backend, weights: WeightChoice, dtype: str) -> str:
     """Return why the bits of a request depend on its batch, for an error or a log line; empty if they don't."""
     if platform != "cpu":
         return (
@@ -21,8 +21,8 @@ def why_nondeterministic(platform: str, backend: Backend, packing: WeightPacking
         )
     if backend.name != "cpu":
         return f"attention backend {backend.name} adds in an order that depends on the batch; backend cpu does not"
-    if packing.dense:
-        names = join_first([dotted(path) for path in packing.dense], 3)
+    if weights.dense:
+        names = join_first([dotted(path) for path in weights.dense], 3)
         return (
             f"XLA computes the products with {names}, and adds in an order that depends on the batch; our own "
             f"kernel multiplies only weights that are bfloat16 (the dtype is {dtype}), not split by tp_size, and whose "

@@ -10,7 +10,7 @@ from jaxserve.config.schema import DEFAULT_MEM_FRACTION, EngineConfig
 from jaxserve.config.settings import as_flag
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
-from jaxserve.quant import StoredTypes
+from jaxserve.quant import Stored
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
 from jaxserve.runtime.sizing.memory import InsufficientMemoryError
@@ -23,7 +23,7 @@ _SMALLEST_PAGE = 16
 
 
 def deploy_or_advise(
-    config: EngineConfig, model: ModelConfig, device: DeviceFacts, stored: StoredTypes | None = None
+    config: EngineConfig, model: ModelConfig, device: DeviceFacts, stored: Stored | None = None
 ) -> Deployment:
     """Call `deploy`. If memory is too small, the error names the flags that would make room. Raises `ConfigError`."""
     try:
@@ -39,7 +39,7 @@ def find_fixes(
     model: ModelConfig,
     device: DeviceFacts,
     is_good: Callable[[Deployment], bool],
-    stored: StoredTypes | None = None,
+    stored: Stored | None = None,
 ) -> list[str]:
     """Return flags with values, each of which alone makes a deployment that `is_good` accepts.
 

@@ -21,53 +21,61 @@ from typing import Protocol
 from pallas_kernels.cpu import maths
 from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
-from pallas_kernels.cpu.types import F32, I16, I32, I64, PTR
-from pallas_kernels.quantized_matmul.cpu.layout import BLOCK, STRIP, Bits, packed_shape
+from pallas_kernels.cpu.types import F16, F32, I16, I32, I64, PTR
+from pallas_kernels.quantized_matmul.cpu.layout import BITS, BLOCK, INTEGERS, STRIP, Format, number_bytes, run_bytes
 
 ROWS = 4
 STRIPS = 4
 _ITEM_BYTES = 1 << 16
 _SUMS = F32.times(STRIP)
 _WORDS, _LANES = I16.times(2 * STRIP), I32.times(STRIP)
+_SHORTS, _HALVES = I16.times(STRIP), F16.times(STRIP)
 _HIGH = -(1 << 16)
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedMatmul:
     """The kernel: `x` bfloat16 `[tokens, in]` and the weight's bytes `[out / 16, in / 32, run]` to float32
-    `[tokens, out]`."""
+    `[tokens, out]`.
 
-    bits: Bits
+    With `factors`, of fp8 only, float32 factors of `x`, `[tokens, in / 32]`, come last: one for each of its blocks.
+    """
+
+    format: Format
+    factors: bool = False
 
     @property
     def name(self) -> str:
-        return f"llvm_packed_matmul_{self.bits}"
+        return f"llvm_quantized_matmul_{self.format}{'_factors' * self.factors}"
 
     def write(self, module: Module, features: frozenset[str]) -> None:
         """See `cpu.Kernel`."""
         products: _PairProducts = _BF16Products() if {"avx512bf16", "avx512bw"} <= features else _F32Products()
         shapes = [(rows, strips) for rows in range(1, ROWS + 1) for strips in (1, STRIPS)]
         tiles = {shape: self._tile(module, *shape, products) for shape in shapes}
-        handler(module, self.name, 2, 1, lambda call: self._share(call, tiles))
+        handler(module, self.name, 3 if self.factors else 2, 1, lambda call: self._share(call, tiles))
 
     @property
     def run(self) -> int:
         """Bytes of one block of one strip."""
-        return packed_shape(STRIP, BLOCK, self.bits)[2]
+        return run_bytes(self.format)
 
     def _share(self, call: Call, tiles: dict[tuple[int, int], str]) -> None:
         f = call.function
-        x, weight = call.arguments
+        x, weight = call.arguments[:2]
         tokens, in_dim, strips = x.dim(0), x.dim(1), weight.dim(0)
-        scaled = self.bits != 16
-        sums = _sums_by_block(f, x.data, tokens, in_dim // BLOCK) if scaled else f.constant(PTR, 0)
+        has_minima = self.format in INTEGERS
+        if has_minima:
+            by_block = _sums_by_block(f, x.data, tokens, in_dim // BLOCK)
+        else:
+            by_block = call.arguments[2].data if self.factors else f.constant(PTR, 0)
         strip_bytes = weight.dim(1) * self.run
         # Many items, so that threads end together, but each large enough to be worth starting a thread
         per_item = (f.constant(I64, _ITEM_BYTES) // strip_bytes // STRIPS + 1) * STRIPS
         items = (strips + per_item - 1) // per_item
 
         def work(f: Function, item: Value, *captured: Value) -> None:
-            x, sums, weight, out, tokens, in_dim, strips, per_item, strip_bytes = captured
+            x, by_block, weight, out, tokens, in_dim, strips, per_item, strip_bytes = captured
             blocks, out_dim = in_dim // BLOCK, strips * STRIP
             first = item * per_item
             stop = f.minimum(first + per_item, strips)
@@ -78,7 +86,14 @@ class PackedMatmul:
 
                 def tile(row: Value, rows: int) -> None:
                     to = f.at(out, (row * out_dim + strip * STRIP) * 4)
-                    operands = (f.at(x, row * in_dim * 2), f.at(sums, row * blocks * 4), of_strip, to, in_dim, out_dim)
+                    operands = (
+                        f.at(x, row * in_dim * 2),
+                        f.at(by_block, row * blocks * 4),
+                        of_strip,
+                        to,
+                        in_dim,
+                        out_dim,
+                    )
                     f.call(tiles[rows, width], None, *operands)
 
                 left = tokens % ROWS
@@ -90,26 +105,27 @@ class PackedMatmul:
             f.loop(stop, lambda strip: compute_strip(strip, 1), start=whole)
 
         out = call.results[0].data
-        call.parallel_for(items, [x.data, sums, weight.data, out, tokens, in_dim, strips, per_item, strip_bytes], work)
-        if scaled:
-            f.call("free", None, sums)
+        shared = [x.data, by_block, weight.data, out, tokens, in_dim, strips, per_item, strip_bytes]
+        call.parallel_for(items, shared, work)
+        if has_minima:
+            f.call("free", None, by_block)
 
     def _tile(self, module: Module, rows: int, strips: int, products: _PairProducts) -> str:
         """Write the function of a tile and return its name.
 
-        Its arguments: `x`, the sums of its blocks, the first strip, the output, `in_dim`, `out_dim`.
+        Its arguments: `x`, the sums or the factors of its blocks, the first strip, the output, `in_dim`, `out_dim`.
         """
         f = module.function(f"tile_{rows}x{strips}", [PTR, PTR, PTR, PTR, I64, I64])
-        x, sums, weight, out, in_dim, out_dim = f.arguments
+        x, by_block, weight, out, in_dim, out_dim = f.arguments
         blocks = in_dim // BLOCK
         zero = f.constant(_SUMS, 0)
-        scaled = self.bits != 16
+        scaled = self.format != "bf16"
 
         def block(at: Value, *totals: Value) -> list[Value]:
             runs = [f.at(weight, (blocks * strip + at) * self.run) for strip in range(strips)]
             pairs_at = [f.at(x, (in_dim * row + at * BLOCK) * 2) for row in range(rows)]
             made = [zero] * len(totals) if scaled else list(totals)
-            numbers_of = [products.weight_pairs(f, run, self.bits) for run in runs]
+            numbers_of = [products.weight_pairs(f, run, self.format) for run in runs]
             for pair, numbers in enumerate(zip(*numbers_of, strict=True)):
                 for row in range(rows):
                     factor = products.spread_inputs(f, f.load(I32, pairs_at[row], pair * I32.nbytes))
@@ -118,14 +134,20 @@ class PackedMatmul:
                         made[i] = products.multiply_add(f, made[i], numbers[strip], factor)
             if not scaled:
                 return made
-            size = self.run - 2 * _SUMS.nbytes
+            size = number_bytes(self.format)
             scales = [f.load(_SUMS, run, size) for run in runs]
-            minima = [f.load(_SUMS, run, size + _SUMS.nbytes) for run in runs]
+            minima = [f.load(_SUMS, run, size + _SUMS.nbytes) if self.format in INTEGERS else None for run in runs]
             for row in range(rows):
-                total = f.broadcast(f.load(F32, sums, (blocks * row + at) * 4), STRIP)
-                for strip in range(strips):
+                own = None if not (self.factors or minima[0]) else f.load(F32, by_block, (blocks * row + at) * 4)
+                spread = None if own is None else f.broadcast(own, STRIP)
+                for strip, (scale, minimum) in enumerate(zip(scales, minima)):
                     i = row * strips + strip
-                    made[i] = f.fma(scales[strip], made[i], f.fma(minima[strip], total, totals[i]))
+                    plus = totals[i]
+                    if spread is not None and minimum is not None:
+                        plus = f.fma(minimum, spread, plus)
+                    elif spread is not None:
+                        scale = scale * spread
+                    made[i] = f.fma(scale, made[i], plus)
             return made
 
         totals = f.loop(blocks, block, *[zero] * (rows * strips))
@@ -171,7 +193,7 @@ class _PairProducts(Protocol):
     def spread_inputs(self, f: Function, pair: Value) -> tuple[Value, ...]:
         """Return two neighbours of a row of `x`, two bfloat16 in one integer, broadcast to all lanes."""
 
-    def weight_pairs(self, f: Function, run: Value, bits: Bits) -> Iterator[tuple[Value, ...]]:
+    def weight_pairs(self, f: Function, run: Value, format: Format) -> Iterator[tuple[Value, ...]]:
         """Yield the numbers of a strip's block, pair by pair."""
 
     def multiply_add(self, f: Function, total: Value, numbers: tuple[Value, ...], factor: tuple[Value, ...]) -> Value:
@@ -184,16 +206,16 @@ class _BF16Products:
     def spread_inputs(self, f: Function, pair: Value) -> tuple[Value, ...]:
         return (f.broadcast(pair, STRIP),)
 
-    def weight_pairs(self, f: Function, run: Value, bits: Bits) -> Iterator[tuple[Value, ...]]:
-        if bits == 8:
-            for even, odd in _F32Products().weight_pairs(f, run, bits):
+    def weight_pairs(self, f: Function, run: Value, format: Format) -> Iterator[tuple[Value, ...]]:
+        if format in ("int8", "fp8"):
+            for even, odd in _F32Products().weight_pairs(f, run, format):
                 low, high = (f.convert("bitcast", number, _LANES) for number in (even, odd))
                 yield ((low >> 16) | (high & _HIGH),)
             return
         # The table has every entry twice, so that a lookup depends only on the low four bits of a number
         table = f.constant(_WORDS, [_bfloat16(i % 16) for i in range(2 * STRIP)])
-        for at in range(0, BLOCK * STRIP * bits // 8, _WORDS.nbytes):
-            if bits == 16:
+        for at in range(0, number_bytes(format), _WORDS.nbytes):
+            if format == "bf16":
                 yield (f.load(_LANES, run, at),)
                 continue
             words = f.load(_WORDS, run, at)
@@ -210,20 +232,33 @@ class _F32Products:
     def spread_inputs(self, f: Function, pair: Value) -> tuple[Value, ...]:
         return tuple(f.broadcast(f.convert("bitcast", half, F32), STRIP) for half in (pair << 16, pair & _HIGH))
 
-    def weight_pairs(self, f: Function, run: Value, bits: Bits) -> Iterator[tuple[Value, ...]]:
-        for at in range(0, BLOCK * STRIP * bits // 8, _LANES.nbytes):
+    def weight_pairs(self, f: Function, run: Value, format: Format) -> Iterator[tuple[Value, ...]]:
+        bits = BITS[format]
+        for at in range(0, number_bytes(format), _LANES.nbytes):
             lanes = f.load(_LANES, run, at)
-            if bits == 16:
+            if format == "bf16":
                 yield tuple(f.convert("bitcast", half, _SUMS) for half in (lanes << 16, lanes & _HIGH))
                 continue
             for pair in range(16 // bits):
                 # With four bits, the two numbers of a pair are 16 bits apart; with eight bits they are neighbours
                 even, odd = (4 * pair, 4 * pair + 16) if bits == 4 else (16 * pair, 16 * pair + 8)
-                mask = 2**bits - 1
-                yield tuple(f.convert("sitofp", (lanes >> shift) & mask, _SUMS) for shift in (even, odd))
+                numbers = [(lanes >> shift) & (2**bits - 1) for shift in (even, odd)]
+                if format == "fp8":
+                    yield tuple(_half_of_fp8(f, number) for number in numbers)
+                else:
+                    yield tuple(f.convert("sitofp", number, _SUMS) for number in numbers)
 
     def multiply_add(self, f: Function, total: Value, numbers: tuple[Value, ...], factor: tuple[Value, ...]) -> Value:
         return f.fma(numbers[0], factor[0], f.fma(numbers[1], factor[1], total))
+
+
+def _half_of_fp8(f: Function, numbers: Value) -> Value:
+    """Return float8_e4m3fn numbers divided by `FP8_UNIT`, in float32: a half has the same bits of exponent and more.
+
+    Unlike float32, halves below the normal range are always converted, whatever the mode of the thread.
+    """
+    bits = ((numbers & 0x80) << 8) | ((numbers & 0x7F) << 7)
+    return f.convert("fpext", f.convert("bitcast", f.convert("trunc", bits, _SHORTS), _HALVES), _SUMS)
 
 
 def _bfloat16(number: int) -> int:

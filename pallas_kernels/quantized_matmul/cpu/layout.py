@@ -3,14 +3,16 @@
 16 outputs are a strip, 32 inputs a block. The bytes of each strip and block are one contiguous run, in the order in
 which the kernel reads them. A vector holds the 16 outputs of a strip side by side, each with two neighbouring inputs:
 
-- 4 and 8 bits: the numbers `q`, then `scale` of the 16 outputs, then `minimum`, both float32; a weight is
-  `scale * q + minimum`. This represents llama.cpp's Q4_0, Q4_1, Q4_K (4 bits), Q5 and Q8_0 (8 bits) without loss.
-- 16 bits: the weights themselves, bfloat16.
+- int4 and int8: the numbers `q`, unsigned, then `scale` of the 16 outputs, then `minimum`, both float32; a weight is
+  `scale * q + minimum`.
+- fp8: the numbers, float8_e4m3fn, then `scale`.
+- bf16: the weights themselves.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import jax
@@ -18,52 +20,103 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, BFloat16, Float, Int
 
+from pallas_kernels.quantized_matmul.scheme import Scheme
+
 STRIP = 16
 BLOCK = 32
-Bits = Literal[4, 8, 16]
+Format = Literal["int4", "int8", "fp8", "bf16"]
+BITS: dict[Format, int] = {"int4": 4, "int8": 8, "fp8": 8, "bf16": 16}
+INTEGERS: tuple[Format, ...] = ("int4", "int8")
+"""The formats with minima."""
 
-BLOCK_DTYPE = np.dtype([("q", np.uint8, BLOCK), ("scale", np.float32), ("minimum", np.float32)])
-"""A block of one output as checkpoints store it: `scale * q + minimum`."""
+FACTORS = np.dtype([("scale", np.float32), ("minimum", np.float32)])
+"""The factors of a block of one output: a weight is `scale * q + minimum`, where integers `q` are unsigned."""
+FP8_UNIT = 256.0
+"""The kernel reads fp8 numbers divided by this; their stored scales are multiplied by it."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedWeight:
-    """A weight of `shape` `[*out, in]`; `data` holds its bytes, uint8 `[strips, blocks, run]`."""
+    """A weight `[*outer, split, *inner, in]`; inside a `shard_map`, that of one shard.
+
+    `data` holds its bytes, uint8 `[*outer, strips, blocks, run]`: the outputs of `split`, the dimension that may be
+    divided among shards, and of `inner` ones are joined and cut into strips. Without a `scheme` it is bfloat16. `order`
+    and `input_scale` are as in `QuantizedWeight`.
+    """
 
     data: Any
-    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    bits: Bits = dataclasses.field(metadata={"static": True})
+    order: Any = None
+    input_scale: Any = None
+    scheme: Scheme | None = dataclasses.field(default=None, metadata={"static": True})
+    inner: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+
+    @property
+    def format(self) -> Format:
+        """The format of its runs."""
+        return "bf16" if self.scheme is None else self.scheme.numbers
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        *outer, strips, blocks, _ = self.data.shape
+        return *outer, strips * STRIP // math.prod(self.inner), *self.inner, blocks * BLOCK
+
+    @property
+    def form(self) -> str:
+        """All that the program of a product depends on besides shapes and types."""
+        return f"{self.scheme or 'bf16'}{', in an order of its own' * (self.order is not None)}"
 
     def reshape(self, *shape: int) -> PackedWeight:
-        """Return the same bytes with other output dimensions; the last dimension stays the inputs."""
-        return dataclasses.replace(self, shape=np.empty(self.shape, np.dtype("V0")).reshape(shape).shape)
+        """Return the weight with one dimension of outputs, `shape[0]`, and one of inputs."""
+        assert len(shape) == 2, shape
+        flat = dataclasses.replace(self, data=self.data.reshape(-1, *self.data.shape[-2:]), inner=())
+        assert shape in (flat.shape, (flat.shape[0], -1)), (shape, self.shape)
+        return flat
 
 
-def packed_shape(out_dim: int, in_dim: int, bits: Bits) -> tuple[int, int, int]:
+def number_bytes(format: Format) -> int:
+    """Return the bytes of the numbers of one block of one strip."""
+    return STRIP * BLOCK * BITS[format] // 8
+
+
+def run_bytes(format: Format) -> int:
+    """Return the bytes of one block of one strip: numbers, scales and minima."""
+    vectors = 2 if format in INTEGERS else 1 if format == "fp8" else 0
+    return number_bytes(format) + vectors * STRIP * 4
+
+
+def packed_shape(out_dim: int, in_dim: int, format: Format) -> tuple[int, int, int]:
     """Return the shape of the bytes. `out_dim` must be a multiple of `STRIP`, `in_dim` one of `BLOCK`."""
     assert out_dim % STRIP == 0, out_dim
     assert in_dim % BLOCK == 0, in_dim
-    factors = 0 if bits == 16 else 2 * STRIP * 4
-    return out_dim // STRIP, in_dim // BLOCK, STRIP * BLOCK * bits // 8 + factors
+    return out_dim // STRIP, in_dim // BLOCK, run_bytes(format)
 
 
-def pack_blocks(blocks: np.ndarray[Any, Any], bits: Literal[4, 8], out: np.ndarray[Any, Any]) -> None:
-    """Write blocks, `BLOCK_DTYPE` `[out, in / 32]`, into `out`, uint8 of `packed_shape`."""
+def pack_numbers(
+    numbers: np.ndarray[Any, Any], factors: np.ndarray[Any, Any], format: Format, out: np.ndarray[Any, Any]
+) -> None:
+    """Write quantized weights into `out`, uint8 of `packed_shape`.
+
+    `numbers` are uint8 `[out, in]`, contiguous, and `factors` of `FACTORS` `[out, in / 32]`.
+    """
     strips, count, _ = out.shape
-    size = STRIP * BLOCK * bits // 8
-    q = np.ascontiguousarray(blocks["q"])
-    if bits == 8:  # byte b of vector z is input 4z + b
-        words = q.view("<u4")
-    else:  # of vector z, nibble t of an output's word of parity p is input 8z + 2t + p
-        eight = q.view("<u8")
+    size = number_bytes(format)
+    if format == "int4":  # of vector z, nibble t of an output's word of parity p is input 8z + 2t + p
+        eight = numbers.view("<u8")
         pairs = eight | eight >> 12  # byte b is now inputs b and, above it, b + 2
         words = (pairs & 0xFF | pairs >> 24 & 0xFF00 | pairs << 8 & 0xFF0000 | pairs >> 16 & 0xFF000000).astype("<u4")
+    else:  # byte b of vector z is input 4z + b
+        words = numbers.view("<u4")
     lanes = out[..., :size].view("<u4").reshape(strips, count, -1, STRIP, copy=False)
     lanes[...] = words.reshape(strips, STRIP, count, -1).transpose(0, 2, 3, 1)
+    unit = np.float32(FP8_UNIT if format == "fp8" else 1)
     for name, at in (("scale", size), ("minimum", size + 4 * STRIP)):
-        factors = out[..., at : at + 4 * STRIP].view("<f4")
-        factors[...] = blocks[name].reshape(strips, STRIP, count).transpose(0, 2, 1)
+        if at < out.shape[-1]:
+            vectors = out[..., at : at + 4 * STRIP].view("<f4")
+            vectors[...] = factors[name].reshape(strips, STRIP, count).transpose(0, 2, 1)
+            if name == "scale":
+                vectors *= unit
 
 
 def pack_dense(weight: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:
@@ -76,7 +129,7 @@ def pack_dense(weight: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:
 
 def gather_rows(weight: PackedWeight, indices: Int[Array, " rows"]) -> BFloat16[Array, "rows in_dim"]:
     """Return the weights of some outputs of a 16-bit weight; zeros for an index out of range."""
-    assert weight.bits == 16, weight.bits
+    assert weight.scheme is None, weight.scheme
     strips, count, _ = weight.data.shape
     lanes = weight.data.reshape(strips, count, BLOCK // 2, STRIP, 4)
     # Gather bytes, then convert: otherwise XLA converts the whole weight to bfloat16 first
@@ -86,21 +139,23 @@ def gather_rows(weight: PackedWeight, indices: Int[Array, " rows"]) -> BFloat16[
 
 def unpack(weight: PackedWeight) -> Float[Array, "*shape"]:
     """Return the weights in float32, in `weight.shape`."""
-    data = weight.data
+    data = weight.data.reshape(-1, *weight.data.shape[-2:])
     strips, count, _ = data.shape
-    size = STRIP * BLOCK * weight.bits // 8
+    size, format = number_bytes(weight.format), weight.format
     numbers = data[..., :size]
-    if weight.bits == 16:
+    if format == "bf16":
         pairs = jax.lax.bitcast_convert_type(numbers.reshape(strips, count, BLOCK // 2, STRIP, 2, 2), jnp.bfloat16)
-        values = pairs.astype(jnp.float32).transpose(0, 3, 1, 2, 4)
+        return pairs.astype(jnp.float32).transpose(0, 3, 1, 2, 4).reshape(weight.shape)
+    if format == "int4":
+        halves = numbers.reshape(strips, count, 4, STRIP, 2, 2)
+        nibbles = jnp.stack([halves & 15, halves >> 4], axis=-1)  # strip, block, z, output, parity, byte, half
+        q = nibbles.transpose(0, 3, 1, 2, 5, 6, 4)
     else:
-        if weight.bits == 8:
-            q = numbers.reshape(strips, count, 8, STRIP, 4).transpose(0, 3, 1, 2, 4)
-        else:
-            halves = numbers.reshape(strips, count, 4, STRIP, 2, 2)
-            nibbles = jnp.stack([halves & 15, halves >> 4], axis=-1)  # strip, block, z, output, parity, byte, half
-            q = nibbles.transpose(0, 3, 1, 2, 5, 6, 4)
-        factors = jax.lax.bitcast_convert_type(data[..., size:].reshape(strips, count, 2, STRIP, 4), jnp.float32)
-        scale, minimum = (factors[:, :, i].transpose(0, 2, 1)[..., None] for i in (0, 1))
-        values = q.reshape(strips, STRIP, count, BLOCK).astype(jnp.float32) * scale + minimum
+        q = numbers.reshape(strips, count, 8, STRIP, 4).transpose(0, 3, 1, 2, 4)
+        if format == "fp8":
+            q = jax.lax.bitcast_convert_type(q, jnp.float8_e4m3fn)
+    factors = jax.lax.bitcast_convert_type(data[..., size:].reshape(strips, count, -1, STRIP, 4), jnp.float32)
+    vectors = [factors[:, :, i].transpose(0, 2, 1)[..., None] for i in range(factors.shape[2])]
+    values = q.reshape(strips, STRIP, count, BLOCK).astype(jnp.float32) * vectors[0]
+    values = values / FP8_UNIT if format == "fp8" else values + vectors[1]
     return values.reshape(weight.shape)

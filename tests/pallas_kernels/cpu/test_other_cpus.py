@@ -6,7 +6,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -19,6 +19,7 @@ from pallas_kernels.paged_attention import KernelTarget, Problem, choose_backend
 from pallas_kernels.paged_attention.cpu.backend import PagedAttention
 from pallas_kernels.paged_attention.cpu.tiles import CpuAttention
 from pallas_kernels.quantized_matmul.cpu.kernel import PackedMatmul
+from pallas_kernels.quantized_matmul.cpu.layout import Format
 from pallas_kernels.sampling.cpu import DrawTokens
 from tests.selection import grid
 
@@ -26,7 +27,8 @@ pytestmark = pytest.mark.slow
 
 LINUX, MAC = ("aarch64-unknown-linux-gnu", "generic"), ("arm64-apple-darwin", "apple-m1")
 KERNELS: list[Kernel] = [
-    *(PackedMatmul(bits) for bits in (4, 8, 16)),
+    *(PackedMatmul(format) for format in get_args(Format)),
+    PackedMatmul("fp8", factors=True),
     *(
         PagedAttention(
             CpuAttention(
@@ -49,7 +51,7 @@ KERNELS: list[Kernel] = [
     LogSumExp(),
     DrawTokens(),
 ]
-QUICK = (KERNELS[3],)
+QUICK = (KERNELS[5],)
 # Seconds for most: code for a CPU with short registers is long.
 EACH_KERNEL = pytest.mark.parametrize("kernel", grid(KERNELS, QUICK.__contains__), ids=lambda kernel: kernel.name)
 C_LIBRARY = {"malloc", "free", "usleep", "memcpy", "memset", "bzero"}

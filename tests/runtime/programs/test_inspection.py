@@ -30,7 +30,7 @@ backend_config={"scoped_memory_configs":[{"memory_space":"1","offset":"1000","si
 "used_scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"5096"}]}
   %gemm = (f32[4]{0}, s8[64]{0}) custom-call(%x.1), custom_call_target="__cublas$lt$matmul$f8"
   %own = f32[4]{0} custom-call(%x.1), custom_call_target="llvm_paged_attention_decode_3x64_0123456789abcdef"
-  %sums = f32[4]{0} custom-call(%x.1), custom_call_target="llvm_packed_matmul_16"
+  %sums = f32[4]{0} custom-call(%x.1), custom_call_target="llvm_quantized_matmul_bf16"
   %other = f32[4]{0} custom-call(%x.1), custom_call_target="AllocateBuffer"
   %sum-start = f32[4]{0} all-reduce-start(%tpu.1)
   ROOT %copy = f32[128,128]{1,0} copy(%x.1)
@@ -47,7 +47,7 @@ def test_kernels_of_a_text() -> None:
         ("tpu.1", "custom-call", 4, "k (mosaic tpu)"),
         ("gemm", "custom-call", 64, "cublas lt matmul f8"),
         ("own", "custom-call", 4, "paged_attention_decode_3x64 (llvm)"),
-        ("sums", "custom-call", 4, "packed_matmul_16 (llvm)"),
+        ("sums", "custom-call", 4, "quantized_matmul_bf16 (llvm)"),
         ("other", "custom-call", 4, None),
         ("sum-start", "all-reduce-start", 4, None),
         ("copy", "copy", 16384, None),

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as Kind
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.registry import family, parse_model_config
-from jaxserve.quant import packed_weights
+from jaxserve.quant import GGUF_TYPES, held_weights
 from jaxserve.runtime.devices.device import DeviceFacts, facts_of_target
 from jaxserve.runtime.devices.mesh import device_bytes, make_mesh
 from jaxserve.runtime.programs.bundle import read_manifest, sized_like_bundle, write_manifest
@@ -21,6 +21,7 @@ from jaxserve.runtime.sizing.deployment import Deployment, deploy, read_stored
 from jaxserve.runtime.sizing.temp_memory import TempMemory, with_temp_memory
 from jaxserve.runtime.step.state import max_pages
 from pallas_kernels.paged_attention import KernelTarget
+from pallas_kernels.quantized_matmul import PackedWeight
 from tests.runtime.tiny import F32, mesh, model
 from tests.tiny_model import CONFIG
 from tests.weights.conftest import GOLDEN, tensor_parts
@@ -212,18 +213,19 @@ def test_a_hierarchical_cache_adds_the_programs_that_copy_pages() -> None:
 
 
 def _of_gguf(device: DeviceFacts = CPU, **options: Any) -> Deployment:
-    """Deploy a GGUF file whose matrices are all Q4_0; in this model only qkv, gate and up have whole blocks."""
-    stored = dict.fromkeys(tensor_parts(family(model()).abstract(model(), F32)), "Q4_0")
+    """Deploy a GGUF file whose matrices are all Q4_1; in this model down projections have no whole blocks."""
+    stored = dict.fromkeys(tensor_parts(family(model()).abstract(model(), F32)), GGUF_TYPES["Q4_1"])
     return deploy(EngineConfig(**options), model(), device, stored=stored)
 
 
-def test_packed_weights_count_with_their_packed_size() -> None:
+def test_quantized_weights_count_with_their_size() -> None:
     dense, packed = _of_gguf(quantization="none"), _of_gguf()
-    assert len(packed.packing.quantized) == 4
-    assert not dense.packing.quantized
+    held = [weight for weight in held_weights(packed.params).values() if weight.scheme is not None]
+    assert len(held) == len(packed.weights.quantized) == 6
+    assert not dense.weights.quantized
     saved = dense.sizes.footprint.weights - packed.sizes.footprint.weights
     # 4 bits per weight, and a float32 scale and minimum per 32 weights: 6 bits instead of 16
-    elements = sum(weight.data.nbytes * 8 // 6 for weight in packed_weights(packed.params).values() if weight.bits == 4)
+    elements = sum(weight.data.nbytes * 8 // 6 for weight in held if isinstance(weight, PackedWeight))
     assert saved == elements * 10 // 8
     assert packed.dense_bytes == dense.dense_bytes == dense.sizes.footprint.weights
     assert packed.stored == dense.stored
@@ -232,7 +234,8 @@ def test_packed_weights_count_with_their_packed_size() -> None:
 def test_packed_weights_need_other_programs() -> None:
     dense, packed = (_of_gguf(quantization=asked).builder(mesh()) for asked in ("none", "gguf"))
     assert dense.fingerprint() != packed.fingerprint()
-    assert [made.facts()["packed"]["layers.1.mlp.up"] for made in (dense, packed)] == [16, 4]
+    forms = [made.facts()["weights"]["layers.1.mlp.up"] for made in (dense, packed)]
+    assert forms == ["bf16", "int4, groups of 32, zeros"]
 
 
 def test_a_resized_deployment_keeps_its_packed_weights() -> None:
@@ -240,17 +243,10 @@ def test_a_resized_deployment_keeps_its_packed_weights() -> None:
     assert with_temp_memory(made, TempMemory(made.sizes.footprint.activations, "mixed-16")).params == made.params
 
 
-def test_only_a_cpu_keeps_weights_packed() -> None:
-    gpu = facts_of_target("nvidia-h200")
-    assert "only a CPU" in _of_gguf(device=gpu).packing.reason
-    with pytest.raises(ConfigError, match="quantization=gguf: only a CPU"):
-        _of_gguf(device=gpu, quantization="gguf")
-
-
 def test_stored_types_are_read_from_a_gguf_model(tmp_path: Path) -> None:
     path = from_golden("smollm2", tmp_path / "m.gguf", Kind.Q8_0)
-    types = read_stored(EngineConfig(model=str(path)))
-    assert types["model.layers.1.mlp.up_proj.weight"] == "Q8_0"
-    assert read_stored(EngineConfig(model=str(path), load_format="dummy")) == {}
-    assert read_stored(EngineConfig(model=str(GOLDEN / "smollm2"))) == {}
-    assert read_stored(EngineConfig(model=str(GOLDEN / "smollm2" / "config.json"))) == {}
+    types = read_stored(EngineConfig(model=str(path)), model())
+    assert types["model.layers.1.mlp.up_proj.weight"] == GGUF_TYPES["Q8_0"]
+    assert read_stored(EngineConfig(model=str(path), load_format="dummy"), model()) == {}
+    assert read_stored(EngineConfig(model=str(GOLDEN / "smollm2")), model()) == {}
+    assert read_stored(EngineConfig(model=str(GOLDEN / "smollm2" / "config.json")), model()) == {}

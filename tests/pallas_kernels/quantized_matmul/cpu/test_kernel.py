@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,38 +13,46 @@ from pallas_kernels.cpu import call
 from pallas_kernels.cpu.emit import Module
 from pallas_kernels.quantized_matmul import (
     BLOCK,
-    BLOCK_DTYPE,
-    Bits,
+    FACTORS,
     PackedWeight,
+    Scheme,
     gather_rows,
-    pack_blocks,
     pack_dense,
-    packed_matmul,
+    pack_numbers,
     packed_shape,
+    quantized_matmul,
     unpack,
 )
 from pallas_kernels.quantized_matmul.cpu.kernel import PackedMatmul
+from pallas_kernels.quantized_matmul.cpu.layout import Format
 
 pytestmark = pytest.mark.slow
 
-BITS: list[Bits] = [4, 8, 16]
+FORMATS: list[Format] = ["int4", "int8", "fp8", "bf16"]
 
 
-def weights(bits: Bits, out_dim: int, in_dim: int, seed: int = 0) -> tuple[PackedWeight, np.ndarray]:
+def weights(format: Format, out_dim: int, in_dim: int, **changes: Any) -> tuple[PackedWeight, np.ndarray]:
     """Return a packed weight and its dense values."""
-    rng = np.random.default_rng(seed)
-    data = np.zeros(packed_shape(out_dim, in_dim, bits), np.uint8)
-    if bits == 16:
+    rng = np.random.default_rng(0)
+    data = np.zeros(packed_shape(out_dim, in_dim, format), np.uint8)
+    if format == "bf16":
         dense = rng.standard_normal((out_dim, in_dim)).astype(ml_dtypes.bfloat16)
         pack_dense(dense, data)
-        return PackedWeight(jnp.asarray(data), (out_dim, in_dim), bits), dense.astype(np.float32)
-    blocks = np.zeros((out_dim, in_dim // BLOCK), BLOCK_DTYPE)
-    blocks["q"] = rng.integers(0, 2**bits, blocks["q"].shape)
-    blocks["scale"] = rng.random(blocks.shape) / 2**bits
-    blocks["minimum"] = -rng.random(blocks.shape)
-    pack_blocks(blocks, bits, data)
-    dense = blocks["q"] * blocks["scale"][..., None] + blocks["minimum"][..., None]
-    return PackedWeight(jnp.asarray(data), (out_dim, in_dim), bits), dense.reshape(out_dim, in_dim).astype(np.float32)
+        return PackedWeight(jnp.asarray(data)), dense.astype(np.float32)
+    factors = np.zeros((out_dim, in_dim // BLOCK), FACTORS)
+    factors["scale"] = rng.random(factors.shape) / 2 ** (4 if format == "int4" else 8)
+    if format == "fp8":
+        q = rng.standard_normal((out_dim, in_dim)) * np.exp2(rng.integers(-9, 7, (out_dim, in_dim)))
+        numbers = q.astype(ml_dtypes.float8_e4m3fn)
+        values = numbers.astype(np.float32)
+    else:
+        numbers = rng.integers(0, 16 if format == "int4" else 256, (out_dim, in_dim)).astype(np.uint8)
+        values = numbers.astype(np.float32)
+        factors["minimum"] = -rng.random(factors.shape)
+    pack_numbers(numbers.view(np.uint8), factors, format, data)
+    scale, minimum = (np.repeat(factors[name], BLOCK, axis=1) for name in ("scale", "minimum"))
+    scheme = dataclasses.replace(Scheme(format, BLOCK, zeros=format != "fp8"), **changes)
+    return PackedWeight(jnp.asarray(data), scheme=scheme), values * scale + minimum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,46 +69,79 @@ class Plain(PackedMatmul):
 
 def plain(x: jax.Array, weight: PackedWeight) -> jax.Array:
     shape = jax.ShapeDtypeStruct((len(x), weight.shape[0]), jnp.float32)
-    return call(Plain(weight.bits), shape, x, weight.data)
+    return call(Plain(weight.format), shape, x, weight.data)
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_unpacking_returns_the_packed_values(bits: Bits) -> None:
-    packed, dense = weights(bits, 48, 96)
+@pytest.mark.parametrize("format", FORMATS)
+def test_unpacking_returns_the_packed_values(format: Format) -> None:
+    packed, dense = weights(format, 48, 96)
     np.testing.assert_allclose(unpack(packed), dense, rtol=1e-6, atol=1e-7)
-    assert unpack(packed.reshape(3, 16, 96)).shape == (3, 16, 96)
-    assert packed.reshape(3, 16, -1).shape == (3, 16, 96)
+    inner = dataclasses.replace(packed, inner=(8,))
+    assert inner.shape == unpack(inner).shape == (6, 8, 96)
+    assert inner.reshape(48, -1).shape == (48, 96)
+    outer = dataclasses.replace(packed, data=packed.data.reshape(3, 1, *packed.data.shape[1:]))
+    assert outer.shape == (3, 16, 96)
+    np.testing.assert_array_equal(unpack(outer.reshape(48, 96)), unpack(packed))
 
 
-@pytest.mark.parametrize("product", [packed_matmul, plain])
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("product", [quantized_matmul, plain])
+@pytest.mark.parametrize("format", FORMATS)
 # Fewer strips than a tile, whole tiles, and a remainder; the same of rows; several items
 @pytest.mark.parametrize(("tokens", "out_dim", "in_dim"), [(1, 16, 32), (4, 64, 64), (7, 80, 96), (9, 2080, 576)])
-def test_it_equals_the_dense_product(product, bits: Bits, tokens: int, out_dim: int, in_dim: int) -> None:
-    packed, dense = weights(bits, out_dim, in_dim)
+def test_it_equals_the_dense_product(product, format: Format, tokens: int, out_dim: int, in_dim: int) -> None:
+    packed, dense = weights(format, out_dim, in_dim)
     x = jnp.asarray(np.random.default_rng(1).standard_normal((tokens, in_dim)), jnp.bfloat16)
     expected = np.asarray(x, np.float64) @ dense.T.astype(np.float64)
     given = jax.jit(product)(x, packed)
     assert given.dtype == jnp.float32
-    np.testing.assert_allclose(given, expected, atol=2e-6 * in_dim)
+    np.testing.assert_allclose(given, expected, atol=2e-6 * in_dim * max(1, np.abs(dense).max() / 4))
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_a_row_does_not_depend_on_other_rows(bits: Bits) -> None:
-    packed, _ = weights(bits, 320, 576)
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_row_does_not_depend_on_other_rows(format: Format) -> None:
+    packed, _ = weights(format, 320, 576)
     x = jnp.asarray(np.random.default_rng(1).standard_normal((16, 576)), jnp.bfloat16)
-    many = np.asarray(jax.jit(packed_matmul)(x, packed))
+    many = np.asarray(jax.jit(quantized_matmul)(x, packed))
     for count in (5, 8):
-        np.testing.assert_array_equal(jax.jit(packed_matmul)(x[3 : 3 + count], packed), many[3 : 3 + count])
+        np.testing.assert_array_equal(jax.jit(quantized_matmul)(x[3 : 3 + count], packed), many[3 : 3 + count])
+
+
+@pytest.mark.parametrize(
+    ("format", "activations"),
+    [("int8", "token"), ("int8", "static"), ("fp8", "token"), ("fp8", "static"), ("fp8", "group")],
+)
+def test_inputs_are_quantized_as_the_scheme_asks(format: Format, activations: Any) -> None:
+    packed, dense = weights(format, 48, 256, activations=activations, group=128)
+    packed = dataclasses.replace(
+        packed, input_scale=jnp.full(1, 0.02, jnp.float32) if activations == "static" else None
+    )
+    x = np.asarray(np.random.default_rng(1).standard_normal((5, 256)) * 3, ml_dtypes.bfloat16).astype(np.float32)
+    x[2] = 0
+    largest = 127 if format == "int8" else 448
+    groups = x.reshape(5, -1, 128 if activations == "group" else 256)
+    scale = np.float32(0.02) if activations == "static" else np.abs(groups).max(-1, keepdims=True) / np.float32(largest)
+    scaled = np.clip(groups / np.maximum(scale, 1e-10), -largest, largest)
+    q = np.round(scaled) if format == "int8" else scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    expected = (q * np.float64(scale)).reshape(5, 256) @ dense.T.astype(np.float64)
+    given = jax.jit(quantized_matmul)(jnp.asarray(x, jnp.bfloat16), packed)
+    np.testing.assert_allclose(given, expected, atol=1e-3 * np.abs(expected).max())
+
+
+def test_inputs_are_put_in_the_order_of_the_numbers() -> None:
+    packed, dense = weights("int4", 32, 64)
+    order = np.random.default_rng(2).permutation(64).astype(np.int32)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((3, 64)), jnp.bfloat16)
+    given = jax.jit(quantized_matmul)(x, dataclasses.replace(packed, order=jnp.asarray(order)))
+    np.testing.assert_allclose(given, np.asarray(x, np.float64)[:, order] @ dense.T, atol=1e-4)
 
 
 def test_rows_of_a_packed_table_are_read() -> None:
-    packed, dense = weights(16, 48, 64)
+    packed, dense = weights("bf16", 48, 64)
     given = jax.jit(gather_rows)(packed, jnp.asarray([0, 47, 17, 48]))
     np.testing.assert_array_equal(given.astype(jnp.float32), [dense[0], dense[47], dense[17], np.zeros(64)])
 
 
 def test_a_weight_of_another_width_is_refused() -> None:
-    packed, _ = weights(4, 16, 64)
+    packed, _ = weights("int4", 16, 64)
     with pytest.raises(AssertionError):
-        packed_matmul(jnp.zeros((1, 32), jnp.bfloat16), packed)
+        quantized_matmul(jnp.zeros((1, 32), jnp.bfloat16), packed)

@@ -1,0 +1,242 @@
+"""Chooses how a deployment holds the weights of its linear layers: quantized as stored, quantized now, or in 16 bits.
+
+On a CPU other weights are packed in 16 bits, which changes no number. The choice needs only types and shapes, so it is
+made before any weight is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.errors import ConfigError
+from jaxserve.params import ParamSpec, Path, dotted, path_of
+from jaxserve.quant.checkpoint import OnTheFly
+from jaxserve.quant.stored import Stored, StoredWeight, join
+from pallas_kernels.cpu import refusal
+from pallas_kernels.quantized_matmul import BLOCK, STRIP, Backend, NumberType, Scheme, choose_backend
+from pallas_kernels.target import KernelTarget
+
+HEAD: Path = ("output",)
+EMBEDDING: Path = ("embedding",)
+"""A tied head is made from the embedding: it has no tensor of its own."""
+
+_GROUPS = (128, 64, 32)
+_BF16 = np.dtype(jnp.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightForm:
+    """How a deployment holds one weight. Without a `scheme` it is bfloat16, packed for a CPU.
+
+    `factors` is the type of its scales and zeros; `reordered` tells whether its inputs have an order of their own.
+    `backend` multiplies by it in rows of outputs; None for the packed layout of a CPU.
+    """
+
+    scheme: Scheme | None = None
+    factors: np.dtype = _BF16
+    reordered: bool = False
+    backend: Backend | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightChoice:
+    """The forms of weights by path, and of every other weight of a linear layer, why it isn't quantized.
+
+    `method` is where quantized weights come from: `gguf`, a `quant_method`, the setting that quantizes them now
+    (`on_the_fly`), or `none`. `packed` are the weights that a CPU holds in 16 bits.
+    """
+
+    method: str = "none"
+    on_the_fly: bool = False
+    forms: Mapping[Path, WeightForm] = dataclasses.field(default_factory=dict)
+    others: Mapping[Path, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def quantized(self) -> dict[Path, Scheme]:
+        """The schemes of the weights that are quantized."""
+        return {path: form.scheme for path, form in self.forms.items() if form.scheme is not None}
+
+    @property
+    def dense(self) -> tuple[Path, ...]:
+        """The weights of linear layers that XLA multiplies by."""
+        packed = {HEAD if path == EMBEDDING else path for path in self.forms}
+        return tuple(path for path in self.others if path not in packed)
+
+
+def choose_weights(
+    setting: str,
+    abstract: Any,
+    stored: Stored,
+    method: str | None,
+    *,
+    target: KernelTarget,
+    dtype: np.dtype,
+    tensor: int,
+) -> WeightChoice:
+    """Choose the forms of the weights of a model with these `ParamSpec`s.
+
+    `method` is that of the checkpoint, None if it isn't quantized. Raises `ConfigError` if the setting asks for another
+    one, or if groups of inputs can't be divided among `tensor` shards.
+    """
+    on_the_fly = _check_setting(setting, method)
+    converted = method if method in get_args(OnTheFly) and not stored else None
+    linears = dict(_linears(abstract))
+    obstacle = _obstacle(target, dtype) if target.platform == "cpu" else ""
+    forms: dict[Path, WeightForm] = {}
+    others: dict[Path, str] = {}
+    for path, spec in linears.items():
+        if made := on_the_fly or converted:
+            weight = weight_on_the_fly(made, path, spec, tensor if on_the_fly else 1)
+        else:
+            weight = _stored_weight(spec, stored)
+        if isinstance(weight, str):
+            others[path] = weight
+            continue
+        form = "--quantization none" if setting == "none" else obstacle or _form(path, spec, weight, target, tensor)
+        if isinstance(form, str):
+            others[path] = form
+        else:
+            forms[path] = form
+    kept = on_the_fly or method or "none"
+    if setting not in ("auto", "none") and not forms:
+        reasons = "; ".join(dict.fromkeys(others.values()))
+        raise ConfigError(
+            f"quantization={setting}: no linear layer can be held quantized here ({reasons}); leave it at auto"
+        )
+    packed = (
+        {} if obstacle else _packed_in_16_bits(abstract, linears, others, tensor) if target.platform == "cpu" else {}
+    )
+    return WeightChoice(kept if forms else "none", bool(on_the_fly and forms), forms | packed, others)
+
+
+def _check_setting(setting: str, method: str | None) -> str | None:
+    """Return the scheme to quantize to now, if any. Raises `ConfigError` if the checkpoint has another method."""
+    if setting in ("auto", "none", method):
+        return None
+    if method is not None:
+        raise ConfigError(f"quantization={setting}: the checkpoint is quantized by {method}; leave it at auto")
+    if setting in get_args(OnTheFly):
+        return setting
+    raise ConfigError(
+        f"quantization={setting}: the checkpoint is not quantized; leave it at auto, or set "
+        f"{', '.join(get_args(OnTheFly))} to quantize it as it is loaded"
+    )
+
+
+def _obstacle(target: KernelTarget, dtype: np.dtype) -> str:
+    """Return why a CPU packs no weight, or an empty text."""
+    if dtype == np.float32:
+        return "with dtype=float32 weights are dequantized, so that products are exact in float32"
+    if (why := refusal()) is not None:
+        return f"this machine can't compile the products of packed weights: {why}"
+    return ""
+
+
+def _stored_weight(spec: ParamSpec, stored: Stored) -> StoredWeight | str:
+    """Return how the tensors of a parameter are stored, or why they can't be used as they are."""
+    tensors = [stored.get(part.name) or StoredWeight("16 bits") for part in spec.parts]
+    return join(tensors)
+
+
+def weight_on_the_fly(scheme: str, path: Path, spec: ParamSpec, tensor: int) -> StoredWeight | str:
+    """Return how a weight of 16 bits is quantized for `tensor` shards, or why it isn't."""
+    if path == HEAD:
+        return "the output head keeps its type"
+    numbers: NumberType = "fp8" if scheme == "fp8" else "int8" if scheme == "int8" else "int4"
+    if numbers == "fp8":
+        return StoredWeight("fp8", Scheme("fp8", activations="token"), factors=np.dtype(np.float32))
+    _, inputs = shard_sizes(spec, tensor)
+    group = next((size for size in _GROUPS if inputs % size == 0), None)
+    if group is None:
+        return f"its {inputs} inputs are no multiple of {_GROUPS[-1]}"
+    return StoredWeight(scheme, Scheme(numbers, group, zeros=numbers == "int4"), factors=_BF16)
+
+
+def _form(path: Path, spec: ParamSpec, weight: StoredWeight, target: KernelTarget, tensor: int) -> WeightForm | str:
+    """Return the form of a weight that is quantized, or why it must be dequantized."""
+    scheme = weight.scheme
+    assert scheme is not None, weight
+    outputs, inputs = shard_sizes(spec, tensor)
+    total = math.prod(spec.shape[len(spec.shape) - spec.inputs :])
+    if inputs < total and weight.order:
+        return "inputs in an order of their own (act-order) can't be divided among shards"
+    on_cpu = target.platform == "cpu"
+    group = scheme.group or 1
+    # A CPU has factors for every 32 inputs
+    unit = math.gcd(group, BLOCK) if on_cpu and scheme.activations != "group" else group
+    if inputs % unit and total % unit == 0:
+        fitting = [n for n in range(1, 65) if total % (n * unit) == 0]
+        raise ConfigError(
+            f"tp_size={tensor} would cut the groups of {group} inputs of {dotted(path)}, which has {total}; "
+            f"sizes that don't: {', '.join(map(str, fitting))}"
+        )
+    if inputs % group and (not on_cpu or scheme.activations == "group"):
+        return f"its {inputs} inputs are no multiple of the group of {group}"
+    if on_cpu:
+        if not _is_packable(spec, tensor) or (group % BLOCK and scheme.group):
+            return (
+                f"the CPU's kernel needs multiples of {STRIP} outputs and of {BLOCK} inputs a group, and this weight "
+                f"has {outputs} x {inputs}{f' in groups of {group}' if scheme.group else ''}"
+            )
+        return WeightForm(scheme, weight.factors, bool(weight.order))
+    backend = choose_backend(outputs, inputs, scheme, target)
+    if backend.name == "reference":
+        return f"no kernel for {target.kind or target.platform} multiplies by {weight.type} of {outputs} x {inputs}"
+    return WeightForm(scheme, weight.factors, bool(weight.order), backend)
+
+
+def _packed_in_16_bits(
+    abstract: Any, linears: Mapping[Path, ParamSpec], paths: Iterable[Path], tensor: int
+) -> dict[Path, WeightForm]:
+    """Return the form of the other weights on a CPU; a tied head is packed together with the embedding."""
+    tied = abstract.output is None
+    packable = [path for path in sorted(paths, key=str) if _is_packable(linears[path], tensor)]
+    return {EMBEDDING if tied and path == HEAD else path: WeightForm() for path in packable}
+
+
+def convert_forms(scheme: str, abstract: Any) -> dict[Path, WeightForm]:
+    """Return the forms in which `jaxserve convert` stores the weights that it quantizes, in rows."""
+    found = ((path, weight_on_the_fly(scheme, path, spec, 1)) for path, spec in _linears(abstract))
+    return {
+        path: WeightForm(weight.scheme, weight.factors, backend=Backend())
+        for path, weight in found
+        if isinstance(weight, StoredWeight)
+    }
+
+
+def _linears(abstract: Any) -> Iterable[tuple[Path, ParamSpec]]:
+    """Yield the weights of linear layers; a tied head counts as a parameter of its own."""
+    for keys, spec in jax.tree_util.tree_leaves_with_path(abstract):
+        if spec.inputs:
+            yield path_of(keys), spec
+    if abstract.output is None:
+        yield HEAD, dataclasses.replace(abstract.embedding, inputs=1)
+
+
+def shard_sizes(spec: ParamSpec, tensor: int) -> tuple[int, int]:
+    """Return the outputs and inputs of one of `tensor` shards of a linear layer's weight."""
+    split = len(spec.shape) - spec.inputs
+    sizes = [math.prod(spec.shape[:split]), math.prod(spec.shape[split:])]
+    for i, axes in enumerate((spec.axes[:split], spec.axes[split:])):
+        if any(axis is not None for axis in axes):
+            sizes[i] //= tensor
+    return sizes[0], sizes[1]
+
+
+def split_axis(spec: ParamSpec) -> int:
+    """Return the dimension of outputs that shards divide; the first one if they divide none."""
+    outputs = spec.axes[: len(spec.axes) - spec.inputs]
+    return next((i for i, axis in enumerate(outputs) if axis is not None), 0)
+
+
+def _is_packable(spec: ParamSpec, tensor: int) -> bool:
+    """Return whether strips and blocks of a CPU's layout divide one shard of a weight."""
+    outputs, inputs = shard_sizes(spec, tensor)
+    return inputs % BLOCK == 0 and outputs // math.prod(spec.shape[: split_axis(spec)]) % STRIP == 0

@@ -1,0 +1,99 @@
+"""Reads windows of a parameter from the tensors that it is made of (`TensorPart`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxserve.params import TensorPart, Window
+
+_COPY_ELEMENTS = 1 << 14
+"""Up to this many elements an extra copy is cheaper than several reads."""
+
+
+class Tensors(NamedTuple):
+    """The shapes of tensors by name, and how a window of one is read into an array of any strides."""
+
+    shape: Callable[[str], tuple[int, ...]]
+    read: Callable[[str, Window, np.ndarray[Any, Any]], None]
+
+
+def fill_window(tensors: Tensors, parts: Sequence[TensorPart], window: Window, out: np.ndarray[Any, Any]) -> None:
+    """Write a window of a parameter that is made of these parts."""
+    for part in parts:
+        overlap = _overlap(window, part)
+        if overlap is not None:
+            inside = tuple(slice(c.start - w.start, c.stop - w.start) for c, w in zip(overlap, window))
+            mapped = tuple(slice(c.start - i, c.stop - i) for c, i in zip(overlap, part.index))
+            _read_part(tensors, part, mapped, out[inside])
+
+
+def _overlap(window: Window, part: TensorPart) -> Window | None:
+    """Return what a part fills of a window of its parameter, or None."""
+    bounds = [
+        (max(w.start, start), min(w.stop, start + length)) for w, start, length in zip(window, part.index, part.shape)
+    ]
+    return None if any(start >= stop for start, stop in bounds) else tuple(slice(*bound) for bound in bounds)
+
+
+def _read_part(tensors: Tensors, part: TensorPart, window: Window, out: np.ndarray[Any, Any]) -> None:
+    """Fill `out` with a window of a part, in the parameter's order and with its offset."""
+    if part.order is None:
+        _read_window(tensors, part, window, out)
+    else:
+        axis, entries = part.order
+        whole = (*window[:axis], slice(0, len(entries)), *window[axis + 1 :])
+        values = np.empty([w.stop - w.start for w in whole], out.dtype)
+        _read_window(tensors, part, whole, values)
+        out[...] = values.take(entries[window[axis]], axis)
+    if part.offset:
+        out += np.asarray(part.offset, out.dtype)
+
+
+def _read_window(tensors: Tensors, part: TensorPart, window: Window, out: np.ndarray[Any, Any]) -> None:
+    """Fill `out` with a window of a part, in as few reads as strides allow."""
+    stored = _stored_window(_part_shape(tensors, part), part.shape, window)
+    if stored is not None:
+        stored_shape = tuple(each.stop - each.start for each in stored)
+        stored = (slice(stored[0].start + part.first_row, stored[0].stop + part.first_row), *stored[1:])
+        try:
+            tensors.read(part.name, stored, np.reshape(out, stored_shape, copy=False))
+            return
+        except ValueError:  # `out` is scattered in its parameter: no strides give it the tensor's shape
+            if out.size <= _COPY_ELEMENTS:
+                values = np.empty(stored_shape, out.dtype)
+                tensors.read(part.name, stored, values)
+                out[...] = values.reshape(out.shape)
+                return
+    axis = next(axis for axis, length in enumerate(out.shape) if length > 1)
+    for i, at in enumerate(range(window[axis].start, window[axis].stop)):
+        one = (*window[:axis], slice(at, at + 1), *window[axis + 1 :])
+        _read_window(tensors, part, one, out[(slice(None),) * axis + (slice(i, i + 1),)])
+
+
+def _part_shape(tensors: Tensors, part: TensorPart) -> tuple[int, ...]:
+    """Return the shape of the tensor's rows that are this part."""
+    _, *inner = tensors.shape(part.name)
+    return math.prod(part.shape) // math.prod(inner), *inner
+
+
+def _stored_window(stored: tuple[int, ...], mapped: tuple[int, ...], window: Window) -> Window | None:
+    """Return a window of the mapped shape as a window of the stored shape.
+
+    Each stored dimension is the product of one or more adjacent mapped dimensions. Returns None if the window isn't a
+    single window there, for example parts of several rows of a dimension that is mapped as two.
+    """
+    parts = []
+    lengths = iter(zip(mapped, window))
+    for length in stored:
+        size, start, stop = 1, 0, 1
+        while size < length:
+            inner, part = next(lengths)
+            if stop - start > 1 and part.stop - part.start < inner:
+                return None
+            size, start, stop = size * inner, start * inner + part.start, (stop - 1) * inner + part.stop
+        parts.append(slice(start, stop))
+    return tuple(parts)

@@ -1,0 +1,152 @@
+"""Reads quantized weights as rows of numbers and factors, whether a checkpoint has them or they are quantized now.
+
+Windows are of the weight with one dimension of inputs (`quant.flat_inputs`), as a checkpoint stores it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from jaxserve.params import ParamSpec, Path, TensorPart, Window
+from jaxserve.quant import flat_inputs
+from jaxserve.weights.arrays import Fill
+from jaxserve.weights.parts import Tensors, fill_window
+from jaxserve.weights.source import QuantizedSource
+from pallas_kernels.quantized_matmul import FACTORS, HeldWeight, Scheme
+
+Array = np.ndarray[Any, Any]
+
+
+class QuantizedRows(Protocol):
+    """The quantized weights of a model, by path. Any thread may read."""
+
+    def numbers(self, path: Path, window: Window, out: Array) -> None:
+        """Write the numbers of a window into `out`, uint8: integers unsigned, fp8 as its bits."""
+
+    def factors(self, path: Path, window: Window, unit: int, out: Array) -> None:
+        """Write the factors of a window into `out`, `FACTORS`; its last dimension counts `unit` inputs as one."""
+
+    def order(self, path: Path) -> Array:
+        """Return the order of the inputs, int32 `[in]`."""
+
+    def input_scale(self, path: Path) -> float:
+        """Return the scale of static activations."""
+
+
+class CheckpointRows:
+    """Those of a checkpoint."""
+
+    def __init__(self, source: QuantizedSource, specs: Mapping[Path, ParamSpec]) -> None:
+        self._source = source
+        self._parts = {path: flat_inputs(spec).parts for path, spec in specs.items()}
+
+    def numbers(self, path: Path, window: Window, out: Array) -> None:
+        """See `QuantizedRows`."""
+        tensors = Tensors(lambda name: self._source.infos[name].shape, self._source.read_numbers)
+        fill_window(tensors, self._parts[path], window, out)
+
+    def factors(self, path: Path, window: Window, unit: int, out: Array) -> None:
+        """See `QuantizedRows`."""
+
+        def shape(name: str) -> tuple[int, ...]:
+            *rows, inputs = self._source.infos[name].shape
+            return *rows, inputs // unit
+
+        def read(name: str, window: Window, out: Array) -> None:
+            self._source.read_factors(name, window, unit, out)
+
+        parts = [_in_units(part, unit) for part in self._parts[path]]
+        fill_window(Tensors(shape, read), parts, window, out)
+
+    def order(self, path: Path) -> Array:
+        """See `QuantizedRows`. All tensors of a weight have the same one."""
+        found = self._source.read_order(self._parts[path][0].name)
+        assert found is not None, path
+        return found
+
+    def input_scale(self, path: Path) -> float:
+        """See `QuantizedRows`. The largest one fits all tensors of a weight."""
+        return max(self._source.read_input_scale(part.name) for part in self._parts[path])
+
+
+class RowsOnTheFly:
+    """Those of weights of 16 bits that `fill` reads and that are quantized here, each row on its own."""
+
+    def __init__(self, fill: Fill, specs: Mapping[Path, ParamSpec], held: Mapping[Path, HeldWeight]) -> None:
+        self._fill = fill
+        self._specs = specs
+        self._held = held
+
+    def numbers(self, path: Path, window: Window, out: Array) -> None:
+        """See `QuantizedRows`."""
+        numbers, _ = self._quantized(path, window)
+        out[...] = numbers[..., window[-1]]
+
+    def factors(self, path: Path, window: Window, unit: int, out: Array) -> None:
+        """See `QuantizedRows`."""
+        _, factors = self._quantized(path, window)
+        spec = flat_inputs(self._specs[path])
+        of_units = np.arange(window[-1].start, window[-1].stop) * unit * factors.shape[-1] // spec.shape[-1]
+        out[...] = factors[..., of_units]
+
+    def order(self, path: Path) -> Array:
+        """See `QuantizedRows`."""
+        raise AssertionError(path)
+
+    def input_scale(self, path: Path) -> float:
+        """See `QuantizedRows`."""
+        raise AssertionError(path)
+
+    def _quantized(self, path: Path, window: Window) -> tuple[Array, Array]:
+        spec, scheme = self._specs[path], self._held[path].scheme
+        assert scheme is not None, path
+        inner = spec.stored_shape[len(window) - 1 :]
+        rows = (*window[:-1], *(slice(0, size) for size in inner))
+        values = np.empty([part.stop - part.start for part in rows], spec.dtype)
+        self._fill(path, spec, rows, values)
+        return quantize_rows(values.reshape(*values.shape[: len(window) - 1], -1).astype(np.float32), scheme)
+
+
+def quantize_rows(values: Array, scheme: Scheme) -> tuple[Array, Array]:
+    """Quantize float32 weights `[*out, in]` to the nearest numbers.
+
+    Returns numbers, uint8 `[*out, in]`, and `FACTORS` `[*out, groups]`. With zeros, the least and the greatest weight
+    of a group, or zero if it lies beyond them, are exact; without, the greatest magnitude is. Scales are rounded to
+    bfloat16 first, if they are of integers.
+    """
+    grouped = values.reshape(*values.shape[:-1], -1, scheme.group or values.shape[-1])
+    factors = np.zeros(grouped.shape[:-1], FACTORS)
+    if scheme.numbers == "fp8":
+        scale = np.maximum(np.abs(grouped).max(axis=-1) / 448, np.finfo(np.float32).tiny)
+        factors["scale"] = scale
+        numbers = np.clip(grouped / scale[..., None], -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        return numbers.reshape(values.shape), factors
+    most = (1 << scheme.bits) - 1
+    if scheme.zeros:
+        least, greatest = np.minimum(grouped.min(axis=-1), 0), np.maximum(grouped.max(axis=-1), 0)
+        scale = _as_bf16((greatest - least) / most)
+        zero = np.clip(np.round(-least / scale), 0, most)
+    else:
+        zero = np.float32(most // 2 + 1)
+        scale = _as_bf16(np.abs(grouped).max(axis=-1) / (most // 2))
+    factors["scale"], factors["minimum"] = scale, -scale * zero
+    numbers = np.round(grouped / scale[..., None]) + np.broadcast_to(zero, scale.shape)[..., None]
+    return np.clip(numbers, 0, most).astype(np.uint8).reshape(values.shape), factors
+
+
+def _as_bf16(scale: Array) -> Array:
+    """Round scales up to bfloat16, so that no number exceeds its range, and zeros to the least one."""
+    rounded = np.maximum(scale, np.finfo(np.float32).tiny).astype(ml_dtypes.bfloat16)
+    return rounded.astype(np.float32)
+
+
+def _in_units(part: TensorPart, unit: int) -> TensorPart:
+    *shape, inner = part.shape
+    *index, start = part.index
+    assert (inner % unit, start % unit) == (0, 0), part
+    return dataclasses.replace(part, shape=(*shape, inner // unit), index=(*index, start // unit))

@@ -1,0 +1,1 @@
+"""Products of quantized weights on NVIDIA GPUs, by Pallas' Triton lowering."""

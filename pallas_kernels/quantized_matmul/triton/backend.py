@@ -1,0 +1,155 @@
+"""The Triton backend: NVIDIA GPUs from Ampere on, by Pallas' Triton lowering.
+
+Numbers of every scheme, as they are stored; those that the GPU doesn't multiply are converted in registers. This module
+decides what is supported and with which block sizes the kernel runs, and prepares its operands.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, BFloat16, Float32, Shaped
+
+from pallas_kernels.quantized_matmul.layout import FP8, QuantizedWeight
+from pallas_kernels.quantized_matmul.scheme import Scheme
+from pallas_kernels.quantized_matmul.triton.kernel import (
+    MIN_TERMS,
+    Blocks,
+    Operands,
+    Words,
+    arrange,
+    product,
+    whole_words,
+    words_of,
+)
+from pallas_kernels.quantized_matmul.tuning import kind_of, tuned_blocks
+from pallas_kernels.quantized_matmul.xla import scale_sums
+from pallas_kernels.target import KernelTarget
+from pallas_kernels.tuning import Kind
+
+_MAX_STEP = 128
+# The fewest inputs of a scale: enough terms for a product, at each place of a byte.
+_MIN_STEP = {"int4": 2 * MIN_TERMS, "int8": MIN_TERMS, "fp8": 2 * MIN_TERMS}
+_ADDRESSABLE = 2**31
+
+# Streaming multiprocessors if the target doesn't say it, and how many programs one runs at once.
+_CORES = 108
+_PROGRAMS_A_CORE = 4
+_MIN_STEPS = 4
+
+
+def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> str | None:
+    """See `backends.BackendModule`."""
+    if target.platform not in ("cuda", "gpu", "cpu"):
+        return f"triton compiles for NVIDIA GPUs, not for {target.platform}"
+    if target.platform != "cpu" and (target.capability or (0, 0)) < (8, 0):
+        return (
+            f"triton needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, not {target.kind or 'this one'}"
+        )
+    if (step := _step(in_dim, scheme)) < (least := _MIN_STEP[scheme.numbers]):
+        return (
+            f"triton takes groups of {scheme.numbers} in multiples of {least}, and all {in_dim} inputs as one only if "
+            f"they are one: these divide by {step}"
+        )
+    if out_dim * in_dim >= _ADDRESSABLE:
+        return f"triton addresses less than {_ADDRESSABLE} numbers, not {out_dim} x {in_dim}"
+    return None
+
+
+def multiply(
+    x: Shaped[Array, "tokens in_dim"],
+    factors: Float32[Array, "tokens groups"] | None,
+    weight: QuantizedWeight,
+    *,
+    target: KernelTarget,
+    interpret: bool,
+) -> Float32[Array, "tokens out_dim"]:
+    """See `backends.BackendModule`."""
+    if x.dtype == jnp.float32:
+        parts = multiply(_split(x), factors, weight, target=target, interpret=interpret)
+        return parts.reshape(3, len(x), -1).sum(axis=0)
+    rows, inputs = x.shape
+    scheme, grouped = weight.scheme, weight.scale.shape[-1] > 1
+    if factors is not None and not _multiplies_fp8(scheme, target):
+        x = x.astype(jnp.bfloat16)
+    step = _step(inputs, scheme)
+    words = whole_words(FP8, step) if x.dtype == FP8 else words_of(scheme.numbers, step)
+    numbers = weight.numbers.reshape(-1, inputs * scheme.bits // 8)
+    blocks = blocks_for(rows, len(numbers), inputs, scheme, target)
+    totals = None
+    if grouped and weight.zero is not None:
+        totals = x.astype(jnp.float32).reshape(rows, weight.scale.shape[-1], -1).sum(axis=2).T
+    operands = Operands(
+        x=arrange(x, words),
+        words=_as_words(numbers, words),
+        scale=weight.scale.reshape(len(numbers), -1) if grouped else None,
+        zero=weight.zero.reshape(len(numbers), -1) if grouped and weight.zero is not None else None,
+        factors=factors.T if grouped and factors is not None else None,
+        totals=totals,
+    )
+    out = product(operands, words, blocks, interpret=interpret)
+    return out if grouped else scale_sums(out, x, factors, weight)
+
+
+def _split(x: Float32[Array, "rows in_dim"]) -> BFloat16[Array, "three_times_rows in_dim"]:
+    """Return three parts of each input, whose sum it is: tensor cores multiply bfloat16, of 8 bits, exactly."""
+    parts = []
+    for _ in range(3):
+        # A conversion to bfloat16 and back is nothing to XLA, which may keep more bits than it is asked for.
+        part = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        x -= part
+    return jnp.concatenate(parts)
+
+
+def _step(inputs: int, scheme: Scheme) -> int:
+    """Return how many inputs are multiplied at a time: a power of two that divides a group."""
+    size = scheme.group or inputs
+    return min(size & -size, _MAX_STEP)
+
+
+def _multiplies_fp8(scheme: Scheme, target: KernelTarget) -> bool:
+    return scheme.numbers == "fp8" and (target.platform == "cpu" or (target.capability or (0, 0)) >= (8, 9))
+
+
+def _as_words(numbers: Shaped[Array, "out stored"], words: Words) -> Shaped[Array, "out words"]:
+    """Return a view of the same bytes, for which XLA computes nothing."""
+    if (size := words.dtype.itemsize) > 1:
+        numbers = numbers.reshape(len(numbers), -1, size)
+    return lax.bitcast_convert_type(numbers, words.dtype)
+
+
+def blocks_for(rows: int, out_dim: int, inputs: int, scheme: Scheme, target: KernelTarget) -> Blocks:
+    """Return tuned block sizes or those of the rule, with as many splits as fill the device."""
+    chosen = tuned_blocks(target, "triton", rows, out_dim, inputs, scheme) or _sizes(rows, scheme)
+    sizes = {"block_rows": max(16, pl.next_power_of_2(rows)), **chosen}
+    tiles = pl.cdiv(rows, sizes["block_rows"]) * pl.cdiv(out_dim, sizes["block_out"])
+    wanted = (target.cores or _CORES) * _PROGRAMS_A_CORE // tiles
+    # A part has some steps, and writing and reading all parts costs at most a quarter of reading the weight.
+    most = min(inputs // _step(inputs, scheme) // _MIN_STEPS, inputs * scheme.bits // (256 * rows))
+    return Blocks(splits=max(1, min(wanted, most)), **sizes)
+
+
+def _sizes(rows: int, scheme: Scheme) -> dict[str, int]:
+    """Return the largest tiles that compile without spilling registers.
+
+    Few rows have small tiles, of which a core runs several: their copies from memory hide each other's latency.
+    """
+    if kind_of(rows) == "decode":
+        return {"block_out": 64, "num_warps": 4, "num_stages": 4}
+    # The sums of groups take most registers; zeros, factors of rows and the conversion of 8 bits take others.
+    plain = scheme.numbers == "int4" and not scheme.zeros
+    return {"block_out": 128, "block_rows": 128 if plain else 64, "num_warps": 8, "num_stages": 3}
+
+
+def candidates(kind: Kind, scheme: Scheme) -> list[dict[str, int]]:
+    """Return the block sizes to time for the tuned table; those that don't compile on the device are skipped."""
+    block_rows: list[dict[str, int]] = [{}] if kind == "decode" else [{"block_rows": 64}, {"block_rows": 128}]
+    return [
+        {"block_out": block_out, **rows, "num_warps": num_warps, "num_stages": num_stages}
+        for block_out in (64, 128)
+        for rows in block_rows
+        for num_warps in (4, 8)
+        for num_stages in (2, 3, 4, 6)
+    ]

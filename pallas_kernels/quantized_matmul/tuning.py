@@ -1,0 +1,31 @@
+"""Block sizes: those that the caller asks for, else those measured on the device, else None: backends have rules.
+
+Owns `tuned/`: one table a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from pallas_kernels.quantized_matmul.scheme import Scheme
+from pallas_kernels.target import KernelTarget
+from pallas_kernels.tuning import Kind, tuned_sizes
+
+TABLES = Path(__file__).parent / "tuned"
+
+# A step of more rows is bound by the tensor cores rather than by reading the weight.
+DECODE_ROWS = 64
+
+
+def tuned_blocks(
+    target: KernelTarget, backend: str, rows: int, out_dim: int, in_dim: int, scheme: Scheme
+) -> dict[str, int] | None:
+    """Return block sizes by name, or None if the caller asks for none and none were measured."""
+    facts = {"out_dim": out_dim, "in_dim": in_dim, **dataclasses.asdict(scheme)}
+    return tuned_sizes(TABLES, target, backend, kind_of(rows), facts)
+
+
+def kind_of(rows: int) -> Kind:
+    """Return which sizes a product of so many rows takes."""
+    return "decode" if rows <= DECODE_ROWS else "prefill"

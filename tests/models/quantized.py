@@ -1,0 +1,47 @@
+"""Computes the logits of the quantized fixtures with weights held as a deployment holds them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.model_source import resolve
+from jaxserve.models.registry import family
+from jaxserve.quant import WeightChoice, choose_weights, hold_weights, method_of
+from jaxserve.runtime.devices.mesh import make_mesh, shardings
+from jaxserve.weights import build_params, open_weights, stored_types
+from pallas_kernels.quantized_matmul import Backend
+from pallas_kernels.target import CPU
+from tests.models.forward import prompt_logits
+from tests.models.golden import folder_of, golden_config
+
+Form = Literal["packed", "rows"]
+
+
+def held_logits(
+    name: str, form: Form, shards: int = 1, setting: str = "auto", dtype: Any = jnp.bfloat16
+) -> tuple[WeightChoice, np.ndarray, np.ndarray]:
+    """Return how weights are held, the logits of a prompt of a fixture, and those of the dequantized model.
+
+    `packed` is the layout of a CPU, in bfloat16; `rows` that of other devices, multiplied by the reference.
+    """
+    folder = folder_of(name)
+    config = dataclasses.replace(golden_config(name), shards=shards)
+    mesh, source = make_mesh(jax.devices("cpu"), tensor=shards), resolve(str(folder))
+    abstract = family(config).abstract(config, np.dtype(dtype))
+    stored, bf16 = stored_types(source, config), np.dtype(jnp.bfloat16)
+    method = method_of(config.quantization, stored)
+    made = choose_weights(setting, abstract, stored, method, target=CPU, dtype=bf16, tensor=shards)
+    forms = made.forms
+    if form == "rows":
+        forms = {path: dataclasses.replace(one, backend=Backend()) for path, one in forms.items() if one.scheme}
+    tree = hold_weights(abstract, forms)
+    options: dict[str, Any] = {"quantization": config.quantization, "on_the_fly": made.on_the_fly}
+    params = build_params(tree, shardings(mesh, tree), open_weights(source, tree, dense=abstract, **options))
+    with np.load(folder / "golden.npz") as golden:
+        ids, expected = golden["ids_2"].tolist(), golden["logits_2"]
+    return made, prompt_logits(config, params, ids, size=64, mesh=mesh, abstract=tree), expected
