@@ -6,6 +6,7 @@ are split into terms of bfloat16, each a row of its own.
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -19,7 +20,9 @@ from pallas_kernels.quantized_matmul.mosaic_gpu.kernel import MosaicGpuMatmul
 from pallas_kernels.quantized_matmul.mosaic_gpu.plan import BLOCK, Plan, make_plan, rule_sizes
 from pallas_kernels.quantized_matmul.mosaic_gpu.unpack import TILE_ROWS, Unpacking
 from pallas_kernels.quantized_matmul.scheme import Scheme
+from pallas_kernels.quantized_matmul.tuning import tuned_blocks
 from pallas_kernels.target import KernelTarget
+from pallas_kernels.tuning import Kind
 
 HOPPER = (9, 0)
 _CORES = 132
@@ -27,9 +30,6 @@ _CORES = 132
 _INTERPRETED_CORES = 5
 # In the interpreter a waiting warpgroup occupies a thread, which the warpgroup it waits for may need.
 _INTERPRETER_THREADS = 8
-
-KIND = "matmul"
-"""The kind of work in the names of block sizes."""
 
 _GROUPS = (32, 64)
 # Bits of the significands of inputs, in terms of bfloat16's eight.
@@ -83,9 +83,8 @@ def multiply(
         x = _bfloat16_terms(x, terms)
         numbers = lax.bitcast_convert_type(numbers.reshape(out_dim, -1, 4), jnp.uint32)
     cores = _INTERPRETED_CORES if interpret else target.cores or _CORES
-    asked = {name: size for kind, name, size in target.blocks if kind == KIND}
-    sizes = asked or rule_sizes(out_dim, len(x), scheme)
-    plan = make_plan(out_dim, in_dim, len(x), cores, scheme, sizes)
+    chosen = tuned_blocks(target, "mosaic_gpu", tokens, out_dim, in_dim, scheme) or {}
+    plan = make_plan(out_dim, in_dim, len(x), cores, scheme, rule_sizes(out_dim, len(x), scheme) | chosen)
     x = jnp.pad(x, ((0, plan.token_tiles * plan.tokens - len(x)), (0, 0)))
     unpacking = None
     if factors is not None:
@@ -102,6 +101,18 @@ def multiply(
     out = kernel.multiply(x, factors, numbers, scale, zero, jnp.bfloat16 if rounds else jnp.float32)
     out = _sum_parts(out, plan)
     return out[: terms * tokens].reshape(terms, tokens, out_dim).sum(axis=0)
+
+
+def candidates(kind: Kind, scheme: Scheme) -> list[dict[str, int]]:
+    """Return the block sizes to time for the tuned table; those that don't compile on the device are skipped.
+
+    The rule chooses the others: how many tokens a decode has varies.
+    """
+    if kind == "decode":
+        sizes = itertools.product((1, 2, 4), (1, 2), (4, 8))
+        return [{"warpgroups": n, "cluster": cluster, "stages": stages} for n, cluster, stages in sizes]
+    tiles = itertools.product((64, 96, 128), (2, 4), (1, 2))
+    return [{"tokens": tokens, "warpgroups": n, "cluster": cluster} for tokens, n, cluster in tiles]
 
 
 def _bfloat16_terms(x: Float[Array, "tokens in_dim"], count: int) -> BFloat16[Array, "terms in_dim"]:

@@ -19,6 +19,7 @@ import pytest
 
 from pallas_kernels.quantized_matmul import Backend, Scheme, quantized_matmul
 from pallas_kernels.quantized_matmul.mosaic_gpu import backend, kernel
+from pallas_kernels.quantized_matmul.tuning import kind_of
 from pallas_kernels.target import CPU, KernelTarget
 from tests.pallas_kernels.quantized_matmul.cases import Case, make_product
 from tests.selection import grid
@@ -28,8 +29,8 @@ FP8 = Scheme("fp8", 128, activations="group")
 SIZES: dict[str, Any] = {"out": (64,), "inputs": 256}
 WIDE = Case("wide", Scheme("int4", 128), rows=3, out=(2, 192), inputs=512, scales="bfloat16")
 # Tiles of which a part is another program's, and a ring that is filled again and again.
-DIVIDED = {"outputs": 64, "tokens": 8, "cluster": 1, "stages": 2}
-SHARED = {"outputs": 128, "tokens": 16, "cluster": 2, "stages": 2}
+DIVIDED = {"tokens": 8, "warpgroups": 1, "cluster": 1, "stages": 2}
+SHARED = {"tokens": 16, "warpgroups": 1, "cluster": 2, "stages": 2}
 
 CASES: list[tuple[Case, dict[str, int] | None]] = [
     (WIDE, None),
@@ -51,7 +52,7 @@ CASES: list[tuple[Case, dict[str, int] | None]] = [
 
 def multiply(case: Case, sizes: dict[str, int] | None, out_dtype: Any = jnp.float32) -> tuple[np.ndarray, ...]:
     """Return the product, that in float64 and its terms' magnitudes."""
-    blocks = frozenset((backend.KIND, name, size) for name, size in (sizes or {}).items())
+    blocks = frozenset((kind_of(case.rows), name, size) for name, size in (sizes or {}).items())
     x, weight, expected, magnitude = make_product(case, Backend("mosaic_gpu", dataclasses.replace(CPU, blocks=blocks)))
     out = jax.jit(lambda x, weight: quantized_matmul(x, weight, out_dtype=out_dtype))(x, weight)
     assert out.dtype == out_dtype
