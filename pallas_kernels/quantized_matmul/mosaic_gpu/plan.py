@@ -129,4 +129,4 @@ def _core_bytes(plan: Plan, scheme: Scheme) -> float:
 
 
 def _block_bytes(outputs: int, tokens: int, scheme: Scheme) -> int:
-    return BLOCK * (outputs * scheme.bits // 8 + tokens * (1 if scheme.numbers == "fp8" else 2))
+    return BLOCK * (outputs * scheme.bits // 8 + tokens * (2 if scheme.activations is None else 1))
