@@ -13,13 +13,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, BFloat16, Float, Float32, Shaped
+from jaxtyping import Array, Float, Float32, Shaped
 
 from pallas_kernels.quantized_matmul.layout import QuantizedWeight
 from pallas_kernels.quantized_matmul.mosaic_gpu.kernel import MosaicGpuMatmul
 from pallas_kernels.quantized_matmul.mosaic_gpu.plan import BLOCK, Plan, make_plan, rule_sizes
 from pallas_kernels.quantized_matmul.mosaic_gpu.unpack import TILE_ROWS, Unpacking
 from pallas_kernels.quantized_matmul.scheme import Scheme
+from pallas_kernels.quantized_matmul.terms import TERMS, bfloat16_terms
 from pallas_kernels.quantized_matmul.tuning import tuned_blocks
 from pallas_kernels.target import KernelTarget
 from pallas_kernels.tuning import Kind
@@ -32,8 +33,6 @@ _INTERPRETED_CORES = 5
 _INTERPRETER_THREADS = 8
 
 _SMALL_GROUPS = (32, 64)
-# Bits of the significands of inputs, in terms of bfloat16's eight.
-_TERMS = {jnp.dtype(jnp.bfloat16): 1, jnp.dtype(jnp.float16): 2, jnp.dtype(jnp.float32): 3}
 
 
 def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> str | None:
@@ -73,8 +72,8 @@ def multiply(
     zero = None if weight.zero is None else weight.zero.reshape(out_dim, -1)
     terms = 1
     if factors is None:
-        terms = _TERMS[jnp.dtype(x.dtype)]
-        x = _bfloat16_terms(x, terms)
+        terms = TERMS[jnp.dtype(x.dtype)]
+        x = bfloat16_terms(x, terms)
         numbers = lax.bitcast_convert_type(numbers.reshape(out_dim, -1, 4), jnp.uint32)
     cores = _INTERPRETED_CORES if interpret else target.cores or _CORES
     chosen = tuned_blocks(target, "mosaic_gpu", tokens, out_dim, in_dim, scheme) or {}
@@ -107,19 +106,6 @@ def candidates(kind: Kind, scheme: Scheme) -> list[dict[str, int]]:
         return [{"warpgroups": n, "cluster": cluster, "stages": stages} for n, cluster, stages in sizes]
     tiles = itertools.product((64, 96, 128), (2, 4), (1, 2))
     return [{"tokens": tokens, "warpgroups": n, "cluster": cluster} for tokens, n, cluster in tiles]
-
-
-def _bfloat16_terms(x: Float[Array, "tokens in_dim"], count: int) -> BFloat16[Array, "terms in_dim"]:
-    """Return rows of terms of which the sum is `x`: first those of most weight of all rows."""
-    if count == 1:
-        return x
-    terms, rest = [], x.astype(jnp.float32)
-    for _ in range(count):
-        # XLA may leave out a conversion there and back, but not this.
-        term = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
-        terms.append(term.astype(jnp.bfloat16))
-        rest = rest - term
-    return jnp.concatenate(terms)
 
 
 def _sum_parts(out: Float[Array, "parts tokens out_dim"], plan: Plan) -> Float[Array, "tokens out_dim"]:

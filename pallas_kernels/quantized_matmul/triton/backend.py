@@ -6,13 +6,16 @@ decides what is supported and with which block sizes the kernel runs, and prepar
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, BFloat16, Float32, Shaped
+from jaxtyping import Array, Float, Float32, Shaped
 
 from pallas_kernels.quantized_matmul.layout import FP8, QuantizedWeight
 from pallas_kernels.quantized_matmul.scheme import Scheme
+from pallas_kernels.quantized_matmul.terms import TERMS, bfloat16_terms
 from pallas_kernels.quantized_matmul.triton.kernel import (
     MIN_TERMS,
     Blocks,
@@ -47,11 +50,8 @@ def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> 
         return (
             f"triton needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, not {target.kind or 'this one'}"
         )
-    if (step := _step(in_dim, scheme)) < (least := _MIN_STEP[scheme.numbers]):
-        return (
-            f"triton takes groups of {scheme.numbers} in multiples of {least}, and all {in_dim} inputs as one only if "
-            f"they are one: these divide by {step}"
-        )
+    if _step(in_dim, scheme) < (least := _MIN_STEP[scheme.numbers]):
+        return f"triton takes groups of {scheme.numbers} in multiples of {least}, not of {scheme.group or in_dim}"
     if out_dim * in_dim >= _ADDRESSABLE:
         return f"triton addresses less than {_ADDRESSABLE} numbers, not {out_dim} x {in_dim}"
     return None
@@ -62,45 +62,35 @@ def multiply(
     factors: Float32[Array, "tokens groups"] | None,
     weight: QuantizedWeight,
     *,
+    out_dtype: Any,
     target: KernelTarget,
     interpret: bool,
-) -> Float32[Array, "tokens out_dim"]:
+) -> Float[Array, "tokens out_dim"]:
     """See `backends.BackendModule`."""
+    scheme, groups = weight.scheme, weight.scale.shape[-1]
+    terms = 1
     if x.dtype == jnp.float32:
-        parts = multiply(_split(x), factors, weight, target=target, interpret=interpret)
-        return parts.reshape(3, len(x), -1).sum(axis=0)
-    rows, inputs = x.shape
-    scheme, grouped = weight.scheme, weight.scale.shape[-1] > 1
-    if factors is not None and not _multiplies_fp8(scheme, target):
+        terms = TERMS[jnp.dtype(x.dtype)]
+        x = bfloat16_terms(x, terms)
+    elif factors is not None and not _multiplies_fp8(scheme, target):
         x = x.astype(jnp.bfloat16)
+    rows, inputs = x.shape
     step = _step(inputs, scheme)
     words = whole_words(FP8, step) if x.dtype == FP8 else words_of(scheme.numbers, step)
     numbers = weight.numbers.reshape(-1, inputs * scheme.bits // 8)
     blocks = blocks_for(rows, len(numbers), inputs, scheme, target)
-    totals = None
-    if grouped and weight.zero is not None:
-        totals = x.astype(jnp.float32).reshape(rows, weight.scale.shape[-1], -1).sum(axis=2).T
-    operands = Operands(
-        x=arrange(x, words),
-        words=_as_words(numbers, words),
-        scale=weight.scale.reshape(len(numbers), -1) if grouped else None,
-        zero=weight.zero.reshape(len(numbers), -1) if grouped and weight.zero is not None else None,
-        factors=factors.T if grouped and factors is not None else None,
-        totals=totals,
-    )
-    out = product(operands, words, blocks, interpret=interpret)
-    return out if grouped else scale_sums(out, x, factors, weight)
-
-
-def _split(x: Float32[Array, "rows in_dim"]) -> BFloat16[Array, "three_times_rows in_dim"]:
-    """Return three parts of each input, whose sum it is: tensor cores multiply bfloat16, of 8 bits, exactly."""
-    parts = []
-    for _ in range(3):
-        # A conversion to bfloat16 and back is nothing to XLA, which may keep more bits than it is asked for.
-        part = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-        parts.append(part.astype(jnp.bfloat16))
-        x -= part
-    return jnp.concatenate(parts)
+    operands = Operands(x=arrange(x, words), words=_as_words(numbers, words))
+    if groups > 1:
+        operands = operands._replace(
+            scale=weight.scale.reshape(len(numbers), -1), factors=None if factors is None else factors.T
+        )
+        if weight.zero is not None:
+            totals = x.astype(jnp.float32).reshape(rows, groups, -1).sum(axis=2).T
+            operands = operands._replace(zero=weight.zero.reshape(len(numbers), -1), totals=totals)
+    rounds = groups > 1 and terms == blocks.splits == 1
+    out = product(operands, words, blocks, out_dtype if rounds else jnp.float32, interpret=interpret)
+    out = out if groups > 1 else scale_sums(out, x, factors, weight)
+    return out.reshape(terms, rows // terms, -1).sum(axis=0)
 
 
 def _step(inputs: int, scheme: Scheme) -> int:

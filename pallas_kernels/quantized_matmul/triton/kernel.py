@@ -47,13 +47,13 @@ class Blocks:
 class Words:
     """How numbers are read: `values_a_word` consecutive inputs in each word, and `step` inputs at a time.
 
-    `convert` returns the values at each place of the words.
+    `convert` returns the values at each place of the words in the type of the inputs.
     """
 
     dtype: np.dtype
     values_a_word: int
     step: int
-    convert: Callable[[Shaped[Array, "out words"]], list[Shaped[Array, "out words"]]]
+    convert: Callable[[Shaped[Array, "out words"], Any], list[Shaped[Array, "out words"]]]
 
 
 class Operands(NamedTuple):
@@ -65,10 +65,10 @@ class Operands(NamedTuple):
 
     x: Any
     words: Any
-    scale: Any
-    zero: Any
-    factors: Any
-    totals: Any
+    scale: Any = None
+    zero: Any = None
+    factors: Any = None
+    totals: Any = None
 
 
 class _Group(NamedTuple):
@@ -98,32 +98,38 @@ def words_of(numbers: NumberType, step: int) -> Words:
 
 def whole_words(dtype: Any, step: int) -> Words:
     """Return how to read numbers to multiply them as they are."""
-    return Words(np.dtype(dtype), 1, step, lambda words: [words])
+    return Words(np.dtype(dtype), 1, step, lambda words, _: [words])
 
 
-def _from_int4(words: Int[Array, "out words"]) -> list[Float[Array, "out words"]]:
-    """Convert: with the exponent of 128, the last bits of a bfloat16 count whole numbers.
+def _from_int4(words: Int[Array, "out words"], dtype: Any) -> list[Float[Array, "out words"]]:
+    """Convert: with the exponent of 128, or of 1024 in float16, the last bits of a number count whole numbers.
 
-    In two's complement, a nibble whose highest bit is inverted is 8 more than its number; hence 136.
+    In two's complement, a nibble whose highest bit is inverted is 8 more than its number.
     """
-    return [half - 136.0 for half in _halves(words, 4, 0xF, lambda bits, both: bits ^ 0x4308 * both, jnp.bfloat16)]
+    bits, excess = (0x4308, 136.0) if dtype == jnp.bfloat16 else (0x6408, 1032.0)
+    return [half - excess for half in _halves(words, 4, 0xF, lambda nibble, both: nibble ^ bits * both, dtype)]
 
 
-def _from_int8(words: Int[Array, "out words"]) -> list[Float[Array, "out words"]]:
+def _from_int8(words: Int[Array, "out words"], dtype: Any) -> list[Float[Array, "out words"]]:
     """Convert as int4, but in float16, as a bfloat16 has too few bits."""
-    halves = _halves(words, 8, 0xFF, lambda bits, both: bits ^ 0x6480 * both, jnp.float16)
-    return [(half.astype(jnp.float32) - 1152.0).astype(jnp.bfloat16) for half in halves]
+    halves = _halves(words, 8, 0xFF, lambda byte, both: byte ^ 0x6480 * both, jnp.float16)
+    return [(half.astype(_exact(dtype)) - 1152.0).astype(dtype) for half in halves]
 
 
-def _from_fp8(words: Int[Array, "out words"]) -> list[Float[Array, "out words"]]:
+def _from_fp8(words: Int[Array, "out words"], dtype: Any) -> list[Float[Array, "out words"]]:
     """Convert: float16 has the same fields, longer, and another bias of its exponent.
 
     A bfloat16 with the same fields would be subnormal where the number is, and some devices take such ones for zero.
     """
     halves = _halves(
-        words, 8, 0xFF, lambda bits, both: ((bits & 0x7F * both) << 7) | ((bits & 0x80 * both) << 8), jnp.float16
+        words, 8, 0xFF, lambda byte, both: ((byte & 0x7F * both) << 7) | ((byte & 0x80 * both) << 8), jnp.float16
     )
-    return [(half.astype(jnp.float32) * 256.0).astype(jnp.bfloat16) for half in halves]
+    return [(half.astype(_exact(dtype)) * 256.0).astype(dtype) for half in halves]
+
+
+def _exact(dtype: Any) -> Any:
+    """Return a type that holds the values of float16 on their way to `dtype`."""
+    return dtype if dtype == jnp.float16 else jnp.float32
 
 
 def _halves(
@@ -150,8 +156,10 @@ def arrange(x: Shaped[Array, "rows in_dim"], words: Words) -> Shaped[Array, "row
     return steps.swapaxes(2, 3).reshape(x.shape)
 
 
-def product(operands: Operands, words: Words, blocks: Blocks, *, interpret: bool) -> Float32[Array, "rows out"]:
-    """Return the product of all operands."""
+def product(
+    operands: Operands, words: Words, blocks: Blocks, out_dtype: Any, *, interpret: bool
+) -> Float[Array, "rows out"]:
+    """Return the product of all operands; each split is rounded to `out_dtype`."""
     (rows, inputs), out_dim = operands.x.shape, len(operands.words)
     steps = inputs // words.step
     groups = 1 if operands.scale is None else operands.scale.shape[1]
@@ -159,7 +167,7 @@ def product(operands: Operands, words: Words, blocks: Blocks, *, interpret: bool
         functools.partial(_kernel, facts=_Facts(words, steps, steps // groups, blocks)),
         # Rows come first: programs that run at the same time read the same weights, each of which is read once.
         grid=(pl.cdiv(rows, blocks.block_rows), pl.cdiv(out_dim, blocks.block_out), blocks.splits),
-        out_shape=jax.ShapeDtypeStruct((blocks.splits, rows, out_dim), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((blocks.splits, rows, out_dim), out_dtype),
         compiler_params=plgpu.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
         interpret=interpret,
         name="quantized_matmul",
@@ -180,9 +188,9 @@ def _kernel(of: Operands, out: Ref, *, facts: _Facts) -> None:
     def multiplied(step: Array) -> Float32[Array, "out rows"]:
         stored = plgpu.load(of.words.at[output[:, None], (step * terms + lane)[None, :]])
         sums = jnp.zeros((blocks.block_out, blocks.block_rows), jnp.float32)
-        for place, values in enumerate(words.convert(stored)):
+        for place, values in enumerate(words.convert(stored, of.x.dtype)):
             x = plgpu.load(of.x.at[row[:, None], (step * words.step + place * terms + lane)[None, :]])
-            sums += jnp.dot(values.astype(x.dtype), x.T, preferred_element_type=jnp.float32)
+            sums += jnp.dot(values, x.T, preferred_element_type=jnp.float32)
         return sums
 
     def group_of(step: Array) -> _Group:
@@ -214,4 +222,4 @@ def _kernel(of: Operands, out: Ref, *, facts: _Facts) -> None:
     else:
         sums, _ = lax.fori_loop(first, last, one_step, (sums, group_of(first)))
     mask = (m < rows)[:, None] & (n < out_dim)[None, :]
-    plgpu.store(out.at[pl.program_id(2), m[:, None], n[None, :]], sums.T, mask=mask)
+    plgpu.store(out.at[pl.program_id(2), m[:, None], n[None, :]], sums.T.astype(out.dtype), mask=mask)

@@ -70,6 +70,8 @@ CASES = (
     Case("int4-zeros-channel", Scheme("int4", zeros=True), rows=16),
     Case("int4-float16", INT4_ZEROS, dtype="float16"),
     Case("int4-float32", INT4, dtype="float32"),
+    Case("int8-float16", INT8, dtype="float16", scales="float16"),
+    Case("fp8-float16", Scheme("fp8"), dtype="float16", rows=9),
     Case("int8-row", INT8, rows=1, scales="bfloat16"),
     Case("int8-many-rows", INT8, rows=140, out=(130,)),
     Case("int8-group-16", Scheme("int8", 16), rows=6, scales="float16"),
