@@ -38,6 +38,8 @@ SCHEMES = {
     "int4-channel": Scheme("int4"),
     "int8": Scheme("int8", 128),
     "int8-zeros-group-32": Scheme("int8", 32, zeros=True),
+    "int8-token": Scheme("int8", activations="token"),
+    "fp8": Scheme("fp8", 128),
     "fp8-blocks": Scheme("fp8", 128, activations="group"),
 }
 # Products of Llama-3.1-8B: of attention's output, of queries with keys and values, and of the two of the MLP.

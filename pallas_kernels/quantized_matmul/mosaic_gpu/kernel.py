@@ -96,7 +96,7 @@ class MosaicGpuMatmul:
             numbers_ref: Any,
             scale_ref: Any,
             zero_ref: Any,
-            exponents_ref: Any,
+            constant_ref: Any,
             out_ref: Any,
             x_ring: Any,
             factors_ring: Any,
@@ -109,7 +109,7 @@ class MosaicGpuMatmul:
             core, warpgroup = lax.axis_index("core").astype(jnp.int32), lax.axis_index("warpgroup")
             begin, end = plan.first_block(core), plan.first_block(core + 1)
             own = lax.axis_index("cluster").astype(jnp.int32) * outputs
-            exponents: Any = None if exponents_ref is None else exponents_ref[0]
+            constant: Any = None if constant_ref is None else constant_ref[0]
 
             def slot_of(i: jax.Array) -> jax.Array:
                 return lax.rem(i - begin, jnp.int32(plan.stages))
@@ -138,9 +138,10 @@ class MosaicGpuMatmul:
                     for unit in range(part * self.part, (part + 1) * self.part, self.unit):
                         inputs = x_ring.at[slot, :, pl.ds(unit, self.unit)].transpose((1, 0))
                         plgpu.wgmma(acc, operand(slot, unit), inputs)
-                    return acc[...]
+                    return acc[...].astype(jnp.float32)
 
-                return pl.run_scoped(multiply, _Accumulator((TILE_ROWS, plan.tokens), jnp.float32))
+                sums = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+                return pl.run_scoped(multiply, _Accumulator((TILE_ROWS, plan.tokens), sums))
 
             def operand(slot: jax.Array, unit: int) -> Any:
                 some = pl.ds(warpgroup * TILE_ROWS, TILE_ROWS)
@@ -150,7 +151,7 @@ class MosaicGpuMatmul:
                 copy, word = divmod(unit // self.unit * words, _COPIED_WORDS)
                 source = numbers_ring.at[slot, copy, some, pl.ds(word, words)]
                 tile = plgpu.load(source, layout=self.unpacking.layout, optimized=False)
-                tile = self.unpacking.unpack(tile, exponents, interpret=self.interpret)
+                tile = self.unpacking.unpack(tile, constant, interpret=self.interpret)
                 if not self.interpret:
                     return tile
                 # The interpreter can't multiply from registers.
@@ -182,6 +183,8 @@ class MosaicGpuMatmul:
                             factor = lax.broadcast_in_dim(factor, product.shape, [1])
                             product = product * factor if zero is None else product - _wide(zero, product) * factor
                         total = total + _wide(scale, product) * product
+                    # Ordinary reads come before the copy that overwrites what was read.
+                    plgpu.commit_smem()
                     plgpu.barrier_arrive(free.at[slot])
                     return total
 
@@ -215,7 +218,7 @@ class MosaicGpuMatmul:
 
         stages = plan.stages
         unpacks = self.unpacking is not None
-        exponents = jnp.asarray(self.unpacking.exponents) if self.unpacking else None
+        constant = jnp.asarray(self.unpacking.constant) if self.unpacking else None
         kernel = plgpu.kernel(
             body,
             out_type=jax.ShapeDtypeStruct((plan.parts, len(x), len(numbers)), out_dtype),
@@ -244,7 +247,7 @@ class MosaicGpuMatmul:
             ),
             interpret=plgpu.InterpretGPUParams(detect_races=True) if self.interpret else None,
         )
-        out: jax.Array = kernel(x, factors, numbers, scale, zero, exponents)
+        out: jax.Array = kernel(x, factors, numbers, scale, zero, constant)
         return out
 
 
