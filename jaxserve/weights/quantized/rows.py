@@ -6,6 +6,7 @@ Windows are of the weight with one dimension of inputs (`quant.flat_inputs`), as
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -105,6 +106,8 @@ class RowsOnTheFly:
     def _quantized(self, path: Path, window: Window) -> tuple[Array, Array]:
         spec, scheme = self._specs[path], self._held[path].scheme
         assert scheme is not None, path
+        if scheme.group is not None:  # the last group of a checkpoint's rows may be shorter
+            scheme = dataclasses.replace(scheme, group=math.gcd(scheme.group, flat_inputs(spec).shape[-1]))
         inner = spec.stored_shape[len(window) - 1 :]
         rows = (*window[:-1], *(slice(0, size) for size in inner))
         values = np.empty([part.stop - part.start for part in rows], spec.dtype)
