@@ -7,19 +7,22 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from jaxserve.model_source import read_config, resolve
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family, parse_model_config
-from jaxserve.quant import choose_weights, held_weights, hold_weights
+from jaxserve.quant import choose_weights, held_weights, hold_weights, stored_by_config
 from jaxserve.weights import build_params, check_tensors, open_source, open_weights
 from jaxserve.weights.quantized.folder import QuantizedFolder
+from jaxserve.weights.quantized.mxfp4 import decode_mxfp4
 from pallas_kernels.quantized_matmul import FACTORS, Backend, PackedWeight, dequantize, unpack
 from pallas_kernels.target import CPU
 from tests.weights.conftest import on_one_device
 from tests.weights.quantized.fixtures import MODELS, QUANTIZED, dequantized
 
 BF16 = np.dtype(jnp.bfloat16)
+EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 
 
 def opened(name: str) -> tuple[ModelConfig, QuantizedFolder]:
@@ -61,6 +64,25 @@ def test_numbers_and_factors_are_those_of_the_weights_in_their_order(name: str) 
         assert group % 32 == 0
         found = values.astype(np.float32) * each["scale"] + each["minimum"]
         np.testing.assert_array_equal(found, exact if order is None else exact[:, order], err_msg=tensor)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_config_alone_tells_what_the_files_say(name: str) -> None:
+    config, folder = opened(name)
+    told = stored_by_config(config.quantization, family(config).abstract(config, BF16))
+    found = {tensor: stored for tensor, stored in folder.stored.items() if stored.quantized}
+    assert told.keys() == found.keys()
+    for tensor, stored in found.items():
+        assert told[tensor].scheme == stored.scheme
+        assert bool(told[tensor].order) == bool(stored.order)
+        assert told[tensor].factors.itemsize >= stored.factors.itemsize
+
+
+def test_a_tensor_in_mxfp4_is_decoded() -> None:
+    with safe_open(QUANTIZED / "mxfp4" / "model.safetensors", framework="numpy") as opened_file:
+        blocks, scales = (opened_file.get_tensor(f"{EXPERTS}_{part}") for part in ("blocks", "scales"))
+    np.testing.assert_array_equal(decode_mxfp4(blocks, scales), dequantized("mxfp4")[EXPERTS])
+    assert np.isnan(decode_mxfp4(blocks, np.full_like(scales, 255))).all()
 
 
 @pytest.mark.parametrize("name", ["gptq_act_order", "fp8_static", "compressed_fp8_blocks"])
