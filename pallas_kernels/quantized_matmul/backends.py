@@ -19,7 +19,7 @@ BackendName = Literal["reference", "xla", "triton", "mosaic_gpu", "mosaic_tpu"]
 # Best first; the reference supports everything. XLA takes few schemes, and of its products times those of cuBLASLt and
 # kernels of its own on the device that they are compiled for.
 _ON_GPUS: tuple[BackendName, ...] = ("xla", "mosaic_gpu", "triton")
-_PREFERRED: dict[str, tuple[BackendName, ...]] = {"cuda": _ON_GPUS, "gpu": _ON_GPUS, "tpu": ("xla",)}
+_PREFERRED: dict[str, tuple[BackendName, ...]] = {"cuda": _ON_GPUS, "gpu": _ON_GPUS, "tpu": ("xla", "mosaic_tpu")}
 
 
 @dataclasses.dataclass(frozen=True)
