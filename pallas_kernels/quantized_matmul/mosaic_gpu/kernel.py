@@ -176,7 +176,6 @@ class MosaicGpuMatmul:
 
                 def step(i: jax.Array, total: jax.Array) -> jax.Array:
                     slot, (_, _, block) = slot_of(i), plan.place(i)
-                    load_ahead(i + (plan.stages - 1))
                     # They arrive during the products.
                     scales = [column(scale_ref, block, part) for part in range(parts)]
                     zeros = [None if zero_ref is None else column(zero_ref, block, part) for part in range(parts)]
@@ -192,6 +191,8 @@ class MosaicGpuMatmul:
                     # Ordinary reads come before the copy that overwrites what was read.
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(free.at[slot])
+                    # Into the slot of the block before, which the other warpgroups have read by now.
+                    load_ahead(i + (plan.stages - 1))
                     return total
 
                 start = plgpu.layout_cast(jnp.zeros((TILE_ROWS, plan.tokens), jnp.float32), _TILE)
@@ -203,8 +204,8 @@ class MosaicGpuMatmul:
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(rounded.at[warpgroup], target)
                 else:
-                    numbers = total if self.interpret else _scalars(total)
-                    plgpu.store(target.transpose((1, 0)), numbers, optimized=False)
+                    sums = total if self.interpret else _scalars(total)
+                    plgpu.store(target.transpose((1, 0)), sums, optimized=False)
                 return carry
 
             for i in range(plan.stages - 1):
