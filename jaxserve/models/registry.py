@@ -28,6 +28,7 @@ from jaxserve.models import (
     starcoder2,
 )
 from jaxserve.models.config import ModelConfig, refuse_quantization, refuse_unread
+from jaxserve.models.kv_scales import parse_kv_scale_name
 
 _FAMILIES: dict[str, ModuleType] = {
     "Cohere2ForCausalLM": cohere,
@@ -125,7 +126,8 @@ def family(config: ModelConfig) -> ModuleType:
 
 
 def is_ignored(name: str) -> bool:
-    """Return whether a checkpoint tensor is not needed: frequencies, which are computed, the copy of a tied head, or an
-    encoder of images or sound, which are refused."""
+    """Return whether no parameter needs a checkpoint tensor: frequencies, which are computed, the copy of a tied head,
+    scales of a KV cache, which the state has, or an encoder of images or sound, which are refused."""
     own = name.removeprefix("model.")
-    return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight" or own.startswith(_TOWERS)
+    computed = name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
+    return computed or parse_kv_scale_name(name) is not None or own.startswith(_TOWERS)
