@@ -197,8 +197,8 @@ COUNTERPARTS: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
             ("bfloat16", "bf16", "float16", "float32", "fp32"), "--kv-cache-dtype auto uses the type of --dtype"
         )
         | dict.fromkeys(
-            ("fp8_e5m2", "fp4_e2m1", "nvfp4", "int8", "fp8_inc", "fp8_ds_mla"),
-            "the only quantized KV cache type is e4m3: --kv-cache-dtype fp8_e4m3",
+            ("fp4_e2m1", "nvfp4", "int8", "fp8_inc", "fp8_ds_mla"),
+            "the quantized types of a KV cache are fp8_e4m3 and fp8_e5m2: --kv-cache-dtype fp8_e4m3",
         ),
         "dtype": dict.fromkeys(("half", "float16", "fp16"), "the 16-bit type is bfloat16: --dtype bfloat16")
         | dict.fromkeys(("bf16",), "write --dtype bfloat16")
