@@ -220,7 +220,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about an engine, sent once when it is ready. Sizes are in tokens; times in seconds, by start-up phase.
 
     `num_pages` are those of whole sequences; `kv_groups` are all groups of layers with a KV cache of their own.
-    `quantization` is gguf if weights are kept quantized as in a GGUF file, else none. On each device, weights take
+    `quantization` is the format of quantized weights (gguf, awq, int4, …), or none. On each device, weights take
     `weight_bytes`, and `free_bytes` were left after all was allocated; running programs take `working_bytes` of these.
     `memory_bound` says that the KV cache would be larger with more memory; `working_bytes` is then the compiler's
     figure plus a margin, else an estimate. `deterministic` says that a request gives the same bits in any batch.

@@ -11,7 +11,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family, is_ignored
-from jaxserve.quant import CheckpointQuantization, Stored, convert_forms, held_weights, hold_weights
+from jaxserve.quant import CONVERTED, CheckpointQuantization, Stored, convert_forms, held_weights, hold_weights
 from jaxserve.weights.arrays import WeightReader, flatten
 from jaxserve.weights.dummy import dummy_reader
 from jaxserve.weights.finite import FiniteSource
@@ -99,7 +99,11 @@ def open_source(
     if source.kind == "gguf":
         return GGUFFile(source.path)
     folder = SafetensorsFolder(source.path)
-    return folder if quantization is None else QuantizedFolder(folder, quantization)
+    if quantization is None:
+        return folder
+    if not quantization.rules:
+        raise ConfigError(f"{source.path}: quant_method={CONVERTED} is only that of folders of `jaxserve convert`")
+    return QuantizedFolder(folder, quantization)
 
 
 def _ignored(source: TensorSource) -> Callable[[str], bool]:

@@ -122,7 +122,8 @@ def _quantized_tensors(folder: SafetensorsFolder, quantization: CheckpointQuanti
         name = f"{module}.weight"
         stored = quantization.stored(name) or quantization.rules[0].stored
         weight = tensors.get(WEIGHT_SUFFIX[stored.packing])
-        if weight is not None and (stored.packing != "plain" or weight.stored_type in _QUANTIZED_TYPES):
+        is_quantized = weight is not None and (stored.packing != "plain" or weight.stored_type in _QUANTIZED_TYPES)
+        if weight is not None and is_quantized and len(weight.shape) == 2:
             types = {last: one.stored_type for last, one in tensors.items()}
             shapes = {last: one.shape for last, one in tensors.items()}
             block = quantization.block[0] if quantization.block and stored.packing == "plain" else 1
