@@ -1,11 +1,12 @@
 """The Mosaic GPU backend: Hopper GPUs, with their copy engine and warpgroup products, by Pallas' own GPU lowering.
 
-Multiplies bfloat16 by integers of 4 or 8 bits, and fp8 by fp8 of which each group has a scale. Inputs of other types
-are split into terms of bfloat16, each a row of its own.
+Numbers of every scheme are multiplied by bfloat16; int8 and fp8 also by inputs that are quantized. Inputs of 16 or 32
+bits that aren't bfloat16 are split into terms of bfloat16, each a row of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -20,7 +21,9 @@ from pallas_kernels.quantized_matmul.mosaic_gpu.plan import BLOCK, Plan, make_pl
 from pallas_kernels.quantized_matmul.mosaic_gpu.unpack import TILE_ROWS, Unpacking
 from pallas_kernels.quantized_matmul.scheme import Scheme
 from pallas_kernels.quantized_matmul.terms import TERMS, bfloat16_terms
+from pallas_kernels.quantized_matmul.tuning import tuned_blocks
 from pallas_kernels.target import KernelTarget
+from pallas_kernels.tuning import Kind
 
 HOPPER = (9, 0)
 _CORES = 132
@@ -29,10 +32,7 @@ _INTERPRETED_CORES = 5
 # In the interpreter a waiting warpgroup occupies a thread, which the warpgroup it waits for may need.
 _INTERPRETER_THREADS = 8
 
-KIND = "matmul"
-"""The kind of work in the names of block sizes."""
-
-_GROUPS = (32, 64)
+_SMALL_GROUPS = (32, 64)
 
 
 def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> str | None:
@@ -46,20 +46,14 @@ def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> 
             f"mosaic_gpu's interpreter deadlocks with fewer than {_INTERPRETER_THREADS} threads of XLA's: set "
             f"NPROC={_INTERPRETER_THREADS} in the environment"
         )
-    if scheme.numbers == "fp8" and scheme.activations != "group":
-        return f"mosaic_gpu multiplies fp8 by inputs quantized in groups, not by {_inputs(scheme)}"
-    if scheme.numbers != "fp8" and scheme.activations is not None:
-        return f"mosaic_gpu multiplies {scheme.numbers} by inputs as they are, not by {_inputs(scheme)}"
-    if scheme.group is not None and scheme.group % BLOCK and (scheme.group not in _GROUPS or scheme.numbers == "fp8"):
-        smaller = "" if scheme.numbers == "fp8" else "32, 64 or "
-        return f"mosaic_gpu takes groups of {smaller}multiples of {BLOCK} inputs, not of {scheme.group}"
+    if scheme.activations is not None and (scheme.numbers == "int4" or scheme.zeros):
+        return "mosaic_gpu multiplies quantized inputs by int8 and fp8 without zeros"
+    groups = "" if scheme.activations else "32, 64 or "
+    if scheme.group is not None and scheme.group % BLOCK and not (groups and scheme.group in _SMALL_GROUPS):
+        return f"mosaic_gpu takes groups of {groups}multiples of {BLOCK} inputs here, not of {scheme.group}"
     if out_dim % TILE_ROWS or in_dim % BLOCK:
         return f"mosaic_gpu takes multiples of {TILE_ROWS} outputs and {BLOCK} inputs, not {out_dim} and {in_dim}"
     return None
-
-
-def _inputs(scheme: Scheme) -> str:
-    return "inputs as they are" if scheme.activations is None else f"inputs quantized by {scheme.activations}"
 
 
 def multiply(
@@ -77,22 +71,21 @@ def multiply(
     numbers, scale = weight.numbers.reshape(out_dim, -1), weight.scale.reshape(out_dim, -1)
     zero = None if weight.zero is None else weight.zero.reshape(out_dim, -1)
     terms = 1
-    if scheme.numbers != "fp8":
+    if factors is None:
         terms = TERMS[jnp.dtype(x.dtype)]
         x = bfloat16_terms(x, terms)
         numbers = lax.bitcast_convert_type(numbers.reshape(out_dim, -1, 4), jnp.uint32)
     cores = _INTERPRETED_CORES if interpret else target.cores or _CORES
-    asked = {name: size for kind, name, size in target.blocks if kind == KIND}
-    sizes = asked or rule_sizes(out_dim, len(x), scheme)
-    plan = make_plan(out_dim, in_dim, len(x), cores, scheme, sizes)
+    chosen = tuned_blocks(target, "mosaic_gpu", tokens, out_dim, in_dim, scheme) or {}
+    plan = make_plan(out_dim, in_dim, len(x), cores, scheme, rule_sizes(out_dim, len(x), scheme) | chosen)
     x = jnp.pad(x, ((0, plan.token_tiles * plan.tokens - len(x)), (0, 0)))
     unpacking = None
     if factors is not None:
-        # A group may be several blocks.
-        factors = jnp.repeat(factors, group // BLOCK, axis=1).T
+        # One for each block, of which a group may have several.
+        factors = jnp.repeat(factors, in_dim // BLOCK // factors.shape[1], axis=1).T
         factors = jnp.pad(factors, ((0, 0), (0, len(x) - tokens)))
     else:
-        unpacking = Unpacking(scheme.bits, min(group, BLOCK))
+        unpacking = Unpacking(scheme.numbers, min(group, BLOCK))
         if scheme.zeros:
             factors = x.astype(jnp.float32).reshape(len(x), -1, min(group, BLOCK)).sum(axis=-1).T
         x = unpacking.reorder_inputs(x)
@@ -101,6 +94,18 @@ def multiply(
     out = kernel.multiply(x, factors, numbers, scale, zero, jnp.bfloat16 if rounds else jnp.float32)
     out = _sum_parts(out, plan)
     return out[: terms * tokens].reshape(terms, tokens, out_dim).sum(axis=0)
+
+
+def candidates(kind: Kind, scheme: Scheme) -> list[dict[str, int]]:
+    """Return the block sizes to time for the tuned table; those that don't compile on the device are skipped.
+
+    The rule chooses the others: how many tokens a decode has varies.
+    """
+    if kind == "decode":
+        sizes = itertools.product((1, 2, 4), (1, 2), (4, 8))
+        return [{"warpgroups": n, "cluster": cluster, "stages": stages} for n, cluster, stages in sizes]
+    tiles = itertools.product((64, 96, 128), (2, 4), (1, 2))
+    return [{"tokens": tokens, "warpgroups": n, "cluster": cluster} for tokens, n, cluster in tiles]
 
 
 def _sum_parts(out: Float[Array, "parts tokens out_dim"], plan: Plan) -> Float[Array, "tokens out_dim"]:

@@ -34,6 +34,7 @@ _SCALARS = plgpu.Layout._WGMMA_ACC_32BIT
 
 # Words of a row that are copied at a time: without a swizzle, rows of this size have no bank conflicts.
 _COPIED_WORDS = 16
+_ALIGNED_FACTORS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +85,10 @@ class MosaicGpuMatmul:
         copied = _COPIED_WORDS if self.unpacking else BLOCK
         copies = numbers.shape[1] // (x.shape[1] // BLOCK) // copied
         parts = BLOCK // self.part
+        # Copies begin at multiples of 128 bytes in shared memory, also those of few tokens.
+        width = max(plan.tokens, _ALIGNED_FACTORS)
+        if factors is not None:
+            factors = jnp.pad(factors, ((0, 0), (0, width - plan.tokens)))
         num_copies = copies + 1 + (factors is not None)
         # A program's part of the outputs of its cluster.
         outputs = plan.outputs // plan.cluster
@@ -96,7 +101,7 @@ class MosaicGpuMatmul:
             numbers_ref: Any,
             scale_ref: Any,
             zero_ref: Any,
-            exponents_ref: Any,
+            constant_ref: Any,
             out_ref: Any,
             x_ring: Any,
             factors_ring: Any,
@@ -109,7 +114,7 @@ class MosaicGpuMatmul:
             core, warpgroup = lax.axis_index("core").astype(jnp.int32), lax.axis_index("warpgroup")
             begin, end = plan.first_block(core), plan.first_block(core + 1)
             own = lax.axis_index("cluster").astype(jnp.int32) * outputs
-            exponents: Any = None if exponents_ref is None else exponents_ref[0]
+            constant: Any = None if constant_ref is None else constant_ref[0]
 
             def slot_of(i: jax.Array) -> jax.Array:
                 return lax.rem(i - begin, jnp.int32(plan.stages))
@@ -127,7 +132,7 @@ class MosaicGpuMatmul:
                 axes = None if plan.cluster == 1 or self.interpret else "cluster"
                 plgpu.copy_gmem_to_smem(source, x_ring.at[slot], arrived.at[slot], collective_axes=axes)
                 if factors_ref is not None:
-                    source = factors_ref.at[pl.ds(block * parts, parts), some]
+                    source = factors_ref.at[pl.ds(block * parts, parts), pl.ds(token, width)]
                     plgpu.copy_gmem_to_smem(source, factors_ring.at[slot], arrived.at[slot])
 
             def load_ahead(i: jax.Array) -> None:
@@ -138,9 +143,10 @@ class MosaicGpuMatmul:
                     for unit in range(part * self.part, (part + 1) * self.part, self.unit):
                         inputs = x_ring.at[slot, :, pl.ds(unit, self.unit)].transpose((1, 0))
                         plgpu.wgmma(acc, operand(slot, unit), inputs)
-                    return acc[...]
+                    return acc[...].astype(jnp.float32)
 
-                return pl.run_scoped(multiply, _Accumulator((TILE_ROWS, plan.tokens), jnp.float32))
+                sums = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+                return pl.run_scoped(multiply, _Accumulator((TILE_ROWS, plan.tokens), sums))
 
             def operand(slot: jax.Array, unit: int) -> Any:
                 some = pl.ds(warpgroup * TILE_ROWS, TILE_ROWS)
@@ -150,7 +156,7 @@ class MosaicGpuMatmul:
                 copy, word = divmod(unit // self.unit * words, _COPIED_WORDS)
                 source = numbers_ring.at[slot, copy, some, pl.ds(word, words)]
                 tile = plgpu.load(source, layout=self.unpacking.layout, optimized=False)
-                tile = self.unpacking.unpack(tile, exponents, interpret=self.interpret)
+                tile = self.unpacking.unpack(tile, constant, interpret=self.interpret)
                 if not self.interpret:
                     return tile
                 # The interpreter can't multiply from registers.
@@ -170,7 +176,6 @@ class MosaicGpuMatmul:
 
                 def step(i: jax.Array, total: jax.Array) -> jax.Array:
                     slot, (_, _, block) = slot_of(i), plan.place(i)
-                    load_ahead(i + (plan.stages - 1))
                     # They arrive during the products.
                     scales = [column(scale_ref, block, part) for part in range(parts)]
                     zeros = [None if zero_ref is None else column(zero_ref, block, part) for part in range(parts)]
@@ -178,11 +183,16 @@ class MosaicGpuMatmul:
                     for part, (scale, zero) in enumerate(zip(scales, zeros, strict=True)):
                         product = products(slot, part)
                         if factors_ref is not None:
-                            factor = plgpu.load(factors_ring.at[slot, part], layout=_COLUMNS, optimized=False)
+                            source = factors_ring.at[slot, part, pl.ds(0, plan.tokens)]
+                            factor = plgpu.load(source, layout=_COLUMNS, optimized=False)
                             factor = lax.broadcast_in_dim(factor, product.shape, [1])
                             product = product * factor if zero is None else product - _wide(zero, product) * factor
                         total = total + _wide(scale, product) * product
+                    # Ordinary reads come before the copy that overwrites what was read.
+                    plgpu.commit_smem()
                     plgpu.barrier_arrive(free.at[slot])
+                    # Into the slot of the block before, which the other warpgroups have read by now.
+                    load_ahead(i + (plan.stages - 1))
                     return total
 
                 start = plgpu.layout_cast(jnp.zeros((TILE_ROWS, plan.tokens), jnp.float32), _TILE)
@@ -194,8 +204,8 @@ class MosaicGpuMatmul:
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(rounded.at[warpgroup], target)
                 else:
-                    numbers = total if self.interpret else _scalars(total)
-                    plgpu.store(target.transpose((1, 0)), numbers, optimized=False)
+                    sums = total if self.interpret else _scalars(total)
+                    plgpu.store(target.transpose((1, 0)), sums, optimized=False)
                 return carry
 
             for i in range(plan.stages - 1):
@@ -215,13 +225,13 @@ class MosaicGpuMatmul:
 
         stages = plan.stages
         unpacks = self.unpacking is not None
-        exponents = jnp.asarray(self.unpacking.exponents) if self.unpacking else None
+        constant = jnp.asarray(self.unpacking.constant) if self.unpacking else None
         kernel = plgpu.kernel(
             body,
             out_type=jax.ShapeDtypeStruct((plan.parts, len(x), len(numbers)), out_dtype),
             scratch_types=(
                 self.smem(stages, plan.tokens, BLOCK, dtype=x.dtype),
-                None if factors is None else plgpu.SMEM((stages, parts, plan.tokens), jnp.float32),
+                None if factors is None else plgpu.SMEM((stages, parts, width), jnp.float32),
                 plgpu.SMEM((stages, copies, outputs, copied), stored)
                 if unpacks
                 else self.smem(stages, copies, outputs, copied, dtype=stored),
@@ -244,7 +254,7 @@ class MosaicGpuMatmul:
             ),
             interpret=plgpu.InterpretGPUParams(detect_races=True) if self.interpret else None,
         )
-        out: jax.Array = kernel(x, factors, numbers, scale, zero, exponents)
+        out: jax.Array = kernel(x, factors, numbers, scale, zero, constant)
         return out
 
 

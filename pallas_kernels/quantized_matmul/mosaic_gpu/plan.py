@@ -15,10 +15,11 @@ from pallas_kernels.quantized_matmul.scheme import Scheme
 BLOCK = 128
 """Inputs that are copied at a time."""
 
-_MOST_TOKENS, _MOST_STAGES = 128, 8
-_SHARED_TOKENS = 64
+_FEWEST_TOKENS, _SHARED_TOKENS, _MOST_TOKENS = 8, 64, 128
+_MOST_STAGES = 8
 # Of the 227 KiB of shared memory that a program may have; what is small takes the rest.
-_RING_BYTES = 216 * 1024
+_SHARED_BYTES = 216 * 1024
+ROUNDED_BYTES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,24 +90,30 @@ def rule_sizes(out_dim: int, rows: int, scheme: Scheme) -> dict[str, int]:
     summed at the same time. There two programs share what they read of the inputs, where outputs allow it.
     """
     small = scheme.group is not None and scheme.group < BLOCK
-    tokens = min(_MOST_TOKENS // 2 if small else _MOST_TOKENS, max(8, 1 << (rows - 1).bit_length()))
+    tokens = min(_MOST_TOKENS // 2 if small else _MOST_TOKENS, max(_FEWEST_TOKENS, 1 << (rows - 1).bit_length()))
     most = (_MOST_TOKENS if small else 2 * _MOST_TOKENS) // tokens
     warpgroups = next(n for n in (4, 3, 2, 1) if out_dim % (n * TILE_ROWS) == 0 and n <= most)
     cluster = 2 if tokens >= _SHARED_TOKENS and out_dim % (2 * warpgroups * TILE_ROWS) == 0 else 1
-    outputs = warpgroups * TILE_ROWS
-    stages = (_RING_BYTES - 2 * outputs * tokens) // _block_bytes(outputs, tokens, scheme)
-    return {"outputs": outputs * cluster, "tokens": tokens, "cluster": cluster, "stages": min(_MOST_STAGES, stages)}
+    return {"tokens": tokens, "warpgroups": warpgroups, "cluster": cluster, "stages": _MOST_STAGES}
 
 
 def make_plan(out_dim: int, in_dim: int, rows: int, cores: int, scheme: Scheme, sizes: dict[str, int]) -> Plan:
-    """Return the plan of a product with block sizes; tiles stay whole where dividing them would move more bytes."""
+    """Return the plan of a product with block sizes, of which `stages` are only as many as shared memory holds.
+
+    Tiles stay whole where dividing them would move more bytes.
+    """
+    tokens, cluster, outputs = sizes["tokens"], sizes["cluster"], sizes["warpgroups"] * TILE_ROWS
+    room = _SHARED_BYTES - ROUNDED_BYTES * outputs * tokens
     divided = Plan(
+        outputs=outputs * cluster,
+        tokens=tokens,
         blocks=in_dim // BLOCK,
-        output_tiles=out_dim // sizes["outputs"],
-        token_tiles=-(-rows // sizes["tokens"]),
-        cores=max(1, cores // sizes["cluster"]),
+        output_tiles=out_dim // (outputs * cluster),
+        token_tiles=-(-rows // tokens),
+        cores=max(1, cores // cluster),
         whole=False,
-        **sizes,
+        cluster=cluster,
+        stages=min(sizes["stages"], room // _block_bytes(outputs, tokens, scheme)),
     )
     divided = dataclasses.replace(divided, cores=min(divided.cores, divided.tiles * divided.blocks))
     whole = dataclasses.replace(divided, cores=min(divided.cores, divided.tiles), whole=True)
@@ -122,4 +129,4 @@ def _core_bytes(plan: Plan, scheme: Scheme) -> float:
 
 
 def _block_bytes(outputs: int, tokens: int, scheme: Scheme) -> int:
-    return BLOCK * (outputs * scheme.bits // 8 + tokens * (1 if scheme.numbers == "fp8" else 2))
+    return BLOCK * (outputs * scheme.bits // 8 + tokens * (2 if scheme.activations is None else 1))

@@ -1,4 +1,4 @@
-"""Stored integers become bfloat16 in the registers from which the tensor cores take them, exactly.
+"""Stored numbers become bfloat16 in the registers from which the tensor cores take them, exactly.
 
 A warpgroup reads a tile `[64, inputs]` as words of 32 bits. Each thread keeps the numbers that it has read: threads
 exchange none. A number counts as that input whose place in the operand its register has, so the product needs inputs in
@@ -8,6 +8,7 @@ the order of `reorder_inputs`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 from jaxtyping import Array, BFloat16, Shaped, UInt32
 
+from pallas_kernels.quantized_matmul.scheme import BITS, NumberType
+
 TILE_ROWS = 64
 """Rows of the operand of one tensor core instruction."""
 
@@ -32,10 +35,15 @@ _MOST_WORDS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Unpacking:
-    """How numbers of `bits` bits are read, if each product has inputs of one group of `group`."""
+    """How numbers are read, if each product has inputs of one group of `group`."""
 
-    bits: int
+    numbers: NumberType
     group: int
+
+    @property
+    def bits(self) -> int:
+        """The bits of one number."""
+        return BITS[self.numbers]
 
     @property
     def pairs(self) -> int:
@@ -70,28 +78,31 @@ class Unpacking:
         return split.transpose(0, 1, 3, 5, 2, 4).reshape(x.shape)
 
     @property
-    def exponents(self) -> np.ndarray:
-        """What makes the numbers in a word mantissas of two bfloat16, for a kernel to read.
+    def constant(self) -> np.ndarray:
+        """A constant of `unpack`, for a kernel to read.
 
-        A compiler that knew it would load it anew for each number: instructions take one constant, here the mask.
+        A compiler that knew it would load it anew for each pair: an instruction takes one constant, which is the mask.
         """
-        return np.array([0x43084308 if self.bits == 4 else 0x43004300], np.uint32)
+        return np.array([{"int4": 0x43084308, "int8": 0x43004300, "fp8": 0x80008000}[self.numbers]], np.uint32)
 
     def unpack(
-        self, words: UInt32[Array, "rows words"], exponents: UInt32[Array, ""], *, interpret: bool
+        self, words: UInt32[Array, "rows words"], constant: UInt32[Array, ""], *, interpret: bool
     ) -> BFloat16[Array, "rows inputs"]:
         """Return the numbers of a tile in the layout of an operand."""
+        operand = functools.partial(self._operand, interpret=interpret)
         shifted = [words >> np.uint32(self.bits * i) for i in range(self.pairs)]
-        if self.bits == 4:
-            # The sign bit is flipped: 128 + 8 + the number.
-            return self._operand([(s & np.uint32(0x000F000F)) ^ exponents for s in shifted], interpret) - np.array(
-                136, jnp.bfloat16
-            )
-        # 128 + the low bits, less 128 or, as a sign bit is one in the exponent, 256.
-        low = self._operand([(s & np.uint32(0x007F007F)) | exponents for s in shifted], interpret)
-        return low - self._operand([(s & np.uint32(0x00800080)) | exponents for s in shifted], interpret)
+        if self.numbers == "int4":
+            # The mantissa holds the number with its sign bit flipped: 128 + 8 + the number.
+            return operand([(s & _mask(0x000F)) ^ constant for s in shifted]) - np.array(136, jnp.bfloat16)
+        if self.numbers == "int8":
+            # 128 + the low bits, less 128 or, as a sign bit is one in the exponent, 256.
+            low = operand([(s & _mask(0x007F)) | constant for s in shifted])
+            return low - operand([(s & _mask(0x0080)) | constant for s in shifted])
+        # Sign, exponent and mantissa move to their places; the exponents' biases differ by 127 - 7.
+        numbers = [((s << 4) & _mask(0x07F0)) | ((s << 8) & constant) for s in shifted]
+        return operand(numbers) * np.array(2.0**120, jnp.bfloat16)
 
-    def _operand(self, pairs: Sequence[UInt32[Array, "rows words"]], interpret: bool) -> Array:
+    def _operand(self, pairs: Sequence[UInt32[Array, "rows words"]], *, interpret: bool) -> Array:
         """Return words, of which each is a pair of bfloat16, as an operand: the registers keep their contents."""
         if interpret:
             rows = len(pairs[0])
@@ -115,3 +126,8 @@ class Unpacking:
             one = vector.extract_strided_slice(word_type, register, [word], [1], [1])
             halves[self.column(word, i), half] = vector.bitcast(pair_type, one)
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
+def _mask(half: int) -> np.uint32:
+    """Return a mask for both halves of a word."""
+    return np.uint32(half << 16 | half)

@@ -44,11 +44,14 @@ def test_few_rows_keep_all_cores_busy_and_many_rows_divide_no_tile() -> None:
 @pytest.mark.parametrize("scheme", [INT4, INT8, FP8], ids=str)
 @pytest.mark.parametrize("rows", [1, 16, 32, 64, 100, 4096])
 @pytest.mark.parametrize("out_dim", [64, 192, 576, 4096])
-def test_sizes_fit_a_programs_shared_memory_and_keep_blocks_in_flight(scheme: Scheme, rows: int, out_dim: int) -> None:
-    sizes = rule_sizes(out_dim, rows, scheme)
-    assert out_dim % sizes["outputs"] == 0
-    assert sizes["stages"] >= 3
-    outputs, tokens = sizes["outputs"] // sizes["cluster"], sizes["tokens"]
-    inputs = 1 if scheme is FP8 else 2
-    ring = sizes["stages"] * 128 * (outputs * scheme.bits // 8 + tokens * inputs + 4 * tokens // 32)
-    assert ring + 2 * outputs * tokens < SHARED_MEMORY
+def test_a_plan_fits_a_programs_shared_memory_and_keeps_blocks_in_flight(
+    scheme: Scheme, rows: int, out_dim: int
+) -> None:
+    plan = plan_of((out_dim, 4096), rows, scheme)
+    assert plan.output_tiles * plan.outputs == out_dim
+    assert plan.token_tiles * plan.tokens >= rows
+    assert plan.stages >= 3
+    outputs = plan.outputs // plan.cluster
+    operands = outputs * scheme.bits // 8 + plan.tokens * (1 if scheme is FP8 else 2)
+    factors = 4 * plan.tokens * 128 // (scheme.group or 128)
+    assert plan.stages * (128 * operands + factors) + 2 * outputs * plan.tokens < SHARED_MEMORY

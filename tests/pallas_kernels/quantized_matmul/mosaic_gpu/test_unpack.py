@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +11,10 @@ from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels.quantized_matmul.mosaic_gpu.unpack import TILE_ROWS, Unpacking
 
-UNPACKINGS = [Unpacking(4, 128), Unpacking(4, 64), Unpacking(4, 32), Unpacking(8, 128), Unpacking(8, 32)]
+UNPACKINGS = [
+    *(Unpacking("int4", group) for group in (128, 64, 32)),
+    *(Unpacking(numbers, group) for numbers in ("int8", "fp8") for group in (128, 32)),
+]
 
 
 def registers(values: np.ndarray, layout: Any) -> np.ndarray:
@@ -47,14 +49,18 @@ def test_a_thread_keeps_its_numbers_at_the_places_of_reordered_inputs(unpacking:
 
 @pytest.mark.parametrize("unpacking", UNPACKINGS, ids=str)
 def test_every_number_is_unpacked_exactly(unpacking: Unpacking) -> None:
-    bits, inputs = unpacking.bits, unpacking.inputs
-    numbers = np.random.default_rng(bits).integers(-(2 ** (bits - 1)), 2 ** (bits - 1), (TILE_ROWS, inputs))
-    stored = numbers.astype(np.uint8) & (2**bits - 1)
+    rng, bits, shape = np.random.default_rng(unpacking.group), unpacking.bits, (TILE_ROWS, unpacking.inputs)
+    stored = rng.integers(0, 2**bits, shape).astype(np.uint8)
+    if unpacking.numbers == "fp8":
+        # Not NaN, nor what a CPU, but no GPU, takes for zero.
+        stored[(stored & 0x7F == 0x7F) | (stored & 0x78 == 0)] = 0
+        numbers = stored.view(jnp.float8_e4m3fn).astype(np.float32)
+    else:
+        numbers = np.where(stored < 2 ** (bits - 1), stored, stored - 2.0**bits)
     if bits == 4:
         stored = stored[:, ::2] | stored[:, 1::2] << 4
     words = jnp.asarray(np.ascontiguousarray(stored).view(np.uint32))
-    out = unpacking.unpack(words, jnp.asarray(unpacking.exponents[0]), interpret=True)
+    out = unpacking.unpack(words, jnp.asarray(unpacking.constant[0]), interpret=True)
     assert out.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(
-        np.asarray(out, np.int64), np.asarray(unpacking.reorder_inputs(jax.numpy.asarray(numbers)))
-    )
+    expected = np.asarray(unpacking.reorder_inputs(jnp.asarray(numbers)))
+    np.testing.assert_array_equal(np.asarray(out, np.float64), expected)
