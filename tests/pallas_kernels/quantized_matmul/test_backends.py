@@ -58,7 +58,7 @@ def test_a_product_is_that_of_float64_but_for_the_rounding_of_its_sums(name: Bac
         return
     x, weight, expected, magnitude = make_product(case, Backend(name, CPU))
     out = np.asarray(jax.jit(quantized_matmul)(x, weight), np.float64)
-    np.testing.assert_array_less(np.abs(out - expected), 2.0**-20 * magnitude)
+    np.testing.assert_array_less(np.abs(out - expected), 2.0**-21 * magnitude)
 
 
 @pytest.mark.parametrize(
