@@ -34,7 +34,8 @@ _SCALARS = plgpu.Layout._WGMMA_ACC_32BIT
 
 # Words of a row that are copied at a time: without a swizzle, rows of this size have no bank conflicts.
 _COPIED_WORDS = 16
-_ALIGNED_FACTORS = 32
+# Factors of a part begin at multiples of 128 bytes, as copies do in shared memory.
+_ALIGNED = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,15 +86,12 @@ class MosaicGpuMatmul:
         copied = _COPIED_WORDS if self.unpacking else BLOCK
         copies = numbers.shape[1] // (x.shape[1] // BLOCK) // copied
         parts = BLOCK // self.part
-        # Copies begin at multiples of 128 bytes in shared memory, also those of few tokens.
-        width = max(plan.tokens, _ALIGNED_FACTORS)
-        if factors is not None:
-            factors = jnp.pad(factors, ((0, 0), (0, width - plan.tokens)))
-        num_copies = copies + 1 + (factors is not None)
+        num_copies = copies + 1 + (0 if factors is None else parts)
         # A program's part of the outputs of its cluster.
         outputs = plan.outputs // plan.cluster
         warpgroups = outputs // TILE_ROWS
         rounds = out_dtype != jnp.float32
+        now = pl.ds(0, plan.tokens)
 
         def body(
             x_ref: Any,
@@ -131,9 +129,9 @@ class MosaicGpuMatmul:
                 source = x_ref.at[some, pl.ds(block * BLOCK, BLOCK)]
                 axes = None if plan.cluster == 1 or self.interpret else "cluster"
                 plgpu.copy_gmem_to_smem(source, x_ring.at[slot], arrived.at[slot], collective_axes=axes)
-                if factors_ref is not None:
-                    source = factors_ref.at[pl.ds(block * parts, parts), pl.ds(token, width)]
-                    plgpu.copy_gmem_to_smem(source, factors_ring.at[slot], arrived.at[slot])
+                for part in range(parts if factors_ref is not None else 0):
+                    source, to = factors_ref.at[block * parts + part, some], factors_ring.at[slot, part, now]
+                    plgpu.copy_gmem_to_smem(source, to, arrived.at[slot])
 
             def load_ahead(i: jax.Array) -> None:
                 pl.when((warpgroup == 0) & (i < end))(functools.partial(load, i))
@@ -183,7 +181,7 @@ class MosaicGpuMatmul:
                     for part, (scale, zero) in enumerate(zip(scales, zeros, strict=True)):
                         product = products(slot, part)
                         if factors_ref is not None:
-                            source = factors_ring.at[slot, part, pl.ds(0, plan.tokens)]
+                            source = factors_ring.at[slot, part, now]
                             factor = plgpu.load(source, layout=_COLUMNS, optimized=False)
                             factor = lax.broadcast_in_dim(factor, product.shape, [1])
                             product = product * factor if zero is None else product - _wide(zero, product) * factor
@@ -231,7 +229,7 @@ class MosaicGpuMatmul:
             out_type=jax.ShapeDtypeStruct((plan.parts, len(x), len(numbers)), out_dtype),
             scratch_types=(
                 self.smem(stages, plan.tokens, BLOCK, dtype=x.dtype),
-                None if factors is None else plgpu.SMEM((stages, parts, width), jnp.float32),
+                None if factors is None else plgpu.SMEM((stages, parts, max(plan.tokens, _ALIGNED)), jnp.float32),
                 plgpu.SMEM((stages, copies, outputs, copied), stored)
                 if unpacks
                 else self.smem(stages, copies, outputs, copied, dtype=stored),

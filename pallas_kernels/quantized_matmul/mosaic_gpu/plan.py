@@ -17,9 +17,10 @@ BLOCK = 128
 
 _FEWEST_TOKENS, _SHARED_TOKENS, _MOST_TOKENS = 8, 64, 128
 _MOST_STAGES = 8
-# Of the 227 KiB of shared memory that a program may have; what is small takes the rest.
+# Of the 227 KiB of shared memory that a program may have; factors and barriers take the rest.
 _SHARED_BYTES = 216 * 1024
-ROUNDED_BYTES = 2
+# Whole sums leave through shared memory in bfloat16.
+_ROUNDED_BYTES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +104,7 @@ def make_plan(out_dim: int, in_dim: int, rows: int, cores: int, scheme: Scheme, 
     Tiles stay whole where dividing them would move more bytes.
     """
     tokens, cluster, outputs = sizes["tokens"], sizes["cluster"], sizes["warpgroups"] * TILE_ROWS
-    room = _SHARED_BYTES - ROUNDED_BYTES * outputs * tokens
+    room = _SHARED_BYTES - _ROUNDED_BYTES * outputs * tokens
     divided = Plan(
         outputs=outputs * cluster,
         tokens=tokens,
