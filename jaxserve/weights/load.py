@@ -47,7 +47,11 @@ def checkpoint_reader(
     names = check_names(source, specs.values(), ignored)
     skipped = sorted(source.infos.keys() - names)
     if skipped:
-        _log.info("weights: %d tensors of the checkpoint are not used: %s", len(skipped), join_names(skipped))
+        _log.info(
+            "weights: %d tensors of the checkpoint are no parameters of the model: %s",
+            len(skipped),
+            join_names(skipped),
+        )
     rank = {name: i for i, name in enumerate(source.infos)}
     pieces = {path: tuple(sorted(spec.parts, key=lambda part: rank[part.name])) for path, spec in leaves}
     _assert_covered({path: spec.stored_shape for path, spec in leaves}, pieces)
