@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-Initializer = Literal["normal", "ones", "zeros"]
+Initializer = Literal["normal", "ones", "zeros", "constant", "range"]
 Window = tuple[slice, ...]
 Path = tuple[str | int, ...]
 """A parameter's place in its tree: attribute names, keys and list indices."""
@@ -42,7 +42,8 @@ class ParamSpec:
     """The declaration of a parameter, which is made of the `parts`.
 
     `axes` names each dimension (or None); `runtime/devices/mesh.py` maps the names to mesh axes. `init` is the value
-    that `--load-format dummy` fills it with; `normal` has standard deviation `scale`.
+    that `--load-format dummy` fills it with: `normal` has standard deviation `scale`, `constant` is `scale`, `range` is
+    the index.
 
     A parameter may be larger on a mesh than in a checkpoint, so that it can be split evenly; `shape` is the one on the
     mesh. There each stored KV head is repeated `kv_replicas` times. The next axis is split evenly between the replicas,

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import logging
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,10 @@ from jaxserve.engine.core.profiling import Profiling
 from jaxserve.engine.multihost.process_group import ProcessGroup
 from jaxserve.engine.process.main import run
 from jaxserve.engine.scheduling.scheduler import Scheduler
-from jaxserve.error_texts import join_differences, join_first
+from jaxserve.error_texts import join_differences
 from jaxserve.errors import ConfigError
 from jaxserve.models.registry import family, parse_model_config
 from jaxserve.observability.timeline import Timeline
-from jaxserve.params import dotted
-from jaxserve.quant import method_of
 from jaxserve.runtime.devices.attach import attach
 from jaxserve.runtime.devices.device import facts_of_devices, free_bytes
 from jaxserve.runtime.devices.distributed import devices_of_all, join_processes, resolve_local_devices
@@ -54,6 +51,8 @@ from jaxserve.runtime.sizing.sizes import Sizes
 from jaxserve.runtime.sizing.temp_memory import size_pool_by_compiler
 from jaxserve.runtime.step.page_copies import row_specs
 from jaxserve.weights import check_tensors, open_weights, stored_types
+from jaxserve.weights.kv_scales import KVScales, checkpoint_kv_scales
+from pallas_kernels.paged_attention import largest_float8
 
 logger = logging.getLogger("jaxserve.worker")
 
@@ -82,7 +81,10 @@ def build_engine(config: EngineConfig, nodes: ProcessGroup | None = None) -> tup
     calls: DeviceCommands = parts.calls if nodes is None else BroadcastCommands(parts.calls, nodes.broadcast)
     timeline = Timeline()
     elsewhere = int if nodes is None else lambda: nodes.peer_compiles
-    executor = DeviceExecutor(calls, parts.deployment.capacity, timeline, parts.programs.substitute, elsewhere)
+    executor = DeviceExecutor(
+        *(calls, parts.deployment.capacity, timeline, parts.programs.substitute, elsewhere),
+        calculates_kv_scales=config.calculate_kv_scales,
+    )
     if nodes is not None:
         with nodes.time_limit(config.dist_timeout, "the first step over all processes"):
             executor.connect()
@@ -150,10 +152,11 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
     obstacle = deployment.nondeterminism
     answer = f"no, {obstacle}" if obstacle else "yes, a request gives the same bits in any batch"
     logger.info("deterministic inference: %s", answer)
+    kv_scales = None
     if config.kv_cache_dtype != "auto":
-        logger.info(
-            "KV cache: %s, without scales: values beyond 448 are clipped", deployment.state.kv[0].keys.dtype.name
-        )
+        if config.load_format != "dummy" and not config.calculate_kv_scales:
+            kv_scales = checkpoint_kv_scales(source, deployment.model)
+        _log_kv_scales(deployment, kv_scales)
     rows = [row_specs(deployment.state, group) for group in range(len(deployment.kv_specs))]
     num_host_pages = host_pages(config, sizes.capacity.pages_by_group, rows)
     with phases("weights"):
@@ -168,7 +171,11 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         )
     # Programs are not loaded behind in a mesh, whose processes must choose alike, nor for a GPU, which would pause.
     behind = nodes is None and device.platform == "cpu"
-    params, state, programs, compiled = fill_devices(deployment, mesh, weights, bundle, phases, behind=behind)
+    params, state, programs, compiled = fill_devices(
+        *(deployment, mesh, weights, bundle, phases),
+        behind=behind,
+        kv_scales=() if kv_scales is None else kv_scales.by_group,
+    )
     host = [HostPool(specs, pages, mesh) for specs, pages in zip(rows, num_host_pages)]
     calls = LocalCommands(params, state, programs, host, mesh)
     if nodes is not None:
@@ -282,26 +289,30 @@ def _mesh_prefix(deployment: Deployment) -> str:
 def _log_weights(deployment: Deployment) -> None:
     """Log how weights are quantized, which are not, and why."""
     weights = deployment.weights
-    schemes = Counter(f"{scheme.bits} bits ({scheme})" for scheme in weights.quantized.values())
-    reasons: dict[str, list[str]] = {}
-    for path, reason in weights.others.items():
-        reasons.setdefault(reason, []).append(dotted(path))
-    others = "; ".join(f"{join_first(paths, 3)}: {reason}" for reason, paths in reasons.items())
-    if weights.quantized:
+    if weights.summary:
         logger.info(
-            "weights: %s%s, %d of %d linear layers in %s; %s; %.1f MiB in all, %.1f in %s",
-            weights.method,
-            ", quantized now" if weights.on_the_fly else "",
-            len(weights.quantized),
-            len(weights.quantized) + len(weights.others),
-            ", ".join(f"{text} x {count}" for text, count in schemes.items()),
-            f"not quantized: {others}" if others else "all are quantized",
+            "weights: %s; %s; %.1f MiB in all, %.1f in %s",
+            weights.summary,
+            f"not quantized: {weights.reasons}" if weights.others else "all are quantized",
             deployment.sizes.footprint.weights / 2**20,
             deployment.dense_bytes / 2**20,
             deployment.dtype.name,
         )
-    elif method := method_of(deployment.model.quantization, deployment.stored):
-        logger.info("weights: %s, dequantized to %s; %s", method, deployment.dtype.name, others)
+
+
+def _log_kv_scales(deployment: Deployment, scales: KVScales | None) -> None:
+    """Log where the scales of an fp8 KV cache come from."""
+    dtype = deployment.state.kv[0].keys.dtype
+    if deployment.config.calculate_kv_scales:
+        origin = "will be calculated from the first prompts"
+    elif scales is None:
+        origin = (
+            f"are 1, as the checkpoint has none: values beyond {largest_float8(dtype):g} are clipped; "
+            "--calculate-kv-scales takes them from the first prompts"
+        )
+    else:
+        origin = f"come from the checkpoint, for {scales.num_layers} of {scales.num_kv_layers} layers"
+    logger.info("KV cache: %s; its scales %s", dtype.name, origin)
 
 
 def _make_loop(

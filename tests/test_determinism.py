@@ -12,7 +12,7 @@ import pytest
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.errors import ConfigError
-from tests.selection import examples
+from tests.selection import examples, grid
 from tests.tiny_model import CONFIG, write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -61,13 +61,20 @@ def _found(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[A
     return [[(sample.token_ids, sample.logprobs) for sample in output.outputs] for output in outputs]
 
 
-def test_a_request_gives_the_same_bits_in_any_company(folder: Path) -> None:
+@pytest.mark.parametrize("quantization", grid(["auto", "int4", "fp8"], lambda setting: setting != "int4"))
+def test_a_request_gives_the_same_bits_in_any_company(folder: Path, quantization: str) -> None:
+    """With fp8, inputs are quantized too, each token by its own scale."""
     requests = _requests()
-    programs = {"model": str(folder), "program_cache_dir": str(folder / "programs")}
+    programs: dict[str, Any] = {
+        "model": str(folder),
+        "quantization": quantization,
+        "program_cache_dir": str(folder / quantization),
+    }
     with LLM(
         **programs, **SETTINGS, cuda_graph_bs=[12], disable_radix_cache=True, disable_overlap_schedule=True
     ) as llm:
         assert llm._engine.info.deterministic
+        assert llm._engine.info.quantization == ("none" if quantization == "auto" else quantization)
         alone = [_found(llm, [request])[0] for request in requests]
     crowd = {"chunked_prefill_size": 40, "cuda_graph_bs": [3, 12], "max_total_tokens": 576}
     with LLM(**programs, **SETTINGS, **crowd, schedule_conservativeness=0.0) as llm:

@@ -11,11 +11,13 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jaxserve.api_types import EngineInfo, EngineRequest, FinishReason, SamplingParams, TokenEvent, TokenLogprobs
 from jaxserve.config.schema import EngineConfig
@@ -27,12 +29,14 @@ from jaxserve.runtime.programs.builder import step_keys
 from jaxserve.runtime.step import batch as batches
 from jaxserve.runtime.step.batch import StepKey
 from jaxserve.step_plan import Capacity, SlotOpen, StepPlan
+from jaxserve.weights.arrays import flatten
 from jaxserve.weights.dummy import dummy_params
 from jaxserve.worker import build_engine
 from tests.models.forward import cpu_mesh, prompt_logits
 from tests.runtime import plain_sampling
 from tests.selection import grid
 from tests.tiny_model import CONFIG, write_tiny_model
+from tests.weights.conftest import random_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +59,12 @@ VOCAB = FULL["vocab_size"]
 TOLERANCE = 1e-4
 FP8 = np.dtype(jax.numpy.float8_e4m3fn)
 FP8_TOLERANCE = 0.01
+ORIGINS = {
+    "none": "are 1, as the checkpoint has none: values beyond 448 are clipped",
+    "checkpoint": "come from the checkpoint",
+    "calculated": "will be calculated from the first prompts",
+}
+"""Where the scales of an fp8 cache come from, and what the log says about it."""
 
 Engine = tuple[EngineLoop, EngineInfo]
 Build = Callable[..., Engine]
@@ -107,13 +117,19 @@ QUICK = {name for name, sizes in SETTINGS.items() if SMALL.items() <= sizes.item
 
 @pytest.fixture(scope="session")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """Makes engines by the name of their settings; programs are compiled once a run of the tests."""
+    """Makes engines by the name of their settings; programs are compiled once a run of the tests.
+
+    With `kv_scales`, the same weights come from a checkpoint that has scales of the KV cache, too.
+    """
     programs = tmp_path_factory.mktemp("programs")
 
-    def make(name: str, **options: Any) -> Engine:
+    def make(name: str, *, kv_scales: bool = False, **options: Any) -> Engine:
         folder = write_tiny_model(tmp_path_factory.mktemp(name))
         (folder / "config.json").write_text(json.dumps(_model(name)))
         common = {"load_format": "dummy", "dtype": "float32", "device": "cpu"}
+        if kv_scales:
+            _write_weights(folder, parse_model_config(_model(name)))
+            del common["load_format"]
         paths = {"model": str(folder), "program_cache_dir": str(programs)}
         return build_engine(EngineConfig(**common, **paths, **SETTINGS[name] | options))
 
@@ -130,10 +146,34 @@ def _params(config: ModelConfig) -> Any:
     return dummy_params(abstract, shardings(cpu_mesh(), abstract), EngineConfig().random_seed)
 
 
-def _naive_logits(tokens: list[int], model: dict[str, Any] = FULL, kv_dtype: Any = None) -> np.ndarray:
+def _naive_logits(
+    tokens: list[int], model: dict[str, Any] = FULL, kv_dtype: Any = None, kv_scales: Any = None
+) -> np.ndarray:
     """All logits of one sequence, computed in one go."""
     config = parse_model_config(model)
-    return prompt_logits(config, _params(config), tokens, size=LONGEST, kv_dtype=kv_dtype)
+    return prompt_logits(config, _params(config), tokens, size=LONGEST, kv_dtype=kv_dtype, kv_scales=kv_scales)
+
+
+def _write_weights(folder: Path, config: ModelConfig) -> None:
+    """Write `_params` as a checkpoint, with scales so small that many keys and values are clipped."""
+    abstract = family(config).abstract(config, np.dtype(np.float32))
+    tensors = random_checkpoint(abstract)
+    for (_, spec), (_, values) in zip(flatten(abstract)[0], flatten(_params(config))[0], strict=True):
+        for part in spec.parts:
+            window = tuple(slice(start, start + size) for start, size in zip(part.index, part.shape))
+            stored = np.asarray(values)[window].reshape(tensors[part.name].shape)
+            tensors[part.name] = np.ascontiguousarray(stored - np.float32(part.offset))
+    for layer in range(config.num_layers):
+        for i, kind in enumerate("kv"):
+            tensors[f"model.layers.{layer}.self_attn.{kind}_scale"] = np.array([1e-4 * (1 + layer + i / 2)], np.float32)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def _scales(loop: EngineLoop) -> list[np.ndarray]:
+    """The scales of each KV group, `[2, layers, kv_heads]`, from the state on the device."""
+    leaves = loop._executor._commands._state  # type: ignore[attr-defined]
+    fp8 = [i for i, leaf in enumerate(leaves) if leaf.dtype == FP8]
+    return [np.asarray(leaves[values + 1])[0] for values in fp8[1::2]]
 
 
 def _naive_logprobs(logits: np.ndarray) -> np.ndarray:
@@ -460,11 +500,29 @@ def test_pages_that_went_to_the_host_give_the_same_tokens_and_log_probabilities(
 
 
 @pytest.mark.parametrize(
-    "name", grid(["tiny-pool", "write-through", "groups-write-back"], lambda name: name != "tiny-pool")
+    ("name", "origin"),
+    grid(
+        [
+            ("tiny-pool", "none"),
+            ("write-through", "checkpoint"),
+            ("groups-write-back", "calculated"),
+            ("groups-write-back", "checkpoint"),
+            ("tiny-pool", "calculated"),
+        ],
+        lambda case: case in (("write-through", "checkpoint"), ("groups-write-back", "calculated")),
+    ),
 )
-def test_tokens_over_an_fp8_cache_are_those_of_the_request_alone(build: Build, name: str) -> None:
-    """Whatever writes and reads it; sums in another order may round a number to its neighbour, so nearly the best."""
-    loop, info = build(name, kv_cache_dtype="fp8_e4m3", cuda_graph_bs=(8,))
+def test_tokens_over_an_fp8_cache_are_those_of_the_request_alone(
+    build: Build, name: str, origin: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever writes and reads it; sums in another order may round a number to its neighbour, so nearly the best.
+
+    `origin` says where the scales come from.
+    """
+    options = {"kv_scales": origin == "checkpoint", "calculate_kv_scales": origin == "calculated"}
+    with caplog.at_level("INFO", "jaxserve"):
+        loop, info = build(name, kv_cache_dtype="fp8_e4m3", cuda_graph_bs=(8,), **options)
+    assert f"KV cache: float8_e4m3fn; its scales {ORIGINS[origin]}" in caplog.text
     rng = random.Random(name)
     sequences: list[list[int]] = []
     requests = []
@@ -474,11 +532,15 @@ def test_tokens_over_an_fp8_cache_are_those_of_the_request_alone(build: Build, n
         requests.append(EngineRequest(request_id=f"r{i}", prompt_ids=prompt, sampling=sampling))
         sequences.append(prompt)
     answers = _run(loop, requests, rng)
+    scales = _scales(loop)
+    assert (set(np.concatenate([group.ravel() for group in scales]).tolist()) == {1.0}) == (origin == "none")
+    in_tuples = tuple(tuple(group.ravel().tolist()) for group in scales)
     rounding = 0.0
     for request in requests:
         prompt, tokens = request.prompt_ids, answers[request.request_id].tokens
         expected, exact = (
-            _naive_logits(prompt + tokens, _model(name), kv_dtype=dtype)[len(prompt) - 1 : -1] for dtype in (FP8, None)
+            _naive_logits(prompt + tokens, _model(name), *cache)[len(prompt) - 1 : -1]
+            for cache in ((FP8, in_tuples), (None, None))
         )
         for row, token in zip(expected, tokens, strict=True):
             assert row[token] >= row.max() - FP8_TOLERANCE, request

@@ -62,8 +62,14 @@ def test_packed_weights_are_logged_and_counted(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"dtype": "float32"}, "weights: gguf, dequantized to float32; .*: with dtype=float32 weights are dequantized"),
-        ({"quantization": "none"}, "weights: gguf, dequantized to bfloat16; .*: --quantization none; .* stored as F32"),
+        (
+            {"dtype": "float32"},
+            "weights: gguf, dequantized; not quantized: .*: with dtype=float32 weights are deq",
+        ),
+        (
+            {"quantization": "none"},
+            "weights: gguf, dequantized; not quantized: .*: --quantization none; .*: stored as",
+        ),
     ],
 )
 def test_the_reason_for_dequantized_weights_is_logged(

@@ -38,14 +38,25 @@ def llama_3_1_8b(run: SectionRun) -> None:
     _model(run, "Llama-3.1-8B")
 
 
+def llama_3_1_8b_int4(run: SectionRun) -> None:
+    """Measure Llama-3.1-8B's shape in W4A16, as an AWQ checkpoint has it."""
+    _model(run, "Llama-3.1-8B", {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True})
+
+
+def llama_3_1_8b_fp8(run: SectionRun) -> None:
+    """Measure Llama-3.1-8B's shape in fp8, with a scale for each token of the inputs."""
+    _model(run, "Llama-3.1-8B", {"quant_method": "fp8", "activation_scheme": "dynamic"})
+
+
 def gemma_3_4b(run: SectionRun) -> None:
     """Measure Gemma-3-4B's shape, which has two KV groups and heads of 256."""
     _model(run, "Gemma-3-4B")
 
 
-def _model(run: SectionRun, name: str) -> None:
+def _model(run: SectionRun, name: str, quantization: dict[str, Any] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        settings: dict[str, Any] = {"model": write_model(name, run.tiny, Path(folder)), "load_format": "dummy"}
+        model = write_model(name, run.tiny, Path(folder), quantization)
+        settings: dict[str, Any] = {"model": model, "load_format": "dummy"}
         settings |= {"disable_radix_cache": True, "log_level": "warning", "program_cache_dir": str(run.cache)}
         if run.tiny:
             settings |= {"max_running_requests": 4, "cuda_graph_bs": (4,), "max_total_tokens": 1024,
@@ -55,6 +66,8 @@ def _model(run: SectionRun, name: str) -> None:
                          "chunked_prefill_size": 8192}  # fmt: skip
         config = EngineConfig(**settings)
         engine = InProcessEngine.start(config)
+        if quantization is not None:
+            name = f"{name} {quantization['quant_method']}"
         try:
             for phase, seconds in engine.info.startup_seconds.items():
                 run.row(f"{name} start: {phase}", seconds, "s", note=f"attention: {engine.info.attention_backend}")

@@ -35,7 +35,8 @@ def config_of(name: str, tiny: bool) -> dict[str, Any]:
     return {**MODELS[name], **(_TINY if tiny else {})}
 
 
-def write_model(name: str, tiny: bool, folder: Path) -> str:
+def write_model(name: str, tiny: bool, folder: Path, quantization: dict[str, Any] | None = None) -> str:
     """Write a model folder without weights and return its path."""
-    (folder / "config.json").write_text(json.dumps(config_of(name, tiny)))
+    quantized = {} if quantization is None else {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps({**config_of(name, tiny), **quantized}))
     return str(folder)

@@ -15,6 +15,7 @@ from jaxserve.cli.common.parser import Parser
 from jaxserve.cli.common.table import format_table
 from jaxserve.cli.compile import add_target, required_target
 from jaxserve.config.data_parallel import resolve_dp_mode
+from jaxserve.params import dotted
 
 if TYPE_CHECKING:
     from jaxserve.params import KVSpec
@@ -55,7 +56,7 @@ def as_text(plan: CapacityReport) -> str:
     made, capacity, footprint = plan.deployment, plan.deployment.capacity, plan.deployment.sizes.footprint
     used = footprint.weights + footprint.state + plan.temp_bytes + made.sizes.pool_bytes
     memory = [
-        ("weights", footprint.weights, ""),
+        ("weights", footprint.weights, made.weights.summary),
         ("state by slot", footprint.state, f"{capacity.num_slots} slots"),
         ("largest working memory", plan.temp_bytes, plan.temp_source),
         *_pool_rows(plan),
@@ -143,6 +144,8 @@ def as_json(plan: CapacityReport) -> dict[str, Any]:
         "attention_backend": made.backend.name,
         "memory_bytes": plan.target.memory_bytes,
         "usable_bytes": plan.usable_bytes,
+        "quantization": made.weights.method,
+        "not_quantized": {dotted(path): reason for path, reason in made.weights.others.items()},
         "weight_bytes": footprint.weights,
         "state_bytes": footprint.state,
         "temp_bytes": plan.temp_bytes,

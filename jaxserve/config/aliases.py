@@ -183,19 +183,22 @@ COUNTERPARTS: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
             ),
             _OTHER_KERNEL,
         ),
-        "quantization": dict.fromkeys(
-            (
-                "awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "gptq_marlin", "int8",
-                "modelopt", "modelopt_fp4", "mxfp4", "torchao", "w8a8_fp8", "w8a8_int8",
-            ),
-            "only the quantized blocks of a GGUF file are supported so far: --quantization gguf",
+        "quantization": dict.fromkeys(("awq_marlin",), "kernels are chosen by device: --quantization awq")
+        | dict.fromkeys(("gptq_marlin", "gptq_bitblas"), "kernels are chosen by device: --quantization gptq")
+        | dict.fromkeys(
+            ("w8a8_fp8", "w8a8_int8"),
+            "leave it at auto for a checkpoint of compressed-tensors, or set fp8 for one in 16 bits",
+        )
+        | dict.fromkeys(
+            ("bitsandbytes", "modelopt", "modelopt_fp4", "mxfp4", "torchao", "quark", "hqq", "petit_nvfp4"),
+            "the format is not supported; awq, gptq, compressed-tensors, fp8 and GGUF files are",
         ),
         "kv_cache_dtype": dict.fromkeys(
             ("bfloat16", "bf16", "float16", "float32", "fp32"), "--kv-cache-dtype auto uses the type of --dtype"
         )
         | dict.fromkeys(
-            ("fp8_e5m2", "fp4_e2m1", "nvfp4", "int8", "fp8_inc", "fp8_ds_mla"),
-            "the only quantized KV cache type is e4m3: --kv-cache-dtype fp8_e4m3",
+            ("fp4_e2m1", "nvfp4", "int8", "fp8_inc", "fp8_ds_mla"),
+            "the quantized types of a KV cache are fp8_e4m3 and fp8_e5m2: --kv-cache-dtype fp8_e4m3",
         ),
         "dtype": dict.fromkeys(("half", "float16", "fp16"), "the 16-bit type is bfloat16: --dtype bfloat16")
         | dict.fromkeys(("bf16",), "write --dtype bfloat16")

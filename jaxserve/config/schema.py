@@ -43,11 +43,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[
-        Literal["auto", "fp8", "fp8_e4m3"],
+        Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"],
         Meta(
-            description="type of the KV cache; auto is dtype; fp8 and fp8_e4m3 are the same, half the size of bfloat16"
+            description="type of the KV cache; auto is dtype; fp8 is fp8_e4m3, half the size of bfloat16; fp8_e5m2 "
+            "has a larger range and one bit less of mantissa, and runs on NVIDIA Ampere too"
         ),
     ] = "auto"
+    calculate_kv_scales: Annotated[
+        bool,
+        Meta(
+            description="calculate the scales of an fp8 KV cache for each layer from the first prompts that come, "
+            "instead of taking those of the checkpoint, or 1"
+        ),
+    ] = False
     random_seed: Annotated[int, Meta(description="seed of dummy weights, and of requests without a seed")] = 0
     device: Annotated[
         Literal["auto", "cpu", "cuda", "tpu"], Meta(description="platform to run on; auto: the best that jax finds")
@@ -217,6 +225,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"programs={self.programs}: with nnodes={self.nnodes} every process compiles; leave programs out"
             )
         self._check_hierarchical_cache()
+        if self.calculate_kv_scales and self.kv_cache_dtype == "auto":
+            raise ConfigError("calculate_kv_scales needs an fp8 KV cache: set kv_cache_dtype to fp8_e4m3 or fp8_e5m2")
         if self.disable_hybrid_swa_memory and self.swa_full_tokens_ratio is not None:
             raise ConfigError(
                 f"swa_full_tokens_ratio={self.swa_full_tokens_ratio:g} divides the KV cache, and "

@@ -13,4 +13,6 @@ def dtype_of(name: str) -> np.dtype:
 
 def kv_dtype_of(name: str, dtype: np.dtype) -> np.dtype:
     """Return the dtype of a `--kv-cache-dtype`; `auto` is `dtype`, the dtype of activations."""
-    return dtype if name == "auto" else np.dtype(jnp.float8_e4m3fn)
+    if name == "auto":
+        return dtype
+    return np.dtype(jnp.float8_e5m2 if name == "fp8_e5m2" else jnp.float8_e4m3fn)

@@ -29,6 +29,7 @@ from jaxserve.models import (
     starcoder2,
 )
 from jaxserve.models.config import ModelConfig, refuse_unread
+from jaxserve.models.kv_scales import parse_kv_scale_name
 from jaxserve.quant import read_quantization
 
 _FAMILIES: dict[str, ModuleType] = {
@@ -127,11 +128,8 @@ def family(config: ModelConfig) -> ModuleType:
 
 
 def is_ignored(name: str) -> bool:
-    """Return whether a checkpoint tensor is not needed: frequencies, which are computed, the copy of a tied head, or an
-    encoder of images or sound, which are refused."""
+    """Return whether no parameter needs a checkpoint tensor: frequencies, which are computed, the copy of a tied head,
+    scales of a KV cache, which the state has, or an encoder of images or sound, which are refused."""
     own = name.removeprefix("model.")
-    return (
-        name.endswith(("rotary_emb.inv_freq", ".k_scale", ".v_scale"))
-        or name == "lm_head.weight"
-        or own.startswith(_TOWERS)
-    )
+    computed = name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
+    return computed or parse_kv_scale_name(name) is not None or own.startswith(_TOWERS)

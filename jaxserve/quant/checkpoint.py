@@ -94,10 +94,10 @@ def method_of(quantization: CheckpointQuantization | None, stored: Stored) -> st
 
 
 def stored_by_config(quantization: CheckpointQuantization | None, abstract: Any) -> Stored:
-    """Return how the tensors of a model with these `ParamSpec`s are stored, as far as its config tells."""
+    """Return how the linear layers of a model with these `ParamSpec`s are stored, as far as its config tells."""
     if quantization is None:
         return {}
-    parts = {part.name for spec in jax.tree.leaves(abstract) for part in spec.parts}
+    parts = {part.name for spec in jax.tree.leaves(abstract) if spec.inputs for part in spec.parts}
     found = ((name, quantization.stored(name)) for name in sorted(parts))
     return {name: stored for name, stored in found if stored is not None}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.error_texts import join_first
 from jaxserve.errors import ConfigError
 from jaxserve.params import ParamSpec, Path, dotted, path_of
 from jaxserve.quant.checkpoint import OnTheFly
@@ -50,10 +52,11 @@ class WeightChoice:
     """The forms of weights by path, and of every other weight of a linear layer, why it isn't quantized.
 
     `method` is where quantized weights come from: `gguf`, a `quant_method`, the setting that quantizes them now
-    (`on_the_fly`), or `none`. `packed` are the weights that a CPU holds in 16 bits.
+    (`on_the_fly`), or `none`. `checkpoint` is the method of the checkpoint, empty if it isn't quantized.
     """
 
     method: str = "none"
+    checkpoint: str = ""
     on_the_fly: bool = False
     forms: Mapping[Path, WeightForm] = dataclasses.field(default_factory=dict)
     others: Mapping[Path, str] = dataclasses.field(default_factory=dict)
@@ -62,6 +65,25 @@ class WeightChoice:
     def quantized(self) -> dict[Path, Scheme]:
         """The schemes of the weights that are quantized."""
         return {path: form.scheme for path, form in self.forms.items() if form.scheme is not None}
+
+    @property
+    def summary(self) -> str:
+        """The method and schemes of the weights that are quantized, for people; empty if the checkpoint has none."""
+        if not self.quantized:
+            return self.checkpoint and f"{self.checkpoint}, dequantized"
+        counts = Counter(self.quantized.values())
+        schemes = ", ".join(f"{scheme.bits} bits ({scheme}) x {count}" for scheme, count in counts.items())
+        total = len(self.quantized) + len(self.others)
+        now = ", quantized now" if self.on_the_fly else ""
+        return f"{self.method}{now}, {len(self.quantized)} of {total} linear layers in {schemes}"
+
+    @property
+    def reasons(self) -> str:
+        """Which other weights of linear layers are not quantized, and why."""
+        by_reason: dict[str, list[str]] = defaultdict(list)
+        for path, reason in self.others.items():
+            by_reason[reason].append(dotted(path))
+        return "; ".join(f"{join_first(paths, 3)}: {reason}" for reason, paths in by_reason.items())
 
     @property
     def dense(self) -> tuple[Path, ...]:
@@ -113,7 +135,7 @@ def choose_weights(
     packed = (
         {} if obstacle else _packed_in_16_bits(abstract, linears, others, tensor) if target.platform == "cpu" else {}
     )
-    return WeightChoice(kept if forms else "none", bool(on_the_fly and forms), forms | packed, others)
+    return WeightChoice(kept if forms else "none", method or "", bool(on_the_fly and forms), forms | packed, others)
 
 
 def _check_setting(setting: str, method: str | None) -> str | None:

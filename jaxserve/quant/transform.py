@@ -10,18 +10,23 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.params import ParamSpec, Path, TensorPart, path_of
+from jaxserve.params import Initializer, ParamSpec, Path, TensorPart, path_of
 from jaxserve.quant.choice import HEAD, WeightForm, split_axis
 from pallas_kernels.quantized_matmul import (
     BLOCK,
     STRIP,
     HeldWeight,
+    NumberType,
     PackedWeight,
     QuantizedWeight,
     num_groups,
     numbers_shape,
     run_bytes,
 )
+
+# Of stored numbers that are made up: the deviation of their bytes, and that of the numbers themselves
+_DUMMY: dict[NumberType, tuple[float, float]] = {"int4": (64, 4.6), "int8": (30, 30), "fp8": (1, 1)}
+_DUMMY_INPUT_SCALE = 0.05
 
 
 def hold_weights(abstract: Any, forms: Mapping[Path, WeightForm]) -> Any:
@@ -76,9 +81,9 @@ def flat_inputs(spec: ParamSpec) -> ParamSpec:
 def _held(spec: ParamSpec, form: WeightForm) -> HeldWeight:
     scheme = form.scheme
     *_, inputs = spec.shape
-    order = _array((inputs,), np.dtype(np.int32), (None,)) if form.reordered else None
+    order = _array((inputs,), np.dtype(np.int32), (None,), "range") if form.reordered else None
     static = scheme is not None and scheme.activations == "static"
-    input_scale = _array((1,), np.dtype(np.float32), (None,)) if static else None
+    input_scale = _array((1,), np.dtype(np.float32), (None,), "constant") if static else None
     if form.backend is None:
         at = split_axis(spec)
         outer, inner = spec.shape[:at], spec.shape[at + 1 : -1]
@@ -92,11 +97,12 @@ def _held(spec: ParamSpec, form: WeightForm) -> HeldWeight:
     groups = num_groups(inputs, scheme)
     # One group is every shard's
     axes = spec.axes if groups > 1 else (*spec.axes[:-1], None)
-    scale = dataclasses.replace(spec, shape=(*spec.shape[:-1], groups), dtype=form.factors, axes=axes, parts=())
+    deviation, size = _DUMMY[scheme.numbers]
+    factors = dataclasses.replace(spec, shape=(*spec.shape[:-1], groups), dtype=form.factors, axes=axes, parts=())
     return QuantizedWeight(
-        dataclasses.replace(spec, shape=shape, dtype=dtype, parts=()),
-        scale,
-        scale if scheme.zeros else None,
+        dataclasses.replace(spec, shape=shape, dtype=dtype, parts=(), scale=deviation),
+        dataclasses.replace(factors, init="constant", scale=spec.scale / size),
+        dataclasses.replace(factors, init="zeros") if scheme.zeros else None,
         order,
         input_scale,
         scheme,
@@ -104,5 +110,7 @@ def _held(spec: ParamSpec, form: WeightForm) -> HeldWeight:
     )
 
 
-def _array(shape: tuple[int, ...], dtype: np.dtype, axes: tuple[str | None, ...]) -> ParamSpec:
-    return ParamSpec(shape, dtype, axes, "zeros")
+def _array(
+    shape: tuple[int, ...], dtype: np.dtype, axes: tuple[str | None, ...], init: Initializer = "zeros"
+) -> ParamSpec:
+    return ParamSpec(shape, dtype, axes, init, scale=_DUMMY_INPUT_SCALE)

@@ -31,14 +31,17 @@ def dummy_reader(abstract: Any, seed: int) -> WeightReader:
     leaves, _ = flatten(abstract)
     twice = np.tile(np.random.default_rng(seed & _SEED_MASK).standard_normal(_BLOCK, dtype=np.float32), 2)
     scaled = {
-        (spec.scale, spec.dtype): (twice * np.float32(spec.scale)).astype(spec.dtype)
+        (spec.scale, spec.dtype): _as_type(twice * np.float32(spec.scale), spec.dtype)
         for _, spec in leaves
         if spec.init == "normal"
     }
 
     def fill(path: Path, spec: ParamSpec, window: Window, out: np.ndarray[Any, Any]) -> None:
+        if spec.init == "range":
+            out[...] = np.arange(window[0].start, window[0].stop)
+            return
         if spec.init != "normal":
-            out.fill(1 if spec.init == "ones" else 0)
+            out.fill({"ones": 1, "zeros": 0, "constant": spec.scale}[spec.init])
             return
         block = scaled[spec.scale, spec.dtype]
         rng = np.random.default_rng([seed & _SEED_MASK, zlib.crc32(dotted(path).encode())])
@@ -53,6 +56,11 @@ def dummy_reader(abstract: Any, seed: int) -> WeightReader:
                 done += part.size
 
     return WeightReader(fill, tuple(range(len(leaves))))
+
+
+def _as_type(values: np.ndarray[Any, Any], dtype: np.dtype) -> np.ndarray[Any, Any]:
+    """Return random values in a type; of integers, the bits that the type holds."""
+    return values.astype(np.int64).astype(dtype) if dtype.kind in "iu" else values.astype(dtype)
 
 
 def _runs(

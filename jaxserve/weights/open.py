@@ -22,7 +22,7 @@ from jaxserve.weights.quantized.folder import QuantizedFolder
 from jaxserve.weights.quantized.held import held_reader
 from jaxserve.weights.quantized.orbax import OrbaxRows
 from jaxserve.weights.source import QuantizedSource, TensorSource
-from pallas_kernels.quantized_matmul import QuantizedWeight
+from pallas_kernels.quantized_matmul import PackedWeight, QuantizedWeight
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
 
@@ -47,7 +47,9 @@ def open_weights(
     """
     dense = abstract if dense is None else dense
     if load_format == "dummy":
-        return held_reader(abstract, dense, dummy_reader(dense, seed), None)
+        if any(isinstance(weight, PackedWeight) for weight in held_weights(abstract).values()):
+            return held_reader(abstract, dense, dummy_reader(dense, seed), None)
+        return dummy_reader(abstract, seed)
     _check_format(source, load_format)
     if source.kind == "orbax":
         # Imported here so that other formats start without it

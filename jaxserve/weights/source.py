@@ -81,8 +81,11 @@ class QuantizedSource(TensorSource, Protocol):
 def row_blocks(window: Window, out: np.ndarray[Any, Any]) -> Iterator[tuple[Window, np.ndarray[Any, Any]]]:
     """Split a window into blocks of rows, of about `BLOCK_ELEMENTS` elements and at least one row each.
 
-    Yields each block's window with the part of `out` that it fills.
+    Yields each block's window with the part of `out` that it fills. A tensor without dimensions is one block.
     """
+    if not window:
+        yield window, out
+        return
     first, last = window[0].start, window[0].stop
     step = max(1, BLOCK_ELEMENTS // max(1, out[:1].size))
     for start in range(first, last, step):

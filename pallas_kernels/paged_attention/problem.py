@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
+
+# The fp8 types of KV caches, with the largest number of each.
+_LARGEST = {np.dtype(jnp.float8_e4m3fn): 448.0, np.dtype(jnp.float8_e5m2): 57344.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,5 +25,10 @@ class Problem:
 
 
 def is_float8(dtype: Any) -> bool:
-    """Return whether a dtype is float8_e4m3fn, the fp8 type of KV caches."""
-    return bool(np.dtype(dtype) == jax.numpy.float8_e4m3fn)
+    """Return whether a dtype is an fp8 type of KV caches: float8_e4m3fn or float8_e5m2."""
+    return np.dtype(dtype) in _LARGEST
+
+
+def largest_float8(dtype: Any) -> float:
+    """Return the largest number of an fp8 type, to which larger ones are clipped."""
+    return _LARGEST[np.dtype(dtype)]

@@ -8,9 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.layout import PagedKV, as_pool_rows
-from pallas_kernels.paged_attention.problem import is_float8
-
-FLOAT8_MAX = 448.0
+from pallas_kernels.paged_attention.problem import is_float8, largest_float8
 
 
 def write_kv(
@@ -60,7 +58,8 @@ def as_pool_dtype(
     if kv.scales is not None:
         x = x.astype(jnp.float32) / kv.scales[which, layer][:, None]
     if is_float8(kv.keys.dtype):
-        x = jnp.clip(x, -FLOAT8_MAX, FLOAT8_MAX)
+        largest = largest_float8(kv.keys.dtype)
+        x = jnp.clip(x, -largest, largest)
     return x.astype(kv.keys.dtype)
 
 

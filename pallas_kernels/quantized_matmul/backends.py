@@ -25,7 +25,7 @@ BackendName = Literal["reference", "xla", "triton", "mosaic_gpu", "mosaic_tpu"]
 # At 64 rows, the tensor cores take 1,020 cycles for as much. At 2,048 rows, a warpgroup issues 270 instructions besides
 # products that take 512 cycles, during those of another one: 600 to 700 TFLOP/s.
 _ON_GPUS: tuple[BackendName, ...] = ("xla", "mosaic_gpu", "triton")
-_PREFERRED: dict[str, tuple[BackendName, ...]] = {"cuda": _ON_GPUS, "gpu": _ON_GPUS, "tpu": ("xla",)}
+_PREFERRED: dict[str, tuple[BackendName, ...]] = {"cuda": _ON_GPUS, "gpu": _ON_GPUS, "tpu": ("xla", "mosaic_tpu")}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jaxserve.runtime.programs.hlo import instructions
 from jaxserve.runtime.programs.inspection import KernelReport, own_kernels_of
 from pallas_kernels.paged_attention import PagedKV, Problem, choose_backend, kv_layout, paged_attention, target_of
 
-FP8 = "float8_e4m3fn"
+FP8, E5M2 = "float8_e4m3fn", "float8_e5m2"
 TOKENS, LAYERS = 512, 2
 # Keys and values together: as on a device, each more than 32 bits can address. On a TPU with heads outermost, the
 # stride between heads would exceed what its copies support.

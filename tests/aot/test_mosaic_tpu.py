@@ -12,7 +12,7 @@ from jaxserve.runtime.devices.topology import target_mesh
 from jaxserve.runtime.programs.hlo import instructions
 from jaxserve.runtime.programs.inspection import own_kernels_of
 from tests.aot.conftest import Row
-from tests.aot.kernels import FP8, POOL_BYTES, compile_attention
+from tests.aot.kernels import E5M2, FP8, POOL_BYTES, compile_attention
 from tests.selection import grid
 
 pytestmark = pytest.mark.aot
@@ -46,6 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp8-dim-512-ratio-16-window": {"kv_dtype": FP8, "head_dim": 512, "heads": 32, "kv_heads": 2, "window": 1024},
     "float32": {"dtype": "float32", "heads": 8, "kv_heads": 2},
     "fp8-everything": {"kv_dtype": FP8, "window": 100, "sinks": True, "cap": 30.0},
+    "e5m2-everything": {"kv_dtype": E5M2, "window": 100, "sinks": True, "cap": 30.0},
 }
 CASES = [("tpu-v6e", variant) for variant in VARIANTS] + [
     (target, variant)

@@ -17,6 +17,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.runtime.devices.topology import target_mesh
+from jaxserve.runtime.programs.hlo import instructions
+from jaxserve.runtime.programs.inspection import own_kernels_of
 from pallas_kernels.quantized_matmul import (
     Backend,
     QuantizedWeight,
@@ -34,7 +36,7 @@ from tests.selection import grid
 pytestmark = pytest.mark.aot
 
 OUT, IN = 14336, 4096
-GPUS = ("nvidia-h200", "nvidia-l4", "nvidia-a100-80")
+GPUS = ("nvidia-h200", "nvidia-l4", "nvidia-a100-80", "nvidia-b200")
 ROWS = (1, 16, 64, 2048)
 
 TRITON = {
@@ -69,6 +71,8 @@ XLA = {
     "fp8-static": Scheme("fp8", activations="static"),
 }
 TPUS = {"tpu-v5e": 1, "tpu-v6e": 1, "tpu-v7": 2}
+ON_TPUS = {name: TRITON[name] for name in ("int4", "int4-32-zeros", "int4-channel", "int8", "int8-16")}
+QUICK_TPUS = {("tpu-v5e", "int4", 64), ("tpu-v6e", "int4-32-zeros", 2048), ("tpu-v7", "int8", 1)}
 QUICK_XLA = {
     ("nvidia-h200", "fp8-token", 1),
     ("nvidia-h200", "int8", 64),
@@ -146,6 +150,21 @@ def test_xla_multiplies_numbers_of_8_bits(target: str, variant: str, rows: int, 
     compiled = compiled_product(mesh, "xla", scheme, rows)
     seconds = time.monotonic() - start
     report(Row(target, "xla", f"{variant}-{rows}-rows", seconds, assert_no_copy(compiled, scheme, rows), 0))
+
+
+@pytest.mark.parametrize(
+    ("target", "variant", "rows"), grid(itertools.product(TPUS, ON_TPUS, ROWS), QUICK_TPUS.__contains__)
+)
+def test_a_tpu_multiplies_groups(target: str, variant: str, rows: int, report: Callable[[Row], None]) -> None:
+    start = time.monotonic()
+    compiled = compiled_product(target_mesh(target, data=TPUS[target]), "mosaic_tpu", ON_TPUS[variant], rows)
+    seconds = time.monotonic() - start
+    text = compiled.as_text()
+    kernels, _ = own_kernels_of(compiled, instructions(text))
+    temp = assert_no_copy(compiled, ON_TPUS[variant], rows)
+    report(Row(target, "mosaic_tpu", f"{variant}-{rows}-rows", seconds, temp, 0, kernels))
+    [call] = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
+    assert "quantized_matmul_tpu" in call
 
 
 @pytest.mark.parametrize("rows", grid(ROWS, (1).__eq__))

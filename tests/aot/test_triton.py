@@ -24,7 +24,7 @@ from jaxserve.runtime.programs.inspection import KernelReport
 from pallas_kernels.paged_attention import Problem, target_of
 from pallas_kernels.paged_attention.triton import backend
 from tests.aot.conftest import Row
-from tests.aot.kernels import FP8, POOL_BYTES, checked_kernels, compile_attention
+from tests.aot.kernels import E5M2, FP8, POOL_BYTES, checked_kernels, compile_attention
 from tests.selection import grid
 
 pytestmark = pytest.mark.aot
@@ -68,6 +68,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "fp8-dim-256": {"kv_dtype": FP8, "head_dim": 256},
     "fp8-dim-64-everything": {"kv_dtype": FP8, "head_dim": 64, "window": 100, "sinks": True, "cap": 30.0},
+    "e5m2-dim-64-everything": {"kv_dtype": E5M2, "head_dim": 64, "window": 100, "sinks": True, "cap": 30.0},
+    "e5m2-dim-128-everything": {"kv_dtype": E5M2, "window": 1000, "sinks": True, "cap": 30.0},
+    "e5m2-dim-256-window-cap": {"kv_dtype": E5M2, "head_dim": 256, "heads": 16, "window": 4096, "cap": 50.0},
 }
 
 
@@ -80,7 +83,7 @@ QUICK = {
         "dim-512-ratio-8",
         "fp8-dim-64-everything",
     ),
-    "nvidia-a100-80": ("decode", "dim-192-7-to-1", "fp8-dim-256"),
+    "nvidia-a100-80": ("decode", "dim-192-7-to-1", "fp8-dim-256", "e5m2-dim-128-everything"),
     "nvidia-l4": ("dim-128-everything", "dim-256-window-cap"),
     "nvidia-b200": ("dim-256-ratio-16-page-128",),
 }
@@ -90,8 +93,8 @@ CASES = grid(itertools.product(TARGETS, VARIANTS), lambda case: case[1] in QUICK
 @pytest.mark.parametrize(("target", "variant"), CASES)
 def test_a_variant_compiles_without_spills(target: str, variant: str, report: Callable[[Row], None]) -> None:
     mesh, options = target_mesh(target), VARIANTS[variant]
-    if target == "nvidia-a100-80" and "kv_dtype" in options:
-        with pytest.raises(ValueError, match=r"fp8 KV cache needs compute capability 8\.9 .* not NVIDIA A100"):
+    if target == "nvidia-a100-80" and options.get("kv_dtype") == FP8:
+        with pytest.raises(ValueError, match=r"float8_e4m3fn needs compute capability 8\.9 .* not NVIDIA A100"):
             compile_attention(mesh, "triton", **options)
         return
     start = time.monotonic()

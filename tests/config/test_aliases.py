@@ -101,9 +101,9 @@ def test_a_flag_in_force_changes_nothing_and_makes_a_note(key: str, value: objec
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("kv_cache_dtype", "fp8_e5m2", "quantized KV cache type is e4m3"),
+        ("kv_cache_dtype", "nvfp4", "quantized types of a KV cache are fp8_e4m3 and fp8_e5m2"),
         ("kv_cache_dtype", "bfloat16", "auto uses the type of --dtype"),
-        ("quantization", "fp8", "blocks of a GGUF file"),
+        ("quantization", "bitsandbytes", "awq, gptq, compressed-tensors, fp8 and GGUF"),
         ("pipeline_parallel_size", "2", "only 1"),
         ("speculative_method", "ngram", "not built yet"),
         ("trust_remote_code", True, "never run"),

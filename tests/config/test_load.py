@@ -127,6 +127,13 @@ def test_a_cache_is_divided_by_a_share_or_not_at_all(given: dict[str, Any], mess
         EngineConfig(**given)
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_scales_are_calculated_only_for_an_fp8_cache(kv_cache_dtype: Any) -> None:
+    with pytest.raises(ConfigError, match="calculate_kv_scales needs an fp8 KV cache: set kv_cache_dtype"):
+        EngineConfig(calculate_kv_scales=True)
+    assert EngineConfig(calculate_kv_scales=True, kv_cache_dtype=kv_cache_dtype).calculate_kv_scales
+
+
 def test_a_repeated_flag_counts_as_last_written() -> None:
     assert load_config([flag("--page-size", "16"), flag("--page-size", "32")]).engine.page_size == 32
 

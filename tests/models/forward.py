@@ -27,14 +27,23 @@ def cpu_mesh() -> Mesh:
 
 @functools.cache
 def _compiled(
-    config: ModelConfig, dtype: Any, kv_dtype: Any, backend: Backend, mesh: Mesh, abstract: Any = None
+    config: ModelConfig,
+    dtype: Any,
+    kv_dtype: Any,
+    backend: Backend,
+    mesh: Mesh,
+    kv_scales: Any = None,
+    abstract: Any = None,
 ) -> Any:
     model = family(config)
 
     def logits(params: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
         size = tokens.shape[0]
         pages = -(-size // PAGE_SIZE)
-        kv = tuple(_pool(spec, config.shards, pages, kv_dtype) for spec in config.kv_specs())
+        specs = config.kv_specs()
+        kv = tuple(
+            map(functools.partial(_pool, config.shards, pages, kv_dtype), specs, kv_scales or [None] * len(specs))
+        )
         batch = TokenBatch(
             tokens=tokens,
             positions=jnp.arange(size, dtype=jnp.int32),
@@ -54,9 +63,10 @@ def _compiled(
     return jax.jit(jax.shard_map(logits, mesh=mesh, in_specs=parts, out_specs=out, check_vma=False))
 
 
-def _pool(spec: KVSpec, shards: int, pages: int, dtype: Any) -> PagedKV:
+def _pool(shards: int, pages: int, dtype: Any, spec: KVSpec, scales: Any) -> PagedKV:
     shape = (spec.num_kv_heads // shards, spec.num_layers * pages, PAGE_SIZE, spec.head_dim)
-    return PagedKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), spec.num_layers)
+    scales = None if scales is None else jnp.array(scales, jnp.float32).reshape(2, spec.num_layers, -1)
+    return PagedKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), spec.num_layers, scales)
 
 
 def prompt_logits(
@@ -68,15 +78,17 @@ def prompt_logits(
     kv_dtype: Any = None,
     backend: Backend = REFERENCE,
     mesh: Mesh | None = None,
+    kv_scales: Any = None,
     abstract: Any = None,
 ) -> np.ndarray:
     """Return the logits of all tokens, `[len(tokens), vocab]`, computed on one device or on `config.shards` of a mesh.
 
     The prompt is padded to `size`, so that prompts of many lengths share a compilation. Keys and values have the
-    parameters' type, or are rounded to `kv_dtype`. `abstract` is the tree of specs if weights are quantized.
+    parameters' type, or are rounded to `kv_dtype`. `kv_scales` are `[2, layers, kv_heads]` of each KV group, in tuples.
+    `abstract` is the tree of specs if weights are quantized.
     """
     padded = np.zeros(size or len(tokens), np.int32)
     padded[: len(tokens)] = tokens
     dtype = params.norm.dtype
-    run = _compiled(config, dtype, kv_dtype or dtype, backend, mesh or cpu_mesh(), abstract)
+    run = _compiled(config, dtype, kv_dtype or dtype, backend, mesh or cpu_mesh(), kv_scales, abstract)
     return np.array(run(params, padded, np.int32(len(tokens))))[: len(tokens), : config.vocab_size]

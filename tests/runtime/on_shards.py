@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable
@@ -17,13 +18,14 @@ from jaxserve.models.registry import family
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.devices.mesh import TENSOR_AXIS, make_mesh, shardings
 from jaxserve.runtime.execution.host_pool import HostPool
-from jaxserve.runtime.programs.builder import ADJUST_KEY, UPDATE_KEY, ProgramBuilder, read_key, write_key
+from jaxserve.runtime.programs.builder import ADJUST_KEY, KV_SCALES_KEY, UPDATE_KEY, ProgramBuilder, read_key, write_key
 from jaxserve.runtime.programs.hlo import instructions
 from jaxserve.runtime.sizing.deployment import deploy
 from jaxserve.runtime.step import sampling
 from jaxserve.runtime.step.batch import StepKey, pack_step, step_shape
+from jaxserve.runtime.step.kv_scales import pack_prompts
 from jaxserve.runtime.step.page_copies import PAGES_PER_COPY, row_specs
-from jaxserve.runtime.step.state import make_state
+from jaxserve.runtime.step.state import make_state, state_specs
 from jaxserve.runtime.step.step import StepContext
 from jaxserve.step_plan import StepPlan
 from jaxserve.weights.dummy import dummy_params
@@ -46,10 +48,10 @@ def run(tensor: int) -> list[np.ndarray]:
     """
     capacity = msgspec.structs.replace(CAPACITY, prompt_logprob_tokens=16)
     mesh = make_mesh(jax.devices(), tensor=tensor)
-    abstract, state_specs = family(model()).abstract(model(), F32), specs(capacity)
-    builder = ProgramBuilder(StepContext(model(), REFERENCE, 2), capacity, mesh, abstract, state_specs)
+    abstract, own_specs = family(model()).abstract(model(), F32), specs(capacity)
+    builder = ProgramBuilder(StepContext(model(), REFERENCE, 2), capacity, mesh, abstract, own_specs)
     params = dummy_params(abstract, shardings(mesh, abstract), 0)
-    state = make_state(state_specs, shardings(mesh, state_specs))
+    state = make_state(own_specs, shardings(mesh, own_specs))
     prompts = [[7, 250, 130], [9, 9], [11, 128, 129, 255], [1, 2, 3]]
     opens = [opening(slot, prompt, **options) for slot, (prompt, options) in enumerate(zip(prompts, SAMPLING))]
     state = open_slots({key: builder.compile(key) for key in (UPDATE_KEY, ADJUST_KEY)}, state, *opens)
@@ -60,7 +62,7 @@ def run(tensor: int) -> list[np.ndarray]:
     state, output = on_trees(builder.compile(key))(params, state, packed)
     pages = np.full((2, 1, PAGES_PER_COPY), -1, np.int32)
     pages[:, 0, :2] = [0, 2], [9, 7]
-    host = HostPool(row_specs(state_specs, 0), 2)
+    host = HostPool(row_specs(own_specs, 0), 2)
     state, rows = on_trees(builder.compile(read_key(0)))(state, pages[0])
     host.store([[1, 0]], rows)
     state = on_trees(builder.compile(write_key(0)))(state, pages[1], host.fetch([[1, 0]]))
@@ -75,6 +77,32 @@ def step() -> None:
     """Two shards compute the same results and state as one."""
     for one, two in zip(run(1), run(2), strict=True):
         np.testing.assert_allclose(one, two, atol=1e-5, rtol=1e-5)
+
+
+def calculated_scales(data: int, tensor: int) -> np.ndarray:
+    """Return the scales `[ranks, 2, layers, kv_heads]` that a mesh calculates from a few tokens."""
+    config = dataclasses.replace(model(), shards=tensor)
+    capacity = msgspec.structs.replace(CAPACITY, num_ranks=data)
+    mesh, abstract = make_mesh(jax.devices(), data=data, tensor=tensor), family(config).abstract(config, F32)
+    fp8 = np.dtype(jax.numpy.float8_e4m3fn)
+    fp8_specs = state_specs(config.kv_specs(), capacity, vocab_size=config.padded_vocab_size, kv_dtype=fp8)
+    builder = ProgramBuilder(StepContext(config, REFERENCE, 2), capacity, mesh, abstract, fp8_specs)
+    params = dummy_params(abstract, shardings(mesh, abstract), 0)
+    state = make_state(fp8_specs, shardings(mesh, fp8_specs))
+    tokens = pack_prompts([7, 250, 130, 9, 9], capacity)
+    state, _ = on_trees(builder.compile(KV_SCALES_KEY))(params, state, tokens)
+    return np.asarray(state.kv[0].scales)
+
+
+def kv_scales() -> None:
+    """All shards of all ranks calculate the same scales as one device, also where KV heads are repeated."""
+    [alone] = calculated_scales(1, 1)
+    assert (alone < 0.1).all()
+    for data, tensor in ((2, 2), (1, 4)):
+        for rank in calculated_scales(data, tensor):
+            assert rank.shape == (2, 2, max(tensor, 2))
+            np.testing.assert_allclose(rank[:, :, :1], alone[:, :, :1], rtol=1e-5)
+            np.testing.assert_array_equal(rank, np.broadcast_to(rank[:, :, :1], rank.shape))
 
 
 DRAWN: list[dict[str, Any]] = [
@@ -151,5 +179,5 @@ def _collectives(builder: ProgramBuilder, key: StepKey) -> list[tuple[str, int]]
 
 if __name__ == "__main__":
     assert len(jax.devices()) == 4, jax.devices()
-    {check.__name__: check for check in (step, sampler, collectives)}[sys.argv[1]]()
+    {check.__name__: check for check in (step, sampler, collectives, kv_scales)}[sys.argv[1]]()
     print("as it should be")

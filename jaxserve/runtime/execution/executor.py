@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -12,15 +13,18 @@ import numpy as np
 from jaxserve.api_types import SamplingParams, TokenLogprobs
 from jaxserve.observability.timeline import Timeline
 from jaxserve.runtime.execution.device_commands import DeviceCommands
-from jaxserve.runtime.programs.builder import ADJUST_KEY, UPDATE_KEY, copied_group, read_key
+from jaxserve.runtime.programs.builder import ADJUST_KEY, KV_SCALES_KEY, UPDATE_KEY, copied_group, read_key
 from jaxserve.runtime.programs.compile_counter import CompileCounter
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.step import batch as batches
+from jaxserve.runtime.step.kv_scales import num_tokens, pack_prompts
 from jaxserve.runtime.step.page_copies import PAGES_PER_COPY
 from jaxserve.runtime.step.sampling import Logprobs
 from jaxserve.runtime.step.slot_update import ADJUST, pack_adjustments, pack_updates, update_packing
 from jaxserve.runtime.step.step import StepOutput
 from jaxserve.step_plan import Capacity, Chunk, PageCopy, SlotOpen, StepPlan, StepResult
+
+logger = logging.getLogger("jaxserve.runtime")
 
 _NO_REQUESTS = StepPlan(opens=[], chunks=[], closes=[], num_decodes=0, greedy=True)
 
@@ -42,7 +46,8 @@ class DeviceExecutor:
     """Turns plans into commands, in the order of `dispatch`. If a program raises, the state is lost.
 
     `timeline` records the phases of a step. `substitute` returns the program to run instead of one that could not be
-    loaded. `remote_compiles` returns how many programs the other processes of the mesh have compiled.
+    loaded. `remote_compiles` returns how many programs the other processes of the mesh have compiled. With
+    `calculates_kv_scales`, the first prompts decide the scales of the KV cache, before the first page is written.
     """
 
     def __init__(
@@ -52,6 +57,8 @@ class DeviceExecutor:
         timeline: Timeline | None = None,
         substitute: Callable[[batches.StepKey], batches.StepKey] = lambda key: key,
         remote_compiles: Callable[[], int] = int,
+        *,
+        calculates_kv_scales: bool = False,
     ) -> None:
         self._commands = commands
         self._capacity = capacity
@@ -61,6 +68,7 @@ class DeviceExecutor:
         self._sampling: dict[tuple[int, int], SamplingParams] = {}
         self._compiles = CompileCounter()
         self._remote_compiles = remote_compiles
+        self._lacks_kv_scales = calculates_kv_scales
 
     @property
     def capacity(self) -> Capacity:
@@ -96,6 +104,12 @@ class DeviceExecutor:
 
         Waits for nothing, except if it loads pages whose copies to the host are not complete.
         """
+        if self._lacks_kv_scales and (tokens := [token for chunk in plan.chunks for token in chunk.tokens or ()]):
+            self._lacks_kv_scales = False
+            with self._timeline.span("dispatch"):
+                self._commands.step(KV_SCALES_KEY, pack_prompts(tokens, self._capacity))
+            count = min(len(tokens), num_tokens(self._capacity))
+            logger.info("KV cache: scales calculated from the first %d tokens of prompts", count)
         if plan.opens or plan.saves or plan.loads:
             with self._timeline.span("dispatch"):
                 self._prepare(plan)
@@ -151,6 +165,8 @@ class DeviceExecutor:
         if key in (UPDATE_KEY, ADJUST_KEY):
             packing = self._update_packing if key == UPDATE_KEY else ADJUST
             self._commands.update(key, np.stack([packing.pack({})] * self._capacity.num_ranks))
+        elif key == KV_SCALES_KEY:
+            self._commands.step(key, pack_prompts((), self._capacity))
         elif key == read_key(group := copied_group(key)):
             self._commands.save(group, _packed_pages(none), none)
         else:

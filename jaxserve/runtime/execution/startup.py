@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve import model_source
@@ -53,18 +54,21 @@ def fill_devices(
     phases: PhaseTimer,
     *,
     behind: bool,
+    kv_scales: Sequence[np.ndarray] = (),
 ) -> tuple[Any, DeviceState, ProgramSet, int]:
     """Return the weights, the state, the programs, and how many of these were compiled.
 
     The phase of the programs is called `compile` if any was compiled, else `programs`. With `behind`, programs that a
-    server doesn't need first are loaded while it serves. Raises the first error of any part.
+    server doesn't need first are loaded while it serves. `kv_scales` are those of an fp8 KV cache by KV group, if they
+    aren't 1. Raises the first error of any part.
     """
     builder = deployment.builder(mesh)
     with ThreadPoolExecutor(2) as pool:
 
         def fill() -> tuple[Future[Any], Future[DeviceState]]:
             params = pool.submit(_load, deployment.params, weights, shardings(mesh, deployment.params), phases)
-            return params, pool.submit(_allocate, deployment.state, shardings(mesh, deployment.state), phases)
+            where = shardings(mesh, deployment.state)
+            return params, pool.submit(_allocate, deployment.state, where, kv_scales, phases)
 
         compiles_first = deployment.device.platform != "cpu" and _may_compile(deployment, builder, bundle)
         filling = None if compiles_first else fill()
@@ -112,9 +116,11 @@ def _load(specs: Any, weights: WeightReader, where: Any, phases: PhaseTimer) -> 
         return build_params(specs, where, weights)
 
 
-def _allocate(specs: DeviceState, where: DeviceState, phases: PhaseTimer) -> DeviceState:
+def _allocate(
+    specs: DeviceState, where: DeviceState, kv_scales: Sequence[np.ndarray], phases: PhaseTimer
+) -> DeviceState:
     with phases("state"):
-        return jax.block_until_ready(make_state(specs, where))
+        return jax.block_until_ready(make_state(specs, where, kv_scales))
 
 
 def _may_compile(deployment: Deployment, builder: ProgramBuilder, bundle: BundleManifest | None) -> bool:

@@ -31,6 +31,7 @@ from jaxserve.runtime.programs.fingerprint import as_json, cpu_fact, cpu_flags, 
 from jaxserve.runtime.programs.own_files import read_trusted, write_private
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.step.batch import StepKey, step_packing, step_shape
+from jaxserve.runtime.step.kv_scales import make_kv_scales, num_tokens, scales_packing
 from jaxserve.runtime.step.page_copies import make_read_pages, make_write_pages, row_specs
 from jaxserve.runtime.step.sampling import Logprobs
 from jaxserve.runtime.step.slot_update import ADJUST, adjust, make_update, update, update_packing
@@ -39,7 +40,7 @@ from jaxserve.runtime.step.step import StepContext, StepOutput, make_step
 from jaxserve.step_plan import Capacity
 from pallas_kernels.cpu import kernels_in, refusal, register
 
-UPDATE_KEY, ADJUST_KEY = "update", "adjust"
+UPDATE_KEY, ADJUST_KEY, KV_SCALES_KEY = "update", "adjust", "kv_scales"
 _READ, _WRITE = "read_pages_", "write_pages_"
 
 
@@ -94,18 +95,24 @@ class ProgramBuilder:
 
     def _lower(self, key: ProgramKey) -> jax.stages.Lowered:
         state = shape_structs(self.mesh, self.state_specs)
-        if isinstance(key, str):
-            function, *arguments = self._without_weights(key)
+        if not _takes_weights(key):
+            function, *arguments = self._without_weights(str(key))
             return jax.jit(_over_leaves(function, state), donate_argnums=0).lower(leaves_of(state), *arguments)
-        shape = step_shape(key, self.capacity)
-        replicate_output = self.num_processes > 1 and self.capacity.num_ranks > 1
-        function = make_step(
-            self.context, shape, self.mesh, self.param_specs, self.state_specs, replicate_output=replicate_output
-        )
+        function, packed = self._with_weights(key)
         params = shape_structs(self.mesh, self.param_specs)
-        packed = self._packed(step_packing(shape).size)
         over_leaves = _over_leaves(function, params, state)
         return jax.jit(over_leaves, donate_argnums=1).lower(leaves_of(params), leaves_of(state), packed)
+
+    def _with_weights(self, key: ProgramKey) -> tuple[Callable[..., Any], Any]:
+        """Return the function of a program that takes weights and state, and its argument after them."""
+        specs = self.mesh, self.param_specs, self.state_specs
+        if isinstance(key, str):
+            size = scales_packing(num_tokens(self.capacity)).size
+            return make_kv_scales(self.context, self.capacity, *specs), self._packed(size)
+        shape = step_shape(key, self.capacity)
+        replicate_output = self.num_processes > 1 and self.capacity.num_ranks > 1
+        function = make_step(self.context, shape, *specs, replicate_output=replicate_output)
+        return function, self._packed(step_packing(shape).size)
 
     def _without_weights(self, key: str) -> tuple[Any, ...]:
         """Return the function of a program that takes no weights, and its arguments after the state."""
@@ -192,16 +199,23 @@ class ProgramBuilder:
         return shape_structs(self.mesh, spec)
 
     def _trees(self, key: ProgramKey) -> tuple[Any, Any]:
-        if isinstance(key, str):
+        given = self.state_specs
+        if not _takes_weights(key):
+            key = str(key)
             _, *others = self._without_weights(key)
-            given = self.state_specs
             out = (given, row_specs(given, copied_group(key))) if key.startswith(_READ) else given
             return jax.tree.structure(((leaves_of(given), *others), {})), jax.tree.structure(_state_as_leaves(out))
-        logprobs = None if key.greedy else Logprobs(0, 0, 0)  # type: ignore[arg-type]
-        prompt = Logprobs(0, 0, 0) if key.kind == "prompt_logprobs" else None  # type: ignore[arg-type]
-        output = StepOutput(0, 0, logprobs, prompt)  # type: ignore[arg-type]
-        arguments: Any = ((leaves_of(self.param_specs), leaves_of(self.state_specs), 0), {})
-        return jax.tree.structure(arguments), jax.tree.structure(_state_as_leaves((self.state_specs, output)))
+        output: Any = ()
+        if isinstance(key, StepKey):
+            logprobs = None if key.greedy else Logprobs(0, 0, 0)  # type: ignore[arg-type]
+            prompt = Logprobs(0, 0, 0) if key.kind == "prompt_logprobs" else None  # type: ignore[arg-type]
+            output = StepOutput(0, 0, logprobs, prompt)  # type: ignore[arg-type]
+        arguments: Any = ((leaves_of(self.param_specs), leaves_of(given), 0), {})
+        return jax.tree.structure(arguments), jax.tree.structure(_state_as_leaves((given, output)))
+
+
+def _takes_weights(key: ProgramKey) -> bool:
+    return isinstance(key, StepKey) or key == KV_SCALES_KEY
 
 
 def leaves_of(tree: Any) -> tuple[Any, ...]:
@@ -237,7 +251,9 @@ def by_compile_cost(keys: Sequence[ProgramKey]) -> list[ProgramKey]:
 
 
 def _cost(key: ProgramKey) -> tuple[bool, int]:
-    return (False, 0) if isinstance(key, str) else (key.kind != "decode", key.size)
+    if isinstance(key, str):
+        return (key == KV_SCALES_KEY, 0)
+    return (key.kind != "decode", key.size)
 
 
 def compiler_options(mesh: Mesh, num_processes: int) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.devices.mesh import DATA_AXIS, TENSOR_AXIS, device_bytes
 from jaxserve.runtime.programs.builder import (
     ADJUST_KEY,
+    KV_SCALES_KEY,
     UPDATE_KEY,
     ProgramBuilder,
     read_key,
@@ -110,7 +111,8 @@ class Deployment:
         """The keys of all its programs."""
         groups = range(len(self.state.kv)) if self.config.enable_hierarchical_cache else ()
         copies = [key for group in groups for key in (read_key(group), write_key(group))]
-        return [UPDATE_KEY, ADJUST_KEY, *copies, *self.step_keys]
+        scales = [KV_SCALES_KEY] if self.config.calculate_kv_scales else []
+        return [UPDATE_KEY, ADJUST_KEY, *scales, *copies, *self.step_keys]
 
     def builder(self, mesh: Mesh) -> ProgramBuilder:
         """Return the builder of its programs for a mesh of its devices, which need not be attached."""
@@ -199,13 +201,13 @@ def deploy(
     )
     vocab_size = model.padded_vocab_size
     slot = state_specs(specs, one, vocab_size=vocab_size, kv_dtype=kv_dtype, platform=backend.kv_platform)
-    page_bytes = [device_bytes(pool, axes) for pool in slot.kv]
+    page_bytes = [device_bytes(pool.pools, axes) for pool in slot.kv]
     sized = functools.partial(
         resolve_sizes,
         model=model,
         device=device,
         weight_bytes=weight_bytes,
-        slot_bytes=device_bytes(slot, axes) - sum(page_bytes),
+        slot_bytes=device_bytes(slot, axes) - device_bytes(slot.kv, axes),
         bytes_per_token=tuple(size // config.page_size for size in page_bytes),
         activations=activations,
         tensor=tensor,

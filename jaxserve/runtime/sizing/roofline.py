@@ -10,11 +10,14 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
+import jax
 import numpy as np
 
+from jaxserve.params import ParamSpec
 from jaxserve.runtime.devices.mesh import TENSOR_AXIS, device_bytes
 from jaxserve.runtime.devices.target import DeviceTarget
 from jaxserve.runtime.sizing.deployment import Deployment
+from pallas_kernels.quantized_matmul import HeldWeight, QuantizedWeight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +43,8 @@ class Roofline:
     """The limits of one data-parallel rank on `tensor` devices; all quantities are per device.
 
     `read_bytes` are those of the weights per step, `layer_flops` those of the layers' products per token, `head_flops`
-    per sampled row. `attention` is the cost of the layers by window. `peak_flops` is None if it is unknown for the
-    type.
+    per sampled row: products of inputs in 8 bits count for less, as they are faster. `attention` is the cost of the
+    layers by window. `peak_flops` is None if it is unknown for the type.
     """
 
     bandwidth: float
@@ -86,8 +89,8 @@ def roofline(deployment: Deployment, target: DeviceTarget) -> Roofline:
         peak_flops=target.peak_flops.get(deployment.dtype.name),
         # Of an embedding that isn't the output head as well, a step reads only a few rows.
         read_bytes=device_bytes((params.layers, params.norm, head), axes),
-        layer_flops=2 * _elements(params.layers, axes, deployment.dtype),
-        head_flops=2 * _elements(head, axes, deployment.dtype),
+        layer_flops=2 * _elements(params.layers, axes, deployment.dtype, target),
+        head_flops=2 * _elements(head, axes, deployment.dtype, target),
         attention=_attention(deployment),
     )
 
@@ -105,5 +108,18 @@ def _attention(deployment: Deployment) -> tuple[AttentionCost, ...]:
     )
 
 
-def _elements(specs: Any, axes: dict[str, int], dtype: np.dtype) -> float:
-    return device_bytes(specs, axes) / dtype.itemsize
+def _elements(specs: Any, axes: dict[str, int], dtype: np.dtype, target: DeviceTarget) -> float:
+    """Return the elements of a tree of weights; those that are multiplied at a higher rate count for less."""
+    return sum(
+        _elements_of(leaf, axes, dtype, target)
+        for leaf in jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, HeldWeight))
+    )
+
+
+def _elements_of(leaf: ParamSpec | HeldWeight, axes: dict[str, int], dtype: np.dtype, target: DeviceTarget) -> float:
+    if not isinstance(leaf, QuantizedWeight):
+        return device_bytes(leaf, axes) / dtype.itemsize
+    elements = device_bytes(leaf.numbers, axes) * 8 / leaf.scheme.bits
+    usual = target.peak_flops.get(dtype.name)
+    rate = target.peak_flops.get({"fp8": "float8"}.get(leaf.scheme.numbers, leaf.scheme.numbers))
+    return elements if leaf.scheme.activations is None or not usual or not rate else elements * usual / rate

@@ -17,13 +17,14 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxserve.runtime.programs.autotune_cache import autotune_folder, autotune_options, report_tuning
-from jaxserve.runtime.programs.builder import ProgramBuilder
+from jaxserve.runtime.programs.builder import KV_SCALES_KEY, ProgramBuilder
 from jaxserve.runtime.programs.file_lock import exclusive
 from jaxserve.runtime.programs.own_files import trusted_folder, write_private
+from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
-from jaxserve.runtime.step.batch import StepKey
 
-_FILE = "working-memory.json"
+# With the program of KV scales, which isn't among the facts of the others, another file.
+_FILE, _FILE_WITH_KV_SCALES = "working-memory.json", "working-memory-kv-scales.json"
 
 
 class TempMemory(msgspec.Struct, frozen=True):
@@ -47,14 +48,16 @@ def size_pool_by_compiler(deployment: Deployment, mesh: Mesh, cache_dir: Path | 
         return deployment
     builder = deployment.builder(mesh)
     folder = None if cache_dir is None else trusted_folder(cache_dir / builder.fingerprint())
-    measured = _read(folder)
+    name = _FILE_WITH_KV_SCALES if KV_SCALES_KEY in deployment.program_keys else _FILE
+    path = None if folder is None else folder / name
+    measured = _read(path)
     if measured is None:
         with exclusive(folder):
-            measured = _read(folder)  # another process may have written it meanwhile
+            measured = _read(path)  # another process may have written it meanwhile
             if measured is None:
                 measured = measure_temp_memory(deployment, builder, cache_dir)
-                if folder is not None:
-                    write_private(folder / _FILE, msgspec.json.encode(measured))
+                if path is not None:
+                    write_private(path, msgspec.json.encode(measured))
     return with_temp_memory(deployment, measured)
 
 
@@ -78,7 +81,7 @@ def measure_temp_memory(deployment: Deployment, builder: ProgramBuilder, cache_d
     tuned = autotune_folder(builder.mesh.devices.flat[0], cache_dir)
     builder = builder.with_options(autotune_options(tuned))
 
-    def measure(key: StepKey) -> TempMemory:
+    def measure(key: ProgramKey) -> TempMemory:
         memory: Any = builder.compile(key).memory_analysis()
         return TempMemory(memory.temp_size_in_bytes, str(key))
 
@@ -88,16 +91,17 @@ def measure_temp_memory(deployment: Deployment, builder: ProgramBuilder, cache_d
             return max(bar, key=lambda one: one.temp_bytes)
 
 
-def largest_programs(deployment: Deployment) -> list[StepKey]:
-    """Return the largest step program of each kind."""
+def largest_programs(deployment: Deployment) -> list[ProgramKey]:
+    """Return the largest step program of each kind, and that of KV scales, which has a pool of its own."""
     ascending = sorted(deployment.step_keys, key=lambda key: key.size)
-    return list({(key.kind, key.greedy): key for key in ascending}.values())
+    others = [key for key in deployment.program_keys if key == KV_SCALES_KEY]
+    return [*{(key.kind, key.greedy): key for key in ascending}.values(), *others]
 
 
-def _read(folder: Path | None) -> TempMemory | None:
-    if folder is None:
+def _read(path: Path | None) -> TempMemory | None:
+    if path is None:
         return None
     try:
-        return msgspec.json.decode((folder / _FILE).read_bytes(), type=TempMemory)
+        return msgspec.json.decode(path.read_bytes(), type=TempMemory)
     except (OSError, msgspec.MsgspecError):
         return None

@@ -20,7 +20,7 @@ from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from jaxserve.layers.batch import KVPools
 from jaxserve.params import KVSpec
 from jaxserve.step_plan import Capacity
-from pallas_kernels.paged_attention import KVLayout, kv_layout
+from pallas_kernels.paged_attention import KVLayout, PagedKV, is_float8, kv_layout
 
 # Columns of SamplingRows.ints and .floats.
 INTS = ("top_k", "seed_low", "seed_high", "sample", "min_len", "logprobs", "fill_len")
@@ -106,11 +106,12 @@ def state_specs(
 
     def pool(spec: KVSpec, num_pages: int) -> Any:
         layout = pool_layout(spec, num_pages=num_pages, page_size=capacity.page_size, dtype=kv_dtype, platform=platform)
-        arrays = (
+        keys, values = (
             ArraySpec((ranks, *shape), layout.dtype, ("ranks", *layout.axes))
             for shape in (layout.shape, layout.values_shape)
         )
-        return layout.paged_kv(*arrays)
+        scales = ArraySpec((ranks, 2, spec.num_layers, spec.num_kv_heads), f32, ("ranks", None, None, "kv_heads"))
+        return layout.paged_kv(keys, values, scales if is_float8(kv_dtype) else None)
 
     return DeviceState(
         kv=tuple(map(pool, specs, capacity.pages_by_group)),
@@ -128,9 +129,22 @@ def state_specs(
     )
 
 
-def make_state(specs: DeviceState, shardings: DeviceState) -> DeviceState:
-    """Allocate the state with the given shardings, filled with zeros."""
-    return jax.tree.map(lambda s, where: jnp.zeros(s.shape, s.dtype, device=where), specs, shardings)
+def make_state(specs: DeviceState, shardings: DeviceState, kv_scales: Sequence[np.ndarray] = ()) -> DeviceState:
+    """Allocate the state with the given shardings, filled with zeros.
+
+    Pools of fp8 get these scales, `[2, layers, kv_heads]` for each KV group; ones without.
+    """
+    state = jax.tree.map(lambda s, where: jnp.zeros(s.shape, s.dtype, device=where), specs, shardings)
+
+    def scaled(group: int) -> PagedKV:
+        pool, spec, where = state.kv[group], specs.kv[group].scales, shardings.kv[group].scales
+        if spec is None:
+            return pool
+        values = np.broadcast_to(kv_scales[group] if kv_scales else np.float32(1), spec.shape)
+        scales = jax.make_array_from_callback(spec.shape, where, values.__getitem__)  # type: ignore[arg-type]
+        return dataclasses.replace(pool, scales=scales)
+
+    return dataclasses.replace(state, kv=tuple(map(scaled, range(len(state.kv)))))
 
 
 def one_rank(tree: Any) -> Any:

@@ -6,6 +6,7 @@ Windows are of the weight with one dimension of inputs (`quant.flat_inputs`), as
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -95,16 +96,18 @@ class RowsOnTheFly:
         out[...] = factors[..., of_units]
 
     def order(self, path: Path) -> Array:
-        """See `QuantizedRows`."""
-        raise AssertionError(path)
+        """See `QuantizedRows`. Only made-up weights of a checkpoint that has an order are reordered."""
+        return np.arange(flat_inputs(self._specs[path]).shape[-1], dtype=np.int32)
 
     def input_scale(self, path: Path) -> float:
-        """See `QuantizedRows`."""
-        raise AssertionError(path)
+        """See `QuantizedRows`. Only made-up weights of a checkpoint that has it need one."""
+        return 0.05
 
     def _quantized(self, path: Path, window: Window) -> tuple[Array, Array]:
         spec, scheme = self._specs[path], self._held[path].scheme
         assert scheme is not None, path
+        if scheme.group is not None:  # the last group of a checkpoint's rows may be shorter
+            scheme = dataclasses.replace(scheme, group=math.gcd(scheme.group, flat_inputs(spec).shape[-1]))
         inner = spec.stored_shape[len(window) - 1 :]
         rows = (*window[:-1], *(slice(0, size) for size in inner))
         values = np.empty([part.stop - part.start for part in rows], spec.dtype)

@@ -54,7 +54,7 @@ def refusal(problem: Problem, target: KernelTarget) -> str | None:
         )
     if problem.dtype != jnp.bfloat16:
         return f"mosaic_gpu takes queries of bfloat16, not of {problem.dtype.name}"
-    if problem.kv_dtype != jnp.bfloat16 and not is_float8(problem.kv_dtype):
+    if problem.kv_dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
         return f"mosaic_gpu takes a KV cache of bfloat16 or float8_e4m3fn, not of {problem.kv_dtype.name}"
     if not 16 <= problem.head_dim <= 256 or problem.head_dim % 16:
         return f"mosaic_gpu takes heads of 16 to 256 in steps of 16, not of {problem.head_dim}"

@@ -54,7 +54,7 @@ def refusal(problem: Problem, target: KernelTarget) -> str | None:
     if problem.dtype.name not in DTYPES:
         return f"mosaic_tpu computes in {' and '.join(DTYPES)}, not in {problem.dtype.name}"
     if problem.kv_dtype.name not in DTYPES and not is_float8(problem.kv_dtype):
-        return f"mosaic_tpu reads KV caches of {', '.join(DTYPES)} and float8_e4m3fn, not of {problem.kv_dtype.name}"
+        return f"mosaic_tpu reads KV caches of {', '.join(DTYPES)} and fp8, not of {problem.kv_dtype.name}"
     if problem.head_dim > 512:
         return f"mosaic_tpu takes heads of up to 512, not of {problem.head_dim}"
     if problem.heads % problem.kv_heads or problem.heads // problem.kv_heads > MAX_GROUP:

@@ -38,6 +38,10 @@ _WARPS_A_CORE, _LARGE_WARPS_A_CORE = 12, 8
 # Queries, sums and page ids besides the tiles of a decode in flight.
 _DECODE_SHARED_KIB = 8
 
+# The first compute capability (Ada's) with instructions that convert fp8; before it, Triton converts only e5m2, by
+# shifting bits.
+_CONVERTS_FP8 = (8, 9)
+
 _MAX_SPLITS = 64
 _PARTIAL_BYTES = 32 * 2**20
 
@@ -63,11 +67,14 @@ def refusal(problem: Problem, target: KernelTarget) -> str | None:
         )
     if problem.dtype.name not in DTYPES:
         return f"triton computes in {', '.join(DTYPES)}, not in {problem.dtype.name}"
-    if is_float8(problem.kv_dtype):
-        if capability is not None and capability < (8, 9):
-            return f"an fp8 KV cache needs compute capability 8.9 (Ada) or newer, not {target.kind}"
-    elif problem.kv_dtype.name not in DTYPES:
-        return f"triton reads KV caches of {', '.join(DTYPES)} and float8_e4m3fn, not of {problem.kv_dtype.name}"
+    if problem.kv_dtype == jnp.float8_e4m3fn:
+        if capability is not None and capability < _CONVERTS_FP8:
+            return (
+                f"a KV cache of float8_e4m3fn needs compute capability 8.9 (Ada) or newer, not {target.kind}, which "
+                "takes float8_e5m2"
+            )
+    elif not is_float8(problem.kv_dtype) and problem.kv_dtype.name not in DTYPES:
+        return f"triton reads KV caches of {', '.join(DTYPES)} and fp8, not of {problem.kv_dtype.name}"
     if not 16 <= problem.head_dim <= 512 or problem.head_dim % 8:
         return f"triton takes heads of 16 to 512 in steps of 8, not of {problem.head_dim}"
     if problem.heads % problem.kv_heads or problem.heads // problem.kv_heads > MAX_GROUP:
@@ -232,11 +239,14 @@ def _decode_sizes(problem: Problem, target: KernelTarget) -> dict[str, int]:
     """Return sizes for tiles of 16 KiB of keys and 16 KiB of values, two of each in flight.
 
     Half of that with a small shared memory, and with float32, which is multiplied without tensor cores and takes more
-    registers. Also with fp8, unless heads are of 128: for others its conversion takes too many.
+    registers. Also with fp8, unless heads are of 128: for others its conversion takes too many. Without instructions
+    for that conversion, a quarter.
     """
     lanes, halved = pl.next_power_of_2(problem.head_dim), _small_shared_memory(target) or problem.dtype.itemsize == 4
     width = problem.kv_dtype.itemsize if lanes == 128 and not halved else problem.dtype.itemsize
     block_kv = (8 * 1024 if halved else 16 * 1024) // (lanes * width)
+    if _shifts_fp8(problem, target):
+        block_kv = 4 * 1024 // (lanes * problem.dtype.itemsize)
     # The smallest tiles of float32 are so large from heads of 512 that a small shared memory holds one of them.
     stages = 3 if lanes * problem.kv_dtype.itemsize >= 2048 and _small_shared_memory(target) else 5
     return {"block_kv": min(128, max(16, block_kv)), "num_warps": 4, "num_stages": stages}
@@ -261,6 +271,11 @@ def _prefill_sizes(problem: Problem, target: KernelTarget) -> dict[str, int]:
     else:
         sizes = (128, 32, 8, 5) if capability < (10, 0) else (64, 32, 8, 3)
     return dict(zip(("block_q", "block_kv", "num_warps", "num_stages"), sizes, strict=True))
+
+
+def _shifts_fp8(problem: Problem, target: KernelTarget) -> bool:
+    """Return whether the pool holds fp8 that the device has no instruction to convert, which takes more registers."""
+    return is_float8(problem.kv_dtype) and (target.capability or (9, 0)) < _CONVERTS_FP8
 
 
 def _is_padded(problem: Problem) -> bool:

@@ -13,9 +13,8 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.layout import PagedKV
-from pallas_kernels.paged_attention.problem import is_float8
+from pallas_kernels.paged_attention.problem import is_float8, largest_float8
 from pallas_kernels.paged_attention.triton.tiles import Ref, TritonAttention, flat, load_rows, store_rows
-from pallas_kernels.paged_attention.write import FLOAT8_MAX
 
 TOKENS = 16
 
@@ -80,5 +79,5 @@ def to_pool(rows: Float[Array, "tokens lanes"], scale: Array | None, dtype: jnp.
     if scale is not None:
         rows = rows.astype(jnp.float32) / scale
     if is_float8(dtype):
-        rows = jnp.clip(rows, -FLOAT8_MAX, FLOAT8_MAX)
+        rows = jnp.clip(rows, -largest_float8(dtype), largest_float8(dtype))
     return rows.astype(dtype)

@@ -39,6 +39,8 @@ _ADDRESSABLE = 2**31
 # Streaming multiprocessors if the target doesn't say it, and how many programs one runs at once.
 _CORES = 108
 _PROGRAMS_A_CORE = 4
+# A core runs one large tile at a time: with fewer, many cores would wait for the last ones.
+_LARGE_TILES_A_CORE = 2
 _MIN_STEPS = 4
 
 
@@ -112,28 +114,37 @@ def _as_words(numbers: Shaped[Array, "out stored"], words: Words) -> Shaped[Arra
 
 def blocks_for(rows: int, out_dim: int, inputs: int, scheme: Scheme, target: KernelTarget) -> Blocks:
     """Return tuned block sizes or those of the rule, with as many splits as fill the device."""
-    chosen = tuned_blocks(target, "triton", rows, out_dim, inputs, scheme) or _sizes(rows, scheme)
-    sizes = {"block_rows": max(16, pl.next_power_of_2(rows)), **chosen}
-    tiles = pl.cdiv(rows, sizes["block_rows"]) * pl.cdiv(out_dim, sizes["block_out"])
-    wanted = (target.cores or _CORES) * _PROGRAMS_A_CORE // tiles
+    cores = target.cores or _CORES
+    sizes = tuned_blocks(target, "triton", rows, out_dim, inputs, scheme) or _sizes(rows, out_dim, scheme, cores)
+    sizes = {"block_rows": _small_rows(rows), **sizes}
     # A part has some steps, and writing and reading all parts costs at most a quarter of reading the weight.
     most = min(inputs // _step(inputs, scheme) // _MIN_STEPS, inputs * scheme.bits // (256 * rows))
-    return Blocks(splits=max(1, min(wanted, most)), **sizes)
+    splits = min(cores * _PROGRAMS_A_CORE // _tiles(rows, out_dim, sizes), most)
+    return Blocks(splits=max(1, splits), **sizes)
 
 
-def _sizes(rows: int, scheme: Scheme) -> dict[str, int]:
-    """Return the largest tiles that compile without spilling registers.
+def _sizes(rows: int, out_dim: int, scheme: Scheme, cores: int) -> dict[str, int]:
+    """Return the largest tiles that compile without spilling registers, or small ones if those don't fill the device.
 
-    Few rows have small tiles, of which a core runs several: their copies from memory hide each other's latency.
+    A core runs several small ones, whose copies from memory hide each other's latency.
     """
-    if kind_of(rows) == "decode":
-        return {"block_out": 64, "num_warps": 4, "num_stages": 4}
-    # The sums of groups take most registers; zeros, factors of rows and the conversion of 8 bits take others.
+    # The sums of groups take most registers; zeros and the conversion of 8 bits take others.
     plain = scheme.numbers == "int4" and not scheme.zeros
-    return {"block_out": 128, "block_rows": 128 if plain else 64, "num_warps": 8, "num_stages": 3}
+    large = {"block_out": 128, "block_rows": 128 if plain else 64, "num_warps": 8, "num_stages": 3}
+    if kind_of(rows) == "prefill" and _tiles(rows, out_dim, large) >= _LARGE_TILES_A_CORE * cores:
+        return large
+    return {"block_out": 64, "block_rows": _small_rows(rows), "num_warps": 4, "num_stages": 4}
 
 
-def candidates(kind: Kind, scheme: Scheme) -> list[dict[str, int]]:
+def _small_rows(rows: int) -> int:
+    return min(max(16, pl.next_power_of_2(rows)), 64)
+
+
+def _tiles(rows: int, out_dim: int, sizes: dict[str, int]) -> int:
+    return pl.cdiv(rows, sizes["block_rows"]) * pl.cdiv(out_dim, sizes["block_out"])
+
+
+def candidates(kind: Kind) -> list[dict[str, int]]:
     """Return the block sizes to time for the tuned table; those that don't compile on the device are skipped."""
     block_rows: list[dict[str, int]] = [{}] if kind == "decode" else [{"block_rows": 64}, {"block_rows": 128}]
     return [

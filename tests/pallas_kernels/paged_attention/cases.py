@@ -111,8 +111,9 @@ def make_batch(case: Case, *, max_pages: int | None = None, num_pages: int | Non
     kv_dtype = jnp.dtype(case.kv_dtype or case.dtype)
     scales = None
     if case.kv_dtype is not None:
-        # Small enough that some numbers are clipped: normal ones go up to 4, those of fp8 to 448.
-        scales = rng.uniform(0.005, 0.02, (2, case.num_layers, case.kv_heads)).astype(np.float32)
+        # Small enough that some numbers are clipped: normal ones go up to 4, those of fp8 to 448 or 57344.
+        least = 2.0 / float(jnp.finfo(kv_dtype).max)
+        scales = rng.uniform(least, 4 * least, (2, case.num_layers, case.kv_heads)).astype(np.float32)
     pools = np.full((2, case.kv_heads, case.num_layers * num_pages, size, case.head_dim), np.nan, kv_dtype)
     tokens = sum(new for _, new in case.rows)
     total = len(case.rows) + case.pad_rows if case.decode_only else tokens + case.pad_tokens
@@ -247,6 +248,8 @@ CASES = [
     _decode("decode-fp8-dim-512-bf16", **FP8_BF16, heads=16, kv_heads=1, head_dim=512),
     _decode("decode-fp8-dim-192-bf16-window-cap", **FP8_BF16, heads=6, head_dim=192, window=100, soft_cap=5.0),
     _mixed("fp8-dim-96-page-64", kv_dtype="float8_e4m3fn", heads=10, head_dim=96, page_size=64),
+    _mixed("fp8-e5m2-bf16", dtype="bfloat16", kv_dtype="float8_e5m2"),
+    _decode("decode-fp8-e5m2", kv_dtype="float8_e5m2", head_dim=128),
     _prefill("prefill-fp8-dim-80", kv_dtype="float8_e4m3fn", heads=6, kv_heads=3, head_dim=80, page_size=32),
 ]
 

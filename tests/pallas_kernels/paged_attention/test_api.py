@@ -52,7 +52,11 @@ A100 = KernelTarget("cuda", "NVIDIA A100-SXM4-80GB", (8, 0))
     [
         (KernelTarget("cuda", "Tesla T4", (7, 5)), {}, r"capability 8\.0 .* not Tesla T4"),
         (KernelTarget("tpu", "TPU v6 lite"), {}, r"not for tpu"),
-        (A100, {"kv_dtype": FP8}, r"fp8 KV cache needs compute capability 8\.9 .* not NVIDIA A100"),
+        (
+            A100,
+            {"kv_dtype": FP8},
+            r"float8_e4m3fn needs compute capability 8\.9 .* not NVIDIA A100.*, which takes float8_e5m2",
+        ),
         (A100, {"head_dim": 520}, r"heads of 16 to 512 in steps of 8, not of 520"),
         (A100, {"heads": 71, "kv_heads": 1}, r"up to 16 query heads a KV head, not 71 for 1"),
         (A100, {"page_size": 48}, r"pages whose size is a power of two, not of 48"),

@@ -101,7 +101,9 @@ def _skip_refused(case: Case, backend: BackendName) -> None:
 
 def _bits(array: np.ndarray) -> np.ndarray:
     """Return the bits as integers: then NaN equals NaN, and -0 is not 0."""
-    return np.ascontiguousarray(array).view({1: np.uint8, 2: np.uint16, 4: np.uint32}[array.dtype.itemsize])
+    bits = np.ascontiguousarray(array).view({1: np.uint8, 2: np.uint16, 4: np.uint32}[array.dtype.itemsize])
+    # XLA's CPU keeps the sign of a NaN of e5m2, not which of several NaN it is.
+    return np.where(np.isnan(array), bits | 3, bits) if array.dtype == jnp.float8_e5m2 else bits
 
 
 def _check(case: Case, batch: Batch, backend: BackendName, platform: str = "") -> None:

@@ -10,8 +10,9 @@ import pytest
 from jaxserve.runtime.execution.device_commands import LocalCommands
 from jaxserve.runtime.execution.executor import DeviceExecutor
 from jaxserve.runtime.execution.host_pool import HostPool
-from jaxserve.runtime.programs.builder import ADJUST_KEY, UPDATE_KEY, read_key, step_keys, write_key
+from jaxserve.runtime.programs.builder import ADJUST_KEY, KV_SCALES_KEY, UPDATE_KEY, read_key, step_keys, write_key
 from jaxserve.runtime.programs.program_set import ProgramKey
+from jaxserve.runtime.step.batch import StepKey
 from jaxserve.runtime.step.page_copies import row_specs
 from jaxserve.runtime.step.sampling import Logprobs
 from jaxserve.runtime.step.slot_update import SLOTS, update_packing
@@ -40,6 +41,7 @@ class Commands:
 
     def __init__(self, num_ranks: int = 1) -> None:
         self.updates: list[tuple[str, np.ndarray]] = []
+        self.steps: list[tuple[object, np.ndarray]] = []
         shape = (num_ranks, 8)
         tokens = np.arange(8) + 10 * np.arange(num_ranks)[:, None]
         self.tokens = Output(tokens[:, :, None])
@@ -49,6 +51,7 @@ class Commands:
         self.updates.append((key, packed))
 
     def step(self, key: object, packed: np.ndarray) -> StepOutput:
+        self.steps.append((key, packed))
         return StepOutput(self.tokens, self.tokens, Logprobs(*self.logprobs), None)  # type: ignore[arg-type]
 
     def store_arrived(self) -> None: ...
@@ -59,6 +62,28 @@ def _run(commands: Commands, capacity: Capacity, *opens: Any) -> Any:
     plan = StepPlan(opens=list(opens), chunks=chunks, closes=[], num_decodes=0, greedy=False)
     executor = DeviceExecutor(commands, capacity)  # type: ignore[arg-type]
     return executor.collect(executor.dispatch(plan))
+
+
+def test_the_first_prompts_decide_the_kv_scales_before_their_step() -> None:
+    commands = Commands(num_ranks=2)
+    capacity = msgspec.structs.replace(CAPACITY, num_ranks=2)
+    executor = DeviceExecutor(commands, capacity, calculates_kv_scales=True)  # type: ignore[arg-type]
+
+    def dispatch(*chunks: Any) -> list[object]:
+        plan = StepPlan(opens=[], chunks=list(chunks), closes=[], num_decodes=0, greedy=False)
+        executor._sampling.update({(chunk.rank, chunk.slot): opening(0).sampling for chunk in chunks})
+        before = len(commands.steps)
+        executor.dispatch(plan)
+        return [key for key, _ in commands.steps[before:]]
+
+    executor.connect()
+    on_the_other_rank = msgspec.structs.replace(prefill(1, 0, [4, 5]), rank=1)
+    step = StepKey("mixed", 8, False)
+    assert dispatch(prefill(0, 0, [1, 2, 3]), on_the_other_rank) == [KV_SCALES_KEY, step]
+    assert dispatch(prefill(2, 0, [6, 7])) == [step]
+    [scales] = [packed for key, packed in commands.steps if key == KV_SCALES_KEY]
+    assert scales.shape[0] == 2
+    assert scales[:, :6].tolist() == [[5, 1, 2, 3, 4, 5]] * 2, "every rank sees the prompts of all"
 
 
 @pytest.mark.parametrize("wanted", [False, True])

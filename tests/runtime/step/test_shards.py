@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("check", grid(["step", "sampler", "collectives"], lambda check: check == "sampler"))
+@pytest.mark.parametrize("check", grid(["step", "sampler", "collectives", "kv_scales"], lambda check: check != "step"))
 def test_on_shards(check: str) -> None:
     flags = "--xla_backend_optimization_level=0"  # small programs are compiled longer than they run
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "XLA_FLAGS": flags}

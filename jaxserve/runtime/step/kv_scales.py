@@ -1,0 +1,128 @@
+"""The program that calculates the scales of an fp8 KV cache from the first prompts, before any page is written.
+
+It runs the model over the tokens as if they were one prompt, with a small pool of its own in the type of activations,
+and takes the largest key and value of each layer. The constants are vLLM's: they leave room for larger ones later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxserve.layers.batch import KVPools, TokenBatch
+from jaxserve.models.registry import family
+from jaxserve.runtime.devices.mesh import DATA_AXIS, TENSOR_AXIS, partitions
+from jaxserve.runtime.step.input_packing import InputPacking, PackedField
+from jaxserve.runtime.step.state import DeviceState, all_ranks, one_rank
+from jaxserve.runtime.step.step import StepContext
+from jaxserve.step_plan import Capacity
+from pallas_kernels.paged_attention import PagedKV
+
+TOKENS = 512
+"""The most tokens that scales are calculated from."""
+
+# What the largest key and value so far are stored as; the largest number of float8_e4m3fn is 448.
+_STORED_AS = (200.0, 100.0)
+
+
+def num_tokens(capacity: Capacity) -> int:
+    """Return the number of tokens that the program of a deployment takes."""
+    return min(TOKENS, capacity.token_buckets[-1], capacity.max_model_len)
+
+
+def scales_packing(size: int) -> InputPacking:
+    """Return the layout of the input for up to `size` tokens."""
+    return InputPacking([PackedField("num_tokens"), PackedField("tokens", size)])
+
+
+def pack_prompts(tokens: Sequence[int], capacity: Capacity) -> np.ndarray:
+    """Return the input `[ranks, size]` for the first of these tokens, the same for all ranks."""
+    size = num_tokens(capacity)
+    packed = scales_packing(size).pack({"num_tokens": [min(len(tokens), size)], "tokens": tokens[:size]})
+    return np.stack([packed] * capacity.num_ranks)
+
+
+def make_kv_scales(
+    context: StepContext, capacity: Capacity, mesh: Mesh, param_specs: Any, state_specs: DeviceState
+) -> Callable[..., tuple[DeviceState, tuple[()]]]:
+    """Return the function `(params, state, packed) -> (state, ())` over global arrays.
+
+    The new state has the same scales for all ranks, and those of before if there is no token.
+    """
+
+    def kv_scales(params: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, tuple[()]]:
+        own = one_rank(state)
+        largest = _largest(params, own.kv, one_rank(packed), context, capacity)
+        pools = tuple(map(_with_scales, own.kv, largest))
+        return all_ranks(own.replace(kv=pools)), ()
+
+    parts = partitions(state_specs)
+    return jax.shard_map(
+        kv_scales,
+        mesh=mesh,
+        in_specs=(partitions(param_specs), parts, PartitionSpec(DATA_AXIS)),
+        out_specs=(parts, ()),
+        check_vma=False,
+    )
+
+
+def _largest(
+    params: Any, kv: KVPools, packed: jax.Array, context: StepContext, capacity: Capacity
+) -> list[Float[Array, "2 layers"]]:
+    """Return the largest key and value of each layer over all heads, by KV group."""
+    model, size = family(context.model), num_tokens(capacity)
+    fields = scales_packing(size).unpack(packed)
+    length, position = fields["num_tokens"], jnp.arange(size, dtype=jnp.int32)
+    pages = -(-size // capacity.page_size)
+    batch = TokenBatch(
+        tokens=fields["tokens"],
+        positions=jnp.where(position < length, position, 0),
+        fill_lens=jnp.full((size,), length),
+        page_tables=(jnp.arange(pages, dtype=jnp.int32)[None],) * len(kv),
+        query_starts=jnp.stack([jnp.zeros_like(length), length]),
+        kv_lens=length[None],
+        num_decodes=jnp.zeros_like(length),
+        num_seqs=(length > 0).astype(jnp.int32),
+    )
+    x = model.embed(context.model, params, batch)
+    own_pools = tuple(_own_pool(pool, pages, x.dtype) for pool in kv)
+    _, filled = model.forward(context.model, params, x, batch, own_pools, context.backend)
+    specs = context.model.kv_specs()
+    return [_largest_of_pool(pool, pages, spec.head_dim) for pool, spec in zip(filled, specs, strict=True)]
+
+
+def _own_pool(pool: PagedKV, pages: int, dtype: jnp.dtype) -> PagedKV:
+    """Return an empty pool like `pool`, without scales, for `pages` pages of each layer."""
+    axis = 0 if pool.page_major else 1
+
+    def empty(array: jax.Array) -> jax.Array:
+        shape = list(array.shape)
+        shape[axis] = pages * pool.num_layers if shape[axis] else 0
+        return jnp.zeros(shape, dtype)
+
+    keys, values = empty(pool.keys), empty(pool.values)
+    return PagedKV(keys, values, pool.num_layers, None, pool.joined, pool.page_major)
+
+
+def _largest_of_pool(pool: PagedKV, pages: int, head_dim: int) -> Float[Array, "2 layers"]:
+    if not pool.num_layers:
+        return jnp.zeros((2, 0), jnp.float32)
+    entries = jnp.arange(pool.num_layers * pages, dtype=jnp.int32).reshape(pool.num_layers, pages)
+    found = [jnp.abs(pool.gather(which, entries, head_dim)).max(axis=(0, 2, 3, 4)) for which in (0, 1)]
+    return lax.pmax(jnp.stack(found).astype(jnp.float32), TENSOR_AXIS)
+
+
+def _with_scales(pool: PagedKV, largest: Float[Array, "2 layers"]) -> PagedKV:
+    """Return the pool with scales for these largest keys and values; those that it has where there are none."""
+    assert pool.scales is not None
+    scales = (largest / jnp.array(_STORED_AS)[:, None])[:, :, None]
+    scales = jnp.where(jnp.isfinite(scales) & (scales > 0), scales, pool.scales)
+    return dataclasses.replace(pool, scales=scales)

@@ -1,0 +1,93 @@
+"""Reads the scales of an fp8 KV cache from a checkpoint: numbers by which stored keys and values are divided."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxserve.errors import ConfigError
+from jaxserve.model_source import ModelSource
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.kv_scales import parse_kv_scale_name
+from jaxserve.weights.open import open_source
+from jaxserve.weights.source import TensorSource
+
+_KEYS_AND_VALUES = ("k", "v")
+
+
+@dataclasses.dataclass(frozen=True)
+class KVScales:
+    """Scales by KV group, float32 `[2, layers, kv_heads]`, keys first; 1 for layers without any in the checkpoint.
+
+    `num_layers` is the number of layers that have scales there, of `num_kv_layers` that keep keys and values.
+    """
+
+    by_group: tuple[np.ndarray, ...]
+    num_layers: int
+    num_kv_layers: int
+
+
+def checkpoint_kv_scales(source: ModelSource, model: ModelConfig) -> KVScales | None:
+    """Return the scales of a Hugging Face folder; None if it has none, or for other formats, which can't have any."""
+    return read_kv_scales(open_source(source), model) if source.kind == "folder" else None
+
+
+def read_kv_scales(source: TensorSource, model: ModelConfig) -> KVScales | None:
+    """Read the scales for the layers of `model`, whose KV heads may be repeated for its shards; None if there are none.
+
+    A layer has one scale for all heads or one for each. Raises `ConfigError` naming a scale that is missing beside its
+    counterpart, has another shape, or isn't a positive number.
+    """
+    names: dict[tuple[int, str], str] = {}
+    for name in source.infos:
+        found = parse_kv_scale_name(name)
+        if found is not None:
+            names[found] = name
+    by_group = tuple(np.ones((2, spec.num_layers, spec.num_kv_heads), np.float32) for spec in model.kv_specs())
+    counted = 0
+    places = [(i, place) for i, place in enumerate(model.kv_layers()) if not place.reuses]
+    for layer, place in places:
+        own = _of_layer(source, names, layer)
+        counted += bool(own)
+        for which, name in enumerate(own):
+            by_group[place.group][which, int(place.index)] = _per_head(source, name, model, layer)
+    return KVScales(by_group, counted, len(places)) if counted else None
+
+
+def _of_layer(source: TensorSource, names: Mapping[tuple[int, str], str], layer: int) -> list[str]:
+    """Return the names of a layer's scales of keys and of values; empty if it has none."""
+    found = [names.get((layer, scaled)) for scaled in _KEYS_AND_VALUES]
+    present = [name for name in found if name is not None]
+    if len(present) == 1:
+        [absent] = [scaled for scaled, name in zip(_KEYS_AND_VALUES, found) if name is None]
+        raise ConfigError(
+            f"{source.description}: {present[0]} has no counterpart {absent}_scale in layer {layer}, and the KV cache "
+            "needs both; check that the download is complete"
+        )
+    both = names.get((layer, "kv"))
+    return [both, both] if not present and both is not None else present
+
+
+def _per_head(source: TensorSource, name: str, model: ModelConfig, layer: int) -> np.ndarray[Any, Any]:
+    """Return a scale as one number or as one for each KV head on the mesh."""
+    info = source.infos[name]
+    if info.unreadable:
+        raise ConfigError(f"{source.description}: {name} can't be read: {info.unreadable}")
+    values = np.empty(info.shape, np.float32)
+    source.read(name, tuple(slice(0, size) for size in info.shape), values)
+    heads, _ = model.kv_shape(layer)
+    replicas = heads // max(values.size, 1)
+    if values.size != 1 and (values.size * replicas != heads or replicas != model.replicas_of(values.size)):
+        raise ConfigError(
+            f"{source.description}: {name} has the shape {list(info.shape)}; layer {layer} takes one scale, or one for "
+            f"each of its KV heads"
+        )
+    if not (np.isfinite(values) & (values > 0)).all():
+        raise ConfigError(
+            f"{source.description}: {name} must be above 0, got {', '.join(f'{value:g}' for value in values.flat)}; "
+            "fetch the file again"
+        )
+    return values.reshape(-1) if values.size == 1 else np.repeat(values.reshape(-1), replicas)
