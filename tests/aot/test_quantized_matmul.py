@@ -36,7 +36,7 @@ from tests.selection import grid
 pytestmark = pytest.mark.aot
 
 OUT, IN = 14336, 4096
-GPUS = ("nvidia-h200", "nvidia-l4", "nvidia-a100-80")
+GPUS = ("nvidia-h200", "nvidia-l4", "nvidia-a100-80", "nvidia-b200")
 ROWS = (1, 16, 64, 2048)
 
 TRITON = {

@@ -85,6 +85,7 @@ CASES = (
     Case("int8-token", Scheme("int8", activations="token"), rows=70, out=(2, 40), scales="bfloat16"),
     Case("int8-token-zeros", Scheme("int8", zeros=True, activations="token"), rows=18),
     Case("int8-static", Scheme("int8", activations="static"), rows=5, order=True),
+    Case("int8-blocks", Scheme("int8", 64, activations="group"), rows=4),
     Case("fp8-row", Scheme("fp8"), rows=1),
     Case("fp8-channel", Scheme("fp8"), rows=66, out=(2, 40), scales="bfloat16"),
     Case("fp8-group", Scheme("fp8", 128), rows=12, inputs=512),
