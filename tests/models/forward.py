@@ -89,6 +89,6 @@ def prompt_logits(
     """
     padded = np.zeros(size or len(tokens), np.int32)
     padded[: len(tokens)] = tokens
-    dtype = params.norm.dtype
+    dtype = jax.tree.leaves(params.norm)[0].dtype
     run = _compiled(config, dtype, kv_dtype or dtype, backend, mesh or cpu_mesh(), kv_scales, abstract)
     return np.array(run(params, padded, np.int32(len(tokens))))[: len(tokens), : config.vocab_size]
