@@ -11,6 +11,7 @@ from pallas_kernels.quantized_matmul.activations import quantize_inputs
 from pallas_kernels.quantized_matmul.backends import backend_module
 from pallas_kernels.quantized_matmul.cpu.backend import multiply_packed
 from pallas_kernels.quantized_matmul.cpu.layout import PackedWeight
+from pallas_kernels.quantized_matmul.cpu.reorder import reorder_inputs
 from pallas_kernels.quantized_matmul.layout import QuantizedWeight
 
 HeldWeight = QuantizedWeight | PackedWeight
@@ -22,7 +23,7 @@ def quantized_matmul(
     """Return `x @ weight.T`, summed in float32; the scheme of the weight tells whether `x` is quantized first."""
     factors = None
     if weight.order is not None:
-        x = x[:, weight.order]
+        x = reorder_inputs(x, weight.order) if isinstance(weight, PackedWeight) else x[:, weight.order]
     if weight.scheme is not None and weight.scheme.activations is not None:
         x, factors = quantize_inputs(x, weight.scheme, weight.input_scale)
     if isinstance(weight, PackedWeight):

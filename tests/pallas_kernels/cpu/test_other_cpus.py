@@ -20,6 +20,7 @@ from pallas_kernels.paged_attention.cpu.backend import PagedAttention
 from pallas_kernels.paged_attention.cpu.tiles import CpuAttention
 from pallas_kernels.quantized_matmul.cpu.kernel import PackedMatmul
 from pallas_kernels.quantized_matmul.cpu.layout import Format
+from pallas_kernels.quantized_matmul.cpu.reorder import ReorderInputs
 from pallas_kernels.sampling.cpu import DrawTokens
 from tests.selection import grid
 
@@ -29,6 +30,7 @@ LINUX, MAC = ("aarch64-unknown-linux-gnu", "generic"), ("arm64-apple-darwin", "a
 KERNELS: list[Kernel] = [
     *(PackedMatmul(format) for format in get_args(Format)),
     PackedMatmul("fp8", factors=True),
+    ReorderInputs(),
     *(
         PagedAttention(
             CpuAttention(
@@ -51,7 +53,7 @@ KERNELS: list[Kernel] = [
     LogSumExp(),
     DrawTokens(),
 ]
-QUICK = (KERNELS[5],)
+QUICK = (KERNELS[6],)
 # Seconds for most: code for a CPU with short registers is long.
 EACH_KERNEL = pytest.mark.parametrize("kernel", grid(KERNELS, QUICK.__contains__), ids=lambda kernel: kernel.name)
 C_LIBRARY = {"malloc", "free", "usleep", "memcpy", "memset", "bzero"}

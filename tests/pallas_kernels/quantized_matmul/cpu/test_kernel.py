@@ -25,6 +25,7 @@ from pallas_kernels.quantized_matmul import (
 )
 from pallas_kernels.quantized_matmul.cpu.kernel import PackedMatmul
 from pallas_kernels.quantized_matmul.cpu.layout import Format
+from pallas_kernels.quantized_matmul.cpu.reorder import reorder_inputs
 
 pytestmark = pytest.mark.slow
 
@@ -125,6 +126,14 @@ def test_inputs_are_quantized_as_the_scheme_asks(format: Format, activations: An
     expected = (q * np.float64(scale)).reshape(5, 256) @ dense.T.astype(np.float64)
     given = jax.jit(quantized_matmul)(jnp.asarray(x, jnp.bfloat16), packed)
     np.testing.assert_allclose(given, expected, atol=1e-3 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 700])
+def test_inputs_are_put_in_an_order(tokens: int) -> None:
+    """The most rows are several items."""
+    order = np.random.default_rng(2).permutation(96).astype(np.int32)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((tokens, 96)), jnp.bfloat16)
+    np.testing.assert_array_equal(jax.jit(reorder_inputs)(x, order), np.asarray(x)[:, order])
 
 
 def test_inputs_are_put_in_the_order_of_the_numbers() -> None:
