@@ -50,8 +50,8 @@ from jaxserve.runtime.sizing.memory_advice import deploy_or_advise
 from jaxserve.runtime.sizing.sizes import Sizes
 from jaxserve.runtime.sizing.temp_memory import size_pool_by_compiler
 from jaxserve.runtime.step.page_copies import row_specs
-from jaxserve.weights import check_tensors, open_weights, stored_types
-from jaxserve.weights.kv_scales import KVScales, checkpoint_kv_scales
+from jaxserve.weights import check_tensors, checkpoint_kv_scales, open_weights, stored_types
+from jaxserve.weights.kv_scales import KVScales
 from pallas_kernels.paged_attention import largest_float8
 
 logger = logging.getLogger("jaxserve.worker")

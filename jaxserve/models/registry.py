@@ -29,7 +29,6 @@ from jaxserve.models import (
     starcoder2,
 )
 from jaxserve.models.config import ModelConfig, refuse_unread
-from jaxserve.models.kv_scales import parse_kv_scale_name
 from jaxserve.quant import read_quantization
 
 _FAMILIES: dict[str, ModuleType] = {
@@ -78,11 +77,6 @@ _OTHER_CACHES = {
     "linear_conv_kernel_dim": _STATE,
 }
 
-_TOWERS = (
-    "vision_tower.", "multi_modal_projector.", "vision_model.", "audio_tower.", "embed_vision.", "embed_audio.",
-    "vision_embedder.",
-)  # fmt: skip
-
 
 def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     """Return the config of a model from its config.json, read from the file `where`.
@@ -125,11 +119,3 @@ def _why_not(architecture: str, raw: Mapping[str, Any]) -> str:
 def family(config: ModelConfig) -> ModuleType:
     """Return the module of a config's family."""
     return _FAMILIES[config.architecture]
-
-
-def is_ignored(name: str) -> bool:
-    """Return whether no parameter needs a checkpoint tensor: frequencies, which are computed, the copy of a tied head,
-    scales of a KV cache, which the state has, or an encoder of images or sound, which are refused."""
-    own = name.removeprefix("model.")
-    computed = name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
-    return computed or parse_kv_scale_name(name) is not None or own.startswith(_TOWERS)

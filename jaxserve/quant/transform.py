@@ -24,7 +24,7 @@ from pallas_kernels.quantized_matmul import (
     run_bytes,
 )
 
-# Of stored numbers that are made up: the deviation of their bytes, and that of the numbers themselves
+# For `--load-format dummy`: the deviation with which bytes are drawn, and that of the numbers that they hold
 _DUMMY: dict[NumberType, tuple[float, float]] = {"int4": (64, 4.6), "int8": (30, 30), "fp8": (1, 1)}
 _DUMMY_INPUT_SCALE = 0.05
 

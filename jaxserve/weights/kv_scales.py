@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxserve.errors import ConfigError
-from jaxserve.model_source import ModelSource
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.kv_scales import parse_kv_scale_name
-from jaxserve.weights.open import open_source
 from jaxserve.weights.source import TensorSource
 
 _KEYS_AND_VALUES = ("k", "v")
+
+# compressed-tensors and Quark: self_attn.k_scale, or k_proj.output_scale before; NVIDIA's Model Optimizer:
+# k_proj.k_scale; AutoFP8: one kv_scale for both. Scales of queries and of the softmax are for other kernels.
+_NAME = re.compile(
+    r"model\.layers\.(\d+)\.self_attn\.(?:"
+    r"(?:attn\.)?(k|v|kv|q|prob)_scale|([qkv])_proj\.(?:\3_scale|output_scale)|(prob)_output_scale)"
+)
+
+
+class KVScaleName(NamedTuple):
+    """The layer of a scale, and what it scales: `k`, `v`, `kv` (both), `q`, or `prob` (probabilities)."""
+
+    layer: int
+    scaled: str
+
+
+def parse_kv_scale_name(name: str) -> KVScaleName | None:
+    """Return what the tensor `name` scales; None if it is no scale of attention."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
+    layer, *kinds = found.groups()
+    return KVScaleName(int(layer), next(kind for kind in kinds if kind))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +49,6 @@ class KVScales:
     by_group: tuple[np.ndarray, ...]
     num_layers: int
     num_kv_layers: int
-
-
-def checkpoint_kv_scales(source: ModelSource, model: ModelConfig) -> KVScales | None:
-    """Return the scales of a Hugging Face folder; None if it has none, or for other formats, which can't have any."""
-    return read_kv_scales(open_source(source), model) if source.kind == "folder" else None
 
 
 def read_kv_scales(source: TensorSource, model: ModelConfig) -> KVScales | None:

@@ -10,13 +10,14 @@ import numpy as np
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.registry import family, is_ignored
+from jaxserve.models.registry import family
 from jaxserve.quant import CONVERTED, CheckpointQuantization, Stored, convert_forms, held_weights, hold_weights
 from jaxserve.weights.arrays import WeightReader, flatten
 from jaxserve.weights.dummy import dummy_reader
 from jaxserve.weights.finite import FiniteSource
 from jaxserve.weights.gguf import GGUFFile
 from jaxserve.weights.hf import SafetensorsFolder
+from jaxserve.weights.kv_scales import KVScales, parse_kv_scale_name, read_kv_scales
 from jaxserve.weights.load import check_names, checkpoint_reader
 from jaxserve.weights.quantized.folder import QuantizedFolder
 from jaxserve.weights.quantized.held import held_reader
@@ -26,6 +27,10 @@ from pallas_kernels.quantized_matmul import PackedWeight, QuantizedWeight
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
 
+_TOWERS = (
+    "vision_tower.", "multi_modal_projector.", "vision_model.", "audio_tower.", "embed_vision.", "embed_audio.",
+    "vision_embedder.",
+)  # fmt: skip
 _FORMAT_OF_KIND = {"folder": "safetensors", "gguf": "gguf", "orbax": "orbax"}
 
 
@@ -104,6 +109,19 @@ def open_source(
     if not quantization.rules:
         raise ConfigError(f"{source.path}: quant_method={CONVERTED} is only that of folders of `jaxserve convert`")
     return QuantizedFolder(folder, quantization)
+
+
+def checkpoint_kv_scales(source: ModelSource, model: ModelConfig) -> KVScales | None:
+    """Return the scales of a Hugging Face folder; None if it has none, or for other formats, which can't have any."""
+    return read_kv_scales(open_source(source), model) if source.kind == "folder" else None
+
+
+def is_ignored(name: str) -> bool:
+    """Return whether no parameter needs a checkpoint tensor: frequencies, which are computed, the copy of a tied head,
+    scales of a KV cache, which the state has, or an encoder of images or sound, which are refused."""
+    own = name.removeprefix("model.")
+    computed = name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
+    return computed or parse_kv_scale_name(name) is not None or own.startswith(_TOWERS)
 
 
 def _ignored(source: TensorSource) -> Callable[[str], bool]:

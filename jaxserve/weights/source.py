@@ -72,7 +72,7 @@ class QuantizedSource(TensorSource, Protocol):
         """
 
     def read_order(self, name: str) -> np.ndarray[Any, Any] | None:
-        """Return the inputs in their order, int32 `[in]`; None if it is that of the model."""
+        """Return the model's input of each number of a row, int32 `[in]`. None if they are in the model's order."""
 
     def read_input_scale(self, name: str) -> float:
         """Return the scale of static activations."""

@@ -17,11 +17,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.model_source import ModelSource, read_config, resolve
-from jaxserve.models.registry import family, is_ignored, parse_model_config
+from jaxserve.models.registry import family, parse_model_config
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
 from jaxserve.weights.arrays import WeightReader, build_params, flatten
 from jaxserve.weights.load import checkpoint_reader
-from jaxserve.weights.open import open_source, open_weights
+from jaxserve.weights.open import is_ignored, open_source, open_weights
 
 F32 = np.dtype(np.float32)
 

@@ -109,7 +109,7 @@ def _attention(deployment: Deployment) -> tuple[AttentionCost, ...]:
 
 
 def _elements(specs: Any, axes: dict[str, int], dtype: np.dtype, target: DeviceTarget) -> float:
-    """Return the elements of a tree of weights; those that are multiplied at a higher rate count for less."""
+    """Return the elements of a tree of weights. An element that is multiplied twice as fast counts half."""
     return sum(
         _elements_of(leaf, axes, dtype, target)
         for leaf in jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, HeldWeight))

@@ -121,7 +121,7 @@ def _largest_of_pool(pool: PagedKV, pages: int, head_dim: int) -> Float[Array, "
 
 
 def _with_scales(pool: PagedKV, largest: Float[Array, "2 layers"]) -> PagedKV:
-    """Return the pool with scales for these largest keys and values; those that it has where there are none."""
+    """Return the pool with scales for these largest keys and values. A layer without any keeps its scale."""
     assert pool.scales is not None
     scales = (largest / jnp.array(_STORED_AS)[:, None])[:, :, None]
     scales = jnp.where(jnp.isfinite(scales) & (scales > 0), scales, pool.scales)

@@ -85,16 +85,15 @@ def _fill_component(
             else:
                 part.view(np.uint8)[...] = numbers ^ 0x80 if scheme.numbers == "int8" else numbers
         return
-    factors = np.empty(out.shape, FACTORS)
-    rows.factors(path, window, scheme.group or inputs, factors)
-    scale, minimum = factors["scale"], factors["minimum"]
-    # A group without a scale may still have a minimum: then a tiny scale, and a zero beyond all numbers, give it
-    scale = np.where((scale == 0) & (minimum != 0), np.abs(minimum) * _TINY, scale) if scheme.zeros else scale
-    if name == "scale":
-        out[...] = scale
-    else:
+    for outputs, part in _row_blocks(tuple(outer), out, inputs):
+        factors = np.empty(part.shape, FACTORS)
+        rows.factors(path, (*outputs, last), scheme.group or inputs, factors)
+        scale, minimum = factors["scale"], factors["minimum"]
+        if scheme.zeros:
+            # A group without a scale may still have a minimum: then a tiny one, and a zero beyond all numbers, give it
+            scale = np.where((scale == 0) & (minimum != 0), np.abs(minimum) * _TINY, scale)
         middle = np.float32(1 << (scheme.bits - 1))
-        out[...] = -minimum / np.where(scale == 0, 1, scale) - middle
+        part[...] = scale if name == "scale" else -minimum / np.where(scale == 0, 1, scale) - middle
 
 
 def _fill_packed(

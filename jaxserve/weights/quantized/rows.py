@@ -85,12 +85,12 @@ class RowsOnTheFly:
 
     def numbers(self, path: Path, window: Window, out: Array) -> None:
         """See `QuantizedRows`."""
-        numbers, _ = self._quantized(path, window)
-        out[...] = numbers[..., window[-1]]
+        values, scheme = self._rows(path, window)
+        out[...] = row_numbers(values, row_factors(values, scheme), scheme)[..., window[-1]]
 
     def factors(self, path: Path, window: Window, unit: int, out: Array) -> None:
         """See `QuantizedRows`."""
-        _, factors = self._quantized(path, window)
+        factors = row_factors(*self._rows(path, window))
         spec = flat_inputs(self._specs[path])
         of_units = np.arange(window[-1].start, window[-1].stop) * unit * factors.shape[-1] // spec.shape[-1]
         out[...] = factors[..., of_units]
@@ -103,7 +103,8 @@ class RowsOnTheFly:
         """See `QuantizedRows`. Only made-up weights of a checkpoint that has it need one."""
         return 0.05
 
-    def _quantized(self, path: Path, window: Window) -> tuple[Array, Array]:
+    def _rows(self, path: Path, window: Window) -> tuple[Array, Scheme]:
+        """Return whole rows in float32, `[*out, in]`, and their scheme."""
         spec, scheme = self._specs[path], self._held[path].scheme
         assert scheme is not None, path
         if scheme.group is not None:  # the last group of a checkpoint's rows may be shorter
@@ -112,34 +113,45 @@ class RowsOnTheFly:
         rows = (*window[:-1], *(slice(0, size) for size in inner))
         values = np.empty([part.stop - part.start for part in rows], spec.dtype)
         self._fill(path, spec, rows, values)
-        return quantize_rows(values.reshape(*values.shape[: len(window) - 1], -1).astype(np.float32), scheme)
+        return values.reshape(*values.shape[: len(window) - 1], -1).astype(np.float32), scheme
 
 
-def quantize_rows(values: Array, scheme: Scheme) -> tuple[Array, Array]:
-    """Quantize float32 weights `[*out, in]` to the nearest numbers.
+def row_factors(values: Array, scheme: Scheme) -> Array:
+    """Return the factors of float32 weights `[*out, in]`, `FACTORS` `[*out, groups]`.
 
-    Returns numbers, uint8 `[*out, in]`, and `FACTORS` `[*out, groups]`. With zeros, the least and the greatest weight
-    of a group, or zero if it lies beyond them, are exact; without, the greatest magnitude is. Scales are rounded to
-    bfloat16 first, if they are of integers.
+    With zeros, a group's numbers reach from its least to its greatest weight, and to zero; without, to its greatest
+    magnitude. Scales are rounded up to bfloat16, if they are of integers.
     """
-    grouped = values.reshape(*values.shape[:-1], -1, scheme.group or values.shape[-1])
+    grouped = _grouped(values, scheme)
     factors = np.zeros(grouped.shape[:-1], FACTORS)
+    least, greatest = np.minimum(grouped.min(axis=-1), 0), np.maximum(grouped.max(axis=-1), 0)
+    magnitude = np.maximum(-least, greatest)
     if scheme.numbers == "fp8":
-        scale = np.maximum(np.abs(grouped).max(axis=-1) / 448, np.finfo(np.float32).tiny)
-        factors["scale"] = scale
-        numbers = np.clip(grouped / scale[..., None], -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-        return numbers.reshape(values.shape), factors
+        factors["scale"] = np.maximum(magnitude / 448, np.finfo(np.float32).tiny)
+        return factors
     most = (1 << scheme.bits) - 1
-    if scheme.zeros:
-        least, greatest = np.minimum(grouped.min(axis=-1), 0), np.maximum(grouped.max(axis=-1), 0)
-        scale = _as_bf16((greatest - least) / most)
-        zero = np.clip(np.round(-least / scale), 0, most)
-    else:
-        zero = np.float32(most // 2 + 1)
-        scale = _as_bf16(np.abs(grouped).max(axis=-1) / (most // 2))
+    scale = _as_bf16((greatest - least) / most if scheme.zeros else magnitude / (most // 2))
+    zero = np.clip(np.round(-least / scale), 0, most) if scheme.zeros else np.float32(most // 2 + 1)
     factors["scale"], factors["minimum"] = scale, -scale * zero
-    numbers = np.round(grouped / scale[..., None]) + np.broadcast_to(zero, scale.shape)[..., None]
-    return np.clip(numbers, 0, most).astype(np.uint8).reshape(values.shape), factors
+    return factors
+
+
+def row_numbers(values: Array, factors: Array, scheme: Scheme) -> Array:
+    """Return the nearest numbers of float32 weights `[*out, in]` with these factors, uint8. Overwrites `values`."""
+    grouped = _grouped(values, scheme)
+    scale = factors["scale"][..., None]
+    grouped /= scale
+    if scheme.numbers == "fp8":
+        np.clip(grouped, -448, 448, out=grouped)
+        return grouped.astype(ml_dtypes.float8_e4m3fn).view(np.uint8).reshape(values.shape)
+    np.rint(grouped, out=grouped)
+    grouped -= factors["minimum"][..., None] / scale
+    np.clip(grouped, 0, (1 << scheme.bits) - 1, out=grouped)
+    return grouped.astype(np.uint8).reshape(values.shape)
+
+
+def _grouped(values: Array, scheme: Scheme) -> Array:
+    return values.reshape(*values.shape[:-1], -1, scheme.group or values.shape[-1])
 
 
 def _as_bf16(scale: Array) -> Array:

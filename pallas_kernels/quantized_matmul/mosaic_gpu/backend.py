@@ -97,7 +97,7 @@ def multiply(
 
 
 def candidates(kind: Kind, scheme: Scheme) -> list[dict[str, int]]:
-    """Return the block sizes to time for the tuned table; those that don't compile on the device are skipped.
+    """Return the block sizes to time for the tuned table. Tuning skips sizes that don't compile.
 
     The rule chooses the others: how many tokens a decode has varies.
     """

@@ -145,7 +145,7 @@ def _tiles(rows: int, out_dim: int, sizes: dict[str, int]) -> int:
 
 
 def candidates(kind: Kind) -> list[dict[str, int]]:
-    """Return the block sizes to time for the tuned table; those that don't compile on the device are skipped."""
+    """Return the block sizes to time for the tuned table. Tuning skips sizes that don't compile."""
     block_rows: list[dict[str, int]] = [{}] if kind == "decode" else [{"block_rows": 64}, {"block_rows": 128}]
     return [
         {"block_out": block_out, **rows, "num_warps": num_warps, "num_stages": num_stages}

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.models.kv_scales import parse_kv_scale_name
-from jaxserve.models.registry import is_ignored
+from jaxserve.weights.kv_scales import parse_kv_scale_name
+from jaxserve.weights.open import is_ignored
 
 
 @pytest.mark.parametrize(
