@@ -105,7 +105,7 @@ def _unpacking(in_dim: int, scheme: Scheme) -> Unpacking:
     return Unpacking(scheme.numbers, min(scheme.group or in_dim, BLOCK))
 
 
-def candidates(kind: Kind, scheme: Scheme) -> list[dict[str, int]]:
+def candidates(kind: Kind) -> list[dict[str, int]]:
     """Return the block sizes to time for the tuned table. Tuning skips sizes that don't compile.
 
     The rule chooses the others: how many tokens a decode has varies.
