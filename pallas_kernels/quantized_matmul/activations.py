@@ -14,7 +14,7 @@ SMALLEST_SCALE = 1e-10
 """Of rows that hold zeros only."""
 
 # A row that a program of the kernel keeps in registers.
-_MOST_INPUTS = 2**16
+_MOST_INPUTS = 2**15
 
 
 def quantize_inputs(
