@@ -15,7 +15,7 @@ from jaxserve.layers.linear import linear
 from jaxserve.runtime.devices.topology import target_mesh
 from pallas_kernels.paged_attention import kv_layout
 from pallas_kernels.paged_attention.triton.qkv import write_qkv
-from pallas_kernels.quantized_matmul import Scheme
+from pallas_kernels.quantized_matmul import Backend, Scheme
 from pallas_kernels.quantized_matmul.activations import quantize_inputs
 from pallas_kernels.target import target_of
 from tests.aot.kernels import E5M2, FP8, checked_kernels
@@ -124,7 +124,7 @@ def test_one_pass_quantizes_rows_without_spills(target: str, numbers: Any, sizes
     device = target_of(target_mesh(target).devices.flat[0])
 
     def quantize(x: jax.Array) -> Any:
-        return quantize_inputs(x, scheme, None, device, one_pass=True)
+        return quantize_inputs(x, scheme, None, Backend("triton", device), one_pass=True)
 
     compiled = _compiled(target, quantize, jax.ShapeDtypeStruct((64, inputs), jnp.bfloat16))
     assert [one.kernel for one in checked_kernels(compiled, target)] == ["quantize_inputs (triton)"]
