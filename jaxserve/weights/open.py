@@ -31,6 +31,8 @@ _TOWERS = (
     "vision_tower.", "multi_modal_projector.", "vision_model.", "audio_tower.", "embed_vision.", "embed_audio.",
     "vision_embedder.",
 )  # fmt: skip
+# Tensors that only quantized weights have
+_ONLY_QUANTIZED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
 _FORMAT_OF_KIND = {"folder": "safetensors", "gguf": "gguf", "orbax": "orbax"}
 
 
@@ -84,6 +86,12 @@ def check_tensors(source: ModelSource, model: ModelConfig, load_format: LoadForm
         module = family(model)
         leaves, _ = flatten(module.abstract(model, np.dtype(np.float32)))
         opened = open_source(source, load_format, model.quantization)
+        packed = next((name for name in opened.infos if name.endswith(_ONLY_QUANTIZED)), None)
+        if packed is not None and model.quantization is None:
+            raise ConfigError(
+                f"{source.path}: the checkpoint is quantized (it has {packed}), but its config.json has no "
+                "quantization_config that says how; fetch the config.json that belongs to it"
+            )
         check_names(opened, [spec for _, spec in leaves], _ignored(opened))
 
 
