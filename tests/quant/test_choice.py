@@ -93,6 +93,7 @@ def test_a_parameter_of_several_tensors_has_the_widest_or_is_dequantized() -> No
     assert mixed.quantized[QKV].zeros, "the middle of 4 bits isn't that of 8"
     assert mixed.others[HEAD] == "stored as F16"
     assert "groups of 16" in mixed.others[GATE_UP]
+    assert chosen(config, types(config, v_proj="F16")).others == {QKV: "partly stored as F16"}
 
 
 def test_a_tied_head_is_held_as_its_embedding_is_stored() -> None:
