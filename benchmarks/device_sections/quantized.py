@@ -10,7 +10,7 @@ import numpy as np
 
 from device_sections.machine import COPY
 from device_sections.run import SectionRun, seconds_per_call
-from pallas_kernels.quantized_matmul import Backend, QuantizedWeight, Scheme, choose_backend, num_groups, numbers_shape
+from pallas_kernels.quantized_matmul import Backend, QuantizedWeight, Scheme, choose_backend, make_weight
 from pallas_kernels.quantized_matmul import quantized_matmul as multiply
 from pallas_kernels.quantized_matmul.backends import BackendName, backend_module
 from pallas_kernels.target import target_of
@@ -90,12 +90,7 @@ def _report(run: SectionRun, label: str, seconds: float, nbytes: int, copy: floa
 
 
 def _weight(shape: tuple[int, int], scheme: Scheme, backend: Backend) -> QuantizedWeight:
-    stored, dtype = numbers_shape(shape, scheme)
-    factors = (shape[0], num_groups(shape[1], scheme))
-    numbers = jnp.ones(stored, jnp.int8).astype(dtype)
-    scale = jnp.full(factors, 0.01, jnp.bfloat16)
-    zero = jnp.zeros(factors, jnp.bfloat16) if scheme.zeros else None
-    return QuantizedWeight(numbers, scale, zero, None, None, scheme, backend)
+    return make_weight(shape, scheme, backend, lambda shape, dtype: jnp.ones(shape, jnp.int8).astype(dtype))
 
 
 def _seconds(run: SectionRun, x: Any, weight: Any) -> float:

@@ -21,10 +21,17 @@ def linear(
     bias: Float[Array, " out_dim"] | None = None,
     *,
     out_dtype: Any = None,
+    one_pass: bool = False,
 ) -> Float[Array, "tokens out_dim"]:
-    """Return `x @ weight.T + bias`. Column-parallel: each shard computes its own part of the output."""
+    """Return `x @ weight.T + bias`. Column-parallel: each shard computes its own part of the output.
+
+    `one_pass` says that no norm precedes (see `quantized_matmul`).
+    """
     dtype = jnp.dtype(out_dtype or x.dtype)
-    out = quantized_matmul(x, weight, out_dtype=dtype) if isinstance(weight, HeldWeight) else _product(x, weight, dtype)
+    if isinstance(weight, HeldWeight):
+        out = quantized_matmul(x, weight, out_dtype=dtype, one_pass=one_pass)
+    else:
+        out = _product(x, weight, dtype)
     return out if bias is None else out + bias.astype(out.dtype)
 
 
@@ -71,7 +78,7 @@ def row_parallel(
     bias: Float[Array, " out_dim"] | None = None,
 ) -> Float[Array, "tokens out_dim"]:
     """Return the product of an input that is split over the tensor axis, by adding the partial sums of all shards."""
-    out = lax.psum(linear(x, weight), TENSOR_AXIS)
+    out = lax.psum(linear(x, weight, one_pass=True), TENSOR_AXIS)
     return out if bias is None else out + bias.astype(out.dtype)
 
 

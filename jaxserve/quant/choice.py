@@ -37,14 +37,17 @@ _BF16 = np.dtype(jnp.bfloat16)
 class WeightForm:
     """How a deployment holds one weight. Without a `scheme` it is bfloat16, packed for a CPU.
 
-    `factors` is the type of its scales and zeros; `reordered` tells whether its inputs have an order of their own.
-    `backend` multiplies by it in rows of outputs; None for the packed layout of a CPU.
+    `factors` is the type of its scales, `zeros` that of its zeros; `reordered` tells whether its inputs have an order
+    of their own. `backend` multiplies by it in rows of outputs with an `arrangement` (see `QuantizedWeight`); None for
+    the packed layout of a CPU.
     """
 
     scheme: Scheme | None = None
     factors: np.dtype = _BF16
+    zeros: np.dtype = _BF16
     reordered: bool = False
     backend: Backend | None = None
+    arrangement: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,11 +210,12 @@ def _form(path: Path, spec: ParamSpec, weight: StoredWeight, target: KernelTarge
                 f"the CPU's kernel needs multiples of {STRIP} outputs and of {BLOCK} inputs a group, and this weight "
                 f"has {outputs} x {inputs}{f' in groups of {group}' if scheme.group else ''}"
             )
-        return WeightForm(scheme, weight.factors, bool(weight.order))
+        return WeightForm(scheme, weight.factors, weight.zeros, bool(weight.order))
     backend = choose_backend(outputs, inputs, scheme, target)
     if backend.name == "reference":
         return f"no kernel for {target.kind or target.platform} multiplies by {weight.type} of {outputs} x {inputs}"
-    return WeightForm(scheme, weight.factors, bool(weight.order), backend)
+    arrangement = backend.arrangement(inputs, scheme)
+    return WeightForm(scheme, weight.factors, weight.zeros, bool(weight.order), backend, arrangement)
 
 
 def _packed_in_16_bits(
@@ -227,7 +231,7 @@ def convert_forms(scheme: str, abstract: Any) -> dict[Path, WeightForm]:
     """Return the forms in which `jaxserve convert` stores the weights that it quantizes, in rows."""
     found = ((path, weight_on_the_fly(scheme, path, spec, 1)) for path, spec in _linears(abstract))
     return {
-        path: WeightForm(weight.scheme, weight.factors, backend=Backend())
+        path: WeightForm(weight.scheme, weight.factors, weight.zeros, backend=Backend())
         for path, weight in found
         if isinstance(weight, StoredWeight)
     }

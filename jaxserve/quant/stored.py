@@ -21,7 +21,7 @@ class StoredWeight:
 
     `type` is its name in messages. `scheme` is how a product can use it as it is stored, None if it isn't quantized or
     can only be dequantized. `packing` says which tensors of the file it is made of (`weights/quantized`). `factors` is
-    a type that holds its scales and zeros without loss. Tensors with equal `order` have their inputs in the same order;
+    a type that holds its scales without loss. Tensors with equal `order` have their inputs in the same order;
     it is empty if that is the order of the model.
     """
 
@@ -30,6 +30,11 @@ class StoredWeight:
     packing: Packing = "dense"
     factors: np.dtype = _F32
     order: str = ""
+
+    @property
+    def zeros(self) -> np.dtype:
+        """A type that holds its zeros without loss: whole numbers, but for those of GGUF."""
+        return self.factors if self.packing == "gguf" else np.dtype(np.int16)
 
     @property
     def quantized(self) -> bool:

@@ -102,11 +102,12 @@ def _held(spec: ParamSpec, form: WeightForm) -> HeldWeight:
     return QuantizedWeight(
         dataclasses.replace(spec, shape=shape, dtype=dtype, parts=(), scale=deviation),
         dataclasses.replace(factors, init="constant", scale=spec.scale / size),
-        dataclasses.replace(factors, init="zeros") if scheme.zeros else None,
+        dataclasses.replace(factors, dtype=form.zeros, init="zeros") if scheme.zeros else None,
         order,
         input_scale,
         scheme,
         form.backend,
+        form.arrangement,
     )
 
 

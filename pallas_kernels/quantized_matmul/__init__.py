@@ -14,7 +14,13 @@ from pallas_kernels.quantized_matmul.cpu.layout import (
     run_bytes,
     unpack,
 )
-from pallas_kernels.quantized_matmul.layout import QuantizedWeight, dequantize, num_groups, numbers_shape
+from pallas_kernels.quantized_matmul.layout import (
+    QuantizedWeight,
+    dequantize,
+    make_weight,
+    num_groups,
+    numbers_shape,
+)
 from pallas_kernels.quantized_matmul.scheme import NumberType, Scheme
 
 __all__ = [
@@ -30,6 +36,7 @@ __all__ = [
     "choose_backend",
     "dequantize",
     "gather_rows",
+    "make_weight",
     "num_groups",
     "numbers_shape",
     "pack_dense",

@@ -1,4 +1,4 @@
-"""Quantizes the inputs of a product, as a scheme asks: XLA joins this with whatever computes them."""
+"""Quantizes the inputs of a product, as a scheme asks."""
 
 from __future__ import annotations
 
@@ -7,30 +7,55 @@ from jaxtyping import Array, Float, Float32, Shaped
 
 from pallas_kernels.quantized_matmul.layout import FP8
 from pallas_kernels.quantized_matmul.scheme import Scheme
+from pallas_kernels.target import KernelTarget
 
-_LARGEST = {"int8": 127.0, "fp8": 448.0}
-_SMALLEST_SCALE = 1e-10
+LARGEST = {"int8": 127.0, "fp8": 448.0}
+SMALLEST_SCALE = 1e-10
 """Of rows that hold zeros only."""
+
+# A row that a program of the kernel keeps in registers.
+_MOST_INPUTS = 2**16
 
 
 def quantize_inputs(
-    x: Float[Array, "tokens in_dim"], scheme: Scheme, input_scale: Float32[Array, "1"] | None
+    x: Float[Array, "tokens in_dim"],
+    scheme: Scheme,
+    input_scale: Float32[Array, "1"] | None,
+    target: KernelTarget,
+    *,
+    one_pass: bool,
 ) -> tuple[Shaped[Array, "tokens in_dim"], Float32[Array, "tokens groups"]]:
     """Return `x` in the type of the scheme's numbers, and the factors of its groups: one if they aren't split.
 
-    int8 rounds to the nearest number, half to even; what a static scale can't hold becomes the largest number.
+    int8 rounds to the nearest number, half to even; what a static scale can't hold becomes the largest number. With
+    `one_pass`, a kernel does it where `target` has one; XLA joins it with a norm, but else reads `x` twice.
     """
     assert scheme.activations is not None, scheme
-    largest = _LARGEST[scheme.numbers]
+    largest = LARGEST[scheme.numbers]
+    size = (scheme.group if scheme.activations == "group" else None) or x.shape[1]
+    if one_pass and _has_kernel(x.shape[1], size, scheme, target):
+        # Only GPUs need this compiler's front end.
+        from pallas_kernels.quantized_matmul.triton.inputs import quantize_rows
+
+        dtype = jnp.int8 if scheme.numbers == "int8" else FP8
+        return quantize_rows(x, size, dtype, largest, SMALLEST_SCALE, interpret=False)
     values = x.astype(jnp.float32)
     if scheme.activations == "static":
         assert input_scale is not None, scheme
         scale = jnp.broadcast_to(input_scale, (len(x), 1))
         grouped = values[:, None]
     else:
-        size = scheme.group if scheme.activations == "group" else None
-        grouped = values.reshape(len(x), -1, size or x.shape[1])
-        scale = jnp.maximum(jnp.abs(grouped).max(axis=-1) / largest, _SMALLEST_SCALE)
+        grouped = values.reshape(len(x), -1, size)
+        scale = jnp.maximum(jnp.abs(grouped).max(axis=-1) / largest, SMALLEST_SCALE)
     scaled = jnp.clip(grouped / scale[..., None], -largest, largest)
     quantized = jnp.round(scaled).astype(jnp.int8) if scheme.numbers == "int8" else scaled.astype(FP8)
     return quantized.reshape(x.shape), scale
+
+
+def _has_kernel(inputs: int, size: int, scheme: Scheme, target: KernelTarget) -> bool:
+    """Return whether a kernel quantizes such rows on this target; static scales need no pass to find them."""
+    if target.platform not in ("cuda", "gpu") or scheme.activations not in ("token", "group"):
+        return False
+    if (target.capability or (0, 0)) < ((8, 9) if scheme.numbers == "fp8" else (8, 0)):
+        return False
+    return inputs <= _MOST_INPUTS and (size == inputs or size & (size - 1) == 0)

@@ -13,19 +13,24 @@ from pallas_kernels.quantized_matmul.cpu.backend import multiply_packed
 from pallas_kernels.quantized_matmul.cpu.layout import PackedWeight
 from pallas_kernels.quantized_matmul.cpu.reorder import reorder_inputs
 from pallas_kernels.quantized_matmul.layout import QuantizedWeight
+from pallas_kernels.target import CPU
 
 HeldWeight = QuantizedWeight | PackedWeight
 
 
 def quantized_matmul(
-    x: Float[Array, "tokens in_dim"], weight: HeldWeight, *, out_dtype: Any = jnp.float32
+    x: Float[Array, "tokens in_dim"], weight: HeldWeight, *, out_dtype: Any = jnp.float32, one_pass: bool = False
 ) -> Float[Array, "tokens out_dim"]:
-    """Return `x @ weight.T`, summed in float32; the scheme of the weight tells whether `x` is quantized first."""
+    """Return `x @ weight.T`, summed in float32; the scheme of the weight tells whether `x` is quantized first.
+
+    `one_pass` says that no norm precedes, with which XLA joins that (see `quantize_inputs`).
+    """
     factors = None
     if weight.order is not None:
         x = reorder_inputs(x, weight.order) if isinstance(weight, PackedWeight) else x[:, weight.order]
     if weight.scheme is not None and weight.scheme.activations is not None:
-        x, factors = quantize_inputs(x, weight.scheme, weight.input_scale)
+        target = weight.backend.target if isinstance(weight, QuantizedWeight) else CPU
+        x, factors = quantize_inputs(x, weight.scheme, weight.input_scale, target, one_pass=one_pass)
     if isinstance(weight, PackedWeight):
         return multiply_packed(x, factors, weight).astype(out_dtype)
     options = {"out_dtype": out_dtype, "target": weight.backend.target, "interpret": weight.backend.interpret}

@@ -40,9 +40,14 @@ class Backend:
         """Whether its kernels are interpreted: a CPU can't run kernels of GPUs and TPUs."""
         return self.target.platform == "cpu" and self.name not in ("reference", "xla")
 
+    def arrangement(self, in_dim: int, scheme: Scheme) -> tuple[int, ...]:
+        """Return how the numbers of a weight of one shard must be arranged (see `QuantizedWeight`)."""
+        arrange = getattr(backend_module(self.name), "arrangement", None)
+        return () if arrange is None else arrange(in_dim, scheme, self.target)
+
 
 class BackendModule(Protocol):
-    """The functions that every backend's module has."""
+    """The functions that every backend's module has. `arrangement` is in those that need numbers in another order."""
 
     def refusal(self, out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> str | None:
         """Return why the backend doesn't multiply by such a weight (of one shard) on this target, or None."""

@@ -6,6 +6,7 @@ A CPU has a layout of its own (`cpu/layout.py`).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,9 +29,12 @@ class QuantizedWeight:
     - `numbers`: int8 or float8_e4m3fn `[*out, in]`. Of int4, uint8 `[*out, in / 2]`: byte j has input 2j in its low
       four bits and input 2j + 1 in its high ones, each in two's complement.
     - `scale` and, if the scheme has zeros, `zero`: any float type, `[*out, groups]`; `scheme.group` None is one group.
+      Zeros that are whole numbers may be int16: then kernels subtract them from the numbers.
     - `order`, if the numbers are stored in another order of inputs: int32 `[in]`; number i of a row belongs to input
       `order[i]`.
     - `input_scale`, if `scheme.activations` is "static": float32 `[1]`.
+    - `arrangement`: in each run of so many numbers of a row, number i is that of input `arrangement[i]` of the run,
+      which is where the backend's kernel needs it. Empty if all are in order.
     """
 
     numbers: Any
@@ -40,6 +44,7 @@ class QuantizedWeight:
     input_scale: Any
     scheme: Scheme = dataclasses.field(metadata={"static": True})
     backend: Backend = dataclasses.field(default=Backend(), metadata={"static": True})
+    arrangement: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,12 +79,32 @@ def num_groups(inputs: int, scheme: Scheme) -> int:
     return inputs // (scheme.group or inputs)
 
 
+def make_weight(
+    shape: tuple[int, int], scheme: Scheme, backend: Backend, array: Callable[[tuple[int, ...], Any], Any]
+) -> QuantizedWeight:
+    """Return a weight of one shard, with factors of bfloat16; `array` makes its arrays of a shape and a type."""
+    groups = shape[0], num_groups(shape[1], scheme)
+    return QuantizedWeight(
+        array(*numbers_shape(shape, scheme)),
+        array(groups, jnp.bfloat16),
+        array(groups, jnp.int16) if scheme.zeros else None,
+        None,
+        array((1,), jnp.float32) if scheme.activations == "static" else None,
+        scheme,
+        backend,
+        backend.arrangement(shape[1], scheme),
+    )
+
+
 def unpack_numbers(weight: QuantizedWeight) -> Float32[Array, "*out in_dim"]:
-    """Return the stored numbers `q` of a weight."""
-    if weight.scheme.numbers != "int4":
-        return weight.numbers.astype(jnp.float32)
-    both = jnp.stack([weight.numbers << 4, weight.numbers], axis=-1).astype(jnp.int8) >> 4
-    return both.reshape(weight.shape).astype(jnp.float32)
+    """Return the numbers `q` of a weight, in order."""
+    q = weight.numbers
+    if weight.scheme.numbers == "int4":
+        q = (jnp.stack([q << 4, q], axis=-1).astype(jnp.int8) >> 4).reshape(weight.shape)
+    if weight.arrangement:
+        runs = q.reshape(*q.shape[:-1], -1, len(weight.arrangement))
+        q = runs[..., np.argsort(weight.arrangement)].reshape(weight.shape)
+    return q.astype(jnp.float32)
 
 
 def dequantize(weight: QuantizedWeight) -> Float32[Array, "*out in_dim"]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from pallas_kernels.quantized_matmul.scheme import Scheme
 from pallas_kernels.target import KernelTarget
@@ -22,8 +23,12 @@ def tuned_blocks(
     target: KernelTarget, backend: str, rows: int, out_dim: int, in_dim: int, scheme: Scheme
 ) -> dict[str, int] | None:
     """Return block sizes by name, or None if the caller asks for none and none were measured."""
-    facts = {"out_dim": out_dim, "in_dim": in_dim, **dataclasses.asdict(scheme)}
-    return tuned_sizes(TABLES, target, backend, kind_of(rows), facts)
+    return tuned_sizes(TABLES, target, backend, kind_of(rows), facts(out_dim, in_dim, scheme))
+
+
+def facts(out_dim: int, in_dim: int, scheme: Scheme) -> dict[str, Any]:
+    """Return what a table knows of a product besides the kind of work."""
+    return {"out_dim": out_dim, "in_dim": in_dim, **dataclasses.asdict(scheme)}
 
 
 def kind_of(rows: int) -> Kind:

@@ -1,7 +1,7 @@
 """The XLA backend: schemes whose numbers XLA multiplies as they are, with scales applied to the sums.
 
-Numbers of 8 bits with one scale for each output. With quantized inputs, XLA calls cuBLASLt or writes a kernel for the
-tensor cores; else it converts the numbers inside the product, and no converted copy of the weight is in memory.
+Numbers of 8 bits with one scale for each output. On GPUs inputs must be quantized: then XLA calls cuBLASLt or writes a
+kernel for the tensor cores. A TPU's compiler converts the numbers inside the product otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pallas_kernels.quantized_matmul.scheme import Scheme
 from pallas_kernels.target import KernelTarget
 
 # The fewest rows of a matrix product on a TPU, and of cuBLASLt's product of fp8: with one row, XLA multiplies and adds
-# outside of the TPU's matrix units, which takes ten times as long, and a GPU without units for it converts the weight.
+# outside of the TPU's matrix units, which takes ten times as long, and on a GPU converts the weight.
 _MIN_ROWS = 8
 
 # cuBLASLt's products of 8 bits take multiples of it; XLA would copy others into a larger array.
@@ -29,12 +29,14 @@ def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> 
     if scheme.numbers == "int4" or scheme.group is not None:
         return "xla takes numbers of 8 bits with one scale for each output: it would write out other weights in memory"
     if target.platform in ("cuda", "gpu"):
+        if scheme.activations is None:
+            return "xla may write out a weight in 16 bits on GPUs, if such a product is the fastest on the device"
         if scheme.numbers == "fp8" and (target.capability or (0, 0)) < (8, 9):
             return (
                 f"xla takes fp8 on NVIDIA GPUs of compute capability 8.9 (Ada) or newer, not on "
                 f"{target.kind or 'this one'}: it would write out the weight in 16 bits"
             )
-        if scheme.activations is not None and (out_dim % _MULTIPLE or in_dim % _MULTIPLE):
+        if out_dim % _MULTIPLE or in_dim % _MULTIPLE:
             return f"xla takes quantized inputs and outputs in multiples of {_MULTIPLE}, not {in_dim} and {out_dim}"
     return None
 

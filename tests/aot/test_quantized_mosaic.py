@@ -19,7 +19,7 @@ from pallas_kernels.quantized_matmul import (
     Backend,
     QuantizedWeight,
     Scheme,
-    num_groups,
+    make_weight,
     numbers_shape,
     quantized_matmul,
 )
@@ -38,6 +38,8 @@ SCHEMES = {
     "int4-channel": Scheme("int4"),
     "int8": Scheme("int8", 128),
     "int8-zeros-group-32": Scheme("int8", 32, zeros=True),
+    "int8-channel": Scheme("int8"),
+    "fp8-channel": Scheme("fp8"),
     "int8-token": Scheme("int8", activations="token"),
     "fp8": Scheme("fp8", 128),
     "fp8-blocks": Scheme("fp8", 128, activations="group"),
@@ -97,21 +99,16 @@ def test_a_product_compiles_without_spills_and_reads_the_weight_where_it_is(
 def compile_product(product: Product) -> jax.stages.Compiled:
     """Return the compiled product of one device."""
     mesh = target_mesh("nvidia-h200")
-    scheme, (out_dim, in_dim) = SCHEMES[product.scheme], product.shape
+    scheme = SCHEMES[product.scheme]
 
-    def struct(*shape: int, dtype: np.typing.DTypeLike) -> jax.ShapeDtypeStruct:
+    def struct(shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    shape, stored = numbers_shape(product.shape, scheme)
-    scales = struct(out_dim, num_groups(in_dim, scheme), dtype=jnp.bfloat16)
-    backend = Backend("mosaic_gpu", target_of(mesh.devices.flat[0]))
-    weight = QuantizedWeight(
-        struct(*shape, dtype=stored), scales, scales if scheme.zeros else None, None, None, scheme, backend
-    )
+    weight = make_weight(product.shape, scheme, Backend("mosaic_gpu", target_of(mesh.devices.flat[0])), struct)
 
     def run(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
         return quantized_matmul(x, weight, out_dtype=jnp.bfloat16)
 
     sharded = jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(sharded).lower(struct(product.rows, in_dim, dtype=jnp.bfloat16), weight).compile()
+        return jax.jit(sharded).lower(struct((product.rows, product.shape[1]), jnp.bfloat16), weight).compile()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -61,17 +60,22 @@ def test_a_step_multiplies_by_weights_as_they_are_stored(
     assert not [one for one in outputs if any(shape in one for shape in wide)]
 
 
-@pytest.mark.parametrize("name", grid(["fp8", "fp8 blocks"], lambda name: name == "fp8"))
-def test_quantizing_inputs_adds_few_launches(name: str) -> None:
-    """Of a layer: two for each product whose inputs no norm precedes, one or two for the others, one for scales."""
+# Of a layer, besides those of bfloat16. Three add parts of a product to each other or to the residual, as cuBLAS does
+# in its own kernel. Of quantized inputs, one quantizes those that no norm precedes, and one or two the others, as XLA
+# looks for a scale in a launch of its own. Three put inputs in act-order.
+ADDED = {"awq": 3, "gptq, act-order": 6, "fp8": 5, "fp8 blocks": 7}
+
+
+@pytest.mark.parametrize("name", grid(ADDED, lambda name: name in ("awq", "fp8")))
+def test_a_step_has_few_launches_more_than_in_16_bits(name: str) -> None:
     counts = []
     for quantization in (None, FORMATS[name][0]):
         extra = {} if quantization is None else {"quantization_config": quantization}
         made = deployed("nvidia-h200", {**LLAMA_8B_TWO_LAYERS, **extra}, tensor=1)
         _, compiled = compile_and_inspect(made.builder(mesh_of("nvidia-h200", tensor=1, data=1)), DECODE)
         assert compiled is not None
-        counts.append(Counter(one.opcode for one in instructions(compiled.as_text()))["fusion"])
-    assert counts[1] - counts[0] <= (7 if name == "fp8" else 10) * LAYERS, counts
+        counts.append(sum(one.opcode in ("fusion", "custom-call", "copy") for one in instructions(compiled.as_text())))
+    assert counts[1] - counts[0] <= ADDED[name] * LAYERS, counts
 
 
 def _weights() -> list[tuple[int, int]]:

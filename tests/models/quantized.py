@@ -15,9 +15,11 @@ from jaxserve.quant import WeightChoice, choose_weights, hold_weights, method_of
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
 from jaxserve.weights import build_params, open_weights, stored_types
 from pallas_kernels.quantized_matmul import Backend
-from pallas_kernels.target import CPU
+from pallas_kernels.target import CPU, KernelTarget
 from tests.models.forward import prompt_logits
 from tests.models.golden import folder_of, golden_config
+
+H200 = KernelTarget("cuda", "NVIDIA H200", (9, 0), cores=132)
 
 Form = Literal["packed", "rows"]
 
@@ -27,7 +29,7 @@ def held_logits(
 ) -> tuple[WeightChoice, np.ndarray, np.ndarray]:
     """Return how weights are held, the logits of a prompt of a fixture, and those of the dequantized model.
 
-    `packed` is the layout of a CPU, in bfloat16; `rows` that of other devices, multiplied by the reference.
+    `packed` is the layout of a CPU, in bfloat16; `rows` that of an H200, multiplied by the reference.
     """
     folder = folder_of(name)
     config = dataclasses.replace(golden_config(name), shards=shards)
@@ -35,10 +37,18 @@ def held_logits(
     abstract = family(config).abstract(config, np.dtype(dtype))
     stored, bf16 = stored_types(source, config), np.dtype(jnp.bfloat16)
     method = method_of(config.quantization, stored)
-    made = choose_weights(setting, abstract, stored, method, target=CPU, dtype=bf16, tensor=shards)
+    made, on_gpu = (
+        choose_weights(setting, abstract, stored, method, target=target, dtype=bf16, tensor=shards)
+        for target in (CPU, H200)
+    )
     forms = made.forms
     if form == "rows":
-        forms = {path: dataclasses.replace(one, backend=Backend()) for path, one in forms.items() if one.scheme}
+        arrangements = {path: one.arrangement for path, one in on_gpu.forms.items()}
+        forms = {
+            path: dataclasses.replace(one, backend=Backend(), arrangement=arrangements.get(path, ()))
+            for path, one in forms.items()
+            if one.scheme
+        }
     tree = hold_weights(abstract, forms)
     options: dict[str, Any] = {"quantization": config.quantization, "on_the_fly": made.on_the_fly}
     params = build_params(tree, shardings(mesh, tree), open_weights(source, tree, dense=abstract, **options))

@@ -10,9 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import tune
 from pallas_kernels.paged_attention import KernelTarget, Problem, tuning
 from pallas_kernels.paged_attention.tuning import tuned_blocks
+from pallas_kernels.quantized_matmul import Scheme
+from pallas_kernels.quantized_matmul import tuning as product_tuning
+from pallas_kernels.tune import __main__ as tune
+from pallas_kernels.tune.attention import tiny_problems
+from pallas_kernels.tune.task import Task
 from pallas_kernels.tuning import read_entries, write_entries
 
 BF16 = np.dtype(jnp.bfloat16)
@@ -26,8 +30,20 @@ def test_a_dry_run_writes_a_table(tmp_path: Path) -> None:
     assert tune.main(["--interpret-tiny", "--output", str(path)]) == 0
     entries = read_entries(path)
     assert [(entry["backend"], entry["kind"]) for entry in entries] == [("triton", "decode"), ("triton", "prefill")]
-    assert all(entry["problem"] == tuning.facts(tune.tiny_problems()[0]) for entry in entries)
+    assert all(entry["problem"] == tuning.facts(tiny_problems()[0]) for entry in entries)
     assert set(entries[1]["blocks"]) == {"block_q", "block_kv", "num_warps", "num_stages"}
+
+
+@pytest.mark.grid
+def test_a_dry_run_of_products_writes_what_their_kernel_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "nvidia-h200.json"
+    assert tune.main(["--kernel", "products", "--interpret-tiny", "--output", str(path)]) == 0
+    monkeypatch.setattr(product_tuning, "TABLES", tmp_path)
+    scheme = Scheme("int4", 128, zeros=True)
+    for rows, sizes in ((1, {"block_out"}), (2048, {"block_out", "block_rows"})):
+        found = product_tuning.tuned_blocks(H200, "triton", rows, 128, 256, scheme)
+        assert found is not None
+        assert set(found) == sizes | {"num_warps", "num_stages"}
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="an accelerator is attached")
@@ -46,9 +62,10 @@ def test_the_callers_sizes_precede_the_tables_and_those_the_rule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "TABLES", tmp_path)
-    entries = tune.merged([], "triton", LLAMA, "decode", {"block_kv": 64})
-    entries = tune.merged(entries, "mosaic_gpu", LLAMA, "decode", {"block_kv": 99})
-    entries = tune.merged(entries, "triton", LLAMA, "decode", {"block_kv": 128})
+    decode = Task("decode", tuning.facts(LLAMA), None, [], lambda _: 0.0)
+    entries = tune.merged([], "triton", decode, {"block_kv": 64})
+    entries = tune.merged(entries, "mosaic_gpu", decode, {"block_kv": 99})
+    entries = tune.merged(entries, "triton", decode, {"block_kv": 128})
     assert len(entries) == 2
     write_entries(tmp_path / "nvidia-h200.json", entries)
 

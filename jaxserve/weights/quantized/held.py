@@ -79,6 +79,9 @@ def _fill_component(
         for outputs, part in _row_blocks(tuple(outer), out, columns.stop - columns.start):
             numbers = np.empty((*part.shape[:-1], columns.stop - columns.start), np.uint8)
             rows.numbers(path, (*outputs, columns), numbers)
+            if weight.arrangement:
+                runs = numbers.reshape(*numbers.shape[:-1], -1, len(weight.arrangement))
+                numbers = np.take(runs, weight.arrangement, axis=-1).reshape(numbers.shape)
             if scheme.numbers == "int4":
                 signed = numbers ^ 8
                 part[...] = signed[..., ::2] | signed[..., 1::2] << 4
@@ -93,7 +96,11 @@ def _fill_component(
             # A group without a scale may still have a minimum: then a tiny one, and a zero beyond all numbers, give it
             scale = np.where((scale == 0) & (minimum != 0), np.abs(minimum) * _TINY, scale)
         middle = np.float32(1 << (scheme.bits - 1))
-        part[...] = scale if name == "scale" else -minimum / np.where(scale == 0, 1, scale) - middle
+        if name == "scale":
+            part[...] = scale
+        else:
+            zero = -minimum / np.where(scale == 0, 1, scale) - middle
+            part[...] = np.rint(zero) if part.dtype == np.int16 else zero
 
 
 def _fill_packed(

@@ -56,6 +56,11 @@ def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> 
     return None
 
 
+def arrangement(in_dim: int, scheme: Scheme, target: KernelTarget) -> tuple[int, ...]:
+    """See `QuantizedWeight`."""
+    return () if scheme.activations else _unpacking(in_dim, scheme).arrangement
+
+
 def multiply(
     x: Shaped[Array, "tokens in_dim"],
     factors: Float32[Array, "tokens groups"] | None,
@@ -67,6 +72,7 @@ def multiply(
 ) -> Float[Array, "tokens out_dim"]:
     """See `backends.BackendModule`."""
     scheme, (tokens, in_dim) = weight.scheme, x.shape
+    assert weight.arrangement == arrangement(in_dim, scheme, target), weight.arrangement
     out_dim, group = weight.scale.size // weight.scale.shape[-1], scheme.group or in_dim
     numbers, scale = weight.numbers.reshape(out_dim, -1), weight.scale.reshape(out_dim, -1)
     zero = None if weight.zero is None else weight.zero.reshape(out_dim, -1)
@@ -85,10 +91,9 @@ def multiply(
         factors = jnp.repeat(factors, in_dim // BLOCK // factors.shape[1], axis=1).T
         factors = jnp.pad(factors, ((0, 0), (0, len(x) - tokens)))
     else:
-        unpacking = Unpacking(scheme.numbers, min(group, BLOCK))
-        if scheme.zeros:
-            factors = x.astype(jnp.float32).reshape(len(x), -1, min(group, BLOCK)).sum(axis=-1).T
-        x = unpacking.reorder_inputs(x)
+        unpacking = _unpacking(in_dim, scheme)
+        if zero is not None and zero.dtype != jnp.int16:
+            factors = x.astype(jnp.float32).reshape(len(x), -1, unpacking.group).sum(axis=-1).T
     rounds = plan.parts == terms == 1 and out_dtype == jnp.bfloat16
     kernel = MosaicGpuMatmul(plan, group, unpacking, interpret)
     out = kernel.multiply(x, factors, numbers, scale, zero, jnp.bfloat16 if rounds else jnp.float32)
@@ -96,7 +101,11 @@ def multiply(
     return out[: terms * tokens].reshape(terms, tokens, out_dim).sum(axis=0)
 
 
-def candidates(kind: Kind, scheme: Scheme) -> list[dict[str, int]]:
+def _unpacking(in_dim: int, scheme: Scheme) -> Unpacking:
+    return Unpacking(scheme.numbers, min(scheme.group or in_dim, BLOCK))
+
+
+def candidates(kind: Kind) -> list[dict[str, int]]:
     """Return the block sizes to time for the tuned table. Tuning skips sizes that don't compile.
 
     The rule chooses the others: how many tokens a decode has varies.

@@ -77,8 +77,8 @@ class MosaicGpuMatmul:
     ) -> Float[Array, "parts tokens out_dim"]:
         """Return parts of the sums, those that the plan says to exist; only whole sums may be rounded to bfloat16.
 
-        `tokens` is a multiple of the plan's. `factors` are the sums of each part's inputs if there are zeros, else what
-        each part's products are multiplied by.
+        `tokens` is a multiple of the plan's. `factors` are what each part's products are multiplied by or, if zeros
+        aren't whole numbers, the sums of each part's inputs. Whole zeros are subtracted from numbers.
         """
         plan = self.plan
         stored = jnp.dtype(numbers.dtype)
@@ -136,17 +136,17 @@ class MosaicGpuMatmul:
             def load_ahead(i: jax.Array) -> None:
                 pl.when((warpgroup == 0) & (i < end))(functools.partial(load, i))
 
-            def products(slot: jax.Array, part: int) -> jax.Array:
+            def products(slot: jax.Array, part: int, zero: jax.Array | None) -> jax.Array:
                 def multiply(acc: Any) -> jax.Array:
                     for unit in range(part * self.part, (part + 1) * self.part, self.unit):
                         inputs = x_ring.at[slot, :, pl.ds(unit, self.unit)].transpose((1, 0))
-                        plgpu.wgmma(acc, operand(slot, unit), inputs)
+                        plgpu.wgmma(acc, operand(slot, unit, zero), inputs)
                     return acc[...].astype(jnp.float32)
 
                 sums = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
                 return pl.run_scoped(multiply, _Accumulator((TILE_ROWS, plan.tokens), sums))
 
-            def operand(slot: jax.Array, unit: int) -> Any:
+            def operand(slot: jax.Array, unit: int, zero: jax.Array | None) -> Any:
                 some = pl.ds(warpgroup * TILE_ROWS, TILE_ROWS)
                 if self.unpacking is None:
                     return numbers_ring.at[slot, 0, some]
@@ -154,7 +154,7 @@ class MosaicGpuMatmul:
                 copy, word = divmod(unit // self.unit * words, _COPIED_WORDS)
                 source = numbers_ring.at[slot, copy, some, pl.ds(word, words)]
                 tile = plgpu.load(source, layout=self.unpacking.layout, optimized=False)
-                tile = self.unpacking.unpack(tile, constant, interpret=self.interpret)
+                tile = self.unpacking.unpack(tile, constant, zero, interpret=self.interpret)
                 if not self.interpret:
                     return tile
                 # The interpreter can't multiply from registers.
@@ -179,7 +179,7 @@ class MosaicGpuMatmul:
                     zeros = [None if zero_ref is None else column(zero_ref, block, part) for part in range(parts)]
                     plgpu.barrier_wait(arrived.at[slot])
                     for part, (scale, zero) in enumerate(zip(scales, zeros, strict=True)):
-                        product = products(slot, part)
+                        product = products(slot, part, zero if factors_ref is None else None)
                         if factors_ref is not None:
                             source = factors_ring.at[slot, part, now]
                             factor = plgpu.load(source, layout=_COLUMNS, optimized=False)

@@ -1,8 +1,8 @@
 """Stored numbers become bfloat16 in the registers from which the tensor cores take them, exactly.
 
 A warpgroup reads a tile `[64, inputs]` as words of 32 bits. Each thread keeps the numbers that it has read: threads
-exchange none. A number counts as that input whose place in the operand its register has, so the product needs inputs in
-the order of `reorder_inputs`.
+exchange none. A number counts as that input whose place in the operand its register has, so numbers are stored in the
+order of `arrangement`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
-from jaxtyping import Array, BFloat16, Shaped, UInt32
+from jaxtyping import Array, BFloat16, Int, UInt32
 
 from pallas_kernels.quantized_matmul.scheme import BITS, NumberType
 
@@ -57,7 +57,7 @@ class Unpacking:
 
     @property
     def inputs(self) -> int:
-        """Inputs that a warpgroup reads at a time, and that are reordered among themselves."""
+        """Inputs that a warpgroup reads at a time, whose numbers are arranged among themselves."""
         return _LANES * self.words * 2 * self.pairs
 
     @property
@@ -71,11 +71,12 @@ class Unpacking:
         """Return the eight columns of an operand that have a pair of each thread's word."""
         return word * self.pairs + pair
 
-    def reorder_inputs(self, x: Shaped[Array, "tokens in_dim"]) -> Shaped[Array, "tokens in_dim"]:
-        """Return inputs in the order in which numbers stand in operands."""
+    @property
+    def arrangement(self) -> tuple[int, ...]:
+        """The input of each number of a row that is read at a time."""
         # A lane's words; in a word, the numbers i and i + pairs make a pair.
-        split = x.reshape(len(x), -1, _LANES, self.words, 2, self.pairs)
-        return split.transpose(0, 1, 3, 5, 2, 4).reshape(x.shape)
+        places = np.arange(self.inputs).reshape(self.words, self.pairs, _LANES, 2)
+        return tuple(places.transpose(2, 0, 3, 1).ravel().tolist())
 
     @property
     def constant(self) -> np.ndarray:
@@ -86,21 +87,33 @@ class Unpacking:
         return np.array([{"int4": 0x43084308, "int8": 0x43004300, "fp8": 0x80008000}[self.numbers]], np.uint32)
 
     def unpack(
-        self, words: UInt32[Array, "rows words"], constant: UInt32[Array, ""], *, interpret: bool
+        self,
+        words: UInt32[Array, "rows words"],
+        constant: UInt32[Array, ""],
+        zero: Int[Array, " rows"] | None,
+        *,
+        interpret: bool,
     ) -> BFloat16[Array, "rows inputs"]:
-        """Return the numbers of a tile in the layout of an operand."""
+        """Return the numbers of a tile, less the zeros of its rows, in the layout of an operand."""
         operand = functools.partial(self._operand, interpret=interpret)
         shifted = [words >> np.uint32(self.bits * i) for i in range(self.pairs)]
         if self.numbers == "int4":
             # The mantissa holds the number with its sign bit flipped: 128 + 8 + the number.
-            return operand([(s & _mask(0x000F)) ^ constant for s in shifted]) - np.array(136, jnp.bfloat16)
+            number = operand([(s & _mask(0x000F)) ^ constant for s in shifted])
+            return number - (np.array(136, jnp.bfloat16) if zero is None else self._wide(zero, 136))
         if self.numbers == "int8":
             # 128 + the low bits, less 128 or, as a sign bit is one in the exponent, 256.
             low = operand([(s & _mask(0x007F)) | constant for s in shifted])
-            return low - operand([(s & _mask(0x0080)) | constant for s in shifted])
+            number = low - operand([(s & _mask(0x0080)) | constant for s in shifted])
+            return number if zero is None else number - self._wide(zero, 0)
         # Sign, exponent and mantissa move to their places; the exponents' biases differ by 127 - 7.
         numbers = [((s << 4) & _mask(0x07F0)) | ((s << 8) & constant) for s in shifted]
         return operand(numbers) * np.array(2.0**120, jnp.bfloat16)
+
+    def _wide(self, zero: Int[Array, " rows"], excess: int) -> BFloat16[Array, "rows inputs"]:
+        """Return `zero + excess`, which bfloat16 holds exactly, of each number of a tile."""
+        value = zero.astype(jnp.float32) + np.float32(excess)
+        return lax.broadcast_in_dim(value.astype(jnp.bfloat16), (TILE_ROWS, self.inputs), [0])
 
     def _operand(self, pairs: Sequence[UInt32[Array, "rows words"]], *, interpret: bool) -> Array:
         """Return words, of which each is a pair of bfloat16, as an operand: the registers keep their contents."""

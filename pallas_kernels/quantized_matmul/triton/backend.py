@@ -21,7 +21,6 @@ from pallas_kernels.quantized_matmul.triton.kernel import (
     Blocks,
     Operands,
     Words,
-    arrange,
     product,
     whole_words,
     words_of,
@@ -59,6 +58,11 @@ def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> 
     return None
 
 
+def arrangement(in_dim: int, scheme: Scheme, target: KernelTarget) -> tuple[int, ...]:
+    """See `QuantizedWeight`."""
+    return _words(in_dim, scheme, target).arrangement
+
+
 def multiply(
     x: Shaped[Array, "tokens in_dim"],
     factors: Float32[Array, "tokens groups"] | None,
@@ -77,18 +81,19 @@ def multiply(
     elif factors is not None and not _multiplies_fp8(scheme, target):
         x = x.astype(jnp.bfloat16)
     rows, inputs = x.shape
-    step = _step(inputs, scheme)
-    words = whole_words(FP8, step) if x.dtype == FP8 else words_of(scheme.numbers, step)
+    words = _words(inputs, scheme, target)
+    assert weight.arrangement == words.arrangement, weight.arrangement
     numbers = weight.numbers.reshape(-1, inputs * scheme.bits // 8)
     blocks = blocks_for(rows, len(numbers), inputs, scheme, target)
-    operands = Operands(x=arrange(x, words), words=_as_words(numbers, words))
+    operands = Operands(x=x, words=_as_words(numbers, words))
     if groups > 1:
         operands = operands._replace(
             scale=weight.scale.reshape(len(numbers), -1), factors=None if factors is None else factors.T
         )
         if weight.zero is not None:
-            totals = x.astype(jnp.float32).reshape(rows, groups, -1).sum(axis=2).T
-            operands = operands._replace(zero=weight.zero.reshape(len(numbers), -1), totals=totals)
+            operands = operands._replace(zero=weight.zero.reshape(len(numbers), -1))
+            if weight.zero.dtype != jnp.int16:
+                operands = operands._replace(totals=x.astype(jnp.float32).reshape(rows, groups, -1).sum(axis=2).T)
     rounds = groups > 1 and terms == blocks.splits == 1
     out = product(operands, words, blocks, out_dtype if rounds else jnp.float32, interpret=interpret)
     out = out if groups > 1 else scale_sums(out, x, factors, weight)
@@ -99,6 +104,13 @@ def _step(inputs: int, scheme: Scheme) -> int:
     """Return how many inputs are multiplied at a time: a power of two that divides a group."""
     size = scheme.group or inputs
     return min(size & -size, _MAX_STEP)
+
+
+def _words(in_dim: int, scheme: Scheme, target: KernelTarget) -> Words:
+    step = _step(in_dim, scheme)
+    if scheme.activations is not None and _multiplies_fp8(scheme, target):
+        return whole_words(FP8, step)
+    return words_of(scheme.numbers, step)
 
 
 def _multiplies_fp8(scheme: Scheme, target: KernelTarget) -> bool:

@@ -1,11 +1,12 @@
 """The Triton kernel: a tile of outputs times a tile of rows, over a part of the inputs.
 
-The numbers of a group are multiplied unscaled, which is exact in the type of the inputs, and the sum of the group is
-scaled in float32: `scale * (sum - zero * total)`, where `total` is the sum of the group's inputs.
+The numbers of a group are multiplied unscaled, less their zero if that is a whole number, which is exact in the type of
+the inputs, and the sum of the group is scaled in float32. With other zeros it is `scale * (sum - zero * total)`, where
+`total` is the sum of the group's inputs.
 
 Several numbers are stored in a word. The kernel takes the first ones of all words of a step, then the second ones, and
-so on, each as an operand of a product of its own; `arrange` puts the inputs in the same order. So no number moves from
-one thread to another.
+so on, each as an operand of a product of its own; numbers are stored so that those of an operand are those of
+neighbouring inputs (`Words.arrangement`). So no number moves from one thread to another.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ Ref = Any
 # The fewest terms of a product of 16 bits on tensor cores.
 MIN_TERMS = 16
 
+_NO_ZERO = np.float32(0)
+
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
@@ -45,22 +48,30 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """How numbers are read: `values_a_word` consecutive inputs in each word, and `step` inputs at a time.
+    """How numbers are read: `values_a_word` in each word, and `step` inputs at a time.
 
-    `convert` returns the values at each place of the words in the type of the inputs.
+    `convert` returns the values at each place of the words in the type of the inputs, less a zero for each output.
     """
 
     dtype: np.dtype
     values_a_word: int
     step: int
-    convert: Callable[[Shaped[Array, "out words"], Any], list[Shaped[Array, "out words"]]]
+    convert: Callable[[Shaped[Array, "out words"], Any, Any], list[Shaped[Array, "out words"]]]
+
+    @property
+    def arrangement(self) -> tuple[int, ...]:
+        """The input of each number of a step, empty if they are in order: its place in the word comes first."""
+        if self.values_a_word == 1:
+            return ()
+        return tuple(np.arange(self.step).reshape(self.values_a_word, -1).T.ravel().tolist())
 
 
 class Operands(NamedTuple):
-    """What the kernel reads: `x` is arranged, and `words` are views of the numbers.
+    """What the kernel reads: `words` are views of the numbers.
 
     `x` `[rows, inputs]`, `words` `[out, words]`, `scale` and `zero` `[out, groups]`, `factors` and `totals`
-    `[groups, rows]`. Without `scale`, the sums of all inputs are returned as they are.
+    `[groups, rows]`; with `totals`, zeros aren't whole numbers. Without `scale`, the sums of all inputs are returned as
+    they are.
     """
 
     x: Any
@@ -98,25 +109,27 @@ def words_of(numbers: NumberType, step: int) -> Words:
 
 def whole_words(dtype: Any, step: int) -> Words:
     """Return how to read numbers to multiply them as they are."""
-    return Words(np.dtype(dtype), 1, step, lambda words, _: [words])
+    return Words(np.dtype(dtype), 1, step, lambda words, *_: [words])
 
 
-def _from_int4(words: Int[Array, "out words"], dtype: Any) -> list[Float[Array, "out words"]]:
+def _from_int4(words: Int[Array, "out words"], dtype: Any, zero: Any) -> list[Float[Array, "out words"]]:
     """Convert: with the exponent of 128, or of 1024 in float16, the last bits of a number count whole numbers.
 
     In two's complement, a nibble whose highest bit is inverted is 8 more than its number.
     """
     bits, excess = (0x4308, 136.0) if dtype == jnp.bfloat16 else (0x6408, 1032.0)
-    return [half - excess for half in _halves(words, 4, 0xF, lambda nibble, both: nibble ^ bits * both, dtype)]
+    halves = _halves(words, 4, 0xF, lambda nibble, both: nibble ^ bits * both, dtype)
+    return [half - (zero + excess).astype(dtype) for half in halves]
 
 
-def _from_int8(words: Int[Array, "out words"], dtype: Any) -> list[Float[Array, "out words"]]:
+def _from_int8(words: Int[Array, "out words"], dtype: Any, zero: Any) -> list[Float[Array, "out words"]]:
     """Convert as int4, but in float16, as a bfloat16 has too few bits."""
     halves = _halves(words, 8, 0xFF, lambda byte, both: byte ^ 0x6480 * both, jnp.float16)
-    return [(half.astype(_exact(dtype)) - 1152.0).astype(dtype) for half in halves]
+    exact = _exact(dtype)
+    return [(half.astype(exact) - (zero + 1152.0).astype(exact)).astype(dtype) for half in halves]
 
 
-def _from_fp8(words: Int[Array, "out words"], dtype: Any) -> list[Float[Array, "out words"]]:
+def _from_fp8(words: Int[Array, "out words"], dtype: Any, _: Any) -> list[Float[Array, "out words"]]:
     """Convert: float16 has the same fields, longer, and another bias of its exponent.
 
     A bfloat16 with the same fields would be subnormal where the number is, and some devices take such ones for zero.
@@ -148,14 +161,6 @@ def _halves(
     return [lax.bitcast_convert_type(half, dtype) for half in halves]
 
 
-def arrange(x: Shaped[Array, "rows in_dim"], words: Words) -> Shaped[Array, "rows in_dim"]:
-    """Return the inputs of each step in the order in which the kernel takes its numbers."""
-    if words.values_a_word == 1:
-        return x
-    steps = x.reshape(len(x), -1, words.step // words.values_a_word, words.values_a_word)
-    return steps.swapaxes(2, 3).reshape(x.shape)
-
-
 def product(
     operands: Operands, words: Words, blocks: Blocks, out_dtype: Any, *, interpret: bool
 ) -> Float[Array, "rows out"]:
@@ -185,10 +190,10 @@ def _kernel(of: Operands, out: Ref, *, facts: _Facts) -> None:
     row, output = jnp.minimum(m, rows - 1), jnp.minimum(n, out_dim - 1)
     lane = lax.iota(jnp.int32, terms)
 
-    def multiplied(step: Array) -> Float32[Array, "out rows"]:
+    def multiplied(step: Array, zero: Any = _NO_ZERO) -> Float32[Array, "out rows"]:
         stored = plgpu.load(of.words.at[output[:, None], (step * terms + lane)[None, :]])
         sums = jnp.zeros((blocks.block_out, blocks.block_rows), jnp.float32)
-        for place, values in enumerate(words.convert(stored, of.x.dtype)):
+        for place, values in enumerate(words.convert(stored, of.x.dtype, zero)):
             x = plgpu.load(of.x.at[row[:, None], (step * words.step + place * terms + lane)[None, :]])
             sums += jnp.dot(values, x.T, preferred_element_type=jnp.float32)
         return sums
@@ -201,7 +206,7 @@ def _kernel(of: Operands, out: Ref, *, facts: _Facts) -> None:
 
     def scaled(sums: Float32[Array, "out rows"], group: _Group) -> Float32[Array, "out rows"]:
         scale, zero, factor, total = (None if x is None else x.astype(jnp.float32) for x in group)
-        if zero is not None and total is not None:
+        if total is not None and zero is not None:
             sums -= zero[:, None] * total[None, :]
         if scale is not None:
             sums *= scale[:, None]
@@ -211,7 +216,9 @@ def _kernel(of: Operands, out: Ref, *, facts: _Facts) -> None:
         # Triton copies only operands of products ahead of time, so scales are loaded here, a step ahead.
         sums, group = carry
         following = group_of(step + 1)
-        return sums + scaled(multiplied(step), group), following
+        whole = group.zero is not None and group.total is None
+        zero = group.zero.astype(jnp.float32)[:, None] if whole else _NO_ZERO
+        return sums + scaled(multiplied(step, zero), group), following
 
     part = pl.cdiv(facts.steps, blocks.splits)
     first = pl.program_id(2) * part

@@ -21,9 +21,9 @@ _LARGEST = {"int4": 7, "int8": 127, "fp8": 448}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A product of `rows` with a weight `[*out, inputs]`; `scales` is the type of its scales and zeros.
+    """A product of `rows` with a weight `[*out, inputs]`; `scales` is the type of its scales.
 
-    Zeros are whole numbers unless `fractional`.
+    Zeros are whole numbers, or of the type of scales and `fractional`.
     """
 
     name: str
@@ -106,12 +106,13 @@ def make_product(case: Case, backend: Backend) -> Product:
     zero = None
     if scheme.zeros:
         zero = rng.integers(-8, 8, scale.shape) + (rng.random(scale.shape) if case.fractional else 0.0)
-        zero = zero.astype(scale.dtype)
+        zero = zero.astype(scale.dtype if case.fractional else np.int16)
     order = rng.permutation(case.inputs).astype(np.int32) if case.order else None
     x, input_scale = _inputs(rng, case)
-    numbers = q
+    arrangement = backend.arrangement(case.inputs, scheme)
+    numbers = q.reshape(*case.out, -1, len(arrangement))[..., arrangement].reshape(q.shape) if arrangement else q
     if scheme.numbers == "int4":
-        nibbles = q.astype(np.uint8) & 15
+        nibbles = numbers.astype(np.uint8) & 15
         numbers = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
     weight = QuantizedWeight(
         jnp.asarray(numbers),
@@ -121,6 +122,7 @@ def make_product(case: Case, backend: Backend) -> Product:
         None if input_scale is None else jnp.asarray(input_scale),
         scheme,
         backend,
+        arrangement,
     )
     inputs = (x if order is None else x[:, order]).astype(np.float64)
     terms, magnitudes = (_float64(q, scale, zero, absolute=absolute) for absolute in (False, True))

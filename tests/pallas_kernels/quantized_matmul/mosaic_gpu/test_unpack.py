@@ -32,23 +32,24 @@ def registers(values: np.ndarray, layout: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("unpacking", UNPACKINGS, ids=str)
-def test_a_thread_keeps_its_numbers_at_the_places_of_reordered_inputs(unpacking: Unpacking) -> None:
+def test_a_thread_keeps_numbers_at_the_places_of_their_inputs(unpacking: Unpacking) -> None:
     inputs, pairs, words = unpacking.inputs, unpacking.pairs, unpacking.words
     numbers = np.arange(TILE_ROWS * inputs).reshape(TILE_ROWS, inputs)
-    in_words = numbers.reshape(TILE_ROWS, -1, 2 * pairs)
+    in_words = numbers[:, unpacking.arrangement].reshape(TILE_ROWS, -1, 2 * pairs)
     stored = np.stack(
         [registers(in_words[..., i], unpacking.layout.to_mgpu()) for i in range(2 * pairs)], axis=-1
     )  # [warps, lanes, halves, words, numbers of a word]
     assert stored.shape == (4, 32, 2, words, 2 * pairs)
-    expected = registers(np.asarray(unpacking.reorder_inputs(jnp.asarray(numbers))), mgpu.WGMMA_LAYOUT)
+    expected = registers(numbers, mgpu.WGMMA_LAYOUT)
     expected = expected.reshape(4, 32, -1, 2, 2)  # [warps, lanes, columns, halves, pair]
     for word, i in np.ndindex(words, pairs):
         pair = stored[..., word, [i, i + pairs]]
         np.testing.assert_array_equal(pair, expected[:, :, unpacking.column(word, i)])
 
 
+@pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("unpacking", UNPACKINGS, ids=str)
-def test_every_number_is_unpacked_exactly(unpacking: Unpacking) -> None:
+def test_every_number_less_its_zero_is_unpacked_exactly(unpacking: Unpacking, zeros: bool) -> None:
     rng, bits, shape = np.random.default_rng(unpacking.group), unpacking.bits, (TILE_ROWS, unpacking.inputs)
     stored = rng.integers(0, 2**bits, shape).astype(np.uint8)
     if unpacking.numbers == "fp8":
@@ -57,10 +58,12 @@ def test_every_number_is_unpacked_exactly(unpacking: Unpacking) -> None:
         numbers = stored.view(jnp.float8_e4m3fn).astype(np.float32)
     else:
         numbers = np.where(stored < 2 ** (bits - 1), stored, stored - 2.0**bits)
+    zero = rng.integers(-(2 ** (bits - 1)), 2 ** (bits - 1) + 1, TILE_ROWS) * (unpacking.numbers != "fp8" and zeros)
+    stored = stored[:, unpacking.arrangement]
     if bits == 4:
         stored = stored[:, ::2] | stored[:, 1::2] << 4
     words = jnp.asarray(np.ascontiguousarray(stored).view(np.uint32))
-    out = unpacking.unpack(words, jnp.asarray(unpacking.constant[0]), interpret=True)
+    column = jnp.asarray(zero, jnp.int16) if zeros else None
+    out = unpacking.unpack(words, jnp.asarray(unpacking.constant[0]), column, interpret=True)
     assert out.dtype == jnp.bfloat16
-    expected = np.asarray(unpacking.reorder_inputs(jnp.asarray(numbers)))
-    np.testing.assert_array_equal(np.asarray(out, np.float64), expected)
+    np.testing.assert_array_equal(np.asarray(out, np.float64), numbers - zero[:, None])
