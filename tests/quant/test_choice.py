@@ -115,6 +115,9 @@ def test_shards_divide_blocks_and_strips() -> None:
     assert numbers(made).keys() == LINEARS
     with pytest.raises(ConfigError, match=r"tp_size=2 would cut the groups of 32 inputs of layers.0.mlp.down, wh"):
         chosen(model(), types(model()), tensor=2)
+    # An MLP of 96 has 3 groups, and 4 heads can't be divided by 3
+    with pytest.raises(ConfigError, match=r"sizes that don't: 1$"):
+        chosen(model(), types(model()), tensor=2, splits_into=model().splits_into)
 
 
 @pytest.mark.parametrize(
