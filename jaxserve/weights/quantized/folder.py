@@ -91,14 +91,8 @@ class QuantizedFolder:
         return self._quantized[name].order
 
     def read_input_scale(self, name: str) -> float:
-        """See `QuantizedSource`. Raises `ConfigError` if it isn't a positive number."""
-        found = self._quantized[name].input_scale
-        if not 0 < found < float("inf"):
-            raise ConfigError(
-                f"{self.description}: the input scale of {name} must be above 0, it is {found:g}: the file is damaged; "
-                "fetch it again"
-            )
-        return found
+        """See `QuantizedSource`."""
+        return self._quantized[name].input_scale
 
     def _numbers(self, name: str, rows: slice, columns: slice | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return numbers in the order of the file. Raises `ConfigError` for NaN, which only fp8 has."""

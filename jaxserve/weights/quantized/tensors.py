@@ -103,6 +103,8 @@ class QuantizedTensor:
                 return f"{self.module}.{name} has shape {list(self.shapes[name])} instead of {list(shapes[0])}"
             if self.types[name] not in types:
                 return f"{self.module}.{name} has type {self.types[name]} instead of {' or '.join(types)}"
+        if self._scheme.activations == "static" and not 0 < self.input_scale < math.inf:
+            return f"{self.module}.{self._input_scale} must be above 0, it is {self.input_scale:g}"
         groups, count, most = self.groups_of_inputs, self._num_groups, self._scheme.group or self.shape[1]
         wrong = groups[(groups < 0) | (groups >= count)]
         if wrong.size:

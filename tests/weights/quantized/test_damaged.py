@@ -82,7 +82,7 @@ def cast(name: str, dtype: str) -> Any:
         ("gptq_act_order", put(f"{DOWN}.g_idx", 0), rf"{DOWN}.g_idx has \d+ inputs in group 0 instead of"),
         ("compressed_w4a16", put(f"{UP}.weight_shape", 9), rf"{UP}.weight \[128, 9\] instead of \[128, 256\]"),
         ("compressed_w4a16", narrow(f"{DOWN}.weight_packed"), rf"{DOWN}.weight_packed has shape"),
-        ("fp8_static", put(f"{UP}.input_scale", np.nan), rf"the input scale of {UP}.weight must be above 0, it is nan"),
+        ("fp8_static", put(f"{UP}.input_scale", np.nan), rf"{UP}.input_scale must be above 0, it is nan"),
     ],
 )
 def test_a_damaged_tensor_is_named(name: str, change: Any, says: str, tmp_path: Path) -> None:
