@@ -13,6 +13,7 @@ from pallas_kernels.quantized_matmul import HeldWeight, quantized_matmul
 TENSOR_AXIS = "tensor"
 _LANES = 64
 _MAX_TERMS = 64
+_ROWS_OF_A_TPU = 8
 
 
 def linear(
@@ -42,7 +43,12 @@ def _product(x: Array, weight: Array, out_dtype: jnp.dtype) -> Array:
     if x.shape[0] > 1 or x.dtype != jnp.bfloat16:
         return product(x, weight)
     return lax.platform_dependent(
-        x, weight, cpu=lambda x, weight: _one_row_on_cpu(x, weight).astype(out_dtype), default=product
+        x,
+        weight,
+        cpu=lambda x, weight: _one_row_on_cpu(x, weight).astype(out_dtype),
+        # With one row, XLA multiplies and adds outside of the matrix units.
+        tpu=lambda x, weight: product(jnp.pad(x, ((0, _ROWS_OF_A_TPU - 1), (0, 0))), weight)[:1],
+        default=product,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Shaped
 
+from pallas_kernels.quantized_matmul.backends import Backend
 from pallas_kernels.quantized_matmul.layout import FP8
 from pallas_kernels.quantized_matmul.scheme import Scheme
 from pallas_kernels.target import KernelTarget
@@ -13,32 +14,36 @@ LARGEST = {"int8": 127.0, "fp8": 448.0}
 SMALLEST_SCALE = 1e-10
 """Of rows that hold zeros only."""
 
+# Rows of cuBLASLt's products of fp8 are a multiple.
+_CUBLAS_ROWS = 16
 # A row that a program of the kernel keeps in registers.
-_MOST_INPUTS = 2**16
+_MOST_INPUTS = 2**15
 
 
 def quantize_inputs(
     x: Float[Array, "tokens in_dim"],
     scheme: Scheme,
     input_scale: Float32[Array, "1"] | None,
-    target: KernelTarget,
+    backend: Backend,
     *,
     one_pass: bool,
-) -> tuple[Shaped[Array, "tokens in_dim"], Float32[Array, "tokens groups"]]:
+) -> tuple[Shaped[Array, "rows in_dim"], Float32[Array, "rows groups"]]:
     """Return `x` in the type of the scheme's numbers, and the factors of its groups: one if they aren't split.
 
     int8 rounds to the nearest number, half to even; what a static scale can't hold becomes the largest number. With
-    `one_pass`, a kernel does it where `target` has one; XLA joins it with a norm, but else reads `x` twice.
+    `one_pass`, a kernel does it where the device has one; XLA joins it with a norm, but else reads `x` twice. So does
+    the kernel where XLA would pad the rows, and joins nothing then: it adds those rows.
     """
     assert scheme.activations is not None, scheme
     largest = LARGEST[scheme.numbers]
     size = (scheme.group if scheme.activations == "group" else None) or x.shape[1]
-    if one_pass and _has_kernel(x.shape[1], size, scheme, target):
+    padding = -len(x) % _CUBLAS_ROWS if backend.name == "xla" and scheme.numbers == "fp8" else 0
+    if (one_pass or padding) and _has_kernel(x.shape[1], size, scheme, backend.target):
         # Only GPUs need this compiler's front end.
         from pallas_kernels.quantized_matmul.triton.inputs import quantize_rows
 
         dtype = jnp.int8 if scheme.numbers == "int8" else FP8
-        return quantize_rows(x, size, dtype, largest, SMALLEST_SCALE, interpret=False)
+        return quantize_rows(x, len(x) + padding, size, dtype, largest, SMALLEST_SCALE, interpret=False)
     values = x.astype(jnp.float32)
     if scheme.activations == "static":
         assert input_scale is not None, scheme

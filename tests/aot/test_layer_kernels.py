@@ -1,4 +1,4 @@
-"""The kernels between a layer's products compile for GPUs without one, and don't spill."""
+"""Kernels between products compile for GPUs without one and don't spill, and one row is multiplied well on TPUs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxserve.layers.linear import linear
 from jaxserve.runtime.devices.topology import target_mesh
 from pallas_kernels.paged_attention import kv_layout
 from pallas_kernels.paged_attention.triton.qkv import write_qkv
+from pallas_kernels.quantized_matmul import Backend, Scheme
+from pallas_kernels.quantized_matmul.activations import quantize_inputs
+from pallas_kernels.target import target_of
 from tests.aot.kernels import E5M2, FP8, checked_kernels
 from tests.selection import grid
 
@@ -102,3 +106,31 @@ def test_the_write_of_new_tokens_does_not_spill(target: str, variant: str) -> No
         struct((tokens,), np.dtype(np.int32)),
     )
     assert [one.kernel for one in checked_kernels(compiled, target)] == ["paged_attention_write_qkv (triton)"]
+
+
+INPUTS = ((4096, None), (14336, None), (29568, None), (14336, 128), (7168, 64))
+QUICK_INPUTS = (("nvidia-h200", "fp8", (14336, 128)), ("nvidia-a100-80", "int8", (29568, None)))
+
+
+@pytest.mark.parametrize(
+    ("target", "numbers", "sizes"),
+    grid(itertools.product(TARGETS, ("fp8", "int8"), INPUTS), QUICK_INPUTS.__contains__),
+)
+def test_one_pass_quantizes_rows_without_spills(target: str, numbers: Any, sizes: tuple[int, int | None]) -> None:
+    inputs, group = sizes
+    if target == "nvidia-a100-80" and numbers == "fp8":
+        pytest.skip("has no units for fp8: its products take inputs that XLA quantizes")
+    scheme = Scheme(numbers, group, activations="group" if group else "token")
+    device = target_of(target_mesh(target).devices.flat[0])
+
+    def quantize(x: jax.Array) -> Any:
+        return quantize_inputs(x, scheme, None, Backend("triton", device), one_pass=True)
+
+    compiled = _compiled(target, quantize, jax.ShapeDtypeStruct((64, inputs), jnp.bfloat16))
+    assert [one.kernel for one in checked_kernels(compiled, target)] == ["quantize_inputs (triton)"]
+
+
+@pytest.mark.parametrize("target", ["tpu-v5e", "tpu-v6e"])
+def test_one_row_is_multiplied_in_the_matrix_units_of_a_tpu(target: str) -> None:
+    row, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 2048), (4096, 2048)))
+    assert "convolution(" in _compiled(target, linear, row, weight).as_text()

@@ -24,22 +24,29 @@ _ROUNDING = np.float32(1.5 * 2**23)
 
 
 def quantize_rows(
-    x: Float[Array, "tokens in_dim"], group: int, dtype: Any, largest: float, smallest_scale: float, *, interpret: bool
-) -> tuple[Shaped[Array, "tokens in_dim"], Float32[Array, "tokens groups"]]:
+    x: Float[Array, "tokens in_dim"],
+    rows: int,
+    group: int,
+    dtype: Any,
+    largest: float,
+    smallest_scale: float,
+    *,
+    interpret: bool,
+) -> tuple[Shaped[Array, "rows in_dim"], Float32[Array, "rows groups"]]:
     """Return `x` divided by the scales of its groups in `dtype`, in which no number exceeds `largest`, and the scales.
 
-    See `activations.quantize_inputs`.
+    Rows beyond those of `x` repeat its last one. See `activations.quantize_inputs`.
     """
-    tokens, inputs = x.shape
+    inputs = x.shape[1]
     tile = pl.next_power_of_2(inputs // group), pl.next_power_of_2(group)
     warps = min(_MOST_WARPS, max(1, tile[0] * tile[1] // (_WARP * _VALUES_A_THREAD)))
     numbers, scales = pl.pallas_call(
         functools.partial(_kernel, group=group, tile=tile, largest=largest, smallest_scale=smallest_scale),
-        grid=(tokens,),
+        grid=(rows,),
         out_shape=(
-            jax.ShapeDtypeStruct(x.shape, dtype),
+            jax.ShapeDtypeStruct((rows, inputs), dtype),
             # As products of groups read them.
-            jax.ShapeDtypeStruct((inputs // group, tokens), jnp.float32),
+            jax.ShapeDtypeStruct((inputs // group, rows), jnp.float32),
         ),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
@@ -51,10 +58,10 @@ def quantize_rows(
 def _kernel(
     x: Ref, numbers: Ref, scales: Ref, *, group: int, tile: tuple[int, int], largest: float, smallest_scale: float
 ) -> None:
-    row, inputs = pl.program_id(0), x.shape[1]
+    row, (tokens, inputs) = pl.program_id(0), x.shape
     of, lane = (lax.broadcasted_iota(jnp.int32, tile, i) for i in range(2))
     at, mask = of * group + lane, (lane < group) & (of * group < inputs)
-    values = plgpu.load(x.at[row, at], mask=mask, other=0.0).astype(jnp.float32)
+    values = plgpu.load(x.at[jnp.minimum(row, tokens - 1), at], mask=mask, other=0.0).astype(jnp.float32)
     scale = jnp.maximum(jnp.abs(values).max(axis=1) / largest, smallest_scale)
     scaled = jnp.clip(values / scale[:, None], -largest, largest)
     if numbers.dtype == jnp.int8:
