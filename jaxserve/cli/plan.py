@@ -70,6 +70,7 @@ def as_text(plan: CapacityReport) -> str:
         f"({plan.target.memory_bytes / _GIB:.1f} GiB, {plan.target.memory_bandwidth / 1e12:.2f} TB/s, "
         f"{'no figure for' if peak is None else f'{peak / 1e12:.0f} TFLOP/s in'} {made.dtype.name}, each)",
         format_table(("memory of a device", "GiB", ""), rows, left=(0, 2)),
+        *([f"not quantized: {made.weights.reasons}"] if made.weights.summary and made.weights.others else []),
         f"KV cache on each device, a token: {_token_sizes(plan)}\n"
         f"largest context: {capacity.max_model_len:,} tokens\n"
         f"largest batch: {plan.num_slots} requests; "

@@ -76,14 +76,22 @@ def read_quantization(fields: Fields) -> CheckpointQuantization | None:
     if not raw:
         return None
     inner = Fields(raw, f"{fields.where}: {name}")
-    method = inner.text("quant_method", "unnamed")
+    supported = ", ".join(method for method in _METHODS if method != CONVERTED)
+    # Older configs of bitsandbytes have no quant_method
+    default = "bitsandbytes" if inner.get("load_in_4bit") or inner.get("load_in_8bit") else ""
+    method = inner.text("quant_method", default)
+    if not method:
+        raise inner.error("quant_method", f"one of {supported}")
     reader = _METHODS.get(method)
     if reader is None:
         raise ConfigError(
-            f"{inner.where}: quant_method={abbreviate(method)} is not supported; supported: {', '.join(_METHODS)}, and "
-            "GGUF files"
+            f"{inner.where}: quant_method={abbreviate(method)} is not supported; supported: {supported}, and GGUF "
+            "files. Take the model in one of these, or in 16 bits with --quantization fp8, int8 or int4"
         )
-    return reader(inner)
+    found = reader(inner)
+    for pattern in (*found.ignored, *(rule.pattern for rule in found.rules)):
+        _check_pattern(inner, pattern)
+    return found
 
 
 def method_of(quantization: CheckpointQuantization | None, stored: Stored) -> str | None:
@@ -100,6 +108,14 @@ def stored_by_config(quantization: CheckpointQuantization | None, abstract: Any)
     parts = {part.name for spec in jax.tree.leaves(abstract) if spec.inputs for part in spec.parts}
     found = ((name, quantization.stored(name)) for name in sorted(parts))
     return {name: stored for name, stored in found if stored is not None}
+
+
+def _check_pattern(fields: Fields, pattern: str) -> None:
+    try:
+        re.compile(pattern.removeprefix("re:"))
+    except re.error as error:
+        if pattern.startswith("re:"):
+            raise ConfigError(f"{fields.where}: {abbreviate(pattern)} is no regular expression: {error}") from error
 
 
 def _matches(pattern: str, module: str) -> bool:
@@ -136,16 +152,24 @@ def _awq(fields: Fields) -> CheckpointQuantization:
 
 
 def _gptq(fields: Fields) -> CheckpointQuantization:
-    _only(fields, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    _only(fields, _gptq_format(fields), ("gptq", "gptq_v2"), "gptq")
+    _only(fields, "is_marlin_format", (False,), False)
     rules, ignored = [], list(fields.texts("modules_to_not_convert") or ())
-    for pattern, changes in fields.object("dynamic").items():
+    dynamic = Fields(fields.object("dynamic"), f"{fields.where}: dynamic")
+    for pattern in dynamic.raw:
+        changes = dynamic.object(pattern)
         name = f"re:{pattern[2:] if pattern[:2] in ('+:', '-:') else pattern}"
         if pattern.startswith("-:"):
             ignored.append(name)
         else:
-            rules.append(Rule(name, _gptq_weight(Fields({**fields.raw, **changes}, f"{fields.where}: dynamic"))))
+            rules.append(Rule(name, _gptq_weight(Fields({**fields.raw, **changes}, dynamic.where))))
     rules.append(Rule("Linear", _gptq_weight(fields)))
     return CheckpointQuantization("gptq", tuple(rules), tuple(ignored), quantizes_head=fields.boolean("lm_head", False))
+
+
+def _gptq_format(fields: Fields) -> str:
+    """Return the name of the field that tells the format of zeros, which depends on the version of GPTQModel."""
+    return "checkpoint_format" if fields.get("checkpoint_format") is not None else "format"
 
 
 def _gptq_weight(fields: Fields) -> StoredWeight:
@@ -153,17 +177,18 @@ def _gptq_weight(fields: Fields) -> StoredWeight:
     group, zeros = _group(fields), not fields.boolean("sym", True)
     reordered = fields.boolean("desc_act", False) and group is not None
     scheme = Scheme("int4" if bits == 4 else "int8", group, zeros)
-    packing: Packing = "gptq_v2" if fields.get("checkpoint_format") == "gptq_v2" else "gptq"
+    packing: Packing = "gptq_v2" if fields.get(_gptq_format(fields)) == "gptq_v2" else "gptq"
     kind, order = _described("gptq", bits, group, zeros), UNKNOWN_ORDER if reordered else ""
     return StoredWeight(kind, scheme, packing, _F16, order)
 
 
 def _fp8(fields: Fields) -> CheckpointQuantization:
     activations = _only(fields, "activation_scheme", ("dynamic", "static"), "dynamic")
+    _only(fields, "fmt", ("e4m3",), "e4m3")
     block = fields.get("weight_block_size")
     ignored = (*(fields.texts("ignored_layers") or ()), *(fields.texts("modules_to_not_convert") or ()))
     if block is not None:
-        if tuple(block) != _BLOCK:
+        if block != list(_BLOCK):
             raise ConfigError(f"{fields.where}: weight_block_size={block} is not supported; only {list(_BLOCK)} is")
         if activations == "static":
             raise ConfigError(f"{fields.where}: activation_scheme=static is not supported with weight_block_size")
@@ -189,9 +214,12 @@ def _compressed(fields: Fields) -> CheckpointQuantization:
     sparsity = fields.object("sparsity_config").get("format", "dense")
     if sparsity != "dense":
         raise ConfigError(f"{fields.where}: sparsity_config with format={abbreviate(sparsity)} is not supported")
+    if fields.object("transform_config").get("config_groups"):
+        raise ConfigError(f"{fields.where}: transform_config (rotated weights and inputs) is not supported")
     rules, blocks = [], set()
-    for name, group in fields.object("config_groups").items():
-        inner = Fields(group, f"{fields.where}: config_groups.{name}")
+    groups = Fields(fields.object("config_groups"), f"{fields.where}: config_groups")
+    for name in groups.raw:
+        inner = Fields(groups.object(name), f"{groups.where}.{name}")
         stored, block = _compressed_group(inner, inner.text("format", fields.text("format", "pack-quantized")))
         blocks.add(block)
         rules += [Rule(pattern, stored) for pattern in inner.texts("targets") or ["Linear"]]
@@ -218,7 +246,9 @@ def _compressed_group(fields: Fields, format: str) -> tuple[StoredWeight, tuple[
     if fields.get("output_activations") is not None:
         raise ConfigError(f"{fields.where}: output_activations is not supported")
     kind, bits = _only(weights, "type", ("int", "float"), "int"), _only(weights, "num_bits", (4, 8), 8)
-    strategy = _only(weights, "strategy", ("tensor", "channel", "group", "block"), "tensor")
+    size = weights.get("group_size")
+    by_size = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategy = _only(weights, "strategy", ("tensor", "channel", "group", "block"), by_size)
     zeros = not weights.boolean("symmetric", True)
     packed = format == "pack-quantized"
     if (kind == "float" and (bits == 4 or zeros)) or (bits == 4 and not packed):
@@ -226,16 +256,15 @@ def _compressed_group(fields: Fields, format: str) -> tuple[StoredWeight, tuple[
     group = weights.integer("group_size", _GROUP) if strategy == "group" else None
     block = None
     if strategy == "block":
-        block = weights.get("block_structure")
-        block = tuple(map(int, block.split("x"))) if isinstance(block, str) else tuple(block or ())
-        if block != _BLOCK or kind != "float":
-            raise ConfigError(f"{weights.where}: only fp8 blocks of {list(_BLOCK)} are supported, not {list(block)}")
-        group = _BLOCK[1]
-    activations = _compressed_inputs(inputs, kind, bits, blocks=block is not None) if inputs.raw else None
-    if activations is not None and (bits == 4 or (zeros and kind == "int")):
+        if kind != "float":
+            raise ConfigError(f"{weights.where}: blocks of integers are not supported, only fp8")
+        _only(weights, "block_structure", (list(_BLOCK), "x".join(map(str, _BLOCK))), [])
+        block, group = _BLOCK, _BLOCK[1]
+    if inputs.raw and (bits == 4 or zeros):
         raise ConfigError(
             f"{fields.where}: {bits}-bit weights{' with zeros' * zeros} and quantized inputs are not supported"
         )
+    activations = _compressed_inputs(inputs, kind, bits, blocks=block is not None) if inputs.raw else None
     scheme = Scheme("fp8" if kind == "float" else "int4" if bits == 4 else "int8", group, zeros, activations)
     reordered = packed and group is not None and weights.get("actorder") in ("group", "dynamic", True)
     name = f"{'fp8' if kind == 'float' else f'int{bits}'}{f', groups of {group}' if group and not block else ''}"

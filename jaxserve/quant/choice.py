@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
 import jax
@@ -104,11 +104,13 @@ def choose_weights(
     target: KernelTarget,
     dtype: np.dtype,
     tensor: int,
+    splits_into: Callable[[int], bool] = lambda shards: True,
 ) -> WeightChoice:
     """Choose the forms of the weights of a model with these `ParamSpec`s.
 
-    `method` is that of the checkpoint, None if it isn't quantized. Raises `ConfigError` if the setting asks for another
-    one, or if groups of inputs can't be divided among `tensor` shards.
+    `method` is that of the checkpoint, None if it isn't quantized. `splits_into` tells which numbers of shards the
+    model can have. Raises `ConfigError` if the setting asks for another method, or if groups of inputs can't be divided
+    among `tensor` shards.
     """
     on_the_fly = _check_setting(setting, method)
     converted = method if method in get_args(OnTheFly) and not stored else None
@@ -124,7 +126,8 @@ def choose_weights(
         if isinstance(weight, str):
             others[path] = weight
             continue
-        form = "--quantization none" if setting == "none" else obstacle or _form(path, spec, weight, target, tensor)
+        why_not = "--quantization none" if setting == "none" else obstacle
+        form = why_not or _form(path, spec, weight, target, tensor, splits_into)
         if isinstance(form, str):
             others[path] = form
         else:
@@ -184,7 +187,14 @@ def weight_on_the_fly(scheme: str, path: Path, spec: ParamSpec, tensor: int) -> 
     return StoredWeight(scheme, Scheme(numbers, group, zeros=numbers == "int4"), factors=_BF16)
 
 
-def _form(path: Path, spec: ParamSpec, weight: StoredWeight, target: KernelTarget, tensor: int) -> WeightForm | str:
+def _form(
+    path: Path,
+    spec: ParamSpec,
+    weight: StoredWeight,
+    target: KernelTarget,
+    tensor: int,
+    splits_into: Callable[[int], bool],
+) -> WeightForm | str:
     """Return the form of a weight that is quantized, or why it must be dequantized."""
     scheme = weight.scheme
     assert scheme is not None, weight
@@ -197,7 +207,7 @@ def _form(path: Path, spec: ParamSpec, weight: StoredWeight, target: KernelTarge
     # A CPU has factors for every 32 inputs
     unit = math.gcd(group, BLOCK) if on_cpu and scheme.activations != "group" else group
     if inputs % unit and total % unit == 0:
-        fitting = [n for n in range(1, 65) if total % (n * unit) == 0]
+        fitting = [n for n in range(1, 65) if total % (n * unit) == 0 and splits_into(n)]
         raise ConfigError(
             f"tp_size={tensor} would cut the groups of {group} inputs of {dotted(path)}, which has {total}; "
             f"sizes that don't: {', '.join(map(str, fitting))}"

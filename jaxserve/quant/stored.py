@@ -76,7 +76,7 @@ def join(tensors: Sequence[StoredWeight]) -> StoredWeight | str:
     schemes = [tensor.scheme for tensor in tensors if tensor.scheme is not None]
     if len(schemes) < len(tensors):
         others = sorted({tensor.type for tensor in tensors if tensor.scheme is None})
-        return f"stored as {' and '.join(others)}"
+        return f"{'partly ' if schemes else ''}stored as {' and '.join(others)}"
     if len({tensor.order for tensor in tensors}) > 1:
         return "its tensors have their inputs in different orders"
     if len({(scheme.numbers == "fp8", scheme.activations) for scheme in schemes}) > 1:

@@ -79,10 +79,15 @@ class SafetensorsFolder:
             part[...] = stored[block]
 
     def array(self, name: str) -> np.ndarray[Any, Any]:
-        """Return a tensor of any type of `_DTYPES` as an array in the mapped file, whose bytes are read when used."""
+        """Return a tensor of any type of `_DTYPES` as an array in the mapped file, whose bytes are read when used.
+
+        Raises `ConfigError` for another type.
+        """
         file, stored = self._stored[name]
         start, header = _header(file)
         entry = header[stored]
+        if entry["dtype"] not in _DTYPES:
+            raise ConfigError(f"{file}: type {entry['dtype']} of {stored} is not supported")
         begin, end = entry["data_offsets"]
         data = np.memmap(file, np.uint8, "r", start + begin, (end - begin,))
         return data.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])

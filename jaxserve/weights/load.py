@@ -74,8 +74,11 @@ def check_names(source: TensorSource, specs: Collection[ParamSpec], ignored: Cal
     """
     infos = source.infos
     by_name: dict[str, list[TensorPart]] = defaultdict(list)
-    for part in (part for spec in specs for part in spec.parts):
-        by_name[part.name].append(part)
+    num_inputs = {}
+    for spec in specs:
+        for part in spec.parts:
+            by_name[part.name].append(part)
+            num_inputs[part.name] = spec.inputs
     unused = {name for spec in specs for name in spec.unused}
     used = sorted(name for name in by_name if name in infos)
     mismatches = [
@@ -87,7 +90,7 @@ def check_names(source: TensorSource, specs: Collection[ParamSpec], ignored: Cal
         (
             "of the wrong shape",
             [
-                f"{name} {list(infos[name].shape)} instead of {_expected_shape(by_name[name])}"
+                f"{name} {list(infos[name].shape)} instead of {_expected_shape(by_name[name], num_inputs[name])}"
                 for name in used
                 if not _fits(infos[name].shape, by_name[name])
             ],
@@ -99,11 +102,15 @@ def check_names(source: TensorSource, specs: Collection[ParamSpec], ignored: Cal
     return set(by_name)
 
 
-def _expected_shape(parts: Sequence[TensorPart]) -> list[int]:
-    """Return the shape of a tensor as messages show it: that of its only part, or of the rows of all parts."""
-    if len(parts) == 1:
-        return list(parts[0].shape)
-    inner = parts[0].shape[-1] if len(parts[0].shape) > 1 else 1
+def _expected_shape(parts: Sequence[TensorPart], num_inputs: int) -> list[int]:
+    """Return the shape of a tensor as messages show it: that of its only part, or of the rows of all parts.
+
+    The weight of a linear layer, whose last `num_inputs` dimensions are inputs, is a matrix.
+    """
+    shape = parts[0].shape
+    if len(parts) == 1 and not num_inputs:
+        return list(shape)
+    inner = math.prod(shape[-num_inputs:]) if num_inputs else shape[-1] if len(shape) > 1 else 1
     return [sum(math.prod(part.shape) for part in parts) // inner, inner]
 
 

@@ -31,6 +31,8 @@ _TOWERS = (
     "vision_tower.", "multi_modal_projector.", "vision_model.", "audio_tower.", "embed_vision.", "embed_audio.",
     "vision_embedder.",
 )  # fmt: skip
+# Tensors that only quantized weights have
+_ONLY_QUANTIZED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
 _FORMAT_OF_KIND = {"folder": "safetensors", "gguf": "gguf", "orbax": "orbax"}
 
 
@@ -70,6 +72,7 @@ def open_weights(
         whole = WeightReader(rows.fill_dense, tuple(range(len(flatten(dense)[0]))))
         return held_reader(abstract, dense, whole, rows)
     opened = open_source(source, quantization=quantization)
+    _check_config(opened, quantization)
     quantized = opened if isinstance(opened, QuantizedSource) and not on_the_fly else None
     return checkpoint_reader(abstract, FiniteSource(opened), dense, quantized=quantized, ignored=_ignored(opened))
 
@@ -84,6 +87,7 @@ def check_tensors(source: ModelSource, model: ModelConfig, load_format: LoadForm
         module = family(model)
         leaves, _ = flatten(module.abstract(model, np.dtype(np.float32)))
         opened = open_source(source, load_format, model.quantization)
+        _check_config(opened, model.quantization)
         check_names(opened, [spec for _, spec in leaves], _ignored(opened))
 
 
@@ -129,6 +133,15 @@ def _ignored(source: TensorSource) -> Callable[[str], bool]:
     if isinstance(source, QuantizedFolder):
         return lambda name: is_ignored(name) or source.is_zero_bias(name)
     return is_ignored
+
+
+def _check_config(opened: TensorSource, quantization: CheckpointQuantization | None) -> None:
+    found = next((name for name in opened.infos if name.endswith(_ONLY_QUANTIZED)), None)
+    if found is not None and quantization is None:
+        raise ConfigError(
+            f"{opened.description}: the checkpoint is quantized (it has {found}), but its config.json has no "
+            "quantization_config that says how; fetch the config.json that belongs to it"
+        )
 
 
 def _check_format(source: ModelSource, load_format: LoadFormat) -> None:

@@ -51,6 +51,44 @@ def test_the_limits_are_those_of_bandwidth_and_peak(llama: str, capsys: pytest.C
     assert first["limit"] == pytest.approx(989e12 / (2 * 6.98e9 + 512 * 4 * 32 * 128 * 32), rel=0.01)
 
 
+_LINEAR, _OUTPUTS = 32 * (2 * 4096 + 2 * 1024 + 3 * 14336) * 4096, 32 * (3 * 4096 + 2 * 1024 + 2 * 14336)
+_OTHERS = 2 * 128256 * 4096 * 2 + 65 * 4096 * 2  # embedding, head, norms
+_ACTIVATIONS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+_W8A8 = {"weights": {"num_bits": 8, "type": "int", "strategy": "channel"}, "input_activations": _ACTIVATIONS}
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, _LINEAR // 2 + _LINEAR // 128 * 4),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}, _LINEAR + _LINEAR // 128 * 4),
+        (
+            {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": _W8A8}}
+            | {"ignore": ["lm_head"]},
+            _LINEAR + _OUTPUTS * 4,
+        ),
+    ],
+    ids=["awq", "blocks of fp8", "w8a8"],
+)
+def test_a_config_tells_the_bytes_of_quantized_weights(
+    config: dict[str, Any], size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_config(tmp_path / "config.json", quantization_config=config)
+    plan = _plan(capsys, path, "--target", "nvidia-h200")
+    assert (plan["quantization"], plan["weight_bytes"]) == (config["quant_method"], size + _OTHERS)
+    assert plan["not_quantized"] == {"output": "stored as 16 bits"}
+
+
+def test_what_is_not_quantized_is_told_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}
+    path = write_config(tmp_path / "config.json", quantization_config=gptq)
+    assert main(["plan", path, "--target", "nvidia-h200", "--tp-size", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "gptq, 64 of 129 linear layers in 4 bits" in text
+    assert "not quantized: layers.0.attention.output, layers.0.mlp.down" in text
+    assert "(act-order) can't be divided among shards; output: stored as 16 bits" in text
+
+
 def test_shards_leave_more(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     one, four = (_plan(capsys, llama, "--target", "tpu-v6e", "--tp-size", str(size)) for size in (1, 4))
     assert four["devices"] == 4

@@ -43,6 +43,7 @@ QKV, OUTPUT, GATE_UP, DOWN = (
 LINEARS = {QKV, OUTPUT, GATE_UP, DOWN, HEAD}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": True}
+PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 
 
 def model(**changes: Any) -> ModelConfig:
@@ -92,6 +93,7 @@ def test_a_parameter_of_several_tensors_has_the_widest_or_is_dequantized() -> No
     assert mixed.quantized[QKV].zeros, "the middle of 4 bits isn't that of 8"
     assert mixed.others[HEAD] == "stored as F16"
     assert "groups of 16" in mixed.others[GATE_UP]
+    assert chosen(config, types(config, v_proj="F16")).others == {QKV: "partly stored as F16"}
 
 
 def test_a_tied_head_is_held_as_its_embedding_is_stored() -> None:
@@ -113,6 +115,9 @@ def test_shards_divide_blocks_and_strips() -> None:
     assert numbers(made).keys() == LINEARS
     with pytest.raises(ConfigError, match=r"tp_size=2 would cut the groups of 32 inputs of layers.0.mlp.down, wh"):
         chosen(model(), types(model()), tensor=2)
+    # An MLP of 96 has 3 groups, and 4 heads can't be divided by 3
+    with pytest.raises(ConfigError, match=r"sizes that don't: 1$"):
+        chosen(model(), types(model()), tensor=2, splits_into=model().splits_into)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +158,13 @@ def test_a_checkpoint_of_16_bits_is_quantized_as_asked() -> None:
     assert chosen(config, asked="int8").quantized[DOWN] == Scheme("int8", 64)
     assert chosen(config, asked="fp8").quantized[DOWN] == Scheme("fp8", activations="token")
     assert chosen(config, asked="int4", tensor=2).quantized[DOWN].group == 32, "shards have whole groups"
+
+
+@pytest.mark.parametrize(("size", "group"), [(32, 32), (-1, None), (None, None)])
+def test_the_size_of_groups_tells_the_strategy(size: int | None, group: int | None) -> None:
+    groups = {"g": {"weights": {"num_bits": 4, "type": "int", "group_size": size}}}
+    made = chosen(model(quantization_config={**PACKED, "config_groups": groups}))
+    assert set(made.quantized.values()) == {Scheme("int4", group)}
 
 
 def test_inputs_in_an_order_of_their_own_are_not_divided() -> None:
@@ -217,16 +229,28 @@ def test_held_weights_replace_dense_ones_in_the_tree() -> None:
     ("changes", "says"),
     [
         ({"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes' is not supported; supported: awq, gptq"),
+        ({"load_in_4bit": True}, "quant_method='bitsandbytes' is not supported"),
+        ({"bits": 4, "group_size": 64}, "quant_method is missing; it should be one of awq, gptq"),
         ({**AWQ, "version": "gemv"}, "version='gemv' is not supported"),
         ({**AWQ, "bits": 3}, "bits=3 is not supported; only 4"),
         ({**GPTQ, "bits": 2}, "bits=2 is not supported; only 4 or 8"),
         ({**GPTQ, "dynamic": {"+:model.*": {"bits": 3}}}, "dynamic: bits=3 is not supported"),
+        ({**GPTQ, "dynamic": {"-:model.(": {}}}, r"'re:model\.\(' is no regular expression"),
+        ({**GPTQ, "is_marlin_format": True}, "is_marlin_format=True is not supported"),
+        ({**GPTQ, "format": "bitblas"}, "format='bitblas' is not supported; only 'gptq' or 'gptq_v2'"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2' is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"weight_block_size=\[64, 64\] is not supported"),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups should be an object of at least"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"g": {"format": "nvfp4-pack-quantized"}}},
             "config_groups.g: format='nvfp4-pack-quantized' is not supported",
         ),
+        (
+            {**PACKED, "config_groups": {"g": {"weights": {"num_bits": 4}, "input_activations": {"num_bits": 8}}}},
+            "config_groups.g: 4-bit weights and quantized inputs are not supported",
+        ),
+        ({**PACKED, "transform_config": {"config_groups": {"R3": {}}}}, "transform_config .* is not supported"),
+        ({**PACKED, "config_groups": {"g": 5}}, "config_groups: g should be an object, it is 5"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], says: str) -> None:

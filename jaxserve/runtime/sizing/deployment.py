@@ -176,6 +176,7 @@ def deploy(
         target=device.kernels,
         dtype=dtype,
         tensor=tensor,
+        splits_into=model.splits_into,
     )
     params = hold_weights(params, weights.forms)
     weight_bytes = device_bytes(params, axes)

@@ -6,7 +6,8 @@
   `gptq` less one; scales `[groups, out]`; g_idx, the group of each input.
 - `packed` (compressed-tensors): weight_packed int32 `[out, in / n]`; weight_scale `[out, groups]`; weight_zero_point
   `[out / n, groups]`; weight_g_idx.
-- `plain`: weight, int8 or float8_e4m3fn `[out, in]`; weight_scale, or weight_scale_inv of blocks; input_scale.
+- `plain`: weight, int8 or float8_e4m3fn `[out, in]`; weight_scale or weight_scale_inv; weight_zero_point int8
+  `[out, groups]`; input_scale or activation_scale.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ WEIGHT_SUFFIX = {
     "plain": "weight",
 }
 _SCALES = ("weight_scale", "weight_scale_inv")
+_INPUT_SCALES = ("input_scale", "activation_scale")
+_FLOATS = ("F32", "F16", "BF16")
+_WORDS = ("I32",)
+_INDICES = ("I32", "I64")
 _AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 """The place of each output of eight among the nibbles of a word."""
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -71,8 +76,10 @@ class QuantizedTensor:
             case "gptq" | "gptq_v2":
                 return second, first * self._per_word
             case "packed":
-                stored = self.shapes.get("weight_shape")
-                return first, int(self._array("weight_shape")[1]) if stored == (2,) else second * self._per_word
+                if self.shapes.get("weight_shape") == (2,) and self.types["weight_shape"] in _INDICES:
+                    outputs, inputs = map(int, self._array("weight_shape"))
+                    return outputs, inputs
+                return first, second * self._per_word
             case _:
                 return first, second
 
@@ -80,57 +87,72 @@ class QuantizedTensor:
     def used(self) -> Iterator[str]:
         """The last names of the tensors that belong to the weight."""
         known = {WEIGHT_SUFFIX[self.stored.packing], "qzeros", "scales", "g_idx", "weight_shape", "weight_zero_point"}
-        known |= {"weight_g_idx", "input_scale", "input_scale_ub", *_SCALES}
+        known |= {"weight_g_idx", "input_scale_ub", *_INPUT_SCALES, *_SCALES}
         return (name for name in self.types if name in known)
 
     @functools.cached_property
     def problem(self) -> str:
         """Why the weight can't be read; empty if it can."""
-        outputs, inputs = self.shape
-        groups = math.ceil(inputs / (self._scheme.group or inputs))
-        words = [n // self._per_word for n in (outputs, inputs)]
-        wanted: dict[str, tuple[tuple[int, ...], ...]] = {}
-        match self.stored.packing:
-            case "awq":
-                wanted["scales"] = ((groups, outputs),)
-                if self._scheme.zeros:
-                    wanted["qzeros"] = ((groups, words[0]),)
-            case "gptq" | "gptq_v2":
-                wanted |= {"scales": ((groups, outputs),), "qzeros": ((groups, words[0]),)}
-                if self.stored.order:
-                    wanted["g_idx"] = ((inputs,),)
-            case "packed":
-                wanted["weight_scale"] = ((outputs, groups), *(((1,), ()) if groups == 1 else ()))
-                if self._scheme.zeros:
-                    wanted["weight_zero_point"] = ((-(-outputs // self._per_word), groups),)
-                if self.stored.order:
-                    wanted["weight_g_idx"] = ((inputs,),)
-            case _:
-                rows = -(-outputs // self.block)
-                wanted[self._scale] = ((rows, groups), *(((1,), (), (1, 1), (outputs,)) if groups == 1 else ()))
-                if self._scheme.activations == "static":
-                    wanted["input_scale"] = ((), (1,))
-        for name, shapes in wanted.items():
+        kind = self.types[WEIGHT_SUFFIX[self.stored.packing]]
+        if kind not in {"plain": ("F8_E4M3",) if self.is_fp8 else ("I8",)}.get(self.stored.packing, _WORDS):
+            return f"its type is {kind}, and the config says {self.stored.type}"
+        for name, (types, *shapes) in self._wanted().items():
             if name not in self.shapes:
                 return f"{self.module}.{name} is missing"
             if self.shapes[name] not in shapes:
-                found, fitting = list(self.shapes[name]), " or ".join(str(list(shape)) for shape in shapes[:1])
-                return f"{self.module}.{name} has shape {found} instead of {fitting}"
-        expected = {"plain": ("F8_E4M3",) if self.is_fp8 else ("I8",)}
-        kind = self.types[WEIGHT_SUFFIX[self.stored.packing]]
-        if kind not in expected.get(self.stored.packing, ("I32",)):
-            return f"its type is {kind}, and the config says {self.stored.type}"
+                return f"{self.module}.{name} has shape {list(self.shapes[name])} instead of {list(shapes[0])}"
+            if self.types[name] not in types:
+                return f"{self.module}.{name} has type {self.types[name]} instead of {' or '.join(types)}"
+        if self._scheme.activations == "static" and not 0 < self.input_scale < math.inf:
+            return f"{self.module}.{self._input_scale} must be above 0, it is {self.input_scale:g}"
+        groups, count, most = self.groups_of_inputs, self._num_groups, self._scheme.group or self.shape[1]
+        wrong = groups[(groups < 0) | (groups >= count)]
+        if wrong.size:
+            return f"{self.module}.{self._g_idx} has group {wrong[0]} of only {count}"
+        if (sizes := np.bincount(groups)).max(initial=0) > most:
+            return f"{self.module}.{self._g_idx} has {sizes.max()} inputs in group {sizes.argmax()} instead of {most}"
         return ""
+
+    def _wanted(self) -> dict[str, tuple[Any, ...]]:
+        """Return the types and shapes that each tensor of the weight may have, by its last name."""
+        outputs, inputs = self.shape
+        groups, zeros, per_word = self._num_groups, self._scheme.zeros, self._per_word
+        wanted: dict[str, tuple[Any, ...]] = {}
+        single = ((1,), ()) if groups == 1 else ()
+        match self.stored.packing:
+            case "awq":
+                wanted["scales"] = _FLOATS, (groups, outputs)
+                if zeros or "qzeros" in self.shapes:
+                    wanted["qzeros"] = _WORDS, (groups, outputs // per_word)
+            case "gptq" | "gptq_v2":
+                wanted |= {"scales": (_FLOATS, (groups, outputs)), "qzeros": (_WORDS, (groups, outputs // per_word))}
+            case "packed":
+                wanted["weight_packed"] = _WORDS, (outputs, -(-inputs // per_word))
+                wanted["weight_scale"] = _FLOATS, (outputs, groups), *single
+                if "weight_shape" in self.shapes:
+                    wanted["weight_shape"] = _INDICES, (2,)
+                if zeros or self._zero_point:
+                    wanted["weight_zero_point"] = _WORDS, (-(-outputs // per_word), groups)
+            case _:
+                shapes = ((1, 1), (outputs,)) if groups == 1 else ()
+                wanted[self._scale] = _FLOATS, (-(-outputs // self.block), groups), *single, *shapes
+                if zeros or self._zero_point:
+                    wanted["weight_zero_point"] = ("I8",), (outputs, groups), *single
+                if self._scheme.activations == "static":
+                    wanted[self._input_scale] = _FLOATS, (), (1,)
+        if self._g_idx and (self.stored.order or self._g_idx in self.shapes):
+            wanted[self._g_idx] = _INDICES, (inputs,)
+        return wanted
 
     @functools.cached_property
     def groups_of_inputs(self) -> Array:
         """The group of each input, int `[in]`."""
-        _, inputs = self.shape
-        name = {"gptq": "g_idx", "gptq_v2": "g_idx", "packed": "weight_g_idx"}.get(self.stored.packing, "")
-        if name in self.shapes and (self.stored.order or name == "g_idx") and self.shapes[name] == (inputs,):
-            found = np.asarray(self._array(name), np.int64)
-            if found.min() >= 0:
+        if self._g_idx in self.shapes:
+            found = np.asarray(self._array(self._g_idx), np.int64)
+            # compressed-tensors writes -1 for inputs that are in order
+            if self.stored.packing != "packed" or (found != -1).any():
                 return found
+        _, inputs = self.shape
         return np.arange(inputs) // (self._scheme.group or inputs)
 
     @functools.cached_property
@@ -146,9 +168,10 @@ class QuantizedTensor:
         groups = self.groups_of_inputs if order is None else self.groups_of_inputs[order]
         if (groups != np.arange(len(groups)) // (scheme.group or len(groups))).any():
             return dataclasses.replace(self.stored, scheme=None, type=f"{self.stored.type}, of unequal groups")
-        if self.stored.packing in ("gptq", "gptq_v2") and not scheme.zeros:
-            symmetric = (self._zeros() == 1 << (scheme.bits - 1)).all()
-            scheme = dataclasses.replace(scheme, zeros=not symmetric)
+        if not scheme.zeros and not self.is_fp8 and np.any(self._zeros() != 1 << (scheme.bits - 1)):
+            if scheme.activations is not None:
+                return dataclasses.replace(self.stored, scheme=None, type=f"{self.stored.type}, with zeros")
+            scheme = dataclasses.replace(scheme, zeros=True)
         factors = self._array("scales" if "scales" in self.shapes else self._scale).dtype
         name = "" if order is None else hashlib.sha256(order.tobytes()).hexdigest()[:16]
         return dataclasses.replace(self.stored, scheme=scheme, factors=np.dtype(factors), order=name)
@@ -197,7 +220,7 @@ class QuantizedTensor:
     @property
     def input_scale(self) -> float:
         """The factor of static activations."""
-        return float(np.asarray(self._array("input_scale"), np.float32).reshape(()))
+        return float(np.asarray(self._array(self._input_scale), np.float32).reshape(()))
 
     def _scales(self) -> Array:
         """Return the scales in float32, `[out, groups]`."""
@@ -215,7 +238,7 @@ class QuantizedTensor:
         bits, outputs = self._scheme.bits, self.shape[0]
         middle = np.float32(1 << (bits - 1))
         match self.stored.packing:
-            case "awq" if self._scheme.zeros:
+            case "awq" if "qzeros" in self.shapes:
                 words = np.asarray(self._array("qzeros"))
                 return _unpack(words, 4).reshape(len(words), -1, 8)[..., _AWQ_ORDER].reshape(len(words), -1).T
             case "gptq" | "gptq_v2":
@@ -224,9 +247,12 @@ class QuantizedTensor:
                     # Less one in every number, with a borrow from the next one where the zero is 0
                     words = words + np.uint32(sum(1 << shift for shift in range(0, 32, bits)))
                 return _unpack(words, bits).T.astype(np.float32)
-            case "packed" if self._scheme.zeros:
+            case "packed" if self._zero_point:
                 words = np.ascontiguousarray(np.asarray(self._array("weight_zero_point")).T)
                 return _unpack(words, bits)[:, :outputs].T.astype(np.float32)
+            case "plain" if self._zero_point:
+                stored = np.asarray(self._array("weight_zero_point"), np.float32)
+                return middle + stored.reshape(-1, stored.shape[1] if stored.ndim == 2 else 1)
         return middle
 
     @property
@@ -237,6 +263,24 @@ class QuantizedTensor:
     @property
     def _per_word(self) -> int:
         return 32 // self._scheme.bits
+
+    @property
+    def _num_groups(self) -> int:
+        _, inputs = self.shape
+        return math.ceil(inputs / (self._scheme.group or inputs or 1))
+
+    @property
+    def _zero_point(self) -> bool:
+        return "weight_zero_point" in self.shapes
+
+    @property
+    def _g_idx(self) -> str:
+        """The name of the tensor with the group of each input; empty if it can't be there."""
+        return {"gptq": "g_idx", "gptq_v2": "g_idx", "packed": "weight_g_idx"}.get(self.stored.packing, "")
+
+    @property
+    def _input_scale(self) -> str:
+        return next((name for name in _INPUT_SCALES if name in self.shapes), _INPUT_SCALES[0])
 
     @property
     def _scale(self) -> str:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import read_config, resolve
@@ -19,24 +16,9 @@ from jaxserve.quant import choose_weights, hold_weights, method_of
 from jaxserve.weights import build_params, check_tensors, open_weights, stored_types
 from pallas_kernels.target import CPU
 from tests.weights.conftest import on_one_device
-from tests.weights.quantized.fixtures import QUANTIZED
+from tests.weights.quantized.fixtures import Tensors, changed
 
-Tensors = dict[str, np.ndarray[Any, Any]]
 DOWN, UP = (f"model.layers.0.mlp.{name}_proj" for name in ("down", "up"))
-
-
-def changed(name: str, folder: Path, change: Any = None, **config: Any) -> Path:
-    """Copy a fixture with other tensors, or other fields of its `quantization_config`."""
-    shutil.copytree(QUANTIZED / name, folder, dirs_exist_ok=True)
-    raw = json.loads((folder / "config.json").read_text())
-    raw["quantization_config"] |= config
-    (folder / "config.json").write_text(json.dumps(raw))
-    if change is not None:
-        with safe_open(folder / "model.safetensors", framework="numpy") as opened:
-            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  it is no mapping
-        change(tensors)
-        save_file({key: np.ascontiguousarray(value) for key, value in tensors.items()}, folder / "model.safetensors")
-    return folder
 
 
 def load(folder: Path) -> Any:
@@ -61,12 +43,22 @@ def cut(name: str) -> Any:
     return lambda tensors: tensors.__setitem__(name, tensors[name][:-1])
 
 
-def poison(name: str) -> Any:
+def put(name: str, value: float) -> Any:
+    """Write a number into the last place of a tensor."""
+
     def change(tensors: Tensors) -> None:
         tensors[name] = tensors[name].copy()
-        tensors[name].reshape(-1)[3] = np.nan
+        tensors[name].reshape(-1)[-1] = value
 
     return change
+
+
+def narrow(name: str) -> Any:
+    return lambda tensors: tensors.__setitem__(name, tensors[name][:, :-1])
+
+
+def cast(name: str, dtype: str) -> Any:
+    return lambda tensors: tensors.__setitem__(name, tensors[name].astype(dtype))
 
 
 @pytest.mark.parametrize(
@@ -76,12 +68,21 @@ def poison(name: str) -> Any:
         ("awq", drop(f"{DOWN}.qweight"), rf"missing: {DOWN}.weight.* left over .*: {DOWN}.qzeros, {DOWN}.scales"),
         ("awq", cut(f"{DOWN}.scales"), rf"{DOWN}.scales has shape \[2, 128\] instead of \[3, 128\]"),
         ("awq", cut(f"{DOWN}.qweight"), rf"{DOWN}.weight \[128, 383\] instead of \[128, 384\]"),
-        ("awq", poison(f"{DOWN}.scales"), rf"tensor {DOWN}.weight \(its scales\) holds NaN or infinity"),
+        ("awq", put(f"{DOWN}.scales", np.nan), rf"tensor {DOWN}.weight \(its scales\) holds NaN or infinity"),
         ("gptq_act_order", drop(f"{DOWN}.g_idx"), rf"{DOWN}.g_idx is missing"),
         ("gptq_act_order", cut(f"{DOWN}.qzeros"), rf"{DOWN}.qzeros has shape"),
         ("compressed_w4a16_asymmetric", drop(f"{DOWN}.weight_zero_point"), rf"{DOWN}.weight_zero_point is missing"),
         ("compressed_w8a8_int8_static", drop(f"{DOWN}.input_scale"), rf"{DOWN}.input_scale is missing"),
         ("compressed_w8a16", drop(f"{UP}.weight_scale"), rf"{UP}.weight_scale is missing"),
+        ("awq", cast(f"{DOWN}.qweight", "int64"), rf"{DOWN}.weight \(its type is I64, and the config says awq"),
+        ("awq", cast(f"{DOWN}.qzeros", "int64"), rf"{DOWN}.qzeros has type I64 instead of I32"),
+        ("awq", cast(f"{DOWN}.scales", "float64"), rf"{DOWN}.scales has type F64 instead of F32 or F16 or BF16"),
+        ("gptq", put(f"{DOWN}.g_idx", 99), rf"{DOWN}.g_idx has group 99 of only"),
+        ("gptq_act_order", put(f"{DOWN}.g_idx", -5), rf"{DOWN}.g_idx has group -5 of only"),
+        ("gptq_act_order", put(f"{DOWN}.g_idx", 0), rf"{DOWN}.g_idx has \d+ inputs in group 0 instead of"),
+        ("compressed_w4a16", put(f"{UP}.weight_shape", 9), rf"{UP}.weight \[128, 9\] instead of \[128, 256\]"),
+        ("compressed_w4a16", narrow(f"{DOWN}.weight_packed"), rf"{DOWN}.weight_packed has shape"),
+        ("fp8_static", put(f"{UP}.input_scale", np.nan), rf"{UP}.input_scale must be above 0, it is nan"),
     ],
 )
 def test_a_damaged_tensor_is_named(name: str, change: Any, says: str, tmp_path: Path) -> None:
@@ -101,6 +102,15 @@ def test_a_damaged_tensor_is_named(name: str, change: Any, says: str, tmp_path: 
 def test_a_config_of_another_checkpoint_is_refused(name: str, config: Any, says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=says):
         load(changed(name, tmp_path, **config))
+
+
+def test_a_quantized_checkpoint_needs_its_config(tmp_path: Path) -> None:
+    folder = changed("awq", tmp_path)
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"it has .*\.qweight\), but its config.json has no quantization_config"):
+        load(folder)
 
 
 def test_undamaged_copies_are_loaded(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,13 +21,13 @@ from jaxserve.weights.quantized.mxfp4 import decode_mxfp4
 from pallas_kernels.quantized_matmul import FACTORS, Backend, PackedWeight, dequantize, unpack
 from pallas_kernels.target import CPU
 from tests.weights.conftest import on_one_device
-from tests.weights.quantized.fixtures import MODELS, QUANTIZED, dequantized
+from tests.weights.quantized.fixtures import MODELS, QUANTIZED, Tensors, changed, dequantized
 
 BF16 = np.dtype(jnp.bfloat16)
 EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 
 
-def opened(name: str) -> tuple[ModelConfig, QuantizedFolder]:
+def opened(name: str | Path) -> tuple[ModelConfig, QuantizedFolder]:
     source = resolve(str(QUANTIZED / name))
     config = parse_model_config(read_config(source))
     check_tensors(source, config)
@@ -64,6 +66,61 @@ def test_numbers_and_factors_are_those_of_the_weights_in_their_order(name: str) 
         assert group % 32 == 0
         found = values.astype(np.float32) * each["scale"] + each["minimum"]
         np.testing.assert_array_equal(found, exact if order is None else exact[:, order], err_msg=tensor)
+
+
+def read(folder: QuantizedFolder, tensor: str) -> np.ndarray[Any, Any]:
+    rows, inputs = folder.infos[tensor].shape
+    found = np.empty((rows, inputs), np.float32)
+    folder.read(tensor, (slice(0, rows), slice(0, inputs)), found)
+    return found
+
+
+def rename(tensors: Tensors) -> None:
+    """Give the scales of fp8 the names that transformers writes."""
+    for name in list(tensors):
+        other = name.replace(".weight_scale", ".weight_scale_inv").replace(".input_scale", ".activation_scale")
+        tensors[other] = tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "config"),
+    [("fp8_static", rename, {}), ("gptq_v2", None, {"checkpoint_format": None, "format": "gptq_v2"})],
+)
+def test_the_names_of_other_tools_mean_the_same(name: str, change: Any, config: Any, tmp_path: Path) -> None:
+    (_, expected), (_, found) = opened(name), opened(changed(name, tmp_path, change, **config))
+    for tensor, stored in expected.stored.items():
+        if stored.quantized:
+            np.testing.assert_array_equal(read(found, tensor), read(expected, tensor), err_msg=tensor)
+            if stored.scheme is not None and stored.scheme.activations == "static":
+                assert found.read_input_scale(tensor) == expected.read_input_scale(tensor)
+
+
+@pytest.mark.parametrize("quantized_inputs", [True, False])
+def test_zeros_of_8_bits_are_used_whatever_the_config_says(quantized_inputs: bool, tmp_path: Path) -> None:
+    """Numbers of 8 bits that aren't packed have zeros that aren't either."""
+    _, symmetric = opened("compressed_w8a8_int8")
+    name = next(name for name, stored in symmetric.stored.items() if stored.quantized)
+    module = name.removesuffix(".weight")
+    zeros = np.arange(symmetric.infos[name].shape[0], dtype=np.int8)[:, None] % 7
+
+    def add_zeros(tensors: Tensors) -> None:
+        tensors[f"{module}.weight_zero_point"] = zeros
+
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+    groups = {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": weights,
+            "input_activations": inputs if quantized_inputs else None,
+        }
+    }
+    _, folder = opened(changed("compressed_w8a8_int8", tmp_path, add_zeros, config_groups=groups))
+    scheme = folder.stored[name].scheme
+    assert scheme is None if quantized_inputs else scheme is not None and scheme.zeros
+    scales = np.empty((len(zeros), 1), FACTORS)
+    symmetric.read_factors(name, (slice(0, len(zeros)), slice(0, 1)), symmetric.infos[name].shape[1], scales)
+    np.testing.assert_allclose(read(folder, name), read(symmetric, name) - scales["scale"] * zeros, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", MODELS)
