@@ -6,6 +6,7 @@ It needs no device, and no more memory than two parameters take.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path as FilePath
 from typing import Any, get_args
@@ -20,10 +21,12 @@ from jaxserve.models.dtypes import dtype_of
 from jaxserve.models.registry import family, parse_model_config
 from jaxserve.params import Path
 from jaxserve.quant import CONVERTED, OnTheFly, WeightForm, convert_forms, hold_weights, method_of
-from jaxserve.weights import open_weights, stored_types
+from jaxserve.weights import checkpoint_kv_scales, open_weights, stored_types
 from jaxserve.weights.arrays import flatten
 from jaxserve.weights.manifest import write_manifest
 from jaxserve.weights.orbax_write import write_checkpoint
+
+logger = logging.getLogger("jaxserve.weights")
 
 Progress = Callable[[int, int], None]
 
@@ -59,6 +62,8 @@ def convert(source: ModelSource, config: EngineConfig, folder: FilePath, progres
     abstract = hold_weights(dense, forms)
     options: dict[str, Any] = {"load_format": config.load_format, "seed": config.random_seed}
     reader = open_weights(source, abstract, dense=dense, quantization=quantization, on_the_fly=bool(forms), **options)
+    if checkpoint_kv_scales(source, model) is not None:
+        logger.warning("the scales of an fp8 KV cache are not kept; --calculate-kv-scales makes them anew")
     total = sum(spec.nbytes for _, spec in flatten(abstract)[0])
     try:
         (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

@@ -63,3 +63,12 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:
         converted(QUANTIZED / "awq", tmp_path / "b", jnp.bfloat16, "gptq")
     dense = converted(QUANTIZED / "awq", tmp_path / "c", jnp.bfloat16)
     assert parse_model_config(read_config(dense)).quantization is None
+
+
+def test_scales_of_a_kv_cache_are_not_lost_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    converted(QUANTIZED / "awq", tmp_path / "without", jnp.bfloat16)
+    assert not caplog.records
+    converted(QUANTIZED / "compressed_fp8_kv_cache", tmp_path / "with", jnp.bfloat16)
+    assert [record.message for record in caplog.records] == [
+        "the scales of an fp8 KV cache are not kept; --calculate-kv-scales makes them anew"
+    ]
