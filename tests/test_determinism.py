@@ -94,9 +94,8 @@ def test_a_request_gives_the_same_bits_in_any_company(folder: Path, quantization
     [
         ({"dtype": "float32"}, "the products with layers.0.attention.qkv.* bfloat16 .the dtype is float32."),
         ({"attention_backend": "reference"}, "attention backend reference adds in an order"),
-        ({"tp_size": 2}, "tp_size"),
     ],
-    ids=["float32", "reference", "tp"],
+    ids=["float32", "reference"],
 )
 def test_what_does_not_hold_is_refused(folder: Path, settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):

@@ -186,7 +186,7 @@ def deploy(
         backend = choose_backend(device.kernels, problems, config.attention_backend)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    nondeterminism = determinism.why_nondeterministic(device.platform, backend, weights, dtype.name)
+    nondeterminism = determinism.why_nondeterministic(device.platform, backend, weights, dtype.name, tensor)
     if config.enable_deterministic_inference and nondeterminism:
         raise ConfigError(f"enable_deterministic_inference: {nondeterminism}")
     one = Capacity(

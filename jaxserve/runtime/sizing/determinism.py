@@ -12,7 +12,7 @@ from jaxserve.quant import WeightChoice
 from pallas_kernels.paged_attention import Backend
 
 
-def why_nondeterministic(platform: str, backend: Backend, weights: WeightChoice, dtype: str) -> str:
+def why_nondeterministic(platform: str, backend: Backend, weights: WeightChoice, dtype: str, tensor: int) -> str:
     """Return why the bits of a request depend on its batch, for an error or a log line; empty if they don't."""
     if platform != "cpu":
         return (
@@ -21,11 +21,13 @@ def why_nondeterministic(platform: str, backend: Backend, weights: WeightChoice,
         )
     if backend.name != "cpu":
         return f"attention backend {backend.name} adds in an order that depends on the batch; backend cpu does not"
+    if tensor > 1:
+        return f"with tp_size={tensor} XLA adds the sums of shards, in an order that depends on the batch"
     if weights.dense:
         names = join_first([dotted(path) for path in weights.dense], 3)
         return (
             f"XLA computes the products with {names}, and adds in an order that depends on the batch; our own "
-            f"kernel multiplies only weights that are bfloat16 (the dtype is {dtype}), not split by tp_size, and whose "
-            "sizes are multiples of 16 outputs and 32 inputs"
+            f"kernel multiplies only weights that are bfloat16 (the dtype is {dtype}) or quantized, in "
+            "multiples of 16 outputs and 32 inputs"
         )
     return ""

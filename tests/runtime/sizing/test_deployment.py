@@ -125,6 +125,12 @@ def test_a_dynamic_rotation_stretches_to_contexts_up_to_its_factor() -> None:
         deploy(EngineConfig(dtype="float32", context_length=257), stretched, CPU)
 
 
+def test_shards_of_a_cpu_promise_no_determinism() -> None:
+    asked = EngineConfig(tp_size=2, enable_deterministic_inference=True)
+    with pytest.raises(ConfigError, match="enable_deterministic_inference: with tp_size=2 XLA adds the sums of shards"):
+        deploy(asked, model(), CPU)
+
+
 def test_an_unsupported_attention_backend_is_refused() -> None:
     odd = parse_model_config({**CONFIG, "head_dim": 12})
     with pytest.raises(ConfigError, match="attention backend"):
