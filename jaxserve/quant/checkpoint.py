@@ -59,6 +59,11 @@ class CheckpointQuantization:
     block: tuple[int, int] | None = None
     quantizes_head: bool = False
 
+    @property
+    def converted(self) -> bool:
+        """Whether `jaxserve convert` has written the checkpoint."""
+        return any(rule.stored.packing == "converted" for rule in self.rules)
+
     def stored(self, name: str) -> StoredWeight | None:
         """Return how a tensor of the model is stored, None if it isn't quantized."""
         module = name.removesuffix(".weight")
@@ -297,7 +302,8 @@ def _described(method: str, bits: int, group: int | None, zeros: bool) -> str:
 
 
 def _converted(fields: Fields) -> CheckpointQuantization:
-    return CheckpointQuantization(_only(fields, "scheme", get_args(OnTheFly), None), ())
+    scheme = _only(fields, "scheme", get_args(OnTheFly), None)
+    return CheckpointQuantization(scheme, (Rule("Linear", StoredWeight(scheme, packing="converted")),))
 
 
 _METHODS: Mapping[str, Callable[[Fields], CheckpointQuantization]] = {

@@ -113,7 +113,7 @@ def choose_weights(
     among `tensor` shards.
     """
     on_the_fly = _check_setting(setting, method)
-    converted = method if method in get_args(OnTheFly) and not stored else None
+    converted = method if any(one.packing == "converted" for one in stored.values()) else None
     linears = dict(_linears(abstract))
     obstacle = _obstacle(target, dtype) if target.platform == "cpu" else ""
     forms: dict[Path, WeightForm] = {}

@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_kernels.quantized_matmul import Scheme
 
-Packing = Literal["dense", "gguf", "awq", "gptq", "gptq_v2", "packed", "plain"]
+Packing = Literal["dense", "gguf", "awq", "gptq", "gptq_v2", "packed", "plain", "converted"]
 
 _F16, _F32 = np.dtype(np.float16), np.dtype(np.float32)
 
@@ -20,9 +20,9 @@ class StoredWeight:
     """How a checkpoint stores one tensor.
 
     `type` is its name in messages. `scheme` is how a product can use it as it is stored, None if it isn't quantized or
-    can only be dequantized. `packing` says which tensors of the file it is made of (`weights/quantized`). `factors` is
-    a type that holds its scales without loss. Tensors with equal `order` have their inputs in the same order;
-    it is empty if that is the order of the model.
+    can only be dequantized. `packing` says which tensors of the file it is made of (`weights/quantized`), or that
+    `jaxserve convert` has written it. `factors` is a type that holds its scales without loss. Tensors with equal
+    `order` have their inputs in the same order; it is empty if that is the order of the model.
     """
 
     type: str

@@ -110,7 +110,7 @@ def open_source(
     folder = SafetensorsFolder(source.path)
     if quantization is None:
         return folder
-    if not quantization.rules:
+    if quantization.converted:
         raise ConfigError(f"{source.path}: quant_method={CONVERTED} is only that of folders of `jaxserve convert`")
     return QuantizedFolder(folder, quantization)
 

@@ -31,6 +31,7 @@ _CONTROL = {"while", "conditional"}
 _INDEX = re.compile(r" get-tuple-element\(.*\), index=(\d+)")
 _PRODUCTS = {"dot", "convolution"}
 _LIBRARY_PRODUCT = "matmul"
+_QUANTIZED_PRODUCT = "quantized_matmul"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,11 @@ class Instruction:
     def nbytes(self) -> int:
         """Bytes of all arrays that it outputs to device memory."""
         return sum(size for size, on_chip in zip(self.arrays, self.on_chip) if not on_chip)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an element of the first array."""
+        return self.arrays[0] // max(1, self.sizes[0])
 
     @property
     def aliased(self) -> bool:
@@ -89,7 +95,10 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes that an instruction reads and writes, and the floating-point operations of its product."""
+    """Bytes that an instruction reads and writes, and the floating-point operations of its product.
+
+    Operations on two operands of 8 bits count half: devices that multiply such numbers do twice as many of them.
+    """
 
     read_bytes: int
     written_bytes: int
@@ -180,8 +189,18 @@ class Computation:
 
     def product_flops(self, one: Instruction) -> float:
         """Return those of one product, from the sizes of its operands: [m, k] x [k, n]."""
-        sizes = [made.sizes[0] for name in one.operands[:2] if (made := self.instructions.get(name)) and made.sizes]
-        return 2 * math.sqrt(math.prod(sizes) * one.sizes[0]) if len(sizes) == 2 else 0.0
+        made = [made for name in one.operands[:2] if (made := self.instructions.get(name)) and made.sizes]
+        if len(made) < 2:
+            return 0.0
+        flops = 2 * math.sqrt(made[0].sizes[0] * made[1].sizes[0] * one.sizes[0])
+        return flops / 2 if all(operand.item_bytes == 1 for operand in made) else flops
+
+    def kernel_flops(self, one: Instruction) -> float:
+        """Return those of a custom call if it is a product with a quantized weight: [m, k], ... to [parts, m, n]."""
+        if _QUANTIZED_PRODUCT not in one.op_name or (x := self.instructions.get(one.operands[0])) is None:
+            return 0.0
+        flops = 2.0 * x.sizes[0] * int(next(_ARRAY.finditer(one.line))["dims"].split(",")[-1])
+        return flops / 2 if x.item_bytes == 1 else flops
 
 
 class HloModule:
@@ -214,7 +233,7 @@ class HloModule:
             sources = map(owner.source, one.operands)
             read = sum(size for size, source in zip(inputs, sources) if is_product or not tables.include(size, source))
             written = sum(size for size in owner.arrays_used(one) if is_product or size not in tables.pools)
-            return Traffic(read, written, owner.product_flops(one) if is_product else 0.0)
+            return Traffic(read, written, owner.product_flops(one) if is_product else owner.kernel_flops(one))
         if one.opcode in _UPDATES:
             return Traffic(sum(inputs[1:]), owner._bytes_updated(one), 0.0)
         if one.opcode in _SLICES:

@@ -44,6 +44,12 @@ ENTRY %main (table: f32[1000,64], ids: s32[8], x: bf16[16,128], w: bf16[32,128],
   %write = (s8[4096]{0}, f32[8]{0}) custom-call(%pool, %ids), custom_call_target="__gpu$xla.gpu.triton"
   %written = s8[4096]{0} get-tuple-element(%write), index=0
   %decode = f32[8,64]{1,0} custom-call(%written, %ids), custom_call_target="__gpu$xla.gpu.triton"
+  %x8 = f8e4m3fn[16,512]{1,0} parameter(5)
+  %w8 = f8e4m3fn[32,512]{1,0} parameter(6)
+  %x16 = bf16[16,512]{1,0} parameter(7)
+  %library8 = (bf16[16,32]{1,0}, s8[999]{0}) custom-call(%x8, %w8), custom_call_target="__cublas$lt$matmul$f8"
+  %own = f32[3,16,32]{2,1,0} custom-call(%x16, %w8), metadata={op_name="jit(f)/quantized_matmul/mpmd_map"}
+  %own8 = bf16[16,32]{1,0} custom-call(%x8, %w8), metadata={op_name="jit(f)/quantized_matmul/pallas_call"}
   ROOT %copy = f32[8,64]{1,0} copy(%decode)
 }
 """
@@ -57,6 +63,9 @@ ROWS, IDS = 8 * 64 * 4, 8 * 4
         ("updated", ROWS + IDS, ROWS, 0),
         ("product", (16 + 32) * 128 * 2, 16 * 32 * 4, 2 * 16 * 32 * 128),
         ("library", (16 + 32) * 128 * 2, 16 * 32 * 4, 2 * 16 * 32 * 128),
+        ("library8", (16 + 32) * 512, 16 * 32 * 2 + 999, 16 * 32 * 512),
+        ("own", (16 * 2 + 32) * 512, 3 * 16 * 32 * 4, 2 * 16 * 32 * 512),
+        ("own8", (16 + 32) * 512, 16 * 32 * 2, 16 * 32 * 512),
         ("write", IDS, 0, 0),
         ("decode", IDS, ROWS, 0),
         ("copy", ROWS, ROWS, 0),

@@ -13,7 +13,7 @@ import pytest
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource, read_config, resolve
 from jaxserve.models.registry import family, parse_model_config
-from jaxserve.quant import choose_weights, convert_forms, held_weights, hold_weights
+from jaxserve.quant import choose_weights, convert_forms, held_weights, hold_weights, stored_by_config
 from jaxserve.weights import build_params, open_weights
 from pallas_kernels.target import CPU
 from tests.weights.conftest import GOLDEN, converted, on_one_device
@@ -27,7 +27,8 @@ def loaded(source: ModelSource, setting: str, forms: str) -> Any:
     config = parse_model_config(read_config(source))
     method = config.quantization.method if config.quantization else None
     abstract = family(config).abstract(config, BF16)
-    made = choose_weights(setting, abstract, {}, method, target=CPU, dtype=BF16, tensor=1)
+    stored = stored_by_config(config.quantization, abstract)
+    made = choose_weights(setting, abstract, stored, method, target=CPU, dtype=BF16, tensor=1)
     held = {"packed": made.forms, "rows": convert_forms(made.method, abstract), "dense": {}}[forms]
     tree = hold_weights(abstract, held)
     options: dict[str, Any] = {"quantization": config.quantization, "on_the_fly": made.on_the_fly}
