@@ -37,8 +37,8 @@ PARSERS = {
     "pull": pull,
     "serve": serve,
 }
-# Flags that are named and belong to other programs: XLA, and the benchmark of a server beside another one.
-OTHER_FLAGS = {"--xla_force_host_platform_device_count", "--peer"}
+# Flags that are named and belong to other programs: XLA, the benchmark of a server beside another one, and the tuner.
+OTHER_FLAGS = {"--xla_force_host_platform_device_count", "--peer", "--kernel"}
 
 
 @pytest.fixture(params=PAGES, ids=lambda page: page.stem)

@@ -118,7 +118,7 @@ class QuantizedTensor:
         outputs, inputs = self.shape
         groups, zeros, per_word = self._num_groups, self._scheme.zeros, self._per_word
         wanted: dict[str, tuple[Any, ...]] = {}
-        single = ((1,), ()) if groups == 1 else ()
+        single = ((1,), ()) if groups == self.block == 1 else ()
         match self.stored.packing:
             case "awq":
                 wanted["scales"] = _FLOATS, (groups, outputs)
@@ -134,7 +134,7 @@ class QuantizedTensor:
                 if zeros or self._zero_point:
                     wanted["weight_zero_point"] = _WORDS, (-(-outputs // per_word), groups)
             case _:
-                shapes = ((1, 1), (outputs,)) if groups == 1 else ()
+                shapes = ((1, 1), (outputs,)) if single else ()
                 wanted[self._scale] = _FLOATS, (-(-outputs // self.block), groups), *single, *shapes
                 if zeros or self._zero_point:
                     wanted["weight_zero_point"] = ("I8",), (outputs, groups), *single

@@ -57,6 +57,10 @@ def narrow(name: str) -> Any:
     return lambda tensors: tensors.__setitem__(name, tensors[name][:, :-1])
 
 
+def flatten(name: str) -> Any:
+    return lambda tensors: tensors.__setitem__(name, tensors[name].reshape(-1))
+
+
 def cast(name: str, dtype: str) -> Any:
     return lambda tensors: tensors.__setitem__(name, tensors[name].astype(dtype))
 
@@ -82,6 +86,7 @@ def cast(name: str, dtype: str) -> Any:
         ("gptq_act_order", put(f"{DOWN}.g_idx", 0), rf"{DOWN}.g_idx has \d+ inputs in group 0 instead of"),
         ("compressed_w4a16", put(f"{UP}.weight_shape", 9), rf"{UP}.weight \[128, 9\] instead of \[128, 256\]"),
         ("compressed_w4a16", narrow(f"{DOWN}.weight_packed"), rf"{DOWN}.weight_packed has shape"),
+        ("fp8_blocks_qwen3", flatten(f"{UP}.weight_scale_inv"), rf"{UP}.weight_scale_inv has shape \[2\] instead of"),
         ("fp8_static", put(f"{UP}.input_scale", np.nan), rf"{UP}.input_scale must be above 0, it is nan"),
     ],
 )
