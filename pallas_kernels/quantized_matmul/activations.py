@@ -20,6 +20,14 @@ def quantize_inputs(
 
     int8 rounds to the nearest number, half to even; what a static scale can't hold becomes the largest number.
     """
+    scaled, scale = scale_inputs(x, scheme, input_scale)
+    return jnp.round(scaled).astype(jnp.int8) if scheme.numbers == "int8" else scaled.astype(FP8), scale
+
+
+def scale_inputs(
+    x: Float[Array, "tokens in_dim"], scheme: Scheme, input_scale: Float32[Array, "1"] | None
+) -> tuple[Float32[Array, "tokens in_dim"], Float32[Array, "tokens groups"]]:
+    """Return `x` divided by the factors of its groups, in the range of the scheme's numbers, and these factors."""
     assert scheme.activations is not None, scheme
     largest = _LARGEST[scheme.numbers]
     values = x.astype(jnp.float32)
@@ -32,5 +40,4 @@ def quantize_inputs(
         grouped = values.reshape(len(x), -1, size or x.shape[1])
         scale = jnp.maximum(jnp.abs(grouped).max(axis=-1) / largest, _SMALLEST_SCALE)
     scaled = jnp.clip(grouped / scale[..., None], -largest, largest)
-    quantized = jnp.round(scaled).astype(jnp.int8) if scheme.numbers == "int8" else scaled.astype(FP8)
-    return quantized.reshape(x.shape), scale
+    return scaled.reshape(x.shape), scale

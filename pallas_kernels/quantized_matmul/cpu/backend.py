@@ -16,7 +16,7 @@ def multiply_packed(
 ) -> Float32[Array, "tokens out_dim"]:
     """Return `x @ weight.T` with sums in float32; see `backends.BackendModule`.
 
-    `x` is bfloat16, or quantized: int8 and fp8 are exact in bfloat16.
+    `x` is bfloat16, or rounded to int8 or fp8, which are exact in bfloat16 (`round_inputs`).
     """
     strips, blocks, _ = weight.data.shape
     assert x.shape[1] == weight.shape[-1], (x.shape, weight.shape)
