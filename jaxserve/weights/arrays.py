@@ -1,7 +1,7 @@
 """Builds jax arrays from host buffers: a reader fills each shard of a parameter, and the shard goes to its devices.
 
 Owns what a process reads and holds while it loads. It reads the shards of its own devices only, each one once however
-many devices share it, and holds at most two (one per thread) besides those that are jax arrays already. On a CPU the
+many devices share it, and holds at most one per thread besides those that are jax arrays already. On a CPU the
 array is the buffer itself (jax uses memory aligned to 64 bytes without a copy), so nothing is held twice.
 """
 
@@ -30,11 +30,13 @@ class WeightReader:
     """Reads the parameters of a tree.
 
     `fill(path, spec, window, out)` writes one window of a stored parameter (see `ParamSpec.windows`) into `out`; any
-    thread may call it. `order` lists the indices of the tree's leaves in the order that reads fastest.
+    thread may call it. `order` lists the indices of the tree's leaves in the order that reads fastest. `threads` call
+    `fill` at once, each for a parameter of its own.
     """
 
     fill: Fill
     order: tuple[int, ...]
+    threads: int = THREADS
 
 
 def flatten(abstract: Any) -> tuple[list[tuple[Path, ParamSpec]], Any]:
@@ -58,7 +60,7 @@ def build_params(abstract: Any, shardings: Any, reader: WeightReader) -> Any:
         return _build_array(*leaves[i], placed[i], devices[i], reader.fill)
 
     arrays: list[jax.Array | None] = [None] * len(leaves)
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="weights") as pool:
+    with ThreadPoolExecutor(reader.threads, thread_name_prefix="weights") as pool:
         for i, array in zip(reader.order, pool.map(build, reader.order)):
             arrays[i] = array
     return jax.tree_util.tree_unflatten(structure, arrays)

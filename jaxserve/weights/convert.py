@@ -1,6 +1,6 @@
 """Writes a model's config and weights as an Orbax checkpoint: the work of `jaxserve convert`.
 
-It needs no device, and no more memory than two parameters take.
+It needs no device, and no more memory than the parameters take that are read at a time.
 """
 
 from __future__ import annotations

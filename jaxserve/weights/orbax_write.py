@@ -1,4 +1,5 @@
-"""Writes parameters as an Orbax checkpoint. Two are read at a time, and two more may still be being written.
+"""Writes parameters as an Orbax checkpoint. Two are read at a time (more if they are quantized), and as many may
+still be being written.
 
 Owns their layout on disk: independent of any mesh, in chunks along the axis that shards are split by, so that a shard
 is contiguous. Nothing is compressed and each chunk is a file of its own (no OCDBT): weights hardly shrink, and files
@@ -21,7 +22,7 @@ import tensorstore
 from orbax.checkpoint import type_handlers
 
 from jaxserve.params import ParamSpec, Path, dotted
-from jaxserve.weights.arrays import THREADS, Fill, WeightReader, aligned_empty, flatten
+from jaxserve.weights.arrays import WeightReader, aligned_empty, flatten
 from jaxserve.weights.manifest import PARAMS_FOLDER, StoredParameter
 
 _MAX_PIECES = 16
@@ -41,9 +42,9 @@ class _LazyParameter:
 class _LazyHandler(type_handlers.NumpyHandler):  # type: ignore[misc]
     """Writes each parameter as a numpy array, without holding all of them at once; any Orbax can restore them."""
 
-    def __init__(self, fill: Fill, on_written: Callable[[int], None]) -> None:
+    def __init__(self, reader: WeightReader, on_written: Callable[[int], None]) -> None:
         super().__init__()
-        self._fill = fill
+        self._reader = reader
         self._on_written = on_written
 
     async def serialize(
@@ -51,7 +52,7 @@ class _LazyHandler(type_handlers.NumpyHandler):  # type: ignore[misc]
     ) -> Sequence[Any]:
         for info in infos:
             await info.await_path_creation()
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="weights") as pool:
+        with ThreadPoolExecutor(self._reader.threads, thread_name_prefix="weights") as pool:
             for nbytes in pool.map(self._write, values, infos):
                 self._on_written(nbytes)
         return []
@@ -59,7 +60,7 @@ class _LazyHandler(type_handlers.NumpyHandler):  # type: ignore[misc]
     def _write(self, value: _LazyParameter, info: Any) -> int:
         spec = value.spec
         array = aligned_empty(spec.stored_shape, spec.dtype)
-        self._fill(value.path, spec, tuple(slice(0, length) for length in array.shape), array)
+        self._reader.fill(value.path, spec, tuple(slice(0, length) for length in array.shape), array)
         where = type_handlers.get_json_tspec_write(
             info,
             use_ocdbt=False,
@@ -85,7 +86,7 @@ def write_checkpoint(
     leaves, _ = flatten(abstract)
     assert all(spec.stored_shape == spec.shape for _, spec in leaves)
     ordered = [leaves[i] for i in reader.order]
-    handler = _LazyHandler(reader.fill, on_written)
+    handler = _LazyHandler(reader, on_written)
     # Orbax warns if there is no handler for jax arrays
     registry = type_handlers.create_type_handler_registry(
         (jax.Array, type_handlers.ArrayHandler()), (_LazyParameter, handler)

@@ -34,32 +34,44 @@ def quantize_inputs(
     `one_pass`, a kernel does it where the device has one; XLA joins it with a norm, but else reads `x` twice. So does
     the kernel where XLA would pad the rows, and joins nothing then: it adds those rows.
     """
-    assert scheme.activations is not None, scheme
-    largest = LARGEST[scheme.numbers]
-    size = (scheme.group if scheme.activations == "group" else None) or x.shape[1]
+    size, dtype = _group(x, scheme), jnp.int8 if scheme.numbers == "int8" else FP8
     padding = -len(x) % _CUBLAS_ROWS if backend.name == "xla" and scheme.numbers == "fp8" else 0
     if (one_pass or padding) and _has_kernel(x.shape[1], size, scheme, backend.target):
         # Only GPUs need this compiler's front end.
         from pallas_kernels.quantized_matmul.triton.inputs import quantize_rows
 
-        dtype = jnp.int8 if scheme.numbers == "int8" else FP8
+        largest = LARGEST[scheme.numbers]
         return quantize_rows(x, len(x) + padding, size, dtype, largest, SMALLEST_SCALE, interpret=False)
+    scaled, scale = scale_inputs(x, scheme, input_scale)
+    return (jnp.round(scaled) if scheme.numbers == "int8" else scaled).astype(dtype), scale
+
+
+def scale_inputs(
+    x: Float[Array, "tokens in_dim"], scheme: Scheme, input_scale: Float32[Array, "1"] | None
+) -> tuple[Float32[Array, "tokens in_dim"], Float32[Array, "tokens groups"]]:
+    """Return `x` divided by the factors of its groups, in the range of the scheme's numbers, and these factors."""
+    assert scheme.activations is not None, scheme
+    largest = LARGEST[scheme.numbers]
     values = x.astype(jnp.float32)
     if scheme.activations == "static":
         assert input_scale is not None, scheme
         scale = jnp.broadcast_to(input_scale, (len(x), 1))
         grouped = values[:, None]
     else:
-        grouped = values.reshape(len(x), -1, size)
+        grouped = values.reshape(len(x), -1, _group(x, scheme))
         scale = jnp.maximum(jnp.abs(grouped).max(axis=-1) / largest, SMALLEST_SCALE)
     scaled = jnp.clip(grouped / scale[..., None], -largest, largest)
-    quantized = jnp.round(scaled).astype(jnp.int8) if scheme.numbers == "int8" else scaled.astype(FP8)
-    return quantized.reshape(x.shape), scale
+    return scaled.reshape(x.shape), scale
+
+
+def _group(x: Array, scheme: Scheme) -> int:
+    """Return how many neighbouring inputs share a factor."""
+    return (scheme.group if scheme.activations == "group" else None) or x.shape[1]
 
 
 def _has_kernel(inputs: int, size: int, scheme: Scheme, target: KernelTarget) -> bool:
     """Return whether a kernel quantizes such rows on this target; static scales need no pass to find them."""
-    if target.platform not in ("cuda", "gpu") or scheme.activations not in ("token", "group"):
+    if target.platform not in ("cuda", "gpu") or scheme.activations == "static":
         return False
     if (target.capability or (0, 0)) < ((8, 9) if scheme.numbers == "fp8" else (8, 0)):
         return False

@@ -21,7 +21,7 @@ from jaxserve.weights.arrays import flatten
 from jaxserve.weights.gguf import GGUFFile
 from jaxserve.weights.gguf_blocks import BLOCK_KINDS
 from jaxserve.weights.load import checkpoint_reader
-from jaxserve.weights.quantized.held import _strip_windows
+from jaxserve.weights.quantized.rows import row_windows
 from jaxserve.weights.source import BLOCK_ELEMENTS
 from pallas_kernels.quantized_matmul import FACTORS, STRIP, PackedWeight, Scheme, unpack
 from pallas_kernels.target import CPU
@@ -133,7 +133,7 @@ def test_windows_are_whole_strips_and_no_larger_than_necessary() -> None:
     for shape, most in (((49152,), 227), ((2, 1536), 227), ((3, 5, 64), 227), ((5, 48), 7), ((2, 24), 1), ((16,), 0)):
         sizes = [
             np.prod([part.stop - part.start for part in window])
-            for window in _strip_windows(tuple(slice(0, n) for n in shape), most)
+            for window, _ in row_windows(tuple(slice(0, n) for n in shape), most, STRIP)
         ]
         assert sum(sizes) == np.prod(shape)
         assert all(size % STRIP == 0 for size in sizes)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from jaxserve.host import num_cores
 from jaxserve.params import ParamSpec, Path, Window
 from jaxserve.quant import EMBEDDING, HEAD, flat_inputs, held_weights
-from jaxserve.weights.arrays import Fill, WeightReader, flatten
-from jaxserve.weights.quantized.rows import QuantizedRows, RowsOnTheFly
+from jaxserve.weights.arrays import THREADS, Fill, WeightReader, flatten
+from jaxserve.weights.quantized.rows import QuantizedRows, RowsOnTheFly, read_flat, row_windows
 from jaxserve.weights.source import BLOCK_ELEMENTS
 from pallas_kernels.quantized_matmul import (
     BLOCK,
@@ -25,6 +26,8 @@ from pallas_kernels.quantized_matmul import (
 
 Array = np.ndarray[Any, Any]
 _TINY = np.float32(2.0**-30)
+_MOST_THREADS = 8
+"""That quantize weights as they are read, on machines with as many cores; each holds a parameter in memory."""
 
 
 def with_head(specs: Mapping[Path, ParamSpec]) -> dict[Path, ParamSpec]:
@@ -63,7 +66,9 @@ def held_reader(abstract: Any, dense: Any, reader: WeightReader, rows: Quantized
     if HEAD in held:
         rank.setdefault(HEAD, rank[EMBEDDING])
     owners = [path[:-1] if path[:-1] in held else path for path, _ in leaves]
-    return WeightReader(fill, tuple(sorted(range(len(owners)), key=lambda i: rank[owners[i]])))
+    order = tuple(sorted(range(len(owners)), key=lambda i: rank[owners[i]]))
+    computes = rows is None and any(weight.scheme is not None for weight in held.values())
+    return WeightReader(fill, order, min(max(THREADS, num_cores()), _MOST_THREADS) if computes else THREADS)
 
 
 def _fill_component(
@@ -76,19 +81,22 @@ def _fill_component(
     if name == "numbers":
         per_unit = 2 if scheme.numbers == "int4" else 1
         columns = slice(last.start * per_unit, last.stop * per_unit)
-        for outputs, part in _row_blocks(tuple(outer), out, columns.stop - columns.start):
-            numbers = np.empty((*part.shape[:-1], columns.stop - columns.start), np.uint8)
+        width = columns.stop - columns.start
+        for outputs, inside in row_windows(tuple(outer), BLOCK_ELEMENTS // width):
+            part = out[inside]
+            numbers = np.empty((*part.shape[:-1], width), np.uint8)
             rows.numbers(path, (*outputs, columns), numbers)
             if weight.arrangement:
                 runs = numbers.reshape(*numbers.shape[:-1], -1, len(weight.arrangement))
                 numbers = np.take(runs, weight.arrangement, axis=-1).reshape(numbers.shape)
             if scheme.numbers == "int4":
-                signed = numbers ^ 8
-                part[...] = signed[..., ::2] | signed[..., 1::2] << 4
+                pairs = numbers.view("<u2")
+                np.bitwise_xor((pairs | pairs >> 4).astype(np.uint8), 0x88, out=part)
             else:
                 part.view(np.uint8)[...] = numbers ^ 0x80 if scheme.numbers == "int8" else numbers
         return
-    for outputs, part in _row_blocks(tuple(outer), out, inputs):
+    for outputs, inside in row_windows(tuple(outer), BLOCK_ELEMENTS // (last.stop - last.start)):
+        part = out[inside]
         factors = np.empty(part.shape, FACTORS)
         rows.factors(path, (*outputs, last), scheme.group or inputs, factors)
         scale, minimum = factors["scale"], factors["minimum"]
@@ -117,14 +125,14 @@ def _fill_packed(
     outputs = (*outer, split, *(slice(0, size) for size in inner))
     target = out.reshape(-1, *out.shape[-2:], copy=False)
     done = 0
-    for part in _strip_windows(outputs, BLOCK_ELEMENTS // width):
+    for part, _ in row_windows(outputs, BLOCK_ELEMENTS // width, STRIP):
         shape = [one.stop - one.start for one in part]
         packed = target[done : done + math.prod(shape) // STRIP]
         done += len(packed)
         if weight.scheme is None:
             values = np.zeros((*shape, width), dense.dtype)
             for stored, inside in spec.windows((*part, columns)):
-                _read_flat(read, path, dense, stored, values[inside])
+                read_flat(read, path, dense, stored, values[inside])
             pack_dense(values.reshape(-1, width), packed)
             continue
         numbers = np.zeros((*shape, width), np.uint8)
@@ -136,57 +144,3 @@ def _fill_packed(
             rows.factors(path, (*stored_rows, units), BLOCK, factors[inside[:-1]])
         pack_numbers(numbers.reshape(-1, width), factors.reshape(-1, width // BLOCK), weight.format, packed)
     assert done == len(target), (path, window)
-
-
-def _read_flat(read: Fill, path: Path, dense: ParamSpec, window: Window, out: Array) -> None:
-    """Read a window with one dimension of inputs of a weight that may have several."""
-    *outputs, columns = window
-    dims = dense.stored_shape[len(outputs) :]
-    # Shards divide the inputs by whole heads, or those of one head among replicas: a box in each case
-    box, size = [], math.prod(dims)
-    start, stop = columns.start, columns.stop
-    for length in dims:
-        size //= length
-        box.append(slice(start // size, -(-stop // size)))
-        start, stop = start - box[-1].start * size, stop - box[-1].start * size
-        if box[-1].stop - box[-1].start > 1:
-            box += [slice(0, n) for n in dims[len(box) :]]
-            break
-    shape = [one.stop - one.start for one in (*outputs, *box)]
-    assert math.prod(shape) == out.size, (path, window)
-    values = out.reshape(shape) if out.flags.c_contiguous else np.empty(shape, out.dtype)
-    read(path, dense, (*outputs, *box), values)
-    if values.base is not out and values is not out:
-        out[...] = values.reshape(out.shape)
-
-
-def _row_blocks(outputs: Window, out: Array, width: int) -> Iterator[tuple[Window, Array]]:
-    """Split a window of outputs along its first dimension of more than one into blocks of about `BLOCK_ELEMENTS`."""
-    axis = next((i for i, one in enumerate(outputs) if one.stop - one.start > 1), 0)
-    first, last = outputs[axis].start, outputs[axis].stop
-    row = out[(slice(None),) * axis + (slice(0, 1),)].size // max(out.shape[-1], 1) * width
-    step = max(1, BLOCK_ELEMENTS // max(1, row))
-    for start in range(first, last, step):
-        stop = min(start + step, last)
-        inside = (slice(None),) * axis + (slice(start - first, stop - first),)
-        yield (*outputs[:axis], slice(start, stop), *outputs[axis + 1 :]), out[inside]
-
-
-def _strip_windows(outputs: Window, most: int) -> Iterator[Window]:
-    """Yield windows of whole strips that together cover a window of outputs, in order.
-
-    Each has about `most` outputs, and at least one strip.
-    """
-    shape = [one.stop - one.start for one in outputs]
-    axis = next(i for i in range(len(shape)) if i == len(shape) - 1 or math.prod(shape[i + 1 :]) <= most)
-    while math.prod(shape[axis:]) % STRIP:
-        axis -= 1
-    inner = math.prod(shape[axis + 1 :])
-    unit = STRIP // math.gcd(inner, STRIP)
-    step = max(1, most // inner // unit) * unit
-    begin = outputs[axis].start
-    for outer in np.ndindex(*shape[:axis]):
-        for start in range(0, shape[axis], step):
-            stop = min(start + step, shape[axis])
-            chosen = (slice(one.start + i, one.start + i + 1) for one, i in zip(outputs, outer))
-            yield *chosen, slice(begin + start, begin + stop), *outputs[axis + 1 :]

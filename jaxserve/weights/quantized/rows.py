@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -17,7 +17,7 @@ from jaxserve.params import ParamSpec, Path, TensorPart, Window
 from jaxserve.quant import flat_inputs
 from jaxserve.weights.arrays import Fill
 from jaxserve.weights.parts import Tensors, fill_window
-from jaxserve.weights.source import QuantizedSource
+from jaxserve.weights.source import BLOCK_ELEMENTS, QuantizedSource
 from pallas_kernels.quantized_matmul import FACTORS, HeldWeight, Scheme
 
 Array = np.ndarray[Any, Any]
@@ -82,49 +82,62 @@ class RowsOnTheFly:
         self._fill = fill
         self._specs = specs
         self._held = held
+        self._inputs = {path: flat_inputs(specs[path]).shape[-1] for path in held}
 
     def numbers(self, path: Path, window: Window, out: Array) -> None:
         """See `QuantizedRows`."""
-        values, scheme = self._rows(path, window)
-        out[...] = row_numbers(values, row_factors(values, scheme), scheme)[..., window[-1]]
+        *rows, columns = window
+        for values, scheme, part in self._pieces(path, tuple(rows), columns, out):
+            chosen = values if scheme.group else values[..., columns]
+            part[...] = row_numbers(chosen, row_factors(values, scheme), scheme)
 
     def factors(self, path: Path, window: Window, unit: int, out: Array) -> None:
         """See `QuantizedRows`."""
-        factors = row_factors(*self._rows(path, window))
-        spec = flat_inputs(self._specs[path])
-        of_units = np.arange(window[-1].start, window[-1].stop) * unit * factors.shape[-1] // spec.shape[-1]
-        out[...] = factors[..., of_units]
+        *rows, units = window
+        columns = slice(units.start * unit, units.stop * unit)
+        for values, scheme, part in self._pieces(path, tuple(rows), columns, out):
+            groups = np.arange(units.stop - units.start) * unit // (scheme.group or self._inputs[path])
+            part[...] = row_factors(values, scheme)[..., groups]
 
     def order(self, path: Path) -> Array:
         """See `QuantizedRows`. Only made-up weights of a checkpoint that has an order are reordered."""
-        return np.arange(flat_inputs(self._specs[path]).shape[-1], dtype=np.int32)
+        return np.arange(self._inputs[path], dtype=np.int32)
 
     def input_scale(self, path: Path) -> float:
         """See `QuantizedRows`. Only made-up weights of a checkpoint that has it need one."""
         return 0.05
 
-    def _rows(self, path: Path, window: Window) -> tuple[Array, Scheme]:
-        """Return whole rows in float32, `[*out, in]`, and their scheme."""
+    def _pieces(self, path: Path, rows: Window, columns: slice, out: Array) -> Iterator[tuple[Array, Scheme, Array]]:
+        """Yield the weights `[*out, in]` of these columns, piece by piece, with their scheme and their part of `out`.
+
+        Without groups, yields whole rows, whose weights have a scale in common.
+        """
         spec, scheme = self._specs[path], self._held[path].scheme
         assert scheme is not None, path
-        if scheme.group is not None:  # the last group of a checkpoint's rows may be shorter
-            scheme = dataclasses.replace(scheme, group=math.gcd(scheme.group, flat_inputs(spec).shape[-1]))
-        inner = spec.stored_shape[len(window) - 1 :]
-        rows = (*window[:-1], *(slice(0, size) for size in inner))
-        values = np.empty([part.stop - part.start for part in rows], spec.dtype)
-        self._fill(path, spec, rows, values)
-        return values.reshape(*values.shape[: len(window) - 1], -1).astype(np.float32), scheme
+        if scheme.group is None:
+            columns = slice(0, self._inputs[path])
+        else:  # the last group of a checkpoint's rows may be shorter
+            scheme = dataclasses.replace(scheme, group=math.gcd(scheme.group, columns.start, columns.stop))
+        width = columns.stop - columns.start
+        for piece, inside in row_windows(rows, BLOCK_ELEMENTS // width):
+            values = np.empty([*(part.stop - part.start for part in piece), width], spec.dtype)
+            read_flat(self._fill, path, spec, (*piece, columns), values)
+            yield values, scheme, out[inside]
 
 
 def row_factors(values: Array, scheme: Scheme) -> Array:
-    """Return the factors of float32 weights `[*out, in]`, `FACTORS` `[*out, groups]`.
+    """Return the factors of weights `[*out, in]` of any float type, `FACTORS` `[*out, groups]`.
 
     With zeros, a group's numbers reach from its least to its greatest weight, and to zero; without, to its greatest
-    magnitude. Scales are rounded up to bfloat16, if they are of integers.
+    magnitude. Scales are rounded to bfloat16, if they are of integers.
     """
     grouped = _grouped(values, scheme)
-    factors = np.zeros(grouped.shape[:-1], FACTORS)
-    least, greatest = np.minimum(grouped.min(axis=-1), 0), np.maximum(grouped.max(axis=-1), 0)
+    # Compared as integers, several times as fast: the greatest is the greatest signed one, and among unsigned ones the
+    # sign bit comes first, then the magnitude
+    signed, unsigned = (grouped.view(f"{kind}{grouped.itemsize}").max(axis=-1) for kind in "iu")
+    greatest = np.maximum(signed, 0).view(values.dtype).astype(np.float32)
+    least = (unsigned * (unsigned >> (8 * grouped.itemsize - 1))).view(values.dtype).astype(np.float32)
+    factors = np.zeros(least.shape, FACTORS)
     magnitude = np.maximum(-least, greatest)
     if scheme.numbers == "fp8":
         factors["scale"] = np.maximum(magnitude / 448, np.finfo(np.float32).tiny)
@@ -137,25 +150,43 @@ def row_factors(values: Array, scheme: Scheme) -> Array:
 
 
 def row_numbers(values: Array, factors: Array, scheme: Scheme) -> Array:
-    """Return the nearest numbers of float32 weights `[*out, in]` with these factors, uint8. Overwrites `values`."""
-    grouped = _grouped(values, scheme)
+    """Return the nearest numbers of weights `[*out, in]` of any float type with these factors, uint8."""
     scale = factors["scale"][..., None]
+    grouped = _grouped(values.astype(np.float32), scheme)
     grouped /= scale
     if scheme.numbers == "fp8":
-        np.clip(grouped, -448, 448, out=grouped)
-        return grouped.astype(ml_dtypes.float8_e4m3fn).view(np.uint8).reshape(values.shape)
-    np.rint(grouped, out=grouped)
-    grouped -= factors["minimum"][..., None] / scale
-    np.clip(grouped, 0, (1 << scheme.bits) - 1, out=grouped)
-    return grouped.astype(np.uint8).reshape(values.shape)
+        return _fp8_bits(grouped).reshape(values.shape)
+    numbers = np.rint(grouped, out=grouped).astype(np.int16)
+    numbers -= (factors["minimum"][..., None] / scale).astype(np.int16)
+    np.clip(numbers, 0, (1 << scheme.bits) - 1, out=numbers)
+    return numbers.astype(np.uint8).reshape(values.shape)
 
 
 def _grouped(values: Array, scheme: Scheme) -> Array:
     return values.reshape(*values.shape[:-1], -1, scheme.group or values.shape[-1])
 
 
+def _fp8_bits(values: Array) -> Array:
+    """Return the nearest float8_e4m3fn of float32 numbers of its range, as bits; overwrites them.
+
+    Takes a fraction of the time of `astype`.
+    """
+    sign = np.signbit(values).view(np.uint8) << 7
+    np.abs(values, out=values)
+    # The power of two of each number, at least the smallest normal one of fp8
+    power = np.maximum(values, np.float32(2**-6))
+    power.view(np.uint32)[...] &= 0xFF << 23
+    # The sum with its 2**20-fold rounds the number to four bits, of which fp8 counts the first one in the exponent
+    power *= 2**20
+    values += power
+    bits, exponent = values.view(np.uint32), power.view(np.uint32)
+    exponent >>= 20
+    bits += exponent
+    return bits.astype(np.uint8) - np.uint8((127 - 6 + 20 << 3) % 256) | sign
+
+
 def _as_bf16(scale: Array) -> Array:
-    """Round scales up to bfloat16, so that no number exceeds its range, and zeros to the least one."""
+    """Return scales rounded to bfloat16; zeros become the least normal one."""
     rounded = np.maximum(scale, np.finfo(np.float32).tiny).astype(ml_dtypes.bfloat16)
     return rounded.astype(np.float32)
 
@@ -165,3 +196,45 @@ def _in_units(part: TensorPart, unit: int) -> TensorPart:
     *index, start = part.index
     assert (inner % unit, start % unit) == (0, 0), part
     return dataclasses.replace(part, shape=(*shape, inner // unit), index=(*index, start // unit))
+
+
+def read_flat(read: Fill, path: Path, dense: ParamSpec, window: Window, out: Array) -> None:
+    """Read a window with one dimension of inputs of a weight that may have several."""
+    *outputs, columns = window
+    dims = dense.stored_shape[len(outputs) :]
+    # Shards divide the inputs by whole heads, or those of one head among replicas: a box in each case
+    box, size = [], math.prod(dims)
+    start, stop = columns.start, columns.stop
+    for length in dims:
+        size //= length
+        box.append(slice(start // size, -(-stop // size)))
+        start, stop = start - box[-1].start * size, stop - box[-1].start * size
+        if box[-1].stop - box[-1].start > 1:
+            box += [slice(0, n) for n in dims[len(box) :]]
+            break
+    shape = [one.stop - one.start for one in (*outputs, *box)]
+    assert math.prod(shape) == out.size, (path, window)
+    values = out.reshape(shape) if out.flags.c_contiguous else np.empty(shape, out.dtype)
+    read(path, dense, (*outputs, *box), values)
+    if values.base is not out and values is not out:
+        out[...] = values.reshape(out.shape)
+
+
+def row_windows(outputs: Window, most: int, unit: int = 1) -> Iterator[tuple[Window, Window]]:
+    """Yield windows that together cover a window of outputs, in order, each with its window inside that one.
+
+    Each has about `most` outputs, in multiples of `unit`.
+    """
+    shape = [one.stop - one.start for one in outputs]
+    axis = next(i for i in range(len(shape)) if i == len(shape) - 1 or math.prod(shape[i + 1 :]) <= most)
+    while math.prod(shape[axis:]) % unit:
+        axis -= 1
+    inner = math.prod(shape[axis + 1 :])
+    unit //= math.gcd(inner, unit)
+    step = max(1, most // inner // unit) * unit
+    for outer in np.ndindex(*shape[:axis]):
+        for start in range(0, shape[axis], step):
+            chosen = (slice(i, i + 1) for i in outer)
+            stop = min(start + step, shape[axis])
+            inside = *chosen, slice(start, stop), *(slice(0, size) for size in shape[axis + 1 :])
+            yield tuple(slice(w.start + i.start, w.start + i.stop) for w, i in zip(outputs, inside)), inside

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Shaped
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.cpu import call
+from pallas_kernels.quantized_matmul.cpu.inputs import round_inputs
 from pallas_kernels.quantized_matmul.cpu.kernel import PackedMatmul
 from pallas_kernels.quantized_matmul.cpu.layout import STRIP, PackedWeight
+from pallas_kernels.quantized_matmul.cpu.reorder import reorder_inputs
 
 
-def multiply_packed(
-    x: Shaped[Array, "tokens in_dim"], factors: Float32[Array, "tokens groups"] | None, weight: PackedWeight
-) -> Float32[Array, "tokens out_dim"]:
-    """Return `x @ weight.T` with sums in float32; see `backends.BackendModule`.
+def multiply_packed(x: Float[Array, "tokens in_dim"], weight: PackedWeight) -> Float32[Array, "tokens out_dim"]:
+    """Return `x @ weight.T` with sums in float32; see `quantized_matmul`.
 
-    `x` is bfloat16, or quantized: int8 and fp8 are exact in bfloat16.
+    Inputs are multiplied in bfloat16, which holds those that are rounded to int8 or fp8.
     """
     strips, blocks, _ = weight.data.shape
+    factors = None
+    if weight.order is not None:
+        x = reorder_inputs(x, weight.order)
+    if weight.scheme is not None and weight.scheme.activations is not None:
+        x, factors = round_inputs(x, weight.scheme, weight.input_scale)
     assert x.shape[1] == weight.shape[-1], (x.shape, weight.shape)
     result = jax.ShapeDtypeStruct((len(x), strips * STRIP), jnp.float32)
     operands = x.astype(jnp.bfloat16), weight.data

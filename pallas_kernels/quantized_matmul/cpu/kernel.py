@@ -22,7 +22,16 @@ from pallas_kernels.cpu import maths
 from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
 from pallas_kernels.cpu.types import F16, F32, I16, I32, I64, PTR
-from pallas_kernels.quantized_matmul.cpu.layout import BITS, BLOCK, INTEGERS, STRIP, Format, number_bytes, run_bytes
+from pallas_kernels.quantized_matmul.cpu.layout import (
+    BITS,
+    BLOCK,
+    FP8_UNIT,
+    INTEGERS,
+    STRIP,
+    Format,
+    number_bytes,
+    run_bytes,
+)
 
 ROWS = 4
 STRIPS = 4
@@ -207,7 +216,12 @@ class _BF16Products:
         return (f.broadcast(pair, STRIP),)
 
     def weight_pairs(self, f: Function, run: Value, format: Format) -> Iterator[tuple[Value, ...]]:
-        if format in ("int8", "fp8"):
+        if format == "fp8":
+            for at in range(0, number_bytes(format), _SHORTS.nbytes):
+                lanes = f.convert("zext", f.load(_SHORTS, run, at), _LANES)
+                yield (_bf16_of_fp8(f, f.convert("bitcast", (lanes << 16) | ((lanes & 0xFF) << 8), _WORDS)),)
+            return
+        if format == "int8":
             for even, odd in _F32Products().weight_pairs(f, run, format):
                 low, high = (f.convert("bitcast", number, _LANES) for number in (even, odd))
                 yield ((low >> 16) | (high & _HIGH),)
@@ -233,6 +247,11 @@ class _F32Products:
         return tuple(f.broadcast(f.convert("bitcast", half, F32), STRIP) for half in (pair << 16, pair & _HIGH))
 
     def weight_pairs(self, f: Function, run: Value, format: Format) -> Iterator[tuple[Value, ...]]:
+        if format == "fp8":
+            for at in range(0, number_bytes(format), _SHORTS.nbytes):
+                shorts = f.load(_SHORTS, run, at)
+                yield tuple(_f32_of_fp8(f, high) for high in (shorts << 8, shorts))
+            return
         bits = BITS[format]
         for at in range(0, number_bytes(format), _LANES.nbytes):
             lanes = f.load(_LANES, run, at)
@@ -243,24 +262,33 @@ class _F32Products:
                 # With four bits, the two numbers of a pair are 16 bits apart; with eight bits they are neighbours
                 even, odd = (4 * pair, 4 * pair + 16) if bits == 4 else (16 * pair, 16 * pair + 8)
                 numbers = [(lanes >> shift) & (2**bits - 1) for shift in (even, odd)]
-                if format == "fp8":
-                    yield tuple(_half_of_fp8(f, number) for number in numbers)
-                else:
-                    yield tuple(f.convert("sitofp", number, _SUMS) for number in numbers)
+                yield tuple(f.convert("sitofp", number, _SUMS) for number in numbers)
 
     def multiply_add(self, f: Function, total: Value, numbers: tuple[Value, ...], factor: tuple[Value, ...]) -> Value:
         return f.fma(numbers[0], factor[0], f.fma(numbers[1], factor[1], total))
 
 
-def _half_of_fp8(f: Function, numbers: Value) -> Value:
-    """Return float8_e4m3fn numbers divided by `FP8_UNIT`, in float32: a half has the same bits of exponent and more.
+def _f32_of_fp8(f: Function, high: Value) -> Value:
+    """Return float8_e4m3fn numbers, the high bytes of 16-bit integers, divided by `FP8_UNIT`, in float32.
 
-    Unlike float32, halves below the normal range are always converted, whatever the mode of the thread.
+    A half has the same bits of exponent and more. Unlike float32, halves below the normal range are always converted,
+    whatever the mode of the thread.
     """
-    bits = ((numbers & 0x80) << 8) | ((numbers & 0x7F) << 7)
-    return f.convert("fpext", f.convert("bitcast", f.convert("trunc", bits, _SHORTS), _HALVES), _SUMS)
+    halves = f.convert("bitcast", f.binary("ashr", high, 1) & ~0x407F, _HALVES)
+    return f.convert("fpext", halves, _SUMS)
 
 
-def _bfloat16(number: int) -> int:
-    """Return the bfloat16 bits of a small integer."""
+def _bf16_of_fp8(f: Function, high: Value) -> Value:
+    """Return the same as `_f32_of_fp8` as the bits of bfloat16.
+
+    Products take bfloat16 below the normal range for zero, so fp8 numbers below theirs come from a table.
+    """
+    normal = ((high >> 4) & 0x7F0) + (_bfloat16(2**-6 / FP8_UNIT) - (1 << 7))
+    table = f.constant(_WORDS, [_bfloat16(i * 2**-9 / FP8_UNIT) for i in range(_WORDS.lanes)])
+    small = f.call("llvm.x86.avx512.permvar.hi.512", _WORDS, table, high >> 8)
+    return f.select((high & 0x7800).equals(0), small, normal) | (high & 0x8000)
+
+
+def _bfloat16(number: float) -> int:
+    """Return the bfloat16 bits of a number of few bits."""
     return int(struct.unpack("<I", struct.pack("<f", number))[0] >> 16)

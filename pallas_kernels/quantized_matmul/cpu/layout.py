@@ -106,9 +106,9 @@ def pack_numbers(
         eight = numbers.view("<u8")
         pairs = eight | eight >> 12  # byte b is now inputs b and, above it, b + 2
         words = (pairs & 0xFF | pairs >> 24 & 0xFF00 | pairs << 8 & 0xFF0000 | pairs >> 16 & 0xFF000000).astype("<u4")
-    else:  # byte b of vector z is input 4z + b
-        words = numbers.view("<u4")
-    lanes = out[..., :size].view("<u4").reshape(strips, count, -1, STRIP, copy=False)
+    else:  # byte b of an output's word in vector z is input 4z + b; of an output's half word of fp8, input 2z + b
+        words = numbers.view("<u2" if format == "fp8" else "<u4")
+    lanes = out[..., :size].view(words.dtype).reshape(strips, count, -1, STRIP, copy=False)
     lanes[...] = words.reshape(strips, STRIP, count, -1).transpose(0, 2, 3, 1)
     unit = np.float32(FP8_UNIT if format == "fp8" else 1)
     for name, at in (("scale", size), ("minimum", size + 4 * STRIP)):
@@ -151,7 +151,7 @@ def unpack(weight: PackedWeight) -> Float[Array, "*shape"]:
         nibbles = jnp.stack([halves & 15, halves >> 4], axis=-1)  # strip, block, z, output, parity, byte, half
         q = nibbles.transpose(0, 3, 1, 2, 5, 6, 4)
     else:
-        q = numbers.reshape(strips, count, 8, STRIP, 4).transpose(0, 3, 1, 2, 4)
+        q = numbers.reshape(strips, count, -1, STRIP, 2 if format == "fp8" else 4).transpose(0, 3, 1, 2, 4)
         if format == "fp8":
             q = jax.lax.bitcast_convert_type(q, jnp.float8_e4m3fn)
     factors = jax.lax.bitcast_convert_type(data[..., size:].reshape(strips, count, -1, STRIP, 4), jnp.float32)
