@@ -106,7 +106,7 @@ def pack_numbers(
         eight = numbers.view("<u8")
         pairs = eight | eight >> 12  # byte b is now inputs b and, above it, b + 2
         words = (pairs & 0xFF | pairs >> 24 & 0xFF00 | pairs << 8 & 0xFF0000 | pairs >> 16 & 0xFF000000).astype("<u4")
-    else:  # byte b of an output's word in vector z is input 4z + b; of an output's half word of fp8, input 2z + b
+    else:  # byte b of an output's word in vector z is input 4z + b; words of fp8 have 16 bits, so it is input 2z + b
         words = numbers.view("<u2" if format == "fp8" else "<u4")
     lanes = out[..., :size].view(words.dtype).reshape(strips, count, -1, STRIP, copy=False)
     lanes[...] = words.reshape(strips, STRIP, count, -1).transpose(0, 2, 3, 1)
