@@ -117,10 +117,9 @@ def stored_by_config(quantization: CheckpointQuantization | None, abstract: Any)
 
 def _check_pattern(fields: Fields, pattern: str) -> None:
     try:
-        re.compile(pattern.removeprefix("re:"))
+        re.compile(pattern[3:] if pattern.startswith("re:") else "")
     except re.error as error:
-        if pattern.startswith("re:"):
-            raise ConfigError(f"{fields.where}: {abbreviate(pattern)} is no regular expression: {error}") from error
+        raise ConfigError(f"{fields.where}: {abbreviate(pattern)} is no regular expression: {error}") from error
 
 
 def _matches(pattern: str, module: str) -> bool:

@@ -241,7 +241,7 @@ def convert_forms(scheme: str, abstract: Any) -> dict[Path, WeightForm]:
     """Return the forms in which `jaxserve convert` stores the weights that it quantizes, in rows."""
     found = ((path, weight_on_the_fly(scheme, path, spec, 1)) for path, spec in _linears(abstract))
     return {
-        path: WeightForm(weight.scheme, weight.factors, weight.zeros, backend=Backend())
+        path: WeightForm(weight.scheme, weight.factors, backend=Backend())
         for path, weight in found
         if isinstance(weight, StoredWeight)
     }

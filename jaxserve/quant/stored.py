@@ -33,7 +33,7 @@ class StoredWeight:
 
     @property
     def zeros(self) -> np.dtype:
-        """A type that holds its zeros without loss: whole numbers, but for those of GGUF."""
+        """A type that holds its zeros without loss: int16, as they are whole numbers, except those of GGUF."""
         return self.factors if self.packing == "gguf" else np.dtype(np.int16)
 
     @property

@@ -6,7 +6,14 @@ Nothing here knows a model: tensor names and mappings come from the model family
 
 from jaxserve.weights.arrays import WeightReader, build_params
 from jaxserve.weights.dummy import dummy_params
-from jaxserve.weights.open import check_tensors, checkpoint_kv_scales, open_source, open_weights, stored_types
+from jaxserve.weights.open import (
+    check_tensors,
+    checkpoint_kv_scales,
+    has_kv_scales,
+    open_source,
+    open_weights,
+    stored_types,
+)
 from jaxserve.weights.source import TensorInfo, TensorSource
 
 __all__ = [
@@ -17,6 +24,7 @@ __all__ = [
     "check_tensors",
     "checkpoint_kv_scales",
     "dummy_params",
+    "has_kv_scales",
     "open_source",
     "open_weights",
     "stored_types",

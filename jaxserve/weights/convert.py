@@ -1,6 +1,6 @@
 """Writes a model's config and weights as an Orbax checkpoint: the work of `jaxserve convert`.
 
-It needs no device, and no more memory than the parameters take that are read at a time.
+It needs no device. Only the parameters that are being read or written are in memory (see `orbax_write`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxserve.models.dtypes import dtype_of
 from jaxserve.models.registry import family, parse_model_config
 from jaxserve.params import Path
 from jaxserve.quant import CONVERTED, OnTheFly, WeightForm, convert_forms, hold_weights, method_of
-from jaxserve.weights import checkpoint_kv_scales, open_weights, stored_types
+from jaxserve.weights import has_kv_scales, open_weights, stored_types
 from jaxserve.weights.arrays import flatten
 from jaxserve.weights.manifest import write_manifest
 from jaxserve.weights.orbax_write import write_checkpoint
@@ -62,7 +62,7 @@ def convert(source: ModelSource, config: EngineConfig, folder: FilePath, progres
     abstract = hold_weights(dense, forms)
     options: dict[str, Any] = {"load_format": config.load_format, "seed": config.random_seed}
     reader = open_weights(source, abstract, dense=dense, quantization=quantization, on_the_fly=bool(forms), **options)
-    if checkpoint_kv_scales(source, model) is not None:
+    if config.load_format != "dummy" and has_kv_scales(source):
         logger.warning("the scales of an fp8 KV cache are not kept; --calculate-kv-scales makes them anew")
     total = sum(spec.nbytes for _, spec in flatten(abstract)[0])
     try:

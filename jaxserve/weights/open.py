@@ -120,6 +120,11 @@ def checkpoint_kv_scales(source: ModelSource, model: ModelConfig) -> KVScales | 
     return read_kv_scales(open_source(source), model) if source.kind == "folder" else None
 
 
+def has_kv_scales(source: ModelSource) -> bool:
+    """Return whether `checkpoint_kv_scales` would find any."""
+    return source.kind == "folder" and any(parse_kv_scale_name(name) for name in open_source(source).infos)
+
+
 def is_ignored(name: str) -> bool:
     """Return whether no parameter needs a checkpoint tensor: frequencies, which are computed, the copy of a tied head,
     scales of a KV cache, which the state has, or an encoder of images or sound, which are refused."""
@@ -140,7 +145,8 @@ def _check_config(opened: TensorSource, quantization: CheckpointQuantization | N
     if found is not None and quantization is None:
         raise ConfigError(
             f"{opened.description}: the checkpoint is quantized (it has {found}), but its config.json has no "
-            "quantization_config that says how; fetch the config.json that belongs to it"
+            "quantization_config that says how; fetch the config.json that belongs to it, or put the content of "
+            "quantize_config.json there as quantization_config, with quant_method"
         )
 
 

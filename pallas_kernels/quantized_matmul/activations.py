@@ -14,9 +14,9 @@ LARGEST = {"int8": 127.0, "fp8": 448.0}
 SMALLEST_SCALE = 1e-10
 """Of rows that hold zeros only."""
 
-# Rows of cuBLASLt's products of fp8 are a multiple.
+# cuBLASLt multiplies fp8 in multiples of so many rows.
 _CUBLAS_ROWS = 16
-# A row that a program of the kernel keeps in registers.
+# The longest row that a program of the kernel can keep in registers.
 _MOST_INPUTS = 2**15
 
 
@@ -31,8 +31,9 @@ def quantize_inputs(
     """Return `x` in the type of the scheme's numbers, and the factors of its groups: one if they aren't split.
 
     int8 rounds to the nearest number, half to even; what a static scale can't hold becomes the largest number. With
-    `one_pass`, a kernel does it where the device has one; XLA joins it with a norm, but else reads `x` twice. So does
-    the kernel where XLA would pad the rows, and joins nothing then: it adds those rows.
+    `one_pass`, a kernel reads each row once, where the device has one: XLA would read `x` twice, unless a norm
+    precedes, with which it joins this. The kernel also does it where cuBLASLt needs more rows than `x` has, and adds
+    them.
     """
     size, dtype = _group(x, scheme), jnp.int8 if scheme.numbers == "int8" else FP8
     padding = -len(x) % _CUBLAS_ROWS if backend.name == "xla" and scheme.numbers == "fp8" else 0

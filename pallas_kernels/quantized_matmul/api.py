@@ -21,7 +21,7 @@ def quantized_matmul(
 ) -> Float[Array, "tokens out_dim"]:
     """Return `x @ weight.T`, summed in float32; the scheme of the weight tells whether `x` is quantized first.
 
-    `one_pass` says that no norm precedes, with which XLA joins that (see `quantize_inputs`).
+    `one_pass` says that no norm precedes, with which XLA could join that (see `quantize_inputs`).
     """
     if isinstance(weight, PackedWeight):
         return multiply_packed(x, weight).astype(out_dtype)

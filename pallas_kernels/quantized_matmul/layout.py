@@ -29,12 +29,13 @@ class QuantizedWeight:
     - `numbers`: int8 or float8_e4m3fn `[*out, in]`. Of int4, uint8 `[*out, in / 2]`: byte j has input 2j in its low
       four bits and input 2j + 1 in its high ones, each in two's complement.
     - `scale` and, if the scheme has zeros, `zero`: any float type, `[*out, groups]`; `scheme.group` None is one group.
-      Zeros that are whole numbers may be int16: then kernels subtract them from the numbers.
+      Zeros that are whole numbers may be int16: then kernels may subtract them from the numbers, and `q - zero` is at
+      most 256 in magnitude, which bfloat16 holds exactly.
     - `order`, if the numbers are stored in another order of inputs: int32 `[in]`; number i of a row belongs to input
       `order[i]`.
     - `input_scale`, if `scheme.activations` is "static": float32 `[1]`.
-    - `arrangement`: in each run of so many numbers of a row, number i is that of input `arrangement[i]` of the run,
-      which is where the backend's kernel needs it. Empty if all are in order.
+    - `arrangement`: the order of the numbers in each run of so many inputs, as the backend's kernel needs them: number
+      i belongs to input `arrangement[i]` of the run. Empty if they are in order.
     """
 
     numbers: Any

@@ -28,6 +28,9 @@ class Scheme:
     zeros: bool = False
     activations: Activations | None = None
 
+    def __post_init__(self) -> None:
+        assert not (self.zeros and self.numbers == "fp8"), self
+
     @property
     def bits(self) -> int:
         """The bits of one number."""

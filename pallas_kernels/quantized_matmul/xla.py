@@ -30,7 +30,7 @@ def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> 
         return "xla takes numbers of 8 bits with one scale for each output: it would write out other weights in memory"
     if target.platform in ("cuda", "gpu"):
         if scheme.activations is None:
-            return "xla may write out a weight in 16 bits on GPUs, if such a product is the fastest on the device"
+            return "xla takes only quantized inputs on GPUs: else it may choose to write out the weight in 16 bits"
         if scheme.numbers == "fp8" and (target.capability or (0, 0)) < (8, 9):
             return (
                 f"xla takes fp8 on NVIDIA GPUs of compute capability 8.9 (Ada) or newer, not on "
@@ -63,9 +63,9 @@ def multiply(
     # By default, cuBLASLt sums products of fp8 in about 14 bits on Hopper.
     precision = lax.Precision.HIGHEST if x.dtype in (jnp.float32, FP8) else None
     sum_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
-    if x.dtype == FP8 and target.platform in ("cuda", "gpu"):
+    if x.dtype == FP8 and out_dtype == jnp.bfloat16 and target.platform in ("cuda", "gpu"):
         # cuBLASLt scales neither rows nor outputs. The kernel that does reads the sums, which are the most bytes of a
-        # prefill's product; rounded twice to 8 bits, they are still far more exact than inputs of 4.
+        # prefill's product. Rounding them to bfloat16 (8 significant bits) loses little beside inputs of fp8, with 4.
         sum_dtype = out_dtype
     sums = lax.dot_general(
         x, numbers, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=sum_dtype

@@ -196,8 +196,12 @@ class Computation:
         return flops / 2 if all(operand.item_bytes == 1 for operand in made) else flops
 
     def kernel_flops(self, one: Instruction) -> float:
-        """Return those of a custom call if it is a product with a quantized weight: [m, k], ... to [parts, m, n]."""
-        if _QUANTIZED_PRODUCT not in one.op_name or (x := self.instructions.get(one.operands[0])) is None:
+        """Return those of our kernel for a quantized weight, 0 for other custom calls.
+
+        Its first operand is [m, k], its output [..., n].
+        """
+        x = self.instructions.get(one.operands[0]) if one.operands else None
+        if x is None or _QUANTIZED_PRODUCT not in one.op_name:
             return 0.0
         flops = 2.0 * x.sizes[0] * int(next(_ARRAY.finditer(one.line))["dims"].split(",")[-1])
         return flops / 2 if x.item_bytes == 1 else flops

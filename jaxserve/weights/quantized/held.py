@@ -27,7 +27,7 @@ from pallas_kernels.quantized_matmul import (
 Array = np.ndarray[Any, Any]
 _TINY = np.float32(2.0**-30)
 _MOST_THREADS = 8
-"""That quantize weights as they are read, on machines with as many cores; each holds a parameter in memory."""
+"""The most threads that quantize weights as they are read; each holds a parameter in memory."""
 
 
 def with_head(specs: Mapping[Path, ParamSpec]) -> dict[Path, ParamSpec]:

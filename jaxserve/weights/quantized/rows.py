@@ -116,7 +116,9 @@ class RowsOnTheFly:
         assert scheme is not None, path
         if scheme.group is None:
             columns = slice(0, self._inputs[path])
-        else:  # the last group of a checkpoint's rows may be shorter
+        else:
+            # The last group of a row may be shorter, and shards may cut one of made-up weights: numbers and factors of
+            # a weight must be asked for by the same columns.
             scheme = dataclasses.replace(scheme, group=math.gcd(scheme.group, columns.start, columns.stop))
         width = columns.stop - columns.start
         for piece, inside in row_windows(rows, BLOCK_ELEMENTS // width):

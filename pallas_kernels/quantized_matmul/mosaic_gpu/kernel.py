@@ -72,7 +72,7 @@ class MosaicGpuMatmul:
         factors: Float32[Array, "parts tokens"] | None,
         numbers: Shaped[Array, "out_dim stored"],
         scale: Float[Array, "out_dim groups"],
-        zero: Float[Array, "out_dim groups"] | None,
+        zero: Shaped[Array, "out_dim groups"] | None,
         out_dtype: Any,
     ) -> Float[Array, "parts tokens out_dim"]:
         """Return parts of the sums, those that the plan says to exist; only whole sums may be rounded to bfloat16.

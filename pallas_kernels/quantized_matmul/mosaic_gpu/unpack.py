@@ -73,7 +73,7 @@ class Unpacking:
 
     @property
     def arrangement(self) -> tuple[int, ...]:
-        """The input of each number of a row that is read at a time."""
+        """The input that each number of a run of `inputs` belongs to, in stored order."""
         # A lane's words; in a word, the numbers i and i + pairs make a pair.
         places = np.arange(self.inputs).reshape(self.words, self.pairs, _LANES, 2)
         return tuple(places.transpose(2, 0, 3, 1).ravel().tolist())

@@ -44,7 +44,7 @@ def product(
     x: BFloat16[Array, "rows in_dim"],
     numbers: Shaped[Array, "out stored"],
     scale: Float[Array, "groups out"],
-    zero: Float[Array, "groups out"] | None,
+    zero: Shaped[Array, "groups out"] | None,
     totals: Float32[Array, "rows groups"] | None,
     tiles: Tiles,
     out_dtype: Any,

@@ -60,7 +60,10 @@ class Words:
 
     @property
     def arrangement(self) -> tuple[int, ...]:
-        """The input of each number of a step, empty if they are in order: its place in the word comes first."""
+        """The input that each number of a step belongs to, in stored order; empty if they are in order.
+
+        Numbers at the same place of neighbouring words belong to neighbouring inputs.
+        """
         if self.values_a_word == 1:
             return ()
         return tuple(np.arange(self.step).reshape(self.values_a_word, -1).T.ravel().tolist())

@@ -105,7 +105,8 @@ def make_product(case: Case, backend: Backend) -> Product:
     scale = (rng.random((*case.out, groups)) * 0.02 + 0.005).astype(jnp.dtype(case.scales))
     zero = None
     if scheme.zeros:
-        zero = rng.integers(-8, 8, scale.shape) + (rng.random(scale.shape) if case.fractional else 0.0)
+        middle = 2 ** (scheme.bits - 1)
+        zero = rng.integers(-middle, middle + 1, scale.shape) + (rng.random(scale.shape) if case.fractional else 0.0)
         zero = zero.astype(scale.dtype if case.fractional else np.int16)
     order = rng.permutation(case.inputs).astype(np.int32) if case.order else None
     x, input_scale = _inputs(rng, case)

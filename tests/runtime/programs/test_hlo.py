@@ -49,6 +49,7 @@ ENTRY %main (table: f32[1000,64], ids: s32[8], x: bf16[16,128], w: bf16[32,128],
   %x16 = bf16[16,512]{1,0} parameter(7)
   %library8 = (bf16[16,32]{1,0}, s8[999]{0}) custom-call(%x8, %w8), custom_call_target="__cublas$lt$matmul$f8"
   %own = f32[3,16,32]{2,1,0} custom-call(%x16, %w8), metadata={op_name="jit(f)/quantized_matmul/mpmd_map"}
+  %scratch = s8[64]{0} custom-call(), metadata={op_name="jit(f)/quantized_matmul/pallas_call"}
   %own8 = bf16[16,32]{1,0} custom-call(%x8, %w8), metadata={op_name="jit(f)/quantized_matmul/pallas_call"}
   ROOT %copy = f32[8,64]{1,0} copy(%decode)
 }
@@ -65,6 +66,7 @@ ROWS, IDS = 8 * 64 * 4, 8 * 4
         ("library", (16 + 32) * 128 * 2, 16 * 32 * 4, 2 * 16 * 32 * 128),
         ("library8", (16 + 32) * 512, 16 * 32 * 2 + 999, 16 * 32 * 512),
         ("own", (16 * 2 + 32) * 512, 3 * 16 * 32 * 4, 2 * 16 * 32 * 512),
+        ("scratch", 0, 64, 0),
         ("own8", (16 + 32) * 512, 16 * 32 * 2, 16 * 32 * 512),
         ("write", IDS, 0, 0),
         ("decode", IDS, ROWS, 0),

@@ -100,6 +100,7 @@ BUGS = {
         "slot, block = slot_of(i), low * 0",
     ),
     "zeros-left-out": ("zero if factors_ref is None else None", "None"),
+    "fractional-zeros-left-out": ("product - _wide(zero, product) * factor", "product"),
     "a-group's-zero-is-another's": ("column(zero_ref, block, part)", "column(zero_ref, block * 0, part)"),
 }
 
@@ -115,7 +116,8 @@ def test_the_cases_find_a_bug(bug: str, monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setitem(sys.modules, kernel.__name__, spoilt)
     exec(compile(source.replace(right, wrong), "spoilt.py", "exec"), spoilt.__dict__)
     monkeypatch.setattr(backend, "MosaicGpuMatmul", spoilt.MosaicGpuMatmul)
-    case = Case("divided", Scheme("int4", 128, zeros=True), rows=2, out=(128,), inputs=1024)
+    fractional = bug.startswith("fractional")
+    case = Case("divided", Scheme("int4", 128, zeros=True), rows=2, out=(128,), inputs=1024, fractional=fractional)
     try:
         out, expected, magnitude = multiply(case, DIVIDED)
     except jax.errors.JaxRuntimeError:
