@@ -108,8 +108,8 @@ def choose_weights(
 ) -> WeightChoice:
     """Choose the forms of the weights of a model with these `ParamSpec`s.
 
-    `method` is that of the checkpoint, None if it isn't quantized. `splits_into` tells which numbers of shards the
-    model can have. Raises `ConfigError` if the setting asks for another method, or if groups of inputs can't be divided
+    `method` is that of the checkpoint, None if it isn't quantized. `splits_into` tells whether the model can have so
+    many shards. Raises `ConfigError` if the setting asks for another method, or if groups of inputs can't be divided
     among `tensor` shards.
     """
     on_the_fly = _check_setting(setting, method)

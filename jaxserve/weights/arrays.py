@@ -1,8 +1,8 @@
 """Builds jax arrays from host buffers: a reader fills each shard of a parameter, and the shard goes to its devices.
 
-Owns what a process reads and holds while it loads. It reads the shards of its own devices only, each one once however
-many devices share it, and holds at most one per thread besides those that are jax arrays already. On a CPU the
-array is the buffer itself (jax uses memory aligned to 64 bytes without a copy), so nothing is held twice.
+Owns what a process reads and holds while it loads. It reads only the shards of its own devices, and each shard once,
+even if several devices share it. Each thread holds one shard until it is a jax array. On a CPU the array is the buffer
+itself (jax uses memory aligned to 64 bytes without a copy), so nothing is held twice.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ LARGEST = {"int8": 127.0, "fp8": 448.0}
 SMALLEST_SCALE = 1e-10
 """Of rows that hold zeros only."""
 
-# cuBLASLt multiplies fp8 in multiples of so many rows.
+# cuBLASLt multiplies fp8 only if the number of rows is a multiple of this.
 _CUBLAS_ROWS = 16
 # The longest row that a program of the kernel can keep in registers.
 _MOST_INPUTS = 2**15

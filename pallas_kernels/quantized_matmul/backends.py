@@ -47,7 +47,10 @@ class Backend:
 
 
 class BackendModule(Protocol):
-    """The functions that every backend's module has. `arrangement` is in those that need numbers in another order."""
+    """The functions that every backend's module has.
+
+    A backend whose kernel needs the numbers of a weight in another order also has `arrangement`.
+    """
 
     def refusal(self, out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> str | None:
         """Return why the backend doesn't multiply by such a weight (of one shard) on this target, or None."""

@@ -34,8 +34,8 @@ class QuantizedWeight:
     - `order`, if the numbers are stored in another order of inputs: int32 `[in]`; number i of a row belongs to input
       `order[i]`.
     - `input_scale`, if `scheme.activations` is "static": float32 `[1]`.
-    - `arrangement`: the order of the numbers in each run of so many inputs, as the backend's kernel needs them: number
-      i belongs to input `arrangement[i]` of the run. Empty if they are in order.
+    - `arrangement`: the order in which the backend's kernel needs the numbers. A row is divided into runs of this
+      length. Number i of a run belongs to input `arrangement[i]` of the run. Empty if numbers are in order.
     """
 
     numbers: Any

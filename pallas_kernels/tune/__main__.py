@@ -1,7 +1,7 @@
 """`python -m pallas_kernels.tune`: times candidate block sizes on the device at hand and writes its tuned table.
 
-Each backend has its own candidates (`candidates` in its file); those that don't compile are skipped. The table's
-entries of other backends and problems stay. Without an accelerator it prints an error and exits with 1, unless
+Each backend's file has a function `candidates`. Candidates that don't compile are skipped. The table keeps its entries
+of other backends and problems. Without an accelerator it prints an error and exits with 1, unless
 `--interpret-tiny` makes a dry run on the CPU, whose times mean nothing.
 """
 

@@ -60,9 +60,9 @@ def test_a_step_multiplies_by_weights_as_they_are_stored(
     assert not [one for one in outputs if any(shape in one for shape in wide)]
 
 
-# Of a layer, besides those of bfloat16. Three add parts of a product to each other or to the residual, as cuBLAS does
-# in its own kernel. Of quantized inputs, one quantizes those that no norm precedes, and one or two the others, as XLA
-# looks for a scale in a launch of its own. Three put inputs in act-order.
+# The launches of a layer besides those of bfloat16, by rows. Three add the parts of a product, to each other or to the
+# residual; cuBLAS does that in its own kernel. With quantized inputs, one launch quantizes the inputs of each product
+# that no norm precedes. A norm's fusion may need a second launch, which finds the scale. Act-order takes three.
 ADDED = {
     ("awq", 8): 3,
     ("awq", 64): 3,

@@ -16,7 +16,7 @@ from pallas_kernels.quantized_matmul.cpu.reorder import reorder_inputs
 def multiply_packed(x: Float[Array, "tokens in_dim"], weight: PackedWeight) -> Float32[Array, "tokens out_dim"]:
     """Return `x @ weight.T` with sums in float32; see `quantized_matmul`.
 
-    Inputs are multiplied in bfloat16, which holds those that are rounded to int8 or fp8.
+    The kernel multiplies bfloat16. Quantized inputs are rounded to numbers of int8 or fp8, which bfloat16 can hold.
     """
     strips, blocks, _ = weight.data.shape
     factors = None

@@ -1,4 +1,4 @@
-"""The inputs that a CPU rounds in float32 are those that a conversion to 8 bits gives."""
+"""A CPU rounds inputs in float32: the results equal those of a conversion to 8 bits."""
 
 from __future__ import annotations
 
