@@ -18,7 +18,9 @@ from pallas_kernels.quantized_matmul.backends import Backend
 from pallas_kernels.quantized_matmul.scheme import Scheme
 
 FP8 = np.dtype(jnp.float8_e4m3fn)
-_STORED = {"int4": np.dtype(np.uint8), "int8": np.dtype(np.int8), "fp8": FP8}
+_STORED = {"int4": np.dtype(np.uint8), "int8": np.dtype(np.int8), "fp4": np.dtype(np.uint8), "fp8": FP8}
+FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+"""Those of a 4-bit float: a sign, two bits of exponent, one of mantissa."""
 
 
 @jax.tree_util.register_dataclass
@@ -26,8 +28,8 @@ _STORED = {"int4": np.dtype(np.uint8), "int8": np.dtype(np.int8), "fp8": FP8}
 class QuantizedWeight:
     """A weight `[*out, in]`; inside a `shard_map`, that of one shard.
 
-    - `numbers`: int8 or float8_e4m3fn `[*out, in]`. Of int4, uint8 `[*out, in / 2]`: byte j has input 2j in its low
-      four bits and input 2j + 1 in its high ones, each in two's complement.
+    - `numbers`: int8 or float8_e4m3fn `[*out, in]`. Of four bits, uint8 `[*out, in / 2]`: byte j has input 2j in its
+      low four bits and input 2j + 1 in its high ones, int4 in two's complement, fp4 as the index in `FP4_VALUES`.
     - `scale` and, if the scheme has zeros, `zero`: any float type, `[*out, groups]`; `scheme.group` None is one group.
       Zeros that are whole numbers may be int16: then kernels may subtract them from the numbers, and `q - zero` is at
       most 256 in magnitude, which bfloat16 holds exactly.
@@ -51,7 +53,7 @@ class QuantizedWeight:
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight."""
         *out, stored = self.numbers.shape
-        return *out, stored * (2 if self.scheme.numbers == "int4" else 1)
+        return *out, stored * 8 // self.scheme.bits
 
     @property
     def form(self) -> str:
@@ -71,7 +73,7 @@ class QuantizedWeight:
 def numbers_shape(shape: tuple[int, ...], scheme: Scheme) -> tuple[tuple[int, ...], np.dtype]:
     """Return the shape and the type of the stored numbers of a weight of `shape`."""
     *out, inputs = shape
-    return (*out, inputs // 2 if scheme.numbers == "int4" else inputs), _STORED[scheme.numbers]
+    return (*out, inputs * scheme.bits // 8), _STORED[scheme.numbers]
 
 
 def num_groups(inputs: int, scheme: Scheme) -> int:
@@ -102,6 +104,8 @@ def unpack_numbers(weight: QuantizedWeight) -> Float32[Array, "*out in_dim"]:
     q = weight.numbers
     if weight.scheme.numbers == "int4":
         q = (jnp.stack([q << 4, q], axis=-1).astype(jnp.int8) >> 4).reshape(weight.shape)
+    elif weight.scheme.numbers == "fp4":
+        q = jnp.asarray(FP4_VALUES)[jnp.stack([q & 15, q >> 4], axis=-1).astype(jnp.int32)].reshape(weight.shape)
     if weight.arrangement:
         runs = q.reshape(*q.shape[:-1], -1, len(weight.arrangement))
         q = runs[..., np.argsort(weight.arrangement)].reshape(weight.shape)

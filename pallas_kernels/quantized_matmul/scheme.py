@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-NumberType = Literal["int4", "int8", "fp8"]
+NumberType = Literal["int4", "int8", "fp4", "fp8"]
 Activations = Literal["token", "static", "group"]
 
-BITS: dict[NumberType, int] = {"int4": 4, "int8": 8, "fp8": 8}
+BITS: dict[NumberType, int] = {"int4": 4, "int8": 8, "fp4": 4, "fp8": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Scheme:
     """How a weight `[*out, in]` is stored: each weight is `scale * (q - zero)`, and `numbers` is the type of `q`.
 
     `group` neighbouring inputs of an output share a scale and a zero; None if all its inputs do. Without `zeros`, every
-    zero is 0. `int4` and `int8` are signed; `fp8` is float8_e4m3fn.
+    zero is 0. `int4` and `int8` are signed; `fp8` is float8_e4m3fn, `fp4` is float4_e2m1fn (MXFP4).
 
     `activations` tells how inputs are quantized to the same type before the product: `token` with a scale for each
     row, `static` with one that the checkpoint has, `group` with one for each row and `group` of inputs. If None, they
@@ -29,7 +29,7 @@ class Scheme:
     activations: Activations | None = None
 
     def __post_init__(self) -> None:
-        assert not (self.zeros and self.numbers == "fp8"), self
+        assert not (self.zeros and self.numbers in ("fp4", "fp8")), self
 
     @property
     def bits(self) -> int:

@@ -24,8 +24,8 @@ from pallas_kernels.quantized_matmul.scheme import Scheme
 
 STRIP = 16
 BLOCK = 32
-Format = Literal["int4", "int8", "fp8", "bf16"]
-BITS: dict[Format, int] = {"int4": 4, "int8": 8, "fp8": 8, "bf16": 16}
+Format = Literal["int4", "int8", "fp4", "fp8", "bf16"]
+BITS: dict[Format, int] = {"int4": 4, "int8": 8, "fp4": 4, "fp8": 8, "bf16": 16}
 INTEGERS: tuple[Format, ...] = ("int4", "int8")
 """The formats with minima."""
 

@@ -32,7 +32,7 @@ def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> 
     """See `backends.BackendModule`."""
     if target.platform not in ("tpu", "cpu"):
         return f"mosaic_tpu compiles for TPUs, not for {target.platform}"
-    if scheme.numbers == "fp8" or scheme.activations is not None:
+    if scheme.numbers in ("fp4", "fp8") or scheme.activations is not None:
         return "mosaic_tpu multiplies integers of 4 and 8 bits by inputs that aren't quantized"
     if scheme.group is not None and scheme.group % LANES and scheme.group not in _GROUPS:
         return f"mosaic_tpu takes groups of 16, 32, 64 or multiples of {LANES} inputs, not of {scheme.group}"

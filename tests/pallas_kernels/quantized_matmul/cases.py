@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.quantized_matmul.backends import Backend
-from pallas_kernels.quantized_matmul.layout import QuantizedWeight, num_groups
+from pallas_kernels.quantized_matmul.layout import FP4_VALUES, QuantizedWeight, num_groups
 from pallas_kernels.quantized_matmul.scheme import Scheme
 
 FP8 = np.dtype(jnp.float8_e4m3fn)
@@ -86,6 +86,8 @@ CASES = (
     Case("int8-token-zeros", Scheme("int8", zeros=True, activations="token"), rows=18),
     Case("int8-static", Scheme("int8", activations="static"), rows=5, order=True),
     Case("int8-blocks", Scheme("int8", 64, activations="group"), rows=4),
+    Case("fp4-row", Scheme("fp4", 32), rows=1, scales="bfloat16"),
+    Case("fp4-many-rows", Scheme("fp4", 32), rows=70, out=(2, 40), scales="bfloat16"),
     Case("fp8-row", Scheme("fp8"), rows=1),
     Case("fp8-channel", Scheme("fp8"), rows=66, out=(2, 40), scales="bfloat16"),
     Case("fp8-group", Scheme("fp8", 128), rows=12, inputs=512),
@@ -99,6 +101,14 @@ CASES = (
 
 def make_product(case: Case, backend: Backend) -> Product:
     """Return the arguments of a case, whose weight is multiplied by a backend, and its product."""
+    x, weight, terms, magnitudes = make_terms(case, backend)
+    inputs = (x if weight.order is None else x[:, np.asarray(weight.order)]).astype(np.float64)
+    return Product(x, weight, inputs @ terms.T, np.abs(inputs) @ magnitudes.T)
+
+
+def make_terms(case: Case, backend: Backend) -> tuple[np.ndarray, QuantizedWeight, np.ndarray, np.ndarray]:
+    """Return the arguments of a case, its weights `[outputs, inputs]` in float64, and the most that rounding can see of
+    each of them."""
     rng = np.random.default_rng(sum(case.name.encode()))
     scheme, groups = case.scheme, num_groups(case.inputs, case.scheme)
     q = _numbers(rng, (*case.out, case.inputs), scheme)
@@ -112,9 +122,10 @@ def make_product(case: Case, backend: Backend) -> Product:
     x, input_scale = _inputs(rng, case)
     arrangement = backend.arrangement(case.inputs, scheme)
     numbers = q.reshape(*case.out, -1, len(arrangement))[..., arrangement].reshape(q.shape) if arrangement else q
-    if scheme.numbers == "int4":
+    if scheme.bits == 4:
         nibbles = numbers.astype(np.uint8) & 15
         numbers = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
+    q = FP4_VALUES[q] if scheme.numbers == "fp4" else q
     weight = QuantizedWeight(
         jnp.asarray(numbers),
         jnp.asarray(scale),
@@ -125,12 +136,13 @@ def make_product(case: Case, backend: Backend) -> Product:
         backend,
         arrangement,
     )
-    inputs = (x if order is None else x[:, order]).astype(np.float64)
     terms, magnitudes = (_float64(q, scale, zero, absolute=absolute) for absolute in (False, True))
-    return Product(x, weight, inputs @ terms.T, np.abs(inputs) @ magnitudes.T)
+    return x, weight, terms, magnitudes
 
 
 def _numbers(rng: np.random.Generator, shape: tuple[int, ...], scheme: Scheme) -> np.ndarray:
+    if scheme.numbers == "fp4":
+        return rng.integers(0, len(FP4_VALUES), shape).astype(np.int8)
     largest = _LARGEST[scheme.numbers]
     if scheme.numbers == "fp8":
         return np.clip(rng.standard_normal(shape) * 100, -largest, largest).astype(FP8)

@@ -22,7 +22,7 @@ REFUSED: dict[BackendName, frozenset[str]] = {
     "mosaic_tpu": frozenset(
         case.name
         for case in CASES
-        if case.scheme.numbers == "fp8"
+        if case.scheme.numbers in ("fp4", "fp8")
         or case.scheme.activations is not None
         or case.inputs % (256 if case.scheme.numbers == "int4" else 128)
         or case.scheme.group == 96

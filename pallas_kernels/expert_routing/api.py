@@ -1,0 +1,25 @@
+"""The public functions."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float32, Int32
+
+from pallas_kernels.expert_routing import reference
+from pallas_kernels.expert_routing.routing import Routing
+from pallas_kernels.grouped_matmul.groups import Groups
+from pallas_kernels.target import KernelTarget
+
+
+def choose_experts(
+    logits: Float32[Array, "tokens experts"],
+    correction: Float32[Array, " experts"] | None,
+    routing: Routing,
+    target: KernelTarget,
+) -> tuple[Int32[Array, "tokens choices"], Float32[Array, "tokens choices"]]:
+    """Return the experts that each token chooses, the best first, and their weights (see `Routing`)."""
+    return reference.choose_experts(logits, correction, routing)
+
+
+def group_by_expert(ids: Int32[Array, "tokens choices"], num_experts: int, target: KernelTarget) -> Groups:
+    """Sort the pairs of tokens and experts by expert; ids that aren't from 0 to `num_experts - 1` give no pair."""
+    return reference.group_by_expert(ids, num_experts)

@@ -1,0 +1,1 @@
+"""Grouped products of packed weights on a CPU."""

@@ -1,0 +1,39 @@
+"""How a gated feed-forward block joins the products of its gate and up matrices (Shazeer 2020)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float32
+
+Activation = Literal["silu", "gelu_pytorch_tanh"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """`activation(gate) * (up + up_offset)`; with a `limit`, `gate` is at most that, and `up` within it on both sides.
+
+    `silu` is `gate * sigmoid(slope * gate)`.
+    """
+
+    activation: Activation = "silu"
+    slope: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+
+    def join(self, gate: Float32[Array, "*shape"], up: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+        """Return the inputs of the down matrix. Kernels call it too: only operations that every compiler has."""
+        if self.limit is not None:
+            limit = np.float32(self.limit)
+            gate = jnp.minimum(gate, limit)
+            up = jnp.minimum(jnp.maximum(up, -limit), limit)
+        if self.activation == "silu":
+            active = gate / (1 + jnp.exp(-np.float32(self.slope) * gate))
+        else:
+            inner = np.float32(np.sqrt(2 / np.pi)) * (gate + np.float32(0.044715) * gate * gate * gate)
+            active = np.float32(0.5) * gate * (1 + lax.tanh(inner))
+        return active * (up + np.float32(self.up_offset) if self.up_offset else up)
