@@ -58,7 +58,8 @@ def time_step(shape: str, model: str) -> dict[str, Any]:
     from jax.sharding import NamedSharding, PartitionSpec
 
     from jaxserve.api_types import EngineRequest, SamplingParams
-    from jaxserve.runtime.devices.mesh import DATA_AXIS, make_mesh
+    from jaxserve.layers.axes import DATA_AXIS
+    from jaxserve.runtime.devices.mesh import make_mesh
     from jaxserve.worker import build_engine
 
     data, tensor = map(int, shape.split("x"))

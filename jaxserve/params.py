@@ -21,12 +21,20 @@ class Order(NamedTuple):
     entries: tuple[int, ...]
 
 
+class View(NamedTuple):
+    """How to read a tensor that is stored otherwise: with dimensions `shape`, in the order of `axes`."""
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorPart:
     """The place in a parameter of a checkpoint tensor, or of the part of a fused one that starts at row `first_row`.
 
     It is reshaped to `shape`, which has the parameter's rank, and written at `index`, the start in each dimension of
-    `ParamSpec.stored_shape`. `offset` is added to its values.
+    `ParamSpec.stored_shape`. `offset` is added to its values. With a `view`, it is reshaped and transposed by that one,
+    or by `quantized_view` if its numbers are read, which always have inputs last.
     """
 
     name: str
@@ -35,6 +43,8 @@ class TensorPart:
     first_row: int = 0
     order: Order | None = None
     offset: float = 0.0
+    view: View | None = None
+    quantized_view: View | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +60,8 @@ class ParamSpec:
     except for its last `kv_shared` entries, which every replica has. `padding` rows of zeros follow on the first axis.
 
     If it is a linear layer's weight, a product sums over its last `inputs` dimensions; else `inputs` is 0. `unused` are
-    names of tensors that a checkpoint may hold beside the parts, and that the model doesn't need.
+    names of tensors that a checkpoint may hold beside the parts, and that the model doesn't need; one that ends with a
+    dot stands for all that begin with it.
     """
 
     shape: tuple[int, ...]

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from jaxserve import model_source
 from jaxserve.api_types import EngineInfo, KVGroup
+from jaxserve.config.data_parallel import parallelism
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.core.profiling import Profiling
@@ -130,7 +131,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
     if nodes is not None:
         facts = dataclasses.replace(facts, memory_bytes=nodes.agree(facts.memory_bytes, min))
     deployment = deploy_or_advise(config, model, facts, stored)
-    mesh = make_mesh(devices, data=deployment.data, tensor=deployment.tensor)
+    mesh = make_mesh(devices, **deployment.mesh_sizes)
     if nodes is not None:
         resolve_local_devices(mesh)
     with phases("memory"):
@@ -238,7 +239,8 @@ def _find_devices(config: EngineConfig, nodes: ProcessGroup | None) -> tuple[lis
         host=nodes.host,
         timeout=config.dist_timeout,
     )
-    devices = devices_of_all(attach(config, join), config.tp_size * config.dp_size // nodes.count, nodes.count)
+    divided = parallelism(config)
+    devices = devices_of_all(attach(config, join), divided.tensor * divided.data // nodes.count, nodes.count)
     return devices, [device for device in devices if device.process_index == nodes.rank]
 
 

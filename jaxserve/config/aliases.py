@@ -155,9 +155,10 @@ ALIASES: Mapping[str, Alias] = types.MappingProxyType(
             RefusedName("pipeline stages are not built yet: only 1 is supported"), _ONE
         ),
         "pp_size": ChoiceAlias(RefusedName("pipeline stages are not built yet: only 1 is supported"), _ONE),
-        "ep_size": ChoiceAlias(RefusedName("expert parallelism is not built yet: only 1 is supported"), _ONE),
-        "enable_expert_parallel": _not_built("expert parallelism is"),
-        "enable_dp_attention": _not_built("data-parallel attention is"),
+        "ep": RenameAlias("ep_size"),
+        "expert_parallel_size": RenameAlias("ep_size"),
+        "enable_expert_parallel": SwitchAlias(on=Sets("ep_size", -1), off=Sets("ep_size", 1)),
+        "enable_ep_moe": SwitchAlias(on=Sets("ep_size", -1), off=Sets("ep_size", 1)),
         "api_server_count": ChoiceAlias(RefusedName("only one API process is supported so far"), _ONE),
         "enable_lora": _not_built("LoRA is"),
         "speculative_algorithm": _NO_SPECULATION,

@@ -1,27 +1,51 @@
-"""Resolves `--dp-mode`: ranks of one program, or replicas in separate processes.
+"""Resolves how a configuration divides a model: ranks of one program or replicas, tensor shards, and experts.
 
 It only decides; `engine/` runs the processes, and `runtime/` the programs.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 
-from jaxserve.config.schema import EngineConfig
+from jaxserve.config.schema import ALL_DEVICES, EngineConfig
 from jaxserve.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallelism:
+    """`replicas` engine processes, each of `data` ranks of `tensor` devices.
+
+    The experts of a mixture are divided into `expert_parts`, among the devices of a rank, or of all ranks if they are
+    `over_ranks`; the devices that share a part divide each of its experts.
+    """
+
+    data: int
+    tensor: int
+    replicas: int = 1
+    expert_parts: int = 1
+    over_ranks: bool = False
+
+    @property
+    def expert(self) -> int:
+        """The parts into which the devices of a rank divide the experts."""
+        return self.expert_parts // self.data if self.over_ranks else self.expert_parts
 
 
 def resolve_dp_mode(config: EngineConfig) -> EngineConfig:
     """Return the configuration as a server runs it, with `dp_mode` resolved to `mesh` or `replicas`.
 
-    `auto` is `replicas` on one node: a dense model, as all are so far, runs best when no rank waits for the fullest one
-    at each step. With several nodes, `auto` is `mesh`.
+    `auto` is `replicas` on one node, as there no rank waits for the fullest one at each step. It is `mesh` with several
+    nodes, and where ranks divide experts among them.
     """
-    if config.dp_size == 1:
-        return msgspec.structs.replace(config, dp_mode="mesh")
-    if config.dp_mode == "auto" and config.nnodes == 1:
-        return msgspec.structs.replace(config, dp_mode="replicas")
-    return msgspec.structs.replace(config, dp_mode="mesh") if config.dp_mode == "auto" else config
+    if config.dp_mode != "auto":
+        return config
+    mesh = msgspec.structs.replace(config, dp_mode="mesh")
+    divided = parallelism(mesh)
+    if divided.data == 1 or divided.over_ranks or config.nnodes > 1:
+        return mesh
+    return msgspec.structs.replace(config, dp_mode="replicas")
 
 
 def require_single_process(config: EngineConfig, caller: str) -> EngineConfig:
@@ -34,6 +58,41 @@ def require_single_process(config: EngineConfig, caller: str) -> EngineConfig:
     return msgspec.structs.replace(config, dp_mode="mesh")
 
 
-def ranks_and_replicas(config: EngineConfig) -> tuple[int, int]:
-    """Return the number of data-parallel ranks of each engine process, and the number of engine processes."""
-    return (1, config.dp_size) if config.dp_mode == "replicas" else (config.dp_size, 1)
+def parallelism(config: EngineConfig) -> Parallelism:
+    """Return how a configuration, whose `dp_mode` is resolved, divides a model.
+
+    With `enable_dp_attention`, `tp_size` counts the devices of all ranks, as SGLang's does. Raises `ConfigError` if the
+    sizes don't fit each other.
+    """
+    tensor, data, parts = config.tp_size, config.dp_size, config.ep_size
+    replicas = 1
+    if config.enable_dp_attention:
+        if config.dp_mode == "replicas":
+            raise ConfigError("enable_dp_attention needs ranks of one program: leave dp_mode out, or set it to mesh")
+        if tensor == 1 and data == 1 and parts is not None:
+            data = max(parts, 1)
+        elif tensor > 1 and tensor % data:
+            raise ConfigError(
+                f"with enable_dp_attention, tp_size={tensor} counts the devices of all ranks, and dp_size={data} "
+                f"doesn't divide it; set dp_size to {' or '.join(map(str, divisors(tensor)))}"
+            )
+        elif tensor > 1:
+            tensor //= data
+    elif config.dp_mode == "replicas":
+        data, replicas = 1, data
+    over_ranks = data > 1 and (config.enable_dp_attention or parts == ALL_DEVICES or (parts or 1) > tensor)
+    devices = tensor * data if over_ranks else tensor
+    if parts == ALL_DEVICES or (parts is None and config.enable_dp_attention):
+        parts = devices
+    allowed = [data * part for part in divisors(tensor)] if over_ranks else divisors(tensor)
+    if (parts := parts or 1) not in allowed:
+        raise ConfigError(
+            f"ep_size={parts} doesn't fit tp_size={config.tp_size} and dp_size={config.dp_size}: experts are divided "
+            f"among {devices} devices, into {' or '.join(map(str, allowed))} parts"
+        )
+    return Parallelism(data, tensor, replicas, parts, over_ranks)
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, in order."""
+    return [i for i in range(1, number + 1) if number % i == 0]

@@ -77,6 +77,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "own engine process; auto: replicas for `jaxserve serve` on one node, else mesh"
         ),
     ] = "auto"
+    ep_size: Annotated[
+        int | None,
+        Meta(
+            description="expert-parallel size of a mixture of experts: number of parts that its experts are divided "
+            "into; -1: one for each device; default: 1, or with enable_dp_attention -1"
+        ),
+    ] = None
+    enable_dp_attention: Annotated[
+        bool,
+        Meta(
+            description="divide attention and its KV cache by data-parallel rank, and experts among the devices of all "
+            "ranks; tp_size then counts the devices of all ranks"
+        ),
+    ] = False
     nnodes: Annotated[
         int, Meta(description="number of processes, one per host, that share one mesh of tp_size * dp_size devices")
     ] = 1
@@ -212,6 +226,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"mem_fraction_static must be in (0, 1], got {self.mem_fraction_static}")
         if self.chunked_prefill_size == 0:
             raise ConfigError("chunked_prefill_size must be positive, or -1 to disable chunking; got 0")
+        if self.ep_size == 0:
+            raise ConfigError("ep_size must be positive, or -1 for one part on each device; got 0")
         check_processes(
             nnodes=self.nnodes,
             node_rank=self.node_rank,
@@ -252,11 +268,15 @@ _MOST_SECONDS = 1e8
 _ABOVE_0 = sys.float_info.min
 _MOST_DEVICES = 2**16
 
+ALL_DEVICES = -1
+"""The `ep_size` that divides experts among all devices."""
+
 _Ranges = dict[str, tuple[float, float]]
 _ENGINE_RANGES: _Ranges = {
     "random_seed": (-(2**63), 2**63 - 1),
     "tp_size": (1, _MOST_DEVICES),
     "dp_size": (1, _MOST_DEVICES),
+    "ep_size": (ALL_DEVICES, _MOST_DEVICES),
     "nnodes": (1, _MOST_DEVICES),
     "dist_timeout": (0.1, _MOST_SECONDS),
     "context_length": (1, _MOST),

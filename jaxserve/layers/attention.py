@@ -34,6 +34,7 @@ class AttentionParams:
     output_bias: Float[Array, " dim"] | None
     q_norm: Float[Array, " head_dim"] | Float[Array, "kv_heads group head_dim"] | None
     k_norm: Float[Array, " head_dim"] | Float[Array, "kv_heads 1 head_dim"] | None
+    sinks: Float[Array, "kv_heads group"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,7 @@ def self_attention(
         "scale": head_dim**-0.5 if settings.scale is None else settings.scale,
         "window": settings.window,
         "soft_cap": settings.soft_cap,
+        "sinks": None if params.sinks is None else params.sinks.reshape(-1).astype(jnp.float32),
         "decode_only": batch.decode_only,
         "backend": settings.backend,
     }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import flax.struct
-from jaxtyping import Array, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.paged_attention import PagedKV
 
@@ -34,6 +35,11 @@ class TokenBatch:
     def num_tokens(self) -> int:
         """The number of tokens, padding included."""
         return int(self.tokens.shape[0])
+
+    @property
+    def live(self) -> Bool[Array, " tokens"]:
+        """Which tokens are some sequence's, and no padding."""
+        return jnp.arange(self.num_tokens, dtype=jnp.int32) < self.query_starts[self.num_seqs]
 
 
 @flax.struct.dataclass

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.linear import TENSOR_AXIS, linear, tensor_rank
+from jaxserve.layers.axes import TENSOR_AXES, tensor_rank
+from jaxserve.layers.linear import linear
 from pallas_kernels.quantized_matmul import HeldWeight, PackedWeight, gather_rows
 
 
@@ -24,14 +25,14 @@ def embed(
     """Return the tokens' rows of the table: a shard gives zeros for tokens of other shards, and shards are summed."""
     local = shard_index(tokens, table.shape[0])
     if isinstance(table, PackedWeight):
-        return lax.psum(gather_rows(table, local), TENSOR_AXIS)
-    return lax.psum(table.at[local].get(mode="fill", fill_value=0), TENSOR_AXIS)
+        return lax.psum(gather_rows(table, local), TENSOR_AXES)
+    return lax.psum(table.at[local].get(mode="fill", fill_value=0), TENSOR_AXES)
 
 
 def mask_padding(logits: Float[Array, "rows vocab_shard"], vocab_size: int) -> Float[Array, "rows vocab_shard"]:
     """Set the logits of ids that only pad the vocabulary to -inf, so that these are never drawn."""
     size = logits.shape[1]
-    if size * lax.axis_size(TENSOR_AXIS) == vocab_size:
+    if size * lax.axis_size(TENSOR_AXES) == vocab_size:
         return logits
     ids = tensor_rank() * size + jnp.arange(size, dtype=jnp.int32)
     return jnp.where(ids < vocab_size, logits, -jnp.inf)

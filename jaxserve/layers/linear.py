@@ -1,4 +1,4 @@
-"""Matrix products, weights stored `[out, in]`, split over the tensor axis by column or row (Shoeybi et al. 2019)."""
+"""Matrix products, weights stored `[out, in]`, split over shards by column or row (Shoeybi et al. 2019)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxserve.layers.axes import TENSOR_AXES
 from pallas_kernels.quantized_matmul import HeldWeight, quantized_matmul
 
-TENSOR_AXIS = "tensor"
 _LANES = 64
 _MAX_TERMS = 64
 _ROWS_OF_A_TPU = 8
@@ -83,11 +83,6 @@ def row_parallel(
     weight: Float[Array, "out_dim in_shard"] | HeldWeight,
     bias: Float[Array, " out_dim"] | None = None,
 ) -> Float[Array, "tokens out_dim"]:
-    """Return the product of an input that is split over the tensor axis, by adding the partial sums of all shards."""
-    out = lax.psum(linear(x, weight, one_pass=True), TENSOR_AXIS)
+    """Return the product of an input that is split over shards, by adding the partial sums of all shards."""
+    out = lax.psum(linear(x, weight, one_pass=True), TENSOR_AXES)
     return out if bias is None else out + bias.astype(out.dtype)
-
-
-def tensor_rank() -> Array:
-    """Return this shard's index on the tensor axis."""
-    return lax.axis_index(TENSOR_AXIS).astype(jnp.int32)

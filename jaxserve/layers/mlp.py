@@ -32,10 +32,20 @@ class MlpParams:
 @jax.named_scope("mlp")
 def mlp(x: Float[Array, "tokens dim"], params: MlpParams, activation: str = "silu") -> Float[Array, "tokens dim"]:
     """Return `down(act(gate(x)) * up(x))`, or `down(act(up(x)))` without a gate; gate and up are one product."""
+    return row_parallel(_inner(x, params, activation), params.down, params.down_bias)
+
+
+def partial_mlp(x: Float[Array, "tokens dim"], params: MlpParams, activation: str) -> Float[Array, "tokens dim"]:
+    """Return this shard's part of the sum that is the output of a block without biases."""
+    assert params.down_bias is None
+    return linear(_inner(x, params, activation), params.down, one_pass=True)
+
+
+def _inner(x: Float[Array, "tokens dim"], params: MlpParams, activation: str) -> Float[Array, "tokens ffn"]:
     matrices, width, _ = params.up.shape
     bias = None if params.up_bias is None else params.up_bias.reshape(-1)
     both = linear(x, params.up.reshape(matrices * width, -1), bias)
     inner = ACTIVATIONS[activation](both[:, :width])
     if matrices == 2:
         inner *= both[:, width:]
-    return row_parallel(inner, params.down, params.down_bias)
+    return inner

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxserve.layers.linear import TENSOR_AXIS
+from jaxserve.layers.axes import TENSOR_AXES
 from pallas_kernels import normalization
 from pallas_kernels.cpu import kernel_or_fallback
 
@@ -27,12 +27,12 @@ def rms_norm(x: Float[Array, "... dim"], weight: Float[Array, "... dim"], eps: f
 def rms_norm_of_shards(
     x: Float[Array, "tokens shard"], weight: Float[Array, " shard"], eps: float
 ) -> Float[Array, "tokens shard"]:
-    """Normalize rows of which each shard of the tensor axis holds an equal part."""
-    shards = lax.axis_size(TENSOR_AXIS)
+    """Normalize rows of which each shard holds an equal part."""
+    shards = lax.axis_size(TENSOR_AXES)
     if shards == 1:
         return rms_norm(x, weight, eps)
     wide = x.astype(jnp.float32)
-    total = lax.psum((wide * wide).sum(axis=-1, keepdims=True), TENSOR_AXIS)
+    total = lax.psum((wide * wide).sum(axis=-1, keepdims=True), TENSOR_AXES)
     return _scaled(wide * lax.rsqrt(total / (x.shape[-1] * shards) + eps), weight, x.dtype)
 
 

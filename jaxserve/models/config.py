@@ -33,8 +33,9 @@ class ModelConfig:
     `windows[i]` is the sliding window of layer i in tokens, None for full attention. `shards` is the number of parts
     that the parameters are laid out for, which the checkpoint doesn't know: KV heads are repeated and the vocabulary is
     padded until both can be split into that number. A layer whose window has at least `whole_from` positions keeps the
-    keys and values of whole sequences, as a layer without a window does, if its KV heads are like those. `quantization`
-    says how a checkpoint stores weights, if it is quantized.
+    keys and values of whole sequences, as a layer without a window does, if its KV heads are like those. With
+    `experts_over_ranks`, data-parallel ranks have different experts. `quantization` says how a checkpoint stores
+    weights, if it is quantized.
     """
 
     architecture: str
@@ -50,6 +51,7 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     shards: int = 1
     whole_from: int = 2**31 - 1
+    experts_over_ranks: bool = False
     quantization: CheckpointQuantization | None = None
 
     @property
@@ -66,10 +68,15 @@ class ModelConfig:
         """The rows of the embedding and of the head, over all shards."""
         return -(-self.vocab_size // self.shards) * self.shards
 
+    @property
+    def split_sizes(self) -> dict[str, int]:
+        """The widths, by what has them, that shards split besides heads and the vocabulary."""
+        return {"an MLP": self.intermediate_size}
+
     def splits_into(self, shards: int) -> bool:
-        """Return whether heads and the MLP can be split into `shards` parts."""
+        """Return whether heads and MLPs can be split into `shards` parts."""
         kv = self.num_kv_heads
-        even = self.num_heads % shards == self.intermediate_size % shards == 0
+        even = not any(size % shards for size in (self.num_heads, *self.split_sizes.values()))
         return even and (kv % shards == 0 or shards % kv == 0)
 
     @property
@@ -96,6 +103,16 @@ class ModelConfig:
     def _ropes(self) -> dict[str, RopeConfig]:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, RopeConfig)}
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts of a layer, 0 for a dense model."""
+        return 0
+
+    @property
+    def expert_size(self) -> int:
+        """The width of an expert, 0 for a dense model."""
+        return 0
 
     @property
     def widest_mlp(self) -> int:

@@ -14,10 +14,11 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxserve.layers.attention import AttentionParams
+from jaxserve.layers.mixture import ExpertParams, RouterParams
 from jaxserve.layers.mlp import MlpParams
 from jaxserve.layers.rope import RopeConfig, head_order
 from jaxserve.models.config import ModelConfig
-from jaxserve.params import Initializer, Order, ParamSpec, TensorPart
+from jaxserve.params import Initializer, Order, ParamSpec, TensorPart, View
 
 _NORM_DTYPE = np.dtype(jnp.float32)
 
@@ -65,6 +66,10 @@ class ParamSpecs:
         parts = (TensorPart(name, (out_dim, in_dim), (0, 0)),)
         return self._spec((out_dim, None), (in_dim, None), inputs=1, parts=parts)
 
+    def row(self, name: str) -> Any:
+        """Return the weight `[1, dim]` of a product with one output, which no setting quantizes."""
+        return dataclasses.replace(self.matrix(name, 1, self._config.hidden_size), inputs=0)
+
     def vector(self, name: str, size: int | None = None, init: Initializer = "ones") -> Any:
         """Return a vector, by default of the model's width."""
         size = size or self._config.hidden_size
@@ -98,11 +103,13 @@ class ParamSpecs:
         k_norm: Any = None,
         heads: tuple[int, int] | None = None,
         projections: str = "qkv",
+        sinks: bool = False,
     ) -> Any:
         """Return the attention weights under `name`; `fused` is the name of one projection for all of q, k and v.
 
         `heads` are a layer's own number of KV heads and their size, before they are repeated for shards. `projections`
-        names those that the layer has: "qk" if its keys are its values too, "q" if it uses those of another layer.
+        names those that the layer has: "qk" if its keys are its values too, "q" if it uses those of another layer. With
+        `sinks`, each query head has a logit of its own.
         """
         config = self._config
         stored, head = heads or (config.num_kv_heads, config.head_dim)
@@ -143,9 +150,28 @@ class ParamSpecs:
             output_bias=self.vector(f"{name}.o_proj.bias", init="zeros") if output_bias else None,
             q_norm=q_norm,
             k_norm=k_norm,
+            sinks=(
+                self._spec(
+                    (kv_heads, "kv_heads"),
+                    (group, None),
+                    kv_replicas=replicas,
+                    parts=(TensorPart(f"{name}.sinks", (stored, stored_group), (0, 0)),),
+                )
+                if sinks
+                else None
+            ),
         )
 
-    def norm_of_heads(self, name: str, *, queries: bool) -> Any:
+    def norm_of_head(self, name: str, rope: RopeConfig) -> Any:
+        """Return the weight of a norm of each head, in the order in which `rope` has its dimensions."""
+        spec = self.vector(name, self._config.head_dim)
+        return dataclasses.replace(spec, parts=(self._ordered(spec.parts[0], rope),))
+
+    def _ordered(self, part: TensorPart, rope: RopeConfig) -> TensorPart:
+        order = head_order(rope, self._config.head_dim)
+        return part if order is None else dataclasses.replace(part, order=Order(len(part.shape) - 1, order))
+
+    def norm_of_heads(self, name: str, *, queries: bool, rope: RopeConfig) -> Any:
         """Return the weight of a norm over all query heads, or all KV heads, of a token, in float32."""
         config = self._config
         stored, replicas = config.num_kv_heads, config.kv_replicas
@@ -157,7 +183,7 @@ class ParamSpecs:
             init="ones",
             kv_replicas=replicas,
             kv_shared=0 if queries else 1,
-            parts=(TensorPart(name, (stored, members, config.head_dim), (0, 0, 0)),),
+            parts=(self._ordered(TensorPart(name, (stored, members, config.head_dim), (0, 0, 0)), rope),),
         )
         return dataclasses.replace(spec, dtype=_NORM_DTYPE)
 
@@ -195,6 +221,73 @@ class ParamSpecs:
             down_bias=self.vector(f"{name}.{down}.bias", init="zeros") if bias else None,
         )
 
+    def router(self, name: str, experts: int, *, bias: bool = False, correction: str | None = None) -> RouterParams:
+        """Return the weights of a router, which no setting quantizes; `correction` is the name of its tensor."""
+        weight = dataclasses.replace(self.matrix(f"{name}.weight", experts, self._config.hidden_size), inputs=0)
+        return RouterParams(
+            weight,
+            self.vector(f"{name}.bias", experts, "zeros") if bias else None,
+            None if correction is None else self.wide_norm(correction, experts),
+        )
+
+    def experts(self, name: str, projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Any:
+        """Return the weights of experts that have tensors of their own; `projections` are gate, up and down."""
+        dim, width, count = self._config.hidden_size, self._config.expert_size, self._config.num_experts
+        *ups, down = projections
+        return self._experts(
+            tuple(
+                TensorPart(f"{name}.{expert}.{up}.weight", (1, 1, width, dim), (expert, i, 0, 0))
+                for expert in range(count)
+                for i, up in enumerate(ups)
+            ),
+            tuple(
+                TensorPart(f"{name}.{expert}.{down}.weight", (1, dim, width), (expert, 0, 0)) for expert in range(count)
+            ),
+        )
+
+    def stacked_experts(
+        self, name: str, *, transposed: bool = False, interleaved: bool = False, bias: bool = False
+    ) -> Any:
+        """Return the weights of experts that share the tensors `gate_up_proj` and `down_proj`.
+
+        Unless they are `transposed`, inputs come last; if they are `interleaved`, a row of gate alternates with one of
+        up.
+        """
+        dim, width, count = self._config.hidden_size, self._config.expert_size, self._config.num_experts
+        rows = (width, 2) if interleaved else (2, width)
+        order = (0, 2, 1) if interleaved else (0, 1, 2)
+        inputs_last = View((count, *rows, dim), (*order, 3)) if interleaved else None
+        across = View((count, dim, *rows), (0, *(axis + 1 for axis in order[1:]), 1)) if transposed else inputs_last
+        down = View((count, width, dim), (0, 2, 1)) if transposed else None
+        found = self._experts(
+            (_viewed(f"{name}.gate_up_proj", (count, 2, width, dim), across, inputs_last),),
+            (_viewed(f"{name}.down_proj", (count, dim, width), down, None),),
+        )
+        if not bias:
+            return found
+        up_bias = _viewed(
+            f"{name}.gate_up_proj_bias", (count, 2, width), View((count, *rows), order) if interleaved else None, None
+        )
+        down_bias = TensorPart(f"{name}.down_proj_bias", (count, dim), (0, 0))
+        axis = found.up.axes[0]
+        return dataclasses.replace(
+            found,
+            up_bias=self._spec((count, axis), (2, None), (width, "expert_mlp"), init="zeros", parts=(up_bias,)),
+            down_bias=self._spec((count, axis), (dim, None), init="zeros", parts=(down_bias,)),
+        )
+
+    def _experts(self, ups: tuple[TensorPart, ...], downs: tuple[TensorPart, ...]) -> Any:
+        dim, width = self._config.hidden_size, self._config.expert_size
+        experts = self._config.num_experts, "experts_of_ranks" if self._config.experts_over_ranks else "experts"
+        return ExpertParams(
+            up=self._spec(experts, (2, None), (width, "expert_mlp"), (dim, None), inputs=1, parts=ups),
+            down=self._spec(experts, (dim, None), (width, "expert_mlp"), inputs=1, parts=downs),
+        )
+
     def _spec(self, *dims: tuple[int, str | None], init: Initializer = "normal", **layout: Any) -> Any:
         sizes, axes = zip(*dims)
         return ParamSpec(sizes, self._dtype, axes, init, scale=sizes[-1] ** -0.5, **layout)
+
+
+def _viewed(name: str, shape: tuple[int, ...], view: View | None, quantized: View | None) -> TensorPart:
+    return TensorPart(name, shape, (0,) * len(shape), view=view, quantized_view=quantized)

@@ -18,7 +18,7 @@ import numpy as np
 from jaxserve.params import ParamSpec, Path, TensorPart, Window, dotted
 from jaxserve.weights.arrays import WeightReader, flatten
 from jaxserve.weights.mismatch import join_names, raise_mismatch
-from jaxserve.weights.parts import Tensors, fill_window
+from jaxserve.weights.parts import Tensors, fill_window, viewed_shape
 from jaxserve.weights.quantized.held import held_reader, with_head
 from jaxserve.weights.quantized.rows import CheckpointRows
 from jaxserve.weights.source import QuantizedSource, TensorSource
@@ -80,12 +80,17 @@ def check_names(source: TensorSource, specs: Collection[ParamSpec], ignored: Cal
             by_name[part.name].append(part)
             num_inputs[part.name] = spec.inputs
     unused = {name for spec in specs for name in spec.unused}
+    prefixes = tuple(name for name in unused if name.endswith("."))
     used = sorted(name for name in by_name if name in infos)
     mismatches = [
         ("missing", sorted(name for name in by_name if name not in infos)),
         (
             "left over (this model has no place for them)",
-            sorted(n for n in infos if n not in by_name and n not in unused and not ignored(n)),
+            sorted(
+                n
+                for n in infos
+                if n not in by_name and n not in unused and not n.startswith(prefixes) and not ignored(n)
+            ),
         ),
         (
             "of the wrong shape",
@@ -119,7 +124,7 @@ def _fits(stored: tuple[int, ...], parts: Sequence[TensorPart]) -> bool:
     inner = math.prod(stored[1:])
     sizes = [math.prod(part.shape) for part in parts]
     return sum(sizes) == math.prod(stored) and all(
-        size % inner == 0 and _split_points((size // inner, *stored[1:])) <= _split_points(part.shape)
+        size % inner == 0 and _split_points((size // inner, *stored[1:])) <= _split_points(viewed_shape(part))
         for size, part in zip(sizes, parts)
     )
 

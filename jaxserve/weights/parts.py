@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,10 +16,14 @@ _COPY_ELEMENTS = 1 << 14
 
 
 class Tensors(NamedTuple):
-    """The shapes of tensors by name, and how a window of one is read into an array of any strides."""
+    """The shapes of tensors by name, and how a window of one is read into an array of any strides.
+
+    `quantized` tells that numbers or factors are read, whose inputs come last.
+    """
 
     shape: Callable[[str], tuple[int, ...]]
     read: Callable[[str, Window, np.ndarray[Any, Any]], None]
+    quantized: bool = False
 
 
 def fill_window(tensors: Tensors, parts: Sequence[TensorPart], window: Window, out: np.ndarray[Any, Any]) -> None:
@@ -39,9 +44,17 @@ def _overlap(window: Window, part: TensorPart) -> Window | None:
     return None if any(start >= stop for start, stop in bounds) else tuple(slice(*bound) for bound in bounds)
 
 
+def viewed_shape(part: TensorPart) -> tuple[int, ...]:
+    """Return the dimensions of a part as its tensor has them."""
+    return part.shape if part.view is None else part.view.shape
+
+
 def _read_part(tensors: Tensors, part: TensorPart, window: Window, out: np.ndarray[Any, Any]) -> None:
     """Fill `out` with a window of a part, in the parameter's order and with its offset."""
-    if part.order is None:
+    view = part.quantized_view if tensors.quantized else part.view
+    if view is not None:
+        _read_view(tensors, dataclasses.replace(part, shape=view.shape), view.axes, window, out)
+    elif part.order is None:
         _read_window(tensors, part, window, out)
     else:
         axis, entries = part.order
@@ -51,6 +64,37 @@ def _read_part(tensors: Tensors, part: TensorPart, window: Window, out: np.ndarr
         out[...] = values.take(entries[window[axis]], axis)
     if part.offset:
         out += np.asarray(part.offset, out.dtype)
+
+
+def _read_view(
+    tensors: Tensors, part: TensorPart, axes: tuple[int, ...], window: Window, out: np.ndarray[Any, Any]
+) -> None:
+    """Fill `out` with a window of a part whose dimensions are those of `part.shape` in the order of `axes`.
+
+    Reads a window of the first dimension at a time, with all of every dimension that shares one of the tensor's.
+    """
+    stored = _part_shape(tensors, part)
+    of_part = [window[axes.index(axis)] for axis in range(len(axes))]
+    shared = _inner_dimensions(stored, part.shape)
+    read = [slice(0, part.shape[i]) if i in shared else each for i, each in enumerate(of_part)]
+    chosen = tuple(each if i in shared else slice(None) for i, each in enumerate(of_part))
+    into = np.moveaxis(out, [axes.index(axis) for axis in range(len(axes))], range(len(axes)))
+    values = np.empty([1, *(each.stop - each.start for each in read[1:])], out.dtype)
+    for i, first in enumerate(range(read[0].start, read[0].stop)):
+        _read_window(tensors, part, (slice(first, first + 1), *read[1:]), values)
+        into[i] = values[(slice(None), *chosen[1:])][0]
+
+
+def _inner_dimensions(stored: tuple[int, ...], mapped: tuple[int, ...]) -> set[int]:
+    """Return the mapped dimensions that follow another one inside the same stored dimension."""
+    inner, at = set(), 0
+    for length in stored:
+        size, first = 1, at
+        while size < length:
+            size *= mapped[at]
+            at += 1
+        inner |= set(range(first + 1, at))
+    return inner
 
 
 def _read_window(tensors: Tensors, part: TensorPart, window: Window, out: np.ndarray[Any, Any]) -> None:

@@ -18,7 +18,7 @@ from pallas_kernels.target import KernelTarget
 
 def grouped_matmul(
     x: Float[Array, "tokens_or_rows in_dim"],
-    weight: Float[Array, "experts out_dim in_dim"] | HeldWeight,
+    weight: Float[Array, "experts *out in_dim"] | HeldWeight,
     groups: Groups,
     *,
     bias: Float[Array, "experts out_dim"] | None = None,
@@ -31,9 +31,10 @@ def grouped_matmul(
 ) -> Float[Array, "rows out_or_half"]:
     """Multiply each row by the weight of its expert, `x @ weight[expert].T + bias[expert]`, summed in float32.
 
-    `x` are rows as in `groups`, or, with `of_tokens`, tokens, of which each is the input of all its rows. With a
-    `gate`, the first half of the outputs are those of the gate matrix, the others those of the up matrix, and the
-    result is what the gate makes of both. Experts without rows are not read, and a row doesn't depend on other rows.
+    The dimensions `out` count as one. `x` are rows as in `groups`, or, with `of_tokens`, tokens, of which each is the
+    input of all its rows. With a `gate`, the first half of the outputs are those of the gate matrix, the others those
+    of the up matrix, and the result is what the gate makes of both. Experts without rows are not read, and a row
+    doesn't depend on other rows.
 
     `backend` multiplies by weights of 16 bits, by default the one chosen for `target`; a quantized weight has its own.
     `one_pass` says that no norm precedes (see `quantize_inputs`).
@@ -41,6 +42,7 @@ def grouped_matmul(
     options: dict[str, Any] = {"bias": bias, "gate": gate, "of_tokens": of_tokens}
     if isinstance(weight, PackedWeight):
         return multiply_packed(x, weight, groups, **options).astype(out_dtype)
+    weight = weight.reshape(groups.num_experts, -1, x.shape[1])
     factors = None
     if isinstance(weight, QuantizedWeight):
         assert weight.order is None, "experts with inputs in an order of their own are dequantized"

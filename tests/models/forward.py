@@ -14,7 +14,8 @@ from jaxserve.layers.batch import TokenBatch
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family
 from jaxserve.params import KVSpec
-from jaxserve.runtime.devices.mesh import TENSOR_AXIS, make_mesh, partitions
+from jaxserve.layers.axes import TENSOR_AXES
+from jaxserve.runtime.devices.mesh import make_mesh, partitions
 from pallas_kernels.paged_attention import REFERENCE, Backend, PagedKV
 
 PAGE_SIZE = 16
@@ -59,7 +60,7 @@ def _compiled(
 
     specs = partitions(abstract or model.abstract(config, np.dtype(dtype)))
     parts = (specs, PartitionSpec(), PartitionSpec())
-    out = PartitionSpec(None, TENSOR_AXIS)
+    out = PartitionSpec(None, TENSOR_AXES)
     return jax.jit(jax.shard_map(logits, mesh=mesh, in_specs=parts, out_specs=out, check_vma=False))
 
 

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 from jaxserve.config.schema import EngineConfig
 from jaxserve.models.registry import family
 from jaxserve.runtime.devices.device import DeviceFacts
-from jaxserve.runtime.devices.mesh import TENSOR_AXIS, make_mesh, shardings
+from jaxserve.layers.axes import TENSOR_AXES
+from jaxserve.runtime.devices.mesh import make_mesh, shardings
 from jaxserve.runtime.execution.host_pool import HostPool
 from jaxserve.runtime.programs.builder import ADJUST_KEY, KV_SCALES_KEY, UPDATE_KEY, ProgramBuilder, read_key, write_key
 from jaxserve.runtime.programs.hlo import instructions
@@ -148,7 +149,7 @@ def sampler() -> None:
 
 @functools.cache
 def _on(count: int, sample: Callable[..., Any]) -> Callable[..., Any]:
-    split, whole = PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
+    split, whole = PartitionSpec(None, TENSOR_AXES), PartitionSpec()
     mesh = make_mesh(jax.devices(), tensor=count)
     specs = (split, whole, split, whole)
     return jax.jit(jax.shard_map(sample, mesh=mesh, in_specs=specs, out_specs=whole, check_vma=False))

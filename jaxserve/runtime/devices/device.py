@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 
 from jaxserve.accelerators import nvidia_memory_bytes
+from jaxserve.config.data_parallel import parallelism
 from jaxserve.config.schema import DEFAULT_MEM_FRACTION, EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.devices.target import DeviceTarget, load_target
@@ -97,7 +98,8 @@ def facts_of_devices(devices: Sequence[Any], config: EngineConfig) -> DeviceFact
     (name, share), planned = _arena_setting(), _planned_fraction(config)
     facts = facts_of_device(devices[0])
     if facts.platform == "cpu":
-        used = config.tp_size * config.dp_size // config.nnodes
+        divided = parallelism(config)
+        used = divided.data * divided.tensor * divided.replicas // config.nnodes
         return dataclasses.replace(facts, memory_bytes=facts.memory_bytes // used, max_devices=len(devices))
     if facts.platform != "tpu" and share and float(share) < planned:
         raise ConfigError(

@@ -1,13 +1,16 @@
 """The device mesh, and the table that maps the logical axes of arrays to mesh axes.
 
-The `data` axis is that of ranks: the state has a leading axis of ranks, each row of a step's packed input belongs to
-one rank, and ranks exchange nothing. The `tensor` axis is that of the shards of a rank: heads, MLP and vocabulary are
-split, all shards get the same input, and `layers` and `sampling` say what they exchange. The names `expert` and `stage`
-are reserved for future axes. `sizing/mesh_validation.py` checks which mesh shapes a model allows.
+The `data` axis is that of ranks: the state has a leading axis of ranks, and each row of a step's packed input belongs
+to one rank. The axes `expert` and `tensor` are together those of the shards of a rank (`TENSOR_AXES`): heads, MLP and
+vocabulary are split over both, all shards get the same input, and `layers` and `sampling` say what they exchange. The
+experts of a mixture are split over `expert`, and each of them over `tensor`. With data-parallel attention, experts are
+split over the ranks too, which then exchange tokens; else ranks exchange nothing. The name `stage` is reserved.
+`sizing/mesh_validation.py` checks which mesh shapes a model allows.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,17 +19,18 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError
+from jaxserve.layers.axes import DATA_AXIS, EXPERT_AXIS, EXPERT_TENSOR_AXIS, TENSOR_AXES
 
-DATA_AXIS = "data"
-TENSOR_AXIS = "tensor"
-
-# Logical axis of a parameter or a state array -> mesh axis; axes that map to None are not split.
-LOGICAL_AXES: dict[str | None, str | None] = {
-    None: None,
-    "ranks": DATA_AXIS,
-    "kv_heads": TENSOR_AXIS,
-    "mlp": TENSOR_AXIS,
-    "vocab": TENSOR_AXIS,
+# Logical axis of a parameter or a state array -> mesh axes; without any it is not split.
+LOGICAL_AXES: dict[str | None, tuple[str, ...]] = {
+    None: (),
+    "ranks": (DATA_AXIS,),
+    "kv_heads": TENSOR_AXES,
+    "mlp": TENSOR_AXES,
+    "vocab": TENSOR_AXES,
+    "experts": (EXPERT_AXIS,),
+    "experts_of_ranks": (DATA_AXIS, EXPERT_AXIS),
+    "expert_mlp": (EXPERT_TENSOR_AXIS,),
 }
 
 
@@ -34,15 +38,24 @@ GPU = ("gpu", "cuda")
 """jax's names for the platform of an NVIDIA GPU, attached or not."""
 
 
-def make_mesh(devices: Sequence[Any], *, data: int = 1, tensor: int = 1) -> Mesh:
-    """Return a mesh of the first `data * tensor` devices, which need not be attached."""
-    count = data * tensor
-    return Mesh(np.array(list(devices[:count])).reshape(data, tensor), (DATA_AXIS, TENSOR_AXIS))
+def axis_sizes(*, data: int = 1, tensor: int = 1, expert: int = 1) -> dict[str, int]:
+    """Return the sizes of the mesh axes, in order: `data` ranks of `tensor` shards, which are in `expert` groups.
+
+    Each group has experts of its own; its shards divide each of them.
+    """
+    assert tensor % expert == 0, (tensor, expert)
+    return {DATA_AXIS: data, EXPERT_AXIS: expert, EXPERT_TENSOR_AXIS: tensor // expert}
+
+
+def make_mesh(devices: Sequence[Any], *, data: int = 1, tensor: int = 1, expert: int = 1) -> Mesh:
+    """Return a mesh of the first `data * tensor` devices, which need not be attached (see `axis_sizes`)."""
+    axes = axis_sizes(data=data, tensor=tensor, expert=expert)
+    return Mesh(np.array(list(devices[: data * tensor])).reshape(*axes.values()), tuple(axes))
 
 
 def partition(axes: tuple[str | None, ...]) -> PartitionSpec:
     """Return the mesh axes of an array from its logical axes."""
-    return PartitionSpec(*(LOGICAL_AXES[axis] for axis in axes))
+    return PartitionSpec(*(LOGICAL_AXES[axis] or None for axis in axes))
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:
@@ -64,9 +77,9 @@ def device_bytes(specs: Any, sizes: Mapping[str, int]) -> int:
     for spec in jax.tree.leaves(specs):
         parts = 1
         for length, name in zip(spec.shape, spec.axes):
-            split = sizes.get(LOGICAL_AXES[name] or "", 1)
+            split = math.prod(sizes.get(axis, 1) for axis in LOGICAL_AXES[name])
             if length % split:
-                raise ConfigError(f"tp_size={split} can't split this model: it doesn't divide {length} ({name})")
+                raise ConfigError(f"{split} devices can't split this model: that doesn't divide {length} ({name})")
             parts *= split
         total += spec.nbytes // parts
     return total

@@ -16,7 +16,7 @@ from jaxserve.runtime.devices.mesh import make_mesh
 from jaxserve.runtime.devices.target import load_target
 
 
-def target_mesh(name: str, *, tensor: int = 1, data: int = 1) -> Mesh:
+def target_mesh(name: str, *, tensor: int = 1, data: int = 1, expert: int = 1) -> Mesh:
     """Return a mesh of a target's devices. Sets the environment variables of its compiler that aren't set yet.
 
     Raises `ConfigError` if the target is unknown, its compiler isn't installed or no topology has that many devices.
@@ -34,4 +34,4 @@ def target_mesh(name: str, *, tensor: int = 1, data: int = 1) -> Mesh:
             f"jax can't compile for target {name!r} here ({error}); install its compiler: "
             f"pip install 'jaxserve[{target.extra}]' (in a checkout: pip install -e '.[{target.extra}]')"
         ) from error
-    return make_mesh(topology.devices, data=data, tensor=tensor)
+    return make_mesh(topology.devices, data=data, tensor=tensor, expert=expert)

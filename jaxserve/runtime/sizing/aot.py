@@ -46,7 +46,7 @@ def builder_for_target(deployment: Deployment, name: str) -> ProgramBuilder:
     Raises `ConfigError`.
     """
     jax.config.update("jax_platforms", "cpu")
-    return deployment.builder(target_mesh(name, tensor=deployment.tensor, data=deployment.data))
+    return deployment.builder(target_mesh(name, **deployment.mesh_sizes))
 
 
 def deploy_on_device(config: EngineConfig) -> tuple[Deployment, ProgramBuilder]:
@@ -55,7 +55,7 @@ def deploy_on_device(config: EngineConfig) -> tuple[Deployment, ProgramBuilder]:
     facts = facts_of_devices(devices, config)
     model = read_model(config.model)
     deployment = deploy_or_advise(config, model, facts, read_stored(config, model))
-    mesh = make_mesh(devices, data=deployment.data, tensor=deployment.tensor)
+    mesh = make_mesh(devices, **deployment.mesh_sizes)
     deployment = size_pool_by_compiler(deployment, mesh, None)
     return deployment, deployment.builder(mesh)
 

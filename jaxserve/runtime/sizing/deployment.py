@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve import model_source
-from jaxserve.config.data_parallel import ranks_and_replicas
+from jaxserve.config.data_parallel import Parallelism, parallelism
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
@@ -26,7 +26,7 @@ from jaxserve.models.registry import family, parse_model_config
 from jaxserve.params import KVSpec
 from jaxserve.quant import Stored, WeightChoice, choose_weights, hold_weights, method_of, stored_by_config
 from jaxserve.runtime.devices.device import DeviceFacts
-from jaxserve.runtime.devices.mesh import DATA_AXIS, TENSOR_AXIS, device_bytes
+from jaxserve.runtime.devices.mesh import axis_sizes, device_bytes
 from jaxserve.runtime.programs.builder import (
     ADJUST_KEY,
     KV_SCALES_KEY,
@@ -53,10 +53,10 @@ _CPU_SAMPLE_ROWS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Deployment:
-    """A model in a configuration on `data * tensor` devices of one kind.
+    """A model in a configuration on some devices of one kind, among which it is `divided`.
 
-    `params` and `state` are trees of specs over all of them; `model` is laid out for the tensor axis. `replicas` is how
-    many such deployments there are, each in a process of its own. `stored` tells how the checkpoint stores its
+    `params` and `state` are trees of specs over all of them; `model` is laid out for the shards of a rank.
+    `stored` tells how the checkpoint stores its
     tensors if they may be quantized, `weights` how those of linear layers are held. `nondeterminism` is the reason why
     the bits of a request depend on the batch, or empty if they don't.
     """
@@ -69,12 +69,35 @@ class Deployment:
     sizes: Sizes
     params: Any
     state: DeviceState
-    tensor: int
-    data: int = 1
-    replicas: int = 1
+    divided: Parallelism
     stored: Stored = dataclasses.field(default_factory=dict)
     weights: WeightChoice = dataclasses.field(default_factory=WeightChoice)
     nondeterminism: str = ""
+
+    @property
+    def tensor(self) -> int:
+        """The number of shards of a rank."""
+        return self.divided.tensor
+
+    @property
+    def data(self) -> int:
+        """The number of data-parallel ranks."""
+        return self.divided.data
+
+    @property
+    def replicas(self) -> int:
+        """How many such deployments there are, each in a process of its own."""
+        return self.divided.replicas
+
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """The sizes of its mesh, as `make_mesh` takes them."""
+        return {"data": self.data, "tensor": self.tensor, "expert": self.divided.expert}
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """The sizes of the axes of its mesh."""
+        return axis_sizes(**self.mesh_sizes)
 
     @property
     def num_devices(self) -> int:
@@ -84,7 +107,7 @@ class Deployment:
     @property
     def dense_bytes(self) -> int:
         """Bytes that the weights would take on a device if none were quantized."""
-        return device_bytes(family(self.model).abstract(self.model, self.dtype), {TENSOR_AXIS: self.tensor})
+        return device_bytes(family(self.model).abstract(self.model, self.dtype), self.axis_sizes)
 
     @property
     def num_ranks(self) -> int:
@@ -150,13 +173,16 @@ def deploy(
     `InsufficientMemoryError` if memory is too small.
     """
     check_mesh(config, model, device)
-    data, replicas = ranks_and_replicas(config)
-    dtype, tensor = dtype_of(config.dtype), config.tp_size
+    divided = parallelism(config)
+    data, tensor, replicas = divided.data, divided.tensor, divided.replicas
+    dtype = dtype_of(config.dtype)
     kv_dtype = kv_dtype_of(config.kv_cache_dtype, dtype)
     context = config.context_length or model.max_position_embeddings
     # A window as long as the context masks nothing.
     whole_from = 0 if config.disable_hybrid_swa_memory else context
-    model = dataclasses.replace(model.with_context(context), shards=tensor, whole_from=whole_from)
+    model = dataclasses.replace(
+        model.with_context(context), shards=tensor, whole_from=whole_from, experts_over_ranks=divided.over_ranks
+    )
     specs = model.kv_specs()
     if config.disable_hybrid_swa_memory and len(specs) > 1:
         heads = ", ".join(f"{spec.num_kv_heads} of size {spec.head_dim}" for spec in specs)
@@ -165,7 +191,7 @@ def deploy(
             f"{heads}; leave it out"
         )
     _check_ratio(config, specs, context)
-    axes = {DATA_AXIS: data, TENSOR_AXIS: tensor}
+    axes = axis_sizes(data=data, tensor=tensor, expert=divided.expert)
     params = family(model).abstract(model, dtype)
     stored = stored or stored_by_config(model.quantization, params)
     weights = choose_weights(
@@ -237,9 +263,7 @@ def deploy(
         sizes,
         params,
         state,
-        tensor,
-        data,
-        replicas,
+        divided,
         stored,
         weights,
         nondeterminism,

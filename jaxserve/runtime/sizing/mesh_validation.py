@@ -5,7 +5,7 @@ It computes with sizes alone: `devices/mesh.py` makes meshes, and the axes of a 
 
 from __future__ import annotations
 
-from jaxserve.config.data_parallel import ranks_and_replicas
+from jaxserve.config.data_parallel import Parallelism, divisors, parallelism
 from jaxserve.config.schema import EngineConfig
 from jaxserve.config.settings import as_flag
 from jaxserve.errors import ConfigError
@@ -16,14 +16,17 @@ _SIMULATED = "--xla_force_host_platform_device_count"
 
 
 def check_mesh(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> None:
-    """Raise `ConfigError` if `--tp-size` can't split the model, or if there are too few devices for the mesh."""
-    tensor, (data, _), most = config.tp_size, ranks_and_replicas(config), device.max_devices
+    """Raise `ConfigError` if the sizes can't split the model, or if there are too few devices for the mesh."""
+    divided = parallelism(config)
+    tensor, data, most = divided.tensor, divided.data, device.max_devices
     if not model.splits_into(tensor):
         works = [_flags(tp_size=size) for size in _nearest(model, tensor, max(most, 1))]
+        sizes = ", ".join(f"{name} of {width}" for name, width in model.split_sizes.items())
         raise ConfigError(
             f"tp_size={tensor} can't split this model evenly ({model.num_heads} attention heads, {model.num_kv_heads} "
-            f"KV heads, an MLP of {model.intermediate_size}); the nearest that can: {' or '.join(works)}"
+            f"KV heads, {sizes}); the nearest that can: {' or '.join(works)}"
         )
+    _check_experts(config, divided, model)
     if tensor * data <= most:
         return
     fits = []
@@ -34,8 +37,31 @@ def check_mesh(config: EngineConfig, model: ModelConfig, device: DeviceFacts) ->
         fits.append(_flags(tp_size=largest, dp_size=min(data, most)))
     hint = f"; XLA_FLAGS={_SIMULATED}={tensor * data} makes a CPU simulate them" if device.platform == "cpu" else ""
     raise ConfigError(
-        f"tp_size={tensor} and dp_size={data} take {tensor * data} devices, and there are {most}; what fits: "
-        f"{' or '.join(dict.fromkeys(fits))}{hint}"
+        f"tp_size={config.tp_size} and dp_size={config.dp_size} take {tensor * data} devices, and there are {most}; "
+        f"what fits: {' or '.join(dict.fromkeys(fits))}{hint}"
+    )
+
+
+def _check_experts(config: EngineConfig, divided: Parallelism, model: ModelConfig) -> None:
+    """Raise `ConfigError` if the model's experts can't be divided evenly."""
+    parts = divided.expert_parts
+    if not model.num_experts:
+        if parts > 1 or config.enable_dp_attention:
+            asked = "enable_dp_attention" if config.enable_dp_attention else f"ep_size={config.ep_size}"
+            raise ConfigError(f"{asked} is for mixtures of experts, and this model has no experts; leave it out")
+        return
+    devices = divided.tensor * (divided.data if divided.over_ranks else 1)
+
+    def fits(parts: int) -> bool:
+        return model.num_experts % parts == 0 and model.expert_size % (devices // parts) == 0
+
+    if fits(parts):
+        return
+    ranks = divided.data if divided.over_ranks else 1
+    works = [str(ranks * part) for part in divisors(divided.tensor) if fits(ranks * part)]
+    raise ConfigError(
+        f"ep_size={parts} on {devices} devices can't divide {model.num_experts} experts of width {model.expert_size} "
+        f"evenly; {f'sizes that can: {", ".join(works)}' if works else 'no size can: use fewer devices'}"
     )
 
 

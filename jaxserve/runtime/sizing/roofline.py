@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxserve.params import ParamSpec
-from jaxserve.runtime.devices.mesh import TENSOR_AXIS, device_bytes
+from jaxserve.runtime.devices.mesh import device_bytes
 from jaxserve.runtime.devices.target import DeviceTarget
 from jaxserve.runtime.sizing.deployment import Deployment
 from pallas_kernels.quantized_matmul import HeldWeight, QuantizedWeight
@@ -82,7 +82,7 @@ class Roofline:
 def roofline(deployment: Deployment, target: DeviceTarget) -> Roofline:
     """Return the limits of a deployment on a target."""
     params = deployment.params
-    axes = {TENSOR_AXIS: deployment.tensor}
+    axes = deployment.axis_sizes
     head = params.embedding if params.output is None else params.output
     return Roofline(
         bandwidth=target.memory_bandwidth,

@@ -17,9 +17,10 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxserve.layers.axes import DATA_AXIS, TENSOR_AXES
 from jaxserve.layers.batch import KVPools, TokenBatch
 from jaxserve.models.registry import family
-from jaxserve.runtime.devices.mesh import DATA_AXIS, TENSOR_AXIS, partitions
+from jaxserve.runtime.devices.mesh import partitions
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
 from jaxserve.runtime.step.state import DeviceState, all_ranks, one_rank
 from jaxserve.runtime.step.step import StepContext
@@ -117,7 +118,7 @@ def _largest_of_pool(pool: PagedKV, pages: int, head_dim: int) -> Float[Array, "
         return jnp.zeros((2, 0), jnp.float32)
     entries = jnp.arange(pool.num_layers * pages, dtype=jnp.int32).reshape(pool.num_layers, pages)
     found = [jnp.abs(pool.gather(which, entries, head_dim)).max(axis=(0, 2, 3, 4)) for which in (0, 1)]
-    return lax.pmax(jnp.stack(found).astype(jnp.float32), TENSOR_AXIS)
+    return lax.pmax(jnp.stack(found).astype(jnp.float32), TENSOR_AXES)
 
 
 def _with_scales(pool: PagedKV, largest: Float[Array, "2 layers"]) -> PagedKV:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxserve.layers.axes import DATA_AXIS
 from jaxserve.layers.batch import replace_pool
-from jaxserve.runtime.devices.mesh import DATA_AXIS, partitions
+from jaxserve.runtime.devices.mesh import partitions
 from jaxserve.runtime.step.state import ArraySpec, DeviceState, all_ranks, one_rank
 from pallas_kernels.paged_attention import read_pages, write_pages
 

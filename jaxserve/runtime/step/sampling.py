@@ -23,8 +23,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from jaxserve.api_types import MAX_LOGPROBS
+from jaxserve.layers.axes import TENSOR_AXES, tensor_rank
 from jaxserve.layers.embedding import shard_index
-from jaxserve.layers.linear import TENSOR_AXIS, tensor_rank
 from jaxserve.runtime.step.state import COUNT_MASK, FLOATS, INTS, SamplingRows
 from pallas_kernels.cpu import kernel_or_fallback
 from pallas_kernels.normalization import log_sum_exp
@@ -62,9 +62,9 @@ def greedy(logits: Float[Array, "rows vocab_shard"]) -> Int[Array, " rows"]:
     # Unlike XLA's argmax, a maximum and a minimum are vectorized: 0.3 ms instead of 3.8 for 16 rows on a CPU.
     index = jnp.arange(size, dtype=jnp.int32)
     local = jnp.min(jnp.where(logits == peak[:, None], index, size - 1), axis=1)
-    best = lax.pmax(peak, TENSOR_AXIS)
-    vocab = size * lax.axis_size(TENSOR_AXIS)
-    return lax.pmin(jnp.where(peak == best, local + tensor_rank() * size, vocab - 1), TENSOR_AXIS)
+    best = lax.pmax(peak, TENSOR_AXES)
+    vocab = size * lax.axis_size(TENSOR_AXES)
+    return lax.pmin(jnp.where(peak == best, local + tensor_rank() * size, vocab - 1), TENSOR_AXES)
 
 
 @jax.named_scope("sample")
@@ -145,9 +145,9 @@ def _on_whole_rows(
     def padded(x: Array) -> Array:
         return jnp.pad(x, ((0, each * shards - rows), *((0, 0),) * (x.ndim - 1)))
 
-    whole = lax.all_to_all(padded(logits), TENSOR_AXIS, split_axis=0, concat_axis=1, tiled=True)
+    whole = lax.all_to_all(padded(logits), TENSOR_AXES, split_axis=0, concat_axis=1, tiled=True)
     own = (lax.dynamic_slice_in_dim(padded(x), tensor_rank() * each, each) for x in columns)
-    return lax.all_gather(draw(whole, *own), TENSOR_AXIS, tiled=True)[:rows]
+    return lax.all_gather(draw(whole, *own), TENSOR_AXES, tiled=True)[:rows]
 
 
 @jax.named_scope("logprobs")
@@ -194,7 +194,7 @@ def _logprobs_by_triton(
         return Logprobs(found.chosen, found.top_ids, found.top)
     own = triton.top_logits(logits, shard_index(token, size), wanted, top=count, normalize=False, interpret=interpret)
     normalizer = jax.nn.logsumexp(_gather_shards(own.normalizer[:, None]), axis=1)
-    chosen = lax.psum(own.chosen, TENSOR_AXIS)
+    chosen = lax.psum(own.chosen, TENSOR_AXES)
     top, ids = _gather_shards(own.top), _gather_shards(own.top_ids + tensor_rank() * size)
     # Equals stay in shard order, so the lowest id comes first.
     count = min(MAX_LOGPROBS, top.shape[1])
@@ -216,15 +216,15 @@ def _token_logit(logits: Float[Array, "rows vocab_shard"], token: Int[Array, " r
     size = logits.shape[1]
     at = shard_index(token, size)[:, None]
     own = jnp.take_along_axis(logits, jnp.minimum(at, size - 1), axis=1)
-    return lax.psum(jnp.where(at < size, own, 0.0), TENSOR_AXIS)
+    return lax.psum(jnp.where(at < size, own, 0.0), TENSOR_AXES)
 
 
 def _gather_shards(x: Shaped[Array, "rows some"]) -> Shaped[Array, "rows some_of_all"]:
-    return lax.all_gather(x, TENSOR_AXIS, axis=1, tiled=True)
+    return lax.all_gather(x, TENSOR_AXES, axis=1, tiled=True)
 
 
 def _num_shards() -> int:
-    return int(lax.axis_size(TENSOR_AXIS))
+    return int(lax.axis_size(TENSOR_AXES))
 
 
 def adjust_logits(

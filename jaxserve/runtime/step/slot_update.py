@@ -19,8 +19,9 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.api_types import MAX_STOP_IDS
+from jaxserve.layers.axes import DATA_AXIS
 from jaxserve.layers.embedding import shard_index
-from jaxserve.runtime.devices.mesh import DATA_AXIS, partitions
+from jaxserve.runtime.devices.mesh import partitions
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
 from jaxserve.runtime.step.state import COUNT_MASK, FLOATS, INTS, SEEN_IN_PROMPT, DeviceState, all_ranks, one_rank
 from jaxserve.step_plan import Capacity, SlotOpen

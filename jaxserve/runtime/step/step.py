@@ -17,10 +17,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxserve.layers.axes import DATA_AXIS
 from jaxserve.layers.embedding import mask_padding, shard_index
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family
-from jaxserve.runtime.devices.mesh import DATA_AXIS, partitions
+from jaxserve.runtime.devices.mesh import partitions
 from jaxserve.runtime.step import batch as batches
 from jaxserve.runtime.step import sampling
 from jaxserve.runtime.step.batch import StepInput, StepShape

@@ -48,7 +48,7 @@ class CheckpointRows:
 
     def numbers(self, path: Path, window: Window, out: Array) -> None:
         """See `QuantizedRows`."""
-        tensors = Tensors(lambda name: self._source.infos[name].shape, self._source.read_numbers)
+        tensors = Tensors(lambda name: self._source.infos[name].shape, self._source.read_numbers, quantized=True)
         fill_window(tensors, self._parts[path], window, out)
 
     def factors(self, path: Path, window: Window, unit: int, out: Array) -> None:
@@ -62,7 +62,7 @@ class CheckpointRows:
             self._source.read_factors(name, window, unit, out)
 
         parts = [_in_units(part, unit) for part in self._parts[path]]
-        fill_window(Tensors(shape, read), parts, window, out)
+        fill_window(Tensors(shape, read, quantized=True), parts, window, out)
 
     def order(self, path: Path) -> Array:
         """See `QuantizedRows`. All tensors of a weight have the same one."""

@@ -1,0 +1,210 @@
+"""What the families share: Llama's layers, in which a mixture of experts takes the place of the feed-forward block."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import flax.struct
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxserve.errors import ConfigError
+from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
+from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch
+from jaxserve.layers.mixture import MixtureParams, MixtureSettings, mixture
+from jaxserve.layers.mlp import MlpParams, mlp
+from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.rope import RopeConfig, Rotation, rotation
+from jaxserve.model_source.fields import Fields, Range
+from jaxserve.models import llama
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.parameters import Params, ParamSpecs
+from pallas_kernels.expert_routing import Routing
+from pallas_kernels.grouped_matmul import Gate
+from pallas_kernels.paged_attention import Backend
+
+embed, head = llama.embed, llama.head
+
+EXPERTS = Range(1, 4096)
+
+
+_SWIGLU = Gate()
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """The names of a layer's tensors; `experts` without projections share tensors (gpt-oss)."""
+
+    block: str = "mlp"
+    router: str = "gate"
+    correction: str | None = None
+    projections: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
+    shared: str = "shared_experts"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """The config of a family.
+
+    `dense[i]` tells whether layer i has a plain feed-forward block. `shared_size` is the width of the block that
+    computes all tokens, 0 if there is none. `qk_norm` norms each head, or all heads of a token as one.
+    """
+
+    norm_eps: float
+    rope: RopeConfig
+    routing: Routing
+    experts: int
+    expert_width: int
+    dense: tuple[bool, ...]
+    names: Names
+    gate: Gate = _SWIGLU
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: Literal["none", "head", "all_heads"] = "none"
+    sinks: bool = False
+    router_bias: bool = False
+    shared_size: int = 0
+    shared_gate: bool = False
+    unused: tuple[str, ...] = ()
+
+    @property
+    def num_experts(self) -> int:
+        return self.experts
+
+    @property
+    def expert_size(self) -> int:
+        return self.expert_width
+
+    @property
+    def widest_mlp(self) -> int:
+        mixture = self.routing.choices * self.expert_width + self.shared_size
+        return max(mixture, self.intermediate_size if any(self.dense) else 0)
+
+    @property
+    def split_sizes(self) -> dict[str, int]:
+        sizes = {"an MLP": self.intermediate_size} if any(self.dense) else {}
+        return sizes | ({"a shared expert": self.shared_size} if self.shared_size else {})
+
+
+@flax.struct.dataclass
+class LayerParams:
+    """The weights of one decoder layer."""
+
+    attention_norm: Array
+    attention: AttentionParams
+    mlp_norm: Array
+    mlp: MlpParams | MixtureParams
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSettings:
+    """The static settings of a layer; layers with equal settings share a trace."""
+
+    attention: AttentionSettings
+    mixture: MixtureSettings
+
+
+def read_experts(fields: Fields, experts: str, choices: str, *, default: tuple[int, int]) -> tuple[int, int]:
+    """Return the number of experts and how many of them a token chooses. Raises `ConfigError`."""
+    count, chosen = (fields.integer(name, EXPERTS, size) for name, size in zip((experts, choices), default))
+    if chosen > count:
+        raise ConfigError(f"{fields.where}: {choices}={chosen} is more than {experts}={count}")
+    for name in ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"):
+        fields.get(name)  # They are for training
+    return count, chosen
+
+
+def abstract(config: Config, dtype: np.dtype) -> Params:
+    """Return the tree of parameters; each leaf is a `ParamSpec`."""
+    declare = ParamSpecs(config, dtype)
+    names = config.names
+
+    def qk_norm(name: str, letter: str) -> Any:
+        tensor = f"{name}.{letter}_norm.weight"
+        if config.qk_norm == "all_heads":
+            return declare.norm_of_heads(tensor, queries=letter == "q", rope=config.rope)
+        return declare.norm_of_head(tensor, config.rope) if config.qk_norm == "head" else None
+
+    def block(name: str, i: int) -> MlpParams | MixtureParams:
+        if config.dense[i]:
+            return declare.mlp(name)
+        correction = None if names.correction is None else f"{name}.{names.correction}"
+        shared = declare.mlp(f"{name}.{names.shared}", width=config.shared_size) if config.shared_size else None
+        return MixtureParams(
+            router=declare.router(
+                f"{name}.{names.router}", config.experts, bias=config.router_bias, correction=correction
+            ),
+            experts=(
+                declare.experts(f"{name}.experts", names.projections)
+                if names.projections is not None
+                else declare.stacked_experts(f"{name}.experts", transposed=True, interleaved=True, bias=True)
+            ),
+            shared=shared,
+            shared_gate=declare.row(f"{name}.{names.shared}_gate.weight") if config.shared_gate else None,
+        )
+
+    def layer(i: int) -> LayerParams:
+        name = f"model.layers.{i}"
+        attention = f"{name}.self_attn"
+        return LayerParams(
+            attention_norm=declare.vector(f"{name}.input_layernorm.weight"),
+            attention=declare.attention(
+                attention,
+                config.rope,
+                qkv_bias=config.qkv_bias,
+                output_bias=config.output_bias,
+                q_norm=qk_norm(attention, "q"),
+                k_norm=qk_norm(attention, "k"),
+                sinks=config.sinks,
+            ),
+            mlp_norm=declare.vector(f"{name}.post_attention_layernorm.weight"),
+            mlp=block(f"{name}.{names.block}", i),
+        )
+
+    layers = tuple(layer(i) for i in range(config.num_layers))
+    norm = dataclasses.replace(declare.vector("model.norm.weight"), unused=config.unused)
+    return Params(declare.embedding(), layers, norm, declare.head())
+
+
+def forward(
+    config: Config,
+    params: Params,
+    x: Float[Array, "tokens dim"],
+    batch: TokenBatch,
+    kv: KVPools,
+    backend: Backend,
+) -> tuple[Float[Array, "tokens dim"], KVPools]:
+    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
+    rope = rotation(batch, config.rope, config.head_dim)
+    at = config.kv_layers()
+    of_mixture = MixtureSettings(config.routing, config.gate, backend.target)
+    for i, layer in enumerate(params.layers):
+        settings = LayerSettings(AttentionSettings(config.norm_eps, backend, config.windows[i]), of_mixture)
+        with jax.named_scope(f"layer_{i}"):
+            x, kv = _layer(x, layer, batch, kv, at[i], rope, settings)
+    with jax.named_scope("final_norm"):
+        return rms_norm(x, params.norm, config.norm_eps), kv
+
+
+@functools.partial(jax.jit, static_argnames="settings")
+def _layer(
+    x: Float[Array, "tokens dim"],
+    params: LayerParams,
+    batch: TokenBatch,
+    kv: KVPools,
+    at: KVLayer,
+    rope: Rotation,
+    settings: LayerSettings,
+) -> tuple[Float[Array, "tokens dim"], KVPools]:
+    """Apply one decoder layer. Jitted so that it is traced once for equal layers; the compiler inlines it."""
+    eps = settings.attention.norm_eps
+    normed = rms_norm(x, params.attention_norm, eps)
+    attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings.attention)
+    x = x + attended
+    normed = rms_norm(x, params.mlp_norm, eps)
+    if isinstance(params.mlp, MlpParams):
+        return x + mlp(normed, params.mlp), kv
+    return x + mixture(normed, params.mlp, batch.live, settings.mixture), kv

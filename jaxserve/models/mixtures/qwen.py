@@ -1,0 +1,51 @@
+"""Qwen2-MoE (biases, a gated shared expert) and Qwen3-MoE (norms of heads)."""
+
+from __future__ import annotations
+
+from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, WIDTH, Fields, Range
+from jaxserve.models.config import FULL, SLIDING, read_sizes, read_windows, refuse
+from jaxserve.models.mixtures import common
+from jaxserve.models.rope import read_rope
+from pallas_kernels.expert_routing import Routing
+
+abstract, embed, forward, head = common.abstract, common.embed, common.forward, common.head
+
+
+def parse(fields: Fields) -> common.Config:
+    """Read a config.json. Raises `ConfigError`."""
+    second = (fields.texts("architectures") or [""])[0] == "Qwen2MoeForCausalLM"
+    sizes = read_sizes(fields, intermediate_size=5632 if second else 6144, num_key_value_heads=16 if second else 4)
+    refuse(fields, hidden_act="silu")
+    layers = sizes["num_layers"]
+    experts, choices = common.read_experts(
+        fields, "num_experts", "num_experts_per_tok", default=(60, 4) if second else (128, 8)
+    )
+    every = fields.integer("decoder_sparse_step", LAYERS, 1)
+    plain = {int(i) for i in fields.numbers("mlp_only_layers", Range(0, LAYERS.most))}
+    biased = fields.boolean("attention_bias", False)
+    return common.Config(
+        **sizes,
+        norm_eps=fields.number("rms_norm_eps", NORM_EPSILON, 1e-6),
+        rope=read_rope(fields, sizes["max_position_embeddings"], sizes["head_dim"]),
+        windows=_windows(fields, layers, second=second),
+        routing=Routing(choices, renormalize=fields.boolean("norm_topk_prob", False)),
+        experts=experts,
+        expert_width=fields.integer("moe_intermediate_size", WIDTH, 1408 if second else 768),
+        dense=tuple(i in plain or (i + 1) % every != 0 for i in range(layers)),
+        names=common.Names(shared="shared_expert"),
+        qkv_bias=fields.boolean("qkv_bias", True) if second else biased,
+        output_bias=not second and biased,
+        qk_norm="none" if second else "head",
+        shared_size=fields.integer("shared_expert_intermediate_size", WIDTH, 5632) if second else 0,
+        shared_gate=second,
+    )
+
+
+def _windows(fields: Fields, layers: int, *, second: bool) -> tuple[int | None, ...]:
+    """Return the windows, if `use_sliding_window` asks for them: all layers of Qwen3's have one, not all of Qwen2's."""
+    asked = fields.boolean("use_sliding_window", False)
+    most = fields.integer("max_window_layers", Range(0, LAYERS.most), 28)
+    if not asked:
+        fields.get("sliding_window")
+    types = [SLIDING if asked and (not second or (i % 2 == 0 and i < most)) else FULL for i in range(layers)]
+    return read_windows(fields, layers, types, 4096)
