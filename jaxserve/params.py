@@ -14,6 +14,10 @@ Path = tuple[str | int, ...]
 """A parameter's place in its tree: attribute names, keys and list indices."""
 
 
+EXPERT_AXES = ("experts", "experts_of_ranks")
+"""The logical axes of experts: split among the shards of a rank, or among those of all ranks."""
+
+
 class Order(NamedTuple):
     """Another order of dimension `axis`: the parameter's entry j is the tensor's entry `entries[j]`."""
 
@@ -120,6 +124,11 @@ class ParamSpec:
             if self.kv_shared:
                 stored[heads + 1], inside[heads + 1] = shared, slice(split, split + self.kv_shared)
                 yield tuple(stored), tuple(inside)
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts, over all shards, if this is a parameter of experts; else 0."""
+        return self.shape[0] if self.axes and self.axes[0] in EXPERT_AXES else 0
 
     @property
     def nbytes(self) -> int:

@@ -18,6 +18,7 @@ import argparse
 import json
 import re
 import shutil
+import tempfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -26,9 +27,9 @@ import numpy as np
 import torch
 from make_golden import LENGTHS, logits_of, random_weights, read_back
 from quantized.configs import BITSANDBYTES
-from quantized.fixtures import MODELS, Fixture, llama
+from quantized.fixtures import MIXTURES, MODELS, Fixture, llama
 from quantized.formats import Packed, mxfp4
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -145,6 +146,55 @@ def make_model(folder: Path, fixture: Fixture) -> None:
     print(f"{folder.name:30} {size / 1e3:6.0f} kB   logits std {np.concatenate(logits).std():.2f}")
 
 
+def make_mixture(folder: Path, fixture: Fixture) -> None:
+    """Write the checkpoint of a mixture: weights are packed under the names that the hub's checkpoints have."""
+    seed = zlib.crc32(folder.name.encode())
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fixture.config), dtype=torch.float32)
+    dtype = getattr(torch, fixture.config["torch_dtype"])
+    # As wide as random weights of 32 inputs, so that sums stay small
+    scaled = {
+        name: w * (32 / w.shape[1]) ** 0.5 if w.dim() == 2 else w
+        for name, w in random_weights(model, generator).items()
+    }
+    scaled |= {name: w * (32 / 128) ** 0.5 for name, w in scaled.items() if w.dim() == 3}
+    model.load_state_dict({name: weight.to(dtype).float() for name, weight in scaled.items()})
+    rng = np.random.default_rng(seed)
+    sequences = [rng.integers(3, fixture.config["vocab_size"], n).astype(np.int32) for n in LENGTHS]
+    with tempfile.TemporaryDirectory() as plain:
+        model.save_pretrained(plain)
+        weights = load_file(Path(plain) / "model.safetensors")
+        tensors: dict[str, Tensor] = {}
+        dequantized = dict(weights)
+        for name, weight in weights.items():
+            module = name.removesuffix(".weight")
+            quantizable = name != module and weight.dim() == 2 and "embed" not in name and "norm" not in name
+            if re.search(r"experts\.(gate_up|down)_proj$", name):
+                blocks, scales, stands_for = mxfp4(weight.mT)
+                tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+                dequantized[name] = stands_for.mT.contiguous()
+            elif quantizable and (layer := fixture.pack(module, weight)):
+                tensors |= {f"{module}.{part}": tensor for part, tensor in layer.tensors.items()}
+                if fixture.input_scale:
+                    tensors[f"{module}.input_scale"] = fixture.input_scale(8.0)
+                dequantized[name] = layer.weight
+            else:
+                tensors[name] = weight.to(dtype)
+        save_file(dequantized, Path(plain) / "model.safetensors", {"format": "pt"})
+        logits = logits_of(read_back(Path(plain)), sequences)
+    (folder / "config.json").write_text(
+        json.dumps(fixture.config | {"quantization_config": fixture.quantization}, indent=1) + "\n"
+    )
+    save(folder, tensors, fixture.files)
+    arrays = {f"ids_{i}": s for i, s in enumerate(sequences)} | {f"logits_{i}": x for i, x in enumerate(logits)}
+    np.savez_compressed(folder / "golden.npz", **arrays)
+    packed = {name: dequantized[name] for name in dequantized if not torch.equal(dequantized[name], weights[name])}
+    np.savez_compressed(folder / "dequantized.npz", **{name: weight[:8].numpy() for name, weight in packed.items()})
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    print(f"{folder.name:30} {size / 1e3:6.0f} kB   logits std {np.concatenate(logits).std():.2f}")
+
+
 def make_mxfp4(folder: Path) -> None:
     """Write one of gpt-oss' tensors, with the weights that it stands for."""
     name = "model.layers.0.mlp.experts.gate_up_proj"
@@ -166,13 +216,15 @@ def make(name: str) -> None:
     elif name == "bitsandbytes":
         config = llama("bfloat16") | {"quantization_config": BITSANDBYTES}
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    elif name in MIXTURES:
+        make_mixture(folder, MIXTURES[name])
     else:
         make_model(folder, MODELS[name])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    names = [*MODELS, "mxfp4", "bitsandbytes"]
+    names = [*MODELS, *MIXTURES, "mxfp4", "bitsandbytes"]
     parser.add_argument("names", nargs="*", choices=[*names, []], help="folders of tests/fixtures/quantized; else all")
     for name in parser.parse_args().names or names:
         make(name)

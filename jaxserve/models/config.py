@@ -17,12 +17,13 @@ import jax.numpy as jnp
 from jaxserve.errors import ConfigError
 from jaxserve.layers.batch import KVLayer
 from jaxserve.layers.rope import RopeConfig
-from jaxserve.model_source.fields import CONTEXT, HEAD_DIM, HEADS, LAYERS, WIDTH, Fields, abbreviate
+from jaxserve.model_source.fields import CONTEXT, HEAD_DIM, HEADS, LAYERS, WIDTH, Fields, Range, abbreviate
 from jaxserve.params import KVSpec
 from jaxserve.quant import CheckpointQuantization
 
 logger = logging.getLogger("jaxserve.models")
 
+EXPERTS = Range(1, 4096)
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -250,6 +251,18 @@ def read_one_window(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
             "sliding_window, if it is set"
         )
     return windows
+
+
+def read_experts(
+    fields: Fields, experts: str, choices: str, *, default: tuple[int | None, int | None] = (None, None)
+) -> tuple[int, int]:
+    """Return the number of experts and how many of them a token chooses. Raises `ConfigError`."""
+    count, chosen = (fields.integer(name, EXPERTS, size) for name, size in zip((experts, choices), default))
+    if chosen > count:
+        raise ConfigError(f"{fields.where}: {choices}={chosen} is more than {experts}={count}")
+    for name in ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"):
+        fields.get(name)  # They are for training
+    return count, chosen
 
 
 def periodic_layer_types(period: int, num_layers: int) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Final
 
 import flax.struct
 import jax
@@ -27,7 +28,7 @@ from jaxserve.models.parameters import Params, ParamSpecs
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend
 
-ACTIVATION = "gelu_pytorch_tanh"
+ACTIVATION: Final = "gelu_pytorch_tanh"
 _WINDOW = 4096
 
 
@@ -175,12 +176,24 @@ def decoder_layer(
     settings: AttentionSettings,
 ) -> tuple[Float[Array, "tokens dim"], KVPools]:
     """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
-    eps = settings.norm_eps
-    normed = rms_norm(x, params.attention_norm, eps)
+    x, kv = attend(x, params, batch, kv, at, rope, settings)
+    out = mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp, ACTIVATION)
+    return x + rms_norm(out, params.mlp_output_norm, settings.norm_eps), kv
+
+
+def attend(
+    x: Float[Array, "tokens dim"],
+    params: LayerParams,
+    batch: TokenBatch,
+    kv: KVPools,
+    at: KVLayer,
+    rope: Rotation,
+    settings: AttentionSettings,
+) -> tuple[Float[Array, "tokens dim"], KVPools]:
+    """Apply the attention of a layer, between its norms, and add it."""
+    normed = rms_norm(x, params.attention_norm, settings.norm_eps)
     attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings)
-    x = x + rms_norm(attended, params.attended_norm, eps)
-    out = mlp(rms_norm(x, params.mlp_norm, eps), params.mlp, ACTIVATION)
-    return x + rms_norm(out, params.mlp_output_norm, eps), kv
+    return x + rms_norm(attended, params.attended_norm, settings.norm_eps), kv
 
 
 def head(config: Config, params: Params, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:

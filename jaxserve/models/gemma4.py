@@ -1,7 +1,7 @@
 """Gemma 4: layers with full attention have larger heads than those with a window, and their keys may be values too.
 
 In the small models the last layers reuse keys and values of earlier ones, and each layer has vectors of its own for
-tokens. "Unified" models differ in their encoders only.
+tokens. A mixture has experts beside the MLP of each layer. "Unified" models differ in their encoders only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch
 from jaxserve.layers.linear import linear
-from jaxserve.layers.mlp import ACTIVATIONS
+from jaxserve.layers.mixture import MixtureParams, MixtureSettings, mixture
+from jaxserve.layers.mlp import ACTIVATIONS, mlp
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
 from jaxserve.model_source.fields import HEAD_DIM, HEADS, LAYERS, NORM_EPSILON, WIDTH, Fields, Range
@@ -31,15 +32,20 @@ from jaxserve.models.config import (
     ModelConfig,
     Sizes,
     periodic_layer_types,
+    read_experts,
     read_sizes,
     read_windows,
     refuse,
 )
 from jaxserve.models.parameters import ParamSpecs
 from jaxserve.models.rope import read_rope
+from pallas_kernels.expert_routing import Routing
+from pallas_kernels.grouped_matmul import Gate
 from pallas_kernels.paged_attention import Backend
 
 embed, head = gemma.embed, gemma.head
+
+_GATE = Gate(gemma.ACTIVATION)
 
 _ROPES = {
     SLIDING: {"rope_theta": 1e4},
@@ -68,6 +74,17 @@ class Config(ModelConfig):
     per_layer_rows: int
     attention_bias: bool
     logit_cap: float | None
+    routing: Routing | None
+    experts: int
+    expert_width: int
+
+    @property
+    def num_experts(self) -> int:
+        return self.experts
+
+    @property
+    def expert_size(self) -> int:
+        return self.expert_width
 
     def stored_heads(self, layer: int) -> tuple[int, int]:
         """Return the KV heads that a checkpoint has for a layer, and their size."""
@@ -84,7 +101,8 @@ class Config(ModelConfig):
 
     @property
     def widest_mlp(self) -> int:
-        return max(self.intermediate_size, self.reusing_mlp_size if self.num_reusing_layers else 0)
+        mixture = self.expert_width * self.routing.choices if self.routing else 0
+        return max(self.intermediate_size, self.reusing_mlp_size if self.num_reusing_layers else 0, mixture)
 
     @property
     def held_per_token(self) -> int:
@@ -121,9 +139,21 @@ class LayerInputParams:
 
 
 @flax.struct.dataclass
+class LayerMixtureParams:
+    """The weights of a layer's mixture: its input's norm, that of the router's, the experts, and norms of outputs."""
+
+    norm: Float[Array, " dim"]
+    router_norm: Float[Array, " dim"]
+    mixture: MixtureParams
+    mlp_output_norm: Float[Array, " dim"]
+    output_norm: Float[Array, " dim"]
+
+
+@flax.struct.dataclass
 class LayerParams(gemma.LayerParams):
     """The weights of one decoder layer."""
 
+    mixture: LayerMixtureParams | None
     layer_input: LayerInputParams | None
     scalar: Float[Array, " 1"]
 
@@ -144,7 +174,7 @@ def parse(fields: Fields) -> Config:
         tie_word_embeddings=True,
     )
     layers, max_position = sizes["num_layers"], sizes["max_position_embeddings"]
-    refuse(fields, hidden_activation=gemma.ACTIVATION, enable_moe_block=False, rope_theta=None, rope_scaling=None)
+    refuse(fields, hidden_activation=gemma.ACTIVATION, rope_theta=None, rope_scaling=None)
     refuse(fields, use_bidirectional_attention="vision")  # It only lets tokens of an image see later ones
     if "sliding_window" in fields.raw and fields.raw["sliding_window"] is None:
         raise fields.error("sliding_window", "a number of tokens")
@@ -167,6 +197,13 @@ def parse(fields: Fields) -> Config:
         raise fields.error("rope_parameters", f"an object with {SLIDING} and {FULL}")
     own = Fields({"rope_parameters": ropes}, fields.where)
     wide = fields.boolean("use_double_wide_mlp", False)
+    routing, experts, expert_width = None, 0, 0
+    if fields.boolean("enable_moe_block", False):
+        experts, choices = read_experts(fields, "num_experts", "top_k_experts")
+        routing = Routing(choices, renormalize=True)
+        expert_width = fields.integer("moe_intermediate_size", WIDTH)
+    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        fields.get(name)  # They may be set without experts
     return Config(
         **sizes,
         norm_eps=fields.number("rms_norm_eps", NORM_EPSILON, 1e-6),
@@ -182,6 +219,9 @@ def parse(fields: Fields) -> Config:
         attention_bias=fields.boolean("attention_bias", False),
         logit_cap=gemma.read_cap(fields, "final_logit_softcapping"),
         windows=windows,
+        routing=routing,
+        experts=experts,
+        expert_width=expert_width,
     )
 
 
@@ -243,8 +283,22 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
             mlp_norm=declare.wide_norm(f"{name}.pre_feedforward_layernorm.weight"),
             mlp=declare.mlp(f"{name}.mlp", width=config.reusing_mlp_size if reuses else None),
             mlp_output_norm=declare.wide_norm(f"{name}.post_feedforward_layernorm.weight"),
+            mixture=layer_mixture(name) if config.routing else None,
             layer_input=layer_input(name) if size else None,
             scalar=declare.vector(f"{name}.layer_scalar", 1),
+        )
+
+    def layer_mixture(name: str) -> LayerMixtureParams:
+        router = declare.router(f"{name}.router.proj", config.experts)
+        scale = declare.vector(f"{name}.router.per_expert_scale", config.experts)
+        return LayerMixtureParams(
+            norm=declare.wide_norm(f"{name}.pre_feedforward_layernorm_2.weight"),
+            router_norm=declare.wide_norm(f"{name}.router.scale"),
+            mixture=MixtureParams(
+                router=dataclasses.replace(router, scale=scale), experts=declare.stacked_experts(f"{name}.experts")
+            ),
+            mlp_output_norm=declare.wide_norm(f"{name}.post_feedforward_layernorm_1.weight"),
+            output_norm=declare.wide_norm(f"{name}.post_feedforward_layernorm_2.weight"),
         )
 
     def layer_input(name: str) -> LayerInputParams:
@@ -278,6 +332,7 @@ def forward(
     """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
     full = rotation(batch, config.rope, config.full_head_dim)
     local = rotation(batch, config.local_rope, config.head_dim)
+    experts = None if config.routing is None else MixtureSettings(config.routing, _GATE, backend.target)
     vectors = None if params.layer_vectors is None else _layer_vectors(config, params.layer_vectors, x, batch)
     at = config.kv_layers()
     for i, layer in enumerate(params.layers):
@@ -291,7 +346,7 @@ def forward(
             keys_as_values=window is None and config.keys_as_values,
         )
         with jax.named_scope(f"layer_{i}"):
-            x, kv = _layer(x, layer, vector, batch, kv, at[i], full if window is None else local, settings)
+            x, kv = _layer(x, layer, vector, batch, kv, at[i], full if window is None else local, settings, experts)
     with jax.named_scope("final_norm"):
         return rms_norm(x, params.norm, config.norm_eps), kv
 
@@ -310,7 +365,7 @@ def _layer_vectors(
     return (rms_norm(projected, params.norm, config.norm_eps) + of_tokens) * half
 
 
-@functools.partial(jax.jit, static_argnames="settings")
+@functools.partial(jax.jit, static_argnames=("settings", "experts"))
 def _layer(
     x: Float[Array, "tokens dim"],
     params: LayerParams,
@@ -320,10 +375,29 @@ def _layer(
     at: KVLayer,
     rope: Rotation,
     settings: AttentionSettings,
+    experts: MixtureSettings | None,
 ) -> tuple[Float[Array, "tokens dim"], KVPools]:
     """Apply one decoder layer. Jitted so that it is traced once for equal layers; the compiler inlines it."""
-    x, kv = gemma.decoder_layer(x, params, batch, kv, at, rope, settings)
+    x, kv = gemma.attend(x, params, batch, kv, at, rope, settings)
+    out = mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp, gemma.ACTIVATION)
+    if params.mixture is not None and experts is not None:
+        out = _with_experts(x, out, params.mixture, batch, experts, settings.norm_eps)
+    x = x + rms_norm(out, params.mlp_output_norm, settings.norm_eps)
     if params.layer_input is not None and vector is not None:
         gated = ACTIVATIONS[gemma.ACTIVATION](linear(x, params.layer_input.gate)) * vector
         x = x + rms_norm(linear(gated, params.layer_input.projection), params.layer_input.norm, settings.norm_eps)
     return x * params.scalar, kv
+
+
+def _with_experts(
+    x: Float[Array, "tokens dim"],
+    out: Float[Array, "tokens dim"],
+    params: LayerMixtureParams,
+    batch: TokenBatch,
+    experts: MixtureSettings,
+    eps: float,
+) -> Float[Array, "tokens dim"]:
+    """Return the sum of the outputs of the MLP, `out`, and of the experts, both normed."""
+    routed_by = rms_norm(x, params.router_norm, eps) * jnp.asarray(x.shape[1] ** -0.5, x.dtype)
+    mixed = mixture(rms_norm(x, params.norm, eps), params.mixture, batch.live, experts, routed_by=routed_by)
+    return rms_norm(out, params.mlp_output_norm, eps) + rms_norm(mixed, params.output_norm, eps)

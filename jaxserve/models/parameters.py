@@ -18,7 +18,7 @@ from jaxserve.layers.mixture import ExpertParams, RouterParams
 from jaxserve.layers.mlp import MlpParams
 from jaxserve.layers.rope import RopeConfig, head_order
 from jaxserve.models.config import ModelConfig
-from jaxserve.params import Initializer, Order, ParamSpec, TensorPart, View
+from jaxserve.params import EXPERT_AXES, Initializer, Order, ParamSpec, TensorPart, View
 
 _NORM_DTYPE = np.dtype(jnp.float32)
 
@@ -278,7 +278,7 @@ class ParamSpecs:
 
     def _experts(self, ups: tuple[TensorPart, ...], downs: tuple[TensorPart, ...]) -> Any:
         dim, width = self._config.hidden_size, self._config.expert_size
-        experts = self._config.num_experts, "experts_of_ranks" if self._config.experts_over_ranks else "experts"
+        experts = self._config.num_experts, EXPERT_AXES[self._config.experts_over_ranks]
         return ExpertParams(
             up=self._spec(experts, (2, None), (width, "expert_mlp"), (dim, None), inputs=1, parts=ups),
             down=self._spec(experts, (dim, None), (width, "expert_mlp"), inputs=1, parts=downs),

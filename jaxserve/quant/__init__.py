@@ -8,7 +8,7 @@ from jaxserve.quant.checkpoint import (
     read_quantization,
     stored_by_config,
 )
-from jaxserve.quant.choice import EMBEDDING, HEAD, WeightChoice, WeightForm, choose_weights, convert_forms
+from jaxserve.quant.choice import EMBEDDING, HEAD, Shards, WeightChoice, WeightForm, choose_weights, convert_forms
 from jaxserve.quant.stored import GGUF_TYPES, Stored, StoredWeight
 from jaxserve.quant.transform import flat_inputs, held_weights, hold_weights
 
@@ -19,6 +19,7 @@ __all__ = [
     "HEAD",
     "CheckpointQuantization",
     "OnTheFly",
+    "Shards",
     "Stored",
     "StoredWeight",
     "WeightChoice",

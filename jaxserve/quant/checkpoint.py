@@ -1,7 +1,8 @@
 """Reads `quantization_config` of a config.json: how each weight of a Hugging Face checkpoint is stored.
 
 The methods, by the rules of the tools that write them: AWQ (AutoAWQ), GPTQ (AutoGPTQ, GPTQModel), fp8 (AutoFP8,
-DeepSeek, Qwen3), fbgemm_fp8, compressed-tensors (llm-compressor). What isn't supported is refused by name.
+DeepSeek, Qwen3), fbgemm_fp8, compressed-tensors (llm-compressor), mxfp4 (gpt-oss). What isn't supported is refused by
+name.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import Fields, Range, abbreviate
-from jaxserve.quant.stored import Packing, Stored, StoredWeight
+from jaxserve.quant.stored import MXFP4_GROUP, Packing, Stored, StoredWeight
 from pallas_kernels.quantized_matmul import Scheme
 
 _F16, _BF16, _F32 = np.dtype(np.float16), np.dtype(jnp.bfloat16), np.dtype(np.float32)
@@ -67,7 +68,11 @@ class CheckpointQuantization:
     def stored(self, name: str) -> StoredWeight | None:
         """Return how a tensor of the model is stored, None if it isn't quantized."""
         module = name.removesuffix(".weight")
-        if module == name or (module == "lm_head" and not self.quantizes_head):
+        if module == name:
+            return next(
+                (rule.stored for rule in self.rules if rule.stored.packing == "mxfp4" and rule.matches(name)), None
+            )
+        if module == "lm_head" and not self.quantizes_head:
             return None
         if any(_matches(pattern, module) for pattern in self.ignored):
             return None
@@ -296,6 +301,15 @@ def _compressed_inputs(fields: Fields, kind: str, bits: int, *, blocks: bool) ->
     return "token"
 
 
+_EXPERTS = r"re:.*\.experts\.(gate_up|down)_proj$"
+
+
+def _mxfp4(fields: Fields) -> CheckpointQuantization:
+    fields.texts("modules_to_not_convert")  # All that aren't experts
+    stored = StoredWeight("MXFP4", Scheme("fp4", MXFP4_GROUP), "mxfp4", _BF16)
+    return CheckpointQuantization("mxfp4", (Rule(_EXPERTS, stored),))
+
+
 def _described(method: str, bits: int, group: int | None, zeros: bool) -> str:
     return f"{method}, {bits} bits{f' in groups of {group}' if group else ''}{' with zeros' * zeros}"
 
@@ -311,5 +325,6 @@ _METHODS: Mapping[str, Callable[[Fields], CheckpointQuantization]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm,
     "compressed-tensors": _compressed,
+    "mxfp4": _mxfp4,
     CONVERTED: _converted,
 }

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.params import ParamSpec, Path, dotted, path_of
 from jaxserve.quant.checkpoint import OnTheFly
 from jaxserve.quant.stored import Stored, StoredWeight, join
+from pallas_kernels import grouped_matmul
 from pallas_kernels.cpu import refusal
 from pallas_kernels.quantized_matmul import BLOCK, STRIP, Backend, NumberType, Scheme, choose_backend
 from pallas_kernels.target import KernelTarget
@@ -95,6 +96,16 @@ class WeightChoice:
         return tuple(path for path in self.others if path not in packed)
 
 
+class Shards(NamedTuple):
+    """The number of shards of a weight, and of each expert of a mixture."""
+
+    tensor: int = 1
+    expert: int = 1
+
+
+ONE_SHARD = Shards()
+
+
 def choose_weights(
     setting: str,
     abstract: Any,
@@ -103,14 +114,13 @@ def choose_weights(
     *,
     target: KernelTarget,
     dtype: np.dtype,
-    tensor: int,
+    shards: Shards = ONE_SHARD,
     splits_into: Callable[[int], bool] = lambda shards: True,
 ) -> WeightChoice:
     """Choose the forms of the weights of a model with these `ParamSpec`s.
 
     `method` is that of the checkpoint, None if it isn't quantized. `splits_into` tells whether the model can have so
-    many shards. Raises `ConfigError` if the setting asks for another method, or if groups of inputs can't be divided
-    among `tensor` shards.
+    many shards. Raises `ConfigError` if the setting asks for another method, or if `shards` would cut groups of inputs.
     """
     on_the_fly = _check_setting(setting, method)
     converted = method if any(one.packing == "converted" for one in stored.values()) else None
@@ -120,14 +130,14 @@ def choose_weights(
     others: dict[Path, str] = {}
     for path, spec in linears.items():
         if made := on_the_fly or converted:
-            weight = weight_on_the_fly(made, path, spec, tensor if on_the_fly else 1)
+            weight = weight_on_the_fly(made, path, spec, shards if on_the_fly else ONE_SHARD)
         else:
             weight = _stored_weight(spec, stored)
         if isinstance(weight, str):
             others[path] = weight
             continue
         why_not = "--quantization none" if setting == "none" else obstacle
-        form = why_not or _form(path, spec, weight, target, tensor, splits_into)
+        form = why_not or _form(path, spec, weight, target, shards, splits_into)
         if isinstance(form, str):
             others[path] = form
         else:
@@ -139,7 +149,7 @@ def choose_weights(
             f"quantization={setting}: no linear layer can be held quantized here ({reasons}); leave it at auto"
         )
     packed = (
-        {} if obstacle else _packed_in_16_bits(abstract, linears, others, tensor) if target.platform == "cpu" else {}
+        {} if obstacle else _packed_in_16_bits(abstract, linears, others, shards) if target.platform == "cpu" else {}
     )
     return WeightChoice(kept if forms else "none", method or "", bool(on_the_fly and forms), forms | packed, others)
 
@@ -173,14 +183,14 @@ def _stored_weight(spec: ParamSpec, stored: Stored) -> StoredWeight | str:
     return join(tensors)
 
 
-def weight_on_the_fly(scheme: str, path: Path, spec: ParamSpec, tensor: int) -> StoredWeight | str:
-    """Return how a weight of 16 bits is quantized for `tensor` shards, or why it isn't."""
+def weight_on_the_fly(scheme: str, path: Path, spec: ParamSpec, shards: Shards) -> StoredWeight | str:
+    """Return how a weight of 16 bits is quantized for these shards, or why it isn't."""
     if path == HEAD:
         return "the output head keeps its type"
     numbers: NumberType = "fp8" if scheme == "fp8" else "int8" if scheme == "int8" else "int4"
     if numbers == "fp8":
         return StoredWeight("fp8", Scheme("fp8", activations="token"), factors=np.dtype(np.float32))
-    _, inputs = shard_sizes(spec, tensor)
+    _, inputs = shard_sizes(spec, shards)
     group = next((size for size in _GROUPS if inputs % size == 0), None)
     if group is None:
         return f"its {inputs} inputs are no multiple of {_GROUPS[-1]}"
@@ -192,36 +202,48 @@ def _form(
     spec: ParamSpec,
     weight: StoredWeight,
     target: KernelTarget,
-    tensor: int,
+    shards: Shards,
     splits_into: Callable[[int], bool],
 ) -> WeightForm | str:
     """Return the form of a weight that is quantized, or why it must be dequantized."""
     scheme = weight.scheme
     assert scheme is not None, weight
-    outputs, inputs = shard_sizes(spec, tensor)
+    outputs, inputs = shard_sizes(spec, shards)
     total = math.prod(spec.shape[len(spec.shape) - spec.inputs :])
+    if spec.num_experts and weight.order:
+        return "experts with inputs in an order of their own (act-order) are not multiplied as they are stored"
     if inputs < total and weight.order:
         return "inputs in an order of their own (act-order) can't be divided among shards"
     on_cpu = target.platform == "cpu"
     group = scheme.group or 1
     # A CPU has factors for every 32 inputs
     unit = math.gcd(group, BLOCK) if on_cpu and scheme.activations != "group" else group
+    if inputs % unit and total % unit == 0 and spec.num_experts:
+        raise ConfigError(
+            f"{shards.expert} devices that divide each expert would cut the groups of {group} inputs of "
+            f"{dotted(path)}, which has {total}; raise --ep-size, so that fewer devices divide an expert"
+        )
     if inputs % unit and total % unit == 0:
         fitting = [n for n in range(1, 65) if total % (n * unit) == 0 and splits_into(n)]
         raise ConfigError(
-            f"tp_size={tensor} would cut the groups of {group} inputs of {dotted(path)}, which has {total}; "
+            f"tp_size={shards.tensor} would cut the groups of {group} inputs of {dotted(path)}, which has {total}; "
             f"sizes that don't: {', '.join(map(str, fitting))}"
         )
     if inputs % group and (not on_cpu or scheme.activations == "group"):
         return f"its {inputs} inputs are no multiple of the group of {group}"
     if on_cpu:
-        if not _is_packable(spec, tensor) or (group % BLOCK and scheme.group):
+        if not _is_packable(spec, shards) or (group % BLOCK and scheme.group):
             return (
                 f"the CPU's kernel needs multiples of {STRIP} outputs and of {BLOCK} inputs a group, and this weight "
                 f"has {outputs} x {inputs}{f' in groups of {group}' if scheme.group else ''}"
             )
         return WeightForm(scheme, weight.factors, weight.zeros, bool(weight.order))
-    backend = choose_backend(outputs, inputs, scheme, target)
+    choose = grouped_matmul.choose_backend if spec.num_experts else choose_backend
+    backend = choose(outputs, inputs, scheme, target)
+    if backend.name == "reference" and scheme.numbers == "fp4":
+        # Twice these numbers are integers
+        scheme = dataclasses.replace(scheme, numbers="int8")
+        backend = choose(outputs, inputs, scheme, target)
     if backend.name == "reference":
         return f"no kernel for {target.kind or target.platform} multiplies by {weight.type} of {outputs} x {inputs}"
     arrangement = backend.arrangement(inputs, scheme)
@@ -229,17 +251,17 @@ def _form(
 
 
 def _packed_in_16_bits(
-    abstract: Any, linears: Mapping[Path, ParamSpec], paths: Iterable[Path], tensor: int
+    abstract: Any, linears: Mapping[Path, ParamSpec], paths: Iterable[Path], shards: Shards
 ) -> dict[Path, WeightForm]:
     """Return the form of the other weights on a CPU; a tied head is packed together with the embedding."""
     tied = abstract.output is None
-    packable = [path for path in sorted(paths, key=str) if _is_packable(linears[path], tensor)]
+    packable = [path for path in sorted(paths, key=str) if _is_packable(linears[path], shards)]
     return {EMBEDDING if tied and path == HEAD else path: WeightForm() for path in packable}
 
 
 def convert_forms(scheme: str, abstract: Any) -> dict[Path, WeightForm]:
     """Return the forms in which `jaxserve convert` stores the weights that it quantizes, in rows."""
-    found = ((path, weight_on_the_fly(scheme, path, spec, 1)) for path, spec in _linears(abstract))
+    found = ((path, weight_on_the_fly(scheme, path, spec, ONE_SHARD)) for path, spec in _linears(abstract))
     return {
         path: WeightForm(weight.scheme, weight.factors, backend=Backend())
         for path, weight in found
@@ -256,23 +278,26 @@ def _linears(abstract: Any) -> Iterable[tuple[Path, ParamSpec]]:
         yield HEAD, dataclasses.replace(abstract.embedding, inputs=1)
 
 
-def shard_sizes(spec: ParamSpec, tensor: int) -> tuple[int, int]:
-    """Return the outputs and inputs of one of `tensor` shards of a linear layer's weight."""
+def shard_sizes(spec: ParamSpec, shards: Shards) -> tuple[int, int]:
+    """Return the outputs and inputs of one shard of a linear layer's weight, or of each of its experts."""
     split = len(spec.shape) - spec.inputs
-    sizes = [math.prod(spec.shape[:split]), math.prod(spec.shape[split:])]
-    for i, axes in enumerate((spec.axes[:split], spec.axes[split:])):
+    first, parts = (1, shards.expert) if spec.num_experts else (0, shards.tensor)
+    sizes = [math.prod(spec.shape[first:split]), math.prod(spec.shape[split:])]
+    for i, axes in enumerate((spec.axes[first:split], spec.axes[split:])):
         if any(axis is not None for axis in axes):
-            sizes[i] //= tensor
+            sizes[i] //= parts
     return sizes[0], sizes[1]
 
 
 def split_axis(spec: ParamSpec) -> int:
-    """Return the dimension of outputs that shards divide; the first one if they divide none."""
-    outputs = spec.axes[: len(spec.axes) - spec.inputs]
-    return next((i for i, axis in enumerate(outputs) if axis is not None), 0)
+    """Return the dimension of outputs that shards divide, of each expert in a mixture; the first if there is none."""
+    first = 1 if spec.num_experts else 0
+    outputs = range(first, len(spec.axes) - spec.inputs)
+    return next((i for i in outputs if spec.axes[i] is not None), first)
 
 
-def _is_packable(spec: ParamSpec, tensor: int) -> bool:
+def _is_packable(spec: ParamSpec, shards: Shards) -> bool:
     """Return whether strips and blocks of a CPU's layout divide one shard of a weight."""
-    outputs, inputs = shard_sizes(spec, tensor)
-    return inputs % BLOCK == 0 and outputs // math.prod(spec.shape[: split_axis(spec)]) % STRIP == 0
+    outputs, inputs = shard_sizes(spec, shards)
+    outer = spec.shape[1 if spec.num_experts else 0 : split_axis(spec)]
+    return inputs % BLOCK == 0 and outputs // math.prod(outer) % STRIP == 0

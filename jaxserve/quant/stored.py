@@ -10,7 +10,8 @@ import numpy as np
 
 from pallas_kernels.quantized_matmul import Scheme
 
-Packing = Literal["dense", "gguf", "awq", "gptq", "gptq_v2", "packed", "plain", "converted"]
+Packing = Literal["dense", "gguf", "awq", "gptq", "gptq_v2", "packed", "plain", "mxfp4", "converted"]
+MXFP4_GROUP = 32
 
 _F16, _F32 = np.dtype(np.float16), np.dtype(np.float32)
 
@@ -79,11 +80,11 @@ def join(tensors: Sequence[StoredWeight]) -> StoredWeight | str:
         return f"{'partly ' if schemes else ''}stored as {' and '.join(others)}"
     if len({tensor.order for tensor in tensors}) > 1:
         return "its tensors have their inputs in different orders"
-    if len({(scheme.numbers == "fp8", scheme.activations) for scheme in schemes}) > 1:
+    if len({(scheme.numbers.startswith("fp"), scheme.activations) for scheme in schemes}) > 1:
         return f"its tensors are stored differently: {' and '.join(sorted({tensor.type for tensor in tensors}))}"
     groups = [scheme.group for scheme in schemes if scheme.group is not None]
     scheme = Scheme(
-        numbers=max((scheme.numbers for scheme in schemes), key=("int4", "int8", "fp8").index),
+        numbers=max((scheme.numbers for scheme in schemes), key=("int4", "int8", "fp4", "fp8").index),
         group=int(np.gcd.reduce(groups)) if groups else None,
         # The middle of 4 bits isn't that of 8
         zeros=any(scheme.zeros for scheme in schemes) or len({scheme.numbers for scheme in schemes}) > 1,

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from jaxserve.params import ParamSpec, Path, TensorPart, Window, dotted
+from jaxserve.quant import held_weights
 from jaxserve.weights.arrays import WeightReader, flatten
 from jaxserve.weights.mismatch import join_names, raise_mismatch
 from jaxserve.weights.parts import Tensors, fill_window, viewed_shape
 from jaxserve.weights.quantized.held import held_reader, with_head
 from jaxserve.weights.quantized.rows import CheckpointRows
-from jaxserve.weights.source import QuantizedSource, TensorSource
+from jaxserve.weights.source import QuantizedSource, TensorInfo, TensorSource
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +56,8 @@ def checkpoint_reader(
     rank = {name: i for i, name in enumerate(source.infos)}
     pieces = {path: tuple(sorted(spec.parts, key=lambda part: rank[part.name])) for path, spec in leaves}
     _assert_covered({path: spec.stored_shape for path, spec in leaves}, pieces)
-    tensors = Tensors(lambda name: source.infos[name].shape, source.read)
+    infos = source.infos
+    tensors = Tensors(lambda name: infos[name].shape, source.read, lambda name: infos[name].quantized)
 
     def fill(path: Path, spec: ParamSpec, window: Window, out: np.ndarray[Any, Any]) -> None:
         fill_window(tensors, pieces[path], window, out)
@@ -63,7 +65,10 @@ def checkpoint_reader(
     order = sorted(range(len(leaves)), key=lambda i: rank[pieces[leaves[i][0]][0].name])
     reader = WeightReader(fill, tuple(order))
     return held_reader(
-        abstract, dense, reader, None if quantized is None else CheckpointRows(quantized, with_head(specs))
+        abstract,
+        dense,
+        reader,
+        None if quantized is None else CheckpointRows(quantized, with_head(specs), held_weights(abstract)),
     )
 
 
@@ -97,7 +102,7 @@ def check_names(source: TensorSource, specs: Collection[ParamSpec], ignored: Cal
             [
                 f"{name} {list(infos[name].shape)} instead of {_expected_shape(by_name[name], num_inputs[name])}"
                 for name in used
-                if not _fits(infos[name].shape, by_name[name])
+                if not _fits(infos[name], by_name[name])
             ],
         ),
         ("not readable", [f"{name} ({infos[name].unreadable})" for name in used if infos[name].unreadable]),
@@ -119,12 +124,14 @@ def _expected_shape(parts: Sequence[TensorPart], num_inputs: int) -> list[int]:
     return [sum(math.prod(part.shape) for part in parts) // inner, inner]
 
 
-def _fits(stored: tuple[int, ...], parts: Sequence[TensorPart]) -> bool:
+def _fits(info: TensorInfo, parts: Sequence[TensorPart]) -> bool:
     """Return whether a tensor has the rows of all its parts; a transposed tensor doesn't."""
+    stored = info.shape
     inner = math.prod(stored[1:])
     sizes = [math.prod(part.shape) for part in parts]
     return sum(sizes) == math.prod(stored) and all(
-        size % inner == 0 and _split_points((size // inner, *stored[1:])) <= _split_points(viewed_shape(part))
+        size % inner == 0
+        and _split_points((size // inner, *stored[1:])) <= _split_points(viewed_shape(part, quantized=info.quantized))
         for size, part in zip(sizes, parts)
     )
 

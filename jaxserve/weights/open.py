@@ -21,6 +21,7 @@ from jaxserve.weights.kv_scales import KVScales, parse_kv_scale_name, read_kv_sc
 from jaxserve.weights.load import check_names, checkpoint_reader
 from jaxserve.weights.quantized.folder import QuantizedFolder
 from jaxserve.weights.quantized.held import held_reader
+from jaxserve.weights.quantized.mxfp4 import Mxfp4Folder
 from jaxserve.weights.quantized.orbax import OrbaxRows
 from jaxserve.weights.source import QuantizedSource, TensorSource
 from pallas_kernels.quantized_matmul import PackedWeight, QuantizedWeight
@@ -32,7 +33,7 @@ _TOWERS = (
     "vision_embedder.",
 )  # fmt: skip
 # Tensors that only quantized weights have
-_ONLY_QUANTIZED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
+_ONLY_QUANTIZED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_proj_blocks")
 _FORMAT_OF_KIND = {"folder": "safetensors", "gguf": "gguf", "orbax": "orbax"}
 
 
@@ -112,6 +113,8 @@ def open_source(
         return folder
     if quantization.converted:
         raise ConfigError(f"{source.path}: quant_method={CONVERTED} is only that of folders of `jaxserve convert`")
+    if quantization.method == "mxfp4":
+        return Mxfp4Folder(folder, quantization)
     return QuantizedFolder(folder, quantization)
 
 

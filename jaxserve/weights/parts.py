@@ -18,12 +18,12 @@ _COPY_ELEMENTS = 1 << 14
 class Tensors(NamedTuple):
     """The shapes of tensors by name, and how a window of one is read into an array of any strides.
 
-    `quantized` tells that numbers or factors are read, whose inputs come last.
+    `quantized` tells whether a tensor has the dimensions of numbers (see `TensorInfo`).
     """
 
     shape: Callable[[str], tuple[int, ...]]
     read: Callable[[str, Window, np.ndarray[Any, Any]], None]
-    quantized: bool = False
+    quantized: Callable[[str], bool] = lambda name: False
 
 
 def fill_window(tensors: Tensors, parts: Sequence[TensorPart], window: Window, out: np.ndarray[Any, Any]) -> None:
@@ -44,14 +44,15 @@ def _overlap(window: Window, part: TensorPart) -> Window | None:
     return None if any(start >= stop for start, stop in bounds) else tuple(slice(*bound) for bound in bounds)
 
 
-def viewed_shape(part: TensorPart) -> tuple[int, ...]:
+def viewed_shape(part: TensorPart, *, quantized: bool) -> tuple[int, ...]:
     """Return the dimensions of a part as its tensor has them."""
-    return part.shape if part.view is None else part.view.shape
+    view = part.quantized_view if quantized else part.view
+    return part.shape if view is None else view.shape
 
 
 def _read_part(tensors: Tensors, part: TensorPart, window: Window, out: np.ndarray[Any, Any]) -> None:
     """Fill `out` with a window of a part, in the parameter's order and with its offset."""
-    view = part.quantized_view if tensors.quantized else part.view
+    view = part.quantized_view if tensors.quantized(part.name) else part.view
     if view is not None:
         _read_view(tensors, dataclasses.replace(part, shape=view.shape), view.axes, window, out)
     elif part.order is None:

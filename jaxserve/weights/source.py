@@ -23,11 +23,14 @@ class TensorInfo:
     """One tensor of a checkpoint: its shape in Hugging Face's order, and the name that the file gives its stored type.
 
     `unreadable` says why the tensor can't be read (an unsupported type); it is empty if the tensor can be read.
+    `quantized` says that the dimensions are those of numbers, if these are stored otherwise than in 16 bits
+    (`TensorPart.quantized_view`).
     """
 
     shape: tuple[int, ...]
     stored_type: str
     unreadable: str = ""
+    quantized: bool = False
 
 
 class TensorSource(Protocol):
@@ -63,7 +66,8 @@ class QuantizedSource(TensorSource, Protocol):
         """How each tensor is stored."""
 
     def read_numbers(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
-        """Write a window of the numbers `q` into `out`, uint8 with any strides: integers unsigned, fp8 as its bits."""
+        """Write a window of the numbers `q` into `out`, uint8 with any strides: integers unsigned, fp8 and fp4
+        as their bits."""
 
     def read_factors(self, name: str, window: Window, unit: int, out: np.ndarray[Any, Any]) -> None:
         """Write the factors of a window into `out`, `FACTORS` with any strides.

@@ -15,6 +15,7 @@ from pallas_kernels.quantized_matmul.cpu.layout import (
     unpack,
 )
 from pallas_kernels.quantized_matmul.layout import (
+    FP4_VALUES,
     QuantizedWeight,
     dequantize,
     make_weight,
@@ -26,6 +27,7 @@ from pallas_kernels.quantized_matmul.scheme import NumberType, Scheme
 __all__ = [
     "BLOCK",
     "FACTORS",
+    "FP4_VALUES",
     "STRIP",
     "Backend",
     "HeldWeight",

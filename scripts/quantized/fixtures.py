@@ -329,3 +329,59 @@ MODELS: dict[str, Fixture] = {
         lambda name, w: None if name in FBGEMM_SKIPPED else fp8_in("channel", torch.float32)(name, w),
     ),
 }
+
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_experts_per_tok": 2}
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 2,
+}
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "model_type": "gpt_oss",
+    "num_experts_per_tok": 2,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+    "sliding_window": 16,
+}
+MIXTURES: dict[str, Fixture] = {
+    "mixtral_awq": Fixture(
+        llama(F16, **MIXTRAL, intermediate_size=64, num_local_experts=4),
+        awq_config(32, ["gate"]),
+        but("lm_head|gate$", lambda _, w: awq(w, 32)),
+    ),
+    "qwen3_moe_fp8_blocks": Fixture(
+        llama(BF16, **QWEN3_MOE, num_experts=4),
+        BLOCKS_128 | {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]},
+        but("lm_head|gate$", fp8_in("block", torch.bfloat16, "weight_scale_inv")),
+    ),
+    "qwen3_moe_w4a16": Fixture(
+        llama(BF16, **QWEN3_MOE | {"moe_intermediate_size": 64}, num_experts=4),
+        compressed("pack-quantized", scheme(int4(32)), ignore=("lm_head", "re:.*mlp.gate$")),
+        but("lm_head|gate$", packed_in_order(4, 32)),
+    ),
+    "mixtral_fp8_static": Fixture(
+        llama(BF16, **MIXTRAL, intermediate_size=64, num_local_experts=3),
+        {"activation_scheme": "static", "ignored_layers": ["lm_head", "gate"], "quant_method": "fp8"},
+        but("lm_head|gate$", fp8_in("tensor", torch.float32)),
+        input_scale=one_number,
+    ),
+    "gpt_oss_mxfp4": Fixture(
+        llama(BF16, **GPT_OSS, intermediate_size=64, num_local_experts=4, rope_theta=150000.0),
+        {
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+            "quant_method": "mxfp4",
+        },
+        lambda name, weight: None,
+    ),
+}
+"""Those whose experts are quantized, too; the experts of MXFP4 share tensors."""

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxserve.layers.axes import TENSOR_AXES
 from jaxserve.layers.batch import TokenBatch
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family
 from jaxserve.params import KVSpec
-from jaxserve.layers.axes import TENSOR_AXES
 from jaxserve.runtime.devices.mesh import make_mesh, partitions
 from pallas_kernels.paged_attention import REFERENCE, Backend, PagedKV
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxserve.model_source import resolve
 from jaxserve.models.registry import family
-from jaxserve.quant import WeightChoice, choose_weights, hold_weights, method_of
+from jaxserve.quant import Shards, WeightChoice, choose_weights, hold_weights, method_of
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
 from jaxserve.weights import build_params, open_weights, stored_types
 from pallas_kernels.quantized_matmul import Backend
@@ -38,7 +38,7 @@ def held_logits(
     stored, bf16 = stored_types(source, config), np.dtype(jnp.bfloat16)
     method = method_of(config.quantization, stored)
     made, on_gpu = (
-        choose_weights(setting, abstract, stored, method, target=target, dtype=bf16, tensor=shards)
+        choose_weights(setting, abstract, stored, method, target=target, dtype=bf16, shards=Shards(shards, shards))
         for target in (CPU, H200)
     )
     forms = made.forms

@@ -13,7 +13,7 @@ from tests.weights.quantized.fixtures import MODELS
 # The differences of bfloat16, and of inputs in 8 bits; a wrong scale, order or zero makes differences of several units
 ROUNDING, QUANTIZED_INPUTS = 0.06, 0.2
 FORMS: tuple[Form, ...] = ("packed", "rows")
-QUICK = ("awq", "gptq_act_order", "compressed_w8a8_int8", "fp8_blocks", "gptq_own_orders")
+QUICK = ("awq", "gptq_act_order", "compressed_w8a8_int8", "fp8_blocks", "gptq_own_orders", "gpt_oss_mxfp4")
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from jaxserve.quant import (
     EMBEDDING,
     GGUF_TYPES,
     HEAD,
+    Shards,
     Stored,
     StoredWeight,
     WeightChoice,
@@ -62,7 +63,7 @@ def types(config: ModelConfig, default: str = "Q4_0", **others: str) -> Stored:
 
 
 def chosen(config: ModelConfig, stored: Stored | None = None, asked: str = "auto", **place: Any) -> WeightChoice:
-    where = {"target": CPU, "dtype": BF16, "tensor": 1} | place
+    where = {"target": CPU, "dtype": BF16} | place
     abstract = family(config).abstract(config, where["dtype"])
     quantization = config.quantization
     method = quantization.method if quantization else "gguf" if stored else None
@@ -111,13 +112,13 @@ def test_weights_without_whole_blocks_or_strips_are_dequantized() -> None:
 
 def test_shards_divide_blocks_and_strips() -> None:
     config = model(intermediate_size=128)
-    made = chosen(config, types(config), tensor=2)
+    made = chosen(config, types(config), shards=Shards(2, 2))
     assert numbers(made).keys() == LINEARS
     with pytest.raises(ConfigError, match=r"tp_size=2 would cut the groups of 32 inputs of layers.0.mlp.down, wh"):
-        chosen(model(), types(model()), tensor=2)
+        chosen(model(), types(model()), shards=Shards(2, 2))
     # An MLP of 96 has 3 groups, and 4 heads can't be divided by 3
     with pytest.raises(ConfigError, match=r"sizes that don't: 1$"):
-        chosen(model(), types(model()), tensor=2, splits_into=model().splits_into)
+        chosen(model(), types(model()), shards=Shards(2, 2), splits_into=model().splits_into)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_a_checkpoint_of_16_bits_is_quantized_as_asked() -> None:
     assert four.forms[HEAD] == WeightForm()
     assert chosen(config, asked="int8").quantized[DOWN] == Scheme("int8", 64)
     assert chosen(config, asked="fp8").quantized[DOWN] == Scheme("fp8", activations="token")
-    assert chosen(config, asked="int4", tensor=2).quantized[DOWN].group == 32, "shards have whole groups"
+    assert chosen(config, asked="int4", shards=Shards(2, 2)).quantized[DOWN].group == 32, "shards have whole groups"
 
 
 @pytest.mark.parametrize(("size", "group"), [(32, 32), (-1, None), (None, None)])
@@ -170,7 +171,7 @@ def test_the_size_of_groups_tells_the_strategy(size: int | None, group: int | No
 def test_inputs_in_an_order_of_their_own_are_not_divided() -> None:
     config = model(quantization_config=GPTQ, intermediate_size=128)
     assert all(form.reordered for form in chosen(config).forms.values() if form.scheme)
-    two = chosen(config, tensor=2)
+    two = chosen(config, shards=Shards(2, 2))
     assert numbers(two).keys() == {QKV, GATE_UP}
     assert "act-order" in two.others[DOWN]
     assert two.forms[DOWN] == WeightForm()

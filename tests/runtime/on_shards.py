@@ -14,9 +14,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxserve.config.schema import EngineConfig
+from jaxserve.layers.axes import TENSOR_AXES
 from jaxserve.models.registry import family
 from jaxserve.runtime.devices.device import DeviceFacts
-from jaxserve.layers.axes import TENSOR_AXES
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
 from jaxserve.runtime.execution.host_pool import HostPool
 from jaxserve.runtime.programs.builder import ADJUST_KEY, KV_SCALES_KEY, UPDATE_KEY, ProgramBuilder, read_key, write_key

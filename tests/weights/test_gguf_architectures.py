@@ -74,7 +74,7 @@ def test_blocks_stay_packed(tmp_path: Path, name: str, kind: Kind) -> None:
     config = parse_model_config(read_config(source))
     dtype = np.dtype(jnp.bfloat16)
     abstract = family(config).abstract(config, dtype)
-    made = choose_weights("auto", abstract, stored_types(source, config), "gguf", target=CPU, dtype=dtype, tensor=1)
+    made = choose_weights("auto", abstract, stored_types(source, config), "gguf", target=CPU, dtype=dtype)
     tree = hold_weights(abstract, made.forms)
     params = build_params(tree, on_one_device(tree), open_weights(source, tree, dense=abstract))
     exact = load_model(source)

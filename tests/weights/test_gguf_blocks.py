@@ -162,7 +162,7 @@ def test_a_model_keeps_its_weights_when_they_are_packed(name: str, tmp_path: Pat
     module = family(config)
     abstract = module.abstract(config, np.dtype(jnp.bfloat16))
     stored = stored_types(source, config)
-    made = choose_weights("auto", abstract, stored, "gguf", target=CPU, dtype=np.dtype(jnp.bfloat16), tensor=1)
+    made = choose_weights("auto", abstract, stored, "gguf", target=CPU, dtype=np.dtype(jnp.bfloat16))
     assert {dotted(path).rpartition(".")[2] for path in made.quantized} == {"qkv", "up", "output"}
     assert made.quantized[HEAD] == Scheme("int8", 32)
     tree = hold_weights(abstract, made.forms)

@@ -64,7 +64,7 @@ def test_16_bit_weights_are_packed_from_every_format(load_format: Any, tmp_path:
     config = parse_model_config(read_config(source))
     module, dtype = family(config), np.dtype(jnp.bfloat16)
     abstract = module.abstract(config, dtype)
-    chosen = choose_weights("auto", abstract, {}, None, target=CPU, dtype=dtype, tensor=1)
+    chosen = choose_weights("auto", abstract, {}, None, target=CPU, dtype=dtype)
     tree = hold_weights(abstract, chosen.forms)
     assert held_weights(tree)
     sources = [source]

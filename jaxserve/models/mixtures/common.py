@@ -11,14 +11,12 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxserve.errors import ConfigError
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
 from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch
 from jaxserve.layers.mixture import MixtureParams, MixtureSettings, mixture
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
-from jaxserve.model_source.fields import Fields, Range
 from jaxserve.models import llama
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.parameters import Params, ParamSpecs
@@ -27,8 +25,6 @@ from pallas_kernels.grouped_matmul import Gate
 from pallas_kernels.paged_attention import Backend
 
 embed, head = llama.embed, llama.head
-
-EXPERTS = Range(1, 4096)
 
 
 _SWIGLU = Gate()
@@ -105,16 +101,6 @@ class LayerSettings:
 
     attention: AttentionSettings
     mixture: MixtureSettings
-
-
-def read_experts(fields: Fields, experts: str, choices: str, *, default: tuple[int, int]) -> tuple[int, int]:
-    """Return the number of experts and how many of them a token chooses. Raises `ConfigError`."""
-    count, chosen = (fields.integer(name, EXPERTS, size) for name, size in zip((experts, choices), default))
-    if chosen > count:
-        raise ConfigError(f"{fields.where}: {choices}={chosen} is more than {experts}={count}")
-    for name in ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"):
-        fields.get(name)  # They are for training
-    return count, chosen
 
 
 def abstract(config: Config, dtype: np.dtype) -> Params:

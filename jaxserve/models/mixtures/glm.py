@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import LAYERS, NON_NEGATIVE, NORM_EPSILON, WIDTH, Fields, Range
-from jaxserve.models.config import read_sizes, refuse
+from jaxserve.models.config import EXPERTS, read_experts, read_sizes, refuse
 from jaxserve.models.mixtures import common
 from jaxserve.models.rope import read_rope
 from pallas_kernels.expert_routing import Routing
@@ -20,9 +20,9 @@ def parse(fields: Fields) -> common.Config:
     sizes = read_sizes(fields, num_key_value_heads=8, max_position_embeddings=131072)
     refuse(fields, hidden_act="silu")
     layers = sizes["num_layers"]
-    experts, choices = common.read_experts(fields, "n_routed_experts", "num_experts_per_tok", default=(128, 8))
-    groups = fields.integer("n_group", common.EXPERTS, 1)
-    best = fields.integer("topk_group", common.EXPERTS, 1)
+    experts, choices = read_experts(fields, "n_routed_experts", "num_experts_per_tok", default=(128, 8))
+    groups = fields.integer("n_group", EXPERTS, 1)
+    best = fields.integer("topk_group", EXPERTS, 1)
     if experts % groups or best > groups or best * (experts // groups) < choices:
         raise ConfigError(
             f"{fields.where}: n_group={groups} and topk_group={best} don't fit {experts} experts of which a token "

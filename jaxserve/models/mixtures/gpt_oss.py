@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.model_source.fields import NORM_EPSILON, POSITIVE, Fields
-from jaxserve.models.config import FULL, SLIDING, read_sizes, read_windows, refuse
+from jaxserve.models.config import FULL, SLIDING, read_experts, read_sizes, read_windows, refuse
 from jaxserve.models.mixtures import common
 from jaxserve.models.rope import read_rope
 from pallas_kernels.expert_routing import Routing
@@ -29,7 +29,7 @@ def parse(fields: Fields) -> common.Config:
     # Older names of the same fields
     fields.get("experts_per_token")
     fields.get("initial_context_length")
-    experts, choices = common.read_experts(fields, "num_local_experts", "num_experts_per_tok", default=(128, 4))
+    experts, choices = read_experts(fields, "num_local_experts", "num_experts_per_tok", default=(128, 4))
     rope = fields
     if not fields.object("rope_parameters") and not fields.object("rope_scaling"):
         rope = Fields({**fields.raw, "rope_parameters": _DEFAULT_ROPE}, fields.where)

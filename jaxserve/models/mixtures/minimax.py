@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import HEAD_DIM, NORM_EPSILON, Fields
-from jaxserve.models.config import read_sizes, refuse
+from jaxserve.models.config import read_experts, read_sizes, refuse
 from jaxserve.models.mixtures import common
 from jaxserve.models.rope import read_rope
 from pallas_kernels.expert_routing import Routing
@@ -29,7 +29,7 @@ def parse(fields: Fields) -> common.Config:
     for name in _UNUSED:
         fields.get(name)
     layers, head_dim = sizes["num_layers"], sizes["head_dim"]
-    experts, choices = common.read_experts(fields, "num_local_experts", "num_experts_per_tok", default=(256, 8))
+    experts, choices = read_experts(fields, "num_local_experts", "num_experts_per_tok", default=(256, 8))
     rotated = fields.integer("rotary_dim", HEAD_DIM, head_dim)
     return common.Config(
         **sizes,

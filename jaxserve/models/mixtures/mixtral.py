@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
-from jaxserve.models.config import read_one_window, read_sizes, refuse
+from jaxserve.models.config import read_experts, read_one_window, read_sizes, refuse
 from jaxserve.models.mixtures import common
 from jaxserve.models.rope import read_rope
 from pallas_kernels.expert_routing import Routing
@@ -17,7 +17,7 @@ def parse(fields: Fields) -> common.Config:
     """Read a config.json. Raises `ConfigError`."""
     sizes = read_sizes(fields, num_key_value_heads=8, max_position_embeddings=131072)
     refuse(fields, hidden_act="silu")
-    experts, choices = common.read_experts(fields, "num_local_experts", "num_experts_per_tok", default=(8, 2))
+    experts, choices = read_experts(fields, "num_local_experts", "num_experts_per_tok", default=(8, 2))
     return common.Config(
         **sizes,
         norm_eps=fields.number("rms_norm_eps", NORM_EPSILON, 1e-5),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
-from jaxserve.models.config import read_sizes, refuse
+from jaxserve.models.config import read_experts, read_sizes, refuse
 from jaxserve.models.mixtures import common
 from jaxserve.models.rope import read_rope
 from pallas_kernels.expert_routing import Routing
@@ -15,7 +15,7 @@ def parse(fields: Fields) -> common.Config:
     """Read a config.json. Raises `ConfigError`."""
     sizes = read_sizes(fields, max_position_embeddings=4096)
     refuse(fields, hidden_act="silu", clip_qkv=None)
-    experts, choices = common.read_experts(fields, "num_experts", "num_experts_per_tok", default=(64, 8))
+    experts, choices = read_experts(fields, "num_experts", "num_experts_per_tok", default=(64, 8))
     biased = fields.boolean("attention_bias", False)
     return common.Config(
         **sizes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, WIDTH, Fields, Range
-from jaxserve.models.config import FULL, SLIDING, read_sizes, read_windows, refuse
+from jaxserve.models.config import FULL, SLIDING, read_experts, read_sizes, read_windows, refuse
 from jaxserve.models.mixtures import common
 from jaxserve.models.rope import read_rope
 from pallas_kernels.expert_routing import Routing
@@ -17,7 +17,7 @@ def parse(fields: Fields) -> common.Config:
     sizes = read_sizes(fields, intermediate_size=5632 if second else 6144, num_key_value_heads=16 if second else 4)
     refuse(fields, hidden_act="silu")
     layers = sizes["num_layers"]
-    experts, choices = common.read_experts(
+    experts, choices = read_experts(
         fields, "num_experts", "num_experts_per_tok", default=(60, 4) if second else (128, 8)
     )
     every = fields.integer("decoder_sparse_step", LAYERS, 1)

@@ -24,7 +24,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.dtypes import dtype_of, kv_dtype_of
 from jaxserve.models.registry import family, parse_model_config
 from jaxserve.params import KVSpec
-from jaxserve.quant import Stored, WeightChoice, choose_weights, hold_weights, method_of, stored_by_config
+from jaxserve.quant import Shards, Stored, WeightChoice, choose_weights, hold_weights, method_of, stored_by_config
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.devices.mesh import axis_sizes, device_bytes
 from jaxserve.runtime.programs.builder import (
@@ -201,7 +201,7 @@ def deploy(
         method_of(model.quantization, stored),
         target=device.kernels,
         dtype=dtype,
-        tensor=tensor,
+        shards=Shards(tensor, tensor // divided.expert),
         splits_into=model.splits_into,
     )
     params = hold_weights(params, weights.forms)

@@ -79,7 +79,7 @@ def _fill_component(
     inputs = flat_inputs(dense).shape[-1]
     *outer, last = window
     if name == "numbers":
-        per_unit = 2 if scheme.numbers == "int4" else 1
+        per_unit = 8 // scheme.bits
         columns = slice(last.start * per_unit, last.stop * per_unit)
         width = columns.stop - columns.start
         for outputs, inside in row_windows(tuple(outer), BLOCK_ELEMENTS // width):
@@ -89,9 +89,10 @@ def _fill_component(
             if weight.arrangement:
                 runs = numbers.reshape(*numbers.shape[:-1], -1, len(weight.arrangement))
                 numbers = np.take(runs, weight.arrangement, axis=-1).reshape(numbers.shape)
-            if scheme.numbers == "int4":
+            if scheme.bits == 4:
                 pairs = numbers.view("<u2")
-                np.bitwise_xor((pairs | pairs >> 4).astype(np.uint8), 0x88, out=part)
+                sign = 0x88 if scheme.numbers == "int4" else 0
+                np.bitwise_xor((pairs | pairs >> 4).astype(np.uint8), sign, out=part)
             else:
                 part.view(np.uint8)[...] = numbers ^ 0x80 if scheme.numbers == "int8" else numbers
         return

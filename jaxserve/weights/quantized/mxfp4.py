@@ -1,4 +1,9 @@
-"""Decodes MXFP4 (OCP Microscaling Formats 1.0) as gpt-oss stores it: 32 inputs of an output share a power of two."""
+"""gpt-oss' experts in MXFP4 (OCP Microscaling Formats 1.0) as a `QuantizedSource`.
+
+A weight `NAME`, `[experts, out, in]`, is stored as `NAME_blocks`, uint8 `[experts, out, in / 32, 16]`, of which the low
+four bits of a byte come first, and `NAME_scales`, uint8 `[experts, out, in / 32]`: the biased exponent of the power of
+two that 32 inputs share; 255 is NaN.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +11,103 @@ from typing import Any
 
 import numpy as np
 
-_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""Those of a 4-bit float: a sign, two bits of exponent, one of mantissa."""
+from jaxserve.errors import ConfigError
+from jaxserve.params import Window
+from jaxserve.quant import CheckpointQuantization, Stored, StoredWeight
+from jaxserve.quant.stored import MXFP4_GROUP
+from jaxserve.weights.hf import SafetensorsFolder
+from jaxserve.weights.source import TensorInfo, row_blocks
+from pallas_kernels.quantized_matmul import FP4_VALUES
+
+Array = np.ndarray[Any, Any]
+
 _BIAS = 127
+_NAN = 255
+_SUFFIXES = ("_blocks", "_scales")
 
 
-def decode_mxfp4(
-    blocks: np.ndarray[Any, np.dtype[np.uint8]], scales: np.ndarray[Any, np.dtype[np.uint8]]
-) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Return weights `[..., out, in]` of `blocks`, uint8 `[..., out, in / 32, 16]`, and `scales` `[..., out, in / 32]`.
+class Mxfp4Folder:
+    """The tensors of a folder whose experts are in MXFP4."""
 
-    The low four bits of a byte come first. A scale is the biased exponent of a power of two; 255 is NaN.
-    """
-    numbers = np.stack([_VALUES[blocks & 15], _VALUES[blocks >> 4]], axis=-1).reshape(*blocks.shape[:-1], 32)
-    exponents = np.minimum(scales, 254).astype(np.int32) - _BIAS
-    factors = np.where(scales == 255, np.float32(np.nan), np.ldexp(np.float32(1), exponents))
-    return (numbers * factors[..., None]).reshape(*blocks.shape[:-2], -1)
+    def __init__(self, folder: SafetensorsFolder, quantization: CheckpointQuantization) -> None:
+        self._folder = folder
+        self._stored: dict[str, StoredWeight] = {}
+        self._infos = {name: info for name, info in folder.infos.items() if not name.endswith(_SUFFIXES)}
+        for name in sorted({name[: -len("_blocks")] for name in folder.infos if name.endswith(_SUFFIXES)}):
+            stored = quantization.stored(name)
+            if stored is not None:
+                self._infos[name] = self._info(name, stored)
+                self._stored[name] = stored
+
+    def _info(self, name: str, stored: StoredWeight) -> TensorInfo:
+        blocks, scales = (self._folder.infos.get(name + suffix) for suffix in _SUFFIXES)
+        if blocks is None or scales is None:
+            return TensorInfo((), stored.type, f"{name}{_SUFFIXES[scales is None]} is missing")
+        shape = (*blocks.shape[:-2], blocks.shape[-2] * MXFP4_GROUP) if len(blocks.shape) == 4 else blocks.shape
+        problem = ""
+        if {blocks.stored_type, scales.stored_type} != {"U8"}:
+            problem = f"its types are {blocks.stored_type} and {scales.stored_type} instead of U8"
+        elif blocks.shape != (*shape[:-1], shape[-1] // MXFP4_GROUP, MXFP4_GROUP // 2):
+            problem = f"{name}_blocks has shape {list(blocks.shape)}"
+        elif scales.shape != blocks.shape[:-1]:
+            problem = f"{name}_scales has shape {list(scales.shape)} instead of {list(blocks.shape[:-1])}"
+        return TensorInfo(shape, stored.type, problem, quantized=True)
+
+    @property
+    def description(self) -> str:
+        return self._folder.description
+
+    @property
+    def infos(self) -> dict[str, TensorInfo]:
+        return self._infos
+
+    @property
+    def stored(self) -> Stored:
+        """How each tensor is stored."""
+        return {name: StoredWeight(info.stored_type) for name, info in self._infos.items()} | self._stored
+
+    def read(self, name: str, window: Window, out: Array) -> None:
+        """See `TensorSource`."""
+        if name not in self._stored:
+            self._folder.read(name, window, out)
+            return
+        for block, part in row_blocks(window, out):
+            numbers, factors = np.empty(part.shape, np.uint8), np.empty(part.shape, np.float32)
+            self.read_numbers(name, block, numbers)
+            factors[...] = self._scales(name, block, 1)
+            part[...] = FP4_VALUES[numbers] * factors
+
+    def read_numbers(self, name: str, window: Window, out: Array) -> None:
+        """See `QuantizedSource`."""
+        stored = self._folder.array(f"{name}_blocks")
+        stored = stored.reshape(*stored.shape[:2], -1)
+        for (*rows, columns), part in row_blocks(window, out):
+            first, last = columns.start // 2, -(-columns.stop // 2)
+            packed = stored[(*rows, slice(first, last))]
+            numbers = np.empty((*packed.shape[:-1], 2 * packed.shape[-1]), np.uint8)
+            np.bitwise_and(packed, 15, out=numbers[..., ::2])
+            np.right_shift(packed, 4, out=numbers[..., 1::2])
+            part[...] = numbers[..., columns.start - 2 * first : columns.stop - 2 * first]
+
+    def read_factors(self, name: str, window: Window, unit: int, out: Array) -> None:
+        """See `QuantizedSource`."""
+        for block, part in row_blocks(window, out):
+            part["scale"] = self._scales(name, block, unit)
+            part["minimum"] = 0
+
+    def _scales(self, name: str, window: Window, unit: int) -> Array:
+        """Return the scale of each `unit` inputs of a window. Raises `ConfigError` for NaN."""
+        *rows, units = window
+        groups = np.arange(units.start, units.stop) * unit // MXFP4_GROUP
+        exponents = self._folder.array(f"{name}_scales")[(*rows, slice(groups[0], groups[-1] + 1))]
+        if (exponents == _NAN).any():
+            raise ConfigError(f"{self.description}: tensor {name} holds NaN: the file is damaged; fetch it again")
+        return np.ldexp(np.float32(1), exponents.astype(np.int32) - _BIAS)[..., groups - groups[0]]
+
+    def read_order(self, name: str) -> Array | None:
+        """See `QuantizedSource`."""
+        return None
+
+    def read_input_scale(self, name: str) -> float:
+        """See `QuantizedSource`."""
+        raise AssertionError(f"{name}: inputs of MXFP4 are not quantized")

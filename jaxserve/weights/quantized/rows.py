@@ -18,16 +18,21 @@ from jaxserve.quant import flat_inputs
 from jaxserve.weights.arrays import Fill
 from jaxserve.weights.parts import Tensors, fill_window
 from jaxserve.weights.source import BLOCK_ELEMENTS, QuantizedSource
-from pallas_kernels.quantized_matmul import FACTORS, HeldWeight, Scheme
+from pallas_kernels.quantized_matmul import FACTORS, FP4_VALUES, HeldWeight, Scheme
 
 Array = np.ndarray[Any, Any]
+
+
+_MIDDLE = np.float32(128)
+_FP4_TWICE = (2 * FP4_VALUES + _MIDDLE).astype(np.uint8)
+"""Twice the 4-bit floats, as unsigned int8."""
 
 
 class QuantizedRows(Protocol):
     """The quantized weights of a model, by path. Any thread may read."""
 
     def numbers(self, path: Path, window: Window, out: Array) -> None:
-        """Write the numbers of a window into `out`, uint8: integers unsigned, fp8 as its bits."""
+        """Write the numbers of a window into `out`, uint8: integers unsigned, fp8 and fp4 as their bits."""
 
     def factors(self, path: Path, window: Window, unit: int, out: Array) -> None:
         """Write the factors of a window into `out`, `FACTORS`; its last dimension counts `unit` inputs as one."""
@@ -42,14 +47,21 @@ class QuantizedRows(Protocol):
 class CheckpointRows:
     """Those of a checkpoint."""
 
-    def __init__(self, source: QuantizedSource, specs: Mapping[Path, ParamSpec]) -> None:
+    def __init__(
+        self, source: QuantizedSource, specs: Mapping[Path, ParamSpec], held: Mapping[Path, HeldWeight]
+    ) -> None:
         self._source = source
         self._parts = {path: flat_inputs(spec).parts for path, spec in specs.items()}
+        fp4 = {path: weight.scheme for path, weight in held.items() if weight.scheme and self._is_fp4(path)}
+        self._in_int8 = {path for path, scheme in fp4.items() if scheme.numbers == "int8"}
 
     def numbers(self, path: Path, window: Window, out: Array) -> None:
         """See `QuantizedRows`."""
-        tensors = Tensors(lambda name: self._source.infos[name].shape, self._source.read_numbers, quantized=True)
+        infos = self._source.infos
+        tensors = Tensors(lambda name: infos[name].shape, self._source.read_numbers, self._is_quantized)
         fill_window(tensors, self._parts[path], window, out)
+        if path in self._in_int8:
+            out[...] = _FP4_TWICE[out]
 
     def factors(self, path: Path, window: Window, unit: int, out: Array) -> None:
         """See `QuantizedRows`."""
@@ -62,7 +74,17 @@ class CheckpointRows:
             self._source.read_factors(name, window, unit, out)
 
         parts = [_in_units(part, unit) for part in self._parts[path]]
-        fill_window(Tensors(shape, read, quantized=True), parts, window, out)
+        fill_window(Tensors(shape, read, self._is_quantized), parts, window, out)
+        if path in self._in_int8:
+            out["scale"] /= 2
+            out["minimum"] = -_MIDDLE * out["scale"]
+
+    def _is_quantized(self, name: str) -> bool:
+        return self._source.infos[name].quantized
+
+    def _is_fp4(self, path: Path) -> bool:
+        stored = self._source.stored.get(self._parts[path][0].name)
+        return stored is not None and stored.packing == "mxfp4"
 
     def order(self, path: Path) -> Array:
         """See `QuantizedRows`. All tensors of a weight have the same one."""

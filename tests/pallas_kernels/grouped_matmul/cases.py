@@ -22,7 +22,7 @@ Spread = Literal["random", "one", "absent", "none"]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`tokens` that each choose `choices` of `experts`, whose weights are `[out, inputs]`; with a gate, gate and up are.
+    """`tokens` that each choose `choices` of `experts` of weights `[out, inputs]`; with a gate, gate and up are.
 
     With the spread `one`, all tokens choose the first experts; with `absent`, some choose experts of another shard;
     with `none`, all do. Without a scheme, weights have 16 bits.

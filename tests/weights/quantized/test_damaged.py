@@ -29,7 +29,7 @@ def load(folder: Path) -> Any:
     abstract = family(config).abstract(config, np.dtype("bfloat16"))
     stored = stored_types(source, config)
     method = method_of(config.quantization, stored)
-    made = choose_weights("auto", abstract, stored, method, target=CPU, dtype=np.dtype("bfloat16"), tensor=1)
+    made = choose_weights("auto", abstract, stored, method, target=CPU, dtype=np.dtype("bfloat16"))
     tree = hold_weights(abstract, made.forms)
     reader = open_weights(source, tree, dense=abstract, quantization=config.quantization)
     return build_params(tree, on_one_device(tree), reader)

@@ -147,7 +147,7 @@ def test_a_tensor_in_mxfp4_is_decoded() -> None:
 def test_made_up_weights_have_the_forms_of_the_checkpoint(name: str, packed: bool) -> None:
     config, folder = opened(name)
     abstract = family(config).abstract(config, BF16)
-    made = choose_weights("auto", abstract, folder.stored, "gptq", target=CPU, dtype=BF16, tensor=1)
+    made = choose_weights("auto", abstract, folder.stored, "gptq", target=CPU, dtype=BF16)
     backend = None if packed else Backend()
     forms = {path: dataclasses.replace(form, backend=backend) for path, form in made.forms.items() if form.scheme}
     tree = hold_weights(abstract, forms)

@@ -28,7 +28,7 @@ def loaded(source: ModelSource, setting: str, forms: str) -> Any:
     method = config.quantization.method if config.quantization else None
     abstract = family(config).abstract(config, BF16)
     stored = stored_by_config(config.quantization, abstract)
-    made = choose_weights(setting, abstract, stored, method, target=CPU, dtype=BF16, tensor=1)
+    made = choose_weights(setting, abstract, stored, method, target=CPU, dtype=BF16)
     held = {"packed": made.forms, "rows": convert_forms(made.method, abstract), "dense": {}}[forms]
     tree = hold_weights(abstract, held)
     options: dict[str, Any] = {"quantization": config.quantization, "on_the_fly": made.on_the_fly}
