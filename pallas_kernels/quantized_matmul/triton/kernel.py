@@ -62,8 +62,9 @@ class _Group(NamedTuple):
     @property
     def subtracted(self) -> Any:
         """What is subtracted from the numbers of each output."""
-        whole = self.zero is not None and self.total is None
-        return self.zero.astype(jnp.float32)[:, None] if whole else NO_ZERO
+        if self.zero is None or self.total is not None:
+            return NO_ZERO
+        return self.zero.astype(jnp.float32)[:, None]
 
     def scaled(self, sums: Float32[Array, "out rows"]) -> Float32[Array, "out rows"]:
         """Return the sums of a group's products, scaled."""
@@ -142,20 +143,21 @@ def sum_steps(
             stored = plgpu.load(of.words.at[tile[:, None], (step * terms + lane)[None, :]])
             zeros = [group.subtracted for group in of_groups for _ in range(places)]
             values.append(words.convert(stored, jnp.bfloat16 if of.x.dtype == jnp.float32 else of.x.dtype, zeros))
-        sums = [[jnp.zeros((len(tile), len(rows)), jnp.float32) for _ in range(groups_a_step)] for tile in outputs]
+        sums = [[_nothing(tile, rows)] * groups_a_step for tile in outputs]
         for place in range(words.values_a_word):
             x = plgpu.load(of.x.at[rows[:, None], (step * words.step + place * terms + lane)[None, :]]).T
-            for tile, of_tile in zip(sums, values, strict=True):
-                operand = of_tile[place].astype(x.dtype)
-                tile[place // places] += jnp.dot(operand, x, precision=precision, preferred_element_type=jnp.float32)
+            for of_tile, of_places in zip(sums, values, strict=True):
+                operand = of_places[place].astype(x.dtype)
+                found = jnp.dot(operand, x, precision=precision, preferred_element_type=jnp.float32)
+                of_tile[place // places] += found
         return sums
 
     def added(
         sums: tuple[Array, ...], step: Any, groups: list[list[_Group]], *, scales: bool
     ) -> tuple[Float32[Array, "out rows"], ...]:
-        for at, of_step in enumerate(zip(*multiplied(step, groups), strict=True)):
-            of_step = [groups[i][at].scaled(one) if scales else one for i, one in enumerate(of_step)]
-            sums = tuple(before + one for before, one in zip(sums, of_step, strict=True))
+        for at, parts in enumerate(zip(*multiplied(step, groups), strict=True)):
+            scaled = (groups[i][at].scaled(one) if scales else one for i, one in enumerate(parts))
+            sums = tuple(before + one for before, one in zip(sums, scaled, strict=True))
         return sums
 
     def one_step(step: Any, carry: Any) -> Any:
@@ -164,9 +166,13 @@ def sum_steps(
         following = groups_of(step + 1)
         return added(sums, step, groups, scales=True), following
 
-    sums = tuple(jnp.zeros((len(tile), len(rows)), jnp.float32) for tile in outputs)
+    sums = tuple(_nothing(tile, rows) for tile in outputs)
     groups = groups_of(first)
     if of.scale is not None and of.scale.shape[1] > 1:
         return lax.fori_loop(first, last, one_step, (sums, groups))[0]
     sums = lax.fori_loop(first, last, lambda step, sums: added(sums, step, groups, scales=False), sums)
     return tuple(group.scaled(one) for [group], one in zip(groups, sums, strict=True))
+
+
+def _nothing(outputs: Int32[Array, " out"], rows: Int32[Array, " rows"]) -> Float32[Array, "out rows"]:
+    return jnp.zeros((len(outputs), len(rows)), jnp.float32)
