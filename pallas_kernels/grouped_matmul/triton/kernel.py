@@ -86,7 +86,7 @@ def _kernel(of: Operands, experts: Experts, out: Ref, *, words: Words, gate: Gat
     outputs = [output, output + width] if gate else [output]
     rows = jnp.maximum(jnp.minimum(m, end - 1), 0)
     rows = rows if experts.tokens is None else plgpu.load(experts.tokens.at[rows])
-    steps = jnp.where(has_row[0], of.x.shape[1] // words.step, 0)
+    steps = jnp.minimum(end, 1) * (of.x.shape[1] // words.step)
     sums = sum_steps(of, words, outputs, rows, 0, steps)
     if experts.bias is not None:
         biases = (plgpu.load(experts.bias.at[tile]).astype(jnp.float32)[:, None] for tile in outputs)
@@ -100,7 +100,7 @@ def _find_tile(
 ) -> tuple[Int32[Array, ""], Int32[Array, " block_rows"], Int32[Array, ""]]:
     """Return the expert and the rows of a tile, and where the rows of the expert end.
 
-    A tile after the last one is one of the last expert, and all its rows are after the end.
+    A tile after the last one is one of the last expert, whose rows end at 0: it has none.
     """
     count = starts.shape[0] - 1
     lane = lax.iota(jnp.int32, pl.next_power_of_2(count))
