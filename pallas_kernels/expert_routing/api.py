@@ -17,9 +17,22 @@ def choose_experts(
     target: KernelTarget,
 ) -> tuple[Int32[Array, "tokens choices"], Float32[Array, "tokens choices"]]:
     """Return the experts that each token chooses, the best first, and their weights (see `Routing`)."""
+    if _has_kernels(target):
+        # Only GPUs need this compiler's front end.
+        from pallas_kernels.expert_routing import triton
+
+        return triton.choose_experts(logits, correction, routing, interpret=False)
     return reference.choose_experts(logits, correction, routing)
 
 
 def group_by_expert(ids: Int32[Array, "tokens choices"], num_experts: int, target: KernelTarget) -> Groups:
     """Sort the pairs of tokens and experts by expert; ids that aren't from 0 to `num_experts - 1` give no pair."""
+    if _has_kernels(target):
+        from pallas_kernels.expert_routing import triton
+
+        return triton.group_by_expert(ids, num_experts, interpret=False)
     return reference.group_by_expert(ids, num_experts)
+
+
+def _has_kernels(target: KernelTarget) -> bool:
+    return target.platform in ("cuda", "gpu") and (target.capability or (0, 0)) >= (8, 0)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float32, Int32
 from pallas_kernels.expert_routing.routing import Routing
 from pallas_kernels.grouped_matmul.groups import Groups
 
-_TINY = 1e-20
+TINY = 1e-20
 """Added to the sum of weights that sigmoids give, as DeepSeek-V3 does."""
 
 
@@ -35,7 +35,7 @@ def choose_experts(
     if routing.scores == "softmax_of_chosen":
         weights = jax.nn.softmax(weights, axis=-1)
     if routing.renormalize:
-        weights /= weights.sum(axis=-1, keepdims=True) + (_TINY if routing.scores == "sigmoid" else 0)
+        weights /= weights.sum(axis=-1, keepdims=True) + (TINY if routing.scores == "sigmoid" else 0)
     return ids.astype(jnp.int32), weights * routing.scale
 
 

@@ -26,7 +26,7 @@ _MULTIPLE = 16
 
 def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> str | None:
     """See `backends.BackendModule`."""
-    if scheme.numbers == "int4" or scheme.group is not None:
+    if scheme.bits == 4 or scheme.group is not None:
         return "xla takes numbers of 8 bits with one scale for each output: it would write out other weights in memory"
     if target.platform in ("cuda", "gpu"):
         if scheme.activations is None:

@@ -47,6 +47,7 @@ TRITON = {
     "int8-32-zeros": Scheme("int8", 32, zeros=True),
     "int8-16": Scheme("int8", 16),
     "int8-channel": Scheme("int8"),
+    "fp4": Scheme("fp4", 32),
     "fp8": Scheme("fp8", 128),
     "fp8-channel": Scheme("fp8"),
     "fp8-blocks": Scheme("fp8", 128, activations="group"),
@@ -59,6 +60,7 @@ QUICK_TRITON = {
     ("nvidia-h200", "int4", 64, "bfloat16"),
     ("nvidia-l4", "fp8-blocks", 2048, "bfloat16"),
     ("nvidia-a100-80", "int4-zeros", 1, "bfloat16"),
+    ("nvidia-h200", "fp4", 2048, "bfloat16"),
     ("nvidia-a100-80", "int8", 2048, "bfloat16"),
 }
 XLA = {

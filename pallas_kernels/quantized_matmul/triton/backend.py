@@ -16,23 +16,15 @@ from jaxtyping import Array, Float, Float32, Shaped
 from pallas_kernels.quantized_matmul.layout import FP8, QuantizedWeight
 from pallas_kernels.quantized_matmul.scheme import Scheme
 from pallas_kernels.quantized_matmul.terms import TERMS, bfloat16_terms
-from pallas_kernels.quantized_matmul.triton.kernel import (
-    MIN_TERMS,
-    Blocks,
-    Operands,
-    Words,
-    product,
-    whole_words,
-    words_of,
-)
+from pallas_kernels.quantized_matmul.triton.kernel import Blocks, Operands, product
+from pallas_kernels.quantized_matmul.triton.words import MIN_TERMS, Words, whole_words, words_of
 from pallas_kernels.quantized_matmul.tuning import kind_of, tuned_blocks
 from pallas_kernels.quantized_matmul.xla import scale_sums
 from pallas_kernels.target import KernelTarget
 from pallas_kernels.tuning import Kind
 
-_MAX_STEP = 128
-# The fewest inputs of a scale: enough terms for a product, at each place of a byte.
-_MIN_STEP = {"int4": 2 * MIN_TERMS, "int8": MIN_TERMS, "fp8": 2 * MIN_TERMS}
+# The fewest inputs of a scale that always suffice: enough terms for a product, at each place of a byte.
+_LEAST_GROUP = {"int4": 2 * MIN_TERMS, "int8": MIN_TERMS, "fp4": 2 * MIN_TERMS, "fp8": 2 * MIN_TERMS}
 _ADDRESSABLE = 2**31
 
 # Streaming multiprocessors if the target doesn't say it, and how many programs one runs at once.
@@ -40,27 +32,37 @@ _CORES = 108
 _PROGRAMS_A_CORE = 4
 # A core runs one large tile at a time: with fewer, many cores would wait for the last ones.
 _LARGE_TILES_A_CORE = 2
-_MIN_STEPS = 4
+_INPUTS_A_SPLIT = 512
 
 
 def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> str | None:
     """See `backends.BackendModule`."""
-    if target.platform not in ("cuda", "gpu", "cpu"):
-        return f"triton compiles for NVIDIA GPUs, not for {target.platform}"
-    if target.platform != "cpu" and (target.capability or (0, 0)) < (8, 0):
-        return (
-            f"triton needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, not {target.kind or 'this one'}"
-        )
-    if _step(in_dim, scheme) < (least := _MIN_STEP[scheme.numbers]):
+    if (reason := refused_device(target)) is not None:
+        return reason
+    if find_words(in_dim, scheme, target) is None:
+        least = _LEAST_GROUP[scheme.numbers]
         return f"triton takes groups of {scheme.numbers} in multiples of {least}, not of {scheme.group or in_dim}"
     if out_dim * in_dim >= _ADDRESSABLE:
         return f"triton addresses less than {_ADDRESSABLE} numbers, not {out_dim} x {in_dim}"
     return None
 
 
+def refused_device(target: KernelTarget) -> str | None:
+    """Return why no kernel runs on this target, or None."""
+    if target.platform not in ("cuda", "gpu", "cpu"):
+        return f"triton compiles for NVIDIA GPUs, not for {target.platform}"
+    if target.platform != "cpu" and (target.capability or (0, 0)) < (8, 0):
+        return (
+            f"triton needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, not {target.kind or 'this one'}"
+        )
+    return None
+
+
 def arrangement(in_dim: int, scheme: Scheme, target: KernelTarget) -> tuple[int, ...]:
     """See `QuantizedWeight`."""
-    return _words(in_dim, scheme, target).arrangement
+    words = find_words(in_dim, scheme, target)
+    assert words is not None, scheme
+    return words.arrangement
 
 
 def multiply(
@@ -78,14 +80,15 @@ def multiply(
     if x.dtype == jnp.float32:
         terms = TERMS[jnp.dtype(x.dtype)]
         x = bfloat16_terms(x, terms)
-    elif factors is not None and not _multiplies_fp8(scheme, target):
+    elif factors is not None and not multiplies_fp8(scheme, target):
         x = x.astype(jnp.bfloat16)
     rows, inputs = x.shape
-    words = _words(inputs, scheme, target)
+    words = find_words(inputs, scheme, target)
+    assert words is not None, scheme
     assert weight.arrangement == words.arrangement, weight.arrangement
     numbers = weight.numbers.reshape(-1, inputs * scheme.bits // 8)
     blocks = blocks_for(rows, len(numbers), inputs, scheme, target)
-    operands = Operands(x=x, words=_as_words(numbers, words))
+    operands = Operands(x=x, words=as_words(numbers, words))
     if groups > 1:
         operands = operands._replace(
             scale=weight.scale.reshape(len(numbers), -1), factors=None if factors is None else factors.T
@@ -100,25 +103,22 @@ def multiply(
     return out.reshape(terms, rows // terms, -1).sum(axis=0)
 
 
-def _step(inputs: int, scheme: Scheme) -> int:
-    """Return how many inputs are multiplied at a time: a power of two that divides a group."""
-    size = scheme.group or inputs
-    return min(size & -size, _MAX_STEP)
+def find_words(in_dim: int, scheme: Scheme, target: KernelTarget) -> Words | None:
+    """Return how a kernel reads the numbers of a weight, or None if it can't."""
+    if scheme.activations is not None and multiplies_fp8(scheme, target):
+        return whole_words(FP8, in_dim, scheme.group)
+    return words_of(scheme.numbers, in_dim, scheme.group)
 
 
-def _words(in_dim: int, scheme: Scheme, target: KernelTarget) -> Words:
-    step = _step(in_dim, scheme)
-    if scheme.activations is not None and _multiplies_fp8(scheme, target):
-        return whole_words(FP8, step)
-    return words_of(scheme.numbers, step)
-
-
-def _multiplies_fp8(scheme: Scheme, target: KernelTarget) -> bool:
+def multiplies_fp8(scheme: Scheme, target: KernelTarget) -> bool:
+    """Return whether numbers and quantized inputs are multiplied as they are: tensor cores take fp8 from Ada on."""
     return scheme.numbers == "fp8" and (target.platform == "cpu" or (target.capability or (0, 0)) >= (8, 9))
 
 
-def _as_words(numbers: Shaped[Array, "out stored"], words: Words) -> Shaped[Array, "out words"]:
+def as_words(numbers: Shaped[Array, "out stored"], words: Words) -> Shaped[Array, "out words"]:
     """Return a view of the same bytes, for which XLA computes nothing."""
+    if numbers.dtype == words.dtype:
+        return numbers
     if (size := words.dtype.itemsize) > 1:
         numbers = numbers.reshape(len(numbers), -1, size)
     return lax.bitcast_convert_type(numbers, words.dtype)
@@ -129,8 +129,8 @@ def blocks_for(rows: int, out_dim: int, inputs: int, scheme: Scheme, target: Ker
     cores = target.cores or _CORES
     sizes = tuned_blocks(target, "triton", rows, out_dim, inputs, scheme) or _sizes(rows, out_dim, scheme, cores)
     sizes = {"block_rows": _small_rows(rows), **sizes}
-    # A part has some steps, and writing and reading all parts costs at most a quarter of reading the weight.
-    most = min(inputs // _step(inputs, scheme) // _MIN_STEPS, inputs * scheme.bits // (256 * rows))
+    # A part has some inputs, and writing and reading all parts costs at most a quarter of reading the weight.
+    most = min(inputs // _INPUTS_A_SPLIT, inputs * scheme.bits // (256 * rows))
     splits = min(cores * _PROGRAMS_A_CORE // _tiles(rows, out_dim, sizes), most)
     return Blocks(splits=max(1, splits), **sizes)
 

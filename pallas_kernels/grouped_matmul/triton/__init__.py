@@ -1,0 +1,1 @@
+"""Grouped products on NVIDIA GPUs from Ampere on."""

@@ -1,0 +1,111 @@
+"""Mixtures of experts compile for GPUs that aren't here: no spills, no copy of a weight, and few launches."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.runtime.devices.topology import target_mesh
+from pallas_kernels.grouped_matmul import Gate, Groups, grouped_matmul
+from pallas_kernels.quantized_matmul import Backend, Scheme, make_weight
+from pallas_kernels.target import target_of
+from tests.aot.conftest import Row
+from tests.aot.kernels import checked_kernels
+from tests.selection import grid
+
+pytestmark = pytest.mark.aot
+
+GPUS = ("nvidia-h200", "nvidia-l4", "nvidia-a100-80", "nvidia-b200")
+# Experts, inputs, outputs of gate, choices: Qwen3-30B-A3B, Mixtral-8x7B, gpt-oss-120b.
+QWEN, MIXTRAL, GPT_OSS = (128, 2048, 768, 8), (8, 4096, 14336, 2), (128, 2880, 2880, 4)
+TOKENS = (1, 8, 64, 2048)
+VARIANTS: dict[str, tuple[Scheme | None, tuple[int, int, int, int]]] = {
+    "bf16": (None, QWEN),
+    "bf16-mixtral": (None, MIXTRAL),
+    "fp4-gpt-oss": (Scheme("fp4", 32), GPT_OSS),
+    "int4": (Scheme("int4", 128), QWEN),
+    "int4-zeros": (Scheme("int4", 128, zeros=True), MIXTRAL),
+    "int4-32-zeros": (Scheme("int4", 32, zeros=True), QWEN),
+    "int8": (Scheme("int8", 128), QWEN),
+    "int8-32-zeros": (Scheme("int8", 32, zeros=True), QWEN),
+    "int8-16": (Scheme("int8", 16), QWEN),
+    "int8-channel": (Scheme("int8"), QWEN),
+    "int8-token": (Scheme("int8", activations="token"), QWEN),
+    "fp8-channel": (Scheme("fp8"), QWEN),
+    "fp8-token": (Scheme("fp8", activations="token"), QWEN),
+    "fp8-static": (Scheme("fp8", activations="static"), QWEN),
+    "fp8-blocks": (Scheme("fp8", 128, activations="group"), QWEN),
+}
+
+
+def structs(mesh: Mesh) -> Callable[[tuple[int, ...], Any], jax.ShapeDtypeStruct]:
+    sharding = NamedSharding(mesh, PartitionSpec())
+    return lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def weight_struct(mesh: Mesh, shape: tuple[int, int, int], scheme: Scheme | None) -> Any:
+    """Return experts as the Triton backend stores them."""
+    struct = structs(mesh)
+    if scheme is None:
+        return struct(shape, jnp.bfloat16)
+    backend = Backend("triton", target_of(mesh.devices.flat[0]))
+    flat = make_weight((shape[0] * shape[1], shape[2]), scheme, backend, jax.ShapeDtypeStruct)
+    return jax.tree.map(lambda x: struct(x.shape if x.ndim == 1 else (*shape[:2], x.shape[1]), x.dtype), flat)
+
+
+def compiled(mesh: Mesh, function: Any, *arguments: Any) -> Any:
+    sharded = jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(sharded).lower(*arguments).compile()
+
+
+def compiled_product(mesh: Mesh, variant: str, tokens: int, *, up: bool, dtype: Any = jnp.bfloat16) -> Any:
+    """Return the product of tokens with gate and up, or of rows with down; with a bias."""
+    scheme, (experts, dim, ffn, choices) = VARIANTS[variant]
+    out, inputs, rows = (2 * ffn, dim, tokens) if up else (dim, ffn, tokens * choices)
+    backend, struct = Backend("triton", target_of(mesh.devices.flat[0])), structs(mesh)
+
+    def product(x: jax.Array, weight: Any, bias: jax.Array, groups: Groups) -> jax.Array:
+        options: dict[str, Any] = {"gate": Gate() if up else None, "of_tokens": up, "out_dtype": x.dtype}
+        return grouped_matmul(x, weight, groups, bias=bias, target=backend.target, backend=backend, **options)
+
+    pairs = tokens * choices
+    groups = Groups(*(struct(shape, jnp.int32) for shape in ((experts + 1,), (pairs,), (tokens, choices))))
+    weight = weight_struct(mesh, (experts, out, inputs), scheme)
+    return compiled(mesh, product, struct((rows, inputs), dtype), weight, struct((experts, out), dtype), groups)
+
+
+QUICK = (
+    ("nvidia-h200", "bf16", 8, True),
+    ("nvidia-a100-80", "bf16-mixtral", 2048, True),
+    ("nvidia-l4", "fp8-blocks", 64, True),
+    ("nvidia-l4", "fp4-gpt-oss", 2048, False),
+    ("nvidia-a100-80", "int4-zeros", 64, False),
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "variant", "tokens", "up"),
+    grid(itertools.product(GPUS, VARIANTS, TOKENS, (True, False)), QUICK.__contains__),
+)
+def test_experts_are_multiplied_in_one_launch_without_spills(
+    target: str, variant: str, tokens: int, up: bool, report: Callable[[Row], None]
+) -> None:
+    start = time.monotonic()
+    made = compiled_product(target_mesh(target), variant, tokens, up=up)
+    seconds = time.monotonic() - start
+    kernels = checked_kernels(made, target)
+    temp = made.memory_analysis().temp_size_in_bytes
+    report(Row(target, variant, f"{'up' if up else 'down'}-{tokens}", seconds, temp, 0, kernels))
+    assert [one.kernel for one in kernels] == ["grouped_matmul (triton)"]
+    _, (_, dim, ffn, choices) = VARIANTS[variant]
+    assert temp <= 4 * tokens * choices * max(dim, ffn) + 2**20, (
+        "a copy of inputs in 8 bits, and their factors, no more"
+    )
