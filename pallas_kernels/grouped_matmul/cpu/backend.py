@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from pallas_kernels.cpu import call
+from pallas_kernels.grouped_matmul.cpu.kernel import GroupedMatmul
 from pallas_kernels.grouped_matmul.gate import Gate
 from pallas_kernels.grouped_matmul.groups import Groups
 from pallas_kernels.grouped_matmul.reference import join
-from pallas_kernels.quantized_matmul import PackedWeight, unpack
+from pallas_kernels.quantized_matmul import STRIP, PackedWeight
+from pallas_kernels.quantized_matmul.cpu.inputs import round_inputs
 
 
 def multiply_packed(
@@ -21,9 +24,24 @@ def multiply_packed(
     gate: Gate | None,
     of_tokens: bool,
 ) -> Float32[Array, "rows out_or_half"]:
-    """See `api.grouped_matmul`."""
-    values = x.astype(jnp.bfloat16).astype(jnp.float32)
-    dense = unpack(weight).reshape(groups.num_experts, -1, x.shape[1])
-    rows = values[groups.tokens] if of_tokens else values
-    out = lax.ragged_dot(rows, dense.swapaxes(1, 2), jnp.diff(groups.starts))
-    return join(out, groups, bias, gate)
+    """See `api.grouped_matmul`.
+
+    The kernel multiplies bfloat16. Quantized inputs are rounded to numbers of int8 or fp8, which bfloat16 can hold.
+    """
+    assert weight.order is None, "experts with inputs in an order of their own are dequantized"
+    assert x.shape[1] == weight.shape[-1], (x.shape, weight.shape)
+    blocks, run = weight.data.shape[-2:]
+    data = weight.data.reshape(groups.num_experts, -1, blocks, run)
+    factors = None
+    if weight.scheme is not None and weight.scheme.activations is not None:
+        x, factors = round_inputs(x, weight.scheme, weight.input_scale)
+    tokens = groups.tokens if of_tokens else jnp.arange(groups.num_rows, dtype=jnp.int32)
+    operands = [x.astype(jnp.bfloat16), data, groups.starts, tokens]
+    by_block = factors is not None and factors.shape[1] > 1
+    if by_block:
+        operands.append(jnp.repeat(factors, blocks // factors.shape[1], axis=1))
+    result = jax.ShapeDtypeStruct((groups.num_rows, data.shape[1] * STRIP), jnp.float32)
+    sums = call(GroupedMatmul(weight.format, by_block), result, *operands)
+    if factors is not None and not by_block:
+        sums *= factors[tokens]
+    return join(sums, groups, bias, gate)

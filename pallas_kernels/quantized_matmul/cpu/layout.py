@@ -5,7 +5,7 @@ which the kernel reads them. A vector holds the 16 outputs of a strip side by si
 
 - int4 and int8: the numbers `q`, unsigned, then `scale` of the 16 outputs, then `minimum`, both float32; a weight is
   `scale * q + minimum`.
-- fp8: the numbers, float8_e4m3fn, then `scale`.
+- fp4 and fp8: the numbers, float4_e2m1fn or float8_e4m3fn, then `scale`.
 - bf16: the weights themselves.
 """
 
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, BFloat16, Float, Int
 
+from pallas_kernels.quantized_matmul.layout import FP4_VALUES
 from pallas_kernels.quantized_matmul.scheme import Scheme
 
 STRIP = 16
@@ -82,7 +83,7 @@ def number_bytes(format: Format) -> int:
 
 def run_bytes(format: Format) -> int:
     """Return the bytes of one block of one strip: numbers, scales and minima."""
-    vectors = 2 if format in INTEGERS else 1 if format == "fp8" else 0
+    vectors = 2 if format in INTEGERS else 0 if format == "bf16" else 1
     return number_bytes(format) + vectors * STRIP * 4
 
 
@@ -98,11 +99,12 @@ def pack_numbers(
 ) -> None:
     """Write quantized weights into `out`, uint8 of `packed_shape`.
 
-    `numbers` are uint8 `[out, in]`, contiguous, and `factors` of `FACTORS` `[out, in / 32]`.
+    `numbers` are uint8 `[out, in]`, contiguous, those of fp4 as in `QuantizedWeight`, and `factors` of `FACTORS`
+    `[out, in / 32]`.
     """
     strips, count, _ = out.shape
     size = number_bytes(format)
-    if format == "int4":  # of vector z, nibble t of an output's word of parity p is input 8z + 2t + p
+    if BITS[format] == 4:  # of vector z, nibble t of an output's word of parity p is input 8z + 2t + p
         eight = numbers.view("<u8")
         pairs = eight | eight >> 12  # byte b is now inputs b and, above it, b + 2
         words = (pairs & 0xFF | pairs >> 24 & 0xFF00 | pairs << 8 & 0xFF0000 | pairs >> 16 & 0xFF000000).astype("<u4")
@@ -146,10 +148,12 @@ def unpack(weight: PackedWeight) -> Float[Array, "*shape"]:
     if format == "bf16":
         pairs = jax.lax.bitcast_convert_type(numbers.reshape(strips, count, BLOCK // 2, STRIP, 2, 2), jnp.bfloat16)
         return pairs.astype(jnp.float32).transpose(0, 3, 1, 2, 4).reshape(weight.shape)
-    if format == "int4":
+    if BITS[format] == 4:
         halves = numbers.reshape(strips, count, 4, STRIP, 2, 2)
         nibbles = jnp.stack([halves & 15, halves >> 4], axis=-1)  # strip, block, z, output, parity, byte, half
         q = nibbles.transpose(0, 3, 1, 2, 5, 6, 4)
+        if format == "fp4":
+            q = jnp.asarray(FP4_VALUES)[q.astype(jnp.int32)]
     else:
         q = numbers.reshape(strips, count, -1, STRIP, 2 if format == "fp8" else 4).transpose(0, 3, 1, 2, 4)
         if format == "fp8":
@@ -157,5 +161,8 @@ def unpack(weight: PackedWeight) -> Float[Array, "*shape"]:
     factors = jax.lax.bitcast_convert_type(data[..., size:].reshape(strips, count, -1, STRIP, 4), jnp.float32)
     vectors = [factors[:, :, i].transpose(0, 2, 1)[..., None] for i in range(factors.shape[2])]
     values = q.reshape(strips, STRIP, count, BLOCK).astype(jnp.float32) * vectors[0]
-    values = values / FP8_UNIT if format == "fp8" else values + vectors[1]
+    if format == "fp8":
+        values /= FP8_UNIT
+    elif format in INTEGERS:
+        values += vectors[1]
     return values.reshape(weight.shape)

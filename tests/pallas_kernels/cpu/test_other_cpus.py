@@ -14,6 +14,7 @@ import pytest
 
 from pallas_kernels.cpu import Kernel, cpu_features, refusal
 from pallas_kernels.cpu.compile import optimized
+from pallas_kernels.grouped_matmul.cpu.kernel import GroupedMatmul
 from pallas_kernels.normalization.cpu import LogSumExp, Norm
 from pallas_kernels.paged_attention import KernelTarget, Problem, choose_backend
 from pallas_kernels.paged_attention.cpu.backend import PagedAttention
@@ -30,6 +31,7 @@ LINUX, MAC = ("aarch64-unknown-linux-gnu", "generic"), ("arm64-apple-darwin", "a
 KERNELS: list[Kernel] = [
     *(PackedMatmul(format) for format in get_args(Format)),
     PackedMatmul("fp8", factors=True),
+    GroupedMatmul("fp4"),
     ReorderInputs(),
     *(
         PagedAttention(
@@ -53,7 +55,7 @@ KERNELS: list[Kernel] = [
     LogSumExp(),
     DrawTokens(),
 ]
-QUICK = (KERNELS[6],)
+QUICK = (KERNELS[8],)
 # Seconds for most: code for a CPU with short registers is long.
 EACH_KERNEL = pytest.mark.parametrize("kernel", grid(KERNELS, QUICK.__contains__), ids=lambda kernel: kernel.name)
 C_LIBRARY = {"malloc", "free", "usleep", "memcpy", "memset", "bzero"}

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels.cpu import call
-from pallas_kernels.cpu.emit import Module
 from pallas_kernels.quantized_matmul import (
     BLOCK,
     FACTORS,
@@ -24,12 +23,14 @@ from pallas_kernels.quantized_matmul import (
     unpack,
 )
 from pallas_kernels.quantized_matmul.cpu.kernel import PackedMatmul
-from pallas_kernels.quantized_matmul.cpu.layout import Format
+from pallas_kernels.quantized_matmul.cpu.layout import BITS, INTEGERS, Format
 from pallas_kernels.quantized_matmul.cpu.reorder import reorder_inputs
+from pallas_kernels.quantized_matmul.layout import FP4_VALUES
+from tests.pallas_kernels.quantized_matmul.cpu.paths import Emulated, Plain
 
 pytestmark = pytest.mark.slow
 
-FORMATS: list[Format] = ["int4", "int8", "fp8", "bf16"]
+FORMATS: list[Format] = ["int4", "int8", "fp4", "fp8", "bf16"]
 
 
 def weights(format: Format, out_dim: int, in_dim: int, **changes: Any) -> tuple[PackedWeight, np.ndarray]:
@@ -41,36 +42,41 @@ def weights(format: Format, out_dim: int, in_dim: int, **changes: Any) -> tuple[
         pack_dense(dense, data)
         return PackedWeight(jnp.asarray(data)), dense.astype(np.float32)
     factors = np.zeros((out_dim, in_dim // BLOCK), FACTORS)
-    factors["scale"] = rng.random(factors.shape) / 2 ** (4 if format == "int4" else 8)
+    factors["scale"] = rng.random(factors.shape) / 2 ** BITS[format]
     if format == "fp8":
         q = rng.standard_normal((out_dim, in_dim)) * np.exp2(rng.integers(-9, 7, (out_dim, in_dim)))
         numbers = q.astype(ml_dtypes.float8_e4m3fn)
         values = numbers.astype(np.float32)
+    elif format == "fp4":
+        numbers = rng.integers(0, 16, (out_dim, in_dim)).astype(np.uint8)
+        values = FP4_VALUES[numbers]
     else:
         numbers = rng.integers(0, 16 if format == "int4" else 256, (out_dim, in_dim)).astype(np.uint8)
         values = numbers.astype(np.float32)
         factors["minimum"] = -rng.random(factors.shape)
     pack_numbers(numbers.view(np.uint8), factors, format, data)
     scale, minimum = (np.repeat(factors[name], BLOCK, axis=1) for name in ("scale", "minimum"))
-    scheme = dataclasses.replace(Scheme(format, BLOCK, zeros=format != "fp8"), **changes)
+    scheme = dataclasses.replace(Scheme(format, BLOCK, zeros=format in INTEGERS), **changes)
     return PackedWeight(jnp.asarray(data), scheme=scheme), values * scale + minimum
 
 
 @dataclasses.dataclass(frozen=True)
-class Plain(PackedMatmul):
-    """The kernel for a CPU that doesn't multiply bfloat16."""
-
-    @property
-    def name(self) -> str:
-        return f"{super().name}_plain"
-
-    def write(self, module: Module, features: frozenset[str]) -> None:
-        super().write(module, frozenset())
+class PlainMatmul(Plain, PackedMatmul):
+    pass
 
 
-def plain(x: jax.Array, weight: PackedWeight) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class EmulatedMatmul(Emulated, PackedMatmul):
+    pass
+
+
+def plain(x: jax.Array, weight: PackedWeight, kernel: type[PackedMatmul] = PlainMatmul) -> jax.Array:
     shape = jax.ShapeDtypeStruct((len(x), weight.shape[0]), jnp.float32)
-    return call(Plain(weight.format), shape, x, weight.data)
+    return call(kernel(weight.format), shape, x, weight.data)
+
+
+def bf16(x: jax.Array, weight: PackedWeight) -> jax.Array:
+    return plain(x, weight, EmulatedMatmul)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -85,7 +91,7 @@ def test_unpacking_returns_the_packed_values(format: Format) -> None:
     np.testing.assert_array_equal(unpack(outer.reshape(48, 96)), unpack(packed))
 
 
-@pytest.mark.parametrize("product", [quantized_matmul, plain])
+@pytest.mark.parametrize("product", [quantized_matmul, plain, bf16])
 @pytest.mark.parametrize("format", FORMATS)
 # Fewer strips than a tile, whole tiles, and a remainder; the same of rows; several items
 @pytest.mark.parametrize(("tokens", "out_dim", "in_dim"), [(1, 16, 32), (4, 64, 64), (7, 80, 96), (9, 2080, 576)])

@@ -1,0 +1,96 @@
+"""The grouped product with packed weights on a CPU: shares the strips of experts that have rows among threads.
+
+All rows of an expert are multiplied by a few strips while these lie in the cache, so that each weight is read from
+memory once. Experts without rows aren't read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_kernels.cpu.emit import Function, Module, Value
+from pallas_kernels.cpu.ffi import Call, handler
+from pallas_kernels.cpu.types import I32, I64, PTR
+from pallas_kernels.quantized_matmul.cpu.layout import BLOCK, INTEGERS, STRIP, Format, run_bytes
+from pallas_kernels.quantized_matmul.cpu.numbers import PairProducts, products_of
+from pallas_kernels.quantized_matmul.cpu.tiles import Tiles, for_each_tile, strips_of_item, sums_by_block
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedMatmul:
+    """The kernel: `x` bfloat16 `[tokens, in]`, the weights' bytes `[experts, out / 16, in / 32, run]`, the first row of
+    each expert, int32 `[experts + 1]`, and the token of each row, int32 `[rows]`, to float32 `[rows, out]`.
+
+    With `factors`, of formats without minima only, float32 factors of `x`, `[tokens, in / 32]`, come last: one for each
+    of its blocks.
+    """
+
+    format: Format
+    factors: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"llvm_grouped_matmul_{self.format}{'_factors' * self.factors}"
+
+    def products(self, features: frozenset[str]) -> PairProducts:
+        """Return how a CPU with these features multiplies pairs of inputs."""
+        return products_of(features)
+
+    def write(self, module: Module, features: frozenset[str]) -> None:
+        """See `cpu.Kernel`."""
+        tiles = Tiles(module, self.format, self.products(features), by_factors=self.factors)
+        handler(module, self.name, 5 if self.factors else 4, 1, lambda call: self._share(call, tiles))
+
+    def _share(self, call: Call, tiles: Tiles) -> None:
+        f = call.function
+        x, weight, starts, tokens = call.arguments[:4]
+        in_dim, strips = x.dim(1), weight.dim(1)
+        has_minima = self.format in INTEGERS
+        if has_minima:
+            by_block = sums_by_block(f, x.data, x.dim(0), in_dim // BLOCK)
+        else:
+            by_block = call.arguments[4].data if self.factors else f.constant(PTR, 0)
+        touched, num_touched = _touched_experts(f, starts.data, weight.dim(0))
+        strip_bytes = weight.dim(2) * run_bytes(self.format)
+        per_item = strips_of_item(f, strip_bytes)
+        per_expert = (strips + per_item - 1) // per_item
+
+        def work(f: Function, item: Value, *captured: Value) -> None:
+            x, by_block, weight, starts, tokens, touched, out, in_dim, strips, strip_bytes, per_item = captured
+            out_dim = strips * STRIP
+            per_expert = (strips + per_item - 1) // per_item
+            expert = _load_index(f, touched, item // per_expert)
+            rows = _load_index(f, starts, expert), _load_index(f, starts, expert + 1)
+            of_expert = f.at(weight, expert * strips * strip_bytes)
+            first = item % per_expert * per_item
+
+            def tile(row: Value, count: int, strip: Value, width: int) -> None:
+                sources = [_load_index(f, tokens, row + i) for i in range(count)]
+                to = f.at(out, (row * out_dim + strip * STRIP) * 4)
+                run = f.at(of_expert, strip * strip_bytes)
+                tiles.multiply(f, x, by_block, run, to, in_dim, out_dim, sources, width)
+
+            for_each_tile(f, (first, f.minimum(first + per_item, strips)), rows, tile)
+
+        out = call.results[0].data
+        pointers = [x.data, by_block, weight.data, starts.data, tokens.data, touched, out]
+        call.parallel_for(num_touched * per_expert, [*pointers, in_dim, strips, strip_bytes, per_item], work)
+        f.call("free", None, touched)
+        if has_minima:
+            f.call("free", None, by_block)
+
+
+def _touched_experts(f: Function, starts: Value, experts: Value) -> tuple[Value, Value]:
+    """Return the experts that have rows, and their number; the caller frees the memory."""
+    touched = f.call("malloc", PTR, experts * 4)
+
+    def look(expert: Value, count: Value) -> Value:
+        f.store(f.convert("trunc", expert, I32), touched, count * 4)
+        has_rows = _load_index(f, starts, expert) < _load_index(f, starts, expert + 1)
+        return count + f.convert("zext", has_rows, I64)
+
+    return touched, f.loop(experts, look, f.constant(I64, 0))[0]
+
+
+def _load_index(f: Function, indices: Value, at: Value) -> Value:
+    return f.convert("zext", f.load(I32, indices, at * 4), I64)

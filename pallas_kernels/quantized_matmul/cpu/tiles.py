@@ -1,0 +1,147 @@
+"""Tiles of a product with a packed weight on a CPU.
+
+A tile is a few rows of `x` and a few strips of outputs, whose sums stay in registers over all blocks of inputs. As
+`sum(x * (scale * q + minimum))` over a block is `scale * sum(x * q) + minimum * sum(x)`, the numbers `q` are multiplied
+unscaled: they and `x` are exact in bfloat16, and their products are exact in float32. A row is summed in a fixed order,
+whatever other rows there are.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+
+from pallas_kernels.cpu import maths
+from pallas_kernels.cpu.emit import Function, Module, Value
+from pallas_kernels.cpu.types import F32, I32, I64, PTR
+from pallas_kernels.quantized_matmul.cpu.layout import BLOCK, INTEGERS, STRIP, Format, number_bytes, run_bytes
+from pallas_kernels.quantized_matmul.cpu.numbers import LANES, SUMS, PairProducts
+
+ROWS = 4
+STRIPS = 4
+_ITEM_BYTES = 1 << 16
+
+
+class Tiles:
+    """The functions of all tiles of a format: up to `ROWS` rows, one strip or `STRIPS`.
+
+    With `by_factors`, each row has a factor for each block of its inputs. Of formats with minima, it has their sum.
+    """
+
+    def __init__(self, module: Module, format: Format, products: PairProducts, *, by_factors: bool) -> None:
+        assert not (by_factors and format in INTEGERS), format
+        self._format, self._by_factors = format, by_factors
+        shapes = [(rows, strips) for rows in range(1, ROWS + 1) for strips in (1, STRIPS)]
+        self._names = {shape: self._write(module, *shape, products) for shape in shapes}
+
+    def multiply(
+        self,
+        f: Function,
+        x: Value,
+        by_block: Value,
+        weight: Value,
+        out: Value,
+        in_dim: Value,
+        out_dim: Value,
+        rows: Sequence[Value],
+        strips: int,
+    ) -> None:
+        """Multiply some `rows` of `x` by the strips that begin at `weight`; `out` is the place of the first result."""
+        name = self._names[len(rows), strips]
+        f.call(name, None, x, by_block, weight, out, in_dim, out_dim, *rows)
+
+    def _write(self, module: Module, rows: int, strips: int, products: PairProducts) -> str:
+        f = module.function(f"tile_{rows}x{strips}", [PTR, PTR, PTR, PTR, I64, I64, *[I64] * rows])
+        x, by_block, weight, out, in_dim, out_dim, *sources = f.arguments
+        blocks = in_dim // BLOCK
+        zero = f.constant(SUMS, 0)
+        scaled = self._format != "bf16"
+        run_size, size = run_bytes(self._format), number_bytes(self._format)
+
+        def block(at: Value, *totals: Value) -> list[Value]:
+            runs = [f.at(weight, (blocks * strip + at) * run_size) for strip in range(strips)]
+            pairs_at = [f.at(x, (in_dim * source + at * BLOCK) * 2) for source in sources]
+            made = [zero] * len(totals) if scaled else list(totals)
+            numbers_of = [products.weight_pairs(f, run, self._format) for run in runs]
+            for pair, numbers in enumerate(zip(*numbers_of, strict=True)):
+                for row in range(rows):
+                    factor = products.spread_inputs(f, f.load(I32, pairs_at[row], pair * I32.nbytes))
+                    for strip in range(strips):
+                        i = row * strips + strip
+                        made[i] = products.multiply_add(f, made[i], numbers[strip], factor)
+            if not scaled:
+                return made
+            scales = [f.load(SUMS, run, size) for run in runs]
+            minima = [f.load(SUMS, run, size + SUMS.nbytes) if self._format in INTEGERS else None for run in runs]
+            for row, source in enumerate(sources):
+                has_own = self._by_factors or self._format in INTEGERS
+                own = f.load(F32, by_block, (blocks * source + at) * 4) if has_own else None
+                spread = None if own is None else f.broadcast(own, STRIP)
+                for strip, (scale, minimum) in enumerate(zip(scales, minima)):
+                    i = row * strips + strip
+                    plus = totals[i]
+                    if spread is not None and minimum is not None:
+                        plus = f.fma(minimum, spread, plus)
+                    elif spread is not None:
+                        scale = scale * spread
+                    made[i] = f.fma(scale, made[i], plus)
+            return made
+
+        totals = f.loop(blocks, block, *[zero] * (rows * strips))
+        for i, total in enumerate(totals):
+            row, strip = divmod(i, strips)
+            f.store(total, out, (out_dim * row + strip * STRIP) * 4)
+        f.ret()
+        return f.name
+
+
+def strips_of_item(f: Function, strip_bytes: Value) -> Value:
+    """Return how many strips a thread takes at a time: threads should end together, and each start be worth it."""
+    return (f.constant(I64, _ITEM_BYTES) // strip_bytes // STRIPS + 1) * STRIPS
+
+
+def for_each_tile(
+    f: Function, strips: tuple[Value, Value], rows: tuple[Value, Value], tile: Callable[[Value, int, Value, int], None]
+) -> None:
+    """Call `tile(row, number of rows, strip, number of strips)` for all tiles; the strips of one stay in the cache."""
+    first, stop = strips
+    begin, end = rows
+    whole, left = stop - (stop - first) % STRIPS, (end - begin) % ROWS
+
+    def compute_strips(strip: Value, width: int) -> None:
+        f.loop(end - left, lambda row: tile(row, ROWS, strip, width), start=begin, step=ROWS)
+        for count in range(1, ROWS):
+            f.when(left.equals(count), functools.partial(tile, end - left, count, strip, width))
+
+    f.loop(whole, lambda strip: compute_strips(strip, STRIPS), start=first, step=STRIPS)
+    f.loop(stop, lambda strip: compute_strips(strip, 1), start=whole)
+
+
+def sums_by_block(f: Function, x: Value, tokens: Value, blocks: Value) -> Value:
+    """Return the sums of the 32 inputs of each block, float32 `[tokens, blocks]`; the caller frees the memory.
+
+    XLA could compute them before the call, but then their order of additions would depend on the program around it.
+    """
+    out = f.call("malloc", PTR, tokens * blocks * 4 + SUMS.nbytes)
+
+    def pairs(block: Value) -> Value:
+        even, odd = maths.pairs_from_bf16(f, f.load(LANES, x, block * (2 * BLOCK)))
+        return even + odd
+
+    def row(r: Value) -> None:
+        begin, end = r * blocks, (r + 1) * blocks
+        whole = end - blocks % STRIP
+
+        def sum_blocks(first: Value) -> None:
+            f.store(maths.lane_sums(f, [pairs(first + i) for i in range(STRIP)]), out, first * 4)
+
+        def sum_block(block: Value) -> None:
+            # Stores the sum in all lanes: the next sums are written later, and there is room beyond the last one
+            f.store(maths.reduce_lanes(f, pairs(block), operator.add), out, block * 4)
+
+        f.loop(whole, sum_blocks, start=begin, step=STRIP)
+        f.loop(end, sum_block, start=whole)
+
+    f.loop(tokens, row)
+    return out
