@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped, UInt
 
-from jaxserve.layers.axes import EXPERT_AXIS, EXPERT_TENSOR_AXIS, TENSOR_AXES
+from jaxserve.layers.axes import DATA_AXIS, EXPERT_AXIS, EXPERT_TENSOR_AXIS, TENSOR_AXES
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import MlpParams, partial_mlp
 from pallas_kernels.expert_routing import Routing, choose_experts, group_by_expert
@@ -53,11 +55,17 @@ class MixtureParams:
 
 @dataclasses.dataclass(frozen=True)
 class MixtureSettings:
-    """The static settings of a mixture."""
+    """The static settings of a mixture. Experts are divided among the shards of a rank, or of all if `over_ranks`."""
 
     routing: Routing
     gate: Gate
     target: KernelTarget
+    over_ranks: bool = False
+
+    @property
+    def part_axes(self) -> tuple[str, ...]:
+        """The mesh axes that divide experts."""
+        return (DATA_AXIS, EXPERT_AXIS) if self.over_ranks else (EXPERT_AXIS,)
 
 
 @jax.named_scope("mixture")
@@ -79,7 +87,9 @@ def mixture(
     ids, weights = choose_experts(logits, params.router.correction, settings.routing, settings.target)
     if params.router.scale is not None:
         weights *= params.router.scale.astype(jnp.float32)[ids]
-    out = _experts(x, params.experts, jnp.where(live[:, None], ids, -1), weights, settings)
+    ids = jnp.where(live[:, None], ids, -1)
+    compute = _exchanged if settings.over_ranks else _experts
+    out = compute(x, params.experts, ids, weights, settings)
     if params.shared is not None:
         shared = partial_mlp(x, params.shared, settings.gate.activation)
         if params.shared_gate is not None:
@@ -88,16 +98,45 @@ def mixture(
     return lax.psum(out, TENSOR_AXES)
 
 
+def _exchanged(
+    x: Float[Array, "tokens dim"],
+    params: ExpertParams,
+    ids: Int32[Array, "tokens choices"],
+    weights: Float32[Array, "tokens choices"],
+    settings: MixtureSettings,
+) -> Float[Array, "tokens dim"]:
+    """Return what this shard adds to the output if ranks have different experts.
+
+    Each shard sends a part of its rank's tokens to all others, since any token may choose any experts, and gets back
+    the sums of what their experts make of them.
+    """
+    tokens, choices = ids.shape
+    shards = lax.axis_size(EXPERT_AXIS)
+    size = -(-tokens // shards)
+    first = lax.axis_index(EXPERT_AXIS) * size
+    padding = ((0, shards * size - tokens), (0, 0))
+    columns = jnp.pad(x, padding), jnp.pad(ids, padding, constant_values=-1), jnp.pad(weights, padding)
+    own = _as_words([lax.dynamic_slice_in_dim(column, first, size) for column in columns])
+    words = lax.all_gather(own, settings.part_axes, tiled=True)
+    everyone, all_ids, all_weights = _from_words(words, x.dtype, choices)
+    out = _experts(everyone, params, all_ids, all_weights, settings)
+    summed = lax.psum_scatter(out, settings.part_axes, scatter_dimension=0, tiled=True)
+    if shards == 1:
+        return summed
+    whole = jnp.zeros((shards * size, x.shape[1]), x.dtype)
+    return lax.dynamic_update_slice_in_dim(whole, summed, first, axis=0)[:tokens]
+
+
 def _experts(
     x: Float[Array, "tokens dim"],
     params: ExpertParams,
-    ids: Array,
+    ids: Int32[Array, "tokens choices"],
     weights: Float32[Array, "tokens choices"],
     settings: MixtureSettings,
 ) -> Float[Array, "tokens dim"]:
     """Return what this shard's experts, and its part of each, add to the output."""
     count = params.up.shape[0]
-    first = lax.axis_index(EXPERT_AXIS).astype(jnp.int32) * count
+    first = lax.axis_index(settings.part_axes).astype(jnp.int32) * count
     groups = group_by_expert(jnp.where(ids < 0, -1, ids - first), count, settings.target)
     up_bias = None if params.up_bias is None else params.up_bias.reshape(count, -1)
     inner = grouped_matmul(
@@ -118,3 +157,27 @@ def _experts(
     )
     chosen = out.at[groups.places].get(mode="fill", fill_value=0)
     return (chosen.astype(jnp.float32) * weights[..., None]).sum(axis=1).astype(x.dtype)
+
+
+def _as_words(columns: Sequence[Shaped[Array, "tokens _"]]) -> UInt[Array, "tokens words"]:
+    """Return the bits of arrays, of which none has smaller numbers than the first one, in words of the first's size."""
+    size = columns[0].dtype.itemsize
+    words = [lax.bitcast_convert_type(column, f"uint{8 * size}") for column in columns]
+    return jnp.concatenate([column.reshape(len(column), -1) for column in words], axis=1)
+
+
+def _from_words(
+    words: UInt[Array, "tokens words"], dtype: jnp.dtype, choices: int
+) -> tuple[Float[Array, "tokens dim"], Int32[Array, "tokens choices"], Float32[Array, "tokens choices"]]:
+    """Return tokens, and the ids and weights of their experts."""
+    per_number = 4 // dtype.itemsize
+    dim = words.shape[1] - 2 * choices * per_number
+
+    def numbers(first: int, dtype: Any) -> Array:
+        part = words[:, first : first + choices * per_number]
+        if per_number > 1:
+            part = part.reshape(len(words), choices, per_number)
+        return lax.bitcast_convert_type(part, dtype)
+
+    x = lax.bitcast_convert_type(words[:, :dim], dtype)
+    return x, numbers(dim, jnp.int32), numbers(dim + choices * per_number, jnp.float32)

@@ -332,7 +332,9 @@ def forward(
     """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
     full = rotation(batch, config.rope, config.full_head_dim)
     local = rotation(batch, config.local_rope, config.head_dim)
-    experts = None if config.routing is None else MixtureSettings(config.routing, _GATE, backend.target)
+    experts = None
+    if config.routing is not None:
+        experts = MixtureSettings(config.routing, _GATE, backend.target, config.experts_over_ranks)
     vectors = None if params.layer_vectors is None else _layer_vectors(config, params.layer_vectors, x, batch)
     at = config.kv_layers()
     for i, layer in enumerate(params.layers):

@@ -33,11 +33,17 @@ def golden_config(name: str) -> ModelConfig:
     return parse_model_config(json.loads((folder_of(name) / "config.json").read_text()))
 
 
-def golden_logits(name: str, shards: int, backend: Backend = REFERENCE) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the logits of each prompt of a fixture, in float32 on `shards` devices, and those of Hugging Face."""
+def golden_logits(
+    name: str, shards: int, backend: Backend = REFERENCE, *, ranks: int = 1, expert: int = 1
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the logits of each prompt of a fixture, in float32 on `shards` devices, and those of Hugging Face.
+
+    With several `ranks` of so many devices, which all compute the same, experts are divided among them, too. The
+    devices of a rank are in `expert` groups.
+    """
     folder = folder_of(name)
-    config = dataclasses.replace(golden_config(name), shards=shards)
-    mesh = make_mesh(jax.devices("cpu"), tensor=shards)
+    config = dataclasses.replace(golden_config(name), shards=shards, experts_over_ranks=ranks > 1)
+    mesh = make_mesh(jax.devices("cpu"), data=ranks, tensor=shards, expert=expert)
     abstract = family(config).abstract(config, np.dtype(np.float32))
     reader = open_weights(resolve(str(folder)), abstract, quantization=config.quantization)
     params = build_params(abstract, shardings(mesh, abstract), reader)

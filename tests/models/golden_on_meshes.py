@@ -1,6 +1,7 @@
 """Run by test_golden_on_meshes.py where jax sees four CPU devices: the golden fixtures' logits, split over these.
 
-Arguments are FOLDER/SHARDS. Prints one JSON object: for each the largest difference to Hugging Face's logits, or null
+Arguments are FOLDER/SHARDS, or FOLDER/SHARDS/GROUPS/RANKS for groups with experts of their own, and ranks that divide
+them (see `golden_logits`). Prints one JSON object: for each the largest difference to Hugging Face's logits, or null
 if the fixture can't be split into that number of shards. A quantized fixture has its weights in rows, in float32; with
 `packed:` before its name, packed for a CPU in bfloat16, and it is compared with the same on one device.
 """
@@ -8,6 +9,7 @@ if the fixture can't be split into that number of shards. A quantized fixture ha
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import numpy as np
@@ -18,7 +20,10 @@ from tests.models.quantized import held_logits
 
 def difference(case: str) -> float | None:
     """Return the largest difference of any logit of a fixture."""
-    called, _, shards = case.rpartition("/")
+    called, shards, *mesh = re.fullmatch(r"(.*?)/(\d)(?:/(\d)/(\d))?", case).groups()
+    if mesh[0]:
+        found = golden_logits(called, int(shards), expert=int(mesh[0]), ranks=int(mesh[1]))
+        return max(float(np.abs(logits - expected).max()) for logits, expected in found)
     name = called.removeprefix("packed:")
     if not golden_config(name).splits_into(int(shards)):
         return None

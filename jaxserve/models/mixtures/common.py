@@ -166,7 +166,7 @@ def forward(
     """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
     rope = rotation(batch, config.rope, config.head_dim)
     at = config.kv_layers()
-    of_mixture = MixtureSettings(config.routing, config.gate, backend.target)
+    of_mixture = MixtureSettings(config.routing, config.gate, backend.target, config.experts_over_ranks)
     for i, layer in enumerate(params.layers):
         settings = LayerSettings(AttentionSettings(config.norm_eps, backend, config.windows[i]), of_mixture)
         with jax.named_scope(f"layer_{i}"):

@@ -219,7 +219,10 @@ def _in_units(part: TensorPart, unit: int) -> TensorPart:
     *shape, inner = part.shape
     *index, start = part.index
     assert (inner % unit, start % unit) == (0, 0), part
-    return dataclasses.replace(part, shape=(*shape, inner // unit), index=(*index, start // unit))
+    view = part.quantized_view
+    if view is not None:
+        view = view._replace(shape=(*view.shape[:-1], inner // unit))
+    return dataclasses.replace(part, shape=(*shape, inner // unit), index=(*index, start // unit), quantized_view=view)
 
 
 def read_flat(read: Fill, path: Path, dense: ParamSpec, window: Window, out: Array) -> None:
