@@ -21,7 +21,7 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.multihost.process_group import ProcessGroup
 from jaxserve.worker import build_engine
-from tests.test_keystone import FULL, GROUPS, _check, _random_request, _run, sampled_requests
+from tests.test_keystone import FULL, GROUPS, MIXTURE, _check, _random_request, _run, sampled_requests
 from tests.tiny_model import write_tiny_model
 
 SETTINGS: dict[str, Any] = {
@@ -37,8 +37,14 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def settings(model: str, data: int, tensor: int, **more: Any) -> EngineConfig:
-    """Return the configuration of a mesh shape."""
+MODELS = {"": FULL, "groups": GROUPS, "mixture": MIXTURE}
+
+
+def settings(model: str, shape: str, **more: Any) -> EngineConfig:
+    """Return the configuration of a mesh shape: ranks x shards, and e with the parts into which experts are divided."""
+    mesh, _, parts = shape.partition("e")
+    data, tensor = map(int, mesh.split("x"))
+    more |= {"ep_size": int(parts)} if parts else {}
     common: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": "float32",
@@ -91,11 +97,10 @@ def main(shapes: list[str]) -> None:
     assert len(jax.devices()) == 8, jax.devices()
     with tempfile.TemporaryDirectory() as name:
         for shape in shapes:
-            mesh, _, has_groups = shape.partition("-")
-            data, tensor = map(int, mesh.split("x"))
-            model, more = (GROUPS, {"swa_full_tokens_ratio": 0.5}) if has_groups else (FULL, {})
-            write_model(Path(name), model)
-            served = serve_on_mesh(settings(name, data, tensor, **more), model=model)
+            mesh, _, kind = shape.partition("-")
+            more = {"swa_full_tokens_ratio": 0.5} if kind == "groups" else {}
+            write_model(Path(name), MODELS[kind])
+            served = serve_on_mesh(settings(name, mesh, **more), model=MODELS[kind])
             print(json.dumps({"shape": shape, **served}), flush=True)
 
 

@@ -1,6 +1,6 @@
 """Run by test_mesh.py in each process of a mesh: serves the keystone's requests; process 0 prints a JSON line.
 
-python -m tests.keystone_on_processes MODEL 2x2 NNODES NODE_RANK ADDRESS
+python -m tests.keystone_on_processes MODEL SHAPE NNODES NODE_RANK ADDRESS
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import sys
 
 from jaxserve.engine.multihost.process_group import ProcessGroup
 from jaxserve.worker import build_follower
-from tests.keystone_on_meshes import serve_on_mesh, settings
+from tests.keystone_on_meshes import MODELS, serve_on_mesh, settings
 
 
 def main(model: str, shape: str, nnodes: int, node_rank: int, address: str) -> None:
-    data, tensor = map(int, shape.split("x"))
-    config = settings(model, data, tensor, nnodes=nnodes, node_rank=node_rank, dist_init_addr=address)
+    mesh, _, kind = shape.partition("-")
+    config = settings(model, mesh, nnodes=nnodes, node_rank=node_rank, dist_init_addr=address)
     group = ProcessGroup.connect(config, lambda reason: print(reason, file=sys.stderr))
     if node_rank > 0:
         execute, _ = build_follower(config, group)
         while True:
             execute(group.next_command())
-    print(json.dumps({"shape": shape, **serve_on_mesh(config, group)}), flush=True)
+    print(json.dumps({"shape": shape, **serve_on_mesh(config, group, MODELS[kind])}), flush=True)
     group.leave("all requests are answered")
     os._exit(0)
 

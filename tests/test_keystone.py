@@ -55,6 +55,17 @@ GROUPS = FULL | {
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
 }
+# Experts, of which groups are chosen first, a shared one, and a dense first layer.
+MIXTURE = FULL | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
 VOCAB = FULL["vocab_size"]
 TOLERANCE = 1e-4
 FP8 = np.dtype(jax.numpy.float8_e4m3fn)
@@ -93,6 +104,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "groups": SMALL | {"swa_full_tokens_ratio": 0.4},
     "groups-write-through": WITH_HOST_MEMORY | {"swa_full_tokens_ratio": 0.4},
     "groups-write-back": WITH_HOST_MEMORY | {"swa_full_tokens_ratio": 0.4, "hicache_write_policy": "write_back"},
+    "mixture": SMALL | {"schedule_conservativeness": 0.1},
     "roomy": {
         "context_length": 64,
         "max_running_requests": 8,
@@ -137,7 +149,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
 
 
 def _model(name: str) -> dict[str, Any]:
-    return GROUPS if name.startswith("groups") else {"windowed": WINDOWED, "longrope": LONGROPE}.get(name, FULL)
+    others = {"windowed": WINDOWED, "longrope": LONGROPE, "mixture": MIXTURE}
+    return GROUPS if name.startswith("groups") else others.get(name, FULL)
 
 
 @functools.cache

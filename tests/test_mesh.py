@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from jaxserve import host
-from tests.keystone_on_meshes import write_model
+from tests.keystone_on_meshes import MODELS, write_model
 from tests.selection import grid
 
 pytestmark = pytest.mark.process
@@ -25,11 +26,16 @@ ROOT = Path(__file__).parents[1]
 SHAPES = [f"{data}x{tensor}" for data in (1, 2, 4) for tensor in (1, 2, 4) if data * tensor <= 8]
 # A model with two KV groups
 SHAPES += [f"{shape}-groups" for shape in ("1x1", "2x2", "4x1")]
+# A mixture: experts of a rank divided, experts of all ranks divided, and both
+SHAPES += [
+    f"{shape}-mixture"
+    for shape in ("1x1", "1x4", "1x4e2", "1x2e2", "2x2e4", "2x4e4", "4x1e4", "8x1e8", "4x2e8", "2x2e2")
+]
 # Programs this small take longer to compile than to run.
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
 
-QUICK = ("1x1", "2x2", "1x1-groups", "2x2-groups")
+QUICK = ("1x1", "2x2", "1x1-groups", "2x2-groups", "1x1-mixture", "1x4e2-mixture", "2x2e4-mixture")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +54,7 @@ def served(request: pytest.FixtureRequest) -> dict[str, Any]:
 def test_tokens_are_those_of_one_device(shape: str, served: dict[str, Any]) -> None:
     assert shape in served, served["log"][-5000:]
     found = served[shape]
-    alone = "1x1-groups" if shape.endswith("groups") else "1x1"
+    alone = re.sub("^[^-]*", "1x1", shape)
     assert found["tokens"] == served[alone]["tokens"]
     assert min(found["aborted"], found["hits"], found["loaded"]) > 0, "a case never occurred"
     assert found["preempted"] > 0
@@ -56,11 +62,11 @@ def test_tokens_are_those_of_one_device(shape: str, served: dict[str, Any]) -> N
 
 
 # (data x tensor, processes): one rank over both processes, one rank in each, one shard of a rank in each.
-CASES = [("1x2", 2), ("2x2", 2), ("2x2", 4)]
+CASES = [("1x2", 2), ("2x2", 2), ("2x2", 4), ("2x2e4-mixture", 2)]
 
 
 def _run(model: Path, shape: str, nnodes: int) -> dict[str, Any]:
-    data, tensor = map(int, shape.split("x"))
+    data, tensor = map(int, re.findall("[0-9]+", shape)[:2])
     flags = f"--xla_force_host_platform_device_count={data * tensor // nnodes} --xla_backend_optimization_level=0"
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     address = f"127.0.0.1:{host.free_port()}"
@@ -86,7 +92,8 @@ def _run(model: Path, shape: str, nnodes: int) -> dict[str, Any]:
 def test_processes_give_the_tokens_of_one_device(
     shape: str, nnodes: int, tmp_path: Path, served: dict[str, Any]
 ) -> None:
-    write_model(tmp_path)
+    mesh, _, kind = shape.partition("-")
+    write_model(tmp_path, MODELS[kind])
     found = _run(tmp_path, shape, nnodes)
-    assert found["tokens"] == served["1x1"]["tokens"]
+    assert found["tokens"] == served[shape.replace(mesh, "1x1")]["tokens"]
     assert min(found["aborted"], found["hits"], found["loaded"], found["preempted"]) > 0, "a case never occurred"

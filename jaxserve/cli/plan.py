@@ -106,7 +106,9 @@ def _ranks(plan: CapacityReport) -> str:
     data, tensor, replicas = plan.deployment.data, plan.deployment.tensor, plan.deployment.replicas
     if replicas > 1:
         return f", {replicas} replicas x tensor parallel {tensor}"
-    return f", data parallel {data} x tensor parallel {tensor}" if data > 1 else ""
+    mesh = f", data parallel {data} x tensor parallel {tensor}" if data > 1 else ""
+    experts, parts = plan.deployment.model.num_experts, plan.deployment.divided.expert_parts
+    return f"{mesh}, {experts // parts} of {experts} experts on a device" if parts > 1 else mesh
 
 
 def _decode_table(plan: CapacityReport) -> str:
@@ -139,6 +141,7 @@ def as_json(plan: CapacityReport) -> dict[str, Any]:
         "devices": plan.num_devices,
         "tp_size": made.tensor,
         "dp_size": made.num_ranks,
+        "ep_size": made.divided.expert_parts,
         "dp_mode": made.config.dp_mode,
         "dtype": made.dtype.name,
         "kv_cache_dtype": made.state.kv[0].keys.dtype.name,

@@ -232,7 +232,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             nnodes=self.nnodes,
             node_rank=self.node_rank,
             address=self.dist_init_addr,
-            tensor=self.tp_size,
+            tensor=self.tp_size // (self.dp_size if self.enable_dp_attention and self.tp_size > 1 else 1),
             data=self.dp_size,
             mode=self.dp_mode,
         )

@@ -111,6 +111,11 @@ class ModelConfig:
         return 0
 
     @property
+    def experts_per_token(self) -> int:
+        """The number of experts that a token chooses in a layer, 0 for a dense model."""
+        return 0
+
+    @property
     def expert_size(self) -> int:
         """The width of an expert, 0 for a dense model."""
         return 0

@@ -83,6 +83,10 @@ class Config(ModelConfig):
         return self.experts
 
     @property
+    def experts_per_token(self) -> int:
+        return self.routing.choices if self.routing else 0
+
+    @property
     def expert_size(self) -> int:
         return self.expert_width
 

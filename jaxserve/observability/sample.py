@@ -114,7 +114,7 @@ def read_settings(metrics: str, server_info: Mapping[str, Any] | None) -> Settin
         free_bytes=int(free),
         working_bytes=int(working),
         memory_bound=bool(bound),
-        num_ranks=config.get("dp_size") or 1,
+        num_ranks=(server_info or {}).get("dp_size") or 1,
     )
 
 

@@ -71,6 +71,10 @@ class Config(ModelConfig):
         return self.experts
 
     @property
+    def experts_per_token(self) -> int:
+        return self.routing.choices
+
+    @property
     def expert_size(self) -> int:
         return self.expert_width
 

@@ -7,6 +7,7 @@ between devices and everything else count as free. No program is faster than thi
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from typing import Any
 
@@ -42,7 +43,9 @@ class AttentionCost:
 class Roofline:
     """The limits of one data-parallel rank on `tensor` devices; all quantities are per device.
 
-    `read_bytes` are those of the weights per step, `layer_flops` those of the layers' products per token, `head_flops`
+    `read_bytes` are those of the weights per step, without experts. Of the `expert_bytes` a step reads the experts that
+    any of its tokens chooses, where `expert_ranks` ranks compute with the same experts; each token chooses a
+    `chosen_share` of them, evenly. `layer_flops` those of the layers' products per token, `head_flops`
     per sampled row: products of inputs in 8 bits count for less, as they are faster. `attention` is the cost of the
     layers by window. `peak_flops` is None if it is unknown for the type.
     """
@@ -53,6 +56,13 @@ class Roofline:
     layer_flops: float
     head_flops: float
     attention: tuple[AttentionCost, ...]
+    expert_bytes: int = 0
+    chosen_share: float = 0.0
+    expert_ranks: int = 1
+
+    def weight_bytes(self, tokens: int) -> float:
+        """Return the bytes of weights that a step of so many tokens of each rank reads."""
+        return self.read_bytes + self.expert_bytes * (1 - (1 - self.chosen_share) ** (tokens * self.expert_ranks))
 
     def kv_bytes(self, context: int) -> float:
         """Return the bytes of keys and values that the decode of a request of `context` tokens reads."""
@@ -68,7 +78,7 @@ class Roofline:
 
     def decode_seconds(self, batch: int, context: int) -> float:
         """Return the shortest time of a step that decodes `batch` requests of `context` tokens each."""
-        read = (self.read_bytes + batch * self.kv_bytes(context)) / self.bandwidth
+        read = (self.weight_bytes(batch) + batch * self.kv_bytes(context)) / self.bandwidth
         flops = batch * (self.layer_flops + self.head_flops + self.decode_flops(context))
         return max(read, flops / self.peak_flops) if self.peak_flops is not None else read
 
@@ -84,14 +94,22 @@ def roofline(deployment: Deployment, target: DeviceTarget) -> Roofline:
     params = deployment.params
     axes = deployment.axis_sizes
     head = params.embedding if params.output is None else params.output
+    model, ranks = deployment.model, deployment.data if deployment.divided.over_ranks else 1
+    experts = [leaf for leaf in _leaves(params.layers) if _is_of_experts(leaf)]
+    others = [leaf for leaf in _leaves(params.layers) if not _is_of_experts(leaf)]
+    of_layers = functools.partial(_elements, axes=axes, dtype=deployment.dtype, target=target)
+    chosen = model.experts_per_token / (model.num_experts or 1)
     return Roofline(
         bandwidth=target.memory_bandwidth,
         peak_flops=target.peak_flops.get(deployment.dtype.name),
         # Of an embedding that isn't the output head as well, a step reads only a few rows.
-        read_bytes=device_bytes((params.layers, params.norm, head), axes),
-        layer_flops=2 * _elements(params.layers, axes, deployment.dtype, target),
-        head_flops=2 * _elements(head, axes, deployment.dtype, target),
+        read_bytes=device_bytes((others, params.norm, head), axes),
+        layer_flops=2 * (of_layers(others) + of_layers(experts) * chosen * ranks),
+        head_flops=2 * of_layers(head),
         attention=_attention(deployment),
+        expert_bytes=device_bytes(experts, axes),
+        chosen_share=chosen,
+        expert_ranks=ranks,
     )
 
 
@@ -110,10 +128,19 @@ def _attention(deployment: Deployment) -> tuple[AttentionCost, ...]:
 
 def _elements(specs: Any, axes: dict[str, int], dtype: np.dtype, target: DeviceTarget) -> float:
     """Return the elements of a tree of weights. An element that is multiplied twice as fast counts half."""
-    return sum(
-        _elements_of(leaf, axes, dtype, target)
-        for leaf in jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, HeldWeight))
-    )
+    return sum(_elements_of(leaf, axes, dtype, target) for leaf in _leaves(specs))
+
+
+def _leaves(specs: Any) -> list[ParamSpec | HeldWeight]:
+    leaves: list[ParamSpec | HeldWeight] = jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, HeldWeight))
+    return leaves
+
+
+def _is_of_experts(leaf: ParamSpec | HeldWeight) -> bool:
+    if isinstance(leaf, ParamSpec):
+        return leaf.num_experts > 0
+    spec: ParamSpec = leaf.numbers if isinstance(leaf, QuantizedWeight) else leaf.data
+    return spec.num_experts > 0
 
 
 def _elements_of(leaf: ParamSpec | HeldWeight, axes: dict[str, int], dtype: np.dtype, target: DeviceTarget) -> float:

@@ -10,6 +10,7 @@ import msgspec
 
 import jaxserve
 from jaxserve.api_types import EngineRequest, EngineStats, FinishReason, SamplingParams
+from jaxserve.config.data_parallel import parallelism
 from jaxserve.errors import JaxserveError, QueueFullError
 from jaxserve.observability.metrics import CONTENT_TYPE
 from jaxserve.server.errors import UnavailableError, request_error
@@ -95,7 +96,7 @@ async def server_info(state: ServerState, exchange: HttpExchange) -> None:
     config = msgspec.to_builtins(state.config)
     if state.config.api_key is not None:
         config["api_key"] = "***"
-    engine_config = state.engine_config
+    divided = parallelism(state.engine_config)
     info: dict[str, Any] = {
         "version": jaxserve.__version__,
         "model": state.model_name,
@@ -104,8 +105,9 @@ async def server_info(state: ServerState, exchange: HttpExchange) -> None:
         "weight_version": "default",
         "is_embedding": False,
         "disaggregation_mode": "null",
-        "tp_size": engine_config.tp_size,
-        "dp_size": engine_config.dp_size,
+        "tp_size": divided.tensor,
+        "dp_size": divided.data * divided.replicas,
+        "ep_size": divided.expert_parts,
         "phase": state.phase,
         "unhealthy": state.unhealthy_reason,
         "open_requests": state.num_open_requests,
