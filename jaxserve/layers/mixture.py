@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped, UInt
 from jaxserve.layers.axes import DATA_AXIS, EXPERT_AXIS, EXPERT_TENSOR_AXIS, TENSOR_AXES
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import MlpParams, partial_mlp
-from pallas_kernels.expert_routing import Routing, choose_experts, group_by_expert
+from pallas_kernels.expert_routing import Routing, add_chosen, choose_experts, group_by_expert
 from pallas_kernels.grouped_matmul import Gate, grouped_matmul
 from pallas_kernels.quantized_matmul import HeldWeight
 from pallas_kernels.target import KernelTarget
@@ -23,10 +23,13 @@ from pallas_kernels.target import KernelTarget
 
 @flax.struct.dataclass
 class RouterParams:
-    """The weights of a router. `correction` is added to scores before experts are chosen (see `Routing`); the weight of
-    a chosen expert is multiplied by its entry of `scale`."""
+    """The weights of a router, followed by rows of zeros.
 
-    weight: Float[Array, "experts dim"]
+    `correction` is added to scores before experts are chosen (see `Routing`). The weight of a chosen expert is
+    multiplied by its entry of `scale`.
+    """
+
+    weight: Float[Array, "rows dim"] | HeldWeight
     bias: Float[Array, " experts"] | None = None
     correction: Float32[Array, " experts"] | None = None
     scale: Float[Array, " experts"] | None = None
@@ -45,18 +48,19 @@ class ExpertParams:
 @flax.struct.dataclass
 class MixtureParams:
     """The weights of a mixture. The `shared` block computes all tokens; its output is multiplied by the sigmoid of the
-    product of the token and `shared_gate`, if there is one."""
+    product of the token and the first row of `shared_gate`, if there is one."""
 
     router: RouterParams
     experts: ExpertParams
     shared: MlpParams | None = None
-    shared_gate: Float[Array, "1 dim"] | None = None
+    shared_gate: Float[Array, "rows dim"] | HeldWeight | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class MixtureSettings:
     """The static settings of a mixture. Experts are divided among the shards of a rank, or of all if `over_ranks`."""
 
+    experts: int
     routing: Routing
     gate: Gate
     target: KernelTarget
@@ -82,6 +86,7 @@ def mixture(
     Tokens that aren't `live` pad the batch: no expert computes them. The router sees `routed_by`, by default `x`.
     """
     logits = linear(x if routed_by is None else routed_by, params.router.weight, out_dtype=jnp.float32)
+    logits = logits[:, : settings.experts]
     if params.router.bias is not None:
         logits += params.router.bias.astype(jnp.float32)
     ids, weights = choose_experts(logits, params.router.correction, settings.routing, settings.target)
@@ -93,7 +98,7 @@ def mixture(
     if params.shared is not None:
         shared = partial_mlp(x, params.shared, settings.gate.activation)
         if params.shared_gate is not None:
-            shared *= jax.nn.sigmoid(linear(x, params.shared_gate))
+            shared *= jax.nn.sigmoid(linear(x, params.shared_gate)[:, :1])
         out += shared
     return lax.psum(out, TENSOR_AXES)
 
@@ -152,11 +157,12 @@ def _experts(
     down_bias = params.down_bias
     if down_bias is not None and lax.axis_size(EXPERT_TENSOR_AXIS) > 1:
         down_bias = jnp.where(lax.axis_index(EXPERT_TENSOR_AXIS) == 0, down_bias, 0)
+    # A CPU's kernel has float32 already
+    dtype = jnp.float32 if settings.target.platform == "cpu" else x.dtype
     out = grouped_matmul(
-        inner, params.down, groups, bias=down_bias, out_dtype=x.dtype, target=settings.target, one_pass=True
+        inner, params.down, groups, bias=down_bias, out_dtype=dtype, target=settings.target, one_pass=True
     )
-    chosen = out.at[groups.places].get(mode="fill", fill_value=0)
-    return (chosen.astype(jnp.float32) * weights[..., None]).sum(axis=1).astype(x.dtype)
+    return add_chosen(out, groups.places, weights, settings.target).astype(x.dtype)
 
 
 def _as_words(columns: Sequence[Shaped[Array, "tokens _"]]) -> UInt[Array, "tokens words"]:

@@ -338,7 +338,7 @@ def forward(
     local = rotation(batch, config.local_rope, config.head_dim)
     experts = None
     if config.routing is not None:
-        experts = MixtureSettings(config.routing, _GATE, backend.target, config.experts_over_ranks)
+        experts = MixtureSettings(config.experts, config.routing, _GATE, backend.target, config.experts_over_ranks)
     vectors = None if params.layer_vectors is None else _layer_vectors(config, params.layer_vectors, x, batch)
     at = config.kv_layers()
     for i, layer in enumerate(params.layers):

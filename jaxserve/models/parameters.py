@@ -21,6 +21,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.params import EXPERT_AXES, Initializer, Order, ParamSpec, TensorPart, View
 
 _NORM_DTYPE = np.dtype(jnp.float32)
+_ROWS_OF_KERNELS = 16
 
 
 @flax.struct.dataclass
@@ -65,10 +66,6 @@ class ParamSpecs:
         """Return the weight `[out_dim, in_dim]` of a linear layer that every shard has whole."""
         parts = (TensorPart(name, (out_dim, in_dim), (0, 0)),)
         return self._spec((out_dim, None), (in_dim, None), inputs=1, parts=parts)
-
-    def row(self, name: str) -> Any:
-        """Return the weight `[1, dim]` of a product with one output, which no setting quantizes."""
-        return dataclasses.replace(self.matrix(name, 1, self._config.hidden_size), inputs=0)
 
     def vector(self, name: str, size: int | None = None, init: Initializer = "ones") -> Any:
         """Return a vector, by default of the model's width."""
@@ -222,13 +219,18 @@ class ParamSpecs:
         )
 
     def router(self, name: str, experts: int, *, bias: bool = False, correction: str | None = None) -> RouterParams:
-        """Return the weights of a router, which no setting quantizes; `correction` is the name of its tensor."""
-        weight = dataclasses.replace(self.matrix(f"{name}.weight", experts, self._config.hidden_size), inputs=0)
+        """Return the weights of a router; `correction` is the name of its tensor."""
         return RouterParams(
-            weight,
+            self.gate(f"{name}.weight", experts),
             self.vector(f"{name}.bias", experts, "zeros") if bias else None,
             None if correction is None else self.wide_norm(correction, experts),
         )
+
+    def gate(self, name: str, outputs: int) -> Any:
+        """Return the weight of a product with few `outputs`, with rows of zeros, so that every kernel takes it."""
+        padding, dim = -outputs % _ROWS_OF_KERNELS, self._config.hidden_size
+        parts = (TensorPart(name, (outputs, dim), (0, 0)),)
+        return self._spec((outputs + padding, None), (dim, None), inputs=1, padding=padding, parts=parts)
 
     def experts(self, name: str, projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Any:
         """Return the weights of experts that have tensors of their own; `projections` are gate, up and down."""

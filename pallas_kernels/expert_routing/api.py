@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float32, Int32
+import functools
 
-from pallas_kernels.expert_routing import reference
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels.cpu import kernel_or_fallback
+from pallas_kernels.expert_routing import cpu, reference
 from pallas_kernels.expert_routing.routing import Routing
 from pallas_kernels.grouped_matmul.groups import Groups
 from pallas_kernels.target import KernelTarget
@@ -31,7 +35,25 @@ def group_by_expert(ids: Int32[Array, "tokens choices"], num_experts: int, targe
         from pallas_kernels.expert_routing import triton
 
         return triton.group_by_expert(ids, num_experts, interpret=False)
-    return reference.group_by_expert(ids, num_experts)
+    if target.platform != "cpu":
+        return reference.group_by_expert(ids, num_experts)
+    kernel, otherwise = (
+        functools.partial(module.group_by_expert, num_experts=num_experts) for module in (cpu, reference)
+    )
+    groups: Groups = kernel_or_fallback(kernel, otherwise, ids)
+    return groups
+
+
+def add_chosen(
+    out: Float[Array, "rows dim"],
+    places: Int32[Array, "tokens choices"],
+    weights: Float32[Array, "tokens choices"],
+    target: KernelTarget,
+) -> Float32[Array, "tokens dim"]:
+    """Return the weighted sums of the rows at the places of each token; a place beyond the last row adds nothing."""
+    if target.platform == "cpu" and out.dtype == jnp.float32 and out.shape[1] % 16 == 0:
+        return kernel_or_fallback(cpu.add_chosen, reference.add_chosen, out, places, weights)
+    return reference.add_chosen(out, places, weights)
 
 
 def _has_kernels(target: KernelTarget) -> bool:

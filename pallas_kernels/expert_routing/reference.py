@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.expert_routing.routing import Routing
 from pallas_kernels.grouped_matmul.groups import Groups
@@ -50,3 +50,11 @@ def group_by_expert(ids: Int32[Array, "tokens choices"], num_experts: int) -> Gr
     place = jnp.where(flat < num_experts, place, pairs)
     token_of_row = jnp.where(jnp.arange(pairs) < starts[-1], order // choices, 0)
     return Groups(starts, token_of_row, place.reshape(tokens, choices))
+
+
+def add_chosen(
+    out: Float[Array, "rows dim"], places: Int32[Array, "tokens choices"], weights: Float32[Array, "tokens choices"]
+) -> Float32[Array, "tokens dim"]:
+    """See `api.add_chosen`."""
+    chosen = out.at[places].get(mode="fill", fill_value=0)
+    return (chosen.astype(jnp.float32) * weights[..., None]).sum(axis=1)

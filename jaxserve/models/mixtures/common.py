@@ -133,7 +133,7 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
                 else declare.stacked_experts(f"{name}.experts", transposed=True, interleaved=True, bias=True)
             ),
             shared=shared,
-            shared_gate=declare.row(f"{name}.{names.shared}_gate.weight") if config.shared_gate else None,
+            shared_gate=declare.gate(f"{name}.{names.shared}_gate.weight", 1) if config.shared_gate else None,
         )
 
     def layer(i: int) -> LayerParams:
@@ -170,7 +170,7 @@ def forward(
     """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
     rope = rotation(batch, config.rope, config.head_dim)
     at = config.kv_layers()
-    of_mixture = MixtureSettings(config.routing, config.gate, backend.target, config.experts_over_ranks)
+    of_mixture = MixtureSettings(config.experts, config.routing, config.gate, backend.target, config.experts_over_ranks)
     for i, layer in enumerate(params.layers):
         settings = LayerSettings(AttentionSettings(config.norm_eps, backend, config.windows[i]), of_mixture)
         with jax.named_scope(f"layer_{i}"):
