@@ -126,18 +126,17 @@ def _sizes(rows: int, experts: Experts, cores: int) -> dict[str, int]:
 
     Of small ones a core runs several, whose copies from memory hide each other's latency.
     """
-    width = experts.out_dim // 2 if experts.gated else experts.out_dim
     if rows > _LARGE_ROWS * experts.count:
         # Sums of groups take most registers.
-        plain = experts.scheme is None
-        return {
-            "block_out": 64 if experts.gated else 128,
-            "block_rows": 128 if plain and rows > 2 * _LARGE_ROWS * experts.count else 64,
-            "num_warps": 8,
-            "num_stages": 3,
-        }
-    tiles = min(rows, experts.count) * pl.cdiv(width, 64)
-    return {"block_out": 64 if tiles >= _TILES_A_CORE * cores else 32, "num_warps": 4, "num_stages": 4}
+        many = experts.scheme is None and rows > 2 * _LARGE_ROWS * experts.count
+        return {"block_out": 128, "block_rows": 128 if many else 64, "num_warps": 8, "num_stages": 3}
+    block_out = 128 if experts.gated else 64
+    tiles = min(rows, experts.count) * pl.cdiv(experts.out_dim, block_out)
+    return {
+        "block_out": block_out if tiles >= _TILES_A_CORE * cores else block_out // 2,
+        "num_warps": 4,
+        "num_stages": 4,
+    }
 
 
 def _small_rows(rows: int, experts: Experts) -> int:
