@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.expert_routing.reference import group_by_expert
-from pallas_kernels.grouped_matmul import Gate, grouped_matmul
+from pallas_kernels.grouped_matmul import Gate, Groups, grouped_matmul
 from pallas_kernels.grouped_matmul.backends import backend_module
 from pallas_kernels.grouped_matmul.tuning import Experts
 from pallas_kernels.quantized_matmul import Backend, QuantizedWeight, Scheme, make_weight
@@ -46,8 +46,8 @@ MODELS = (
 TINY = (Model(4, 2, 256, 128, (Scheme("int4", 128),)),)
 TOKENS: dict[Kind, int] = {"decode": 16, "prefill": 4096}
 TINY_TOKENS: dict[Kind, int] = {"decode": 2, "prefill": 40}
-# Layers that are read in turn, so that a cache has none of them.
-_TURNS = 4
+# Products in turn, so that a cache has not the experts of the next one.
+_TURNS = 8
 
 
 def tasks(backend: BackendName, target: KernelTarget, *, tiny: bool) -> Iterator[Task]:
@@ -80,27 +80,31 @@ def make_experts(experts: Experts, backend: Backend) -> Any:
     return flat.reshape(*shape)
 
 
-def make_step(experts: Experts, tokens: int, choices: int, turns: int, backend: Backend) -> tuple[Any, Any, jax.Array]:
-    """Return a function of inputs and weights, products in turn of random choices; the weights; and the inputs."""
-    chosen = np.argsort(np.random.default_rng(0).random((tokens, experts.count)), axis=1)[:, :choices]
-    groups = group_by_expert(jnp.asarray(chosen, jnp.int32), experts.count)
+def make_step(
+    experts: Experts, tokens: int, choices: int, turns: int, backend: Backend
+) -> tuple[Callable[[jax.Array], jax.Array], jax.Array, int]:
+    """Return a step, products in turn, each of other random choices, which takes and returns inputs; these; and the
+    number of experts that it reads."""
+    rng, weight = np.random.default_rng(0), make_experts(experts, backend)
+    chosen = [np.argsort(rng.random((tokens, experts.count)), axis=1)[:, :choices] for _ in range(turns)]
+    groups = [group_by_expert(jnp.asarray(one, jnp.int32), experts.count) for one in chosen]
     options: dict[str, Any] = {"of_tokens": experts.gated, "gate": Gate() if experts.gated else None}
     options |= {"target": backend.target, "backend": backend, "one_pass": True}
 
     @jax.jit
-    def multiply(x: jax.Array, weights: list[jax.Array | QuantizedWeight]) -> jax.Array:
-        for weight in weights:
+    def multiply(x: jax.Array, weight: jax.Array | QuantizedWeight, groups: list[Groups]) -> jax.Array:
+        for one in groups:
             # The next product waits for this one.
-            out = grouped_matmul(x, weight, groups, out_dtype=x.dtype, **options)
+            out = grouped_matmul(x, weight, one, out_dtype=x.dtype, **options)
             x = x + out[: len(x), :1] * jnp.asarray(1e-6, x.dtype)
         return x
 
     x = jnp.ones((tokens if experts.gated else tokens * choices, experts.in_dim), jnp.bfloat16)
-    return multiply, [make_experts(experts, backend) for _ in range(turns)], x
+    return lambda x: multiply(x, weight, groups), x, sum(len(np.unique(one)) for one in chosen)
 
 
 def _seconds(
     backend: BackendName, experts: Experts, tokens: int, choices: int, turns: int, target: KernelTarget
 ) -> float:
-    multiply, weights, x = make_step(experts, tokens, choices, turns, Backend(backend, target))
-    return seconds_a_step(lambda x: multiply(x, weights), x, turns) / turns
+    step, x, _ = make_step(experts, tokens, choices, turns, Backend(backend, target))
+    return seconds_a_step(step, x, turns) / turns
