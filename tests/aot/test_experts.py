@@ -152,18 +152,20 @@ def test_experts_are_multiplied_in_one_launch_without_spills(
 
 
 # The norm, the router's product, its choice, the rows of experts, two products, and the sum of choices; fp8 quantizes
-# the inputs of both products.
+# the inputs of both products. On smaller GPUs XLA computes which choices are there by itself.
 LAUNCHES = {"bf16": 7, "fp8-blocks": 9, "fp8-token": 9, "int4": 7, "fp4-gpt-oss": 7}
-LAYERS = list(itertools.product(("nvidia-h200", "nvidia-a100-80", "nvidia-l4"), LAUNCHES, (8, 64, 256)))
+MORE_LAUNCHES = {"nvidia-h200": 0, "nvidia-l4": 1}
+LAYERS = list(itertools.product(MORE_LAUNCHES, LAUNCHES, (8, 64, 256)))
+QUICK_LAYERS = (("nvidia-h200", "bf16", 8), ("nvidia-h200", "fp8-blocks", 64), ("nvidia-h200", "bf16", 256))
 
 
-@pytest.mark.parametrize(
-    ("target", "variant", "tokens"),
-    grid(LAYERS, lambda one: one[0] == "nvidia-h200" and one[1:] in (("bf16", 64), ("fp8-blocks", 64))),
-)
-def test_a_layer_has_few_launches(target: str, variant: str, tokens: int) -> None:
+@pytest.mark.parametrize(("target", "variant", "tokens"), grid(LAYERS, QUICK_LAYERS.__contains__))
+def test_a_layer_has_few_launches_and_no_copy_of_a_weight(target: str, variant: str, tokens: int) -> None:
     made = compiled_layer(target_mesh(target), variant, tokens, grouped=tokens == 256)
     checked_kernels(made, target)
     cost = program_cost(HloModule(made.as_text()), Tables(), None)
-    print(target, variant, tokens, cost.launches, [(one.kernel, one.calls) for one in cost.kinds])
-    assert cost.launches <= LAUNCHES[variant], [(one.kernel, one.calls) for one in cost.kinds]
+    most = LAUNCHES[variant] + MORE_LAUNCHES[target]
+    assert cost.launches <= most, [(one.kernel, one.calls) for one in cost.kinds]
+    _, (_, dim, ffn, choices) = VARIANTS[variant]
+    # The rows of experts, between up and down and after, inputs, and what cuBLAS asks for; weights are larger.
+    assert made.memory_analysis().temp_size_in_bytes <= 6 * tokens * choices * (dim + ffn) + 2**23

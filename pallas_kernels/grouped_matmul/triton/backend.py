@@ -126,10 +126,13 @@ def _sizes(rows: int, experts: Experts, cores: int) -> dict[str, int]:
 
     Of small ones a core runs several, whose copies from memory hide each other's latency.
     """
+    scheme = experts.scheme
     if rows > _LARGE_ROWS * experts.count:
-        # Sums of groups take most registers.
-        many = experts.scheme is None and rows > 2 * _LARGE_ROWS * experts.count
-        return {"block_out": 128, "block_rows": 128 if many else 64, "num_warps": 8, "num_stages": 3}
+        block_rows = 128 if scheme is None and rows > 2 * _LARGE_ROWS * experts.count else 64
+        # Sums of groups take most registers; zeros and the conversion of 8 bits take others.
+        if scheme is not None and scheme.numbers == "int8" and scheme.zeros and (scheme.group or experts.in_dim) < 128:
+            block_rows = 32
+        return {"block_out": 128, "block_rows": block_rows, "num_warps": 8, "num_stages": 3}
     block_out = 128 if experts.gated else 64
     tiles = min(rows, experts.count) * pl.cdiv(experts.out_dim, block_out)
     return {
