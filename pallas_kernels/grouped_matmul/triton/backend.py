@@ -6,6 +6,7 @@ what is supported and with which block sizes the kernel runs, and prepares its o
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -31,6 +32,8 @@ _CORES = 108
 _TILES_A_CORE = 2
 # The rows of an expert, on average, from which on tiles are large.
 _LARGE_ROWS = 48
+# More of them would spill registers.
+_MOST_ROWS_IN_32_BITS = 32
 
 
 def refusal(out_dim: int, in_dim: int, scheme: Scheme | None, target: KernelTarget) -> str | None:
@@ -67,13 +70,16 @@ def multiply(
         operands, words = _plain(x, weight)
     bias = None if bias is None else bias.reshape(-1)
     experts = Experts(count, out_dim, in_dim, gate is not None, scheme)
+    blocks = blocks_for(groups.num_rows, experts, target)
+    if operands.x.dtype == jnp.float32:
+        blocks = dataclasses.replace(blocks, block_rows=min(blocks.block_rows, _MOST_ROWS_IN_32_BITS))
     return grouped_product(
         operands,
         ExpertsRefs(groups.starts, groups.tokens if of_tokens else None, bias),
         words,
         gate,
         groups.num_rows,
-        blocks_for(groups.num_rows, experts, target),
+        blocks,
         out_dtype,
         interpret=interpret,
     )
