@@ -43,6 +43,8 @@ SECTIONS = {
     "engine.llama_3_1_8b": 400,
     "quantized.correctness": 60,
     "quantized.products": 60,
+    "experts.correctness": 60,
+    "experts.products": 60,
     "engine.llama_3_1_8b_int4": 200,
     "engine.llama_3_1_8b_fp8": 200,
     "programs.dispatch": 60,

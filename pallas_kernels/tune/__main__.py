@@ -16,22 +16,30 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.grouped_matmul import backends as expert_backends
+from pallas_kernels.grouped_matmul import tuning as expert_tuning
 from pallas_kernels.paged_attention import backends as attention_backends
 from pallas_kernels.paged_attention import tuning as attention_tuning
 from pallas_kernels.quantized_matmul import backends as product_backends
 from pallas_kernels.quantized_matmul import tuning as product_tuning
 from pallas_kernels.target import KernelTarget, target_of
-from pallas_kernels.tune import attention, products
+from pallas_kernels.tune import attention, experts, products
 from pallas_kernels.tune.task import Task
 from pallas_kernels.tuning import device_name, read_entries, write_entries
 
+# The modules of each kernel that choose its backend and read its tables.
+KERNELS: dict[str, tuple[Any, Any]] = {
+    "attention": (attention_backends, attention_tuning),
+    "products": (product_backends, product_tuning),
+    "experts": (expert_backends, expert_tuning),
+}
 BACKENDS = ("triton", "mosaic_gpu", "mosaic_tpu")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=__doc__.splitlines()[0])
-    parser.add_argument("--kernel", choices=("attention", "products"), default="attention", help="default: attention")
+    parser.add_argument("--kernel", choices=KERNELS, default="attention", help="default: attention")
     parser.add_argument("--backend", choices=BACKENDS, default="triton", help="default: triton")
     parser.add_argument("--output", type=Path, help="the table to write; default: the device's in the package")
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no new problem after this time; default: 30")
@@ -48,13 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif target.platform == "cpu":
         print("no accelerator is attached, and a CPU has no kernels to tune", file=sys.stderr)
         return 1
-    attends = options.kernel == "attention"
-    module = (attention_backends if attends else product_backends).backend_module(options.backend)
+    backends, tuning = KERNELS[options.kernel]
+    module = backends.backend_module(options.backend)
     if not hasattr(module, "candidates"):
         print(f"backend {options.backend!r} has no block sizes to tune", file=sys.stderr)
         return 1
-    tables = (attention_tuning if attends else product_tuning).TABLES
-    path = options.output or tables / f"{device_name(target)}.json"
+    path = options.output or tuning.TABLES / f"{device_name(target)}.json"
     until = time.monotonic() + 60 * options.minutes
     for task in _tasks(options, target):
         if task.refusal is not None:
@@ -75,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _tasks(options: argparse.Namespace, target: KernelTarget) -> Iterator[Task]:
     if options.kernel == "attention":
         return attention.tasks(options.backend, target, fp8=options.fp8, tiny=options.interpret_tiny)
-    return products.tasks(options.backend, target, tiny=options.interpret_tiny)
+    module = experts if options.kernel == "experts" else products
+    return module.tasks(options.backend, target, tiny=options.interpret_tiny)
 
 
 def merged(entries: list[dict[str, Any]], backend: str, task: Task, blocks: dict[str, int]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.grouped_matmul import tuning as expert_tuning
 from pallas_kernels.paged_attention import KernelTarget, Problem, tuning
 from pallas_kernels.paged_attention.tuning import tuned_blocks
 from pallas_kernels.quantized_matmul import Scheme
@@ -42,6 +43,19 @@ def test_a_dry_run_of_products_writes_what_their_kernel_reads(tmp_path: Path, mo
     scheme = Scheme("int4", 128, zeros=True)
     for rows, sizes in ((1, {"block_out"}), (2048, {"block_out", "block_rows"})):
         found = product_tuning.tuned_blocks(H200, "triton", rows, 128, 256, scheme)
+        assert found is not None
+        assert set(found) == sizes | {"num_warps", "num_stages"}
+
+
+@pytest.mark.grid
+def test_a_dry_run_of_experts_writes_what_their_kernel_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "nvidia-h200.json"
+    assert tune.main(["--kernel", "experts", "--interpret-tiny", "--output", str(path)]) == 0
+    monkeypatch.setattr(expert_tuning, "TABLES", tmp_path)
+    scheme = Scheme("int4", 128)
+    up, down = expert_tuning.Experts(4, 256, 256, True, scheme), expert_tuning.Experts(4, 256, 128, False, scheme)
+    for experts, rows, sizes in ((up, 1, {"block_out"}), (down, 2048, {"block_out", "block_rows"})):
+        found = expert_tuning.tuned_blocks(H200, "triton", rows, experts)
         assert found is not None
         assert set(found) == sizes | {"num_warps", "num_stages"}
 

@@ -6,6 +6,7 @@ what is supported and with which block sizes the kernel runs, and prepares its o
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -31,6 +32,8 @@ _CORES = 108
 _TILES_A_CORE = 2
 # The rows of an expert, on average, from which on tiles are large.
 _LARGE_ROWS = 48
+# More of them would spill registers.
+_MOST_ROWS_IN_32_BITS = 32
 
 
 def refusal(out_dim: int, in_dim: int, scheme: Scheme | None, target: KernelTarget) -> str | None:
@@ -67,13 +70,16 @@ def multiply(
         operands, words = _plain(x, weight)
     bias = None if bias is None else bias.reshape(-1)
     experts = Experts(count, out_dim, in_dim, gate is not None, scheme)
+    blocks = blocks_for(groups.num_rows, experts, target)
+    if operands.x.dtype == jnp.float32:
+        blocks = dataclasses.replace(blocks, block_rows=min(blocks.block_rows, _MOST_ROWS_IN_32_BITS))
     return grouped_product(
         operands,
         ExpertsRefs(groups.starts, groups.tokens if of_tokens else None, bias),
         words,
         gate,
         groups.num_rows,
-        blocks_for(groups.num_rows, experts, target),
+        blocks,
         out_dtype,
         interpret=interpret,
     )
@@ -126,18 +132,20 @@ def _sizes(rows: int, experts: Experts, cores: int) -> dict[str, int]:
 
     Of small ones a core runs several, whose copies from memory hide each other's latency.
     """
-    width = experts.out_dim // 2 if experts.gated else experts.out_dim
+    scheme = experts.scheme
     if rows > _LARGE_ROWS * experts.count:
-        # Sums of groups take most registers.
-        plain = experts.scheme is None
-        return {
-            "block_out": 64 if experts.gated else 128,
-            "block_rows": 128 if plain and rows > 2 * _LARGE_ROWS * experts.count else 64,
-            "num_warps": 8,
-            "num_stages": 3,
-        }
-    tiles = min(rows, experts.count) * pl.cdiv(width, 64)
-    return {"block_out": 64 if tiles >= _TILES_A_CORE * cores else 32, "num_warps": 4, "num_stages": 4}
+        block_rows = 128 if scheme is None and rows > 2 * _LARGE_ROWS * experts.count else 64
+        # Sums of groups take most registers; zeros and the conversion of 8 bits take others.
+        if scheme is not None and scheme.numbers == "int8" and scheme.zeros and (scheme.group or experts.in_dim) < 128:
+            block_rows = 32
+        return {"block_out": 128, "block_rows": block_rows, "num_warps": 8, "num_stages": 3}
+    block_out = 128 if experts.gated else 64
+    tiles = min(rows, experts.count) * pl.cdiv(experts.out_dim, block_out)
+    return {
+        "block_out": block_out if tiles >= _TILES_A_CORE * cores else block_out // 2,
+        "num_warps": 4,
+        "num_stages": 4,
+    }
 
 
 def _small_rows(rows: int, experts: Experts) -> int:

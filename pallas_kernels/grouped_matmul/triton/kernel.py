@@ -26,7 +26,7 @@ from pallas_kernels.quantized_matmul.triton.words import Words
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The sizes of a tile, and how a program runs. With a gate, `block_out` are outputs of gate and as many of up."""
+    """The sizes of a tile, and how a program runs. With a gate, half of the outputs are those of gate, half of up."""
 
     block_out: int
     block_rows: int
@@ -63,12 +63,12 @@ def grouped_product(
     interpret: bool,
 ) -> Float[Array, "rows out_or_half"]:
     """Return the rows of all experts."""
-    count = len(experts.starts) - 1
-    out = len(operands.words) // count // (2 if gate else 1)
+    count, halves = len(experts.starts) - 1, 2 if gate else 1
+    out = len(operands.words) // count // halves
     return pl.pallas_call(
         functools.partial(_kernel, words=words, gate=gate, blocks=blocks),
         # Tiles of rows come first: programs that run at the same time read the same weights.
-        grid=(most_tiles(rows, count, blocks.block_rows), pl.cdiv(out, blocks.block_out)),
+        grid=(most_tiles(rows, count, blocks.block_rows), pl.cdiv(out, blocks.block_out // halves)),
         out_shape=jax.ShapeDtypeStruct((rows, out), out_dtype),
         compiler_params=plgpu.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
         interpret=interpret,
@@ -78,21 +78,22 @@ def grouped_product(
 
 def _kernel(of: Operands, experts: Experts, out: Ref, *, words: Words, gate: Gate | None, blocks: Blocks) -> None:
     expert, m, end = _find_tile(experts.starts, pl.program_id(0), blocks.block_rows)
-    has_row = m < end
-    width = out.shape[1]
-    n = pl.program_id(1) * blocks.block_out + lax.iota(jnp.int32, blocks.block_out)
+    width, halves = out.shape[1], 2 if gate else 1
+    block = blocks.block_out // halves
+    first, lane = pl.program_id(1) * block, lax.iota(jnp.int32, blocks.block_out)
     # Rows and outputs that only fill a tile repeat the last one, and are not stored.
-    output = expert * (2 * width if gate else width) + jnp.minimum(n, width - 1)
-    outputs = [output, output + width] if gate else [output]
     rows = jnp.maximum(jnp.minimum(m, end - 1), 0)
     rows = rows if experts.tokens is None else plgpu.load(experts.tokens.at[rows])
+    outputs = expert * halves + lax.div(lane, block)
+    outputs = outputs * width + jnp.minimum(first + lax.rem(lane, block), width - 1)
     steps = jnp.minimum(end, 1) * (of.x.shape[1] // words.step)
     sums = sum_steps(of, words, outputs, rows, 0, steps)
     if experts.bias is not None:
-        biases = (plgpu.load(experts.bias.at[tile]).astype(jnp.float32)[:, None] for tile in outputs)
-        sums = tuple(one + bias for one, bias in zip(sums, biases, strict=True))
-    joined = gate.join(*sums) if gate else sums[0]
-    plgpu.store(out.at[m[:, None], n[None, :]], joined.T.astype(out.dtype), mask=has_row[:, None] & (n < width)[None])
+        sums += plgpu.load(experts.bias.at[outputs]).astype(jnp.float32)[:, None]
+    if gate:
+        sums = gate.join(*jnp.split(sums, 2))
+    n = first + lax.iota(jnp.int32, block)
+    plgpu.store(out.at[m[:, None], n[None, :]], sums.T.astype(out.dtype), mask=(m < end)[:, None] & (n < width)[None])
 
 
 def _find_tile(

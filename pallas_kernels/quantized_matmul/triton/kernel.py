@@ -102,77 +102,58 @@ def _kernel(of: Operands, out: Ref, *, words: Words, blocks: Blocks) -> None:
     first = pl.program_id(2) * part
     last = jnp.minimum(first + part, steps)
     # Rows and outputs that only fill a tile repeat the last one, and are not stored.
-    [sums] = sum_steps(of, words, [jnp.minimum(n, out_dim - 1)], jnp.minimum(m, rows - 1), first, last)
+    sums = sum_steps(of, words, jnp.minimum(n, out_dim - 1), jnp.minimum(m, rows - 1), first, last)
     mask = (m < rows)[:, None] & (n < out_dim)[None, :]
     plgpu.store(out.at[pl.program_id(2), m[:, None], n[None, :]], sums.T.astype(out.dtype), mask=mask)
 
 
 def sum_steps(
-    of: Operands, words: Words, outputs: list[Int32[Array, " out"]], rows: Int32[Array, " rows"], first: Any, last: Any
-) -> tuple[Float32[Array, "out rows"], ...]:
-    """Return the scaled sums of products over the inputs of some steps: for each tile of `outputs`, times all `rows`.
+    of: Operands, words: Words, outputs: Int32[Array, " out"], rows: Int32[Array, " rows"], first: Any, last: Any
+) -> Float32[Array, "out rows"]:
+    """Return the scaled sums of products over the inputs of some steps, of all `outputs` times all `rows`.
 
     With one group of all inputs, totals are those of all steps.
     """
     steps = of.x.shape[1] // words.step
     groups = 1 if of.scale is None else of.scale.shape[1]
     groups_a_step, steps_a_group = max(1, groups // steps), max(1, steps // groups)
-    terms = words.step // words.values_a_word
+    terms, places = words.step // words.values_a_word, words.values_a_word // groups_a_step
     lane = lax.iota(jnp.int32, terms)
-    precision = lax.Precision.HIGHEST if of.x.dtype == jnp.float32 else None
+    nothing = jnp.zeros((len(outputs), len(rows)), jnp.float32)
+    dtype = of.x.dtype
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
-    def groups_of(step: Any) -> list[list[_Group]]:
-        """Return the groups of a step, of each tile of outputs."""
-        step = jnp.minimum(step, steps - 1)
-        found = []
+    def groups_of(step: Any) -> list[_Group]:
+        step, found = jnp.minimum(step, steps - 1), []
         for at in range(groups_a_step):
             group = step * groups_a_step + at if groups_a_step > 1 else lax.div(step, steps_a_group)
-            lines = [None if ref is None else plgpu.load(ref.at[group, rows]) for ref in (of.factors, of.totals)]
-            columns = (
-                [None if ref is None else plgpu.load(ref.at[tile, group]) for ref in (of.scale, of.zero)]
-                for tile in outputs
+            columns = (None if ref is None else plgpu.load(ref.at[outputs, group]) for ref in (of.scale, of.zero))
+            lines = (None if ref is None else plgpu.load(ref.at[group, rows]) for ref in (of.factors, of.totals))
+            found.append(_Group(*columns, *lines))
+        return found
+
+    def multiplied(step: Any, groups: list[_Group]) -> list[Float32[Array, "out rows"]]:
+        """Return the sums of each group of a step."""
+        stored = plgpu.load(of.words.at[outputs[:, None], (step * terms + lane)[None, :]])
+        zeros = [group.subtracted for group in groups for _ in range(places)]
+        sums = [nothing] * groups_a_step
+        for place, values in enumerate(words.convert(stored, jnp.bfloat16 if precision else dtype, zeros)):
+            x = plgpu.load(of.x.at[rows[:, None], (step * words.step + place * terms + lane)[None, :]])
+            sums[place // places] += jnp.dot(
+                values.astype(dtype), x.T, precision=precision, preferred_element_type=jnp.float32
             )
-            found.append([_Group(*column, *lines) for column in columns])
-        return [list(tile) for tile in zip(*found, strict=True)]
-
-    def multiplied(step: Any, groups: list[list[_Group]]) -> list[list[Float32[Array, "out rows"]]]:
-        """Return the sums of each group of a step, of each tile of outputs."""
-        places = words.values_a_word // groups_a_step
-        values = []
-        for tile, of_groups in zip(outputs, groups, strict=True):
-            stored = plgpu.load(of.words.at[tile[:, None], (step * terms + lane)[None, :]])
-            zeros = [group.subtracted for group in of_groups for _ in range(places)]
-            values.append(words.convert(stored, jnp.bfloat16 if of.x.dtype == jnp.float32 else of.x.dtype, zeros))
-        sums = [[_nothing(tile, rows)] * groups_a_step for tile in outputs]
-        for place in range(words.values_a_word):
-            x = plgpu.load(of.x.at[rows[:, None], (step * words.step + place * terms + lane)[None, :]]).T
-            for of_tile, of_places in zip(sums, values, strict=True):
-                operand = of_places[place].astype(x.dtype)
-                found = jnp.dot(operand, x, precision=precision, preferred_element_type=jnp.float32)
-                of_tile[place // places] += found
-        return sums
-
-    def added(
-        sums: tuple[Array, ...], step: Any, groups: list[list[_Group]], *, scales: bool
-    ) -> tuple[Float32[Array, "out rows"], ...]:
-        for at, parts in enumerate(zip(*multiplied(step, groups), strict=True)):
-            scaled = (groups[i][at].scaled(one) if scales else one for i, one in enumerate(parts))
-            sums = tuple(before + one for before, one in zip(sums, scaled, strict=True))
         return sums
 
     def one_step(step: Any, carry: Any) -> Any:
         # Triton copies only operands of products ahead of time, so scales are loaded here, a step ahead.
         sums, groups = carry
         following = groups_of(step + 1)
-        return added(sums, step, groups, scales=True), following
+        for group, part in zip(groups, multiplied(step, groups), strict=True):
+            sums += group.scaled(part)
+        return sums, following
 
-    sums = tuple(_nothing(tile, rows) for tile in outputs)
-    groups = groups_of(first)
-    if of.scale is not None and of.scale.shape[1] > 1:
-        return lax.fori_loop(first, last, one_step, (sums, groups))[0]
-    sums = lax.fori_loop(first, last, lambda step, sums: added(sums, step, groups, scales=False), sums)
-    return tuple(group.scaled(one) for [group], one in zip(groups, sums, strict=True))
-
-
-def _nothing(outputs: Int32[Array, " out"], rows: Int32[Array, " rows"]) -> Float32[Array, "out rows"]:
-    return jnp.zeros((len(outputs), len(rows)), jnp.float32)
+    groups_now = groups_of(first)
+    if groups > 1:
+        return lax.fori_loop(first, last, one_step, (nothing, groups_now))[0]
+    sums = lax.fori_loop(first, last, lambda step, sums: sums + multiplied(step, groups_now)[0], nothing)
+    return groups_now[0].scaled(sums)

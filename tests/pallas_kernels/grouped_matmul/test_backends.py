@@ -16,7 +16,7 @@ from pallas_kernels.target import CPU
 from tests.pallas_kernels.grouped_matmul.cases import CASES, Case, make_case
 from tests.selection import grid
 
-REFUSED: dict[BackendName, frozenset[str]] = {"reference": frozenset(), "triton": frozenset()}
+REFUSED: dict[BackendName, frozenset[str]] = {"triton": frozenset()}
 # What kernels, which are interpreted here, compute in `make test`.
 QUICK = ("bf16-up", "bf16-absent", "bf16-up-clamped", "int4-up", "fp8-blocks", "fp4-down")
 TABLE = grid(itertools.product(REFUSED, CASES), lambda one: one[1].name in QUICK)
