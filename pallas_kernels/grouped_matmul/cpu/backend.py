@@ -37,8 +37,9 @@ def multiply_packed(
         x, factors = round_inputs(x, weight.scheme, weight.input_scale)
     tokens = groups.tokens if of_tokens else jnp.arange(groups.num_rows, dtype=jnp.int32)
     operands = [x.astype(jnp.bfloat16), data, groups.starts, tokens]
-    by_block = factors is not None and factors.shape[1] > 1
-    if by_block:
+    by_block = False
+    if factors is not None and factors.shape[1] > 1:
+        by_block = True
         operands.append(jnp.repeat(factors, blocks // factors.shape[1], axis=1))
     result = jax.ShapeDtypeStruct((groups.num_rows, data.shape[1] * STRIP), jnp.float32)
     sums = call(GroupedMatmul(weight.format, by_block), result, *operands)

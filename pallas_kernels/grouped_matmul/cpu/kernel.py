@@ -7,6 +7,7 @@ memory once. Experts without rows aren't read.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
@@ -38,10 +39,11 @@ class GroupedMatmul:
 
     def write(self, module: Module, features: frozenset[str]) -> None:
         """See `cpu.Kernel`."""
-        tiles = Tiles(module, self.format, self.products(features), by_factors=self.factors)
-        handler(module, self.name, 5 if self.factors else 4, 1, lambda call: self._share(call, tiles))
+        products = self.products(features)
+        tiles = Tiles(module, self.format, products, by_factors=self.factors)
+        handler(module, self.name, 5 if self.factors else 4, 1, lambda call: self._share(call, tiles, products))
 
-    def _share(self, call: Call, tiles: Tiles) -> None:
+    def _share(self, call: Call, tiles: Tiles, products: PairProducts) -> None:
         f = call.function
         x, weight, starts, tokens = call.arguments[:4]
         in_dim, strips = x.dim(1), weight.dim(1)
@@ -51,6 +53,7 @@ class GroupedMatmul:
         else:
             by_block = call.arguments[4].data if self.factors else f.constant(PTR, 0)
         touched, num_touched = _touched_experts(f, starts.data, weight.dim(0))
+        inputs = products.prepare_inputs(f, x.data, x.dim(0) * in_dim)
         strip_bytes = weight.dim(2) * run_bytes(self.format)
         per_item = strips_of_item(f, strip_bytes)
         per_expert = (strips + per_item - 1) // per_item
@@ -60,22 +63,23 @@ class GroupedMatmul:
             out_dim = strips * STRIP
             per_expert = (strips + per_item - 1) // per_item
             expert = _load_index(f, touched, item // per_expert)
-            rows = _load_index(f, starts, expert), _load_index(f, starts, expert + 1)
+            begin, end = _load_index(f, starts, expert), _load_index(f, starts, expert + 1)
             of_expert = f.at(weight, expert * strips * strip_bytes)
             first = item % per_expert * per_item
 
-            def tile(row: Value, count: int, strip: Value, width: int) -> None:
-                sources = [_load_index(f, tokens, row + i) for i in range(count)]
-                to = f.at(out, (row * out_dim + strip * STRIP) * 4)
-                run = f.at(of_expert, strip * strip_bytes)
-                tiles.multiply(f, x, by_block, run, to, in_dim, out_dim, sources, width)
+            def tile(rows: Sequence[Value], strip: Value, width: int) -> None:
+                sources = [_load_index(f, tokens, row) for row in rows]
+                run, to = f.at(of_expert, strip * strip_bytes), f.at(out, strip * (STRIP * 4))
+                first_row = rows[0].equals(begin)
+                tiles.multiply(f, x, by_block, run, to, in_dim, out_dim, sources, rows, width, reads_first=first_row)
 
-            for_each_tile(f, (first, f.minimum(first + per_item, strips)), rows, tile)
+            for_each_tile(f, (first, f.minimum(first + per_item, strips)), (begin, end), tile)
 
         out = call.results[0].data
-        pointers = [x.data, by_block, weight.data, starts.data, tokens.data, touched, out]
+        pointers = [inputs, by_block, weight.data, starts.data, tokens.data, touched, out]
         call.parallel_for(num_touched * per_expert, [*pointers, in_dim, strips, strip_bytes, per_item], work)
         f.call("free", None, touched)
+        products.free_inputs(f, inputs)
         if has_minima:
             f.call("free", None, by_block)
 

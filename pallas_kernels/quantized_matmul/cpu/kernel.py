@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
@@ -34,10 +35,11 @@ class PackedMatmul:
 
     def write(self, module: Module, features: frozenset[str]) -> None:
         """See `cpu.Kernel`."""
-        tiles = Tiles(module, self.format, self.products(features), by_factors=self.factors)
-        handler(module, self.name, 3 if self.factors else 2, 1, lambda call: self._share(call, tiles))
+        products = self.products(features)
+        tiles = Tiles(module, self.format, products, by_factors=self.factors)
+        handler(module, self.name, 3 if self.factors else 2, 1, lambda call: self._share(call, tiles, products))
 
-    def _share(self, call: Call, tiles: Tiles) -> None:
+    def _share(self, call: Call, tiles: Tiles, products: PairProducts) -> None:
         f = call.function
         x, weight = call.arguments[:2]
         tokens, in_dim, strips = x.dim(0), x.dim(1), weight.dim(0)
@@ -46,6 +48,7 @@ class PackedMatmul:
             by_block = sums_by_block(f, x.data, tokens, in_dim // BLOCK)
         else:
             by_block = call.arguments[2].data if self.factors else f.constant(PTR, 0)
+        inputs = products.prepare_inputs(f, x.data, x.dim(0) * in_dim)
         strip_bytes = weight.dim(1) * run_bytes(self.format)
         per_item = strips_of_item(f, strip_bytes)
         items = (strips + per_item - 1) // per_item
@@ -54,15 +57,16 @@ class PackedMatmul:
             x, by_block, weight, out, tokens, in_dim, strips, per_item, strip_bytes = captured
             out_dim, first = strips * STRIP, item * per_item
 
-            def tile(row: Value, rows: int, strip: Value, width: int) -> None:
-                to = f.at(out, (row * out_dim + strip * STRIP) * 4)
-                sources = [row + i for i in range(rows)]
-                tiles.multiply(f, x, by_block, f.at(weight, strip * strip_bytes), to, in_dim, out_dim, sources, width)
+            def tile(rows: Sequence[Value], strip: Value, width: int) -> None:
+                run, to = f.at(weight, strip * strip_bytes), f.at(out, strip * (STRIP * 4))
+                first_row = rows[0].equals(0)
+                tiles.multiply(f, x, by_block, run, to, in_dim, out_dim, rows, rows, width, reads_first=first_row)
 
             for_each_tile(f, (first, f.minimum(first + per_item, strips)), (f.constant(I64, 0), tokens), tile)
 
         out = call.results[0].data
-        shared = [x.data, by_block, weight.data, out, tokens, in_dim, strips, per_item, strip_bytes]
+        shared = [inputs, by_block, weight.data, out, tokens, in_dim, strips, per_item, strip_bytes]
         call.parallel_for(items, shared, work)
+        products.free_inputs(f, inputs)
         if has_minima:
             f.call("free", None, by_block)

@@ -12,11 +12,14 @@ from typing import Protocol
 
 import numpy as np
 
+from pallas_kernels.cpu import maths
 from pallas_kernels.cpu.emit import Function, Value
-from pallas_kernels.cpu.types import F16, F32, I16, I32
+from pallas_kernels.cpu.types import F16, F32, I16, I32, PTR
 from pallas_kernels.quantized_matmul.cpu.layout import BITS, FP8_UNIT, STRIP, Format, number_bytes
 from pallas_kernels.quantized_matmul.layout import FP4_VALUES
 
+PARTS = 4
+"""Of a block, in a loop: of longer code, LLVM loads more at once than registers hold."""
 SUMS = F32.times(STRIP)
 LANES = I32.times(STRIP)
 _WORDS = I16.times(2 * STRIP)
@@ -34,11 +37,19 @@ def products_of(features: frozenset[str]) -> PairProducts:
 class PairProducts(Protocol):
     """How a kernel multiplies pairs of neighbouring inputs."""
 
-    def spread_inputs(self, f: Function, pair: Value) -> tuple[Value, ...]:
-        """Return two neighbours of a row of `x`, two bfloat16 in one integer, broadcast to all lanes."""
+    input_bytes: int
 
-    def weight_pairs(self, f: Function, run: Value, format: Format) -> Iterator[tuple[Value, ...]]:
-        """Yield the numbers of a strip's block, pair by pair."""
+    def prepare_inputs(self, f: Function, x: Value, count: Value) -> Value:
+        """Return where `count` inputs are as tiles read them; `x` are bfloat16."""
+
+    def free_inputs(self, f: Function, prepared: Value) -> None:
+        """Free what `prepare_inputs` has allocated."""
+
+    def spread_inputs(self, f: Function, inputs: Value, pair: int) -> tuple[Value, ...]:
+        """Return two neighbours of the prepared inputs of a part, broadcast to all lanes."""
+
+    def weight_pairs(self, f: Function, part: Value, format: Format) -> Iterator[tuple[Value, ...]]:
+        """Yield the numbers of one of the `PARTS` of a strip's block, pair by pair."""
 
     def multiply_add(self, f: Function, total: Value, numbers: tuple[Value, ...], factor: tuple[Value, ...]) -> Value:
         """Add the products of one pair to the total."""
@@ -47,27 +58,35 @@ class PairProducts(Protocol):
 class BF16Products:
     """Pairs of bfloat16, multiplied and added to float32 sums by one instruction."""
 
-    def spread_inputs(self, f: Function, pair: Value) -> tuple[Value, ...]:
-        return (f.broadcast(pair, STRIP),)
+    input_bytes = 2
 
-    def weight_pairs(self, f: Function, run: Value, format: Format) -> Iterator[tuple[Value, ...]]:
+    def prepare_inputs(self, f: Function, x: Value, count: Value) -> Value:
+        return x
+
+    def free_inputs(self, f: Function, prepared: Value) -> None:
+        pass
+
+    def spread_inputs(self, f: Function, inputs: Value, pair: int) -> tuple[Value, ...]:
+        return (f.broadcast(f.load(I32, inputs, pair * I32.nbytes), STRIP),)
+
+    def weight_pairs(self, f: Function, part: Value, format: Format) -> Iterator[tuple[Value, ...]]:
         if format == "fp8":
-            for at in range(0, number_bytes(format), _SHORTS.nbytes):
-                lanes = f.convert("zext", f.load(_SHORTS, run, at), LANES)
+            for at in range(0, number_bytes(format) // PARTS, _SHORTS.nbytes):
+                lanes = f.convert("zext", f.load(_SHORTS, part, at), LANES)
                 yield (_bf16_of_fp8(f, f.convert("bitcast", (lanes << 16) | ((lanes & 0xFF) << 8), _WORDS)),)
             return
         if format == "int8":
-            for even, odd in F32Products().weight_pairs(f, run, format):
+            for even, odd in F32Products().weight_pairs(f, part, format):
                 low, high = (f.convert("bitcast", number, LANES) for number in (even, odd))
                 yield ((low >> 16) | (high & _HIGH),)
             return
         # The table has every entry twice, so that a lookup depends only on the low four bits of a number
         table = f.constant(_WORDS, [_bfloat16(value) for value in _table(format)] * 2)
-        for at in range(0, number_bytes(format), _WORDS.nbytes):
+        for at in range(0, number_bytes(format) // PARTS, _WORDS.nbytes):
             if format == "bf16":
-                yield (f.load(LANES, run, at),)
+                yield (f.load(LANES, part, at),)
                 continue
-            words = f.load(_WORDS, run, at)
+            words = f.load(_WORDS, part, at)
             for nibble in range(4):
                 yield (f.call("llvm.x86.avx512.permvar.hi.512", _WORDS, table, words >> 4 * nibble),)
 
@@ -78,21 +97,36 @@ class BF16Products:
 class F32Products:
     """Pairs of float32, on any CPU; `has_tables` says that it looks up float32 in a register (AVX-512)."""
 
+    input_bytes = 4
+
     def __init__(self, *, has_tables: bool = False) -> None:
         self._has_tables = has_tables
 
-    def spread_inputs(self, f: Function, pair: Value) -> tuple[Value, ...]:
-        return tuple(f.broadcast(f.convert("bitcast", half, F32), STRIP) for half in (pair << 16, pair & _HIGH))
+    def prepare_inputs(self, f: Function, x: Value, count: Value) -> Value:
+        prepared = f.call("malloc", PTR, count * F32.nbytes)
 
-    def weight_pairs(self, f: Function, run: Value, format: Format) -> Iterator[tuple[Value, ...]]:
+        def convert(first: Value) -> None:
+            f.store(maths.from_bf16(f, f.load(_SHORTS, x, first * 2)), prepared, first * F32.nbytes)
+
+        f.loop(count, convert, step=STRIP)
+        return prepared
+
+    def free_inputs(self, f: Function, prepared: Value) -> None:
+        f.call("free", None, prepared)
+
+    def spread_inputs(self, f: Function, inputs: Value, pair: int) -> tuple[Value, ...]:
+        places = (2 * pair * F32.nbytes, (2 * pair + 1) * F32.nbytes)
+        return tuple(f.broadcast(f.load(F32, inputs, place), STRIP) for place in places)
+
+    def weight_pairs(self, f: Function, part: Value, format: Format) -> Iterator[tuple[Value, ...]]:
         if format == "fp8":
-            for at in range(0, number_bytes(format), _SHORTS.nbytes):
-                shorts = f.load(_SHORTS, run, at)
+            for at in range(0, number_bytes(format) // PARTS, _SHORTS.nbytes):
+                shorts = f.load(_SHORTS, part, at)
                 yield tuple(_f32_of_fp8(f, high) for high in (shorts << 8, shorts))
             return
         bits = BITS[format]
-        for at in range(0, number_bytes(format), LANES.nbytes):
-            lanes = f.load(LANES, run, at)
+        for at in range(0, number_bytes(format) // PARTS, LANES.nbytes):
+            lanes = f.load(LANES, part, at)
             if format == "bf16":
                 yield tuple(f.convert("bitcast", half, SUMS) for half in (lanes << 16, lanes & _HIGH))
                 continue

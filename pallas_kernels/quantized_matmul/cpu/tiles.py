@@ -9,22 +9,26 @@ whatever other rows there are.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 
 from pallas_kernels.cpu import maths
 from pallas_kernels.cpu.emit import Function, Module, Value
-from pallas_kernels.cpu.types import F32, I32, I64, PTR
+from pallas_kernels.cpu.types import F32, I1, I64, PTR
 from pallas_kernels.quantized_matmul.cpu.layout import BLOCK, INTEGERS, STRIP, Format, number_bytes, run_bytes
-from pallas_kernels.quantized_matmul.cpu.numbers import LANES, SUMS, PairProducts
+from pallas_kernels.quantized_matmul.cpu.numbers import LANES, PARTS, SUMS, PairProducts
 
-ROWS = 4
-STRIPS = 4
+STRIPS = 2
+_ROWS = (1, 2, 4, 6, 8)
 _ITEM_BYTES = 1 << 16
+_LINE_BYTES = 64
+_PREFETCHED_BYTES = 1 << 10
+"""How far ahead a strip is fetched: alone, a core has too few reads under way for the memory's speed."""
 
 
 class Tiles:
-    """The functions of all tiles of a format: up to `ROWS` rows, one strip or `STRIPS`.
+    """The functions of all tiles of a format: of `_ROWS`, and one strip or `STRIPS`.
 
     With `by_factors`, each row has a factor for each block of its inputs. Of formats with minima, it has their sum.
     """
@@ -32,7 +36,7 @@ class Tiles:
     def __init__(self, module: Module, format: Format, products: PairProducts, *, by_factors: bool) -> None:
         assert not (by_factors and format in INTEGERS), format
         self._format, self._by_factors = format, by_factors
-        shapes = [(rows, strips) for rows in range(1, ROWS + 1) for strips in (1, STRIPS)]
+        shapes = [(rows, strips) for rows in _ROWS for strips in (1, STRIPS)]
         self._names = {shape: self._write(module, *shape, products) for shape in shapes}
 
     def multiply(
@@ -44,16 +48,24 @@ class Tiles:
         out: Value,
         in_dim: Value,
         out_dim: Value,
-        rows: Sequence[Value],
+        sources: Sequence[Value],
+        targets: Sequence[Value],
         strips: int,
+        *,
+        reads_first: Value,
     ) -> None:
-        """Multiply some `rows` of `x` by the strips that begin at `weight`; `out` is the place of the first result."""
-        name = self._names[len(rows), strips]
-        f.call(name, None, x, by_block, weight, out, in_dim, out_dim, *rows)
+        """Multiply rows `sources` of `x` by the strips that begin at `weight`, into rows `targets` of `out`.
+
+        `x` are inputs that `products` has prepared, and `out` is the place of the strips in the first row. If the tile
+        `reads_first`, its strips are in no cache.
+        """
+        name = self._names[len(sources), strips]
+        f.call(name, None, x, by_block, weight, out, in_dim, out_dim, reads_first, *sources, *targets)
 
     def _write(self, module: Module, rows: int, strips: int, products: PairProducts) -> str:
-        f = module.function(f"tile_{rows}x{strips}", [PTR, PTR, PTR, PTR, I64, I64, *[I64] * rows])
-        x, by_block, weight, out, in_dim, out_dim, *sources = f.arguments
+        f = module.function(f"tile_{rows}x{strips}", [PTR, PTR, PTR, PTR, I64, I64, I1, *[I64] * (2 * rows)])
+        x, by_block, weight, out, in_dim, out_dim, reads_first, *places = f.arguments
+        sources, targets = places[:rows], places[rows:]
         blocks = in_dim // BLOCK
         zero = f.constant(SUMS, 0)
         scaled = self._format != "bf16"
@@ -61,15 +73,29 @@ class Tiles:
 
         def block(at: Value, *totals: Value) -> list[Value]:
             runs = [f.at(weight, (blocks * strip + at) * run_size) for strip in range(strips)]
-            pairs_at = [f.at(x, (in_dim * source + at * BLOCK) * 2) for source in sources]
-            made = [zero] * len(totals) if scaled else list(totals)
-            numbers_of = [products.weight_pairs(f, run, self._format) for run in runs]
-            for pair, numbers in enumerate(zip(*numbers_of, strict=True)):
-                for row in range(rows):
-                    factor = products.spread_inputs(f, f.load(I32, pairs_at[row], pair * I32.nbytes))
-                    for strip in range(strips):
-                        i = row * strips + strip
-                        made[i] = products.multiply_add(f, made[i], numbers[strip], factor)
+
+            def fetch() -> None:
+                for run in runs:
+                    for line in range(0, run_size, _LINE_BYTES):
+                        f.prefetch(f.at(run, _PREFETCHED_BYTES + line))
+
+            f.when(reads_first, fetch)
+            inputs = [f.at(x, (in_dim * source + at * BLOCK) * products.input_bytes) for source in sources]
+
+            def part(at: Value, *sums: Value) -> list[Value]:
+                made = list(sums)
+                parts = [f.at(run, at * (size // PARTS)) for run in runs]
+                numbers_of = [products.weight_pairs(f, one, self._format) for one in parts]
+                near = [f.at(one, at * (BLOCK // PARTS * products.input_bytes)) for one in inputs]
+                for pair, numbers in enumerate(zip(*numbers_of, strict=True)):
+                    for row in range(rows):
+                        factor = products.spread_inputs(f, near[row], pair)
+                        for strip in range(strips):
+                            i = row * strips + strip
+                            made[i] = products.multiply_add(f, made[i], numbers[strip], factor)
+                return made
+
+            made = f.loop(PARTS, part, *([zero] * len(totals) if scaled else totals))
             if not scaled:
                 return made
             scales = [f.load(SUMS, run, size) for run in runs]
@@ -91,7 +117,7 @@ class Tiles:
         totals = f.loop(blocks, block, *[zero] * (rows * strips))
         for i, total in enumerate(totals):
             row, strip = divmod(i, strips)
-            f.store(total, out, (out_dim * row + strip * STRIP) * 4)
+            f.store(total, out, (out_dim * targets[row] + strip * STRIP) * 4)
         f.ret()
         return f.name
 
@@ -102,17 +128,28 @@ def strips_of_item(f: Function, strip_bytes: Value) -> Value:
 
 
 def for_each_tile(
-    f: Function, strips: tuple[Value, Value], rows: tuple[Value, Value], tile: Callable[[Value, int, Value, int], None]
+    f: Function,
+    strips: tuple[Value, Value],
+    rows: tuple[Value, Value],
+    tile: Callable[[Sequence[Value], Value, int], None],
 ) -> None:
-    """Call `tile(row, number of rows, strip, number of strips)` for all tiles; the strips of one stay in the cache."""
+    """Call `tile(rows, first strip, number of strips)` for all tiles; the strips of one stay in the cache.
+
+    A tile with fewer rows than its function has computes the last one several times.
+    """
     first, stop = strips
     begin, end = rows
-    whole, left = stop - (stop - first) % STRIPS, (end - begin) % ROWS
+    most = _ROWS[-1]
+    whole, left = stop - (stop - first) % STRIPS, (end - begin) % most
 
     def compute_strips(strip: Value, width: int) -> None:
-        f.loop(end - left, lambda row: tile(row, ROWS, strip, width), start=begin, step=ROWS)
-        for count in range(1, ROWS):
-            f.when(left.equals(count), functools.partial(tile, end - left, count, strip, width))
+        def compute_rows(count: int, row: Value) -> None:
+            tile([row, *(f.minimum(row + i, end - 1) for i in range(1, count))], strip, width)
+
+        f.loop(end - left, functools.partial(compute_rows, most), start=begin, step=most)
+        for fewer, count in itertools.pairwise((0, *_ROWS)):
+            is_shape = (left > fewer) & (left <= count)
+            f.when(is_shape, functools.partial(compute_rows, count, end - left))
 
     f.loop(whole, lambda strip: compute_strips(strip, STRIPS), start=first, step=STRIPS)
     f.loop(stop, lambda strip: compute_strips(strip, 1), start=whole)

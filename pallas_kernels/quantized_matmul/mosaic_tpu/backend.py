@@ -56,12 +56,12 @@ def multiply(
     numbers = weight.numbers.reshape(-1, weight.numbers.shape[-1])
     # XLA keeps such an array with its long dimension over the lanes.
     scale = weight.scale.reshape(len(numbers), -1).T
-    sizes = {"block_rows": min(_ROWS, _whole(_TILE_INPUTS // inputs)), "block_out": _OUT}
+    sizes = {"block_rows": min(_ROWS, whole_tiles(_TILE_INPUTS // inputs)), "block_out": _OUT}
     sizes |= tuned_blocks(target, "mosaic_tpu", tokens, len(numbers), inputs, scheme) or {}
     terms = TERMS[jnp.dtype(x.dtype)]
     x = bfloat16_terms(x, terms)
     rows = len(x)
-    block_rows = min(sizes["block_rows"], _whole(rows + _PACKED_ROWS - 1))
+    block_rows = min(sizes["block_rows"], whole_tiles(rows + _PACKED_ROWS - 1))
     x = jnp.pad(x, ((0, -rows % block_rows), (0, 0)))
     zero = totals = None
     if weight.zero is not None:
@@ -75,13 +75,19 @@ def multiply(
         totals,
         Tiles(block_rows, sizes["block_out"], inputs, scheme.group or inputs, packed),
         out_dtype if terms == 1 else jnp.float32,
-        vmem_limit=_VMEM_BYTES.get(target.kind, _DEFAULT_VMEM_BYTES) * 3 // 4,
+        vmem_limit=vmem_limit(target),
         interpret=interpret,
     )
     return out[:rows].reshape(terms, tokens, -1).sum(axis=0)
 
 
-def _whole(rows: int) -> int:
+def vmem_limit(target: KernelTarget) -> int:
+    """Return how many bytes of vector memory a kernel may take."""
+    return _VMEM_BYTES.get(target.kind, _DEFAULT_VMEM_BYTES) * 3 // 4
+
+
+def whole_tiles(rows: int) -> int:
+    """Return the rows in whole tiles of registers, at least one."""
     return max(_PACKED_ROWS, rows - rows % _PACKED_ROWS)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -65,8 +66,9 @@ def product(
     def kernel(x: Ref, numbers: Ref, scale: Ref, *refs: Ref) -> None:
         *offsets, out, arranged, scales, sums = refs
         if tiles.packed:
-            pl.when(pl.program_id(1) == 0)(lambda: _arrange(x, arranged))
-        _kernel(arranged if tiles.packed else x, numbers, scale, offsets, out, scales, sums, tiles)
+            pl.when(pl.program_id(1) == 0)(lambda: arrange(x, arranged))
+        sum_products(arranged if tiles.packed else x, numbers, scale, offsets, scales, sums, tiles)
+        out[...] = sums[...].astype(out.dtype)
 
     out_dim = len(numbers)
     return pl.pallas_call(
@@ -86,7 +88,7 @@ def product(
     )(*operands)
 
 
-def _arrange(x: Ref, arranged: Ref) -> None:
+def arrange(x: Ref, arranged: Ref) -> None:
     """Bring the inputs in the order in which packed numbers are unpacked: of each 128, first those of even index.
 
     As a product, which is exact and faster than moving single lanes.
@@ -101,9 +103,10 @@ def _arrange(x: Ref, arranged: Ref) -> None:
     lax.fori_loop(0, x.shape[1] // LANES, one, None)
 
 
-def _kernel(
-    x: Ref, numbers: Ref, scale: Ref, offsets: list[Ref], out: Ref, scales: Ref, sums: Ref, tiles: Tiles
+def sum_products(
+    x: Ref, numbers: Ref, scale: Ref, offsets: Sequence[Ref], scales: Ref, sums: Ref, tiles: Tiles
 ) -> None:
+    """Write the products of a tile into `sums`; `offsets` are zeros and the sums of inputs, `scales` is for our use."""
     # A single row of a type of 16 bits can't be read at an index.
     scales[...] = scale[...].astype(jnp.float32)
     sums[...] = jnp.zeros(sums.shape, jnp.float32)
@@ -139,7 +142,6 @@ def _kernel(
     columns = numbers.shape[1] // LANES
     at_once = math.gcd(columns, AT_ONCE)
     lax.fori_loop(0, columns // at_once, step, None)
-    out[...] = sums[...].astype(out.dtype)
 
 
 def _unpack(packed: UInt8[Array, "out lanes"]) -> tuple[Int8[Array, "out lanes"], Int8[Array, "out lanes"]]:

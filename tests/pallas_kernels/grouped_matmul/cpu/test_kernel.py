@@ -103,7 +103,7 @@ def test_rows_are_those_of_float64_but_for_the_rounding_of_sums(
     options = {"gate": case.gate, "of_tokens": case.of_tokens, "target": CPU}
     multiply = jax.jit(lambda bias, *arguments: grouped_matmul(*arguments, bias=bias, **options))
     out = multiply(bias, x, packed(weight), groups)
-    found = np.asarray(out, np.float64)[: len(expected)]
+    found = np.asarray(out)[: len(expected)].astype(np.float64)
     assert (np.abs(found - expected) <= allowed).all(), np.nanmax(np.abs(found - expected) / allowed)
 
 

@@ -1,0 +1,116 @@
+"""The TPU backend: weights of 16 and 32 bits, and integers of 4 and 8 bits, unpacked in vector memory.
+
+This module decides what is supported and with which block sizes the kernel runs, and prepares its operands.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Shaped
+
+from pallas_kernels.grouped_matmul.gate import Gate
+from pallas_kernels.grouped_matmul.groups import Groups
+from pallas_kernels.grouped_matmul.mosaic_tpu.kernel import Operands, product
+from pallas_kernels.grouped_matmul.mosaic_tpu.work import work_list
+from pallas_kernels.grouped_matmul.reference import join
+from pallas_kernels.quantized_matmul import QuantizedWeight, Scheme
+from pallas_kernels.quantized_matmul.mosaic_tpu import backend as quantized
+from pallas_kernels.quantized_matmul.mosaic_tpu.kernel import LANES, Tiles
+from pallas_kernels.quantized_matmul.terms import TERMS, bfloat16_terms
+from pallas_kernels.target import KernelTarget
+
+# Few rows cost as much as these, which the units of products take while they load their next weights.
+_FEW_ROWS, _MOST_ROWS = 64, 512
+# Of a tile of rows, whose inputs lie in vector memory three times.
+_TILE_INPUTS = 2**22
+# Of a tile of weights, which lies there twice: large enough for the memory's speed, and little to wait for at first.
+_TILE_BYTES = 2**22
+
+
+def refusal(out_dim: int, in_dim: int, scheme: Scheme | None, target: KernelTarget) -> str | None:
+    """See `backends.BackendModule`."""
+    if scheme is not None:
+        return quantized.refusal(out_dim, in_dim, scheme, target)
+    if target.platform not in ("tpu", "cpu"):
+        return f"mosaic_tpu compiles for TPUs, not for {target.platform}"
+    return None
+
+
+def multiply(
+    x: Shaped[Array, "tokens_or_rows in_dim"],
+    factors: Float32[Array, "tokens_or_rows groups"] | None,
+    weight: Float[Array, "experts out_dim in_dim"] | QuantizedWeight,
+    groups: Groups,
+    *,
+    bias: Float[Array, "experts out_dim"] | None,
+    gate: Gate | None,
+    of_tokens: bool,
+    out_dtype: Any,
+    target: KernelTarget,
+    interpret: bool,
+) -> Float[Array, "rows out_or_half"]:
+    """See `backends.BackendModule`."""
+    assert factors is None, "mosaic_tpu multiplies by inputs that aren't quantized"
+    if of_tokens:
+        x = x[groups.tokens]
+    terms = TERMS[jnp.dtype(x.dtype)] if isinstance(weight, QuantizedWeight) else 1
+    options: dict[str, Any] = {"target": target, "interpret": interpret}
+    if terms == 1:
+        return _multiply(x, weight, groups, bias, gate, out_dtype, **options)
+    parts = bfloat16_terms(x, terms).reshape(terms, *x.shape)
+    sums = jnp.stack([_multiply(part, weight, groups, None, None, jnp.float32, **options) for part in parts])
+    return join(sums.sum(axis=0), groups, bias, gate)
+
+
+def _multiply(
+    x: Float[Array, "rows in_dim"],
+    weight: Float[Array, "experts out_dim in_dim"] | QuantizedWeight,
+    groups: Groups,
+    bias: Float[Array, "experts out_dim"] | None,
+    gate: Gate | None,
+    out_dtype: Any,
+    *,
+    target: KernelTarget,
+    interpret: bool,
+) -> Float[Array, "rows out_or_half"]:
+    experts, outputs, inputs = weight.shape
+    parts = 1 if gate is None else 2
+    each = outputs // parts
+
+    def by_part(array: Array) -> Array:
+        return array.reshape(experts, parts, each, -1)
+
+    bias = None if bias is None else by_part(bias)[..., 0]
+    rows = _block_rows(groups.num_rows, experts, inputs)
+    if isinstance(weight, QuantizedWeight):
+        scheme, numbers = weight.scheme, by_part(weight.numbers)
+        # XLA keeps such arrays with their long dimension over the lanes.
+        scale = by_part(weight.scale).swapaxes(2, 3)
+        zero = totals = None
+        if weight.zero is not None:
+            zero = by_part(weight.zero).swapaxes(2, 3)
+            totals = x.astype(jnp.float32).reshape(len(x), scale.shape[2], -1).sum(axis=2)
+        operands = Operands(numbers, scale, zero, totals, bias)
+        group, packed = scheme.group or inputs, scheme.numbers == "int4"
+    else:
+        assert x.dtype == weight.dtype != jnp.float16, (x.dtype, weight.dtype)  # TPUs have no float16
+        operands = Operands(by_part(weight), bias=bias)
+        group, packed = inputs, False
+    row_bytes = parts * operands.numbers.shape[-1] * operands.numbers.dtype.itemsize
+    tiles = Tiles(rows, _block_out(each, row_bytes), inputs, group, packed)
+    work, limit = work_list(groups, rows), quantized.vmem_limit(target)
+    return product(x, operands, work, tiles, gate, out_dtype, vmem_limit=limit, interpret=interpret)
+
+
+def _block_rows(rows: int, experts: int, inputs: int) -> int:
+    """Return the rows of a tile: about as many as an expert has when all have as many."""
+    even = max(_FEW_ROWS, min(_MOST_ROWS, 1 << (rows // experts).bit_length()))
+    return quantized.whole_tiles(min(even, _TILE_INPUTS // inputs, rows + 15))
+
+
+def _block_out(outputs: int, row_bytes: int) -> int:
+    """Return the outputs of a tile: all of them, or about equal tiles in whole registers."""
+    tiles = -(-outputs * row_bytes // _TILE_BYTES)
+    return outputs if tiles == 1 else min(outputs, -(-outputs // (tiles * LANES)) * LANES)
