@@ -46,7 +46,7 @@ def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> 
             f"mosaic_gpu's interpreter deadlocks with fewer than {_INTERPRETER_THREADS} threads of XLA's: set "
             f"NPROC={_INTERPRETER_THREADS} in the environment"
         )
-    if scheme.activations is not None and (scheme.numbers == "int4" or scheme.zeros):
+    if scheme.activations is not None and (scheme.bits == 4 or scheme.zeros):
         return "mosaic_gpu multiplies quantized inputs by int8 and fp8 without zeros"
     groups = "" if scheme.activations else "32, 64 or "
     if scheme.group is not None and scheme.group % BLOCK and not (groups and scheme.group in _SMALL_GROUPS):
