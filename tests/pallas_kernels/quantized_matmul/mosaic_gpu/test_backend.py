@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.quantized_matmul import Backend, Scheme, quantized_matmul
-from pallas_kernels.quantized_matmul.mosaic_gpu import backend, kernel
+from pallas_kernels.quantized_matmul.mosaic_gpu import backend, kernel, products
 from pallas_kernels.quantized_matmul.tuning import kind_of
 from pallas_kernels.target import CPU, KernelTarget
 from tests.pallas_kernels.quantized_matmul.cases import Case, make_product
@@ -96,8 +96,8 @@ BUGS = {
         "slot, (_, _, block) = slot_of(i), plan.place(i)",
         "slot, block = slot_of(i), low * 0",
     ),
-    "zeros-left-out": ("zero if factors_ref is None else None", "None"),
-    "fractional-zeros-left-out": ("product - _wide(zero, product) * factor", "product"),
+    "zeros-left-out": ("None if factors is not None else zero", "None"),
+    "fractional-zeros-left-out": ("product - of_rows(zero, product) * factor", "product"),
     "a-group's-zero-is-another's": ("column(zero_ref, block, part)", "column(zero_ref, block * 0, part)"),
 }
 
@@ -106,13 +106,16 @@ BUGS = {
 @pytest.mark.parametrize("bug", grid(BUGS, lambda bug: bug == "read-before-it-arrived"))
 def test_the_cases_find_a_bug(bug: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Each bug is put into a copy of the kernel's source."""
-    source, (right, wrong) = inspect.getsource(kernel), BUGS[bug]
+    right, wrong = BUGS[bug]
+    [module] = [one for one in (kernel, products) if right in inspect.getsource(one)]
+    source = inspect.getsource(module)
     assert source.count(right) == 1
-    spoilt = types.ModuleType(kernel.__name__)
+    spoilt = types.ModuleType(module.__name__)
     # Its dataclass looks up its module.
-    monkeypatch.setitem(sys.modules, kernel.__name__, spoilt)
+    monkeypatch.setitem(sys.modules, module.__name__, spoilt)
     exec(compile(source.replace(right, wrong), "spoilt.py", "exec"), spoilt.__dict__)
-    monkeypatch.setattr(backend, "MosaicGpuMatmul", spoilt.MosaicGpuMatmul)
+    user, name = (backend, "MosaicGpuMatmul") if module is kernel else (kernel, "Products")
+    monkeypatch.setattr(user, name, getattr(spoilt, name))
     fractional = bug.startswith("fractional")
     case = Case("divided", Scheme("int4", 128, zeros=True), rows=2, out=(128,), inputs=1024, fractional=fractional)
     try:
