@@ -19,6 +19,8 @@ from pallas_kernels.grouped_matmul.mosaic_gpu.kernel import MosaicGpuGroupedMatm
 from pallas_kernels.grouped_matmul.mosaic_gpu.plan import make_plan
 from pallas_kernels.quantized_matmul import QuantizedWeight, Scheme
 from pallas_kernels.quantized_matmul.mosaic_gpu import backend as products
+from pallas_kernels.quantized_matmul.mosaic_gpu.backend import unpacking_of
+from pallas_kernels.quantized_matmul.mosaic_gpu.plan import BLOCK
 from pallas_kernels.quantized_matmul.mosaic_gpu.unpack import TILE_ROWS
 from pallas_kernels.target import KernelTarget
 
@@ -33,7 +35,7 @@ _FACTORS = 4
 def refusal(out_dim: int, in_dim: int, scheme: Scheme | None, target: KernelTarget) -> str | None:
     """See `backends.BackendModule`."""
     # What it refuses of a product that has the sizes which all have: the device, and the scheme.
-    refused = products.refusal(TILE_ROWS, products.BLOCK, scheme or Scheme("int8"), target)
+    refused = products.refusal(TILE_ROWS, BLOCK, scheme or Scheme("int8"), target)
     if refused is not None:
         return refused
     unit = _INPUTS
@@ -60,47 +62,53 @@ def multiply(
     """See `backends.BackendModule`."""
     options: dict[str, Any] = {"of_tokens": of_tokens, "target": target, "interpret": interpret}
     experts, out_dim, in_dim = weight.shape
-    quantized = isinstance(weight, QuantizedWeight)
-    if (factors is None and x.dtype != jnp.bfloat16) or not (quantized or weight.dtype == jnp.bfloat16):
+    numbers: Any = weight
+    scheme, scale, zero, unpacking = None, None, None, None
+    if isinstance(weight, QuantizedWeight):
+        scheme, numbers, scale, zero = weight.scheme, weight.numbers, weight.scale, weight.zero
+    if (factors is None and x.dtype != jnp.bfloat16) or (scheme is None and numbers.dtype != jnp.bfloat16):
         return reference.multiply(x, factors, weight, groups, bias=bias, gate=gate, out_dtype=out_dtype, **options)
     if gate is not None and out_dim % (2 * TILE_ROWS):
-        # The matrices' outputs can't be divided alike.
+        # The outputs of each matrix can't be divided into tiles.
         sums = multiply(x, factors, weight, groups, bias=None, gate=None, out_dtype=jnp.float32, **options)
         return reference.join(sums, groups, bias, gate)
-    scheme = weight.scheme if quantized else None
-    results = out_dim // 2 if gate else out_dim
-    out_dtype = jnp.bfloat16 if out_dtype == jnp.bfloat16 else jnp.float32
-    cores = _INTERPRETED_CORES if interpret else target.cores or _CORES
-    sizes = {"gated": gate is not None, "out_bytes": jnp.dtype(out_dtype).itemsize}
-    plan = make_plan(results, in_dim, groups.num_rows, experts, cores, scheme, **sizes)
-    unpacking, scale, zero, group = None, None, None, in_dim
-    if quantized:
-        group = weight.scheme.group or in_dim
-        numbers, scale = weight.numbers.reshape(experts * out_dim, -1), weight.scale.reshape(experts * out_dim, -1)
-        zero = None if weight.zero is None else weight.zero.reshape(experts * out_dim, -1)
-        if weight.scheme.activations is None:
-            unpacking = products.unpacking_of(in_dim, weight.scheme)
-            numbers = lax.bitcast_convert_type(numbers.reshape(experts * out_dim, -1, 4), jnp.uint32)
-    else:
-        numbers = weight.reshape(experts * out_dim, in_dim)
+    group = (scheme.group if scheme else None) or in_dim
     in_place = group == in_dim
-    if unpacking is not None and zero is not None and zero.dtype != jnp.int16:
-        factors = x.astype(jnp.float32).reshape(len(x), -1, unpacking.group).sum(axis=-1)
-        in_place = False
+    if scheme is not None and scheme.activations is None:
+        unpacking = unpacking_of(in_dim, scheme)
+        numbers = lax.bitcast_convert_type(numbers.reshape(experts * out_dim, -1, 4), jnp.uint32)
+        if zero is not None and zero.dtype != jnp.int16:
+            factors = x.astype(jnp.float32).reshape(len(x), -1, unpacking.group).sum(axis=-1)
+            in_place = False
+    elif scheme is not None:
+        # The tensor cores' sums of products of fp8 lose bits if they are long.
+        in_place = in_place and scheme.numbers == "int8"
     if of_tokens:
         x, factors = x[groups.tokens], None if factors is None else factors[groups.tokens]
+    out_dtype = jnp.bfloat16 if out_dtype == jnp.bfloat16 else jnp.float32
+    plan = make_plan(
+        out_dim // 2 if gate else out_dim,
+        in_dim,
+        groups.num_rows,
+        experts,
+        _INTERPRETED_CORES if interpret else target.cores or _CORES,
+        scheme,
+        in_place=in_place,
+        gated=gate is not None,
+        out_bytes=jnp.dtype(out_dtype).itemsize,
+    )
     row_factors = None
     if factors is not None and unpacking is None:
         if factors.shape[1] == 1:
             row_factors, factors = jnp.pad(factors[:, 0], (0, plan.tokens)), None
-            # Sums of fp8's products lose bits if many are summed in the tensor cores.
-            in_place = x.dtype == jnp.int8
         else:
             # One for each block, of which a group may have several.
             factors = jnp.repeat(factors, in_dim // plan.block // factors.shape[1], axis=1)
-            in_place = False
     if factors is not None:
         factors = jnp.pad(factors.T, ((0, 0), (0, -len(x) % _FACTORS)))
+    numbers, scale, zero = (
+        None if one is None else one.reshape(experts * out_dim, -1) for one in (numbers, scale, zero)
+    )
+    offsets = None if bias is None else bias.reshape(-1)
     kernel = MosaicGpuGroupedMatmul(plan, group, unpacking, in_place, gate, interpret)
-    flat = None if bias is None else bias.reshape(-1)
-    return kernel.multiply(groups.starts, x, factors, row_factors, numbers, scale, zero, flat, out_dtype)
+    return kernel.multiply(groups.starts, x, factors, row_factors, numbers, scale, zero, offsets, out_dtype)

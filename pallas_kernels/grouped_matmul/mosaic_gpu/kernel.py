@@ -1,4 +1,4 @@
-"""Grouped products on Hopper GPUs by Mosaic GPU: rows of the weight are rows of the tensor cores' tiles, tokens columns.
+"""Grouped products on Hopper GPUs by Mosaic GPU: rows of weights are rows of the tensor cores' tiles, tokens columns.
 
 So a decode step, in which an expert has a few rows, wastes little of a tile, and reads the weight of an expert once.
 Programs stay on their cores and take tiles in turn. Which expert a tile belongs to, each finds by itself, from where
@@ -39,8 +39,6 @@ _COUNTED = 8
 # Factors of a part begin at multiples of 128 bytes, as copies do in shared memory.
 _ALIGNED = 32
 _SWIZZLED_BYTES = 128
-# Registers of a thread that only starts copies, and those left to each thread of two warpgroups that multiply.
-_LOADER_REGISTERS, _MULTIPLIER_REGISTERS = 40, 232
 
 
 class _Tile(NamedTuple):
@@ -121,8 +119,8 @@ class MosaicGpuGroupedMatmul:
             ups_written: Any,
             ups_read: Any,
         ) -> None:
-            # Copies that know of tiles begin at their first rows, but experts anywhere. Tiles of one swizzle's width lie
-            # in shared memory as their rows do, so copies may take them for rows.
+            # Copies into tiles begin at multiples of a tile's rows, but experts begin anywhere. Tiles as wide as one
+            # swizzle lie in shared memory as their rows would, so copies take them for rows.
             x_tiles, x_rows = (x_ring, x_ring) if self.interpret else x_ring
             operands = stored._replace(x=x_tiles)
             program, warpgroup = lax.axis_index("program").astype(jnp.int32), lax.axis_index("warpgroup")
@@ -144,7 +142,7 @@ class MosaicGpuGroupedMatmul:
                     def passed(state: Any, count: int = count) -> jax.Array:
                         return (state[2] <= number) & (state[0] + count <= experts)
 
-                    def step(state: Any, count: int = count) -> tuple[jax.Array, ...]:
+                    def step(state: Any, count: int = count) -> Any:
                         expert, _, following = state
                         return expert + count, following, following + tiles_of(expert + count, count)
 
@@ -152,7 +150,7 @@ class MosaicGpuGroupedMatmul:
                 return expert, first
 
             def for_each_tile(take: Callable[[_Tile], None]) -> None:
-                def step(state: Any) -> tuple[jax.Array, ...]:
+                def step(state: Any) -> Any:
                     before, number, expert, first = state
                     # Tiles of the same outputs are neighbours: what one reads of the weight, others find in the cache.
                     count = row_tiles(expert)
@@ -250,7 +248,7 @@ class MosaicGpuGroupedMatmul:
                     for part in range(parts):
                         group = lax.div(block * plan.block + part * products.part, jnp.int32(self.group))
                         # Of inputs beyond the last, which are zero.
-                        group = jnp.minimum(group, scale.shape[1] - 1)
+                        group = jnp.minimum(group, scale_ref.shape[1] - 1)
                         scales.append(column(scale_ref, group))
                         zeros.append(column(zero_ref, group))
                     return scales, zeros
@@ -303,18 +301,12 @@ class MosaicGpuGroupedMatmul:
                         target = out_ref.at[pl.ds(tile.row + done, size), pl.ds(result, TILE_ROWS)]
                         plgpu.copy_smem_to_gmem(whole.at[pair, pl.ds(done, size)], target)
 
-            moves_registers = plan.programs_a_core == 1
-
             @pl.when(warpgroup == plan.warpgroups)
             def _load() -> None:
-                if moves_registers:
-                    plgpu.set_max_registers(_LOADER_REGISTERS, action="decrease")
                 for_each_tile(load)
 
             @pl.when(warpgroup < plan.warpgroups)
             def _multiply() -> None:
-                if moves_registers:
-                    plgpu.set_max_registers(_MULTIPLIER_REGISTERS, action="increase")
                 for_each_tile(multiply)
                 plgpu.wait_smem_to_gmem(0)
 
@@ -330,7 +322,9 @@ class MosaicGpuGroupedMatmul:
             scratch_types=(
                 x_type,
                 operand_types._replace(x=None),
-                None if factors is None else plgpu.SMEM((stages, parts, max(tokens, _ALIGNED)), jnp.float32),
+                None
+                if factors is None
+                else plgpu.SMEM((stages, parts, -(-tokens // _ALIGNED) * _ALIGNED), jnp.float32),
                 products.smem(pairs, TILE_ROWS, tokens, dtype=jnp.float32) if gate else None,
                 plgpu.SMEM((pairs, tokens, TILE_ROWS), out_dtype),
                 plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
@@ -355,10 +349,9 @@ class MosaicGpuGroupedMatmul:
 def _store_transposed(ref: Any, sums: jax.Array) -> None:
     """Store sums into shared memory in rows of tokens: ordinary stores can't, unless with a swizzle."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
     def store(_: Any, ref: Any, sums: Any) -> None:
         pairs = mgpu.bitwidth(sums.mlir_dtype) < 32
         sums = sums if pairs else sums.to_layout(SCALARS.to_mgpu())
         sums.store_untiled(mgpu.memref_transpose(ref, (1, 0)), optimized=False)
 
-    store(ref, sums)
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))(store)(ref, sums)

@@ -7,19 +7,21 @@ import dataclasses
 from pallas_kernels.quantized_matmul.mosaic_gpu.unpack import TILE_ROWS
 from pallas_kernels.quantized_matmul.scheme import Scheme
 
-_FEWEST_TOKENS, _SHARED_CORE_TOKENS, _MOST_TOKENS = 8, 16, 128
-_MOST_STAGES = 8
-_WARPGROUPS = 2
-# Of the 228 KiB of shared memory that a core has, of which it keeps one for each program; barriers take the rest.
+_FEWEST_TOKENS, _FEW_TOKENS = 8, 32
+# As many as registers hold sums for: in place, of one part of a block besides, or of several.
+_MOST_TOKENS, _MOST_TOKENS_OF_PARTS, _MOST_TOKENS_OF_SMALL_PARTS = 128, 80, 48
+_BLOCK, _QUANTIZED_BLOCK = 64, 128
+_MOST_STAGES = 12
+# Of the 227 KiB of shared memory that a program may have; factors and barriers take the rest.
 _SHARED_BYTES = 216 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A tile has `tokens` rows of one expert, and 64 outputs for each of `warpgroups`; with a gate, half of these belong
-    to the gate matrix and half to the up matrix. It is read in `blocks` of `block` inputs, `stages` at a time.
+    """A tile has `tokens` rows of one expert, and 64 outputs for each of `warpgroups`: with a gate, half of these are
+    rows of its matrix, half of the up matrix. It is read in `blocks` of `block` inputs; `stages` of them are in flight.
 
-    `programs` take tiles in turn, `programs_a_core` of them on a core. `output_tiles` cover the outputs of an expert.
+    `output_tiles` cover the outputs of an expert. `programs`, at most one a core, take tiles in turn.
     """
 
     tokens: int
@@ -29,7 +31,6 @@ class Plan:
     output_tiles: int
     stages: int
     programs: int
-    programs_a_core: int
 
 
 def make_plan(
@@ -40,32 +41,37 @@ def make_plan(
     cores: int,
     scheme: Scheme | None,
     *,
+    in_place: bool,
     gated: bool,
     out_bytes: int,
 ) -> Plan:
     """Return the plan of a product of `rows` in all, whose rows have `results` numbers of `out_bytes`.
 
-    Tiles have as many rows as two average experts: so most experts' weights are read once.
+    Tiles have as many rows as two average experts: so most experts' weights are read once. Four warpgroups convert and
+    multiply for few rows, unless that gives too few tiles for all cores; for many, registers are left for two.
     """
-    small = scheme is not None and scheme.group is not None and scheme.group < 128
-    most = _MOST_TOKENS // 2 if small else _MOST_TOKENS
+    most = _MOST_TOKENS
+    if not in_place:
+        small = scheme is not None and scheme.group is not None and scheme.group < _QUANTIZED_BLOCK
+        most = _MOST_TOKENS_OF_SMALL_PARTS if small else _MOST_TOKENS_OF_PARTS
     tokens = min(most, max(_FEWEST_TOKENS, 1 << (-(-2 * rows // experts) - 1).bit_length()))
-    tile = _WARPGROUPS * TILE_ROWS
-    block = 64 if scheme is None else 128
-    output_tiles = -(-results // (tile // 2 if gated else tile))
+    most_row_tiles = min(rows, experts + rows // tokens)
+
+    def output_tiles(warpgroups: int) -> int:
+        return -(-results // (warpgroups * TILE_ROWS // (2 if gated else 1)))
+
+    warpgroups = 4 if tokens <= _FEW_TOKENS and output_tiles(4) * most_row_tiles >= cores else 2
+    block = _BLOCK if scheme is None else _QUANTIZED_BLOCK
     bits, x_bytes = (16, 2) if scheme is None else (scheme.bits, 2 if scheme.activations is None else 1)
-    stage = block * (tile * bits // 8 + tokens * x_bytes)
-    programs_a_core = 2 if tokens <= _SHARED_CORE_TOKENS else 1
-    # The sums of up, and whole sums on their way out.
-    room = _SHARED_BYTES // programs_a_core - tokens * tile * (2 + out_bytes // 2 if gated else out_bytes)
-    most_tiles = output_tiles * min(rows, experts + rows // tokens)
+    outputs = warpgroups * TILE_ROWS
+    # Whole sums on their way out, and with a gate the sums of up.
+    written = tokens * outputs * (2 + out_bytes // 2 if gated else out_bytes)
     return Plan(
         tokens=tokens,
-        warpgroups=_WARPGROUPS,
+        warpgroups=warpgroups,
         block=block,
         blocks=-(-in_dim // block),
-        output_tiles=output_tiles,
-        stages=min(_MOST_STAGES, room // stage),
-        programs=min(cores * programs_a_core, most_tiles),
-        programs_a_core=programs_a_core,
+        output_tiles=output_tiles(warpgroups),
+        stages=min(_MOST_STAGES, (_SHARED_BYTES - written) // (block * (outputs * bits // 8 + tokens * x_bytes))),
+        programs=min(cores, output_tiles(warpgroups) * most_row_tiles),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -83,7 +84,7 @@ class Products:
     def smem(self, *shape: int, dtype: Any) -> Any:
         """Return shared memory for an operand of the tensor cores."""
         size = jnp.dtype(dtype).itemsize
-        swizzle = plgpu.find_swizzle(min(shape[-1], self.unit, 128 // size) * size * 8)
+        swizzle = plgpu.find_swizzle(math.gcd(shape[-1], min(self.unit, 128 // size)) * size * 8)
         return plgpu.SMEM(shape, dtype, transforms=(_TilingTransform((8, swizzle // size)), _SwizzleTransform(swizzle)))
 
     def operands(self, stages: int, warpgroups: int, x_dtype: Any, stored: Any) -> Operands:
