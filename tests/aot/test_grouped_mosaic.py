@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.runtime.devices.topology import target_mesh
 from pallas_kernels.grouped_matmul import Gate, Groups, grouped_matmul
-from pallas_kernels.quantized_matmul import Backend, QuantizedWeight, Scheme, make_weight, numbers_shape
+from pallas_kernels.quantized_matmul import Backend, QuantizedWeight, Scheme, make_weight
 from pallas_kernels.target import target_of
 from tests.aot.conftest import Row
 from tests.aot.kernels import checked_kernels
@@ -112,7 +112,10 @@ def test_a_product_compiles_without_spills_and_reads_the_weights_where_they_are(
     rows = product.tokens * layer.choices
     # No more than the rows of inputs, their factors, and those as numbers.
     assert memory.temp_size_in_bytes < 4 * rows * product.shape[2] + 2**20
-    assert not re.search(rf"\w+\[{layer.experts * product.shape[1]},\d+\]\S* (?:copy|fusion|transpose|convert)\(", compiled.as_text() or "")
+    assert not re.search(
+        rf"\w+\[{layer.experts * product.shape[1]},\d+\]\S* (?:copy|fusion|transpose|convert)\(",
+        compiled.as_text() or "",
+    )
     for path in tmp_path.glob("*.ptx"):
         assert "wgmma.mma_async" in path.read_text()
     for path in tmp_path.glob("*.ptxas"):

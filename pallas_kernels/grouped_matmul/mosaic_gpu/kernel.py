@@ -137,7 +137,7 @@ class MosaicGpuGroupedMatmul:
 
             def seek(number: jax.Array, expert: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
                 """Return the expert of tile `number`, and its first tile's number, from those of one before."""
-                for count in (_COUNTED, 1):
+                for count in (_COUNTED, 1) if experts > 2 * _COUNTED else (1,):
 
                     def passed(state: Any, count: int = count) -> jax.Array:
                         return (state[2] <= number) & (state[0] + count <= experts)

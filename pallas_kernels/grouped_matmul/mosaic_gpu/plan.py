@@ -7,7 +7,7 @@ import dataclasses
 from pallas_kernels.quantized_matmul.mosaic_gpu.unpack import TILE_ROWS
 from pallas_kernels.quantized_matmul.scheme import Scheme
 
-_FEWEST_TOKENS, _FEW_TOKENS = 8, 32
+_FEWEST_TOKENS, _FEW_TOKENS, _FEW_TOKENS_OF_SMALL_PARTS = 8, 32, 16
 # As many as registers hold sums for: in place, of one part of a block besides, or of several.
 _MOST_TOKENS, _MOST_TOKENS_OF_PARTS, _MOST_TOKENS_OF_SMALL_PARTS = 128, 80, 48
 _BLOCK, _QUANTIZED_BLOCK = 64, 128
@@ -50,17 +50,16 @@ def make_plan(
     Tiles have as many rows as two average experts: so most experts' weights are read once. Four warpgroups convert and
     multiply for few rows, unless that gives too few tiles for all cores; for many, registers are left for two.
     """
-    most = _MOST_TOKENS
-    if not in_place:
-        small = scheme is not None and scheme.group is not None and scheme.group < _QUANTIZED_BLOCK
-        most = _MOST_TOKENS_OF_SMALL_PARTS if small else _MOST_TOKENS_OF_PARTS
+    small = scheme is not None and scheme.group is not None and scheme.group < _QUANTIZED_BLOCK
+    few = _FEW_TOKENS_OF_SMALL_PARTS if small else _FEW_TOKENS
+    most = _MOST_TOKENS_OF_SMALL_PARTS if small else _MOST_TOKENS if in_place else _MOST_TOKENS_OF_PARTS
     tokens = min(most, max(_FEWEST_TOKENS, 1 << (-(-2 * rows // experts) - 1).bit_length()))
     most_row_tiles = min(rows, experts + rows // tokens)
 
     def output_tiles(warpgroups: int) -> int:
         return -(-results // (warpgroups * TILE_ROWS // (2 if gated else 1)))
 
-    warpgroups = 4 if tokens <= _FEW_TOKENS and output_tiles(4) * most_row_tiles >= cores else 2
+    warpgroups = 4 if tokens <= few and output_tiles(4) * most_row_tiles >= cores else 2
     block = _BLOCK if scheme is None else _QUANTIZED_BLOCK
     bits, x_bytes = (16, 2) if scheme is None else (scheme.bits, 2 if scheme.activations is None else 1)
     outputs = warpgroups * TILE_ROWS
