@@ -39,6 +39,7 @@ SCHEMES = {
     "int8": Scheme("int8", 128),
     "int8-zeros-group-32": Scheme("int8", 32, zeros=True),
     "int8-channel": Scheme("int8"),
+    "fp4-group-32": Scheme("fp4", 32),
     "fp8-channel": Scheme("fp8"),
     "int8-token": Scheme("int8", activations="token"),
     "fp8": Scheme("fp8", 128),

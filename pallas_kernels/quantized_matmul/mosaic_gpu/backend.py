@@ -46,7 +46,7 @@ def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> 
             f"mosaic_gpu's interpreter deadlocks with fewer than {_INTERPRETER_THREADS} threads of XLA's: set "
             f"NPROC={_INTERPRETER_THREADS} in the environment"
         )
-    if scheme.activations is not None and (scheme.numbers == "int4" or scheme.zeros):
+    if scheme.activations is not None and (scheme.bits == 4 or scheme.zeros):
         return "mosaic_gpu multiplies quantized inputs by int8 and fp8 without zeros"
     groups = "" if scheme.activations else "32, 64 or "
     if scheme.group is not None and scheme.group % BLOCK and not (groups and scheme.group in _SMALL_GROUPS):
@@ -58,7 +58,7 @@ def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> 
 
 def arrangement(in_dim: int, scheme: Scheme, target: KernelTarget) -> tuple[int, ...]:
     """See `QuantizedWeight`."""
-    return () if scheme.activations else _unpacking(in_dim, scheme).arrangement
+    return () if scheme.activations else unpacking_of(in_dim, scheme).arrangement
 
 
 def multiply(
@@ -91,7 +91,7 @@ def multiply(
         factors = jnp.repeat(factors, in_dim // BLOCK // factors.shape[1], axis=1).T
         factors = jnp.pad(factors, ((0, 0), (0, len(x) - tokens)))
     else:
-        unpacking = _unpacking(in_dim, scheme)
+        unpacking = unpacking_of(in_dim, scheme)
         if zero is not None and zero.dtype != jnp.int16:
             factors = x.astype(jnp.float32).reshape(len(x), -1, unpacking.group).sum(axis=-1).T
     rounds = plan.parts == terms == 1 and out_dtype == jnp.bfloat16
@@ -101,7 +101,8 @@ def multiply(
     return out[: terms * tokens].reshape(terms, tokens, out_dim).sum(axis=0)
 
 
-def _unpacking(in_dim: int, scheme: Scheme) -> Unpacking:
+def unpacking_of(in_dim: int, scheme: Scheme) -> Unpacking:
+    """Return how the numbers of a weight-only scheme are read."""
     return Unpacking(scheme.numbers, min(scheme.group or in_dim, BLOCK))
 
 

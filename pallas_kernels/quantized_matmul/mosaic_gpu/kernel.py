@@ -20,20 +20,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Shaped
 
 from pallas_kernels.quantized_matmul.mosaic_gpu.plan import BLOCK, Plan
+from pallas_kernels.quantized_matmul.mosaic_gpu.products import ROWS, Operands, Products, scalars
 from pallas_kernels.quantized_matmul.mosaic_gpu.unpack import TILE_ROWS, Unpacking
 
-# jax's annotations hide the first and declare the others abstract.
-_Accumulator: Any = plgpu.WGMMAAccumulatorRef
-_TilingTransform: Any = plgpu.TilingTransform
-_SwizzleTransform: Any = plgpu.SwizzleTransform
-
-_TILE = plgpu.Layout.WGMMA
-_ROWS, _COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
-# Stores of single numbers, as neighbours in registers belong to different tokens.
-_SCALARS = plgpu.Layout._WGMMA_ACC_32BIT
-
-# Words of a row that are copied at a time: without a swizzle, rows of this size have no bank conflicts.
-_COPIED_WORDS = 16
 # Factors of a part begin at multiples of 128 bytes, as copies do in shared memory.
 _ALIGNED = 32
 
@@ -50,22 +39,6 @@ class MosaicGpuMatmul:
     unpacking: Unpacking | None
     interpret: bool
 
-    @property
-    def part(self) -> int:
-        """Inputs whose products are summed before they are scaled."""
-        return min(self.group, BLOCK)
-
-    @property
-    def unit(self) -> int:
-        """Inputs of one product."""
-        return self.unpacking.inputs if self.unpacking else self.part
-
-    def smem(self, *shape: int, dtype: Any) -> Any:
-        """Return shared memory for an operand of the tensor cores."""
-        size = jnp.dtype(dtype).itemsize
-        swizzle = plgpu.find_swizzle(min(shape[-1], self.unit, 128 // size) * size * 8)
-        return plgpu.SMEM(shape, dtype, transforms=(_TilingTransform((8, swizzle // size)), _SwizzleTransform(swizzle)))
-
     def multiply(
         self,
         x: Shaped[Array, "tokens in_dim"],
@@ -81,11 +54,8 @@ class MosaicGpuMatmul:
         aren't whole numbers, the sums of each part's inputs. Whole zeros are subtracted from numbers.
         """
         plan = self.plan
-        stored = jnp.dtype(numbers.dtype)
-        # What is copied of a row in a block, and how much of that belongs to each copy.
-        copied = _COPIED_WORDS if self.unpacking else BLOCK
-        copies = numbers.shape[1] // (x.shape[1] // BLOCK) // copied
-        parts = BLOCK // self.part
+        products = Products(plan.tokens, BLOCK, BLOCK, self.group, self.unpacking, self.interpret)
+        parts, copies, copied = products.parts, products.copies, products.copied
         num_copies = copies + 1 + (0 if factors is None else parts)
         # A program's part of the outputs of its cluster.
         outputs = plan.outputs // plan.cluster
@@ -101,10 +71,8 @@ class MosaicGpuMatmul:
             zero_ref: Any,
             constant_ref: Any,
             out_ref: Any,
-            x_ring: Any,
+            operands: Operands,
             factors_ring: Any,
-            numbers_ring: Any,
-            operands: Any,
             rounded: Any,
             arrived: Any,
             free: Any,
@@ -124,43 +92,17 @@ class MosaicGpuMatmul:
                 some = pl.ds(output + own, outputs)
                 for copy in range(copies):
                     source = numbers_ref.at[some, pl.ds((block * copies + copy) * copied, copied)]
-                    plgpu.copy_gmem_to_smem(source, numbers_ring.at[slot, copy], arrived.at[slot])
+                    plgpu.copy_gmem_to_smem(source, operands.numbers.at[slot, copy], arrived.at[slot])
                 some = pl.ds(token, plan.tokens)
                 source = x_ref.at[some, pl.ds(block * BLOCK, BLOCK)]
                 axes = None if plan.cluster == 1 or self.interpret else "cluster"
-                plgpu.copy_gmem_to_smem(source, x_ring.at[slot], arrived.at[slot], collective_axes=axes)
+                plgpu.copy_gmem_to_smem(source, operands.x.at[slot, 0], arrived.at[slot], collective_axes=axes)
                 for part in range(parts if factors_ref is not None else 0):
                     source, to = factors_ref.at[block * parts + part, some], factors_ring.at[slot, part, now]
                     plgpu.copy_gmem_to_smem(source, to, arrived.at[slot])
 
             def load_ahead(i: jax.Array) -> None:
                 pl.when((warpgroup == 0) & (i < end))(functools.partial(load, i))
-
-            def products(slot: jax.Array, part: int, zero: jax.Array | None) -> jax.Array:
-                def multiply(acc: Any) -> jax.Array:
-                    for unit in range(part * self.part, (part + 1) * self.part, self.unit):
-                        inputs = x_ring.at[slot, :, pl.ds(unit, self.unit)].transpose((1, 0))
-                        plgpu.wgmma(acc, operand(slot, unit, zero), inputs)
-                    return acc[...].astype(jnp.float32)
-
-                sums = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
-                return pl.run_scoped(multiply, _Accumulator((TILE_ROWS, plan.tokens), sums))
-
-            def operand(slot: jax.Array, unit: int, zero: jax.Array | None) -> Any:
-                some = pl.ds(warpgroup * TILE_ROWS, TILE_ROWS)
-                if self.unpacking is None:
-                    return numbers_ring.at[slot, 0, some]
-                words = _COPIED_WORDS * copies * self.unit // BLOCK
-                copy, word = divmod(unit // self.unit * words, _COPIED_WORDS)
-                source = numbers_ring.at[slot, copy, some, pl.ds(word, words)]
-                tile = plgpu.load(source, layout=self.unpacking.layout, optimized=False)
-                tile = self.unpacking.unpack(tile, constant, zero, interpret=self.interpret)
-                if not self.interpret:
-                    return tile
-                # The interpreter can't multiply from registers.
-                operands[warpgroup] = tile
-                plgpu.commit_smem()
-                return operands.at[warpgroup]
 
             def take_tile(tile: jax.Array, carry: tuple[()]) -> tuple[()]:
                 low = jnp.maximum(begin, tile * plan.blocks)
@@ -169,8 +111,8 @@ class MosaicGpuMatmul:
                 rows = pl.ds(output + own + warpgroup * TILE_ROWS, TILE_ROWS)
 
                 def column(ref: Any, block: jax.Array, part: int) -> jax.Array:
-                    group = lax.div(block * BLOCK + part * self.part, jnp.int32(self.group))
-                    return plgpu.load(ref.at[rows, group], layout=_ROWS, optimized=False)
+                    group = lax.div(block * BLOCK + part * products.part, jnp.int32(self.group))
+                    return plgpu.load(ref.at[rows, group], layout=ROWS, optimized=False)
 
                 def step(i: jax.Array, total: jax.Array) -> jax.Array:
                     slot, (_, _, block) = slot_of(i), plan.place(i)
@@ -178,14 +120,8 @@ class MosaicGpuMatmul:
                     scales = [column(scale_ref, block, part) for part in range(parts)]
                     zeros = [None if zero_ref is None else column(zero_ref, block, part) for part in range(parts)]
                     plgpu.barrier_wait(arrived.at[slot])
-                    for part, (scale, zero) in enumerate(zip(scales, zeros, strict=True)):
-                        product = products(slot, part, zero if factors_ref is None else None)
-                        if factors_ref is not None:
-                            source = factors_ring.at[slot, part, now]
-                            factor = plgpu.load(source, layout=_COLUMNS, optimized=False)
-                            factor = lax.broadcast_in_dim(factor, product.shape, [1])
-                            product = product * factor if zero is None else product - _wide(zero, product) * factor
-                        total = total + _wide(scale, product) * product
+                    factors = None if factors_ref is None else factors_ring.at[slot]
+                    total = products.add_scaled(total, operands, slot, warpgroup, constant, scales, zeros, factors)
                     # Ordinary reads come before the copy that overwrites what was read.
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(free.at[slot])
@@ -193,8 +129,7 @@ class MosaicGpuMatmul:
                     load_ahead(i + (plan.stages - 1))
                     return total
 
-                start = plgpu.layout_cast(jnp.zeros((TILE_ROWS, plan.tokens), jnp.float32), _TILE)
-                total = lax.fori_loop(low, high, step, start)
+                total = lax.fori_loop(low, high, step, products.zero_sums())
                 target = out_ref.at[core - plan.first_core(tile), pl.ds(token, plan.tokens), rows]
                 if rounds:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -202,7 +137,7 @@ class MosaicGpuMatmul:
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(rounded.at[warpgroup], target)
                 else:
-                    sums = total if self.interpret else _scalars(total)
+                    sums = total if self.interpret else scalars(total)
                     plgpu.store(target.transpose((1, 0)), sums, optimized=False)
                 return carry
 
@@ -222,19 +157,14 @@ class MosaicGpuMatmul:
                 lax.fori_loop(jnp.maximum(begin, end - plan.stages), end, drain, ())
 
         stages = plan.stages
-        unpacks = self.unpacking is not None
         constant = jnp.asarray(self.unpacking.constant) if self.unpacking else None
         kernel = plgpu.kernel(
             body,
             out_type=jax.ShapeDtypeStruct((plan.parts, len(x), len(numbers)), out_dtype),
             scratch_types=(
-                self.smem(stages, plan.tokens, BLOCK, dtype=x.dtype),
+                products.operands(stages, warpgroups, x.dtype, numbers.dtype),
                 None if factors is None else plgpu.SMEM((stages, parts, max(plan.tokens, _ALIGNED)), jnp.float32),
-                plgpu.SMEM((stages, copies, outputs, copied), stored)
-                if unpacks
-                else self.smem(stages, copies, outputs, copied, dtype=stored),
-                self.smem(warpgroups, TILE_ROWS, self.unit, dtype=x.dtype) if unpacks and self.interpret else None,
-                self.smem(warpgroups, plan.tokens, TILE_ROWS, dtype=out_dtype) if rounds else None,
+                products.smem(warpgroups, plan.tokens, TILE_ROWS, dtype=out_dtype) if rounds else None,
                 plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
                 plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=warpgroups, num_barriers=stages)
                 if plan.cluster > 1
@@ -254,15 +184,3 @@ class MosaicGpuMatmul:
         )
         out: jax.Array = kernel(x, factors, numbers, scale, zero, constant)
         return out
-
-
-def _wide(column: jax.Array, like: jax.Array) -> jax.Array:
-    return lax.broadcast_in_dim(column.astype(jnp.float32), like.shape, [0])
-
-
-def _scalars(sums: jax.Array) -> jax.Array:
-    """Return sums in a layout of single numbers: those that are neighbours in registers belong to different tokens."""
-    out = plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=_SCALARS)
-    rename = plgpu.inline_mgpu(arg_types=(_TILE,), return_type=out)
-    result: jax.Array = rename(lambda _, x: x.to_layout(_SCALARS.to_mgpu()))(sums)
-    return result

@@ -84,7 +84,8 @@ class Unpacking:
 
         A compiler that knew it would load it anew for each pair: an instruction takes one constant, which is the mask.
         """
-        return np.array([{"int4": 0x43084308, "int8": 0x43004300, "fp8": 0x80008000}[self.numbers]], np.uint32)
+        constants = {"int4": 0x43084308, "int8": 0x43004300, "fp4": 0x80008000, "fp8": 0x80008000}
+        return np.array([constants[self.numbers]], np.uint32)
 
     def unpack(
         self,
@@ -106,9 +107,12 @@ class Unpacking:
             low = operand([(s & _mask(0x007F)) | constant for s in shifted])
             number = low - operand([(s & _mask(0x0080)) | constant for s in shifted])
             return number if zero is None else number - self._wide(zero, 0)
-        # Sign, exponent and mantissa move to their places; the exponents' biases differ by 127 - 7.
+        # Sign, exponent and mantissa move to their places; the exponents' biases differ by 127 - 7, or 127 - 1.
+        if self.numbers == "fp4":
+            numbers = [((s << 6) & _mask(0x01C0)) | ((s << 12) & constant) for s in shifted]
+            return _scaled(operand(numbers), 126, interpret=interpret)
         numbers = [((s << 4) & _mask(0x07F0)) | ((s << 8) & constant) for s in shifted]
-        return operand(numbers) * np.array(2.0**120, jnp.bfloat16)
+        return _scaled(operand(numbers), 120, interpret=interpret)
 
     def _wide(self, zero: Int[Array, " rows"], excess: int) -> BFloat16[Array, "rows inputs"]:
         """Return `zero + excess`, which bfloat16 holds exactly, of each number of a tile."""
@@ -139,6 +143,19 @@ class Unpacking:
             one = vector.extract_strided_slice(word_type, register, [word], [1], [1])
             halves[self.column(word, i), half] = vector.bitcast(pair_type, one)
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
+def _scaled(number: BFloat16[Array, "rows inputs"], power: int, *, interpret: bool) -> BFloat16[Array, "rows inputs"]:
+    """Return numbers, of which some are subnormal, times a power of two."""
+    if not interpret:
+        return number * np.array(2.0**power, jnp.bfloat16)
+    # A CPU takes subnormal numbers for zero: here they count from the smallest normal one.
+    bits = lax.bitcast_convert_type(number, jnp.uint16)
+    exponent, mantissa = (bits >> 7) & 255, (bits & 127).astype(jnp.float32)
+    normal = exponent > 0
+    places = jnp.where(normal, exponent, 1).astype(jnp.float32)
+    magnitude = (jnp.where(normal, 128.0, 0.0) + mantissa) * jnp.exp2(places - (127 + 7 - power))
+    return jnp.where(bits >> 15 == 1, -magnitude, magnitude).astype(jnp.bfloat16)
 
 
 def _mask(half: int) -> np.uint32:

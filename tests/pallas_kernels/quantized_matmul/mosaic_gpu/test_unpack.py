@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from jax.experimental.mosaic import gpu as mgpu
 
+from pallas_kernels.quantized_matmul.layout import FP4_VALUES
 from pallas_kernels.quantized_matmul.mosaic_gpu.unpack import TILE_ROWS, Unpacking
 
 UNPACKINGS = [
-    *(Unpacking("int4", group) for group in (128, 64, 32)),
+    *(Unpacking(numbers, group) for numbers in ("int4", "fp4") for group in (128, 64, 32)),
     *(Unpacking(numbers, group) for numbers in ("int8", "fp8") for group in (128, 32)),
 ]
 
@@ -53,12 +54,15 @@ def test_every_number_less_its_zero_is_unpacked_exactly(unpacking: Unpacking, ze
     rng, bits, shape = np.random.default_rng(unpacking.group), unpacking.bits, (TILE_ROWS, unpacking.inputs)
     stored = rng.integers(0, 2**bits, shape).astype(np.uint8)
     if unpacking.numbers == "fp8":
-        # Not NaN, nor what a CPU, but no GPU, takes for zero.
-        stored[(stored & 0x7F == 0x7F) | (stored & 0x78 == 0)] = 0
+        stored[stored & 0x7F == 0x7F] = 0  # NaN
         numbers = stored.view(jnp.float8_e4m3fn).astype(np.float32)
+    elif unpacking.numbers == "fp4":
+        numbers = FP4_VALUES[stored]
     else:
         numbers = np.where(stored < 2 ** (bits - 1), stored, stored - 2.0**bits)
-    zero = rng.integers(-(2 ** (bits - 1)), 2 ** (bits - 1) + 1, TILE_ROWS) * (unpacking.numbers != "fp8" and zeros)
+    zero = rng.integers(-(2 ** (bits - 1)), 2 ** (bits - 1) + 1, TILE_ROWS) * (
+        unpacking.numbers.startswith("int") and zeros
+    )
     stored = stored[:, unpacking.arrangement]
     if bits == 4:
         stored = stored[:, ::2] | stored[:, 1::2] << 4

@@ -1,0 +1,76 @@
+"""Sizes of the tiles of a grouped product, decided by its shape alone: how many rows an expert has isn't known then."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_kernels.quantized_matmul.mosaic_gpu.unpack import TILE_ROWS
+from pallas_kernels.quantized_matmul.scheme import Scheme
+
+_FEWEST_TOKENS, _FEW_TOKENS, _FEW_TOKENS_OF_SMALL_PARTS = 8, 32, 16
+# As many as registers hold sums for: in place, of one part of a block besides, or of several.
+_MOST_TOKENS, _MOST_TOKENS_OF_PARTS, _MOST_TOKENS_OF_SMALL_PARTS = 128, 80, 48
+_BLOCK, _QUANTIZED_BLOCK = 64, 128
+_MOST_STAGES = 12
+# Of the 227 KiB of shared memory that a program may have; factors and barriers take the rest.
+_SHARED_BYTES = 216 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A tile has `tokens` rows of one expert, and 64 outputs for each of `warpgroups`: with a gate, half of these are
+    rows of its matrix, half of the up matrix. It is read in `blocks` of `block` inputs; `stages` of them are in flight.
+
+    `output_tiles` cover the outputs of an expert. `programs`, at most one a core, take tiles in turn.
+    """
+
+    tokens: int
+    warpgroups: int
+    block: int
+    blocks: int
+    output_tiles: int
+    stages: int
+    programs: int
+
+
+def make_plan(
+    results: int,
+    in_dim: int,
+    rows: int,
+    experts: int,
+    cores: int,
+    scheme: Scheme | None,
+    *,
+    in_place: bool,
+    gated: bool,
+    out_bytes: int,
+) -> Plan:
+    """Return the plan of a product of `rows` in all, whose rows have `results` numbers of `out_bytes`.
+
+    Tiles have as many rows as two average experts: so most experts' weights are read once. Four warpgroups convert and
+    multiply for few rows, unless that gives too few tiles for all cores; for many, registers are left for two.
+    """
+    small = scheme is not None and scheme.group is not None and scheme.group < _QUANTIZED_BLOCK
+    few = _FEW_TOKENS_OF_SMALL_PARTS if small else _FEW_TOKENS
+    most = _MOST_TOKENS_OF_SMALL_PARTS if small else _MOST_TOKENS if in_place else _MOST_TOKENS_OF_PARTS
+    tokens = min(most, max(_FEWEST_TOKENS, 1 << (-(-2 * rows // experts) - 1).bit_length()))
+    most_row_tiles = min(rows, experts + rows // tokens)
+
+    def output_tiles(warpgroups: int) -> int:
+        return -(-results // (warpgroups * TILE_ROWS // (2 if gated else 1)))
+
+    warpgroups = 4 if tokens <= few and output_tiles(4) * most_row_tiles >= cores else 2
+    block = _BLOCK if scheme is None else _QUANTIZED_BLOCK
+    bits, x_bytes = (16, 2) if scheme is None else (scheme.bits, 2 if scheme.activations is None else 1)
+    outputs = warpgroups * TILE_ROWS
+    # Whole sums on their way out, and with a gate the sums of up.
+    written = tokens * outputs * (2 + out_bytes // 2 if gated else out_bytes)
+    return Plan(
+        tokens=tokens,
+        warpgroups=warpgroups,
+        block=block,
+        blocks=-(-in_dim // block),
+        output_tiles=output_tiles(warpgroups),
+        stages=min(_MOST_STAGES, (_SHARED_BYTES - written) // (block * (outputs * bits // 8 + tokens * x_bytes))),
+        programs=min(cores, output_tiles(warpgroups) * most_row_tiles),
+    )
