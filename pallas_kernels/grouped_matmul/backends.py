@@ -17,8 +17,8 @@ from pallas_kernels.quantized_matmul.backends import BackendName
 from pallas_kernels.target import KernelTarget
 
 # Best first; the reference supports everything.
-_ON_GPUS: tuple[BackendName, ...] = ("triton",)
-_PREFERRED: dict[str, tuple[BackendName, ...]] = {"cuda": _ON_GPUS, "gpu": _ON_GPUS, "tpu": ()}
+_ON_GPUS: tuple[BackendName, ...] = ("mosaic_gpu", "triton")
+_PREFERRED: dict[str, tuple[BackendName, ...]] = {"cuda": _ON_GPUS, "gpu": _ON_GPUS, "tpu": ("mosaic_tpu",)}
 
 
 class BackendModule(Protocol):
