@@ -3,8 +3,8 @@
 Owns `tests/fixtures/quantized/*`. A folder has the files of a checkpoint, `golden.npz` with the prompts `ids_N` and
 the `logits_N` of the dequantized model in float32, whose activations are not quantized, and `dequantized.npz` with the
 float32 weights of the first 8 outputs of each quantized linear layer of the first decoder layer, by the names of the
-16-bit checkpoint. `mxfp4` has no model, only a tensor and its weights; `bitsandbytes` has only a config.json. It runs
-where `scripts/make_golden.py` does, on which it builds:
+16-bit checkpoint. `bitsandbytes` has only a config.json. It runs where `scripts/make_golden.py` does, on which it
+builds:
 
     .venv-ref/bin/python scripts/make_quantized.py                 # all; the files come out the same each time
     .venv-ref/bin/python scripts/make_quantized.py awq gptq_head   # some
@@ -195,25 +195,12 @@ def make_mixture(folder: Path, fixture: Fixture) -> None:
     print(f"{folder.name:30} {size / 1e3:6.0f} kB   logits std {np.concatenate(logits).std():.2f}")
 
 
-def make_mxfp4(folder: Path) -> None:
-    """Write one of gpt-oss' tensors, with the weights that it stands for."""
-    name = "model.layers.0.mlp.experts.gate_up_proj"
-    generator = torch.Generator().manual_seed(zlib.crc32(folder.name.encode()))
-    size = torch.exp(torch.randn(2, 24, 3, 1, generator=generator))
-    weight = (size * torch.randn(2, 24, 3, 32, generator=generator)).flatten(-2)
-    blocks, scales, stands_for = mxfp4(weight)
-    save(folder, {f"{name}_blocks": blocks, f"{name}_scales": scales}, 1)
-    np.savez_compressed(folder / "dequantized.npz", **{name: stands_for.numpy()})
-
-
 def make(name: str) -> None:
     """Write the folder of a fixture anew."""
     folder = FIXTURES / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    if name == "mxfp4":
-        make_mxfp4(folder)
-    elif name == "bitsandbytes":
+    if name == "bitsandbytes":
         config = llama("bfloat16") | {"quantization_config": BITSANDBYTES}
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     elif name in MIXTURES:
@@ -224,7 +211,7 @@ def make(name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    names = [*MODELS, *MIXTURES, "mxfp4", "bitsandbytes"]
+    names = [*MODELS, *MIXTURES, "bitsandbytes"]
     parser.add_argument("names", nargs="*", choices=[*names, []], help="folders of tests/fixtures/quantized; else all")
     for name in parser.parse_args().names or names:
         make(name)

@@ -193,7 +193,7 @@ def _gptq_weight(fields: Fields) -> StoredWeight:
 
 def _fp8(fields: Fields) -> CheckpointQuantization:
     activations = _only(fields, "activation_scheme", ("dynamic", "static"), "dynamic")
-    _only(fields, "fmt", ("e4m3",), "e4m3")
+    _only(fields, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     block = fields.get("weight_block_size")
     ignored = (*(fields.texts("ignored_layers") or ()), *(fields.texts("modules_to_not_convert") or ()))
     if block is not None:

@@ -22,7 +22,7 @@ MODELS = sorted(path.parent.name for path in QUANTIZED.glob("*/golden.npz"))
 
 def dequantized(name: str) -> dict[str, np.ndarray]:
     """Return the float32 weights of the first 8 outputs of each quantized linear layer of the first decoder layer, by
-    the names of the 16-bit checkpoint; of `mxfp4`, its one tensor in full."""
+    the names of the 16-bit checkpoint; of `gpt_oss_mxfp4`, its experts in full."""
     with np.load(QUANTIZED / name / "dequantized.npz") as arrays:
         return dict(arrays)
 

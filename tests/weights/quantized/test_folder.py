@@ -9,7 +9,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors import safe_open
 
 from jaxserve.model_source import read_config, resolve
 from jaxserve.models.config import ModelConfig
@@ -17,14 +16,13 @@ from jaxserve.models.registry import family, parse_model_config
 from jaxserve.quant import choose_weights, held_weights, hold_weights, stored_by_config
 from jaxserve.weights import build_params, check_tensors, open_source, open_weights
 from jaxserve.weights.quantized.folder import QuantizedFolder
-from jaxserve.weights.quantized.mxfp4 import decode_mxfp4
 from pallas_kernels.quantized_matmul import FACTORS, Backend, PackedWeight, dequantize, unpack
 from pallas_kernels.target import CPU
 from tests.weights.conftest import on_one_device
 from tests.weights.quantized.fixtures import MODELS, QUANTIZED, Tensors, changed, dequantized
 
 BF16 = np.dtype(jnp.bfloat16)
-EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
+FOLDERS = [name for name in MODELS if name != "gpt_oss_mxfp4"]
 
 
 def opened(name: str | Path) -> tuple[ModelConfig, QuantizedFolder]:
@@ -36,7 +34,7 @@ def opened(name: str | Path) -> tuple[ModelConfig, QuantizedFolder]:
     return config, folder
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FOLDERS)
 def test_weights_equal_those_that_were_packed(name: str) -> None:
     _, folder = opened(name)
     for tensor, expected in dequantized(name).items():
@@ -46,7 +44,7 @@ def test_weights_equal_those_that_were_packed(name: str) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7, err_msg=tensor)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FOLDERS)
 def test_numbers_and_factors_are_those_of_the_weights_in_their_order(name: str) -> None:
     _, folder = opened(name)
     for tensor in dequantized(name):
@@ -123,7 +121,7 @@ def test_zeros_of_8_bits_are_used_whatever_the_config_says(quantized_inputs: boo
     np.testing.assert_allclose(read(folder, name), read(symmetric, name) - scales["scale"] * zeros, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FOLDERS)
 def test_the_config_alone_tells_what_the_files_say(name: str) -> None:
     config, folder = opened(name)
     told = stored_by_config(config.quantization, family(config).abstract(config, BF16))
@@ -133,13 +131,6 @@ def test_the_config_alone_tells_what_the_files_say(name: str) -> None:
         assert told[tensor].scheme == stored.scheme
         assert bool(told[tensor].order) == bool(stored.order)
         assert told[tensor].factors.itemsize >= stored.factors.itemsize
-
-
-def test_a_tensor_in_mxfp4_is_decoded() -> None:
-    with safe_open(QUANTIZED / "mxfp4" / "model.safetensors", framework="numpy") as opened_file:
-        blocks, scales = (opened_file.get_tensor(f"{EXPERTS}_{part}") for part in ("blocks", "scales"))
-    np.testing.assert_array_equal(decode_mxfp4(blocks, scales), dequantized("mxfp4")[EXPERTS])
-    assert np.isnan(decode_mxfp4(blocks, np.full_like(scales, 255))).all()
 
 
 @pytest.mark.parametrize("name", ["gptq_act_order", "fp8_static", "compressed_fp8_blocks"])
