@@ -33,6 +33,9 @@ class Parallelism:
         return self.expert_parts // self.data if self.over_ranks else self.expert_parts
 
 
+ONE_DEVICE = Parallelism(1, 1)
+
+
 def resolve_dp_mode(config: EngineConfig) -> EngineConfig:
     """Return the configuration as a server runs it, with `dp_mode` resolved to `mesh` or `replicas`.
 

@@ -19,7 +19,7 @@ from jaxserve.params import ParamSpec, Path, TensorPart, Window, dotted
 from jaxserve.quant import held_weights
 from jaxserve.weights.arrays import WeightReader, flatten
 from jaxserve.weights.mismatch import join_names, raise_mismatch
-from jaxserve.weights.parts import Tensors, fill_window, viewed_shape
+from jaxserve.weights.parts import Parts, Tensors, fill_window, viewed_shape
 from jaxserve.weights.quantized.held import held_reader, with_head
 from jaxserve.weights.quantized.rows import CheckpointRows
 from jaxserve.weights.source import QuantizedSource, TensorInfo, TensorSource
@@ -59,8 +59,10 @@ def checkpoint_reader(
     infos = source.infos
     tensors = Tensors(lambda name: infos[name].shape, source.read, lambda name: infos[name].quantized)
 
+    parts = {path: Parts(own) for path, own in pieces.items()}
+
     def fill(path: Path, spec: ParamSpec, window: Window, out: np.ndarray[Any, Any]) -> None:
-        fill_window(tensors, pieces[path], window, out)
+        fill_window(tensors, parts[path], window, out)
 
     order = sorted(range(len(leaves)), key=lambda i: rank[pieces[leaves[i][0]][0].name])
     reader = WeightReader(fill, tuple(order))

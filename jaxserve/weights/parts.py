@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,9 +27,26 @@ class Tensors(NamedTuple):
     quantized: Callable[[str], bool] = lambda name: False
 
 
-def fill_window(tensors: Tensors, parts: Sequence[TensorPart], window: Window, out: np.ndarray[Any, Any]) -> None:
+class Parts:
+    """The parts of a parameter, found by their first index: a mixture has a few for each expert."""
+
+    def __init__(self, parts: Sequence[TensorPart]) -> None:
+        self._parts = parts
+        self._by_first: dict[int, list[TensorPart]] = defaultdict(list)
+        if all(part.shape[0] == 1 for part in parts):
+            for part in parts:
+                self._by_first[part.index[0]].append(part)
+
+    def near(self, window: Window) -> Iterable[TensorPart]:
+        """Return all parts that a window may overlap."""
+        if not self._by_first:
+            return self._parts
+        return [part for i in range(window[0].start, window[0].stop) for part in self._by_first.get(i, ())]
+
+
+def fill_window(tensors: Tensors, parts: Parts, window: Window, out: np.ndarray[Any, Any]) -> None:
     """Write a window of a parameter that is made of these parts."""
-    for part in parts:
+    for part in parts.near(window):
         overlap = _overlap(window, part)
         if overlap is not None:
             inside = tuple(slice(c.start - w.start, c.stop - w.start) for c, w in zip(overlap, window))

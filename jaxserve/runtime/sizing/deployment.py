@@ -174,7 +174,7 @@ def deploy(
     """
     check_mesh(config, model, device)
     divided = parallelism(config)
-    data, tensor, replicas = divided.data, divided.tensor, divided.replicas
+    data, tensor = divided.data, divided.tensor
     dtype = dtype_of(config.dtype)
     kv_dtype = kv_dtype_of(config.kv_cache_dtype, dtype)
     context = config.context_length or model.max_position_embeddings
@@ -237,9 +237,7 @@ def deploy(
         slot_bytes=device_bytes(slot, axes) - device_bytes(slot.kv, axes),
         bytes_per_token=tuple(size // config.page_size for size in page_bytes),
         activations=activations,
-        tensor=tensor,
-        data=data,
-        replicas=replicas,
+        divided=divided,
     )
     sizes = sized(config)
     most_pages = _addressable_pages(backend, specs, sizes.capacity, kv_dtype, tensor)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxserve.config.data_parallel import ONE_DEVICE, Parallelism
 from jaxserve.config.schema import EngineConfig
 from jaxserve.models.config import ModelConfig
 from jaxserve.params import KVSpec
@@ -78,16 +79,14 @@ def resolve_sizes(
     bytes_per_token: tuple[int, ...],
     activations: int | None = None,
     most_pages: Sequence[int] | None = None,
-    tensor: int = 1,
-    data: int = 1,
-    replicas: int = 1,
+    divided: Parallelism = ONE_DEVICE,
 ) -> Sizes:
     """Return all sizes, with defaults for settings left unset.
 
-    Bytes are per device, of which there are `data * tensor`; requests and pages are per data-parallel rank.
-    `bytes_per_token` are by KV group, as is `most_pages`, the pages that may not be exceeded. `activations` is the
-    working memory of the programs, if it is known. `replicas` is the number of deployments that share the machine.
-    Raises `ConfigError` for sizes that don't fit, `InsufficientMemoryError` if no KV cache does.
+    Bytes are per device of a model that is `divided`; requests and pages are per data-parallel rank. `bytes_per_token`
+    are by KV group, as is `most_pages`, the pages that may not be exceeded. `activations` is the working memory of the
+    programs, if it is known. Raises `ConfigError` for sizes that don't fit, `InsufficientMemoryError` if no KV cache
+    does.
     """
     defaults = defaults_of(device)
     running = config.max_running_requests or defaults.running
@@ -97,7 +96,7 @@ def resolve_sizes(
     footprint = Footprint(
         weights=weight_bytes,
         state=running * slot_bytes,
-        activations=activations or _activation_bytes(model, device.platform, widest, running, tensor),
+        activations=activations or _activation_bytes(model, device.platform, widest, running, divided),
         kv_per_token=bytes_per_token,
     )
     specs = model.kv_specs()
@@ -112,7 +111,7 @@ def resolve_sizes(
         chunk=min(widest, longest, config.max_prefill_tokens or longest),
         windows=[spec.window for spec in specs],
         most_pages=most_pages,
-        num_devices=data * tensor * replicas,
+        num_devices=divided.data * divided.tensor * divided.replicas,
     )
     # -1 disables chunking: a step then holds the longest possible prompt.
     chunk = pool.context_length if chunk < 0 else min(chunk, pool.context_length)
@@ -129,7 +128,7 @@ def resolve_sizes(
         ),
         token_buckets=token_buckets(largest, smallest=defaults.smallest_bucket),
         prompt_logprob_tokens=max(_PROMPT_LOGPROB_TOKENS, 2 * running),
-        num_ranks=data,
+        num_ranks=divided.data,
         rotation_length=model.rotation_length,
         fine_decode_rows=fine_decode_rows(running, max_fine=max_fine, requested=config.cuda_graph_bs),
         window_groups=tuple(
@@ -161,15 +160,25 @@ _LOGIT_COPIES = {"tpu": 7}
 _DEFAULT_LOGIT_COPIES = 4
 
 
-def _activation_bytes(model: ModelConfig, platform: str, tokens: int, rows: int, tensor: int) -> int:
+def _activation_bytes(model: ModelConfig, platform: str, tokens: int, rows: int, divided: Parallelism) -> int:
     """Estimate a step's working memory generously: the activations of the layers, or the sampler's float32 logits.
 
     `tests/aot` compares it with the compiler's figure.
     """
+    tensor = divided.tensor
     qkv = ((model.num_heads + 2 * spec.num_kv_heads) * spec.head_dim for spec in model.kv_specs())
     widest = max(2 * model.widest_mlp, *qkv) // tensor
     layers = tokens * (widest * 4 + model.hidden_size * 16 + model.held_per_token * 4)
+    if model.num_experts:
+        layers += _expert_bytes(model, tokens, divided)
     logits = rows * model.padded_vocab_size * 4 // tensor
     copies = _LOGIT_COPIES.get(platform, _DEFAULT_LOGIT_COPIES)
     most = max(layers, copies * logits + tokens * model.hidden_size * 8)
     return most + most // 16
+
+
+def _expert_bytes(model: ModelConfig, tokens: int, divided: Parallelism) -> int:
+    """Return the bytes of what experts make of a step, with room for all choices of all tokens."""
+    tokens *= divided.data if divided.over_ranks else 1
+    width = model.expert_size * divided.expert // divided.tensor + model.hidden_size
+    return tokens * 2 * (model.experts_per_token * width + 2 * model.hidden_size)

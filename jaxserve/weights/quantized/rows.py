@@ -6,6 +6,7 @@ Windows are of the weight with one dimension of inputs (`quant.flat_inputs`), as
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ import numpy as np
 from jaxserve.params import ParamSpec, Path, TensorPart, Window
 from jaxserve.quant import flat_inputs
 from jaxserve.weights.arrays import Fill
-from jaxserve.weights.parts import Tensors, fill_window
+from jaxserve.weights.parts import Parts, Tensors, fill_window
 from jaxserve.weights.source import BLOCK_ELEMENTS, QuantizedSource
 from pallas_kernels.quantized_matmul import FACTORS, FP4_VALUES, HeldWeight, Scheme
 
@@ -52,6 +53,7 @@ class CheckpointRows:
     ) -> None:
         self._source = source
         self._parts = {path: flat_inputs(spec).parts for path, spec in specs.items()}
+        self._in_units = functools.cache(self._find_parts)
         fp4 = {path: weight.scheme for path, weight in held.items() if weight.scheme and self._is_fp4(path)}
         self._in_int8 = {path for path, scheme in fp4.items() if scheme.numbers == "int8"}
 
@@ -59,7 +61,7 @@ class CheckpointRows:
         """See `QuantizedRows`."""
         infos = self._source.infos
         tensors = Tensors(lambda name: infos[name].shape, self._source.read_numbers, self._is_quantized)
-        fill_window(tensors, self._parts[path], window, out)
+        fill_window(tensors, self._in_units(path, 1), window, out)
         if path in self._in_int8:
             out[...] = _FP4_TWICE[out]
 
@@ -73,11 +75,14 @@ class CheckpointRows:
         def read(name: str, window: Window, out: Array) -> None:
             self._source.read_factors(name, window, unit, out)
 
-        parts = [_in_units(part, unit) for part in self._parts[path]]
-        fill_window(Tensors(shape, read, self._is_quantized), parts, window, out)
+        fill_window(Tensors(shape, read, self._is_quantized), self._in_units(path, unit), window, out)
         if path in self._in_int8:
             out["scale"] /= 2
             out["minimum"] = -_MIDDLE * out["scale"]
+
+    def _find_parts(self, path: Path, unit: int) -> Parts:
+        """Return the parts of a weight, with `unit` inputs as one."""
+        return Parts([_in_units(part, unit) for part in self._parts[path]])
 
     def _is_quantized(self, name: str) -> bool:
         return self._source.infos[name].quantized

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from jaxserve.config.data_parallel import resolve_dp_mode
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.registry import parse_model_config
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.sizing.mesh_validation import check_mesh
 from pallas_kernels.paged_attention import KernelTarget
@@ -60,3 +63,60 @@ def test_more_devices_than_available_are_refused() -> None:
 def test_the_error_on_a_cpu_says_how_to_simulate_devices() -> None:
     message = _refusal("cpu", 1, (4, 2, 48), tp_size=4)
     assert message.endswith("; XLA_FLAGS=--xla_force_host_platform_device_count=4 makes a CPU simulate them")
+
+
+def mixture(**sizes: int) -> ModelConfig:
+    """Return a mixture of 12 experts of width 24, whose heads any power of two up to 8 divides."""
+    raw = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 32,
+        "head_dim": 16,
+        "moe_intermediate_size": 24,
+        "num_attention_heads": 8,
+        "num_experts": 12,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 8,
+        "vocab_size": 64,
+    }
+    return parse_model_config(raw | sizes)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp_size": 8},
+        {"tp_size": 4, "ep_size": 4},
+        {"tp_size": 8, "ep_size": 2},
+        {"dp_size": 4, "ep_size": 4},
+        {"dp_size": 2, "tp_size": 2, "ep_size": 4},
+        {"tp_size": 4, "dp_size": 4, "enable_dp_attention": True},
+        {"tp_size": 8, "dp_size": 2, "ep_size": 4, "enable_dp_attention": True},
+    ],
+)
+def test_experts_that_divide_evenly_are_allowed(sizes: dict[str, Any]) -> None:
+    config = resolve_dp_mode(EngineConfig(**sizes))
+    check_mesh(config, mixture(), DeviceFacts(KernelTarget("cuda"), 2**34, max_devices=8))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tp_size": 8, "ep_size": 8}, "12 experts of width 24 evenly; sizes that can: 1, 2, 4"),
+        ({"dp_size": 8, "ep_size": 8}, "12 experts of width 24 evenly; no size can: use fewer devices"),
+        ({"tp_size": 8, "dp_size": 2, "enable_dp_attention": True}, "evenly; sizes that can: 2, 4"),
+    ],
+)
+def test_experts_that_do_not_are_refused_with_sizes_that_do(sizes: dict[str, Any], message: str) -> None:
+    config = resolve_dp_mode(EngineConfig(**sizes))
+    with pytest.raises(ConfigError, match=message):
+        check_mesh(config, mixture(), DeviceFacts(KernelTarget("cuda"), 2**34, max_devices=8))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "asked"),
+    [({"tp_size": 2, "ep_size": 2}, "ep_size=2"), ({"enable_dp_attention": True}, "enable_dp_attention")],
+)
+def test_a_dense_model_has_no_experts_to_divide(sizes: dict[str, Any], asked: str) -> None:
+    with pytest.raises(ConfigError, match=f"{asked} is for mixtures of experts"):
+        check_mesh(EngineConfig(**sizes), model(), DeviceFacts(KernelTarget("cuda"), 2**34, max_devices=8))
