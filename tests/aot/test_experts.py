@@ -151,6 +151,37 @@ def test_experts_are_multiplied_in_one_launch_without_spills(
     )
 
 
+ROUTING = {
+    "qwen": (128, Routing(8, renormalize=True), False),
+    "qwen2": (60, Routing(4), False),
+    "deepseek": (256, Routing(8, "sigmoid", renormalize=True, scale=2.5, groups=8, groups_chosen=4), True),
+    "gpt-oss": (32, Routing(4, "softmax_of_chosen"), False),
+    "ten-of-512": (512, Routing(10, renormalize=True), True),
+}
+ROUTING_CASES = list(itertools.product(GPUS, ROUTING, (1, 64, 8192)))
+
+
+@pytest.mark.parametrize(
+    ("target", "rules", "tokens"), grid(ROUTING_CASES, lambda one: one == ("nvidia-h200", "deepseek", 8192))
+)
+def test_routing_takes_two_launches_without_spills(target: str, rules: str, tokens: int) -> None:
+    experts, routing, corrected = ROUTING[rules]
+    mesh = target_mesh(target)
+    device, struct = target_of(mesh.devices.flat[0]), structs(mesh)
+
+    def route(logits: jax.Array, correction: jax.Array | None) -> Any:
+        ids, weights = choose_experts(logits, correction, routing, device)
+        return ids, weights, group_by_expert(ids, experts, device)
+
+    correction = struct((experts,), jnp.float32) if corrected else None
+    made = compiled(mesh, route, struct((tokens, experts), jnp.float32), correction)
+    assert [one.kernel for one in checked_kernels(made, target)] == [
+        "choose_experts (triton)",
+        "group_by_expert (triton)",
+    ]
+    assert program_cost(HloModule(made.as_text()), Tables(), None).launches == 2
+
+
 # The norm, the router's product, its choice, the rows of experts, two products, and the sum of choices; fp8 quantizes
 # the inputs of both products. On smaller GPUs XLA computes which choices are there by itself.
 LAUNCHES = {"bf16": 7, "fp8-blocks": 9, "fp8-token": 9, "int4": 7, "fp4-gpt-oss": 7}

@@ -107,7 +107,7 @@ def find_words(in_dim: int, scheme: Scheme, target: KernelTarget) -> Words | Non
     """Return how a kernel reads the numbers of a weight, or None if it can't."""
     if scheme.activations is not None and multiplies_fp8(scheme, target):
         return whole_words(FP8, in_dim, scheme.group)
-    return words_of(scheme.numbers, in_dim, scheme.group)
+    return words_of(scheme.numbers, in_dim, scheme.group, interpret=target.platform == "cpu")
 
 
 def multiplies_fp8(scheme: Scheme, target: KernelTarget) -> bool:

@@ -52,19 +52,21 @@ class Words:
         return tuple(np.arange(self.step).reshape(self.values_a_word, -1).T.ravel().tolist())
 
 
-def words_of(numbers: NumberType, inputs: int, group: int | None) -> Words | None:
+def words_of(numbers: NumberType, inputs: int, group: int | None, *, interpret: bool) -> Words | None:
     """Return how to read numbers to multiply them in 16 bits, or None if groups are too small or don't fit a step.
 
     In the longest step, of which a group is a part or a multiple, and in the longest words with enough terms at each
     place, all of them of one group.
     """
-    size = group or inputs
+    size, convert = group or inputs, _CONVERTERS[numbers]
+    if numbers == "fp4" and interpret:
+        convert = _from_fp4_without_subnormals
     for step, word in itertools.product(_STEPS, _WORD_BYTES):
         values = word * 8 // BITS[numbers]
         terms = step // values
         fits = inputs % step == 0 and (size % step == 0 or (step % size == 0 and size % terms == 0))
         if fits and terms >= MIN_TERMS:
-            return Words(np.dtype(f"int{8 * word}"), values, step, _CONVERTERS[numbers])
+            return Words(np.dtype(f"int{8 * word}"), values, step, convert)
     return None
 
 
@@ -106,11 +108,28 @@ def _from_fp8(words: Int[Array, "out words"], dtype: Any, _: list[Any]) -> list[
 
 
 def _from_fp4(words: Int[Array, "out words"], dtype: Any, _: list[Any]) -> list[Float[Array, "out words"]]:
-    """Convert as fp8: two bits of exponent and one of mantissa."""
-    halves = _halves(
-        words, 4, 0xF, lambda nibble, both: ((nibble & 0x7 * both) << 9) | ((nibble & 0x8 * both) << 12), jnp.float16
+    """Convert: the type of 16 bits has the same fields, longer, and another bias of its exponent.
+
+    The smallest number is subnormal before it is multiplied; GPUs multiply such ones exactly in both types.
+    """
+    factor = 2.0**126 if dtype == jnp.bfloat16 else 2.0**14
+    return [half * jnp.asarray(factor, dtype) for half in fp4_fields(words, dtype)]
+
+
+def _from_fp4_without_subnormals(
+    words: Int[Array, "out words"], dtype: Any, _: list[Any]
+) -> list[Float[Array, "out words"]]:
+    """Convert for the interpreter: a CPU takes subnormal bfloat16 for zero."""
+    halves = fp4_fields(words, jnp.float16)
+    return [(half.astype(_exact(dtype)) * 2.0**14).astype(dtype) for half in halves]
+
+
+def fp4_fields(words: Int[Array, "out words"], dtype: Any) -> list[Float[Array, "out words"]]:
+    """Return numbers with the sign, the exponent and the mantissa of the 4-bit floats at each place of the words."""
+    shift = 6 if dtype == jnp.bfloat16 else 9
+    return _halves(
+        words, 4, 0xF, lambda nibble, both: ((nibble & 0x7 * both) << shift) | ((nibble & 0x8 * both) << 12), dtype
     )
-    return [(half.astype(_exact(dtype)) * 16384.0).astype(dtype) for half in halves]
 
 
 _CONVERTERS: dict[NumberType, Callable[..., Any]] = {
@@ -132,11 +151,16 @@ def _halves(
     """Return the numbers at each place of the words, `width` bits each, in a type of 16 bits.
 
     `fields` makes the bits of the type from those of a number; `both` repeats a constant for both halves of a word of
-    32 bits, as two numbers are converted at once.
+    32 bits, as two numbers are converted at once. The bytes of a word of 16 bits become such halves.
     """
-    size, both = words.dtype.itemsize, 0x10001 if words.dtype.itemsize == 4 else 1
-    words = words.astype(jnp.int16) if size == 1 else words
-    places = [fields((words >> shift) & mask * both, both) for shift in range(0, 8 * min(size, 2), width)]
+    size = words.dtype.itemsize
+    both, bits = (1, 8) if size == 1 else (0x10001, 4 * size)
+    if size == 2:
+        wide = words.astype(jnp.int32)
+        words = (wide & 0xFF) | ((wide & 0xFF00) << 8)
+    elif size == 1:
+        words = words.astype(jnp.int16)
+    places = [fields((words >> shift) & mask * both, both) for shift in range(0, bits, width)]
     halves = [place.astype(jnp.int16) for place in places]
-    halves += [(place >> 16).astype(jnp.int16) for place in places if size == 4]
+    halves += [(place >> 16).astype(jnp.int16) for place in places if size > 1]
     return [lax.bitcast_convert_type(half, dtype) for half in halves]
