@@ -5,6 +5,7 @@ This module decides what is supported and with which block sizes the kernel runs
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -84,22 +85,32 @@ def _multiply(
 
     bias = None if bias is None else by_part(bias)[..., 0]
     rows = _block_rows(groups.num_rows, experts, inputs)
+    numbers = by_part(weight.numbers if isinstance(weight, QuantizedWeight) else weight)
+    block_out = _block_out(each, parts * numbers.shape[-1] * numbers.dtype.itemsize)
     if isinstance(weight, QuantizedWeight):
-        scheme, numbers = weight.scheme, by_part(weight.numbers)
-        # XLA keeps such arrays with their long dimension over the lanes.
-        scale = by_part(weight.scale).swapaxes(2, 3)
-        zero = totals = None
+        scheme = weight.scheme
+
+        def by_group(factors: Array) -> Sequence[Array]:
+            # XLA keeps such arrays with their long dimension over the lanes, where it can't be divided without a copy.
+            swapped = factors.swapaxes(1, 2)
+            return jnp.split(swapped, parts, axis=2) if each % block_out else [swapped] * parts
+
+        totals = None
         if weight.zero is not None:
-            zero = by_part(weight.zero).swapaxes(2, 3)
-            totals = x.astype(jnp.float32).reshape(len(x), scale.shape[2], -1).sum(axis=2)
-        operands = Operands(numbers, scale, zero, totals, bias)
-        group, packed = scheme.group or inputs, scheme.numbers == "int4"
+            totals = x.astype(jnp.float32).reshape(len(x), weight.scale.shape[2], -1).sum(axis=2)
+        operands = Operands(
+            numbers,
+            by_group(weight.scale),
+            () if weight.zero is None else by_group(weight.zero),
+            tuple(0 if each % block_out else part * each // block_out for part in range(parts)),
+            totals,
+            bias,
+        )
+        tiles = Tiles(rows, block_out, inputs, scheme.group or inputs, scheme.numbers == "int4")
     else:
         assert x.dtype == weight.dtype != jnp.float16, (x.dtype, weight.dtype)  # TPUs have no float16
-        operands = Operands(by_part(weight), bias=bias)
-        group, packed = inputs, False
-    row_bytes = parts * operands.numbers.shape[-1] * operands.numbers.dtype.itemsize
-    tiles = Tiles(rows, _block_out(each, row_bytes), inputs, group, packed)
+        operands = Operands(numbers, bias=bias)
+        tiles = Tiles(rows, block_out, inputs, inputs, packed=False)
     work, limit = work_list(groups, rows), quantized.vmem_limit(target)
     return product(x, operands, work, tiles, gate, out_dtype, vmem_limit=limit, interpret=interpret)
 
@@ -111,6 +122,8 @@ def _block_rows(rows: int, experts: int, inputs: int) -> int:
 
 
 def _block_out(outputs: int, row_bytes: int) -> int:
-    """Return the outputs of a tile: all of them, or about equal tiles in whole registers."""
-    tiles = -(-outputs * row_bytes // _TILE_BYTES)
-    return outputs if tiles == 1 else min(outputs, -(-outputs // (tiles * LANES)) * LANES)
+    """Return the outputs of a tile: all of them, or whole registers of lanes, by which the outputs are divided."""
+    if outputs * row_bytes <= _TILE_BYTES:
+        return outputs
+    most = max(LANES, _TILE_BYTES // row_bytes // LANES * LANES)
+    return next((size for size in range(most, 0, -LANES) if outputs % size == 0), most)

@@ -7,6 +7,8 @@ rows: its result stays in vector memory while each of them writes its own rows.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,14 +28,16 @@ class Operands:
     """What rows are multiplied by; `parts` are 2 with a gate, otherwise 1.
 
     - `numbers`: the weights or their stored numbers, `[experts, parts, outputs, stored]`.
-    - `scale`, `zero`: `[experts, parts, groups, outputs]`, of quantized weights.
+    - `scale`, `zero`: those of each part of a quantized weight, `[experts, groups, outputs or more]`. The part begins
+      at tile `first_tiles[part]` of the outputs.
     - `totals`: the sums of the inputs of each group, `[rows, groups]`, if there are zeros.
     - `bias`: `[experts, parts, outputs]`.
     """
 
     numbers: Shaped[Array, "experts parts outputs stored"]
-    scale: Float[Array, "experts parts groups outputs"] | None = None
-    zero: Shaped[Array, "experts parts groups outputs"] | None = None
+    scale: Sequence[Float[Array, "experts groups _"]] = ()
+    zero: Sequence[Shaped[Array, "experts groups _"]] = ()
+    first_tiles: tuple[int, ...] = ()
     totals: Float32[Array, "rows groups"] | None = None
     bias: Float[Array, "experts parts outputs"] | None = None
 
@@ -58,8 +62,8 @@ def product(
     def of_outputs(out: Array, i: Array, experts: Ref, *_: Ref) -> tuple[Any, ...]:
         return experts[i], 0, out, 0
 
-    def of_groups(out: Array, i: Array, experts: Ref, *_: Ref) -> tuple[Any, ...]:
-        return experts[i], 0, 0, out
+    def of_groups(first_tile: int, out: Array, i: Array, experts: Ref, *_: Ref) -> tuple[Any, ...]:
+        return experts[i], 0, first_tile + out
 
     def of_bias(out: Array, i: Array, experts: Ref, *_: Ref) -> tuple[Any, ...]:
         return experts[i], 0, out
@@ -74,15 +78,16 @@ def product(
         "numbers": (operands.numbers, pl.BlockSpec(stored, of_outputs)),
     }
     scratch = {"sums": pltpu.VMEM((parts, tiles.block_rows, tiles.block_out), jnp.float32)}
-    if operands.scale is not None:
-        groups = operands.scale.shape[2]
-        by_groups = pl.BlockSpec((None, parts, groups, tiles.block_out), of_groups)
-        given["scale"] = operands.scale, by_groups
+    if operands.scale:
+        groups = operands.scale[0].shape[1]
+        for name, factors in (("scale", operands.scale), ("zero", operands.zero)):
+            for part, (array, first) in enumerate(zip(factors, operands.first_tiles)):
+                index = functools.partial(of_groups, first)
+                given[f"{name}{part}"] = array, pl.BlockSpec((None, groups, tiles.block_out), index)
         scratch["scales"] = pltpu.VMEM((groups, tiles.block_out), jnp.float32)
         if tiles.packed:
             scratch["arranged"] = pltpu.VMEM((tiles.block_rows, x.shape[1]), x.dtype)
-        if operands.zero is not None:
-            given["zero"] = operands.zero, by_groups
+        if operands.zero:
             given["totals"] = operands.totals, pl.BlockSpec((tiles.block_rows, groups), of_rows)
     if operands.bias is not None:
         given["bias"] = operands.bias, pl.BlockSpec((None, parts, tiles.block_out), of_bias)
@@ -122,7 +127,7 @@ def product(
 def _multiply(named: dict[str, Ref], work: Array, row_tiles: Ref, tiles: Tiles) -> None:
     """Write the products of a tile of rows and each part of the weight into the sums."""
     x, numbers, sums = named["x"], named["numbers"], named["sums"]
-    if "scale" not in named:
+    if "scales" not in named:
         precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
         for part in range(numbers.shape[0]):
             sums[part] = lax.dot_general(
@@ -138,5 +143,5 @@ def _multiply(named: dict[str, Ref], work: Array, row_tiles: Ref, tiles: Tiles) 
         pl.when(is_new)(lambda: arrange(named["x"], named["arranged"]))
         x = named["arranged"]
     for part in range(numbers.shape[0]):
-        offsets = [named["zero"].at[part], named["totals"]] if "zero" in named else []
-        sum_products(x, numbers.at[part], named["scale"].at[part], offsets, named["scales"], sums.at[part], tiles)
+        offsets = [named[f"zero{part}"], named["totals"]] if "totals" in named else []
+        sum_products(x, numbers.at[part], named[f"scale{part}"], offsets, named["scales"], sums.at[part], tiles)
