@@ -7,8 +7,9 @@ import dataclasses
 from pallas_kernels.quantized_matmul.mosaic_gpu.unpack import TILE_ROWS
 from pallas_kernels.quantized_matmul.scheme import Scheme
 
-_FEWEST_TOKENS, _FEW_TOKENS, _FEW_TOKENS_OF_SMALL_PARTS = 8, 32, 16
-# As many as registers hold sums for: in place, of one part of a block besides, or of several.
+# Of those of four warpgroups, and of two, as many as registers hold sums for besides numbers that are unpacked, if any:
+# in place, or also those of one part of a block, or of several.
+_FEWEST_TOKENS, _FEW_TOKENS, _FEW_TOKENS_OF_PARTS, _FEW_TOKENS_OF_SMALL_PARTS = 8, 32, 16, 8
 _MOST_TOKENS, _MOST_TOKENS_OF_PARTS, _MOST_TOKENS_OF_SMALL_PARTS = 128, 80, 48
 _BLOCK, _QUANTIZED_BLOCK = 64, 128
 _MOST_STAGES = 12
@@ -50,9 +51,11 @@ def make_plan(
     Tiles have as many rows as two average experts: so most experts' weights are read once. Four warpgroups convert and
     multiply for few rows, unless that gives too few tiles for all cores; for many, registers are left for two.
     """
-    small = scheme is not None and scheme.group is not None and scheme.group < _QUANTIZED_BLOCK
-    few = _FEW_TOKENS_OF_SMALL_PARTS if small else _FEW_TOKENS
-    most = _MOST_TOKENS_OF_SMALL_PARTS if small else _MOST_TOKENS if in_place else _MOST_TOKENS_OF_PARTS
+    few, most = _FEW_TOKENS, _MOST_TOKENS
+    if scheme is not None and scheme.activations is None:
+        small = scheme.group is not None and scheme.group < _QUANTIZED_BLOCK
+        few = _FEW_TOKENS_OF_SMALL_PARTS if small else _FEW_TOKENS_OF_PARTS
+        most = _MOST_TOKENS if in_place else _MOST_TOKENS_OF_SMALL_PARTS if small else _MOST_TOKENS_OF_PARTS
     tokens = min(most, max(_FEWEST_TOKENS, 1 << (-(-2 * rows // experts) - 1).bit_length()))
     most_row_tiles = min(rows, experts + rows // tokens)
 

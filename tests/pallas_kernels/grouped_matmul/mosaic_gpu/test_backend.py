@@ -76,10 +76,7 @@ BUGS = {
     "the-second-tile-is-left-out": ("number = number + plan.programs", "number = number + 2 * plan.programs"),
     "read-before-it-arrived": ("plgpu.barrier_wait(arrived.at[slot])\n                    of_parts", "of_parts"),
     "a-slot-is-overwritten-too-early": ("pl.when(position >= stages)", "pl.when(position < 0)"),
-    "another-slot-is-read": (
-        "slot = lax.rem(start + block, jnp.int32(stages))\n                    #",
-        "slot = block * 0\n                    #",
-    ),
+    "a-stale-slot-is-read": ("add_scaled(total, operands, slot,", "add_scaled(total, operands, 0 * slot,"),
     "up-is-read-before-it-is-written": ("plgpu.barrier_wait(ups_written.at[pair])", "pass"),
     "up-is-overwritten-too-early": ("pl.when(tile.before > 0)", "pl.when(tile.before < 0)"),
 }
