@@ -42,6 +42,7 @@ TABLE = tuple(case for case in CASES if case.name not in REFUSED) + OWN
 def product(case: Case, out_dtype: object = jnp.float32) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the rows that have a pair, those in float64, and the error allowed of each."""
     x, weight, groups, bias, expected, allowed = make_case(case, MOSAIC_GPU)
+    bias = None if bias is None else jnp.asarray(bias)
     options = {"bias": bias, "gate": case.gate, "of_tokens": case.of_tokens, "target": CPU, "backend": MOSAIC_GPU}
     run = jax.jit(lambda *arguments: grouped_matmul(*arguments, out_dtype=out_dtype, **options))
     out = run(x, weight, groups)
