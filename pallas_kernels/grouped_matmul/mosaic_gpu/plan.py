@@ -7,8 +7,9 @@ import dataclasses
 from pallas_kernels.quantized_matmul.mosaic_gpu.unpack import TILE_ROWS
 from pallas_kernels.quantized_matmul.scheme import Scheme
 
-_FEWEST_TOKENS, _FEW_TOKENS, _FEW_TOKENS_OF_SMALL_PARTS = 8, 32, 16
-# As many as registers hold sums for: in place, of one part of a block besides, or of several.
+# Of those of four warpgroups, and of two, as many as registers hold sums for besides numbers that are unpacked, if any:
+# in place, or also those of one part of a block, or of several.
+_FEWEST_TOKENS, _FEW_TOKENS, _FEW_TOKENS_OF_PARTS, _FEW_TOKENS_OF_SMALL_PARTS = 8, 32, 16, 8
 _MOST_TOKENS, _MOST_TOKENS_OF_PARTS, _MOST_TOKENS_OF_SMALL_PARTS = 128, 80, 48
 _BLOCK, _QUANTIZED_BLOCK = 64, 128
 _MOST_STAGES = 12
@@ -47,19 +48,26 @@ def make_plan(
 ) -> Plan:
     """Return the plan of a product of `rows` in all, whose rows have `results` numbers of `out_bytes`.
 
-    Tiles have as many rows as two average experts: so most experts' weights are read once. Four warpgroups convert and
-    multiply for few rows, unless that gives too few tiles for all cores; for many, registers are left for two.
+    Tiles have as many rows as two average experts: so most experts' weights are read once. Four warpgroups multiply by
+    few rows, unless the busiest core would have less to do with two, as there are more tiles then. Many rows leave
+    registers for two.
     """
-    small = scheme is not None and scheme.group is not None and scheme.group < _QUANTIZED_BLOCK
-    few = _FEW_TOKENS_OF_SMALL_PARTS if small else _FEW_TOKENS
-    most = _MOST_TOKENS_OF_SMALL_PARTS if small else _MOST_TOKENS if in_place else _MOST_TOKENS_OF_PARTS
+    few, most = _FEW_TOKENS, _MOST_TOKENS
+    if scheme is not None and scheme.activations is None:
+        small = scheme.group is not None and scheme.group < _QUANTIZED_BLOCK
+        few = _FEW_TOKENS_OF_SMALL_PARTS if small else _FEW_TOKENS_OF_PARTS
+        most = _MOST_TOKENS if in_place else _MOST_TOKENS_OF_SMALL_PARTS if small else _MOST_TOKENS_OF_PARTS
     tokens = min(most, max(_FEWEST_TOKENS, 1 << (-(-2 * rows // experts) - 1).bit_length()))
     most_row_tiles = min(rows, experts + rows // tokens)
+    likely_row_tiles = max(round(experts * (1 - (1 - 1 / experts) ** rows)), rows // tokens)
 
     def output_tiles(warpgroups: int) -> int:
         return -(-results // (warpgroups * TILE_ROWS // (2 if gated else 1)))
 
-    warpgroups = 4 if tokens <= few and output_tiles(4) * most_row_tiles >= cores else 2
+    def busiest(warpgroups: int) -> int:
+        return -(-output_tiles(warpgroups) * likely_row_tiles // cores) * warpgroups
+
+    warpgroups = min((4, 2), key=busiest) if tokens <= few else 2
     block = _BLOCK if scheme is None else _QUANTIZED_BLOCK
     bits, x_bytes = (16, 2) if scheme is None else (scheme.bits, 2 if scheme.activations is None else 1)
     outputs = warpgroups * TILE_ROWS

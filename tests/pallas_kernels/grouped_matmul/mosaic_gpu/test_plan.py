@@ -39,9 +39,11 @@ def test_a_decode_step_reads_the_weight_of_most_experts_once_and_keeps_cores_bus
     for scheme in (None, INT4, MXFP4, FP8):
         assert plan_of(768, 64 * 8, scheme, gated=True).tokens == 8
         assert plan_of(768, 64 * 8, scheme, gated=True).programs == 132
-        # One token: 8 experts of 12 tiles each.
-        one = plan_of(768, 8, scheme, gated=True)
+        # 8 experts of 12 tiles each, and 29 experts: in tiles twice as large, some cores would have two, others one.
+        one, four = plan_of(768, 8, scheme, gated=True), plan_of(768, 4 * 8, scheme, gated=True)
         assert (one.warpgroups, one.programs) == (2, 96)
+        assert (four.warpgroups, four.programs) == (2, 132)
+        assert plan_of(768, 64 * 8, scheme, gated=True).warpgroups == 4
 
 
 def test_many_rows_take_as_many_as_registers_hold_sums_for() -> None:
