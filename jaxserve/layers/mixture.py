@@ -153,6 +153,8 @@ def _experts(
         of_tokens=True,
         out_dtype=x.dtype,
         target=settings.target,
+        # The norm's output goes to the router, too, so that it can't be joined with this
+        one_pass=True,
     )
     down_bias = params.down_bias
     if down_bias is not None and lax.axis_size(EXPERT_TENSOR_AXIS) > 1:

@@ -56,5 +56,6 @@ def add_chosen(
     out: Float[Array, "rows dim"], places: Int32[Array, "tokens choices"], weights: Float32[Array, "tokens choices"]
 ) -> Float32[Array, "tokens dim"]:
     """See `api.add_chosen`."""
-    chosen = out.at[places].get(mode="fill", fill_value=0)
+    there = (places < len(out))[..., None]
+    chosen = jnp.where(there, out.at[places].get(mode="clip"), 0)
     return (chosen.astype(jnp.float32) * weights[..., None]).sum(axis=1)
