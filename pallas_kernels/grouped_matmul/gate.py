@@ -7,7 +7,6 @@ from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float32
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
@@ -31,9 +30,9 @@ class Gate:
             limit = np.float32(self.limit)
             gate = jnp.minimum(gate, limit)
             up = jnp.minimum(jnp.maximum(up, -limit), limit)
-        if self.activation == "silu":
-            active = gate / (1 + jnp.exp(-np.float32(self.slope) * gate))
-        else:
-            inner = np.float32(np.sqrt(2 / np.pi)) * (gate + np.float32(0.044715) * gate * gate * gate)
-            active = np.float32(0.5) * gate * (1 + lax.tanh(inner))
+        exponent = np.float32(self.slope) * gate
+        if self.activation == "gelu_pytorch_tanh":
+            # (1 + tanh(x)) / 2 = 1 / (1 + exp(-2 x)): GPUs' fast tanh has 11 bits, their exp all.
+            exponent = np.float32(2 * np.sqrt(2 / np.pi)) * (gate + np.float32(0.044715) * gate * gate * gate)
+        active = gate / (1 + jnp.exp(-exponent))
         return active * (up + np.float32(self.up_offset) if self.up_offset else up)
