@@ -81,7 +81,7 @@ def main() -> None:
                 ]
             )
         Path(args.output).write_text(json.dumps(report, indent=2) + "\n")
-    print(format_table(("rows", "ms", "bytes read, ms", "of bandwidth", "x ragged_dot", "routing"), rows))
+    print(format_table(("tokens", "ms", "bytes read, ms", "of bandwidth", "x ragged_dot", "routing"), rows))
 
 
 def measure(tokens: int, rounds: int, layers: dict[str, list[Layer]], dense: list[Layer]) -> dict[str, dict[str, Any]]:

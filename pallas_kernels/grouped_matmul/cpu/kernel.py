@@ -14,7 +14,7 @@ from pallas_kernels.cpu.ffi import Call, handler
 from pallas_kernels.cpu.types import I32, I64, PTR
 from pallas_kernels.quantized_matmul.cpu.layout import BLOCK, INTEGERS, STRIP, Format, run_bytes
 from pallas_kernels.quantized_matmul.cpu.numbers import PairProducts, products_of
-from pallas_kernels.quantized_matmul.cpu.tiles import Tiles, for_each_tile, strips_of_item, sums_by_block
+from pallas_kernels.quantized_matmul.cpu.tiles import Tiles, sums_by_block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class GroupedMatmul:
         touched, num_touched = _touched_experts(f, starts.data, weight.dim(0))
         inputs = products.prepare_inputs(f, x.data, x.dim(0) * in_dim)
         strip_bytes = weight.dim(2) * run_bytes(self.format)
-        per_item = strips_of_item(f, strip_bytes)
+        per_item = tiles.strips_of_item(f, strip_bytes)
         per_expert = (strips + per_item - 1) // per_item
 
         def work(f: Function, item: Value, *captured: Value) -> None:
@@ -73,7 +73,7 @@ class GroupedMatmul:
                 first_row = rows[0].equals(begin)
                 tiles.multiply(f, x, by_block, run, to, in_dim, out_dim, sources, rows, width, reads_first=first_row)
 
-            for_each_tile(f, (first, f.minimum(first + per_item, strips)), (begin, end), tile)
+            tiles.for_each(f, (first, f.minimum(first + per_item, strips)), (begin, end), tile)
 
         out = call.results[0].data
         pointers = [inputs, by_block, weight.data, starts.data, tokens.data, touched, out]

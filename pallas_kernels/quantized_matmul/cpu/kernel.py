@@ -10,7 +10,7 @@ from pallas_kernels.cpu.ffi import Call, handler
 from pallas_kernels.cpu.types import I64, PTR
 from pallas_kernels.quantized_matmul.cpu.layout import BLOCK, INTEGERS, STRIP, Format, run_bytes
 from pallas_kernels.quantized_matmul.cpu.numbers import PairProducts, products_of
-from pallas_kernels.quantized_matmul.cpu.tiles import Tiles, for_each_tile, strips_of_item, sums_by_block
+from pallas_kernels.quantized_matmul.cpu.tiles import Tiles, sums_by_block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PackedMatmul:
             by_block = call.arguments[2].data if self.factors else f.constant(PTR, 0)
         inputs = products.prepare_inputs(f, x.data, x.dim(0) * in_dim)
         strip_bytes = weight.dim(1) * run_bytes(self.format)
-        per_item = strips_of_item(f, strip_bytes)
+        per_item = tiles.strips_of_item(f, strip_bytes)
         items = (strips + per_item - 1) // per_item
 
         def work(f: Function, item: Value, *captured: Value) -> None:
@@ -62,7 +62,7 @@ class PackedMatmul:
                 first_row = rows[0].equals(0)
                 tiles.multiply(f, x, by_block, run, to, in_dim, out_dim, rows, rows, width, reads_first=first_row)
 
-            for_each_tile(f, (first, f.minimum(first + per_item, strips)), (f.constant(I64, 0), tokens), tile)
+            tiles.for_each(f, (first, f.minimum(first + per_item, strips)), (f.constant(I64, 0), tokens), tile)
 
         out = call.results[0].data
         shared = [inputs, by_block, weight.data, out, tokens, in_dim, strips, per_item, strip_bytes]

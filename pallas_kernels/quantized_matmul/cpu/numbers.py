@@ -35,8 +35,13 @@ def products_of(features: frozenset[str]) -> PairProducts:
 
 
 class PairProducts(Protocol):
-    """How a kernel multiplies pairs of neighbouring inputs."""
+    """How a kernel multiplies pairs of neighbouring inputs.
 
+    A tile has one of the numbers of `tile_rows`, and one strip or `tile_strips`: as many sums as fit in registers.
+    """
+
+    tile_rows: tuple[int, ...]
+    tile_strips: int
     input_bytes: int
 
     def prepare_inputs(self, f: Function, x: Value, count: Value) -> Value:
@@ -58,6 +63,8 @@ class PairProducts(Protocol):
 class BF16Products:
     """Pairs of bfloat16, multiplied and added to float32 sums by one instruction."""
 
+    tile_rows: tuple[int, ...] = (1, 2, 3, 4)
+    tile_strips = 4
     input_bytes = 2
 
     def prepare_inputs(self, f: Function, x: Value, count: Value) -> Value:
@@ -97,6 +104,9 @@ class BF16Products:
 class F32Products:
     """Pairs of float32, on any CPU; `has_tables` says that it looks up float32 in a register (AVX-512)."""
 
+    # Of a strip, each number is converted: more rows share that
+    tile_rows: tuple[int, ...] = (1, 2, 4, 6, 8)
+    tile_strips = 2
     input_bytes = 4
 
     def __init__(self, *, has_tables: bool = False) -> None:

@@ -19,8 +19,6 @@ from pallas_kernels.cpu.types import F32, I1, I64, PTR
 from pallas_kernels.quantized_matmul.cpu.layout import BLOCK, INTEGERS, STRIP, Format, number_bytes, run_bytes
 from pallas_kernels.quantized_matmul.cpu.numbers import LANES, PARTS, SUMS, PairProducts
 
-STRIPS = 2
-_ROWS = (1, 2, 4, 6, 8)
 _ITEM_BYTES = 1 << 16
 _LINE_BYTES = 64
 _PREFETCHED_BYTES = 1 << 10
@@ -28,7 +26,7 @@ _PREFETCHED_BYTES = 1 << 10
 
 
 class Tiles:
-    """The functions of all tiles of a format: of `_ROWS`, and one strip or `STRIPS`.
+    """The functions of all tiles of a format: of any of the `tile_rows` of `products`, and of one strip or several.
 
     With `by_factors`, each row has a factor for each block of its inputs. Of formats with minima, it has their sum.
     """
@@ -36,7 +34,8 @@ class Tiles:
     def __init__(self, module: Module, format: Format, products: PairProducts, *, by_factors: bool) -> None:
         assert not (by_factors and format in INTEGERS), format
         self._format, self._by_factors = format, by_factors
-        shapes = [(rows, strips) for rows in _ROWS for strips in (1, STRIPS)]
+        self._rows, self._strips = products.tile_rows, products.tile_strips
+        shapes = itertools.product(self._rows, (1, self._strips))
         self._names = {shape: self._write(module, *shape, products) for shape in shapes}
 
     def multiply(
@@ -61,6 +60,38 @@ class Tiles:
         """
         name = self._names[len(sources), strips]
         f.call(name, None, x, by_block, weight, out, in_dim, out_dim, reads_first, *sources, *targets)
+
+    def strips_of_item(self, f: Function, strip_bytes: Value) -> Value:
+        """Return how many strips a thread takes at a time: threads should end together, and each start be worth it."""
+        return (f.constant(I64, _ITEM_BYTES) // strip_bytes // self._strips + 1) * self._strips
+
+    def for_each(
+        self,
+        f: Function,
+        strips: tuple[Value, Value],
+        rows: tuple[Value, Value],
+        tile: Callable[[Sequence[Value], Value, int], None],
+    ) -> None:
+        """Call `tile(rows, first strip, number of strips)` for all tiles; the strips of one stay in the cache.
+
+        A tile with fewer rows than its function has computes the last one several times.
+        """
+        first, stop = strips
+        begin, end = rows
+        most = self._rows[-1]
+        whole, left = stop - (stop - first) % self._strips, (end - begin) % most
+
+        def compute_strips(strip: Value, width: int) -> None:
+            def compute_rows(count: int, row: Value) -> None:
+                tile([row, *(f.minimum(row + i, end - 1) for i in range(1, count))], strip, width)
+
+            f.loop(end - left, functools.partial(compute_rows, most), start=begin, step=most)
+            for fewer, count in itertools.pairwise((0, *self._rows)):
+                is_shape = (left > fewer) & (left <= count)
+                f.when(is_shape, functools.partial(compute_rows, count, end - left))
+
+        f.loop(whole, lambda strip: compute_strips(strip, self._strips), start=first, step=self._strips)
+        f.loop(stop, lambda strip: compute_strips(strip, 1), start=whole)
 
     def _write(self, module: Module, rows: int, strips: int, products: PairProducts) -> str:
         f = module.function(f"tile_{rows}x{strips}", [PTR, PTR, PTR, PTR, I64, I64, I1, *[I64] * (2 * rows)])
@@ -120,39 +151,6 @@ class Tiles:
             f.store(total, out, (out_dim * targets[row] + strip * STRIP) * 4)
         f.ret()
         return f.name
-
-
-def strips_of_item(f: Function, strip_bytes: Value) -> Value:
-    """Return how many strips a thread takes at a time: threads should end together, and each start be worth it."""
-    return (f.constant(I64, _ITEM_BYTES) // strip_bytes // STRIPS + 1) * STRIPS
-
-
-def for_each_tile(
-    f: Function,
-    strips: tuple[Value, Value],
-    rows: tuple[Value, Value],
-    tile: Callable[[Sequence[Value], Value, int], None],
-) -> None:
-    """Call `tile(rows, first strip, number of strips)` for all tiles; the strips of one stay in the cache.
-
-    A tile with fewer rows than its function has computes the last one several times.
-    """
-    first, stop = strips
-    begin, end = rows
-    most = _ROWS[-1]
-    whole, left = stop - (stop - first) % STRIPS, (end - begin) % most
-
-    def compute_strips(strip: Value, width: int) -> None:
-        def compute_rows(count: int, row: Value) -> None:
-            tile([row, *(f.minimum(row + i, end - 1) for i in range(1, count))], strip, width)
-
-        f.loop(end - left, functools.partial(compute_rows, most), start=begin, step=most)
-        for fewer, count in itertools.pairwise((0, *_ROWS)):
-            is_shape = (left > fewer) & (left <= count)
-            f.when(is_shape, functools.partial(compute_rows, count, end - left))
-
-    f.loop(whole, lambda strip: compute_strips(strip, STRIPS), start=first, step=STRIPS)
-    f.loop(stop, lambda strip: compute_strips(strip, 1), start=whole)
 
 
 def sums_by_block(f: Function, x: Value, tokens: Value, blocks: Value) -> Value:
