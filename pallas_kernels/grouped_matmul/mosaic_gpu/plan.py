@@ -13,6 +13,7 @@ _FEWEST_TOKENS, _FEW_TOKENS, _FEW_TOKENS_OF_PARTS, _FEW_TOKENS_OF_SMALL_PARTS = 
 _MOST_TOKENS, _MOST_TOKENS_OF_PARTS, _MOST_TOKENS_OF_SMALL_PARTS = 128, 80, 48
 _BLOCK, _QUANTIZED_BLOCK = 64, 128
 _MOST_STAGES = 12
+_MUCH_LESS = 0.8
 # Of the 227 KiB of shared memory that a program may have; factors and barriers take the rest.
 _SHARED_BYTES = 216 * 1024
 
@@ -49,7 +50,7 @@ def make_plan(
     """Return the plan of a product of `rows` in all, whose rows have `results` numbers of `out_bytes`.
 
     Tiles have as many rows as two average experts: so most experts' weights are read once. Four warpgroups multiply by
-    few rows, unless the busiest core would have less to do with two, as there are more tiles then. Many rows leave
+    few rows, unless the busiest core would have much less to do with two, as there are more tiles then. Many rows leave
     registers for two.
     """
     few, most = _FEW_TOKENS, _MOST_TOKENS
@@ -67,7 +68,7 @@ def make_plan(
     def busiest(warpgroups: int) -> int:
         return -(-output_tiles(warpgroups) * likely_row_tiles // cores) * warpgroups
 
-    warpgroups = min((4, 2), key=busiest) if tokens <= few else 2
+    warpgroups = 4 if tokens <= few and busiest(2) > _MUCH_LESS * busiest(4) else 2
     block = _BLOCK if scheme is None else _QUANTIZED_BLOCK
     bits, x_bytes = (16, 2) if scheme is None else (scheme.bits, 2 if scheme.activations is None else 1)
     outputs = warpgroups * TILE_ROWS
