@@ -32,8 +32,8 @@ _COPIED_WORDS = 16
 class Operands(NamedTuple):
     """What is multiplied, in shared memory; or the scratch types of that.
 
-    `x`: `[stages, block / chunk, tokens, chunk]`, `numbers`: `[stages, copies, outputs, copied]`. The interpreter, which
-    can't multiply from registers, needs `unpacked`: `[warpgroups, 64, unit]`.
+    `x`: `[stages, block / chunk, tokens, chunk]`, `numbers`: `[stages, copies, outputs, copied]`. The interpreter,
+    which can't multiply from registers, needs `unpacked`: `[warpgroups, 64, unit]`.
     """
 
     x: Any

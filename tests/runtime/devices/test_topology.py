@@ -41,5 +41,5 @@ def test_a_mesh_of_part_of_a_topology(monkeypatch: pytest.MonkeyPatch) -> None:
     _without_environment("tpu-v6e", monkeypatch)
     monkeypatch.setattr(topologies, "get_topology_desc", four)
     mesh = target_mesh("tpu-v6e", tensor=3)
-    assert mesh.devices.tolist() == [["a", "b", "c"]]
+    assert mesh.devices.tolist() == [[["a", "b", "c"]]]
     assert asked["topology_name"] == "v6e:2x2"
