@@ -40,11 +40,12 @@ def resolve_dp_mode(config: EngineConfig) -> EngineConfig:
     """Return the configuration as a server runs it, with `dp_mode` resolved to `mesh` or `replicas`.
 
     `auto` is `replicas` on one node, as there no rank waits for the fullest one at each step. It is `mesh` with several
-    nodes, and where ranks divide experts among them.
+    nodes, and where ranks divide experts among them. Raises `ConfigError` if the sizes don't fit each other.
     """
+    if config.dp_mode != "auto" and (config.dp_size > 1 or config.enable_dp_attention):
+        parallelism(config)
+        return config
     mesh = msgspec.structs.replace(config, dp_mode="mesh")
-    if config.dp_mode != "auto":
-        return mesh if config.dp_size == 1 and not config.enable_dp_attention else config
     divided = parallelism(mesh)
     if divided.data == 1 or divided.over_ranks or config.nnodes > 1:
         return mesh
