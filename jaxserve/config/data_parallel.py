@@ -9,6 +9,7 @@ import dataclasses
 
 import msgspec
 
+from jaxserve.config.processes import ranks_and_shards
 from jaxserve.config.schema import ALL_DEVICES, EngineConfig
 from jaxserve.errors import ConfigError
 
@@ -65,34 +66,26 @@ def require_single_process(config: EngineConfig, caller: str) -> EngineConfig:
 def parallelism(config: EngineConfig) -> Parallelism:
     """Return how a configuration, whose `dp_mode` is resolved, divides a model.
 
-    With `enable_dp_attention`, `tp_size` counts the devices of all ranks, as SGLang's does. Raises `ConfigError` if the
-    sizes don't fit each other.
+    Raises `ConfigError` if the sizes don't fit each other.
     """
-    tensor, data, parts = config.tp_size, config.dp_size, config.ep_size
-    replicas = 1
-    if config.enable_dp_attention:
-        if config.dp_mode == "replicas":
+    data, tensor = ranks_and_shards(
+        tensor=config.tp_size, data=config.dp_size, parts=config.ep_size, dp_attention=config.enable_dp_attention
+    )
+    parts, replicas = config.ep_size, 1
+    if config.dp_mode == "replicas":
+        if config.enable_dp_attention:
             raise ConfigError("enable_dp_attention needs ranks of one program: leave dp_mode out, or set it to mesh")
-        if tensor == 1 and data == 1 and parts is not None:
-            data = max(parts, 1)
-        elif tensor > 1 and tensor % data:
-            raise ConfigError(
-                f"with enable_dp_attention, tp_size={tensor} counts the devices of all ranks, and dp_size={data} "
-                f"doesn't divide it; set dp_size to {' or '.join(map(str, divisors(tensor)))}"
-            )
-        elif tensor > 1:
-            tensor //= data
-    elif config.dp_mode == "replicas":
         data, replicas = 1, data
+    within = divisors(tensor)
+    across = [data * part for part in within] if data > 1 else []
     over_ranks = data > 1 and (config.enable_dp_attention or parts == ALL_DEVICES or (parts or 1) > tensor)
-    devices = tensor * data if over_ranks else tensor
     if parts == ALL_DEVICES or (parts is None and config.enable_dp_attention):
-        parts = devices
-    allowed = [data * part for part in divisors(tensor)] if over_ranks else divisors(tensor)
-    if (parts := parts or 1) not in allowed:
+        parts = max(across if over_ranks else within)
+    if (parts := parts or 1) not in (across if over_ranks else within):
+        fits = across if config.enable_dp_attention else sorted({*within, *across})
         raise ConfigError(
-            f"ep_size={parts} doesn't fit tp_size={config.tp_size} and dp_size={config.dp_size}: experts are divided "
-            f"among {devices} devices, into {' or '.join(map(str, allowed))} parts"
+            f"ep_size={parts} doesn't fit tp_size={config.tp_size} and dp_size={config.dp_size}; sizes that do: "
+            f"{', '.join(map(str, fits))}"
         )
     return Parallelism(data, tensor, replicas, parts, over_ranks)
 

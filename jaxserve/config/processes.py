@@ -16,6 +16,30 @@ def parse_address(text: str) -> tuple[str, int]:
     return host[1:-1] if bracketed else host, int(port)
 
 
+def ranks_and_shards(*, tensor: int, data: int, parts: int | None, dp_attention: bool) -> tuple[int, int]:
+    """Return the data-parallel ranks and the shards of each, from `tp_size`, `dp_size` and `ep_size`.
+
+    With `enable_dp_attention`, `tp_size` counts the devices of all ranks, as SGLang's does; if neither it nor `dp_size`
+    is set, each of the `parts` of the experts is a rank. Raises `ConfigError` if there are no ranks then, or if they
+    don't divide the devices.
+    """
+    if not dp_attention:
+        return data, tensor
+    if (tensor, data) == (1, 1):
+        data = max(parts or 1, 1)
+    elif tensor > 1 and data > 1 and tensor % data == 0:
+        tensor //= data
+    elif tensor > 1:
+        fits = " or ".join(str(size) for size in range(2, tensor + 1) if tensor % size == 0)
+        raise ConfigError(
+            f"with enable_dp_attention, tp_size={tensor} counts the devices of all ranks, and dp_size={data} can't "
+            f"divide them into ranks; set dp_size to {fits}"
+        )
+    if data == 1:
+        raise ConfigError("enable_dp_attention divides attention by data-parallel rank: set dp_size to their number")
+    return data, tensor
+
+
 def check_processes(*, nnodes: int, node_rank: int, address: str | None, tensor: int, data: int, mode: str) -> None:
     """Raise `ConfigError` if the settings contradict each other, or if the sizes can't be divided evenly."""
     if not 0 <= node_rank < nnodes:

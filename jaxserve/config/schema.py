@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from jaxserve.config.processes import check_processes
+from jaxserve.config.processes import check_processes, ranks_and_shards
 from jaxserve.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -92,7 +92,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = False
     nnodes: Annotated[
-        int, Meta(description="number of processes, one per host, that share one mesh of tp_size * dp_size devices")
+        int, Meta(description="number of processes, one per host, that share one mesh of the devices of all ranks")
     ] = 1
     node_rank: Annotated[
         int, Meta(description="number of this process among nnodes; 0 schedules and serves HTTP, the others follow it")
@@ -228,12 +228,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError("chunked_prefill_size must be positive, or -1 to disable chunking; got 0")
         if self.ep_size == 0:
             raise ConfigError("ep_size must be positive, or -1 for one part on each device; got 0")
+        data, tensor = ranks_and_shards(
+            tensor=self.tp_size, data=self.dp_size, parts=self.ep_size, dp_attention=self.enable_dp_attention
+        )
         check_processes(
             nnodes=self.nnodes,
             node_rank=self.node_rank,
             address=self.dist_init_addr,
-            tensor=self.tp_size // (self.dp_size if self.enable_dp_attention and self.tp_size > 1 else 1),
-            data=self.dp_size,
+            tensor=tensor,
+            data=data,
             mode=self.dp_mode,
         )
         if self.nnodes > 1 and self.programs is not None:

@@ -110,10 +110,10 @@ def _exchanged(
     weights: Float32[Array, "tokens choices"],
     settings: MixtureSettings,
 ) -> Float[Array, "tokens dim"]:
-    """Return what this shard adds to the output if ranks have different experts.
+    """Return this shard's part of the output if ranks have different experts.
 
-    Each shard sends a part of its rank's tokens to all others, since any token may choose any experts, and gets back
-    the sums of what their experts make of them.
+    Each shard sends a part of its rank's tokens to all others, since a token may choose any experts. All of them compute
+    all tokens with their own experts, and the shard gets the sums for its part.
     """
     tokens, choices = ids.shape
     shards = lax.axis_size(EXPERT_AXIS)
@@ -123,8 +123,8 @@ def _exchanged(
     columns = jnp.pad(x, padding), jnp.pad(ids, padding, constant_values=-1), jnp.pad(weights, padding)
     own = _as_words([lax.dynamic_slice_in_dim(column, first, size) for column in columns])
     words = lax.all_gather(own, settings.part_axes, tiled=True)
-    everyone, all_ids, all_weights = _from_words(words, x.dtype, choices)
-    out = _experts(everyone, params, all_ids, all_weights, settings)
+    all_tokens, all_ids, all_weights = _from_words(words, x.dtype, choices)
+    out = _experts(all_tokens, params, all_ids, all_weights, settings)
     summed = lax.psum_scatter(out, settings.part_axes, scatter_dimension=0, tiled=True)
     if shards == 1:
         return summed
@@ -139,7 +139,7 @@ def _experts(
     weights: Float32[Array, "tokens choices"],
     settings: MixtureSettings,
 ) -> Float[Array, "tokens dim"]:
-    """Return what this shard's experts, and its part of each, add to the output."""
+    """Return the weighted sums of the outputs of this shard's experts, of each of which it may have only a part."""
     count = params.up.shape[0]
     first = lax.axis_index(settings.part_axes).astype(jnp.int32) * count
     groups = group_by_expert(jnp.where(ids < 0, -1, ids - first), count, settings.target)

@@ -24,6 +24,7 @@ from jaxserve.quant import CheckpointQuantization
 logger = logging.getLogger("jaxserve.models")
 
 EXPERTS = Range(1, 4096)
+DRAFTS = Range(0, 64)
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -268,6 +269,11 @@ def read_experts(
     for name in ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"):
         fields.get(name)  # They are for training
     return count, chosen
+
+
+def unused_layers(num_layers: int, drafts: int) -> tuple[str, ...]:
+    """Return prefixes of the tensors of layers that draft several tokens at once, which follow those of the model."""
+    return tuple(f"model.layers.{num_layers + i}." for i in range(max(1, drafts)))
 
 
 def periodic_layer_types(period: int, num_layers: int) -> list[str]:

@@ -221,12 +221,12 @@ class ParamSpecs:
     def router(self, name: str, experts: int, *, bias: bool = False, correction: str | None = None) -> RouterParams:
         """Return the weights of a router; `correction` is the name of its tensor."""
         return RouterParams(
-            self.gate(f"{name}.weight", experts),
+            self.few_outputs(f"{name}.weight", experts),
             self.vector(f"{name}.bias", experts, "zeros") if bias else None,
             None if correction is None else self.wide_norm(correction, experts),
         )
 
-    def gate(self, name: str, outputs: int) -> Any:
+    def few_outputs(self, name: str, outputs: int) -> Any:
         """Return the weight of a product with few `outputs`, with rows of zeros, so that every kernel takes it."""
         padding, dim = -outputs % _ROWS_OF_KERNELS, self._config.hidden_size
         parts = (TensorPart(name, (outputs, dim), (0, 0)),)

@@ -30,7 +30,7 @@ HEAD: Path = ("output",)
 EMBEDDING: Path = ("embedding",)
 """A tied head is made from the embedding: it has no tensor of its own."""
 
-_GATES = {"router", "shared_gate"}
+_ROUTERS = {"router", "shared_gate"}
 _GROUPS = (128, 64, 32)
 _BF16 = np.dtype(jnp.bfloat16)
 
@@ -188,8 +188,8 @@ def weight_on_the_fly(scheme: str, path: Path, spec: ParamSpec, shards: Shards) 
     """Return how a weight of 16 bits is quantized for these shards, or why it isn't."""
     if path == HEAD:
         return "the output head keeps its type"
-    if _GATES & set(path):
-        return "gates of experts keep their type"
+    if _ROUTERS & set(path):
+        return "routers and the gates of shared experts keep their type"
     numbers: NumberType = "fp8" if scheme == "fp8" else "int8" if scheme == "int8" else "int4"
     if numbers == "fp8":
         return StoredWeight("fp8", Scheme("fp8", activations="token"), factors=np.dtype(np.float32))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path as FilePath
 from typing import Any, get_args
@@ -64,7 +65,7 @@ def convert(source: ModelSource, config: EngineConfig, folder: FilePath, progres
     reader = open_weights(source, abstract, dense=dense, quantization=quantization, on_the_fly=bool(forms), **options)
     if config.load_format != "dummy" and has_kv_scales(source):
         logger.warning("the scales of an fp8 KV cache are not kept; --calculate-kv-scales makes them anew")
-    total = sum(spec.nbytes for _, spec in flatten(abstract)[0])
+    total = sum(math.prod(spec.stored_shape) * spec.dtype.itemsize for _, spec in flatten(abstract)[0])
     try:
         (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
         parameters = write_checkpoint(folder, abstract, reader, lambda nbytes: progress(nbytes, total))

@@ -14,7 +14,7 @@ class Routing:
 
     `scores` are made of the router's logits: `softmax` over all experts, `sigmoid` of each, or `softmax_of_chosen`: the
     logits choose, and the weights are the softmax over the chosen ones. If the router has a correction, it is added to
-    the scores by which experts are chosen, not to those that become weights.
+    the scores by which experts are chosen, but not to the weights.
 
     Experts lie in `groups` of equal size, of which the `groups_chosen` best may be chosen from: those with the highest
     sum of their two highest scores. With `renormalize`, the weights of a token are divided by their sum. Then they are

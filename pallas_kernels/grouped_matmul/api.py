@@ -33,7 +33,7 @@ def grouped_matmul(
 
     The dimensions `out` count as one. `x` are rows as in `groups`, or, with `of_tokens`, tokens, of which each is the
     input of all its rows. With a `gate`, the first half of the outputs are those of the gate matrix, the others those
-    of the up matrix, and the result is what the gate makes of both. Experts without rows are not read, and a row
+    of the up matrix, and the result joins both (`Gate.join`). Experts without rows are not read, and a row
     doesn't depend on other rows.
 
     `backend` multiplies by weights of 16 bits, by default the one chosen for `target`; a quantized weight has its own.

@@ -15,7 +15,7 @@ class Groups:
     """Pairs of a token and one of its experts as rows, in the order of experts, then of tokens.
 
     - `starts`: int32 `[experts + 1]`. The rows of expert e are those from `starts[e]` up to `starts[e + 1]`. Rows from
-      `starts[-1]` on have no pair: nobody computes them, and what a product holds there is undefined.
+      `starts[-1]` on have no pair: they are not computed, and a product holds undefined numbers there.
     - `tokens`: int32 `[rows]`, the token of each row; 0 of rows without a pair.
     - `places`: int32 `[tokens, choices]`, the row of each pair; `rows` if its expert isn't among these `experts`.
     """

@@ -35,7 +35,7 @@ class Experts:
         return {"experts": self.count, "out_dim": self.out_dim, "in_dim": self.in_dim, "gated": self.gated, **scheme}
 
     def kind(self, rows: int) -> Kind:
-        """Return which sizes a product of so many rows takes."""
+        """Return the kind of sizes that a product takes, by its rows."""
         return "decode" if rows <= DECODE_ROWS * self.count else "prefill"
 
 

@@ -54,7 +54,6 @@ def test_one_process_has_a_mesh() -> None:
             Parallelism(2, 4, 1, 4, over_ranks=True),
         ),
         ({"ep_size": 8, "enable_dp_attention": True}, Parallelism(8, 1, 1, 8, over_ranks=True)),
-        ({"tp_size": 8, "enable_dp_attention": True}, Parallelism(1, 8, 1, 8)),
     ],
 )
 def test_experts_are_divided_among_devices(settings: dict[str, Any], divided: Parallelism) -> None:
@@ -66,11 +65,15 @@ def test_experts_are_divided_among_devices(settings: dict[str, Any], divided: Pa
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tp_size": 4, "ep_size": 3}, "among 4 devices, into 1 or 2 or 4 parts"),
-        ({"tp_size": 2, "dp_size": 2, "dp_mode": "mesh", "ep_size": 3}, "among 4 devices, into 2 or 4 parts"),
-        ({"tp_size": 6, "dp_size": 4, "enable_dp_attention": True}, "set dp_size to 1 or 2 or 3 or 6"),
+        ({"tp_size": 4, "ep_size": 3}, "ep_size=3 doesn't fit tp_size=4 and dp_size=1; sizes that do: 1, 2, 4"),
+        ({"tp_size": 2, "dp_size": 2, "dp_mode": "mesh", "ep_size": 3}, "sizes that do: 1, 2, 4"),
+        ({"dp_size": 8, "dp_mode": "mesh", "ep_size": 2}, "sizes that do: 1, 8"),
+        ({"tp_size": 8, "dp_size": 8, "ep_size": 1, "enable_dp_attention": True}, "sizes that do: 8"),
+        ({"tp_size": 6, "dp_size": 4, "enable_dp_attention": True}, "set dp_size to 2 or 3 or 6"),
+        ({"tp_size": 8, "enable_dp_attention": True}, "set dp_size to 2 or 4 or 8"),
+        ({"enable_dp_attention": True}, "set dp_size to their number"),
         ({"dp_size": 4, "dp_mode": "replicas", "enable_dp_attention": True}, "ranks of one program"),
-        ({"dp_size": 4, "dp_mode": "replicas", "ep_size": 4}, "among 1 devices, into 1 parts"),
+        ({"dp_size": 4, "dp_mode": "replicas", "ep_size": 4}, "sizes that do: 1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_those_that_do(settings: dict[str, Any], message: str) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.models import exaone4
 from jaxserve.models.registry import parse_model_config
+from tests.models.golden import GOLDEN
 from tests.models.hub_configs import HUB
 
 
@@ -44,3 +48,20 @@ def test_without_a_window_exaone_rotates_every_layer() -> None:
         config = parse_model_config({**raw, "sliding_window": window})
         assert isinstance(config, exaone4.Config)
         assert config.rotated == rotated
+
+
+@pytest.mark.parametrize(
+    ("name", "renamed", "changes"),
+    [
+        ("qwen3_moe", {"num_experts": "num_local_experts"}, {}),
+        ("qwen3_moe", {}, {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0}),
+        ("qwen2_moe", {}, {"sliding_window": 0, "layer_types": ["full_attention"] * 3}),
+        ("minimax_m2", {}, {"num_mtp_modules": 3, "use_mtp": True}),
+        ("gpt_oss", {}, {"rope_scaling": None, "rope_theta": 150000.0}),
+    ],
+)
+def test_other_spellings_of_a_config_are_read(name: str, renamed: dict[str, str], changes: dict[str, Any]) -> None:
+    """As transformers 5.23 saves configs, and as the hub has them."""
+    raw = json.loads((GOLDEN / name / "config.json").read_text())
+    config = parse_model_config({renamed.get(field, field): value for field, value in raw.items()} | changes)
+    assert config.num_experts == parse_model_config(raw).num_experts

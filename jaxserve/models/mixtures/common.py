@@ -133,7 +133,7 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
                 else declare.stacked_experts(f"{name}.experts", transposed=True, interleaved=True, bias=True)
             ),
             shared=shared,
-            shared_gate=declare.gate(f"{name}.{names.shared}_gate.weight", 1) if config.shared_gate else None,
+            shared_gate=declare.few_outputs(f"{name}.{names.shared}_gate.weight", 1) if config.shared_gate else None,
         )
 
     def layer(i: int) -> LayerParams:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import LAYERS, NON_NEGATIVE, NORM_EPSILON, WIDTH, Fields, Range
-from jaxserve.models.config import EXPERTS, read_experts, read_sizes, refuse
+from jaxserve.models.config import DRAFTS, EXPERTS, read_experts, read_sizes, refuse, unused_layers
 from jaxserve.models.mixtures import common
 from jaxserve.models.rope import read_rope
 from pallas_kernels.expert_routing import Routing
@@ -12,7 +12,7 @@ from pallas_kernels.expert_routing import Routing
 abstract, embed, forward, head = common.abstract, common.embed, common.forward, common.head
 
 _NAMES = common.Names(correction="gate.e_score_correction_bias")
-_UNUSED_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+_DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 def parse(fields: Fields) -> common.Config:
@@ -30,8 +30,7 @@ def parse(fields: Fields) -> common.Config:
         )
     width = fields.integer("moe_intermediate_size", WIDTH, 1408)
     dense = fields.integer("first_k_dense_replace", Range(0, LAYERS.most), 1)
-    for name in _UNUSED_LAYERS:
-        fields.get(name)
+    drafts = max(fields.integer(name, DRAFTS, 0) for name in _DRAFTS)
     return common.Config(
         **sizes,
         norm_eps=fields.number("rms_norm_eps", NORM_EPSILON, 1e-5),
@@ -52,6 +51,5 @@ def parse(fields: Fields) -> common.Config:
         qkv_bias=fields.boolean("attention_bias", False),
         qk_norm="head" if fields.boolean("use_qk_norm", False) else "none",
         shared_size=width * fields.integer("n_shared_experts", Range(0, 64), 1),
-        # Layers that draft several tokens at once follow those of the model
-        unused=(f"model.layers.{layers}.",),
+        unused=unused_layers(layers, drafts),
     )

@@ -30,6 +30,7 @@ def parse(fields: Fields) -> common.Config:
     fields.get("experts_per_token")
     fields.get("initial_context_length")
     experts, choices = read_experts(fields, "num_local_experts", "num_experts_per_tok", default=(128, 4))
+    fields.get("rope_theta")
     rope = fields
     if not fields.object("rope_parameters") and not fields.object("rope_scaling"):
         rope = Fields({**fields.raw, "rope_parameters": _DEFAULT_ROPE}, fields.where)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from jaxserve.errors import ConfigError
-from jaxserve.model_source.fields import HEAD_DIM, NORM_EPSILON, Fields
-from jaxserve.models.config import read_experts, read_sizes, refuse
+from jaxserve.model_source.fields import HEAD_DIM, NORM_EPSILON, Fields, Range
+from jaxserve.models.config import DRAFTS, read_experts, read_sizes, refuse, unused_layers
 from jaxserve.models.mixtures import common
 from jaxserve.models.rope import read_rope
 from pallas_kernels.expert_routing import Routing
@@ -15,7 +15,7 @@ _NAMES = common.Names(block="block_sparse_moe", correction="e_score_correction_b
 # Fields of other models of the maker, or of layers that draft several tokens at once
 _UNUSED = (
     "layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta", "mlp_intermediate_size",
-    "mtp_transformer_layers", "num_mtp_modules", "shared_moe_mode", "use_mtp",
+    "mtp_transformer_layers", "shared_moe_mode", "use_mtp",
 )  # fmt: skip
 
 
@@ -24,13 +24,14 @@ def parse(fields: Fields) -> common.Config:
     sizes = read_sizes(fields, num_key_value_heads=8, head_dim=128, max_position_embeddings=196608)
     refuse(fields, hidden_act="silu", use_qk_norm=True, qk_norm_type="per_layer", scoring_func="sigmoid")
     refuse(fields, use_routing_bias=True, shared_intermediate_size=0, sliding_window=None)
-    if set(fields.get("attn_type_list", [1])) != {1}:
+    if any(kind != 1 for kind in fields.numbers("attn_type_list", Range(0, 1))):
         raise ConfigError(f"{fields.where}: attn_type_list with others than 1 is not supported: linear attention")
     for name in _UNUSED:
         fields.get(name)
+    drafts = fields.integer("num_mtp_modules", DRAFTS, 0)
     layers, head_dim = sizes["num_layers"], sizes["head_dim"]
     experts, choices = read_experts(fields, "num_local_experts", "num_experts_per_tok", default=(256, 8))
-    rotated = fields.integer("rotary_dim", HEAD_DIM, head_dim)
+    rotated = fields.integer("rotary_dim", Range(HEAD_DIM.least, head_dim), head_dim)
     return common.Config(
         **sizes,
         norm_eps=fields.number("rms_norm_eps", NORM_EPSILON, 1e-6),
@@ -42,5 +43,5 @@ def parse(fields: Fields) -> common.Config:
         dense=(False,) * layers,
         names=_NAMES,
         qk_norm="all_heads",
-        unused=(f"model.layers.{layers}.", "model.mtp."),
+        unused=("model.mtp.", *unused_layers(layers, drafts)),
     )

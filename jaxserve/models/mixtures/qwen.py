@@ -17,9 +17,13 @@ def parse(fields: Fields) -> common.Config:
     sizes = read_sizes(fields, intermediate_size=5632 if second else 6144, num_key_value_heads=16 if second else 4)
     refuse(fields, hidden_act="silu")
     layers = sizes["num_layers"]
-    experts, choices = read_experts(
-        fields, "num_experts", "num_experts_per_tok", default=(60, 4) if second else (128, 8)
-    )
+    # transformers 5.23 writes another name for Qwen3's
+    count = "num_local_experts" if fields.raw.get("num_local_experts") is not None else "num_experts"
+    experts, choices = read_experts(fields, count, "num_experts_per_tok", default=(60, 4) if second else (128, 8))
+    if not second:
+        refuse(fields, use_qk_norm=True)
+        for name in ("qkv_bias", "shared_expert_intermediate_size"):
+            fields.get(name)  # Fields of Qwen2's
     every = fields.integer("decoder_sparse_step", LAYERS, 1)
     plain = {int(i) for i in fields.numbers("mlp_only_layers", Range(0, LAYERS.most))}
     biased = fields.boolean("attention_bias", False)
@@ -43,9 +47,10 @@ def parse(fields: Fields) -> common.Config:
 
 def _windows(fields: Fields, layers: int, *, second: bool) -> tuple[int | None, ...]:
     """Return the windows, if `use_sliding_window` asks for them: all layers of Qwen3's have one, not all of Qwen2's."""
-    asked = fields.boolean("use_sliding_window", False)
     most = fields.integer("max_window_layers", Range(0, LAYERS.most), 28)
-    if not asked:
+    if not fields.boolean("use_sliding_window", False):
         fields.get("sliding_window")
-    types = [SLIDING if asked and (not second or (i % 2 == 0 and i < most)) else FULL for i in range(layers)]
+        fields.get("layer_types")
+        return (None,) * layers
+    types = [FULL if second and (i % 2 or i >= most) else SLIDING for i in range(layers)]
     return read_windows(fields, layers, types, 4096)

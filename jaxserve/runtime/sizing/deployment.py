@@ -55,10 +55,9 @@ _CPU_SAMPLE_ROWS = 16
 class Deployment:
     """A model in a configuration on some devices of one kind, among which it is `divided`.
 
-    `params` and `state` are trees of specs over all of them; `model` is laid out for the shards of a rank.
-    `stored` tells how the checkpoint stores its
-    tensors if they may be quantized, `weights` how those of linear layers are held. `nondeterminism` is the reason why
-    the bits of a request depend on the batch, or empty if they don't.
+    `params` and `state` are trees of specs over all of them; `model` is laid out for the shards of a rank. `stored`
+    tells how the checkpoint stores its tensors if they may be quantized, `weights` how those of linear layers are held.
+    `nondeterminism` is the reason why the bits of a request depend on the batch, or empty if they don't.
     """
 
     config: EngineConfig

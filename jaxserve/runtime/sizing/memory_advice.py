@@ -64,7 +64,8 @@ def _candidates(config: EngineConfig, device: DeviceFacts) -> Iterator[tuple[str
         if fraction > (config.mem_fraction_static or DEFAULT_MEM_FRACTION):
             yield "mem_fraction_static", fraction
     if device.platform != "cpu":  # the devices of a CPU share its memory
-        for count in range(config.tp_size + 1, device.max_devices // config.dp_size + 1):
+        ranks = 1 if config.enable_dp_attention else config.dp_size
+        for count in range(config.tp_size + 1, device.max_devices // ranks + 1):
             yield "tp_size", count
     if config.dtype == "float32":
         yield "dtype", "bfloat16"

@@ -6,7 +6,7 @@ It computes with sizes alone: `devices/mesh.py` makes meshes, and the axes of a 
 from __future__ import annotations
 
 from jaxserve.config.data_parallel import Parallelism, divisors, parallelism
-from jaxserve.config.schema import EngineConfig
+from jaxserve.config.schema import ALL_DEVICES, EngineConfig
 from jaxserve.config.settings import as_flag
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
@@ -20,7 +20,8 @@ def check_mesh(config: EngineConfig, model: ModelConfig, device: DeviceFacts) ->
     divided = parallelism(config)
     tensor, data, most = divided.tensor, divided.data, device.max_devices
     if not model.splits_into(tensor):
-        works = [_flags(tp_size=size) for size in _nearest(model, tensor, max(most, 1))]
+        nearest = _nearest(model, tensor, max(most, 1))
+        works = [_flags(config, size, data, dp_size=config.enable_dp_attention) for size in nearest]
         sizes = ", ".join(f"{name} of {width}" for name, width in model.split_sizes.items())
         raise ConfigError(
             f"tp_size={tensor} can't split this model evenly ({model.num_heads} attention heads, {model.num_kv_heads} "
@@ -31,10 +32,10 @@ def check_mesh(config: EngineConfig, model: ModelConfig, device: DeviceFacts) ->
         return
     fits = []
     if tensor <= most:
-        fits.append(_flags(tp_size=tensor, dp_size=most // tensor))
+        fits.append(_flags(config, tensor, most // tensor))
     if data > 1 or tensor > most:
         largest = max((size for size in range(1, most // min(data, most) + 1) if model.splits_into(size)), default=1)
-        fits.append(_flags(tp_size=largest, dp_size=min(data, most)))
+        fits.append(_flags(config, largest, min(data, most)))
     hint = f"; XLA_FLAGS={_SIMULATED}={tensor * data} makes a CPU simulate them" if device.platform == "cpu" else ""
     raise ConfigError(
         f"tp_size={config.tp_size} and dp_size={config.dp_size} take {tensor * data} devices, and there are {most}; "
@@ -72,5 +73,9 @@ def _nearest(model: ModelConfig, wanted: int, most: int) -> list[int]:
     return [below] if above is None else [below, above]
 
 
-def _flags(**sizes: int) -> str:
+def _flags(config: EngineConfig, tensor: int, data: int, *, dp_size: bool = True) -> str:
+    """Return the flags for so many shards and ranks, with those of the experts that are set."""
+    sizes = {"tp_size": tensor * (data if config.enable_dp_attention else 1)}
+    sizes |= {"dp_size": data} if dp_size else {}
+    sizes |= {"ep_size": ALL_DEVICES} if config.ep_size is not None else {}
     return " ".join(f"{as_flag(name)} {size}" for name, size in sizes.items())

@@ -43,11 +43,12 @@ class AttentionCost:
 class Roofline:
     """The limits of one data-parallel rank on `tensor` devices; all quantities are per device.
 
-    `read_bytes` are those of the weights per step, without experts. Of the `expert_bytes` a step reads the experts that
-    any of its tokens chooses, where `expert_ranks` ranks compute with the same experts; each token chooses a
-    `chosen_share` of them, evenly. `layer_flops` those of the layers' products per token, `head_flops`
-    per sampled row: products of inputs in 8 bits count for less, as they are faster. `attention` is the cost of the
-    layers by window. `peak_flops` is None if it is unknown for the type.
+    `read_bytes` are those of the weights per step, without experts; `layer_flops` are those of the layers' products per
+    token, `head_flops` per sampled row: products of inputs in 8 bits count for less, as they are faster. `attention` is
+    the cost of the layers by window. `peak_flops` is None if it is unknown for the type.
+
+    All experts take `expert_bytes`. Each token chooses a `chosen_share` of them, evenly, and a step reads the experts
+    that tokens of any of `expert_ranks` ranks chose.
     """
 
     bandwidth: float
@@ -61,7 +62,7 @@ class Roofline:
     expert_ranks: int = 1
 
     def weight_bytes(self, tokens: int) -> float:
-        """Return the bytes of weights that a step of so many tokens of each rank reads."""
+        """Return the bytes of weights that a step reads in which each rank has `tokens` tokens."""
         return self.read_bytes + self.expert_bytes * (1 - (1 - self.chosen_share) ** (tokens * self.expert_ranks))
 
     def kv_bytes(self, context: int) -> float:

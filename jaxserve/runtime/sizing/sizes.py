@@ -178,7 +178,7 @@ def _activation_bytes(model: ModelConfig, platform: str, tokens: int, rows: int,
 
 
 def _expert_bytes(model: ModelConfig, tokens: int, divided: Parallelism) -> int:
-    """Return the bytes of what experts make of a step, with room for all choices of all tokens."""
+    """Return the bytes of the inputs and outputs of experts in a step, with room for all choices of all tokens."""
     tokens *= divided.data if divided.over_ranks else 1
     width = model.expert_size * divided.expert // divided.tensor + model.hidden_size
     return tokens * 2 * (model.experts_per_token * width + 2 * model.hidden_size)

@@ -32,10 +32,12 @@ class Mxfp4Folder:
     def __init__(self, folder: SafetensorsFolder, quantization: CheckpointQuantization) -> None:
         self._folder = folder
         self._stored: dict[str, StoredWeight] = {}
-        self._infos = {name: info for name, info in folder.infos.items() if not name.endswith(_SUFFIXES)}
+        self._infos = dict(folder.infos)
         for name in sorted({name[: -len("_blocks")] for name in folder.infos if name.endswith(_SUFFIXES)}):
             stored = quantization.stored(name)
             if stored is not None:
+                for suffix in _SUFFIXES:
+                    self._infos.pop(name + suffix, None)
                 self._infos[name] = self._info(name, stored)
                 self._stored[name] = stored
 
@@ -43,7 +45,9 @@ class Mxfp4Folder:
         blocks, scales = (self._folder.infos.get(name + suffix) for suffix in _SUFFIXES)
         if blocks is None or scales is None:
             return TensorInfo((), stored.type, f"{name}{_SUFFIXES[scales is None]} is missing")
-        shape = (*blocks.shape[:-2], blocks.shape[-2] * MXFP4_GROUP) if len(blocks.shape) == 4 else blocks.shape
+        if len(blocks.shape) != 4:
+            return TensorInfo((), stored.type, f"{name}_blocks has shape {list(blocks.shape)}", quantized=True)
+        shape = (*blocks.shape[:-2], blocks.shape[-2] * MXFP4_GROUP)
         problem = ""
         if {blocks.stored_type, scales.stored_type} != {"U8"}:
             problem = f"its types are {blocks.stored_type} and {scales.stored_type} instead of U8"

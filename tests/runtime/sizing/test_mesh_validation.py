@@ -115,7 +115,7 @@ def test_experts_that_do_not_are_refused_with_sizes_that_do(sizes: dict[str, Any
 
 @pytest.mark.parametrize(
     ("sizes", "asked"),
-    [({"tp_size": 2, "ep_size": 2}, "ep_size=2"), ({"enable_dp_attention": True}, "enable_dp_attention")],
+    [({"tp_size": 2, "ep_size": 2}, "ep_size=2"), ({"dp_size": 2, "enable_dp_attention": True}, "enable_dp_attention")],
 )
 def test_a_dense_model_has_no_experts_to_divide(sizes: dict[str, Any], asked: str) -> None:
     with pytest.raises(ConfigError, match=f"{asked} is for mixtures of experts"):

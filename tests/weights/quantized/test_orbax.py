@@ -36,10 +36,13 @@ def loaded(source: ModelSource, setting: str, forms: str) -> Any:
     return build_params(tree, on_one_device(tree), open_weights(source, tree, dense=abstract, **options))
 
 
-@pytest.mark.parametrize("setting", ["int4", "int8", "fp8"])
-def test_a_converted_folder_has_the_weights_of_on_the_fly(setting: str, tmp_path: Path) -> None:
-    original = resolve(str(GOLDEN / "llama3"))
-    folder = converted(GOLDEN / "llama3", tmp_path / "orbax", jnp.bfloat16, setting)
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [("llama3", "int4"), ("llama3", "int8"), ("llama3", "fp8"), ("mixtral", "int8"), ("qwen2_moe", "fp8")],
+)
+def test_a_converted_folder_has_the_weights_of_on_the_fly(name: str, setting: str, tmp_path: Path) -> None:
+    original = resolve(str(GOLDEN / name))
+    folder = converted(GOLDEN / name, tmp_path / "orbax", jnp.bfloat16, setting)
     for forms in ("packed", "rows"):
         # A CPU dequantizes a weight of 48 inputs, of which only the folder has numbers
         params = [list(held_weights(loaded(source, setting, forms)).values()) for source in (original, folder)]
