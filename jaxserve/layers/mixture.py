@@ -112,8 +112,8 @@ def _exchanged(
 ) -> Float[Array, "tokens dim"]:
     """Return this shard's part of the output if ranks have different experts.
 
-    Each shard sends a part of its rank's tokens to all others, since a token may choose any experts. All of them compute
-    all tokens with their own experts, and the shard gets the sums for its part.
+    Each shard sends a part of its rank's tokens to all others, since a token may choose any experts. All of them
+    compute all tokens with their own experts, and the shard gets the sums for its part.
     """
     tokens, choices = ids.shape
     shards = lax.axis_size(EXPERT_AXIS)
