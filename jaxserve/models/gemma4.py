@@ -144,7 +144,11 @@ class LayerInputParams:
 
 @flax.struct.dataclass
 class LayerMixtureParams:
-    """The weights of a layer's mixture: its input's norm, that of the router's, the experts, and norms of outputs."""
+    """The weights of a layer's mixture.
+
+    `norm` precedes the experts, and `router_norm` the router. `output_norm` follows the experts, and `mlp_output_norm`
+    the MLP beside them.
+    """
 
     norm: Float[Array, " dim"]
     router_norm: Float[Array, " dim"]

@@ -120,8 +120,9 @@ def choose_weights(
 ) -> WeightChoice:
     """Choose the forms of the weights of a model with these `ParamSpec`s.
 
-    `method` is that of the checkpoint, None if it isn't quantized. `splits_into` tells whether the model can have so
-    many shards. Raises `ConfigError` if the setting asks for another method, or if `shards` would cut groups of inputs.
+    `method` is that of the checkpoint, None if it isn't quantized. `splits_into` tells whether a number of shards can
+    split the model. Raises `ConfigError` if the setting asks for another method, or if `shards` would cut groups of
+    inputs.
     """
     on_the_fly = _check_setting(setting, method)
     converted = method if any(one.packing == "converted" for one in stored.values()) else None

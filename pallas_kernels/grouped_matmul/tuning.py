@@ -1,4 +1,4 @@
-"""Block sizes: those that the caller asks for, else those measured on the device, else None: backends have rules.
+"""Chooses block sizes: the caller's, else the measured ones of the device. If there are none, a backend has a rule.
 
 Owns `tuned/`: one table a device.
 """

@@ -359,6 +359,16 @@ MIXTURES: dict[str, Fixture] = {
         awq_config(32, ["gate"]),
         but("lm_head|gate$", lambda _, w: awq(w, 32)),
     ),
+    "mixtral_gptq": Fixture(
+        llama(F16, **MIXTRAL, intermediate_size=64, num_local_experts=3),
+        gptq_config(group_size=32, sym=False, dynamic={r"-:.*\.gate$": {}}),
+        but("lm_head|gate$", in_order(4, 32, symmetric=False)),
+    ),
+    "qwen3_moe_gptq_act_order": Fixture(
+        llama(F16, **QWEN3_MOE | {"moe_intermediate_size": 64}, num_experts=4),
+        gptq_config(desc_act=True, group_size=32, dynamic={r"-:.*\.gate$": {}}),
+        but("lm_head|gate$", reordered(4, 32, symmetric=True)),
+    ),
     "qwen3_moe_fp8_blocks": Fixture(
         llama(BF16, **QWEN3_MOE, num_experts=4),
         BLOCKS_128 | {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]},

@@ -74,7 +74,7 @@ def _nearest(model: ModelConfig, wanted: int, most: int) -> list[int]:
 
 
 def _flags(config: EngineConfig, tensor: int, data: int, *, dp_size: bool = True) -> str:
-    """Return the flags for so many shards and ranks, with those of the experts that are set."""
+    """Return the flags that ask for `tensor` shards and `data` ranks. `ep_size` is among them if it is set."""
     sizes = {"tp_size": tensor * (data if config.enable_dp_attention else 1)}
     sizes |= {"dp_size": data} if dp_size else {}
     sizes |= {"ep_size": ALL_DEVICES} if config.ep_size is not None else {}

@@ -81,9 +81,9 @@ class MosaicGpuGroupedMatmul:
     ) -> Float[Array, "rows out_or_half"]:
         """Return the rows of `groups`; `x` are these.
 
-        `factors` are what each part's products are multiplied by or, if zeros aren't whole numbers, the sums of each
-        part's inputs. Whole zeros are subtracted from numbers. `row_factors`, of which there are at least a tile more
-        than rows, are what each row's sums are multiplied by.
+        `factors` multiply the products of each part; if zeros aren't whole numbers, they are the sums of each part's
+        inputs. Whole zeros are subtracted from numbers. `row_factors` multiply the sums of each row. They are longer
+        than the rows by a tile or more.
         """
         plan, gate, experts = self.plan, self.gate, len(starts) - 1
         unit = min(self.unpacking.inputs if self.unpacking else plan.block, self.group)

@@ -7,8 +7,8 @@ import dataclasses
 from pallas_kernels.quantized_matmul.mosaic_gpu.unpack import TILE_ROWS
 from pallas_kernels.quantized_matmul.scheme import Scheme
 
-# Of those of four warpgroups, and of two, as many as registers hold sums for besides numbers that are unpacked, if any:
-# in place, or also those of one part of a block, or of several.
+# Tokens of a tile. The registers of four warpgroups (few tokens) or two (most) must hold a tile's sums. Weights with
+# groups also need registers for the sums of a part of a block, and those with small groups for several parts.
 _FEWEST_TOKENS, _FEW_TOKENS, _FEW_TOKENS_OF_PARTS, _FEW_TOKENS_OF_SMALL_PARTS = 8, 32, 16, 8
 _MOST_TOKENS, _MOST_TOKENS_OF_PARTS, _MOST_TOKENS_OF_SMALL_PARTS = 128, 80, 48
 _BLOCK, _QUANTIZED_BLOCK = 64, 128

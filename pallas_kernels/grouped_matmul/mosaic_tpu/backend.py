@@ -116,7 +116,7 @@ def _multiply(
 
 
 def _block_rows(rows: int, experts: int, inputs: int) -> int:
-    """Return the rows of a tile: about as many as an expert has when all have as many."""
+    """Return the rows of a tile: about the average number of rows of an expert."""
     even = max(_FEW_ROWS, min(_MOST_ROWS, 1 << (rows // experts).bit_length()))
     return quantized.whole_tiles(min(even, _TILE_INPUTS // inputs, rows + 15))
 

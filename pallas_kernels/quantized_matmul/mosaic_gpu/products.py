@@ -109,7 +109,7 @@ class Products:
     ) -> None:
         """Start to add to `acc` the products of `inputs`, from the first up to the last, of a slot's block.
 
-        `zero` is subtracted from numbers, `constant` is that of the unpacking.
+        `zero` is subtracted from numbers. `constant` is `Unpacking.constant`, read from memory.
         """
         size = min(self.unit, self.chunk)
         for unit in range(*inputs, self.unit):
