@@ -19,6 +19,7 @@ EXAMPLES = {bool: None, int: "16", float: "0.5", str: "text"}
 # Settings that need other settings.
 NEEDS = {
     "calculate_kv_scales": ["--kv-cache-dtype=fp8"],
+    "enable_dp_attention": ["--dp-size=16"],
     "hicache_ratio": ["--enable-hierarchical-cache"],
     "hicache_size": ["--enable-hierarchical-cache"],
     "hicache_write_policy": ["--enable-hierarchical-cache"],
