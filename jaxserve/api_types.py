@@ -282,8 +282,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
       others for a request of higher priority.
     - `step_tokens` is the sum over all steps; `steps_by_tokens` counts the steps in each of `STEP_TOKEN_BUCKETS`, and
       last those beyond.
-    - Only metrics sent on request have `decode_steps_by_rows` and `integrity_errors`, the faults that the integrity
-      check found.
+    - Only metrics sent on request have `decode_steps_by_rows`; `integrity_errors`, the faults that the integrity check
+      found; and `expert_tokens`: of each layer with experts, how many tokens each of them computed.
     """
 
     num_running: int = 0
@@ -318,6 +318,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     compiles_after_ready: int = 0
     integrity_errors: tuple[str, ...] = ()
     decode_steps_by_rows: dict[int, int] = {}
+    expert_tokens: tuple[tuple[int, ...], ...] = ()
 
     @property
     def full_token_usage(self) -> float:

@@ -148,6 +148,10 @@ class Executor(Protocol):
     @property
     def compiles_after_ready(self) -> int: ...
 
+    def expert_tokens(self) -> tuple[tuple[int, ...], ...]:
+        """Return how many tokens each expert of each layer that has experts has computed."""
+        ...
+
     def dispatch(self, plan: StepPlan) -> object:
         """Start the plan's step and return a handle without waiting for it."""
         ...

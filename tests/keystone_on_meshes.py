@@ -21,7 +21,16 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.multihost.process_group import ProcessGroup
 from jaxserve.worker import build_engine
-from tests.test_keystone import FULL, GROUPS, MIXTURE, _check, _random_request, _run, sampled_requests
+from tests.test_keystone import (
+    FULL,
+    GROUPS,
+    MIXTURE,
+    _check,
+    _random_request,
+    _run,
+    assert_experts_are_counted,
+    sampled_requests,
+)
 from tests.tiny_model import write_tiny_model
 
 SETTINGS: dict[str, Any] = {
@@ -73,6 +82,7 @@ def serve_on_mesh(
             sequences.append(request.prompt_ids + answers[request.request_id].tokens)
         aborted += sum(answer.last.finish_reason is FinishReason.ABORT for answer in answers.values())
     stats = loop.stats(check=True)
+    assert_experts_are_counted(stats, model)
     return {
         "tokens": _sampled_tokens(loop),
         "aborted": aborted,

@@ -19,7 +19,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxserve.api_types import EngineInfo, EngineRequest, FinishReason, SamplingParams, TokenEvent, TokenLogprobs
+from jaxserve.api_types import (
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprobs,
+)
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.models.config import ModelConfig
@@ -236,6 +244,14 @@ def _run(
     return {request_id: _together(seen) for request_id, seen in events.items()}
 
 
+def assert_experts_are_counted(stats: EngineStats, model: dict[str, Any]) -> None:
+    """In each layer with experts, every token that a step computed has its number of them."""
+    layers = model["num_hidden_layers"] - model["first_k_dense_replace"] if "n_routed_experts" in model else 0
+    pairs = stats.step_tokens * model.get("num_experts_per_tok", 0)
+    assert [len(counts) for counts in stats.expert_tokens] == [model.get("n_routed_experts")] * layers
+    assert [sum(counts) for counts in stats.expert_tokens] == [pairs] * layers
+
+
 def _together(events: list[TokenEvent]) -> Answer:
     tokens = [token for event in events for token in event.token_ids]
     last = events[-1]
@@ -361,6 +377,7 @@ def test_greedy_tokens_are_those_of_the_request_alone(build: Build, name: str, o
     assert loop.stats().cache_hit_tokens > 0, "these seeds find nothing in the cache"
     least = 8 if name in TIERED else 5 if name in GROUPS_TIERED else -1
     assert loop.stats().host_load_pages > least, "these seeds load too little from host memory"
+    assert_experts_are_counted(loop.stats(check=True), _model(name))
 
 
 SAMPLED: list[dict[str, Any]] = [

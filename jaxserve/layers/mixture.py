@@ -80,8 +80,9 @@ def mixture(
     settings: MixtureSettings,
     *,
     routed_by: Float[Array, "tokens dim"] | None = None,
-) -> Float[Array, "tokens dim"]:
-    """Return the sum of the outputs of each token's experts, and of the shared block.
+) -> tuple[Float[Array, "tokens dim"], Int32[Array, " experts"]]:
+    """Return the sum of the outputs of each token's experts, and of the shared block; and how many tokens each of this
+    shard's experts computed.
 
     Tokens that aren't `live` pad the batch: no expert computes them. The router sees `routed_by`, by default `x`.
     """
@@ -94,13 +95,13 @@ def mixture(
         weights *= params.router.scale.astype(jnp.float32)[ids]
     ids = jnp.where(live[:, None], ids, -1)
     compute = _exchanged if settings.over_ranks else _experts
-    out = compute(x, params.experts, ids, weights, settings)
+    out, loads = compute(x, params.experts, ids, weights, settings)
     if params.shared is not None:
         shared = partial_mlp(x, params.shared, settings.gate.activation)
         if params.shared_gate is not None:
             shared *= jax.nn.sigmoid(linear(x, params.shared_gate)[:, :1])
         out += shared
-    return lax.psum(out, TENSOR_AXES)
+    return lax.psum(out, TENSOR_AXES), loads
 
 
 def _exchanged(
@@ -109,8 +110,8 @@ def _exchanged(
     ids: Int32[Array, "tokens choices"],
     weights: Float32[Array, "tokens choices"],
     settings: MixtureSettings,
-) -> Float[Array, "tokens dim"]:
-    """Return this shard's part of the output if ranks have different experts.
+) -> tuple[Float[Array, "tokens dim"], Int32[Array, " experts"]]:
+    """Return this shard's part of the output, and its experts' loads, if ranks have different experts.
 
     Each shard sends a part of its rank's tokens to all others, since a token may choose any experts. All of them
     compute all tokens with their own experts, and the shard gets the sums for its part.
@@ -124,12 +125,12 @@ def _exchanged(
     own = _as_words([lax.dynamic_slice_in_dim(column, first, size) for column in columns])
     words = lax.all_gather(own, settings.part_axes, tiled=True)
     all_tokens, all_ids, all_weights = _from_words(words, x.dtype, choices)
-    out = _experts(all_tokens, params, all_ids, all_weights, settings)
+    out, loads = _experts(all_tokens, params, all_ids, all_weights, settings)
     summed = lax.psum_scatter(out, settings.part_axes, scatter_dimension=0, tiled=True)
     if shards == 1:
-        return summed
+        return summed, loads
     whole = jnp.zeros((shards * size, x.shape[1]), x.dtype)
-    return lax.dynamic_update_slice_in_dim(whole, summed, first, axis=0)[:tokens]
+    return lax.dynamic_update_slice_in_dim(whole, summed, first, axis=0)[:tokens], loads
 
 
 def _experts(
@@ -138,8 +139,9 @@ def _experts(
     ids: Int32[Array, "tokens choices"],
     weights: Float32[Array, "tokens choices"],
     settings: MixtureSettings,
-) -> Float[Array, "tokens dim"]:
-    """Return the weighted sums of the outputs of this shard's experts, of each of which it may have only a part."""
+) -> tuple[Float[Array, "tokens dim"], Int32[Array, " experts"]]:
+    """Return the weighted sums of the outputs of this shard's experts, of each of which it may have only a part, and
+    how many tokens each of them computed."""
     count = params.up.shape[0]
     first = lax.axis_index(settings.part_axes).astype(jnp.int32) * count
     groups = group_by_expert(jnp.where(ids < 0, -1, ids - first), count, settings.target)
@@ -164,7 +166,7 @@ def _experts(
     out = grouped_matmul(
         inner, params.down, groups, bias=down_bias, out_dtype=dtype, target=settings.target, one_pass=True
     )
-    return add_chosen(out, groups.places, weights, settings.target).astype(x.dtype)
+    return add_chosen(out, groups.places, weights, settings.target).astype(x.dtype), jnp.diff(groups.starts)
 
 
 def _as_words(columns: Sequence[Shaped[Array, "tokens _"]]) -> UInt[Array, "tokens words"]:

@@ -112,6 +112,11 @@ class ModelConfig:
         return 0
 
     @property
+    def num_mixtures(self) -> int:
+        """The number of layers that have experts."""
+        return 0
+
+    @property
     def experts_per_token(self) -> int:
         """The number of experts that a token chooses in a layer, 0 for a dense model."""
         return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import flax.struct
 import jax
@@ -20,19 +21,18 @@ from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch
 from jaxserve.layers.linear import linear
-from jaxserve.layers.mixture import MixtureParams, MixtureSettings, mixture
+from jaxserve.layers.mixture import MixtureSettings
 from jaxserve.layers.mlp import ACTIVATIONS, mlp
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
 from jaxserve.model_source.fields import HEAD_DIM, HEADS, LAYERS, NORM_EPSILON, WIDTH, Fields, Range
-from jaxserve.models import gemma, parameters
+from jaxserve.models import gemma, gemma4_mixture, parameters
 from jaxserve.models.config import (
     FULL,
     SLIDING,
     ModelConfig,
     Sizes,
     periodic_layer_types,
-    read_experts,
     read_sizes,
     read_windows,
     refuse,
@@ -40,12 +40,9 @@ from jaxserve.models.config import (
 from jaxserve.models.parameters import ParamSpecs
 from jaxserve.models.rope import read_rope
 from pallas_kernels.expert_routing import Routing
-from pallas_kernels.grouped_matmul import Gate
 from pallas_kernels.paged_attention import Backend
 
 embed, head = gemma.embed, gemma.head
-
-_GATE = Gate(gemma.ACTIVATION)
 
 _ROPES = {
     SLIDING: {"rope_theta": 1e4},
@@ -81,6 +78,10 @@ class Config(ModelConfig):
     @property
     def num_experts(self) -> int:
         return self.experts
+
+    @property
+    def num_mixtures(self) -> int:
+        return self.num_layers if self.routing else 0
 
     @property
     def experts_per_token(self) -> int:
@@ -143,25 +144,10 @@ class LayerInputParams:
 
 
 @flax.struct.dataclass
-class LayerMixtureParams:
-    """The weights of a layer's mixture.
-
-    `norm` precedes the experts, and `router_norm` the router. `output_norm` follows the experts, and `mlp_output_norm`
-    the MLP beside them.
-    """
-
-    norm: Float[Array, " dim"]
-    router_norm: Float[Array, " dim"]
-    mixture: MixtureParams
-    mlp_output_norm: Float[Array, " dim"]
-    output_norm: Float[Array, " dim"]
-
-
-@flax.struct.dataclass
 class LayerParams(gemma.LayerParams):
     """The weights of one decoder layer."""
 
-    mixture: LayerMixtureParams | None
+    mixture: gemma4_mixture.LayerMixtureParams | None
     layer_input: LayerInputParams | None
     scalar: Float[Array, " 1"]
 
@@ -205,13 +191,7 @@ def parse(fields: Fields) -> Config:
         raise fields.error("rope_parameters", f"an object with {SLIDING} and {FULL}")
     own = Fields({"rope_parameters": ropes}, fields.where)
     wide = fields.boolean("use_double_wide_mlp", False)
-    routing, experts, expert_width = None, 0, 0
-    if fields.boolean("enable_moe_block", False):
-        experts, choices = read_experts(fields, "num_experts", "top_k_experts")
-        routing = Routing(choices, renormalize=True)
-        expert_width = fields.integer("moe_intermediate_size", WIDTH)
-    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
-        fields.get(name)  # They may be set without experts
+    routing, experts, expert_width = gemma4_mixture.read(fields)
     return Config(
         **sizes,
         norm_eps=fields.number("rms_norm_eps", NORM_EPSILON, 1e-6),
@@ -291,22 +271,9 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
             mlp_norm=declare.wide_norm(f"{name}.pre_feedforward_layernorm.weight"),
             mlp=declare.mlp(f"{name}.mlp", width=config.reusing_mlp_size if reuses else None),
             mlp_output_norm=declare.wide_norm(f"{name}.post_feedforward_layernorm.weight"),
-            mixture=layer_mixture(name) if config.routing else None,
+            mixture=gemma4_mixture.declared(declare, name, config.experts) if config.routing else None,
             layer_input=layer_input(name) if size else None,
             scalar=declare.vector(f"{name}.layer_scalar", 1),
-        )
-
-    def layer_mixture(name: str) -> LayerMixtureParams:
-        router = declare.router(f"{name}.router.proj", config.experts)
-        scale = declare.vector(f"{name}.router.per_expert_scale", config.experts)
-        return LayerMixtureParams(
-            norm=declare.wide_norm(f"{name}.pre_feedforward_layernorm_2.weight"),
-            router_norm=declare.wide_norm(f"{name}.router.scale"),
-            mixture=MixtureParams(
-                router=dataclasses.replace(router, scale=scale), experts=declare.stacked_experts(f"{name}.experts")
-            ),
-            mlp_output_norm=declare.wide_norm(f"{name}.post_feedforward_layernorm_1.weight"),
-            output_norm=declare.wide_norm(f"{name}.post_feedforward_layernorm_2.weight"),
         )
 
     def layer_input(name: str) -> LayerInputParams:
@@ -336,13 +303,17 @@ def forward(
     batch: TokenBatch,
     kv: KVPools,
     backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
-    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
+) -> tuple[Any, ...]:
+    """Apply the layers and the final norm to embeddings.
+
+    Returns hidden states and the updated cache, and of a mixture how many tokens each of this shard's experts computed.
+    """
     full = rotation(batch, config.rope, config.full_head_dim)
     local = rotation(batch, config.local_rope, config.head_dim)
     experts = None
     if config.routing is not None:
-        experts = MixtureSettings(config.experts, config.routing, _GATE, backend.target, config.experts_over_ranks)
+        experts = gemma4_mixture.settings(config, config.routing, backend.target)
+    loads: list[Array] = []
     vectors = None if params.layer_vectors is None else _layer_vectors(config, params.layer_vectors, x, batch)
     at = config.kv_layers()
     for i, layer in enumerate(params.layers):
@@ -356,9 +327,12 @@ def forward(
             keys_as_values=window is None and config.keys_as_values,
         )
         with jax.named_scope(f"layer_{i}"):
-            x, kv = _layer(x, layer, vector, batch, kv, at[i], full if window is None else local, settings, experts)
+            rope = full if window is None else local
+            x, kv, *load = _layer(x, layer, vector, batch, kv, at[i], rope, settings, experts)
+        loads += load
     with jax.named_scope("final_norm"):
-        return rms_norm(x, params.norm, config.norm_eps), kv
+        normed = rms_norm(x, params.norm, config.norm_eps)
+    return (normed, kv, jnp.stack(loads)) if loads else (normed, kv)
 
 
 @jax.named_scope("layer_vectors")
@@ -386,28 +360,15 @@ def _layer(
     rope: Rotation,
     settings: AttentionSettings,
     experts: MixtureSettings | None,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
+) -> tuple[Any, ...]:
     """Apply one decoder layer. Jitted so that it is traced once for equal layers; the compiler inlines it."""
     x, kv = gemma.attend(x, params, batch, kv, at, rope, settings)
     out = mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp, gemma.ACTIVATION)
+    load: list[Array] = []
     if params.mixture is not None and experts is not None:
-        out = _with_experts(x, out, params.mixture, batch, experts, settings.norm_eps)
+        out, *load = gemma4_mixture.with_experts(x, out, params.mixture, batch, experts, settings.norm_eps)
     x = x + rms_norm(out, params.mlp_output_norm, settings.norm_eps)
     if params.layer_input is not None and vector is not None:
         gated = ACTIVATIONS[gemma.ACTIVATION](linear(x, params.layer_input.gate)) * vector
         x = x + rms_norm(linear(gated, params.layer_input.projection), params.layer_input.norm, settings.norm_eps)
-    return x * params.scalar, kv
-
-
-def _with_experts(
-    x: Float[Array, "tokens dim"],
-    out: Float[Array, "tokens dim"],
-    params: LayerMixtureParams,
-    batch: TokenBatch,
-    experts: MixtureSettings,
-    eps: float,
-) -> Float[Array, "tokens dim"]:
-    """Return the sum of the outputs of the MLP, `out`, and of the experts, both normed."""
-    routed_by = rms_norm(x, params.router_norm, eps) * jnp.asarray(x.shape[1] ** -0.5, x.dtype)
-    mixed = mixture(rms_norm(x, params.norm, eps), params.mixture, batch.live, experts, routed_by=routed_by)
-    return rms_norm(out, params.mlp_output_norm, eps) + rms_norm(mixed, params.output_norm, eps)
+    return x * params.scalar, kv, *load

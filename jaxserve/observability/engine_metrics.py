@@ -6,7 +6,7 @@ Owns their names: those of vLLM and SGLang if they have one, both if they differ
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
@@ -191,6 +191,8 @@ class EngineCollector:
         text = "Sizes and settings of the KV cache, always 1"
         yield self._info("cache_config_info", text, _cache_labels(info) | dict(self._cache_config))
         yield self._step_tokens(stats)
+        if stats.expert_tokens:
+            yield from self._expert_families(stats.expert_tokens)
 
     def _labelled_families(self, s: EngineStats) -> Iterator[Family]:
         waiting: ValuesByLabels = {("capacity",): s.num_waiting - s.num_deferred, ("deferred",): s.num_deferred}
@@ -209,6 +211,16 @@ class EngineCollector:
         shares: ValuesByLabels = {kind: _share(used[kind], sizes[kind]) for kind in used}
         text = "Share of the rows of decode programs, and of the tokens of mixed ones, that were used so far, 0 to 1"
         yield self._family(GaugeMetricFamily, "bucket_occupancy", text, shares, "kind")
+
+    def _expert_families(self, tokens: Sequence[Sequence[int]]) -> Iterator[Family]:
+        of_experts: ValuesByLabels = {(str(expert),): sum(layers) for expert, layers in enumerate(zip(*tokens))}
+        text = "Tokens that the experts of this number have computed, over all layers"
+        yield self._family(CounterMetricFamily, "expert_tokens", text, of_experts, "expert")
+        balance: ValuesByLabels = {
+            (str(layer),): _share(sum(counts), len(counts) * max(counts)) for layer, counts in enumerate(tokens)
+        }
+        text = "Tokens of a layer's experts so far, on average, as a share of those of its busiest expert, 0 to 1"
+        yield self._family(GaugeMetricFamily, "expert_balance", text, balance, "layer")
 
     def _step_tokens(self, s: EngineStats) -> Family:
         text = "Tokens that a step of the engine computed, of prompts and outputs"

@@ -91,6 +91,9 @@ class FakeExecutor:
         ]
         self._host: dict[tuple[int, int, int], list[int]] = {}
 
+    def expert_tokens(self) -> tuple[tuple[int, ...], ...]:
+        return ()
+
     def dispatch(self, plan: StepPlan) -> object:
         self._check_sizes(plan)
         self.plans.append(plan)

@@ -21,18 +21,23 @@ UP, DOWN = RNG.standard_normal((EXPERTS, 2, WIDTH, DIM)), RNG.standard_normal((E
 X = RNG.standard_normal((5, DIM))
 
 
-def mixed(router: np.ndarray, live: int, routing: Routing, up: np.ndarray = UP) -> np.ndarray:
-    """Return the outputs of five tokens, of which the first are live."""
+def computed(router: np.ndarray, live: int, routing: Routing, up: np.ndarray = UP) -> tuple[np.ndarray, np.ndarray]:
+    """Return the outputs of five tokens, of which the first are live, and how many tokens each expert computed."""
     arrays = [jnp.asarray(x, jnp.float32) for x in (X, router, up, DOWN)]
 
-    def run(x: Any, router: Any, up: Any, down: Any) -> jax.Array:
+    def run(x: Any, router: Any, up: Any, down: Any) -> tuple[jax.Array, jax.Array]:
         params = MixtureParams(RouterParams(router), ExpertParams(up, down))
         return mixture(x, params, jnp.arange(5) < live, MixtureSettings(EXPERTS, routing, Gate(), CPU))
 
     whole = PartitionSpec()
     mesh = make_mesh(jax.devices("cpu"))
-    computed = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(whole,) * 4, out_specs=whole, check_vma=False))(*arrays)
-    return np.asarray(computed, np.float64)
+    program = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(whole,) * 4, out_specs=whole, check_vma=False))
+    out, loads = program(*arrays)
+    return np.asarray(out, np.float64), np.asarray(loads)
+
+
+def mixed(router: np.ndarray, live: int, routing: Routing, up: np.ndarray = UP) -> np.ndarray:
+    return computed(router, live, routing, up)[0]
 
 
 def expert(i: int, x: np.ndarray) -> np.ndarray:
@@ -61,3 +66,10 @@ def test_padding_chooses_no_expert() -> None:
     found = mixed(np.zeros((EXPERTS, DIM)), 3, Routing(2, renormalize=True))
     np.testing.assert_allclose(found[:3], (expert(0, X[:3]) + expert(1, X[:3])) / 2, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(found[3:], 0)
+
+
+def test_the_loads_of_experts_count_live_tokens() -> None:
+    router = RNG.standard_normal((EXPERTS, DIM))
+    chosen = np.argsort(-(X @ router.T), axis=1)[:4, :3]
+    _, loads = computed(router, 4, Routing(3))
+    np.testing.assert_array_equal(loads, np.bincount(chosen.ravel(), minlength=EXPERTS))

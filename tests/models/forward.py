@@ -55,7 +55,7 @@ def _compiled(
             num_decodes=jnp.int32(0),
             num_seqs=jnp.int32(1),
         )
-        hidden, _ = model.forward(config, params, model.embed(config, params, batch), batch, kv, backend)
+        hidden, *_ = model.forward(config, params, model.embed(config, params, batch), batch, kv, backend)
         return model.head(config, params, hidden)
 
     specs = partitions(abstract or model.abstract(config, np.dtype(dtype)))

@@ -52,6 +52,7 @@ def merge_stats(readings: Sequence[EngineStats]) -> EngineStats:
         new_token_ratio=sum(reading.new_token_ratio for reading in readings) / len(readings),
         steps_by_tokens=_added(reading.steps_by_tokens for reading in readings),
         integrity_errors=_with_replica_names(reading.integrity_errors for reading in readings),
+        expert_tokens=tuple(_added(layers) for layers in zip(*(reading.expert_tokens for reading in readings))),
         decode_steps_by_rows=dict(sum((Counter(reading.decode_steps_by_rows) for reading in readings), Counter())),
     )
     return msgspec.structs.replace(merged, token_usage=max(merged.full_token_usage, merged.swa_token_usage))

@@ -91,7 +91,7 @@ class EngineLoop:
         return num_pages
 
     def stats(self, *, check: bool = False) -> EngineStats:
-        """Return the engine's counters and sizes; with `check`, also integrity errors and decode steps by rows."""
+        """Return the engine's counters and sizes; with `check`, also those that take time (see `EngineStats`)."""
         stats = self._scheduler.stats()
         compiles = self._executor.compiles_after_ready
         problems = tuple(self._scheduler.check_integrity()) if check else ()
@@ -101,6 +101,7 @@ class EngineLoop:
                 compiles_after_ready=compiles,
                 integrity_errors=problems,
                 decode_steps_by_rows=self._scheduler.decode_steps_by_rows if check else {},
+                expert_tokens=self._guard(self._executor.expert_tokens) if check else (),
             )
         return stats
 

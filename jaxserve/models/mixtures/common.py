@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
 from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch
@@ -69,6 +70,10 @@ class Config(ModelConfig):
     @property
     def num_experts(self) -> int:
         return self.experts
+
+    @property
+    def num_mixtures(self) -> int:
+        return self.dense.count(False)
 
     @property
     def experts_per_token(self) -> int:
@@ -166,17 +171,22 @@ def forward(
     batch: TokenBatch,
     kv: KVPools,
     backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
-    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
+) -> tuple[Float[Array, "tokens dim"], KVPools, Int32[Array, "mixtures experts"]]:
+    """Apply the layers and the final norm to embeddings.
+
+    Returns hidden states, the updated cache, and how many tokens each of this shard's experts computed.
+    """
     rope = rotation(batch, config.rope, config.head_dim)
     at = config.kv_layers()
     of_mixture = MixtureSettings(config.experts, config.routing, config.gate, backend.target, config.experts_over_ranks)
+    loads: list[Array] = []
     for i, layer in enumerate(params.layers):
         settings = LayerSettings(AttentionSettings(config.norm_eps, backend, config.windows[i]), of_mixture)
         with jax.named_scope(f"layer_{i}"):
-            x, kv = _layer(x, layer, batch, kv, at[i], rope, settings)
+            x, kv, load = _layer(x, layer, batch, kv, at[i], rope, settings)
+        loads += [] if load is None else [load]
     with jax.named_scope("final_norm"):
-        return rms_norm(x, params.norm, config.norm_eps), kv
+        return rms_norm(x, params.norm, config.norm_eps), kv, jnp.stack(loads)
 
 
 @functools.partial(jax.jit, static_argnames="settings")
@@ -188,7 +198,7 @@ def _layer(
     at: KVLayer,
     rope: Rotation,
     settings: LayerSettings,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
+) -> tuple[Float[Array, "tokens dim"], KVPools, Int32[Array, " experts"] | None]:
     """Apply one decoder layer. Jitted so that it is traced once for equal layers; the compiler inlines it."""
     eps = settings.attention.norm_eps
     normed = rms_norm(x, params.attention_norm, eps)
@@ -196,5 +206,6 @@ def _layer(
     x = x + attended
     normed = rms_norm(x, params.mlp_norm, eps)
     if isinstance(params.mlp, MlpParams):
-        return x + mlp(normed, params.mlp), kv
-    return x + mixture(normed, params.mlp, batch.live, settings.mixture), kv
+        return x + mlp(normed, params.mlp), kv, None
+    mixed, load = mixture(normed, params.mlp, batch.live, settings.mixture)
+    return x + mixed, kv, load

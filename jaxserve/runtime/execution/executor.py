@@ -13,6 +13,7 @@ import numpy as np
 from jaxserve.api_types import SamplingParams, TokenLogprobs
 from jaxserve.observability.timeline import Timeline
 from jaxserve.runtime.execution.device_commands import DeviceCommands
+from jaxserve.runtime.execution.expert_tokens import ExpertTokens
 from jaxserve.runtime.programs.builder import ADJUST_KEY, KV_SCALES_KEY, UPDATE_KEY, copied_group, read_key
 from jaxserve.runtime.programs.compile_counter import CompileCounter
 from jaxserve.runtime.programs.program_set import ProgramKey
@@ -69,6 +70,7 @@ class DeviceExecutor:
         self._compiles = CompileCounter()
         self._remote_compiles = remote_compiles
         self._lacks_kv_scales = calculates_kv_scales
+        self._expert_tokens = ExpertTokens()
 
     @property
     def capacity(self) -> Capacity:
@@ -79,6 +81,10 @@ class DeviceExecutor:
     def compiles_after_ready(self) -> int:
         """Programs compiled since this executor was made, in all processes of its mesh; anything but zero is a bug."""
         return self._compiles.count + self._remote_compiles()
+
+    def expert_tokens(self) -> tuple[tuple[int, ...], ...]:
+        """Return how many tokens each expert of each layer has computed, as of the last step collected."""
+        return self._expert_tokens.read()
 
     def connect(self) -> None:
         """Run a step without requests: processes connect to each other before a request has to wait for it."""
@@ -134,6 +140,7 @@ class DeviceExecutor:
             tokens = np.asarray(handle.output.tokens)
             logprobs = _fetch(handle.output.logprobs)
             prompt_logprobs = _fetch(handle.output.prompt_logprobs)
+            self._expert_tokens.record(handle.output.expert_tokens)
         with self._timeline.span("commit"):
             rows = [iter(row) for row in tokens[:, :, 0].tolist()]
             ids = [next(rows[chunk.rank]) for chunk in handle.plan.chunks]
@@ -225,7 +232,7 @@ def _without_unwanted(output: StepOutput, sampling: list[SamplingParams]) -> Ste
         logprobs = None
     if prompt_logprobs is not None and all(one.prompt_logprobs is None for one in sampling):
         prompt_logprobs = None
-    return StepOutput(output.tokens, output.num_tokens, logprobs, prompt_logprobs)
+    return dataclasses.replace(output, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
 
 def _fetch(logprobs: Logprobs | None) -> Logprobs | None:

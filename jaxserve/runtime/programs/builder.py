@@ -110,8 +110,7 @@ class ProgramBuilder:
             size = scales_packing(num_tokens(self.capacity)).size
             return make_kv_scales(self.context, self.capacity, *specs), self._packed(size)
         shape = step_shape(key, self.capacity)
-        replicate_output = self.num_processes > 1 and self.capacity.num_ranks > 1
-        function = make_step(self.context, shape, *specs, replicate_output=replicate_output)
+        function = make_step(self.context, shape, *specs, replicate_output=self.num_processes > 1)
         return function, self._packed(step_packing(shape).size)
 
     def _without_weights(self, key: str) -> tuple[Any, ...]:
@@ -209,7 +208,8 @@ class ProgramBuilder:
         if isinstance(key, StepKey):
             logprobs = None if key.greedy else Logprobs(0, 0, 0)  # type: ignore[arg-type]
             prompt = Logprobs(0, 0, 0) if key.kind == "prompt_logprobs" else None  # type: ignore[arg-type]
-            output = StepOutput(0, 0, logprobs, prompt)  # type: ignore[arg-type]
+            experts = None if given.expert_tokens is None else 0
+            output = StepOutput(0, 0, logprobs, prompt, experts)  # type: ignore[arg-type]
         arguments: Any = ((leaves_of(self.param_specs), leaves_of(given), 0), {})
         return jax.tree.structure(arguments), jax.tree.structure(_state_as_leaves((given, output)))
 

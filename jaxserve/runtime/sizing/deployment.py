@@ -41,7 +41,7 @@ from jaxserve.runtime.sizing import determinism
 from jaxserve.runtime.sizing.mesh_validation import check_mesh
 from jaxserve.runtime.sizing.sizes import Sizes, attention_problem, resolve_sizes
 from jaxserve.runtime.step.batch import StepKey
-from jaxserve.runtime.step.state import DeviceState, pool_layout, state_specs
+from jaxserve.runtime.step.state import DeviceState, expert_tokens_spec, pool_layout, state_specs
 from jaxserve.runtime.step.step import StepContext
 from jaxserve.step_plan import Capacity, WindowGroup
 from jaxserve.weights import stored_types
@@ -226,7 +226,16 @@ def deploy(
         window_groups=tuple(WindowGroup(1, spec.window) for spec in specs if spec.window is not None),
     )
     vocab_size = model.padded_vocab_size
-    slot = state_specs(specs, one, vocab_size=vocab_size, kv_dtype=kv_dtype, platform=backend.kv_platform)
+    describe = functools.partial(
+        state_specs,
+        vocab_size=vocab_size,
+        kv_dtype=kv_dtype,
+        platform=backend.kv_platform,
+        expert_tokens=expert_tokens_spec(
+            model.num_mixtures, model.num_experts, ranks=data, over_ranks=model.experts_over_ranks
+        ),
+    )
+    slot = describe(specs, one)
     page_bytes = [device_bytes(pool.pools, axes) for pool in slot.kv]
     sized = functools.partial(
         resolve_sizes,
@@ -250,7 +259,7 @@ def deploy(
                 f"{addressable}, or choose another --attention-backend"
             )
         sizes = sized(config, most_pages=most_pages)
-    state = state_specs(specs, sizes.capacity, vocab_size=vocab_size, kv_dtype=kv_dtype, platform=backend.kv_platform)
+    state = describe(specs, sizes.capacity)
     return Deployment(
         config,
         model,

@@ -95,7 +95,7 @@ def _largest(
     )
     x = model.embed(context.model, params, batch)
     own_pools = tuple(_own_pool(pool, pages, x.dtype) for pool in kv)
-    _, filled = model.forward(context.model, params, x, batch, own_pools, context.backend)
+    _, filled, *_ = model.forward(context.model, params, x, batch, own_pools, context.backend)
     specs = context.model.kv_specs()
     return [_largest_of_pool(pool, pages, spec.head_dim) for pool, spec in zip(filled, specs, strict=True)]
 

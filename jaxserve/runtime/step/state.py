@@ -14,7 +14,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from jaxserve.layers.batch import KVPools
@@ -48,7 +48,7 @@ class SamplingRows:
 @flax.struct.dataclass
 class DeviceState:
     """The KV pool and the page table by slot of each KV group; by slot: last token, sequence length, sampling
-    parameters and penalty counts.
+    parameters and penalty counts; and how many tokens each expert of a mixture has computed.
 
     `counts` says how often each token was output; its sign bit is set for tokens of the prompt. Rows of slots without
     penalties hold anything, as only penalties read them.
@@ -60,6 +60,7 @@ class DeviceState:
     page_tables: tuple[Int[Array, "slots max_pages"], ...]
     sampling: SamplingRows
     counts: Int[Array, "slots vocab"]
+    expert_tokens: UInt32[Array, "mixtures experts"] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +96,13 @@ def max_pages(capacity: Capacity) -> int:
 
 
 def state_specs(
-    specs: Sequence[KVSpec], capacity: Capacity, *, vocab_size: int, kv_dtype: np.dtype, platform: str = "cpu"
+    specs: Sequence[KVSpec],
+    capacity: Capacity,
+    *,
+    vocab_size: int,
+    kv_dtype: np.dtype,
+    platform: str = "cpu",
+    expert_tokens: ArraySpec | None = None,
 ) -> DeviceState:
     """Return the state on a platform (jax's name for it), with an `ArraySpec` in place of each array."""
     ranks, slots = capacity.num_ranks, capacity.num_slots
@@ -126,7 +133,16 @@ def state_specs(
             bias_values=by_slot(f32, MAX_LOGIT_BIAS),
         ),
         counts=dataclasses.replace(by_slot(np.dtype(np.int16), vocab_size), axes=("ranks", None, "vocab")),
+        expert_tokens=expert_tokens,  # type: ignore[arg-type]
     )
+
+
+def expert_tokens_spec(mixtures: int, experts: int, *, ranks: int, over_ranks: bool) -> ArraySpec | None:
+    """Return how the experts' tokens are counted: by each rank, or once if ranks have different experts."""
+    if not mixtures:
+        return None
+    leading, axes = (1, (None, None, "experts_of_ranks")) if over_ranks else (ranks, ("ranks", None, "experts"))
+    return ArraySpec((leading, mixtures, experts), np.dtype(np.uint32), axes)
 
 
 def make_state(specs: DeviceState, shardings: DeviceState, kv_scales: Sequence[np.ndarray] = ()) -> DeviceState:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from jaxserve.layers.axes import DATA_AXIS
 from jaxserve.layers.embedding import mask_padding, shard_index
@@ -53,12 +53,15 @@ class StepOutput:
 
     The host fetches no `num_tokens`, as it knows which rows draw. But without this output the same operations of a
     program for one row took a CPU 10 to 20 % longer: XLA's runtime starts them in another order.
+
+    `expert_tokens` is a copy of that of the state, which the next step takes away.
     """
 
     tokens: Int[Array, "rows 1"]
     num_tokens: Int[Array, " rows"]
     logprobs: Logprobs | None
     prompt_logprobs: Logprobs | None
+    expert_tokens: UInt32[Array, "mixtures experts"] | None
 
 
 def make_step(
@@ -75,23 +78,33 @@ def make_step(
     With `replicate_output`, every device holds the output of all ranks, as a process can't read another's devices.
     """
 
+    state_parts = partitions(state_specs)
+    ranks = PartitionSpec(DATA_AXIS)
+    output_parts = StepOutput(ranks, ranks, ranks, ranks, state_parts.expert_tokens)  # type: ignore[arg-type]
+
     def body(params: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, StepOutput]:
-        new_state, output = step(params, one_rank(state), one_rank(packed), context, shape)
+        new_state, output = map(all_ranks, step(params, one_rank(state), one_rank(packed), context, shape))
         if replicate_output:
-            return all_ranks(new_state), jax.tree.map(lambda x: lax.all_gather(x, DATA_AXIS), output)
-        return all_ranks(new_state), all_ranks(output)
+            output = jax.tree.map(lambda part, x: jax.tree.map(lambda x: _gathered(x, part), x), output_parts, output)
+        return new_state, output
 
     # The name of the program in profiles and in its compiled text.
     body.__name__ = str(shape.key).replace("-", "_")
-    state_parts = partitions(state_specs)
-    ranks = PartitionSpec(DATA_AXIS)
     return jax.shard_map(
         body,
         mesh=mesh,
         in_specs=(partitions(param_specs), state_parts, ranks),
-        out_specs=(state_parts, PartitionSpec() if replicate_output else ranks),
+        out_specs=(state_parts, PartitionSpec() if replicate_output else output_parts),
         check_vma=False,
     )
+
+
+def _gathered(x: jax.Array, parts: PartitionSpec) -> jax.Array:
+    """Return the whole array of which `x` is this shard's part."""
+    for axis, names in enumerate(parts):
+        if names is not None and lax.axis_size(names) > 1:
+            x = lax.all_gather(x, names, axis=axis, tiled=True)
+    return x
 
 
 def step(
@@ -101,7 +114,7 @@ def step(
     model = family(context.model)
     inputs, state = batches.unpack_step(packed, state, shape)
     x = model.embed(context.model, params, inputs.batch)
-    hidden, kv = model.forward(context.model, params, x, inputs.batch, state.kv, context.backend)
+    hidden, kv, *loads = model.forward(context.model, params, x, inputs.batch, state.kv, context.backend)
     prompt_logprobs = None
     if inputs.targets is not None:
         prompt_logprobs = _prompt_logprobs(model, params, hidden, inputs, context)
@@ -121,8 +134,10 @@ def step(
             last_tokens=state.last_tokens.at[drawn].set(tokens, mode="drop"),
             seq_lens=state.seq_lens.at[inputs.slots].set(inputs.batch.kv_lens, mode="drop"),
             counts=counts,
+            expert_tokens=state.expert_tokens + loads[0].astype(jnp.uint32) if loads else None,
         )
-    return state, StepOutput(tokens[:, None], inputs.samples.astype(jnp.int32), logprobs, prompt_logprobs)
+    num_tokens = inputs.samples.astype(jnp.int32)
+    return state, StepOutput(tokens[:, None], num_tokens, logprobs, prompt_logprobs, state.expert_tokens)
 
 
 def _sample_rows(

@@ -62,9 +62,14 @@ def test_shares_are_of_all_pages() -> None:
 
 def test_integrity_errors_name_the_replica() -> None:
     readings = [
-        EngineStats(decode_steps_by_rows={1: 2, 4: 1}),
-        EngineStats(decode_steps_by_rows={4: 5}, integrity_errors=("page 3 is owned twice",)),
+        EngineStats(decode_steps_by_rows={1: 2, 4: 1}, expert_tokens=((1, 2), (3, 4))),
+        EngineStats(
+            decode_steps_by_rows={4: 5},
+            integrity_errors=("page 3 is owned twice",),
+            expert_tokens=((10, 20), (30, 40)),
+        ),
     ]
     together = merge_stats(readings)
     assert together.integrity_errors == ("DP1: page 3 is owned twice",)
     assert together.decode_steps_by_rows == {1: 2, 4: 6}
+    assert together.expert_tokens == ((11, 22), (33, 44))

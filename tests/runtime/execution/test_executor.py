@@ -52,7 +52,7 @@ class Commands:
 
     def step(self, key: object, packed: np.ndarray) -> StepOutput:
         self.steps.append((key, packed))
-        return StepOutput(self.tokens, self.tokens, Logprobs(*self.logprobs), None)  # type: ignore[arg-type]
+        return StepOutput(self.tokens, self.tokens, Logprobs(*self.logprobs), None, None)  # type: ignore[arg-type]
 
     def store_arrived(self) -> None: ...
 
