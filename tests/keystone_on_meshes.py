@@ -46,7 +46,11 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-MODELS = {"": FULL, "groups": GROUPS, "mixture": MIXTURE}
+MODELS = {"": FULL, "groups": GROUPS, "mixture": MIXTURE, "ragged": MIXTURE}
+MORE: dict[str, dict[str, Any]] = {
+    "groups": {"swa_full_tokens_ratio": 0.5},
+    "ragged": {"all2all_backend": "ragged_all_to_all", "enable_dp_attention": True},
+}
 
 
 def settings(model: str, shape: str, **more: Any) -> EngineConfig:
@@ -54,6 +58,7 @@ def settings(model: str, shape: str, **more: Any) -> EngineConfig:
     mesh, _, parts = shape.partition("e")
     data, tensor = map(int, mesh.split("x"))
     more |= {"ep_size": int(parts)} if parts else {}
+    tensor *= data if more.get("enable_dp_attention") else 1
     common: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": "float32",
@@ -108,9 +113,8 @@ def main(shapes: list[str]) -> None:
     with tempfile.TemporaryDirectory() as name:
         for shape in shapes:
             mesh, _, kind = shape.partition("-")
-            more = {"swa_full_tokens_ratio": 0.5} if kind == "groups" else {}
             write_model(Path(name), MODELS[kind])
-            served = serve_on_mesh(settings(name, mesh, **more), model=MODELS[kind])
+            served = serve_on_mesh(settings(name, mesh, **MORE.get(kind, {})), model=MODELS[kind])
             print(json.dumps({"shape": shape, **served}), flush=True)
 
 

@@ -159,6 +159,9 @@ ALIASES: Mapping[str, Alias] = types.MappingProxyType(
         "expert_parallel_size": RenameAlias("ep_size"),
         "enable_expert_parallel": SwitchAlias(on=Sets("ep_size", -1), off=Sets("ep_size", 1)),
         "enable_ep_moe": SwitchAlias(on=Sets("ep_size", -1), off=Sets("ep_size", 1)),
+        "moe_a2a_backend": ChoiceAlias(
+            RefusedName("write --all2all-backend"), {"none": InForce("no other library moves the tokens of experts")}
+        ),
         "api_server_count": ChoiceAlias(RefusedName("only one API process is supported so far"), _ONE),
         "enable_lora": _not_built("LoRA is"),
         "speculative_algorithm": _NO_SPECULATION,

@@ -91,6 +91,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "ranks; tp_size then counts the devices of all ranks"
         ),
     ] = False
+    all2all_backend: Annotated[
+        Literal["auto", "allgather_reducescatter", "ragged_all_to_all"],
+        Meta(
+            description="how tokens reach experts that ranks divide; allgather_reducescatter: all tokens go to all "
+            "devices; ragged_all_to_all: those of prefill only to devices with their experts; auto: the latter on TPUs "
+            "if it halves what is sent"
+        ),
+    ] = "auto"
     nnodes: Annotated[
         int, Meta(description="number of processes, one per host, that share one mesh of the devices of all ranks")
     ] = 1

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import functools
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped, UInt
+from jaxtyping import Array, Bool, Float, Float32
 
 from jaxserve.layers.axes import DATA_AXIS, EXPERT_AXIS, EXPERT_TENSOR_AXIS, TENSOR_AXES
+from jaxserve.layers.exchange import Outputs, Routed, exchange_all, exchange_chosen
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import MlpParams, partial_mlp
 from pallas_kernels.expert_routing import Routing, add_chosen, choose_experts, group_by_expert
@@ -58,13 +58,18 @@ class MixtureParams:
 
 @dataclasses.dataclass(frozen=True)
 class MixtureSettings:
-    """The static settings of a mixture. Experts are divided among the shards of a rank, or of all if `over_ranks`."""
+    """The static settings of a mixture.
+
+    Experts are divided among the shards of a rank, or of all if `over_ranks`. If `ragged`, a token is then sent only to
+    shards that have one of its experts, else to all.
+    """
 
     experts: int
     routing: Routing
     gate: Gate
     target: KernelTarget
     over_ranks: bool = False
+    ragged: bool = False
 
     @property
     def part_axes(self) -> tuple[str, ...]:
@@ -80,7 +85,7 @@ def mixture(
     settings: MixtureSettings,
     *,
     routed_by: Float[Array, "tokens dim"] | None = None,
-) -> tuple[Float[Array, "tokens dim"], Int32[Array, " experts"]]:
+) -> Outputs:
     """Return the sum of the outputs of each token's experts, and of the shared block; and how many tokens each of this
     shard's experts computed.
 
@@ -95,7 +100,7 @@ def mixture(
         weights *= params.router.scale.astype(jnp.float32)[ids]
     ids = jnp.where(live[:, None], ids, -1)
     compute = _exchanged if settings.over_ranks else _experts
-    out, loads = compute(x, params.experts, ids, weights, settings)
+    out, loads = compute(Routed(x, ids, weights), params.experts, settings)
     if params.shared is not None:
         shared = partial_mlp(x, params.shared, settings.gate.activation)
         if params.shared_gate is not None:
@@ -104,44 +109,34 @@ def mixture(
     return lax.psum(out, TENSOR_AXES), loads
 
 
-def _exchanged(
-    x: Float[Array, "tokens dim"],
-    params: ExpertParams,
-    ids: Int32[Array, "tokens choices"],
-    weights: Float32[Array, "tokens choices"],
-    settings: MixtureSettings,
-) -> tuple[Float[Array, "tokens dim"], Int32[Array, " experts"]]:
-    """Return this shard's part of the output, and its experts' loads, if ranks have different experts.
+def _exchanged(routed: Routed, params: ExpertParams, settings: MixtureSettings) -> Outputs:
+    """Return this shard's part of the output if ranks have different experts.
 
-    Each shard sends a part of its rank's tokens to all others, since a token may choose any experts. All of them
-    compute all tokens with their own experts, and the shard gets the sums for its part.
+    Each shard has a part of its rank's tokens computed by all shards that have experts of them.
     """
-    tokens, choices = ids.shape
+    tokens, dim = routed.x.shape
     shards = lax.axis_size(EXPERT_AXIS)
     size = -(-tokens // shards)
     first = lax.axis_index(EXPERT_AXIS) * size
     padding = ((0, shards * size - tokens), (0, 0))
-    columns = jnp.pad(x, padding), jnp.pad(ids, padding, constant_values=-1), jnp.pad(weights, padding)
-    own = _as_words([lax.dynamic_slice_in_dim(column, first, size) for column in columns])
-    words = lax.all_gather(own, settings.part_axes, tiled=True)
-    all_tokens, all_ids, all_weights = _from_words(words, x.dtype, choices)
-    out, loads = _experts(all_tokens, params, all_ids, all_weights, settings)
-    summed = lax.psum_scatter(out, settings.part_axes, scatter_dimension=0, tiled=True)
+    padded = (jnp.pad(column, padding, constant_values=fill) for column, fill in zip(routed, (0, -1, 0)))
+    own = Routed(*(lax.dynamic_slice_in_dim(column, first, size) for column in padded))
+    compute = functools.partial(_experts, params=params, settings=settings)
+    if settings.ragged:
+        experts = params.up.shape[0]
+        out, loads = exchange_chosen(own, settings.part_axes, compute, experts=experts, target=settings.target)
+    else:
+        out, loads = exchange_all(own, settings.part_axes, compute)
     if shards == 1:
-        return summed, loads
-    whole = jnp.zeros((shards * size, x.shape[1]), x.dtype)
-    return lax.dynamic_update_slice_in_dim(whole, summed, first, axis=0)[:tokens], loads
+        return out, loads
+    whole = jnp.zeros((shards * size, dim), out.dtype)
+    return lax.dynamic_update_slice_in_dim(whole, out, first, axis=0)[:tokens], loads
 
 
-def _experts(
-    x: Float[Array, "tokens dim"],
-    params: ExpertParams,
-    ids: Int32[Array, "tokens choices"],
-    weights: Float32[Array, "tokens choices"],
-    settings: MixtureSettings,
-) -> tuple[Float[Array, "tokens dim"], Int32[Array, " experts"]]:
+def _experts(routed: Routed, params: ExpertParams, settings: MixtureSettings) -> Outputs:
     """Return the weighted sums of the outputs of this shard's experts, of each of which it may have only a part, and
     how many tokens each of them computed."""
+    x, ids, weights = routed
     count = params.up.shape[0]
     first = lax.axis_index(settings.part_axes).astype(jnp.int32) * count
     groups = group_by_expert(jnp.where(ids < 0, -1, ids - first), count, settings.target)
@@ -167,27 +162,3 @@ def _experts(
         inner, params.down, groups, bias=down_bias, out_dtype=dtype, target=settings.target, one_pass=True
     )
     return add_chosen(out, groups.places, weights, settings.target).astype(x.dtype), jnp.diff(groups.starts)
-
-
-def _as_words(columns: Sequence[Shaped[Array, "tokens _"]]) -> UInt[Array, "tokens words"]:
-    """Return the bits of arrays, of which none has smaller numbers than the first one, in words of the first's size."""
-    size = columns[0].dtype.itemsize
-    words = [lax.bitcast_convert_type(column, f"uint{8 * size}") for column in columns]
-    return jnp.concatenate([column.reshape(len(column), -1) for column in words], axis=1)
-
-
-def _from_words(
-    words: UInt[Array, "tokens words"], dtype: jnp.dtype, choices: int
-) -> tuple[Float[Array, "tokens dim"], Int32[Array, "tokens choices"], Float32[Array, "tokens choices"]]:
-    """Return tokens, and the ids and weights of their experts."""
-    per_number = 4 // dtype.itemsize
-    dim = words.shape[1] - 2 * choices * per_number
-
-    def numbers(first: int, dtype: Any) -> Array:
-        part = words[:, first : first + choices * per_number]
-        if per_number > 1:
-            part = part.reshape(len(words), choices, per_number)
-        return lax.bitcast_convert_type(part, dtype)
-
-    x = lax.bitcast_convert_type(words[:, :dim], dtype)
-    return x, numbers(dim, jnp.int32), numbers(dim + choices * per_number, jnp.float32)

@@ -36,8 +36,8 @@ class ModelConfig:
     that the parameters are laid out for, which the checkpoint doesn't know: KV heads are repeated and the vocabulary is
     padded until both can be split into that number. A layer whose window has at least `whole_from` positions keeps the
     keys and values of whole sequences, as a layer without a window does, if its KV heads are like those. With
-    `experts_over_ranks`, data-parallel ranks have different experts. `quantization` says how a checkpoint stores
-    weights, if it is quantized.
+    `experts_over_ranks`, data-parallel ranks have different experts, to which prefill sends tokens in a
+    `ragged_exchange` or all in one. `quantization` says how a checkpoint stores weights, if it is quantized.
     """
 
     architecture: str
@@ -54,6 +54,7 @@ class ModelConfig:
     shards: int = 1
     whole_from: int = 2**31 - 1
     experts_over_ranks: bool = False
+    ragged_exchange: bool = False
     quantization: CheckpointQuantization | None = None
 
     @property

@@ -37,6 +37,7 @@ from jaxserve.models.config import (
     read_windows,
     refuse,
 )
+from jaxserve.models.mixtures.common import mixture_settings
 from jaxserve.models.parameters import ParamSpecs
 from jaxserve.models.rope import read_rope
 from pallas_kernels.expert_routing import Routing
@@ -312,7 +313,7 @@ def forward(
     local = rotation(batch, config.local_rope, config.head_dim)
     experts = None
     if config.routing is not None:
-        experts = gemma4_mixture.settings(config, config.routing, backend.target)
+        experts = mixture_settings(config, config.routing, gemma4_mixture.GATE, batch, backend.target)
     loads: list[Array] = []
     vectors = None if params.layer_vectors is None else _layer_vectors(config, params.layer_vectors, x, batch)
     at = config.kv_layers()

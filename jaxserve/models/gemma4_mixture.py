@@ -13,13 +13,12 @@ from jaxserve.layers.mixture import MixtureParams, MixtureSettings, mixture
 from jaxserve.layers.norm import rms_norm
 from jaxserve.model_source.fields import WIDTH, Fields
 from jaxserve.models import gemma
-from jaxserve.models.config import ModelConfig, read_experts
+from jaxserve.models.config import read_experts
 from jaxserve.models.parameters import ParamSpecs
 from pallas_kernels.expert_routing import Routing
 from pallas_kernels.grouped_matmul import Gate
-from pallas_kernels.target import KernelTarget
 
-_GATE = Gate(gemma.ACTIVATION)
+GATE = Gate(gemma.ACTIVATION)
 
 
 @flax.struct.dataclass
@@ -45,11 +44,6 @@ def read(fields: Fields) -> tuple[Routing | None, int, int]:
     for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
         fields.get(name)  # They may be set without experts
     return None, 0, 0
-
-
-def settings(config: ModelConfig, routing: Routing, target: KernelTarget) -> MixtureSettings:
-    """Return the static settings of all layers' mixtures."""
-    return MixtureSettings(config.num_experts, routing, _GATE, target, config.experts_over_ranks)
 
 
 def declared(declare: ParamSpecs, name: str, experts: int) -> LayerMixtureParams:

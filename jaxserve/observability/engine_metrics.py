@@ -191,8 +191,7 @@ class EngineCollector:
         text = "Sizes and settings of the KV cache, always 1"
         yield self._info("cache_config_info", text, _cache_labels(info) | dict(self._cache_config))
         yield self._step_tokens(stats)
-        if stats.expert_tokens:
-            yield from self._expert_families(stats.expert_tokens)
+        yield from self._expert_families(stats.expert_tokens)
 
     def _labelled_families(self, s: EngineStats) -> Iterator[Family]:
         waiting: ValuesByLabels = {("capacity",): s.num_waiting - s.num_deferred, ("deferred",): s.num_deferred}

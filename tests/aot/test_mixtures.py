@@ -35,6 +35,7 @@ LAYERS = 2
 MOST_LAUNCHES_A_LAYER = 15
 ONE_RANK: dict[str, Any] = {"tp_size": 8, "ep_size": 8}
 RANKS: dict[str, Any] = {"tp_size": 8, "dp_size": 8, "enable_dp_attention": True}
+RAGGED = RANKS | {"all2all_backend": "ragged_all_to_all"}
 TWO_RANKS: dict[str, Any] = {"tp_size": 8, "dp_size": 2, "enable_dp_attention": True}
 
 
@@ -78,10 +79,12 @@ CASES = [
     ("nvidia-h200", QWEN_235B, GREEDY, RANKS),
     ("nvidia-h200", QWEN_235B, GREEDY, TWO_RANKS),
     ("nvidia-h200", QWEN_235B, MIXED, RANKS),
+    ("nvidia-h200", QWEN_235B, MIXED, RAGGED),
     ("nvidia-h200", GPT_OSS, GREEDY, RANKS),
     ("tpu-v6e", QWEN_235B, GREEDY, ONE_RANK),
     ("tpu-v6e", QWEN_235B, GREEDY, RANKS),
     ("tpu-v6e", QWEN_235B, MIXED, RANKS),
+    ("tpu-v6e", GPT_OSS, MIXED, RANKS),
     ("tpu-v6e", GPT_OSS, GREEDY, ONE_RANK),
     ("tpu-v6e", GPT_OSS, MIXED, ONE_RANK),
 ]
@@ -105,6 +108,8 @@ def test_programs(target: str, name: str, key: StepKey, mesh: dict[str, Any], re
     weights = {down * matrices // parts for matrices in (1, 2) for parts in (1, 2)}  # In four bits, two are a byte
     moved = [one for one in instructions(text) if one.opcode.startswith(("copy", "transpose"))]
     assert not [one for one in moved if one.elements in weights]
+    if made.model.ragged_exchange and key == MIXED:
+        assert read.collectives["ragged-all-to-all"] == 2 * LAYERS
     if key != GREEDY:
         return
     # Tokens go to the experts of all ranks and back; else the outputs of attention and experts are added, those of the

@@ -24,6 +24,7 @@ from jaxserve.models.parameters import Params, ParamSpecs
 from pallas_kernels.expert_routing import Routing
 from pallas_kernels.grouped_matmul import Gate
 from pallas_kernels.paged_attention import Backend
+from pallas_kernels.target import KernelTarget
 
 embed, head = llama.embed, llama.head
 
@@ -164,6 +165,14 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
     return Params(declare.embedding(), layers, norm, declare.head())
 
 
+def mixture_settings(
+    config: ModelConfig, routing: Routing, gate: Gate, batch: TokenBatch, target: KernelTarget
+) -> MixtureSettings:
+    """Return the static settings of all mixtures of a step."""
+    ragged = config.ragged_exchange and not batch.decode_only
+    return MixtureSettings(config.num_experts, routing, gate, target, config.experts_over_ranks, ragged)
+
+
 def forward(
     config: Config,
     params: Params,
@@ -178,7 +187,7 @@ def forward(
     """
     rope = rotation(batch, config.rope, config.head_dim)
     at = config.kv_layers()
-    of_mixture = MixtureSettings(config.experts, config.routing, config.gate, backend.target, config.experts_over_ranks)
+    of_mixture = mixture_settings(config, config.routing, config.gate, batch, backend.target)
     loads: list[Array] = []
     for i, layer in enumerate(params.layers):
         settings = LayerSettings(AttentionSettings(config.norm_eps, backend, config.windows[i]), of_mixture)

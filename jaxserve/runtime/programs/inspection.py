@@ -33,7 +33,7 @@ _IN_PLACE = {
 }  # fmt: skip
 # A pool smaller than this many bytes is not checked: some activation may happen to have the same size.
 _SMALL_POOL = 2**24
-_COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+_COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "ragged-all-to-all", "collective-permute", "reduce-scatter")
 _ON_A_GPU = {"triton", "mosaic gpu"}
 # The parts of VMEM (memory space 1) that a TPU kernel was given and that it uses.
 _VMEM = {

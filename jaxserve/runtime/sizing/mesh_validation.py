@@ -51,6 +51,11 @@ def _check_experts(config: EngineConfig, divided: Parallelism, model: ModelConfi
             asked = "enable_dp_attention" if config.enable_dp_attention else f"ep_size={config.ep_size}"
             raise ConfigError(f"{asked} is for mixtures of experts, and this model has no experts; leave it out")
         return
+    if config.all2all_backend != "auto" and not divided.over_ranks:
+        raise ConfigError(
+            f"all2all_backend={config.all2all_backend}: no data-parallel ranks divide the experts, so no token is "
+            "sent to them; leave it out, or set enable_dp_attention"
+        )
     devices = divided.tensor * (divided.data if divided.over_ranks else 1)
 
     def fits(parts: int) -> bool:

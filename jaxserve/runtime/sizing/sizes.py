@@ -179,6 +179,8 @@ def _activation_bytes(model: ModelConfig, platform: str, tokens: int, rows: int,
 
 def _expert_bytes(model: ModelConfig, tokens: int, divided: Parallelism) -> int:
     """Return the bytes of the inputs and outputs of experts in a step, with room for all choices of all tokens."""
+    sent = 2 * tokens * model.experts_per_token // divided.expert if model.ragged_exchange else 0
     tokens *= divided.data if divided.over_ranks else 1
     width = model.expert_size * divided.expert // divided.tensor + model.hidden_size
-    return tokens * 2 * (model.experts_per_token * width + 2 * model.hidden_size)
+    computed = tokens * (model.experts_per_token * width + 4 * model.hidden_size)  # Sums are float32
+    return 2 * (computed + sent * model.hidden_size)
