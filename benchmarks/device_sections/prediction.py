@@ -41,7 +41,7 @@ def step_seconds(
         return None
     if cost is not None:
         return prediction.step_seconds(limit, cost, decodes=decodes, context=context, prompt=prompt)
-    read = (limit.read_bytes + decodes * limit.kv_bytes(context)) / limit.bandwidth
+    read = (limit.weight_bytes(decodes + prompt) + decodes * limit.kv_bytes(context)) / limit.bandwidth
     attention = decodes * limit.decode_flops(context) + limit.prompt_flops(prompt)
     rows = decodes + (prompt > 0)
     flops = (decodes + prompt) * limit.layer_flops + rows * limit.head_flops + attention

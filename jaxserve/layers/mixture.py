@@ -140,6 +140,7 @@ def _experts(routed: Routed, params: ExpertParams, settings: MixtureSettings) ->
     count = params.up.shape[0]
     first = lax.axis_index(settings.part_axes).astype(jnp.int32) * count
     groups = group_by_expert(jnp.where(ids < 0, -1, ids - first), count, settings.target)
+    groups = dataclasses.replace(groups, share=count / settings.experts)
     up_bias = None if params.up_bias is None else params.up_bias.reshape(count, -1)
     inner = grouped_matmul(
         x,

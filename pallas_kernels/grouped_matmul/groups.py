@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +19,23 @@ class Groups:
       `starts[-1]` on have no pair: they are not computed, and a product holds undefined numbers there.
     - `tokens`: int32 `[rows]`, the token of each row; 0 of rows without a pair.
     - `places`: int32 `[tokens, choices]`, the row of each pair; `rows` if its expert isn't among these `experts`.
+    - `share`: the share of the rows that probably have a pair. Kernels choose their tiles by it.
     """
 
     starts: Int32[Array, " experts_plus_1"]
     tokens: Int32[Array, " rows"]
     places: Int32[Array, "tokens choices"]
+    share: float = dataclasses.field(default=1.0, metadata={"static": True})
 
     @property
     def num_rows(self) -> int:
         """The number of rows, those without a pair included."""
         return int(self.tokens.shape[0])
+
+    @property
+    def likely_rows(self) -> int:
+        """The number of rows that probably have a pair."""
+        return math.ceil(self.num_rows * self.share)
 
     @property
     def num_experts(self) -> int:

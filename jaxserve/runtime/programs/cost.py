@@ -69,7 +69,8 @@ class LaunchCost:
 class ProgramCost:
     """The cost of one program on each device. `grouping` is None where XLA doesn't say.
 
-    Counts neither keys and values that attention reads nor token counts, as these depend on the requests.
+    Counts neither keys and values that attention reads nor token counts, as these depend on the requests. All experts
+    of a mixture count as read, and all tokens as theirs.
     """
 
     kinds: tuple[LaunchCost, ...]

@@ -63,7 +63,11 @@ class Roofline:
 
     def weight_bytes(self, tokens: int) -> float:
         """Return the bytes of weights that a step reads in which each rank has `tokens` tokens."""
-        return self.read_bytes + self.expert_bytes * (1 - (1 - self.chosen_share) ** (tokens * self.expert_ranks))
+        return self.read_bytes + self.expert_bytes - self.unread_bytes(tokens)
+
+    def unread_bytes(self, tokens: int) -> float:
+        """Return the bytes of the experts that no token of such a step chooses."""
+        return self.expert_bytes * (1 - self.chosen_share) ** (tokens * self.expert_ranks)
 
     def kv_bytes(self, context: int) -> float:
         """Return the bytes of keys and values that the decode of a request of `context` tokens reads."""

@@ -89,7 +89,7 @@ def multiply(
     plan = make_plan(
         out_dim // 2 if gate else out_dim,
         in_dim,
-        groups.num_rows,
+        (groups.likely_rows, groups.num_rows),
         experts,
         _INTERPRETED_CORES if interpret else target.cores or _CORES,
         scheme,

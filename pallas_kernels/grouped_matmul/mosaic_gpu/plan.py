@@ -38,7 +38,7 @@ class Plan:
 def make_plan(
     results: int,
     in_dim: int,
-    rows: int,
+    rows: tuple[int, int],
     experts: int,
     cores: int,
     scheme: Scheme | None,
@@ -47,20 +47,23 @@ def make_plan(
     gated: bool,
     out_bytes: int,
 ) -> Plan:
-    """Return the plan of a product of `rows` in all, whose rows have `results` numbers of `out_bytes`.
+    """Return the plan of a product whose rows have `results` numbers of `out_bytes`.
+
+    `rows` are as many as probably have a pair, and the most that can.
 
     Tiles have as many rows as two average experts: so most experts' weights are read once. Four warpgroups multiply by
     few rows, unless the busiest core would have much less to do with two, as there are more tiles then. Many rows leave
     registers for two.
     """
+    likely, all_rows = rows
     few, most = _FEW_TOKENS, _MOST_TOKENS
     if scheme is not None and scheme.activations is None:
         small = scheme.group is not None and scheme.group < _QUANTIZED_BLOCK
         few = _FEW_TOKENS_OF_SMALL_PARTS if small else _FEW_TOKENS_OF_PARTS
         most = _MOST_TOKENS if in_place else _MOST_TOKENS_OF_SMALL_PARTS if small else _MOST_TOKENS_OF_PARTS
-    tokens = min(most, max(_FEWEST_TOKENS, 1 << (-(-2 * rows // experts) - 1).bit_length()))
-    most_row_tiles = min(rows, experts + rows // tokens)
-    likely_row_tiles = max(round(experts * (1 - (1 - 1 / experts) ** rows)), rows // tokens)
+    tokens = min(most, max(_FEWEST_TOKENS, 1 << (-(-2 * likely // experts) - 1).bit_length()))
+    most_row_tiles = min(all_rows, experts + all_rows // tokens)
+    likely_row_tiles = max(round(experts * (1 - (1 - 1 / experts) ** likely)), likely // tokens)
 
     def output_tiles(warpgroups: int) -> int:
         return -(-results // (warpgroups * TILE_ROWS // (2 if gated else 1)))

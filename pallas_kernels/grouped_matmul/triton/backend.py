@@ -70,7 +70,7 @@ def multiply(
         operands, words = _plain(x, weight)
     bias = None if bias is None else bias.reshape(-1)
     experts = Experts(count, out_dim, in_dim, gate is not None, scheme)
-    blocks = blocks_for(groups.num_rows, experts, target)
+    blocks = blocks_for(groups.likely_rows, experts, target)
     if operands.x.dtype == jnp.float32:
         blocks = dataclasses.replace(blocks, block_rows=min(blocks.block_rows, _MOST_ROWS_IN_32_BITS))
     return grouped_product(

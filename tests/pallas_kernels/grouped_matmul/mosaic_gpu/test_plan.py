@@ -13,7 +13,7 @@ SHARED_MEMORY = 227 * 1024
 
 def plan_of(results: int, rows: int, scheme: Scheme | None = None, *, gated: bool = False, experts: int = 128) -> Plan:
     in_place = scheme is None
-    return make_plan(results, 2880, rows, experts, 132, scheme, in_place=in_place, gated=gated, out_bytes=2)
+    return make_plan(results, 2880, (rows, rows), experts, 132, scheme, in_place=in_place, gated=gated, out_bytes=2)
 
 
 @pytest.mark.parametrize("scheme", [None, INT4, MXFP4, FP8], ids=str)
@@ -48,3 +48,10 @@ def test_a_decode_step_reads_the_weight_of_most_experts_once_and_keeps_cores_bus
 
 def test_many_rows_take_as_many_as_registers_hold_sums_for() -> None:
     assert [plan_of(768, 32768, scheme).tokens for scheme in (None, INT4, MXFP4)] == [128, 80, 48]
+
+
+def test_pairs_of_experts_elsewhere_make_no_larger_tiles_but_have_programs() -> None:
+    sizes = {"in_place": True, "gated": False, "out_bytes": 2}
+    some = make_plan(768, 2880, (512, 8 * 512), 16, 132, None, **sizes)
+    assert some.tokens == plan_of(768, 512, experts=16).tokens < plan_of(768, 8 * 512, experts=16).tokens
+    assert some.programs == min(132, some.output_tiles * (16 + 8 * 512 // some.tokens))
