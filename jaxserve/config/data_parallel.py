@@ -9,8 +9,8 @@ import dataclasses
 
 import msgspec
 
-from jaxserve.config.processes import ranks_and_shards
-from jaxserve.config.schema import ALL_DEVICES, EngineConfig
+from jaxserve.config.processes import ALL_DEVICES, ranks_and_shards
+from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from jaxserve.errors import ConfigError
 
+ALL_DEVICES = -1
+"""The `ep_size` that divides experts among all devices."""
+
 
 def parse_address(text: str) -> tuple[str, int]:
     """Return host and port of `HOST:PORT` or `[IPv6]:PORT`. Raise `ConfigError`."""

@@ -6,13 +6,13 @@ logged. Checks that need no model are made here; checks that need the model or t
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from jaxserve.config.processes import check_processes, ranks_and_shards
+from jaxserve.config.ranges import ENGINE_RANGES, MOST, SERVER_RANGES, check_ranges
 from jaxserve.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -227,7 +227,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "info"
 
     def __post_init__(self) -> None:
-        _check_ranges(self, _ENGINE_RANGES)
+        check_ranges(self, ENGINE_RANGES)
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size must be a power of two, got {self.page_size}")
         if self.mem_fraction_static is not None and not 0.0 < self.mem_fraction_static <= 1.0:
@@ -260,7 +260,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "disable_hybrid_swa_memory leaves it undivided; keep one"
             )
         sizes = self.cuda_graph_bs
-        if sizes is not None and (not sizes or min(sizes) < 1 or max(sizes) > _MOST):
+        if sizes is not None and (not sizes or min(sizes) < 1 or max(sizes) > MOST):
             raise ConfigError(f"cuda_graph_bs must be positive sizes, got {list(sizes)}")
 
     def _check_hierarchical_cache(self) -> None:
@@ -270,51 +270,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             (self.hicache_ratio, self.hicache_size, self.hicache_write_policy) != (2.0, None, "write_through")
         ):
             raise ConfigError("hicache_ratio, hicache_size and hicache_write_policy need enable_hierarchical_cache")
-
-
-# Limits that no machine reaches, or that a 32-bit index can't exceed; the real limits are known at start-up.
-_MOST = 2**31 - 1
-_MOST_BYTES = 2**62
-_MOST_SECONDS = 1e8
-_ABOVE_0 = sys.float_info.min
-_MOST_DEVICES = 2**16
-
-ALL_DEVICES = -1
-"""The `ep_size` that divides experts among all devices."""
-
-_Ranges = dict[str, tuple[float, float]]
-_ENGINE_RANGES: _Ranges = {
-    "random_seed": (-(2**63), 2**63 - 1),
-    "tp_size": (1, _MOST_DEVICES),
-    "dp_size": (1, _MOST_DEVICES),
-    "ep_size": (ALL_DEVICES, _MOST_DEVICES),
-    "nnodes": (1, _MOST_DEVICES),
-    "dist_timeout": (0.1, _MOST_SECONDS),
-    "context_length": (1, _MOST),
-    "page_size": (1, 2**16),
-    "max_total_tokens": (1, _MOST_BYTES),
-    "swa_full_tokens_ratio": (_ABOVE_0, 1.0),
-    "max_running_requests": (1, _MOST),
-    "max_queued_requests": (0, _MOST),
-    "chunked_prefill_size": (-1, _MOST),
-    "max_prefill_tokens": (1, _MOST),
-    "max_num_batched_tokens": (1, _MOST),
-    "cuda_graph_max_bs": (1, _MOST),
-    "schedule_conservativeness": (0.0, 1e6),
-    "hicache_ratio": (_ABOVE_0, 1e6),
-    "hicache_size": (_ABOVE_0, 1e6),
-    "watchdog_timeout": (0.1, _MOST_SECONDS),
-    "decode_log_interval": (1, _MOST),
-}
-
-
-def _check_ranges(config: msgspec.Struct, ranges: _Ranges) -> None:
-    for name, (low, high) in ranges.items():
-        value = getattr(config, name)
-        if value is not None and not low <= value <= high:  # written so that NaN is refused too
-            least = "more than 0" if low == _ABOVE_0 else f"at least {low}"
-            limit = f"at most {high}" if value > high else least
-            raise ConfigError(f"{name} must be {limit}, got {value}")
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -352,13 +307,4 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
-        _check_ranges(self, _SERVER_RANGES)
-
-
-_SERVER_RANGES: _Ranges = {
-    "max_body_bytes": (1, _MOST_BYTES),
-    "max_header_bytes": (1, _MOST_BYTES),
-    "request_read_timeout": (_ABOVE_0, _MOST_SECONDS),
-    "keep_alive_timeout": (_ABOVE_0, _MOST_SECONDS),
-    "drain_timeout": (0.0, _MOST_SECONDS),
-}
+        check_ranges(self, SERVER_RANGES)

@@ -6,7 +6,8 @@ It computes with sizes alone: `devices/mesh.py` makes meshes, and the axes of a 
 from __future__ import annotations
 
 from jaxserve.config.data_parallel import Parallelism, divisors, parallelism
-from jaxserve.config.schema import ALL_DEVICES, EngineConfig
+from jaxserve.config.processes import ALL_DEVICES
+from jaxserve.config.schema import EngineConfig
 from jaxserve.config.settings import as_flag
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig

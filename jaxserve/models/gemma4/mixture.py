@@ -11,11 +11,8 @@ from jaxtyping import Array, Float, Int32
 from jaxserve.layers.batch import TokenBatch
 from jaxserve.layers.mixture import MixtureParams, MixtureSettings, mixture
 from jaxserve.layers.norm import rms_norm
-from jaxserve.model_source.fields import WIDTH, Fields
 from jaxserve.models import gemma
-from jaxserve.models.config import read_experts
 from jaxserve.models.parameters import ParamSpecs
-from pallas_kernels.expert_routing import Routing
 from pallas_kernels.grouped_matmul import Gate
 
 GATE = Gate(gemma.ACTIVATION)
@@ -34,16 +31,6 @@ class LayerMixtureParams:
     mixture: MixtureParams
     mlp_output_norm: Float[Array, " dim"]
     output_norm: Float[Array, " dim"]
-
-
-def read(fields: Fields) -> tuple[Routing | None, int, int]:
-    """Return how experts are chosen, their number and their width; None and zeros without them."""
-    if fields.boolean("enable_moe_block", False):
-        experts, choices = read_experts(fields, "num_experts", "top_k_experts")
-        return Routing(choices, renormalize=True), experts, fields.integer("moe_intermediate_size", WIDTH)
-    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
-        fields.get(name)  # They may be set without experts
-    return None, 0, 0
 
 
 def declared(declare: ParamSpecs, name: str, experts: int) -> LayerMixtureParams:
