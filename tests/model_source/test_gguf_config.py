@@ -209,7 +209,7 @@ def test_a_value_by_layer_counts_if_all_are_equal(tmp_path: Path) -> None:
     [
         ("gemma", {}, "architecture 'gemma' is not supported; supported: llama, qwen2, qwen3, gemma2, gemma3, phi3,"),
         ("granitehybrid", {}, "architecture 'granitehybrid' is not supported"),
-        ("llama", {"values": {"llama.expert_count": 8}}, "llama.expert_count = 8 is not supported"),
+        ("llama", {"values": {"llama.expert_count": 8}}, "llama.expert_used_count is missing"),
         ("llama", {"values": {"llama.attention.clamp_kqv": 8.0}}, "llama.attention.clamp_kqv = 8.0"),
         ("llama", {"values": {"llama.logit_scale": 8.0}}, "llama.logit_scale = 8.0"),
         ("llama", {"values": {"llama.attention.value_length": 4}}, "value_length = 4 is not supported; only 8 is"),
@@ -219,7 +219,7 @@ def test_a_value_by_layer_counts_if_all_are_equal(tmp_path: Path) -> None:
         ("llama", {"values": {"llama.rope.scaling.attn_factor": 2.0}}, "attn_factor = 2.0 is not supported; only 1.0"),
         ("granite", {"values": {"granite.rope.scaling.finetuned": False}}, "finetuned = False is not supported"),
         ("gemma2", {"values": {"gemma2.attn_logit_softcapping": 0.0}}, "attn_logit_softcapping should be a number in"),
-        ("llama", {"tensors": biases("q", "k", "v")}, "biases of attn_q, attn_k, attn_v alone are not supported"),
+        ("llama", {"tensors": biases("q", "k", "v")}, "a bias of attn_q, attn_k, attn_v alone is not supported"),
         ("qwen2", {"values": {"qwen2.attention.sliding_window": 8}}, "qwen2.attention.sliding_window = 8 is not"),
         ("llama", {"without": ("llama.block_count",)}, "llama.block_count is missing"),
         ("llama", {"without": ("token_embd.weight",)}, "no tensor token_embd.weight"),
