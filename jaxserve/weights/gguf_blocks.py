@@ -94,7 +94,8 @@ def _around(middle: int) -> Callable[[Bytes], tuple[Floats, Floats]]:
 
 def _power_of_two(raw: Bytes) -> tuple[Floats, Floats]:
     """Return the scale whose biased exponent is the first byte; 255, which is NaN, gives infinity."""
-    scale = np.ldexp(np.float32(1), raw[..., :1].astype(np.int32) - 127)
+    # 0 is 2**-127, whose only bit is one of the fraction
+    scale = np.maximum(raw[..., :1].astype(np.uint32) << 23, 1 << 22).view(np.float32)
     return scale, np.zeros_like(scale)
 
 

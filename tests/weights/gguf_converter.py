@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -121,10 +121,12 @@ def from_golden(
     path: Path,
     kind: Kind | None = None,
     extra: Mapping[str, np.ndarray[Any, Any]] = MappingProxyType({}),
+    change: Callable[[Tensors], object] = lambda tensors: None,
 ) -> Path:
     """Write a fixture as llama.cpp's converter does; matrices whose rows allow it are stored as `kind`.
 
-    Routers are stored in float32, and blocks of MXFP4 as they are. A name may be a folder that is like a fixture.
+    Routers are stored in float32, and blocks of MXFP4 as they are. A name may be a folder that is like a fixture;
+    `change` may change the tensors before they are written.
     """
     config = json.loads((GOLDEN / name / "config.json").read_text())
     arch = MODEL_ARCH[_ARCHITECTURES[config["architectures"][0]]]
@@ -151,6 +153,7 @@ def from_golden(
             tensors[gguf_name] = quantize(weight, kind), kind
         else:
             tensors[gguf_name] = weight, None
+    change(tensors)
     return write(path, tensors, architecture, **{key.replace(".", "__"): value for key, value in values.items()})
 
 
