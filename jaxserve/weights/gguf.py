@@ -1,8 +1,8 @@
-"""A GGUF file as a `BlockSource`: blocks are dequantized as they are read, or kept quantized.
+"""A GGUF file as a `QuantizedSource`: blocks are dequantized as they are read, or kept quantized.
 
 Undoes what llama.cpp's converter changed: the tensor names, and in some architectures (`gguf_architectures`) the row
-order of q and k, the weights of norms, and which tensors the experts of a layer share. `model_source` parses the header;
-`gguf_blocks` and the `gguf` package do the arithmetic of the quantized types.
+order of q and k, the weights of norms, and which tensors the experts of a layer share. `model_source` parses the
+header; `gguf_blocks` and the `gguf` package do the arithmetic of the quantized types.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>(?:nextn\.)?\w+?)(?:\.(?
 
 
 class GGUFFile:
-    """The tensors of one GGUF file. Raises `ConfigError` if the file isn't a complete GGUF file."""
+    """The tensors of a GGUF file, or of all that a model is split into. Raises `ConfigError` if one isn't complete."""
 
     def __init__(self, path: Path) -> None:
         metadata = GGUFMetadata(path)
         self._path = path
-        self._data = np.memmap(path, np.uint8, mode="r")
+        self._data = {file: np.memmap(file, np.uint8, mode="r") for file in metadata.files}
         row = architecture_of(metadata)
         names = {**_LAYER_NAMES, **row.names}
         found: dict[str, list[GGUFTensorInfo]] = defaultdict(list)
@@ -129,7 +129,7 @@ class GGUFFile:
             kind = _TYPES[tensor.ggml_type]
             block_elements, block_bytes = GGML_QUANT_SIZES[kind]
             rows, row_bytes = tensor.shape[0], _num_bytes(kind, tensor.shape[1:])
-            stored = self._data[tensor.offset : tensor.offset + rows * row_bytes].reshape(rows, row_bytes)
+            stored = self._data[tensor.path][tensor.offset : tensor.offset + rows * row_bytes].reshape(rows, row_bytes)
             order = self._row_order(name, rows)
             first, last, inside = _touched_columns(tensor.shape, inner, block_elements)
             touched = slice(first // block_elements * block_bytes, last // block_elements * block_bytes)

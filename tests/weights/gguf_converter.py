@@ -86,9 +86,12 @@ _FIELDS = {
 }
 
 
-def write(path: Path, tensors: Tensors, architecture: str = "qwen2", **values: Any) -> Path:
-    """Write a GGUF file; `values` are keys under the architecture's name, with `__` for a dot."""
-    writer = GGUFWriter(path, architecture)
+def write(path: Path, tensors: Tensors, architecture: str = "qwen2", *, most: int = 0, **values: Any) -> Path:
+    """Write a GGUF file; `values` are keys under the architecture's name, with `__` for a dot.
+
+    With `most`, writes several files of at most so many tensors, and returns the first.
+    """
+    writer = GGUFWriter(path, architecture, split_max_tensors=most)
     for key, value in values.items():
         name = f"{architecture}.{key.replace('__', '.')}"
         if isinstance(value, list):
@@ -107,7 +110,7 @@ def write(path: Path, tensors: Tensors, architecture: str = "qwen2", **values: A
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if most else path
 
 
 def permuted(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
@@ -122,11 +125,12 @@ def from_golden(
     kind: Kind | None = None,
     extra: Mapping[str, np.ndarray[Any, Any]] = MappingProxyType({}),
     change: Callable[[Tensors], object] = lambda tensors: None,
+    most: int = 0,
 ) -> Path:
     """Write a fixture as llama.cpp's converter does; matrices whose rows allow it are stored as `kind`.
 
     Routers are stored in float32, and blocks of MXFP4 as they are. A name may be a folder that is like a fixture;
-    `change` may change the tensors before they are written.
+    `change` may change the tensors before they are written. `most`: see `write`.
     """
     config = json.loads((GOLDEN / name / "config.json").read_text())
     arch = MODEL_ARCH[_ARCHITECTURES[config["architectures"][0]]]
@@ -154,7 +158,8 @@ def from_golden(
         else:
             tensors[gguf_name] = weight, None
     change(tensors)
-    return write(path, tensors, architecture, **{key.replace(".", "__"): value for key, value in values.items()})
+    keys = {key.replace(".", "__"): value for key, value in values.items()}
+    return write(path, tensors, architecture, most=most, **keys)
 
 
 def _weights(name: str | Path) -> dict[str, np.ndarray[Any, Any]]:

@@ -13,8 +13,10 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file, save_file
 
+from jaxserve.errors import ConfigError
 from jaxserve.layers.rope import RopeConfig, frequencies
 from jaxserve.model_source import ModelSource, read_config
+from jaxserve.model_source.gguf_metadata import GGUFMetadata
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family, parse_model_config
 from jaxserve.params import dotted
@@ -101,3 +103,21 @@ def test_blocks_stay_packed(tmp_path: Path, name: str, kind: Kind) -> None:
     for layer, precise in zip(params.layers, exact.layers):
         np.testing.assert_array_equal(unpack(layer.attention.qkv), precise.attention.qkv)
         np.testing.assert_array_equal(unpack(layer.mlp.up), precise.mlp.up)
+
+
+def test_a_model_may_be_split_into_several_files(tmp_path: Path) -> None:
+    first = from_golden("llama3", tmp_path / "m.gguf", most=6)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert len(names) == 4
+    assert first.name == names[0] == "m-00001-of-00004.gguf"
+    folder = ModelSource(GOLDEN / "llama3", "folder", "m")
+    assert_same_params(load_model(ModelSource(first, "gguf", "m")), load_model(folder))
+    with pytest.raises(ConfigError, match=r"m-00002-of-00004.gguf is file 2 of the 4 .* pass the first one"):
+        GGUFMetadata(tmp_path / names[1])
+    third = (tmp_path / names[2]).rename(tmp_path / "other.gguf")
+    with pytest.raises(ConfigError, match=r"the first of 4 files .* there is no .*m-00003-of-00004.gguf"):
+        GGUFMetadata(first)
+    third.write_bytes((tmp_path / names[1]).read_bytes())
+    third.rename(tmp_path / names[2])
+    with pytest.raises(ConfigError, match=r"m-00003-of-00004.gguf is file 2 of the 4 .* file 3 was expected"):
+        GGUFMetadata(first)
