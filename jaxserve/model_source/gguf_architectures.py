@@ -259,6 +259,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         ),
         "gpt-oss": Architecture(
             model=("GptOssForCausalLM", "gpt_oss"),
+            constants=_SILU | {"sliding_window": None},
             # No key says that YaRN's bounds aren't rounded; all released models have it
             implied=lambda config: {"rope_parameters": {**config["rope_parameters"], "truncate": False}},
             integers={"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size", **_USED},
