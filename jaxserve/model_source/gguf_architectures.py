@@ -26,8 +26,13 @@ class Architecture:
         implied: returns further fields that follow from the config so far.
         norm_epsilon: the key of the norms' epsilon and its field.
         numbers: optional keys that hold a number, and their fields. `rope_numbers`: fields in `rope_parameters`.
-        biases: fields that tell whether all of some tensors of a layer have a bias.
+        integers, flags: keys that hold a whole number, or true or false, and their fields. A file must have those whose
+            field isn't one of the `constants`.
+        biases: fields that tell whether all of some tensors of a layer have a bias. `norms`: those that tell whether
+            a layer has some norms.
         partial_rotation: whether heads may be rotated in part.
+        drafts: the field of the number of layers that draft several tokens at once. The file counts them as layers of
+            the model, whose last ones they are.
     Sliding windows:
         window_period: each layer with a multiple of this number has full attention, where the file doesn't list them;
             1: all layers have a window; 0: windows aren't supported.
@@ -37,10 +42,14 @@ class Architecture:
         only: the only supported value of some keys; `ignored` begin keys that change nothing.
         whole_yarn_factor: whether `rope.scaling.attn_factor` is all that YaRN multiplies by, not one factor more.
     Tensors:
-        names: Hugging Face's names of a layer's tensors that aren't named as Llama's.
+        names: Hugging Face's names of a layer's tensors that aren't named as Llama's, by part of the layer or by part
+            and kind. A `*` stands for the number of an expert: the file has all experts in one tensor. The rows of two
+            tensors of the same name alternate, those of the gate come first.
         pairs_adjacent: whether the converter reordered q's and k's rows, so that the two dimensions that a rotation
             turns are side by side. Hugging Face has them half a head apart.
         norm_offset: the number that the converter added to the weights of norms.
+    Mixtures of experts:
+        mixture: the row of files that have experts, where dense models have the same architecture.
     """
 
     model: tuple[str, str]
@@ -50,8 +59,12 @@ class Architecture:
     norm_epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     numbers: Mapping[str, str] = _NOTHING
     rope_numbers: Mapping[str, str] = _NOTHING
+    integers: Mapping[str, str] = _NOTHING
+    flags: Mapping[str, str] = _NOTHING
     biases: Mapping[str, tuple[str, ...]] = MappingProxyType({"attention_bias": _QKV + _OUTPUT})
+    norms: Mapping[str, tuple[str, ...]] = _NOTHING
     partial_rotation: bool = False
+    drafts: str = ""
     window_period: int = 0
     local_theta: float | None = None
     only: Mapping[str, Any] = _NOTHING
@@ -60,6 +73,7 @@ class Architecture:
     names: Mapping[str, str] = _NOTHING
     pairs_adjacent: bool = False
     norm_offset: float = 0.0
+    mixture: Architecture | None = None
 
 
 def _query_scale(widest: int) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
@@ -84,6 +98,25 @@ _SANDWICH = {
 }
 _LLAMA_BIASES = {"attention_bias": _QKV + _OUTPUT, "mlp_bias": _MLP}
 
+
+def _named(block: str, gate: str, up: str, down: str) -> dict[str, str]:
+    """Return the names of a router and of experts, whose projections are `gate`, `up` and `down`."""
+    projections = {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": down}
+    experts = {part: f"{block}.experts.*.{name}" for part, name in projections.items()}
+    return {"ffn_gate_inp": f"{block}.gate", **experts}
+
+
+def _shared(name: str) -> dict[str, str]:
+    """Return the names of an expert that computes all tokens."""
+    return {f"ffn_{each}_shexp": f"mlp.{name}.{each}_proj" for each in ("gate", "up", "down")}
+
+
+_EXPERTS = _named("mlp", "gate_proj", "up_proj", "down_proj")
+_MIXTRAL = _named("block_sparse_moe", "w1", "w3", "w2")
+_USED = {"expert_used_count": "num_experts_per_tok"}
+_OWN_WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
+_SIGMOID = {"expert_gating_func": 2}
+
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "llama": Architecture(
@@ -92,6 +125,14 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             window_period=1,
             biases=_LLAMA_BIASES,
             pairs_adjacent=True,
+            mixture=Architecture(
+                model=("MixtralForCausalLM", "mixtral"),
+                integers={"expert_count": "num_local_experts", **_USED},
+                biases=_NOTHING,
+                window_period=1,
+                names=_MIXTRAL,
+                pairs_adjacent=True,
+            ),
         ),
         "qwen2": Architecture(model=("Qwen2ForCausalLM", "qwen2"), biases={"attention_bias": _QKV}),
         "qwen3": Architecture(model=("Qwen3ForCausalLM", "qwen3")),
@@ -191,6 +232,89 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             model=("SeedOssForCausalLM", "seed_oss"),
             biases={"attention_bias": _QKV, "attention_out_bias": _OUTPUT, "mlp_bias": _MLP},
             names={"post_attention_norm": "post_attention_layernorm"},
+        ),
+        "qwen2moe": Architecture(
+            model=("Qwen2MoeForCausalLM", "qwen2_moe"),
+            constants=_SILU | {"norm_topk_prob": False},
+            integers={
+                "expert_count": "num_experts",
+                "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+                **_USED,
+                **_OWN_WIDTH,
+            },
+            biases={"qkv_bias": _QKV},
+            names=_EXPERTS | _shared("shared_expert") | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+        ),
+        "qwen3moe": Architecture(
+            model=("Qwen3MoeForCausalLM", "qwen3_moe"),
+            constants=_SILU | {"norm_topk_prob": True},
+            integers={"expert_count": "num_experts", **_USED, **_OWN_WIDTH},
+            names=_EXPERTS,
+        ),
+        "olmoe": Architecture(
+            model=("OlmoeForCausalLM", "olmoe"),
+            constants=_SILU | {"norm_topk_prob": False},
+            integers={"expert_count": "num_experts", **_USED},
+            names=_EXPERTS,
+        ),
+        "gpt-oss": Architecture(
+            model=("GptOssForCausalLM", "gpt_oss"),
+            constants=_SILU | {"sliding_window": None},
+            # No key says that YaRN's bounds aren't rounded; all released models have it
+            implied=lambda config: {"rope_parameters": {**config["rope_parameters"], "truncate": False}},
+            integers={"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size", **_USED},
+            window_period=2,
+            names={
+                "attn_sinks.weight": "self_attn.sinks",
+                "post_attention_norm": "post_attention_layernorm",
+                "ffn_gate_inp": "mlp.router",
+                "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
+                "ffn_up_exps.weight": "mlp.experts.gate_up_proj",
+                "ffn_down_exps.weight": "mlp.experts.down_proj",
+                "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias",
+                "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias",
+                "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+            },
+        ),
+        "glm4moe": Architecture(
+            model=("Glm4MoeForCausalLM", "glm4_moe"),
+            constants=_SILU | {"first_k_dense_replace": 0, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+            numbers={"expert_weights_scale": "routed_scaling_factor"},
+            integers={
+                "expert_count": "n_routed_experts",
+                "expert_shared_count": "n_shared_experts",
+                "expert_group_count": "n_group",
+                "expert_group_used_count": "topk_group",
+                "leading_dense_block_count": "first_k_dense_replace",
+                **_USED,
+                **_OWN_WIDTH,
+            },
+            flags={"expert_weights_norm": "norm_topk_prob"},
+            biases={"attention_bias": _QKV},
+            norms={"use_qk_norm": ("attn_q_norm", "attn_k_norm")},
+            partial_rotation=True,
+            drafts="num_nextn_predict_layers",
+            only=_SIGMOID,
+            names={
+                **_EXPERTS,
+                **_shared("shared_experts"),
+                "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+                "post_attention_norm": "post_attention_layernorm",
+                "nextn.eh_proj": "eh_proj",
+                "nextn.embed_tokens": "embed_tokens",
+                "nextn.enorm": "enorm",
+                "nextn.hnorm": "hnorm",
+                "nextn.shared_head_head": "shared_head.head",
+                "nextn.shared_head_norm": "shared_head.norm",
+            },
+        ),
+        "minimax-m2": Architecture(
+            model=("MiniMaxM2ForCausalLM", "minimax_m2"),
+            integers={"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size", **_USED},
+            biases=_NOTHING,
+            partial_rotation=True,
+            only=_SIGMOID,
+            names=_MIXTRAL | {"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
         ),
     }
 )

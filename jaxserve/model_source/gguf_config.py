@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.errors import ConfigError
@@ -27,6 +28,7 @@ from jaxserve.model_source.gguf_metadata import GGUFMetadata, Scalar
 # The other kind of norm's epsilon is written where a config.json has both
 _HARMLESS_KEYS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.layer_norm_")
 _NON_NEGATIVE_LENGTH = Range(0, CONTEXT.most)
+_COUNT = Range(0, WIDTH.most)
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Divisors of frequencies: part of the config rather than weights."""
@@ -48,6 +50,8 @@ def config_from_gguf(metadata: GGUFMetadata) -> dict[str, Any]:
     hidden_size, (num_heads, num_kv_heads) = keys.integer("embedding_length", WIDTH), head_counts(metadata)
     head_dim = keys.integer("attention.key_length", HEAD_DIM, hidden_size // num_heads)
     num_layers = keys.integer("block_count", LAYERS)
+    drafts = keys.integer("nextn_predict_layers", Range(0, num_layers - 1), 0) if row.drafts else 0
+    num_layers -= drafts
     windows = _windows(keys, row, num_layers)
     class_name, model_type = row.windowed_model if windows and row.windowed_model else row.model
     epsilon_key, epsilon = row.norm_epsilon
@@ -68,8 +72,12 @@ def config_from_gguf(metadata: GGUFMetadata) -> dict[str, Any]:
         "rope_parameters": _rope_parameters(keys, row, head_dim, windowed=bool(windows)),
         "max_position_embeddings": keys.integer("context_length", CONTEXT),
         "tie_word_embeddings": "output.weight" not in metadata.tensors,
-        **_biases(metadata, row),
+        **_present(metadata, row, row.biases, "bias"),
+        **_present(metadata, row, row.norms, "weight"),
         **{field: keys.number(key, POSITIVE) for key, field in row.numbers.items() if key in keys},
+        **{field: keys.integer(key, _COUNT, row.constants.get(field)) for key, field in row.integers.items()},
+        **{field: keys.boolean(key, row.constants[field]) for key, field in row.flags.items()},
+        **({row.drafts: drafts} if row.drafts else {}),
         **windows,
         "bos_token_id": bos_ids[0] if bos_ids else None,
         "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids or None,
@@ -90,7 +98,9 @@ def architecture_of(metadata: GGUFMetadata) -> Architecture:
             f"{metadata.path}: GGUF architecture {abbreviate(name)} is not supported; "
             f"supported: {', '.join(ARCHITECTURES)}"
         )
-    return ARCHITECTURES[str(name)]
+    row = ARCHITECTURES[str(name)]
+    has_experts = row.mixture is not None and metadata.fields.integer(f"{name}.expert_count", _COUNT, 0) > 0
+    return row.mixture if row.mixture is not None and has_experts else row
 
 
 def head_counts(metadata: GGUFMetadata) -> tuple[int, int]:
@@ -116,6 +126,9 @@ class _ArchitectureKeys:
 
     def integer(self, name: str, allowed: Range, default: int | None = None) -> int:
         return self._fields(name).integer(self.prefix + name, allowed, default)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        return self._fields(name).boolean(self.prefix + name, default)
 
     def text(self, name: str, default: str) -> str:
         return self._fields(name).text(self.prefix + name, default)
@@ -181,15 +194,17 @@ def _windows(keys: _ArchitectureKeys, row: Architecture, num_layers: int) -> dic
     }
 
 
-def _biases(metadata: GGUFMetadata, row: Architecture) -> dict[str, bool]:
-    """Return the fields that tell which tensors have a bias, by those of the first layer."""
+def _present(
+    metadata: GGUFMetadata, row: Architecture, fields: Mapping[str, tuple[str, ...]], kind: str
+) -> dict[str, bool]:
+    """Return the fields that tell which tensors there are, by those of the first layer."""
     found = {}
-    for field, parts in row.biases.items():
-        present = [part for part in parts if f"blk.0.{part}.bias" in metadata.tensors]
+    for field, parts in fields.items():
+        present = [part for part in parts if f"blk.0.{part}.{kind}" in metadata.tensors]
         if present and len(present) < len(parts):
             raise ConfigError(
-                f"{metadata.path}: biases of {', '.join(present)} alone are not supported for {row.model[1]}: it has "
-                f"them on all of {', '.join(parts)} or on none"
+                f"{metadata.path}: a {kind} of {', '.join(present)} alone is not supported for {row.model[1]}: it has "
+                f"one on all of {', '.join(parts)} or on none"
             )
         found[field] = bool(present)
     return found

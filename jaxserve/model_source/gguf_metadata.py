@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file: its key-values and its tensor table.
+"""Reads the header of a GGUF file: its key-values and its tensor table. Files that a model is split into are one.
 
 Arrays (such as a vocabulary of 150,000 strings) are decoded only when asked for, so that a config is read in
 milliseconds. Weights are never read, except for a small float32 tensor that is asked for by name. The format:
@@ -45,12 +45,13 @@ _F32 = 0
 _MAX_RANK = 4
 _MAX_NAME, _MAX_TEXT = 1 << 10, 1 << 24
 _ALIGNMENT = Range(1, 1 << 20)
+_FILES = Range(0, 99_999)
 _MAX_TENSOR_VALUES = 1 << 14
 # ggml type -> (weights a block, bytes a block), for the types whose tensors can be checked against the file's size
 _BLOCKS = {
     0: (1, 4), 1: (1, 2), 30: (1, 2),
     2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34),
-    12: (256, 144), 13: (256, 176), 14: (256, 210),
+    12: (256, 144), 13: (256, 176), 14: (256, 210), 39: (32, 17),
 }  # fmt: skip
 
 
@@ -62,6 +63,7 @@ class GGUFTensorInfo:
     shape: tuple[int, ...]
     ggml_type: int
     offset: int
+    path: Path
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -75,9 +77,13 @@ class _ArrayRef:
 
 
 class GGUFMetadata:
-    """The metadata of one file. Raises `ConfigError` unless it is a complete little-endian GGUF 2 or 3 file."""
+    """The metadata of one file, and the tensors of those that follow it, if a model is split into several.
 
-    def __init__(self, path: Path) -> None:
+    `number` is that of the file among these. Raises `ConfigError` unless all are complete little-endian GGUF 2 or 3
+    files.
+    """
+
+    def __init__(self, path: Path, number: int = 0) -> None:
         self.path = path
         self._values: dict[str, Scalar | _ArrayRef] = {}
         self._decoded: dict[str, list[Scalar]] = {}
@@ -96,7 +102,31 @@ class GGUFMetadata:
             raise self._damaged(f"its header can't be read ({error.reason})") from None  # the error holds all the bytes
         except (struct.error, IndexError, KeyError, OverflowError, RecursionError) as error:
             raise self._damaged(f"its header can't be read ({error!r})") from error
+        self.files = {path: self._data}
+        for part in self._following(number):
+            self.files |= part.files
+            if twice := tensors.keys() & part.tensors.keys():
+                raise part._damaged(f"tensor {min(twice)} is in another file of the model, too")
+            tensors |= part.tensors
         self.tensors: Mapping[str, GGUFTensorInfo] = MappingProxyType(tensors)
+
+    def _following(self, number: int) -> Iterator[GGUFMetadata]:
+        """Yield the files that follow the first one of a model. Raises `ConfigError` if this isn't file `number`."""
+        found, count = (self.fields.integer(f"split.{key}", _FILES, least) for key, least in (("no", 0), ("count", 1)))
+        if found != number:
+            raise ConfigError(
+                f"{self.path} is file {found + 1} of the {count} that a model is split into, and file {number + 1} was "
+                "expected: pass the first one, and leave their names as they were"
+            )
+        last = f"-{count:05d}.gguf"
+        for i in range(1, count if number == 0 else 1):
+            path = self.path.with_name(f"{self.path.name.removesuffix(f'-00001-of{last}')}-{i + 1:05d}-of{last}")
+            if not path.is_file():
+                raise ConfigError(
+                    f"{self.path} is the first of {count} files that a model is split into, but there is no {path}: "
+                    "fetch it, too, and leave their names as they were"
+                )
+            yield GGUFMetadata(path, i)
 
     def _parse(self, tensors: dict[str, GGUFTensorInfo]) -> None:
         (version,) = _U32.unpack_from(self._data, 4)
@@ -131,7 +161,7 @@ class GGUFMetadata:
                 raise self._damaged(f"it has two tensors {name}")
             if offset % alignment:
                 raise self._damaged(f"tensor {name} begins at {offset}, which is no multiple of {alignment}")
-            tensors[name] = GGUFTensorInfo(name, shape, ggml_type, data_start + offset)
+            tensors[name] = GGUFTensorInfo(name, shape, ggml_type, data_start + offset, self.path)
             weights, block_bytes = _BLOCKS.get(ggml_type, (1, 0))
             end = data_start + offset + math.prod(shape) // weights * block_bytes
             if end > len(self._data):
@@ -223,4 +253,4 @@ class GGUFMetadata:
             raise ConfigError(
                 f"{self.path}: tensor {name} has {math.prod(info.shape)} values; the most is {_MAX_TENSOR_VALUES}"
             )
-        return list(struct.unpack_from(f"<{math.prod(info.shape)}f", self._data, info.offset))
+        return list(struct.unpack_from(f"<{math.prod(info.shape)}f", self.files[info.path], info.offset))

@@ -17,13 +17,12 @@ import jax.numpy as jnp
 from jaxserve.errors import ConfigError
 from jaxserve.layers.batch import KVLayer
 from jaxserve.layers.rope import RopeConfig
-from jaxserve.model_source.fields import CONTEXT, HEAD_DIM, HEADS, LAYERS, WIDTH, Fields, Range, abbreviate
+from jaxserve.model_source.fields import CONTEXT, EXPERTS, HEAD_DIM, HEADS, LAYERS, WIDTH, Fields, Range, abbreviate
 from jaxserve.params import KVSpec
 from jaxserve.quant import CheckpointQuantization
 
 logger = logging.getLogger("jaxserve.models")
 
-EXPERTS = Range(1, 4096)
 DRAFTS = Range(0, 64)
 SLIDING, FULL = "sliding_attention", "full_attention"
 

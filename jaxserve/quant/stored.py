@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import ml_dtypes
 import numpy as np
 
 from pallas_kernels.quantized_matmul import Scheme
@@ -13,7 +14,7 @@ from pallas_kernels.quantized_matmul import Scheme
 Packing = Literal["dense", "gguf", "awq", "gptq", "gptq_v2", "packed", "plain", "mxfp4", "converted"]
 MXFP4_GROUP = 32
 
-_F16, _F32 = np.dtype(np.float16), np.dtype(np.float32)
+_F16, _BF16, _F32 = map(np.dtype, (np.float16, ml_dtypes.bfloat16, np.float32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,7 @@ GGUF_TYPES: Mapping[str, StoredWeight] = {
         _gguf("Q4_K", Scheme("int4", 32, zeros=True)),
         _gguf("Q5_K", Scheme("int8", 32, zeros=True)),
         _gguf("Q6_K", Scheme("int8", 16)),
+        _gguf("MXFP4", Scheme("fp4", MXFP4_GROUP), _BF16),
     )
 }
 """Those of GGUF's quantized types that `scale * (q - zero)` represents."""

@@ -1,22 +1,27 @@
-"""A GGUF file as a `BlockSource`: blocks are dequantized as they are read, or kept quantized.
+"""A GGUF file as a `QuantizedSource`: blocks are dequantized as they are read, or kept quantized.
 
 Undoes what llama.cpp's converter changed: the tensor names, and in some architectures (`gguf_architectures`) the row
-order of q and k and the weights of norms. `model_source` parses the header; `gguf_blocks` and the `gguf` package do the
-arithmetic of the quantized types.
+order of q and k, the weights of norms, and which tensors the experts of a layer share. `model_source` parses the
+header; `gguf_blocks` and the `gguf` package do the arithmetic of the quantized types.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
+from jaxserve.model_source.fields import EXPERTS
 from jaxserve.model_source.gguf_config import ROPE_TENSORS, architecture_of, head_counts
 from jaxserve.model_source.gguf_metadata import GGUFMetadata, GGUFTensorInfo
 from jaxserve.params import Window
@@ -25,8 +30,8 @@ from jaxserve.weights.finite import check_finite
 from jaxserve.weights.gguf_blocks import BLOCK_KINDS
 from jaxserve.weights.source import TensorInfo, row_blocks
 
-_READABLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-_TYPES = {kind.value: kind for kind in GGMLQuantizationType}
+_READABLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+_TYPES = {kind.value: kind for kind in Kind}
 
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
@@ -42,21 +47,26 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)")
+# Files of the first mixtures have a tensor for each expert, with its number after the part's name
+_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>(?:nextn\.)?\w+?)(?:\.(?P<expert>\d+))?\.(?P<kind>weight|bias)")
 
 
 class GGUFFile:
-    """The tensors of one GGUF file. Raises `ConfigError` if the file isn't a complete GGUF file."""
+    """The tensors of a GGUF file, or of all that a model is split into. Raises `ConfigError` if one isn't complete."""
 
     def __init__(self, path: Path) -> None:
         metadata = GGUFMetadata(path)
         self._path = path
-        self._data = np.memmap(path, np.uint8, mode="r")
+        self._data = {file: np.memmap(file, np.uint8, mode="r") for file in metadata.files}
         row = architecture_of(metadata)
         names = {**_LAYER_NAMES, **row.names}
-        weights = {name: info for name, info in metadata.tensors.items() if name not in ROPE_TENSORS}
-        self._tensors = {_hf_name(name, names): info for name, info in weights.items()}
-        self._infos = {name: _info(tensor) for name, tensor in self._tensors.items()}
+        found: dict[str, list[GGUFTensorInfo]] = defaultdict(list)
+        for tensor in metadata.tensors.values():
+            if tensor.name not in ROPE_TENSORS:
+                for name, part in _hf_tensors(tensor, names):
+                    found[name].append(part)
+        self._tensors = {name: sorted(parts, key=lambda part: part.name) for name, parts in found.items()}
+        self._infos = {name: _info(parts) for name, parts in self._tensors.items()}
         self._permuted = dict(zip((".q_proj.", ".k_proj."), head_counts(metadata))) if row.pairs_adjacent else {}
         self._norm_offset = row.norm_offset
 
@@ -70,15 +80,14 @@ class GGUFFile:
 
     def read(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
         """See `TensorSource`."""
-        kind = _TYPES[self._tensors[name].ggml_type]
-        for raw, inside, part in self._row_parts(name, window, out):
+        for kind, raw, inside, part in self._row_parts(name, window, out):
             # As one long row: the package works through groups of 16 rows, which is slow for short ones
             values = dequantize(raw.reshape(1, -1), kind).reshape(len(part), -1)
             part[...] = values[:, inside].reshape(part.shape)
         if self._norm_offset and name.endswith("norm.weight"):
             out -= np.asarray(self._norm_offset, out.dtype)
 
-    @property
+    @functools.cached_property
     def stored(self) -> Stored:
         """See `QuantizedSource`."""
         kinds = ((name, info.stored_type) for name, info in self._infos.items())
@@ -86,18 +95,17 @@ class GGUFFile:
 
     def read_numbers(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
         """See `QuantizedSource`."""
-        decode = BLOCK_KINDS[_TYPES[self._tensors[name].ggml_type]].numbers
-        for raw, inside, part in self._row_parts(name, window, out):
-            part[...] = decode(self._blocks(name, raw)).reshape(len(part), -1)[:, inside]
+        for kind, raw, inside, part in self._row_parts(name, window, out):
+            part[...] = BLOCK_KINDS[kind].numbers(_blocks(raw, kind)).reshape(len(part), -1)[:, inside]
 
     def read_factors(self, name: str, window: Window, unit: int, out: np.ndarray[Any, Any]) -> None:
         """See `QuantizedSource`."""
-        group, _, decode = BLOCK_KINDS[_TYPES[self._tensors[name].ggml_type]]
-        rows, units = window
+        *rows, units = window
         inputs = slice(units.start * unit, units.stop * unit)
-        for raw, inside, part in self._row_parts(name, (rows, inputs), out):
+        for kind, raw, inside, part in self._row_parts(name, (*rows, inputs), out):
+            group, _, decode = BLOCK_KINDS[kind]
             found = np.arange(inside.start, inside.stop, unit) // group
-            for factor, values in zip(("scale", "minimum"), decode(self._blocks(name, raw)), strict=True):
+            for factor, values in zip(("scale", "minimum"), decode(_blocks(raw, kind)), strict=True):
                 check_finite(values, name, self.description)
                 part[factor] = values.reshape(len(part), -1)[:, found]
 
@@ -109,28 +117,40 @@ class GGUFFile:
         """See `QuantizedSource`."""
         raise AssertionError(f"{name}: GGUF has no quantized activations")
 
-    def _blocks(self, name: str, raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return rows of bytes as blocks, `[rows, count, block_bytes]`."""
-        return raw.reshape(len(raw), -1, GGML_QUANT_SIZES[_TYPES[self._tensors[name].ggml_type]][1])
-
     def _row_parts(
         self, name: str, window: Window, out: np.ndarray[Any, Any]
-    ) -> Iterator[tuple[np.ndarray[Any, Any], slice, np.ndarray[Any, Any]]]:
+    ) -> Iterator[tuple[Kind, np.ndarray[Any, Any], slice, np.ndarray[Any, Any]]]:
         """Split a window into blocks of rows.
 
-        Yields for each: the bytes that it touches, the slice of their elements that belongs to the window, and the part
-        of `out` that it fills.
+        Yields for each: the type of the file's tensor, the bytes that it touches, the slice of their elements that
+        belongs to the window, and the part of `out` that it fills.
         """
-        tensor = self._tensors[name]
-        block_elements, block_bytes = GGML_QUANT_SIZES[_TYPES[tensor.ggml_type]]
-        rows, row_elements = tensor.shape[0], math.prod(tensor.shape[1:])
-        row_bytes = row_elements // block_elements * block_bytes
-        stored = self._data[tensor.offset : tensor.offset + rows * row_bytes].reshape(rows, row_bytes)
-        order = self._row_order(name, rows)
-        first, last, inside = _touched_columns(tensor.shape, window, block_elements)
-        touched = slice(first // block_elements * block_bytes, last // block_elements * block_bytes)
-        for (rows_read, *_), part in row_blocks(window, out):
-            yield stored[rows_read if order is None else order[rows_read], touched], inside, part
+        for tensor, inner, target in self._matrices(name, window, out):
+            kind = _TYPES[tensor.ggml_type]
+            block_elements, block_bytes = GGML_QUANT_SIZES[kind]
+            rows, row_bytes = tensor.shape[0], _num_bytes(kind, tensor.shape[1:])
+            stored = self._data[tensor.path][tensor.offset : tensor.offset + rows * row_bytes].reshape(rows, row_bytes)
+            order = self._row_order(name, rows)
+            first, last, inside = _touched_columns(tensor.shape, inner, block_elements)
+            touched = slice(first // block_elements * block_bytes, last // block_elements * block_bytes)
+            for (rows_read, *_), part in row_blocks(inner, target):
+                yield kind, stored[rows_read if order is None else order[rows_read], touched], inside, part
+
+    def _matrices(
+        self, name: str, window: Window, out: np.ndarray[Any, Any]
+    ) -> Iterator[tuple[GGUFTensorInfo, Window, np.ndarray[Any, Any]]]:
+        """Split a window by the file's matrices or vectors; yields each with its window and its part of `out`."""
+        tensors = self._tensors[name]
+        count = len(tensors)
+        if count == 1 and len(window) <= 2:
+            yield tensors[0], window, out
+            return
+        experts, rows, *columns = window
+        for expert, target in zip(range(experts.start, experts.stop), out, strict=True):
+            for i, tensor in enumerate(tensors):
+                first, last = (-(-(at - i) // count) for at in (rows.start, rows.stop))
+                inner = slice(first, last), *columns
+                yield _of_expert(tensor, expert), inner, target[first * count + i - rows.start :: count]
 
     def _row_order(self, name: str, rows: int) -> np.ndarray[Any, Any] | None:
         """Return the file's row for each of Hugging Face's rows, or None if the order is the same.
@@ -141,29 +161,71 @@ class GGUFFile:
         return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(rows) if heads else None
 
 
+def _hf_tensors(tensor: GGUFTensorInfo, names: Mapping[str, str]) -> Iterator[tuple[str, GGUFTensorInfo]]:
+    """Yield Hugging Face's name of a tensor, or of its part of each expert.
+
+    An unknown one keeps its own name and is later reported as left over.
+    """
+    name = _hf_name(tensor.name, names)
+    if "*" not in name:
+        yield name, tensor
+        return
+    for expert in range(min(tensor.shape[0], int(EXPERTS.most)) if tensor.shape else 0):
+        yield name.replace("*", str(expert)), _of_expert(tensor, expert)
+
+
 def _hf_name(name: str, names: Mapping[str, str]) -> str:
-    """Return a tensor's Hugging Face name; an unknown one keeps its own name and is later reported as left over."""
     match = _NAME.fullmatch(name)
     if match is None:
         return name
-    layer, part, kind = match["layer"], match["part"], match["kind"]
+    layer, part, expert, kind = match["layer"], match["part"], match["expert"], match["kind"]
     if layer is None:
-        return f"{_TOP_NAMES[part]}.{kind}" if part in _TOP_NAMES else name
-    return f"model.layers.{layer}.{names[part]}.{kind}" if part in names else name
+        return f"{_TOP_NAMES[part]}.{kind}" if part in _TOP_NAMES and expert is None else name
+    part = part if expert is None else f"{part}_exps"
+    found = names.get(f"{part}.{kind}") or (f"{names[part]}.{kind}" if part in names else None)
+    if found is None or (expert is not None and "*" not in found):
+        return name
+    return f"model.layers.{layer}.{found if expert is None else found.replace('*', expert)}"
 
 
-def _info(tensor: GGUFTensorInfo) -> TensorInfo:
-    kind = _TYPES.get(tensor.ggml_type)
-    name = f"ggml type {tensor.ggml_type}" if kind is None else kind.name
-    if kind is None or name not in _READABLE:
-        return TensorInfo(tensor.shape, name, f"type {name} is not supported, only {', '.join(_READABLE)} are")
-    if not 1 <= len(tensor.shape) <= 2:
-        return TensorInfo(
-            tensor.shape, name, f"it has {len(tensor.shape)} dimensions, only vectors and matrices are read"
-        )
-    block = GGML_QUANT_SIZES[kind][0]
-    broken = math.prod(tensor.shape[1:]) % block != 0
-    return TensorInfo(tensor.shape, name, f"its rows are no multiple of {name}'s {block} elements" if broken else "")
+def _of_expert(tensor: GGUFTensorInfo, expert: int) -> GGUFTensorInfo:
+    """Return one of the matrices or vectors that a tensor has for each expert."""
+    shape = tensor.shape[1:]
+    size = _num_bytes(_TYPES.get(tensor.ggml_type), shape)
+    return dataclasses.replace(tensor, shape=shape, offset=tensor.offset + expert * size)
+
+
+def _num_bytes(kind: Kind | None, shape: tuple[int, ...]) -> int:
+    if kind is None:
+        return 0
+    elements, size = GGML_QUANT_SIZES[kind]
+    return math.prod(shape) // elements * size
+
+
+def _blocks(raw: np.ndarray[Any, Any], kind: Kind) -> np.ndarray[Any, Any]:
+    """Return rows of bytes as blocks, `[rows, count, block_bytes]`."""
+    return raw.reshape(len(raw), -1, GGML_QUANT_SIZES[kind][1])
+
+
+def _info(tensors: Sequence[GGUFTensorInfo]) -> TensorInfo:
+    """Return the shape and type of the tensor that tensors of the file make up by turns."""
+    kinds = [_TYPES.get(tensor.ggml_type) for tensor in tensors]
+    types = [f"ggml type {tensor.ggml_type}" if kind is None else kind.name for tensor, kind in zip(tensors, kinds)]
+    shape, stored_type = tensors[0].shape, " and ".join(dict.fromkeys(types))
+    for kind, name in zip(kinds, types):
+        if kind is None or name not in _READABLE:
+            return TensorInfo(shape, stored_type, f"type {name} is not supported, only {', '.join(_READABLE)} are")
+        if math.prod(shape[-1:] if len(shape) > 1 else ()) % GGML_QUANT_SIZES[kind][0]:
+            why = f"its rows are no multiple of {name}'s {GGML_QUANT_SIZES[kind][0]} elements"
+            return TensorInfo(shape, stored_type, why)
+    if not 1 <= len(shape) <= 3:
+        return TensorInfo(shape, stored_type, f"it has {len(shape)} dimensions, only up to three are read")
+    if len(tensors) > 1:
+        if len(shape) < 2 or len({tensor.shape for tensor in tensors}) > 1:
+            found = " and ".join(f"{tensor.name} {list(tensor.shape)}" for tensor in tensors)
+            return TensorInfo(shape, stored_type, f"{found} have no rows that could alternate")
+        shape = shape[0], shape[1] * len(tensors), *shape[2:]
+    return TensorInfo(shape, stored_type, quantized=len(shape) == 3)
 
 
 def _touched_columns(shape: tuple[int, ...], window: Window, block: int) -> tuple[int, int, slice]:

@@ -20,8 +20,8 @@ _PARTS = 8
 class BlockKind(NamedTuple):
     """How the blocks of a type are decoded, from bytes `[rows, count, block_bytes]`.
 
-    `numbers` returns unsigned numbers, uint8 `[rows, count, weights]`; `factors` the scale and the minimum of each
-    `group` of weights, `[rows, count, groups]`.
+    `numbers` returns unsigned numbers, or 4-bit floats as their bits, uint8 `[rows, count, weights]`; `factors` the
+    scale and the minimum of each `group` of weights, `[rows, count, groups]`.
     """
 
     group: int
@@ -92,6 +92,13 @@ def _around(middle: int) -> Callable[[Bytes], tuple[Floats, Floats]]:
     return factors
 
 
+def _power_of_two(raw: Bytes) -> tuple[Floats, Floats]:
+    """Return the scale whose biased exponent is the first byte; 255, which is NaN, gives infinity."""
+    # 0 is 2**-127, whose only bit is one of the fraction
+    scale = np.maximum(raw[..., :1].astype(np.uint32) << 23, 1 << 22).view(np.float32)
+    return scale, np.zeros_like(scale)
+
+
 def _scale_and_minimum(raw: Bytes) -> tuple[Floats, Floats]:
     return _half(raw, 0), _half(raw, 2)
 
@@ -107,4 +114,5 @@ BLOCK_KINDS: dict[Kind, BlockKind] = {
     Kind.Q4_K: BlockKind(32, lambda raw: _k_nibbles(raw[..., 16:]), _k_factors),
     Kind.Q5_K: BlockKind(32, _q5_k_numbers, _k_factors),
     Kind.Q6_K: BlockKind(16, _q6_k_numbers, _q6_k_factors),
+    Kind.MXFP4: BlockKind(32, lambda raw: _nibbles(raw[..., 1:]), _power_of_two),
 }

@@ -17,6 +17,10 @@ def config_of(path: Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return config_from_gguf(GGUFMetadata(write_gguf(path / "m.gguf", *args, **kwargs)))
 
 
+MIXTURE = {"llama.expert_count": 8, "llama.expert_used_count": 2}
+MINIMAX = {"minimax-m2.expert_count": 8, "minimax-m2.expert_used_count": 2, "minimax-m2.expert_feed_forward_length": 64}
+
+
 def biases(*names: str) -> dict[str, np.ndarray[Any, Any]]:
     return {f"blk.0.attn_{name}.bias": np.zeros(HIDDEN, np.float32) for name in names}
 
@@ -69,6 +73,28 @@ def test_families(
 
     assert (config["architectures"], config["model_type"]) == ([class_name], architecture)
     assert config["attention_bias"] is bias
+
+
+def test_experts_make_another_model_of_llama(tmp_path: Path) -> None:
+    config = config_of(tmp_path, values=MIXTURE | {"llama.attention.sliding_window": 64})
+
+    assert (config["architectures"], config["model_type"]) == (["MixtralForCausalLM"], "mixtral")
+    assert (config["num_local_experts"], config["num_experts_per_tok"], config["sliding_window"]) == (8, 2, 64)
+
+
+def test_what_files_of_glm_leave_out_is_off(tmp_path: Path) -> None:
+    sizes = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 24, "expert_shared_count": 1}
+    keys = {f"glm4moe.{key}": value for key, value in sizes.items()}
+    plain = config_of(tmp_path, "glm4moe", values=keys)
+    more = {"leading_dense_block_count": 1, "expert_weights_norm": True, "nextn_predict_layers": 1}
+    norms = {f"blk.0.attn_{letter}_norm.weight": np.ones(8, np.float32) for letter in "qk"}
+    full = config_of(
+        tmp_path, "glm4moe", values=keys | {f"glm4moe.{key}": value for key, value in more.items()}, tensors=norms
+    )
+
+    fields = ("first_k_dense_replace", "norm_topk_prob", "num_nextn_predict_layers", "num_hidden_layers", "use_qk_norm")
+    assert [plain[field] for field in fields] == [0, False, 0, 2, False]
+    assert [full[field] for field in fields] == [1, True, 1, 1, True]
 
 
 def test_head_dim_of_its_own_untied_output_and_several_ends(tmp_path: Path) -> None:
@@ -209,7 +235,18 @@ def test_a_value_by_layer_counts_if_all_are_equal(tmp_path: Path) -> None:
     [
         ("gemma", {}, "architecture 'gemma' is not supported; supported: llama, qwen2, qwen3, gemma2, gemma3, phi3,"),
         ("granitehybrid", {}, "architecture 'granitehybrid' is not supported"),
-        ("llama", {"values": {"llama.expert_count": 8}}, "llama.expert_count = 8 is not supported"),
+        ("qwen2", {"values": {"qwen2.expert_count": 8}}, "qwen2.expert_count = 8 is not supported"),
+        ("llama", {"values": {"llama.expert_count": 8}}, "llama.expert_used_count is missing"),
+        ("llama", {"values": {"llama.expert_count": -1}}, "llama.expert_count should be a whole number"),
+        ("llama", {"values": MIXTURE | {"llama.expert_weights_scale": 2.5}}, "llama.expert_weights_scale = 2.5 is not"),
+        ("qwen3moe", {"values": {"qwen3moe.expert_used_count": 2}}, "qwen3moe.expert_count is missing"),
+        ("minimax-m2", {"values": {**MINIMAX, "minimax-m2.expert_gating_func": 1}}, "gating_func = 1 is not supported"),
+        ("minimax-m2", {"values": {**MINIMAX, "minimax-m2.nextn_predict_layers": 1}}, "predict_layers = 1 is not"),
+        (
+            "glm4moe",
+            {"values": {"glm4moe.nextn_predict_layers": 2}},
+            r"predict_layers should be a whole number in \[0, 1",
+        ),
         ("llama", {"values": {"llama.attention.clamp_kqv": 8.0}}, "llama.attention.clamp_kqv = 8.0"),
         ("llama", {"values": {"llama.logit_scale": 8.0}}, "llama.logit_scale = 8.0"),
         ("llama", {"values": {"llama.attention.value_length": 4}}, "value_length = 4 is not supported; only 8 is"),
@@ -219,7 +256,7 @@ def test_a_value_by_layer_counts_if_all_are_equal(tmp_path: Path) -> None:
         ("llama", {"values": {"llama.rope.scaling.attn_factor": 2.0}}, "attn_factor = 2.0 is not supported; only 1.0"),
         ("granite", {"values": {"granite.rope.scaling.finetuned": False}}, "finetuned = False is not supported"),
         ("gemma2", {"values": {"gemma2.attn_logit_softcapping": 0.0}}, "attn_logit_softcapping should be a number in"),
-        ("llama", {"tensors": biases("q", "k", "v")}, "biases of attn_q, attn_k, attn_v alone are not supported"),
+        ("llama", {"tensors": biases("q", "k", "v")}, "a bias of attn_q, attn_k, attn_v alone is not supported"),
         ("qwen2", {"values": {"qwen2.attention.sliding_window": 8}}, "qwen2.attention.sliding_window = 8 is not"),
         ("llama", {"without": ("llama.block_count",)}, "llama.block_count is missing"),
         ("llama", {"without": ("token_embd.weight",)}, "no tensor token_embd.weight"),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
-import json
+import functools
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from jaxserve.model_source import resolve
+from jaxserve.model_source import ModelSource, read_config, resolve
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family, parse_model_config
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
@@ -18,6 +21,7 @@ from jaxserve.weights.arrays import build_params
 from jaxserve.weights.open import open_weights
 from pallas_kernels.paged_attention import REFERENCE, Backend
 from tests.models.forward import prompt_logits
+from tests.weights.gguf_converter import from_golden
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
 FOLDERS = sorted(path.name for path in GOLDEN.iterdir())
@@ -25,12 +29,23 @@ FOLDERS = sorted(path.name for path in GOLDEN.iterdir())
 
 def folder_of(name: str) -> Path:
     """Return the folder of a fixture; names of quantized ones begin with `quantized/`."""
+    name = name.removeprefix("gguf:")
     return GOLDEN.parent / name if name.startswith("quantized/") else GOLDEN / name
+
+
+@functools.cache
+def source_of(name: str) -> ModelSource:
+    """Return the files of a fixture; with `gguf:` before its name, a GGUF file that is made of it."""
+    if not name.startswith("gguf:"):
+        return resolve(str(folder_of(name)))
+    folder = Path(tempfile.mkdtemp(prefix="jaxserve-gguf-"))
+    atexit.register(shutil.rmtree, folder)
+    return ModelSource(from_golden(folder_of(name), folder / "model.gguf"), "gguf", name)
 
 
 def golden_config(name: str) -> ModelConfig:
     """Return the config of a fixture."""
-    return parse_model_config(json.loads((folder_of(name) / "config.json").read_text()))
+    return parse_model_config(read_config(source_of(name)))
 
 
 def golden_logits(
@@ -45,7 +60,7 @@ def golden_logits(
     config = dataclasses.replace(golden_config(name), shards=shards, experts_over_ranks=ranks > 1)
     mesh = make_mesh(jax.devices("cpu"), data=ranks, tensor=shards, expert=expert)
     abstract = family(config).abstract(config, np.dtype(np.float32))
-    reader = open_weights(resolve(str(folder)), abstract, quantization=config.quantization)
+    reader = open_weights(source_of(name), abstract, quantization=config.quantization)
     params = build_params(abstract, shardings(mesh, abstract), reader)
     golden = np.load(folder / "golden.npz")
     for i in range(3):

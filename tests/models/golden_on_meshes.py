@@ -3,7 +3,8 @@
 Arguments are FOLDER/SHARDS, or FOLDER/SHARDS/GROUPS/RANKS for groups with experts of their own, and ranks that divide
 them (see `golden_logits`). Prints one JSON object: for each the largest difference to Hugging Face's logits, or null
 if the fixture can't be split into that number of shards. A quantized fixture has its weights in rows, in float32; with
-`packed:` before its name, packed for a CPU in bfloat16, and it is compared with the same on one device.
+`packed:` before its name, packed for a CPU in bfloat16, and it is compared with the same on one device. `gguf:` before
+a name makes a GGUF file of it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.models.quantized import held_logits
 def difference(case: str) -> float | None:
     """Return the largest difference of any logit of a fixture."""
     called, shards, *mesh = re.fullmatch(r"(.*?)/(\d)(?:/(\d)/(\d))?", case).groups()
-    if mesh[0]:
+    if mesh[0] and "quantized/" not in called:
         found = golden_logits(called, int(shards), expert=int(mesh[0]), ranks=int(mesh[1]))
         return max(float(np.abs(logits - expected).max()) for logits, expected in found)
     name = called.removeprefix("packed:")
@@ -30,8 +31,8 @@ def difference(case: str) -> float | None:
     if called != name:
         one, several = (held_logits(name, "packed", count)[1] for count in (1, int(shards)))
         return float(np.abs(one - several).max())
-    if name.startswith("quantized/"):
-        _, logits, expected = held_logits(name, "rows", int(shards), dtype=np.float32)
+    if "quantized/" in name:
+        _, logits, expected = held_logits(name, "rows", int(shards), dtype=np.float32, expert=int(mesh[0] or 1))
         return float(np.abs(logits - expected).max())
     return max(float(np.abs(logits - expected).max()) for logits, expected in golden_logits(name, int(shards)))
 

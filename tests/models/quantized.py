@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.model_source import resolve
 from jaxserve.models.registry import family
 from jaxserve.quant import Shards, WeightChoice, choose_weights, hold_weights, method_of
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
@@ -17,7 +16,7 @@ from jaxserve.weights import build_params, open_weights, stored_types
 from pallas_kernels.quantized_matmul import Backend
 from pallas_kernels.target import CPU, KernelTarget
 from tests.models.forward import prompt_logits
-from tests.models.golden import folder_of, golden_config
+from tests.models.golden import folder_of, golden_config, source_of
 
 H200 = KernelTarget("cuda", "NVIDIA H200", (9, 0), cores=132)
 
@@ -25,20 +24,23 @@ Form = Literal["packed", "rows"]
 
 
 def held_logits(
-    name: str, form: Form, shards: int = 1, setting: str = "auto", dtype: Any = jnp.bfloat16
+    name: str, form: Form, shards: int = 1, setting: str = "auto", dtype: Any = jnp.bfloat16, *, expert: int = 1
 ) -> tuple[WeightChoice, np.ndarray, np.ndarray]:
     """Return how weights are held, the logits of a prompt of a fixture, and those of the dequantized model.
 
-    `packed` is the layout of a CPU, in bfloat16; `rows` that of an H200, multiplied by the reference.
+    `packed` is the layout of a CPU, in bfloat16; `rows` that of an H200, multiplied by the reference. Devices
+    are in `expert` groups, which have experts of their own.
     """
     folder = folder_of(name)
     config = dataclasses.replace(golden_config(name), shards=shards)
-    mesh, source = make_mesh(jax.devices("cpu"), tensor=shards), resolve(str(folder))
+    mesh, source = make_mesh(jax.devices("cpu"), tensor=shards, expert=expert), source_of(name)
     abstract = family(config).abstract(config, np.dtype(dtype))
     stored, bf16 = stored_types(source, config), np.dtype(jnp.bfloat16)
     method = method_of(config.quantization, stored)
     made, on_gpu = (
-        choose_weights(setting, abstract, stored, method, target=target, dtype=bf16, shards=Shards(shards, shards))
+        choose_weights(
+            setting, abstract, stored, method, target=target, dtype=bf16, shards=Shards(shards, shards // expert)
+        )
         for target in (CPU, H200)
     )
     forms = made.forms

@@ -22,8 +22,9 @@ layers that reuse keys and values, and a second table."""
 QUANTIZED = ["quantized/awq_glm4/2", "quantized/gptq_act_order/4", "packed:quantized/gptq_8bit_asymmetric/2"]
 """Reordered heads; inputs in another order, which are not divided, and shared heads; strips and blocks of a CPU."""
 MIXTURES = ["mixtral/4/2/1", "qwen3_moe/4/4/1", "glm4_moe/1/1/4", "gpt_oss/2/1/2", "olmoe/2/2/2", "gemma4_moe/2/2/1"]
+MIXTURES += ["gguf:mixtral/4/2/1", "gguf:glm4_moe/1/1/4", "gguf:quantized/gpt_oss_mxfp4/4/2/1"]
 """Two devices divide each expert; each device has two; ranks with experts of their own, of one device, of two that
-divide each expert and its biases, and of two with different ones; experts beside an MLP."""
+divide each expert and its biases, and of two with different ones; experts beside an MLP; parts of stacked tensors."""
 ALL = [f"{name}/{shards}" for name in FOLDERS for shards in (1, 2, 4)]
 
 

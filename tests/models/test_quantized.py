@@ -14,6 +14,8 @@ from tests.weights.quantized.fixtures import MODELS
 ROUNDING, QUANTIZED_INPUTS = 0.06, 0.2
 FORMS: tuple[Form, ...] = ("packed", "rows")
 QUICK = ("awq", "gptq_act_order", "compressed_w8a8_int8", "fp8_blocks", "gptq_own_orders", "gpt_oss_mxfp4")
+GGUF = "gguf:quantized/gpt_oss_mxfp4"
+QUICK_STORED = (*(f"quantized/{name}" for name in QUICK), GGUF)
 
 
 @pytest.mark.slow
@@ -25,9 +27,9 @@ def test_dequantized_weights_give_the_logits_of_the_packer(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["packed", "rows"])
-@pytest.mark.parametrize("name", grid(MODELS, QUICK.__contains__))
+@pytest.mark.parametrize("name", grid([*(f"quantized/{name}" for name in MODELS), GGUF], QUICK_STORED.__contains__))
 def test_weights_are_multiplied_as_they_are_stored(name: str, form: Form) -> None:
-    made, logits, expected = held_logits(f"quantized/{name}", form)
+    made, logits, expected = held_logits(name, form)
     assert len(made.quantized) >= 2
     inputs = any(scheme.activations for scheme in made.quantized.values())
     error = np.sqrt(((logits - expected) ** 2).mean()) / expected.std()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,22 +29,29 @@ _ARCHITECTURES = {
     "Gemma2ForCausalLM": "GEMMA2",
     "Gemma3ForCausalLM": "GEMMA3",
     "Glm4ForCausalLM": "GLM4",
+    "Glm4MoeForCausalLM": "GLM4_MOE",
+    "GptOssForCausalLM": "GPT_OSS",
     "GraniteForCausalLM": "GRANITE",
     "GraniteMoeHybridForCausalLM": "GRANITE",
     "LlamaForCausalLM": "LLAMA",
     "MistralForCausalLM": "LLAMA",
+    "MiniMaxM2ForCausalLM": "MINIMAXM2",
     "Ministral3ForCausalLM": "MISTRAL3",
+    "MixtralForCausalLM": "LLAMA",
     "Olmo2ForCausalLM": "OLMO2",
     "Olmo3ForCausalLM": "OLMO2",
+    "OlmoeForCausalLM": "OLMOE",
     "Phi3ForCausalLM": "PHI3",
     "Qwen2ForCausalLM": "QWEN2",
+    "Qwen2MoeForCausalLM": "QWEN2MOE",
     "Qwen3ForCausalLM": "QWEN3",
+    "Qwen3MoeForCausalLM": "QWEN3MOE",
     "SeedOssForCausalLM": "SEED_OSS",
     "SmolLM3ForCausalLM": "SMOLLM3",
     "Starcoder2ForCausalLM": "STARCODER2",
 }
 _PERMUTED = ("llama", "granite", "mistral3", "smollm3")
-_WINDOWED = ("llama", "phi3", "gemma2", "gemma3", "cohere2", "olmo2", "exaone4")
+_WINDOWED = ("llama", "phi3", "gemma2", "gemma3", "cohere2", "olmo2", "exaone4", "gpt-oss")
 # Metadata, and the field that it comes from: the first that a config has
 _FIELDS = {
     "vocab_size": ("vocab_size",),
@@ -51,7 +59,16 @@ _FIELDS = {
     "embedding_length": ("hidden_size",),
     "block_count": ("num_hidden_layers",),
     "feed_forward_length": ("shared_intermediate_size", "intermediate_size"),
-    "expert_shared_feed_forward_length": ("shared_intermediate_size",),
+    "expert_shared_feed_forward_length": ("shared_intermediate_size", "shared_expert_intermediate_size"),
+    "expert_count": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_group_count": ("n_group",),
+    "expert_group_used_count": ("topk_group",),
+    "expert_shared_count": ("n_shared_experts",),
+    "expert_weights_scale": ("routed_scaling_factor",),
+    "leading_dense_block_count": ("first_k_dense_replace",),
+    "nextn_predict_layers": ("num_nextn_predict_layers",),
     "attention.head_count": ("num_attention_heads",),
     "attention.head_count_kv": ("num_key_value_heads", "num_attention_heads"),
     "attention.key_length": ("head_dim",),
@@ -69,9 +86,12 @@ _FIELDS = {
 }
 
 
-def write(path: Path, tensors: Tensors, architecture: str = "qwen2", **values: Any) -> Path:
-    """Write a GGUF file; `values` are keys under the architecture's name, with `__` for a dot."""
-    writer = GGUFWriter(path, architecture)
+def write(path: Path, tensors: Tensors, architecture: str = "qwen2", *, most: int = 0, **values: Any) -> Path:
+    """Write a GGUF file; `values` are keys under the architecture's name, with `__` for a dot.
+
+    With `most`, writes several files of at most so many tensors, and returns the first.
+    """
+    writer = GGUFWriter(path, architecture, split_max_tensors=most)
     for key, value in values.items():
         name = f"{architecture}.{key.replace('__', '.')}"
         if isinstance(value, list):
@@ -80,6 +100,8 @@ def write(path: Path, tensors: Tensors, architecture: str = "qwen2", **values: A
             writer.add_string(name, value)
         elif isinstance(value, float):
             writer.add_float32(name, value)
+        elif isinstance(value, bool):
+            writer.add_bool(name, value)
         else:
             writer.add_uint32(name, value)
     for name, (data, kind) in tensors.items():
@@ -88,7 +110,7 @@ def write(path: Path, tensors: Tensors, architecture: str = "qwen2", **values: A
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if most else path
 
 
 def permuted(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
@@ -98,18 +120,27 @@ def permuted(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
 
 
 def from_golden(
-    name: str, path: Path, kind: Kind | None = None, extra: Mapping[str, np.ndarray[Any, Any]] = MappingProxyType({})
+    name: str | Path,
+    path: Path,
+    kind: Kind | None = None,
+    extra: Mapping[str, np.ndarray[Any, Any]] = MappingProxyType({}),
+    change: Callable[[Tensors], object] = lambda tensors: None,
+    most: int = 0,
 ) -> Path:
-    """Write a fixture as llama.cpp's converter does; matrices whose rows allow it are stored as `kind`."""
+    """Write a fixture as llama.cpp's converter does; matrices whose rows allow it are stored as `kind`.
+
+    Routers are stored in float32, and blocks of MXFP4 as they are. A name may be a folder that is like a fixture;
+    `change` may change the tensors before they are written. `most`: see `write`.
+    """
     config = json.loads((GOLDEN / name / "config.json").read_text())
     arch = MODEL_ARCH[_ARCHITECTURES[config["architectures"][0]]]
     architecture = MODEL_ARCH_NAMES[arch]
     heads = {"q": config["num_attention_heads"], "k": config.get("num_key_value_heads", config["num_attention_heads"])}
     scaling, rope_tensors = _scaling(config)
     values = {**_metadata(config, architecture), **scaling}
-    names = get_tensor_name_map(arch, config["num_hidden_layers"])
+    names = get_tensor_name_map(arch, values["block_count"])
     tensors: Tensors = {key: (data, None) for key, data in (rope_tensors | dict(extra)).items()}
-    for hf_name, stored in _weights(name).items():
+    for hf_name, stored in _stacked(_weights(name)).items():
         weight = stored
         for letter, count in heads.items():
             if architecture in _PERMUTED and f".{letter}_proj." in hf_name:
@@ -119,12 +150,19 @@ def from_golden(
         gguf_name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
         assert gguf_name is not None, hf_name
         block = GGML_QUANT_SIZES[kind][0] if kind else 1
-        fits = kind is not None and weight.ndim == 2 and weight.shape[1] % block == 0
-        tensors[gguf_name] = (quantize(weight, kind), kind) if fits and kind else (weight, None)
-    return write(path, tensors, architecture, **{key.replace(".", "__"): value for key, value in values.items()})
+        fits = gguf_name.endswith(".weight") and weight.ndim > 1 and weight.shape[-1] % block == 0
+        if weight.dtype == np.uint8:
+            tensors[gguf_name] = weight, Kind.MXFP4
+        elif kind is not None and fits and "ffn_gate_inp" not in gguf_name:
+            tensors[gguf_name] = quantize(weight, kind), kind
+        else:
+            tensors[gguf_name] = weight, None
+    change(tensors)
+    keys = {key.replace(".", "__"): value for key, value in values.items()}
+    return write(path, tensors, architecture, most=most, **keys)
 
 
-def _weights(name: str) -> dict[str, np.ndarray[Any, Any]]:
+def _weights(name: str | Path) -> dict[str, np.ndarray[Any, Any]]:
     """Return a fixture's weights, without the fused gate and up of Granite 4; bfloat16 as float32."""
     weights = {}
     for key, data in load_file(GOLDEN / name / "model.safetensors").items():
@@ -137,22 +175,61 @@ def _weights(name: str) -> dict[str, np.ndarray[Any, Any]]:
     return weights
 
 
+def _stacked(weights: dict[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the weights with a tensor for all experts of a layer, gate and up apart, by the converter's names."""
+    found: dict[str, Any] = {}
+    for key, data in weights.items():
+        if expert := re.fullmatch(r"(.*\.experts)\.(\d+)(\..*)", key):
+            found.setdefault(expert[1] + expert[3], {})[int(expert[2])] = data
+        elif projection := re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj(_bias|_blocks|)", key):
+            block, which, last = projection.groups()
+            kind = "bias" if last == "_bias" else "weight"
+            rows = data if last == "_bias" else data.swapaxes(1, 2)
+            if last == "_blocks":
+                rows = _mxfp4(data, weights[f"{key.removesuffix('_blocks')}_scales"])
+            parts = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if which == "gate_up" else {"down": rows}
+            found |= {f"{block}.{part}_proj.{kind}": np.ascontiguousarray(each) for part, each in parts.items()}
+        elif not key.endswith("_scales"):
+            suffix = ".weight" if key.endswith("sinks") else ""
+            found[key.replace("correction_bias", "correction.bias") + suffix] = data
+    return {
+        name: np.stack([data[i] for i in range(len(data))]) if isinstance(data, dict) else data
+        for name, data in found.items()
+    }
+
+
+def _mxfp4(blocks: np.ndarray[Any, Any], scales: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return rows of ggml's blocks: the scale, then numbers 0 to 15 in the low and 16 to 31 in the high four bits."""
+    numbers = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 2, 16)
+    packed = np.concatenate([scales[..., None], numbers[..., 0, :] | numbers[..., 1, :] << 4], axis=-1)
+    return packed.reshape(*blocks.shape[:2], -1)
+
+
 def _metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, fields in _FIELDS.items():
-        found = [config[field] for field in fields if config.get(field) is not None]
+        found = [config[field] for field in fields if config.get(field)]
         values |= {key: found[0]} if found else {}
+    values["block_count"] += values.get("nextn_predict_layers", 0)
+    if architecture in ("gpt-oss", "minimax-m2"):
+        values["expert_feed_forward_length"] = config["intermediate_size"]
+    if architecture in ("glm4moe", "minimax-m2"):
+        values["expert_gating_func"] = 2
+    if architecture == "glm4moe":
+        values["expert_weights_norm"] = config["norm_topk_prob"]
+    if architecture == "olmoe":
+        values["attention.layer_norm_rms_epsilon"] = 1e-5
     local = _rope(config).get("sliding_attention", {"rope_theta": config.get("rope_local_base_freq")})["rope_theta"]
     if local:
         values["rope.freq_base_swa"] = float(local)
     if "layer_types" in config and architecture == "granite":
         values |= {"rope.scaling.finetuned": True, "attention.head_count_kv": [config["num_key_value_heads"]] * 2}
-    if architecture in (*_PERMUTED, "phi3", "glm4", "cohere2"):
-        values["rope.dimension_count"] = _rotated(config)
+    if architecture in (*_PERMUTED, "phi3", "glm4", "glm4moe", "cohere2", "minimax-m2"):
+        values["rope.dimension_count"] = config.get("rotary_dim", _rotated(config))
     window, types = config.get("sliding_window"), config.get("layer_types")
     if architecture in _WINDOWED and window:
         values["attention.sliding_window"] = window
-        if types:
+        if types and architecture != "gpt-oss":
             values["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in types]
         elif isinstance(config.get("sliding_window_pattern"), int):
             values["attention.sliding_window_pattern"] = config["sliding_window_pattern"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
+from safetensors.numpy import load_file, save_file
 
+from jaxserve.errors import ConfigError
 from jaxserve.layers.rope import RopeConfig, frequencies
 from jaxserve.model_source import ModelSource, read_config
+from jaxserve.model_source.gguf_metadata import GGUFMetadata
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family, parse_model_config
 from jaxserve.params import dotted
 from jaxserve.quant import GGUF_TYPES, choose_weights, hold_weights
 from jaxserve.weights import build_params, open_weights, stored_types
+from pallas_kernels.grouped_matmul import Gate
 from pallas_kernels.quantized_matmul import unpack
 from pallas_kernels.target import CPU
 from tests.weights.conftest import GOLDEN, assert_same_params, load_model, on_one_device
@@ -29,12 +34,27 @@ UNTOLD: dict[str, dict[str, Any]] = {
     "gemma3": {"attention_scale": 16**-0.5},
     "granite4": {"architecture": "GraniteForCausalLM", "shared_mlp": False},
     "starcoder2": {"windows": (4096, 4096)},
+    "olmoe": {"norm_eps": 1e-5},
+    "gpt_oss": {"gate": Gate(slope=1.702, limit=7.0, up_offset=1.0)},
 }
 FIXTURES = (
     "llama2", "llama3", "smollm2", "llama_head_dim", "llama_linear", "llama_yarn", "mistral", "qwen2", "qwen3",
     "gemma2", "gemma3", "phi3", "olmo2", "olmo3", "granite", "granite4", "smollm3", "glm4", "cohere2", "starcoder2",
-    "ministral3", "exaone4", "seed_oss",
+    "ministral3", "exaone4", "seed_oss", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe",
+    "minimax_m2",
 )  # fmt: skip
+
+
+def folder_of(name: str, tmp_path: Path) -> Path:
+    """Return the folder of a fixture; of Qwen2-MoE's a copy without its dense layer, which llama.cpp has no key for."""
+    if name != "qwen2_moe":
+        return GOLDEN / name
+    config = json.loads((GOLDEN / name / "config.json").read_text()) | {"num_hidden_layers": 1, "mlp_only_layers": []}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = load_file(GOLDEN / name / "model.safetensors")
+    kept = {key: data for key, data in weights.items() if not key.startswith(("model.layers.1.", "model.layers.2."))}
+    save_file(kept, tmp_path / "model.safetensors")
+    return tmp_path
 
 
 def plain(config: ModelConfig, context: int) -> dict[str, Any]:
@@ -57,8 +77,8 @@ def approximately(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_a_model_converted_to_gguf_is_the_same_model(tmp_path: Path, name: str) -> None:
-    folder = ModelSource(GOLDEN / name, "folder", name)
-    gguf = ModelSource(from_golden(name, tmp_path / "m.gguf"), "gguf", name)
+    folder = ModelSource(folder_of(name, tmp_path), "folder", name)
+    gguf = ModelSource(from_golden(folder.path, tmp_path / "m.gguf"), "gguf", name)
     original, read = (parse_model_config(read_config(source)) for source in (folder, gguf))
     for context in (8, 128):
         expected, found = plain(original, context) | UNTOLD.get(name, {}), plain(read, context)
@@ -83,3 +103,21 @@ def test_blocks_stay_packed(tmp_path: Path, name: str, kind: Kind) -> None:
     for layer, precise in zip(params.layers, exact.layers):
         np.testing.assert_array_equal(unpack(layer.attention.qkv), precise.attention.qkv)
         np.testing.assert_array_equal(unpack(layer.mlp.up), precise.mlp.up)
+
+
+def test_a_model_may_be_split_into_several_files(tmp_path: Path) -> None:
+    first = from_golden("llama3", tmp_path / "m.gguf", most=6)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert len(names) == 4
+    assert first.name == names[0] == "m-00001-of-00004.gguf"
+    folder = ModelSource(GOLDEN / "llama3", "folder", "m")
+    assert_same_params(load_model(ModelSource(first, "gguf", "m")), load_model(folder))
+    with pytest.raises(ConfigError, match=r"m-00002-of-00004.gguf is file 2 of the 4 .* pass the first one"):
+        GGUFMetadata(tmp_path / names[1])
+    third = (tmp_path / names[2]).rename(tmp_path / "other.gguf")
+    with pytest.raises(ConfigError, match=r"the first of 4 files .* there is no .*m-00003-of-00004.gguf"):
+        GGUFMetadata(first)
+    third.write_bytes((tmp_path / names[1]).read_bytes())
+    third.rename(tmp_path / names[2])
+    with pytest.raises(ConfigError, match=r"m-00003-of-00004.gguf is file 2 of the 4 .* file 3 was expected"):
+        GGUFMetadata(first)

@@ -23,7 +23,7 @@ from jaxserve.weights.gguf_blocks import BLOCK_KINDS
 from jaxserve.weights.load import checkpoint_reader
 from jaxserve.weights.quantized.rows import row_windows
 from jaxserve.weights.source import BLOCK_ELEMENTS
-from pallas_kernels.quantized_matmul import FACTORS, STRIP, PackedWeight, Scheme, unpack
+from pallas_kernels.quantized_matmul import FACTORS, FP4_VALUES, STRIP, PackedWeight, Scheme, unpack
 from pallas_kernels.target import CPU
 from tests.weights.conftest import GOLDEN, MemorySource, assert_same_params, load_model, on_one_device
 from tests.weights.gguf_converter import from_golden, permuted, write
@@ -42,7 +42,8 @@ def values(source: GGUFFile, rows: slice, columns: slice, group: int) -> np.ndar
     source.read_numbers("lm_head.weight", (rows, columns), numbers)
     units = slice(columns.start // group, columns.stop // group)
     source.read_factors("lm_head.weight", (rows, units), group, factors)
-    grouped = numbers.reshape(height, -1, group).astype(np.float32)
+    is_float = source.infos["lm_head.weight"].stored_type == "MXFP4"
+    grouped = (FP4_VALUES[numbers] if is_float else numbers.astype(np.float32)).reshape(height, -1, group)
     whole: np.ndarray[Any, Any] = factors["scale"][..., None] * grouped + factors["minimum"][..., None]
     return whole.reshape(height, width)
 

@@ -49,7 +49,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (_QWEN2,)),
-    **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), (_GPT4O,)),
     "seed-coder": (_SEED,),
     "tekken": (_TEKKEN,),
     "default": _DEFAULT,
@@ -68,6 +68,8 @@ _TURN_ENDS = (
     "<|END_OF_TURN_TOKEN|>",
     "[|endofturn|]",
 )
+# A turn of gpt-oss is several messages, each of which ends with <|end|>; one of these ends the turn
+_HARMONY_ENDS = {"<|return|>", "<|call|>", "<|endoftext|>"}
 
 
 def tokenizer_from_gguf(metadata: GGUFMetadata) -> TokenizerParts:
@@ -93,7 +95,8 @@ def tokenizer_from_gguf(metadata: GGUFMetadata) -> TokenizerParts:
         tokens[ids["bos"]] if add_bos and ids["bos"] is not None else None,
         tokens[ids["eos"]] if metadata.get("tokenizer.ggml.add_eos_token") and ids["eos"] is not None else None,
     )
-    turn_ends = [index for index, token in enumerate(tokens) if token in _TURN_ENDS]
+    ends_of_turns = _HARMONY_ENDS if _HARMONY_ENDS.issubset(tokens) else _TURN_ENDS
+    turn_ends = [index for index, token in enumerate(tokens) if token in ends_of_turns]
     ends = [ids["eos"], ids["eot"], ids["eom"], *turn_ends]
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     return TokenizerParts(

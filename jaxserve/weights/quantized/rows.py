@@ -89,7 +89,7 @@ class CheckpointRows:
 
     def _is_fp4(self, path: Path) -> bool:
         stored = self._source.stored.get(self._parts[path][0].name)
-        return stored is not None and stored.packing == "mxfp4"
+        return stored is not None and stored.scheme is not None and stored.scheme.numbers == "fp4"
 
     def order(self, path: Path) -> Array:
         """See `QuantizedRows`. All tensors of a weight have the same one."""

@@ -59,6 +59,7 @@ def words(tokenizer: Tokenizer, text: str) -> list[str]:
         ("dbrx", "Don|'t| pay| |123|4|.|50| –| IT|'S|  | ok|!!\n\n|x"),
         ("glm4", "Don|'t| pay| |123|4|.|50| –| IT|'S|  | ok|!!\n\n|x"),
         ("gpt-4o", "Don't| pay| |123|4|.|50| –| IT'S|  | ok|!!\n\n|x"),
+        ("minimax-m2", "Don't| pay| |123|4|.|50| –| IT'S|  | ok|!!\n\n|x"),
         ("seed-coder", "Don|'t| pay| |1|2|3|4|.|5|0| –| IT|'S|  | ok|!!|\n\n|x"),
         ("command-r", "Don|'t| pay| |1|2|3|4|.|5|0| –| IT|'|S|  | ok|!!|\n|\n|x"),
         ("refact", "Don|'t| pay| |1|2|3|4|.|5|0| –| IT|'|S|  | ok|!!|\n|\n|x"),
@@ -130,6 +131,13 @@ def test_end_of_turn_tokens_end_a_generation(tmp_path: Path) -> None:
     keys["ggml.tokens"].append("ab")  # type: ignore[attr-defined]
 
     assert load(tmp_path, keys).eos_ids == (256, 257)
+
+
+def test_the_end_of_a_message_of_gpt_oss_does_not_end_its_turn(tmp_path: Path) -> None:
+    tokens = [*BYTES, "<|endoftext|>", "<|return|>", "<|end|>", "<|call|>"]
+    keys = {"ggml.model": "gpt2", "ggml.merges": ["a b"], "ggml.eos_token_id": 257}
+    assert load(tmp_path, keys | {"ggml.tokens": [*tokens, "ab"]}).eos_ids == (257, 256, 259)
+    assert load(tmp_path, keys | {"ggml.tokens": [*tokens[:-1], "ab"]}).eos_ids == (257, 258)
 
 
 def test_chat_template(tmp_path: Path) -> None:
