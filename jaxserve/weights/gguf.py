@@ -175,6 +175,7 @@ def _hf_tensors(tensor: GGUFTensorInfo, names: Mapping[str, str]) -> Iterator[tu
 
 
 def _hf_name(name: str, names: Mapping[str, str]) -> str:
+    """Return Hugging Face's name of a tensor, with a `*` if it holds all experts."""
     match = _NAME.fullmatch(name)
     if match is None:
         return name
@@ -215,9 +216,9 @@ def _info(tensors: Sequence[GGUFTensorInfo]) -> TensorInfo:
     for kind, name in zip(kinds, types):
         if kind is None or name not in _READABLE:
             return TensorInfo(shape, stored_type, f"type {name} is not supported, only {', '.join(_READABLE)} are")
-        if math.prod(shape[-1:] if len(shape) > 1 else ()) % GGML_QUANT_SIZES[kind][0]:
-            why = f"its rows are no multiple of {name}'s {GGML_QUANT_SIZES[kind][0]} elements"
-            return TensorInfo(shape, stored_type, why)
+        block = GGML_QUANT_SIZES[kind][0]
+        if (shape[-1] if len(shape) > 1 else 1) % block:
+            return TensorInfo(shape, stored_type, f"its rows are no multiple of {name}'s {block} elements")
     if not 1 <= len(shape) <= 3:
         return TensorInfo(shape, stored_type, f"it has {len(shape)} dimensions, only up to three are read")
     if len(tensors) > 1:
