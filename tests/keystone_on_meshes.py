@@ -25,6 +25,7 @@ from tests.test_keystone import (
     FULL,
     GROUPS,
     MIXTURE,
+    WINDOWED,
     _check,
     _random_request,
     _run,
@@ -46,7 +47,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-MODELS = {"": FULL, "groups": GROUPS, "mixture": MIXTURE, "ragged": MIXTURE}
+MODELS = {"": FULL, "groups": GROUPS, "mixture": MIXTURE, "ragged": MIXTURE, "windows": WINDOWED}
 MORE: dict[str, dict[str, Any]] = {
     "groups": {"swa_full_tokens_ratio": 0.5},
     "ragged": {"all2all_backend": "ragged_all_to_all", "enable_dp_attention": True},

@@ -31,6 +31,7 @@ SHAPES += [
     f"{shape}-mixture"
     for shape in ("1x1", "1x4", "1x4e2", "1x2e2", "2x2e4", "2x4e4", "4x1e4", "8x1e8", "4x2e8", "2x2e2")
 ]
+SHAPES += ["1x1-windows", "2x2-windows"]
 SHAPES += [f"{shape}-ragged" for shape in ("2x2e4", "2x4e4", "8x1e8")]
 # Programs this small take longer to compile than to run.
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"

@@ -28,7 +28,7 @@ from jaxserve.runtime.step.kv_scales import pack_prompts
 from jaxserve.runtime.step.page_copies import PAGES_PER_COPY, row_specs
 from jaxserve.runtime.step.state import make_state, state_specs
 from jaxserve.runtime.step.step import StepContext
-from jaxserve.step_plan import StepPlan
+from jaxserve.step_plan import StepPlan, WindowGroup
 from jaxserve.weights.dummy import dummy_params
 from pallas_kernels.paged_attention import REFERENCE, KernelTarget
 from tests.runtime.step.test_sampling import VOCAB, _rows, sample_all, sample_all_by_triton
@@ -106,6 +106,21 @@ def kv_scales() -> None:
             np.testing.assert_array_equal(rank, np.broadcast_to(rank[:, :, :1], rank.shape))
 
 
+def empty_group() -> None:
+    """A program returns the state as divided as it takes it, also if no layer keeps whole sequences."""
+    config = dataclasses.replace(model(), shards=2, windows=(8, 8))
+    assert [spec.num_layers for spec in config.kv_specs()] == [0, 2]
+    capacity = msgspec.structs.replace(CAPACITY, num_ranks=2, window_groups=(WindowGroup(10, 8),))
+    mesh, abstract = make_mesh(jax.devices(), data=2, tensor=2), family(config).abstract(config, F32)
+    own_specs = state_specs(config.kv_specs(), capacity, vocab_size=config.padded_vocab_size, kv_dtype=F32)
+    builder = ProgramBuilder(StepContext(config, REFERENCE, 2), capacity, mesh, abstract, own_specs)
+    for key in (UPDATE_KEY, write_key(0)):
+        compiled = builder.compile(key)
+        state, *_ = compiled.input_shardings[0]
+        for taken, returned, array in zip(state, compiled.output_shardings, jax.tree.leaves(own_specs), strict=True):
+            assert taken.is_equivalent_to(returned, len(array.shape)), array
+
+
 DRAWN: list[dict[str, Any]] = [
     {},
     {"temperature": 0.0},
@@ -180,5 +195,5 @@ def _collectives(builder: ProgramBuilder, key: StepKey) -> list[tuple[str, int]]
 
 if __name__ == "__main__":
     assert len(jax.devices()) == 4, jax.devices()
-    {check.__name__: check for check in (step, sampler, collectives, kv_scales)}[sys.argv[1]]()
+    {check.__name__: check for check in (step, sampler, collectives, kv_scales, empty_group)}[sys.argv[1]]()
     print("as it should be")

@@ -28,10 +28,10 @@ def row_specs(state_specs: DeviceState, group: int) -> tuple[ArraySpec, ...]:
     Each is `[ranks, pages, layers, kv_heads, page_size, lanes]`.
     """
     kv = state_specs.kv[group]
-    heads = 2 if kv.page_major else 1
+    heads, ranks = 2 if kv.page_major else 1, state_specs.last_tokens.shape[0]
     return tuple(
         ArraySpec(
-            (pool.shape[0], PAGES_PER_COPY, kv.num_layers, pool.shape[heads], *pool.shape[3:]),
+            (ranks, PAGES_PER_COPY, kv.num_layers, pool.shape[heads], *pool.shape[3:]),
             pool.dtype,
             ("ranks", None, None, pool.axes[heads], None, None),  # type: ignore[attr-defined]
         )

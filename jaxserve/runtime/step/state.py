@@ -118,7 +118,8 @@ def state_specs(
             for shape in (layout.shape, layout.values_shape)
         )
         scales = ArraySpec((ranks, 2, spec.num_layers, spec.num_kv_heads), f32, ("ranks", None, None, "kv_heads"))
-        return layout.paged_kv(keys, values, scales if is_float8(kv_dtype) else None)
+        pool = layout.paged_kv(keys, values, scales if is_float8(kv_dtype) else None)
+        return pool if spec.num_layers else jax.tree.map(_undivided, pool)
 
     return DeviceState(
         kv=tuple(map(pool, specs, capacity.pages_by_group)),
@@ -135,6 +136,11 @@ def state_specs(
         counts=dataclasses.replace(by_slot(np.dtype(np.int16), vocab_size), axes=("ranks", None, "vocab")),
         expert_tokens=expert_tokens,  # type: ignore[arg-type]
     )
+
+
+def _undivided(empty: ArraySpec) -> ArraySpec:
+    """Return the spec of an array without elements, which XLA forgets how to divide."""
+    return dataclasses.replace(empty, shape=(1, *empty.shape[1:]), axes=(None,) * len(empty.axes))
 
 
 def expert_tokens_spec(mixtures: int, experts: int, *, ranks: int, over_ranks: bool) -> ArraySpec | None:

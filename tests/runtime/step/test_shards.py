@@ -14,8 +14,11 @@ from tests.selection import grid
 ROOT = Path(__file__).parents[3]
 
 
+CHECKS = grid(["step", "sampler", "collectives", "kv_scales", "empty_group"], lambda check: check != "step")
+
+
 @pytest.mark.process
-@pytest.mark.parametrize("check", grid(["step", "sampler", "collectives", "kv_scales"], lambda check: check != "step"))
+@pytest.mark.parametrize("check", CHECKS)
 def test_on_shards(check: str) -> None:
     flags = "--xla_backend_optimization_level=0"  # small programs are compiled longer than they run
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "XLA_FLAGS": flags}
