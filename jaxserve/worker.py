@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from jaxserve.runtime.devices.attach import attach
 from jaxserve.runtime.devices.device import facts_of_devices, free_bytes
 from jaxserve.runtime.devices.distributed import devices_of_all, join_processes, resolve_local_devices
 from jaxserve.runtime.devices.mesh import make_mesh
+from jaxserve.runtime.execution.deployment_log import log_kv_groups, log_kv_scales, log_weights
 from jaxserve.runtime.execution.device_commands import (
     BroadcastCommands,
     DeviceCommands,
@@ -52,8 +53,6 @@ from jaxserve.runtime.sizing.sizes import Sizes
 from jaxserve.runtime.sizing.temp_memory import size_pool_by_compiler
 from jaxserve.runtime.step.page_copies import row_specs
 from jaxserve.weights import check_tensors, checkpoint_kv_scales, open_weights, stored_types
-from jaxserve.weights.kv_scales import KVScales
-from pallas_kernels.paged_attention import largest_float8
 
 logger = logging.getLogger("jaxserve.worker")
 
@@ -149,7 +148,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
             sizes.capacity.max_model_len,
             sizes.wanted_context,
         )
-    _log_weights(deployment)
+    log_weights(deployment)
     obstacle = deployment.nondeterminism
     answer = f"no, {obstacle}" if obstacle else "yes, a request gives the same bits in any batch"
     logger.info("deterministic inference: %s", answer)
@@ -157,7 +156,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
     if config.kv_cache_dtype != "auto":
         if config.load_format != "dummy" and not config.calculate_kv_scales:
             kv_scales = checkpoint_kv_scales(source, deployment.model)
-        _log_kv_scales(deployment, kv_scales)
+        log_kv_scales(deployment, kv_scales)
     rows = [row_specs(deployment.state, group) for group in range(len(deployment.kv_specs))]
     num_host_pages = host_pages(config, sizes.capacity.pages_by_group, rows)
     with phases("weights"):
@@ -193,7 +192,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         free / 2**30,
     )
     groups = _kv_groups(deployment)
-    _log_kv_groups(groups, sizes.capacity.page_size)
+    log_kv_groups(groups, sizes.capacity.page_size)
     if host:
         logger.info(
             "hierarchical cache: %s tokens in host memory (%.2f GiB), %s",
@@ -270,51 +269,10 @@ def _kv_groups(deployment: Deployment) -> tuple[KVGroup, ...]:
     )
 
 
-def _log_kv_groups(groups: Sequence[KVGroup], page_size: int) -> None:
-    """Log the layers and the tokens of each KV group, if there are several."""
-    if len(groups) < 2:
-        return
-    found = []
-    for group in groups:
-        layers = f"{group.num_layers} layer{'' if group.num_layers == 1 else 's'}"
-        kind = "full" if group.window is None else f"with a window of {group.window}"
-        found.append(f"{layers} {kind}, {group.num_pages * page_size} tokens")
-    logger.info("KV groups: %s", "; ".join(found))
-
-
 def _mesh_prefix(deployment: Deployment) -> str:
     if deployment.num_devices == 1:
         return ""
     return f"{deployment.num_devices} (data parallel {deployment.data} x tensor parallel {deployment.tensor}) x "
-
-
-def _log_weights(deployment: Deployment) -> None:
-    """Log how weights are quantized, which are not, and why."""
-    weights = deployment.weights
-    if weights.summary:
-        logger.info(
-            "weights: %s; %s; %.1f MiB in all, %.1f in %s",
-            weights.summary,
-            f"not quantized: {weights.reasons}" if weights.others else "all are quantized",
-            deployment.sizes.footprint.weights / 2**20,
-            deployment.dense_bytes / 2**20,
-            deployment.dtype.name,
-        )
-
-
-def _log_kv_scales(deployment: Deployment, scales: KVScales | None) -> None:
-    """Log where the scales of an fp8 KV cache come from."""
-    dtype = deployment.state.kv[0].keys.dtype
-    if deployment.config.calculate_kv_scales:
-        origin = "will be calculated from the first prompts"
-    elif scales is None:
-        origin = (
-            f"are 1, as the checkpoint has none: values beyond {largest_float8(dtype):g} are clipped; "
-            "--calculate-kv-scales takes them from the first prompts"
-        )
-    else:
-        origin = f"come from the checkpoint, for {scales.num_layers} of {scales.num_kv_layers} layers"
-    logger.info("KV cache: %s; its scales %s", dtype.name, origin)
 
 
 def _make_loop(

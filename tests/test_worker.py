@@ -17,7 +17,7 @@ from jaxserve.api_types import EngineInfo, KVGroup
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.devices.device import DeviceFacts
-from jaxserve.runtime.execution import startup
+from jaxserve.runtime.execution import deployment_log, startup
 from jaxserve.runtime.programs.builder import ProgramBuilder
 from jaxserve.runtime.sizing.deployment import deploy, read_model, read_stored
 from pallas_kernels.paged_attention import KernelTarget
@@ -52,7 +52,7 @@ def started(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Engi
 def test_packed_weights_are_logged_and_counted(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "jaxserve.worker")
+    caplog.set_level(logging.INFO, "jaxserve")
     packed, held = started(settings(model), monkeypatch)
     assert (packed.quantization, packed.weight_bytes) == ("gguf", held)
     said = next(text for text in caplog.messages if text.startswith("weights:"))
@@ -75,25 +75,25 @@ def test_packed_weights_are_logged_and_counted(
 def test_the_reason_for_dequantized_weights_is_logged(
     changes: dict[str, Any], said: str, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "jaxserve.worker")
+    caplog.set_level(logging.INFO, "jaxserve")
     config = settings(model, **changes)
     parsed = read_model(config.model)
     device = DeviceFacts(KernelTarget("cpu"), 2**34)
-    worker._log_weights(deploy(config, parsed, device, stored=read_stored(config, parsed)))
+    deployment_log.log_weights(deploy(config, parsed, device, stored=read_stored(config, parsed)))
     [text] = caplog.messages
     assert re.match(said, text)
 
 
 def test_layers_with_windows_are_logged_and_described(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "jaxserve.worker")
+    caplog.set_level(logging.INFO, "jaxserve")
     config = settings(GOLDEN / "gemma3", dtype="float32", page_size=16, dp_size=2, max_total_tokens=96)
     device = DeviceFacts(KernelTarget("cpu"), 2**34, max_devices=2)
     groups = worker._kv_groups(deploy(config, read_model(config.model), device))
     # Of each 96 tokens, the window of 16 gets a page, two that it begins and ends within, and one for a chunk of 16.
     assert groups == (KVGroup(1, 12), KVGroup(2, 8, 16))
-    worker._log_kv_groups(groups, 16)
+    deployment_log.log_kv_groups(groups, 16)
     assert caplog.messages == ["KV groups: 1 layer full, 192 tokens; 2 layers with a window of 16, 128 tokens"]
-    worker._log_kv_groups(groups[:1], 16)
+    deployment_log.log_kv_groups(groups[:1], 16)
     assert len(caplog.messages) == 1
 
 

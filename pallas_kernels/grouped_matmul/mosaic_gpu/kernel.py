@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
@@ -26,11 +25,10 @@ from pallas_kernels.quantized_matmul.mosaic_gpu.products import (
     ACCUMULATOR,
     COLUMNS,
     ROWS,
-    SCALARS,
-    TILE,
     Operands,
     Products,
     of_rows,
+    store_transposed,
 )
 from pallas_kernels.quantized_matmul.mosaic_gpu.unpack import TILE_ROWS, Unpacking
 
@@ -290,7 +288,7 @@ class MosaicGpuGroupedMatmul:
                 if self.interpret:
                     whole[pair] = total.astype(out_dtype).T
                 else:
-                    _store_transposed(whole.at[pair], total.astype(out_dtype))
+                    store_transposed(whole.at[pair], total.astype(out_dtype))
                 plgpu.commit_smem()
                 # The rows that follow belong to others: copies of powers of two make up the number of the tile's.
                 for size in (1 << i for i in reversed(range(tokens.bit_length()))):
@@ -344,14 +342,3 @@ class MosaicGpuGroupedMatmul:
         )
         out: jax.Array = kernel(starts, x, factors, row_factors, numbers, scale, zero, bias, constant)
         return out
-
-
-def _store_transposed(ref: Any, sums: jax.Array) -> None:
-    """Store sums into shared memory in rows of tokens: ordinary stores can't, unless with a swizzle."""
-
-    def store(_: Any, ref: Any, sums: Any) -> None:
-        pairs = mgpu.bitwidth(sums.mlir_dtype) < 32
-        sums = sums if pairs else sums.to_layout(SCALARS.to_mgpu())
-        sums.store_untiled(mgpu.memref_transpose(ref, (1, 0)), optimized=False)
-
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))(store)(ref, sums)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.quantized_matmul.mosaic_gpu.unpack import TILE_ROWS, Unpacking
@@ -187,3 +188,14 @@ def scalars(sums: jax.Array) -> jax.Array:
     rename = plgpu.inline_mgpu(arg_types=(TILE,), return_type=out)
     result: jax.Array = rename(lambda _, x: x.to_layout(SCALARS.to_mgpu()))(sums)
     return result
+
+
+def store_transposed(ref: Any, sums: jax.Array) -> None:
+    """Store sums into shared memory in rows of tokens: ordinary stores can't, unless with a swizzle."""
+
+    def store(_: Any, ref: Any, sums: Any) -> None:
+        pairs = mgpu.bitwidth(sums.mlir_dtype) < 32
+        sums = sums if pairs else sums.to_layout(SCALARS.to_mgpu())
+        sums.store_untiled(mgpu.memref_transpose(ref, (1, 0)), optimized=False)
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))(store)(ref, sums)

@@ -1,0 +1,54 @@
+"""Logs at start-up what was chosen for a deployment: its weights, its KV groups, the scales of its KV cache."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from jaxserve.api_types import KVGroup
+from jaxserve.runtime.sizing.deployment import Deployment
+from jaxserve.weights.kv_scales import KVScales
+from pallas_kernels.paged_attention import largest_float8
+
+logger = logging.getLogger("jaxserve.runtime")
+
+
+def log_kv_groups(groups: Sequence[KVGroup], page_size: int) -> None:
+    """Log the layers and the tokens of each KV group, if there are several."""
+    if len(groups) < 2:
+        return
+    found = []
+    for group in groups:
+        layers = f"{group.num_layers} layer{'' if group.num_layers == 1 else 's'}"
+        kind = "full" if group.window is None else f"with a window of {group.window}"
+        found.append(f"{layers} {kind}, {group.num_pages * page_size} tokens")
+    logger.info("KV groups: %s", "; ".join(found))
+
+
+def log_weights(deployment: Deployment) -> None:
+    """Log how weights are quantized, which are not, and why."""
+    weights = deployment.weights
+    if weights.summary:
+        logger.info(
+            "weights: %s; %s; %.1f MiB in all, %.1f in %s",
+            weights.summary,
+            f"not quantized: {weights.reasons}" if weights.others else "all are quantized",
+            deployment.sizes.footprint.weights / 2**20,
+            deployment.dense_bytes / 2**20,
+            deployment.dtype.name,
+        )
+
+
+def log_kv_scales(deployment: Deployment, scales: KVScales | None) -> None:
+    """Log where the scales of an fp8 KV cache come from."""
+    dtype = deployment.state.kv[0].keys.dtype
+    if deployment.config.calculate_kv_scales:
+        origin = "will be calculated from the first prompts"
+    elif scales is None:
+        origin = (
+            f"are 1, as the checkpoint has none: values beyond {largest_float8(dtype):g} are clipped; "
+            "--calculate-kv-scales takes them from the first prompts"
+        )
+    else:
+        origin = f"come from the checkpoint, for {scales.num_layers} of {scales.num_kv_layers} layers"
+    logger.info("KV cache: %s; its scales %s", dtype.name, origin)
