@@ -71,8 +71,13 @@ _TEXT_MODELS: dict[str, dict[str, str]] = {
     "Mistral3ForConditionalGeneration": {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
 }
 
-# Architectures whose code comes with the checkpoint, and what to serve instead.
-_INSTEAD = {"ChatGLMModel": "GLM-4 is served from the checkpoints whose names end in -hf"}
+_CHUNKED = "most of its layers attend within chunks of the context, for which there is no KV group yet"
+# Why some architectures aren't supported, or what to serve instead of a checkpoint that comes with its own code.
+_REASONS = {
+    "ChatGLMModel": "GLM-4 is served from the checkpoints whose names end in -hf",
+    "Llama4ForCausalLM": _CHUNKED,
+    "Llama4ForConditionalGeneration": _CHUNKED,
+}
 
 # Fields of models that keep something else than keys and values of each token, for which there is no KV group yet.
 _LATENT = "latent rows for the tokens of a sequence (multi-head latent attention)"
@@ -114,8 +119,8 @@ def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mo
 
 def _why_not(architecture: str, raw: Mapping[str, Any]) -> str:
     """Return why an architecture isn't supported, or what is."""
-    if architecture in _INSTEAD:
-        return _INSTEAD[architecture]
+    if architecture in _REASONS:
+        return _REASONS[architecture]
     text = raw.get("text_config")
     fields = {*raw, *(text if isinstance(text, dict) else ())}
     for field, kept in _OTHER_CACHES.items():

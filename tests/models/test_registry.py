@@ -19,6 +19,7 @@ from tests.models.hub_configs import HUB
     [
         ("MambaForCausalLM", "'MambaForCausalLM' is not supported; supported: .*LlamaForCausalLM"),
         ("ChatGLMModel", "'ChatGLMModel' is not supported; GLM-4 is served from .* -hf"),
+        ("Llama4ForConditionalGeneration", "is not supported; .* chunks of the context"),
     ],
 )
 def test_an_unknown_architecture_is_refused_with_what_to_serve_instead(architecture: str, message: str) -> None:
