@@ -21,8 +21,11 @@ from pallas_kernels.quantized_matmul.cpu.numbers import LANES, PARTS, SUMS, Pair
 
 _ITEM_BYTES = 1 << 16
 _LINE_BYTES = 64
-_PREFETCHED_BYTES = 1 << 10
-"""How far ahead a strip is fetched: alone, a core has too few reads under way for the memory's speed."""
+_PREFETCHED_BYTES = 1 << 12
+"""How far ahead the strips of a tile are fetched: alone, a core has too few reads under way for the memory's speed.
+
+The fetches lie between the products, one or two at a time: many in a row would hold up the products behind them.
+"""
 
 
 class Tiles:
@@ -101,16 +104,17 @@ class Tiles:
         zero = f.constant(SUMS, 0)
         scaled = self._format != "bf16"
         run_size, size = run_bytes(self._format), number_bytes(self._format)
+        blocks_ahead = _PREFETCHED_BYTES // strips // run_size
 
         def block(at: Value, *totals: Value) -> list[Value]:
             runs = [f.at(weight, (blocks * strip + at) * run_size) for strip in range(strips)]
-
-            def fetch() -> None:
+            # Behind the end of a strip lies the next one of this tile; what is read next lies behind the last one
+            skipped = f.select(at + blocks_ahead < blocks, f.constant(I64, 0), blocks * ((strips - 1) * run_size))
+            # A tile whose strips are in the cache fetches what it reads at once: less work than a branch
+            ahead = f.select(reads_first, skipped + blocks_ahead * run_size, 0)
+            for line in range(size, run_size, _LINE_BYTES):
                 for run in runs:
-                    for line in range(0, run_size, _LINE_BYTES):
-                        f.prefetch(f.at(run, _PREFETCHED_BYTES + line))
-
-            f.when(reads_first, fetch)
+                    f.prefetch(f.at(run, ahead + line))
             inputs = [f.at(x, (in_dim * source + at * BLOCK) * products.input_bytes) for source in sources]
 
             def part(at: Value, *sums: Value) -> list[Value]:
@@ -119,6 +123,9 @@ class Tiles:
                 numbers_of = [products.weight_pairs(f, one, self._format) for one in parts]
                 near = [f.at(one, at * (BLOCK // PARTS * products.input_bytes)) for one in inputs]
                 for pair, numbers in enumerate(zip(*numbers_of, strict=True)):
+                    if pair * _LINE_BYTES < size // PARTS:
+                        for one in parts:
+                            f.prefetch(f.at(one, ahead + pair * _LINE_BYTES))
                     for row in range(rows):
                         factor = products.spread_inputs(f, near[row], pair)
                         for strip in range(strips):
