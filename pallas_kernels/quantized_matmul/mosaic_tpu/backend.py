@@ -21,6 +21,8 @@ _GROUPS = (16, 32, 64)
 _ROWS, _OUT = 256, 256
 # Of a tile of rows, whose inputs lie in vector memory three times.
 _TILE_INPUTS = 2**22
+# Inputs of 8 bits beyond the last 128 are multiplied together.
+_LEAST_INPUTS = 32
 # Rows of bfloat16 come by 16.
 _PACKED_ROWS = 16
 # Vector memory of a core, by device; v5e and v6e have the default.
@@ -36,7 +38,7 @@ def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> 
         return "mosaic_tpu multiplies integers of 4 and 8 bits by inputs that aren't quantized"
     if scheme.group is not None and scheme.group % LANES and scheme.group not in _GROUPS:
         return f"mosaic_tpu takes groups of 16, 32, 64 or multiples of {LANES} inputs, not of {scheme.group}"
-    if in_dim % (unit := LANES * 8 // scheme.bits):
+    if in_dim % (unit := _LEAST_INPUTS if scheme.bits == 8 else 2 * LANES):
         return f"mosaic_tpu takes multiples of {unit} inputs of {scheme.numbers}, not {in_dim}"
     return None
 

@@ -1,4 +1,4 @@
-"""The TPU kernel: a tile of rows times a tile of outputs, over all inputs, 128 of them at a time.
+"""The TPU kernel: a tile of rows times a tile of outputs, over all inputs, 128 of them at a time, and then the rest.
 
 Numbers are unpacked in vector memory and multiplied unscaled, which is exact in bfloat16; the sum of each group is
 scaled in float32. Where several groups share 128 inputs, each has a copy of the rows that is zero in the others.
@@ -35,10 +35,9 @@ class Tiles:
     group: int
     packed: bool
 
-    @property
-    def groups_at_once(self) -> int:
-        """The number of groups of 128 inputs."""
-        return max(1, LANES // self.group)
+    def groups_of(self, inputs: int) -> int:
+        """Return the number of groups of these neighbouring inputs, at most 128."""
+        return max(1, inputs // self.group)
 
 
 def product(
@@ -115,19 +114,19 @@ def sum_products(
         shift = scales[...] * zero[...].astype(jnp.float32)
         sums[...] -= jnp.dot(totals[...], shift, precision=lax.Precision.HIGHEST)
 
-    def add(tile: Array, q: Int8[Array, "out lanes"]) -> None:
-        rows = x[:, pl.ds(pl.multiple_of(tile * LANES, LANES), LANES)]
+    def add(tile: Array | int, q: Int8[Array, "out lanes"]) -> None:
+        rows = x[:, pl.ds(_first_lane(tile), q.shape[1])]
         values = q.astype(jnp.float32).astype(rows.dtype)
         partial = lax.dot_general(
             _by_group(rows, tiles), values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )
-        for i in range(tiles.groups_at_once):
-            group = lax.div(tile * LANES, tiles.group) + i
+        for i in range(tiles.groups_of(q.shape[1])):
+            group = tile * LANES // tiles.group + i
             part = partial[i * tiles.block_rows : (i + 1) * tiles.block_rows]
             sums[...] += part * scales[pl.ds(group, 1), :]
 
-    def at(i: Array) -> Array:
-        return numbers[:, pl.ds(pl.multiple_of(i * LANES, LANES), LANES)]
+    def at(i: Array | int, lanes: int = LANES) -> Array:
+        return numbers[:, pl.ds(_first_lane(i), lanes)]
 
     def step(i: Array, _: None) -> None:
         for one in range(at_once):
@@ -142,6 +141,12 @@ def sum_products(
     columns = numbers.shape[1] // LANES
     at_once = math.gcd(columns, AT_ONCE)
     lax.fori_loop(0, columns // at_once, step, None)
+    if rest := numbers.shape[1] % LANES:
+        add(columns, at(columns, rest))
+
+
+def _first_lane(tile: Array | int) -> Array | int:
+    return tile * LANES if isinstance(tile, int) else pl.multiple_of(tile * LANES, LANES)
 
 
 def _unpack(packed: UInt8[Array, "out lanes"]) -> tuple[Int8[Array, "out lanes"], Int8[Array, "out lanes"]]:
@@ -168,8 +173,9 @@ def _every_byte(byte: int) -> int:
 
 def _by_group(rows: BFloat16[Array, "rows lanes"], tiles: Tiles) -> BFloat16[Array, "rows_by_group lanes"]:
     """Return the rows once for each group of the lanes, with zeros in the lanes of others."""
-    if tiles.groups_at_once == 1:
+    groups = tiles.groups_of(rows.shape[1])
+    if groups == 1:
         return rows
     lane = lax.broadcasted_iota(jnp.int32, rows.shape, 1)
     group = lax.div((lane % (LANES // 2)) * 2 if tiles.packed else lane, tiles.group)
-    return jnp.concatenate([jnp.where(group == i, rows, jnp.zeros_like(rows)) for i in range(tiles.groups_at_once)])
+    return jnp.concatenate([jnp.where(group == i, rows, jnp.zeros_like(rows)) for i in range(groups)])

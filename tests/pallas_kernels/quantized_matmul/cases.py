@@ -76,6 +76,8 @@ CASES = (
     Case("int8-many-rows", INT8, rows=140, out=(130,)),
     Case("int8-group-16", Scheme("int8", 16), rows=6, scales="float16"),
     Case("int8-group-32-order", Scheme("int8", 32), order=True),
+    Case("int8-half-a-block", Scheme("int8", 32, zeros=True), rows=5, inputs=448),
+    Case("int8-channel-half-a-block", Scheme("int8"), rows=5, inputs=448),
     Case("int8-zeros", INT8_ZEROS, rows=20, out=(2, 40)),
     Case("int8-channel", Scheme("int8"), rows=1, out=(2, 40), scales="bfloat16"),
     Case("int8-channel-order", Scheme("int8"), rows=70, order=True),

@@ -24,7 +24,7 @@ REFUSED: dict[BackendName, frozenset[str]] = {
         for case in CASES
         if case.scheme.numbers in ("fp4", "fp8")
         or case.scheme.activations is not None
-        or case.inputs % (256 if case.scheme.numbers == "int4" else 128)
+        or case.inputs % (256 if case.scheme.numbers == "int4" else 32)
         or case.scheme.group == 96
     ),
 }
@@ -40,6 +40,7 @@ QUICK = (
     "int4-float16",
     "int4-float32",
     "int8-group-16",
+    "int8-half-a-block",
     "int8-zeros",
     "int8-zeros-channel",
     "int8-float16",
