@@ -95,8 +95,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "allgather_reducescatter", "ragged_all_to_all"],
         Meta(
             description="how tokens reach experts that ranks divide; allgather_reducescatter: all tokens go to all "
-            "devices; ragged_all_to_all: those of prefill only to devices with their experts; auto: the latter on TPUs "
-            "if it halves what is sent"
+            "devices; ragged_all_to_all: tokens of prefill only to devices with their experts; auto: the second "
+            "on TPUs if it halves what is sent"
         ),
     ] = "auto"
     nnodes: Annotated[

@@ -92,7 +92,7 @@ def _ragged(
 
 
 def _as_words(columns: Sequence[Shaped[Array, "tokens _"]]) -> UInt[Array, "tokens words"]:
-    """Return the bits of arrays, of which none has smaller numbers than the first one, in words of the first's size."""
+    """Return the bits of arrays in words of the size of the first one's numbers; the others' aren't smaller."""
     size = columns[0].dtype.itemsize
     words = [lax.bitcast_convert_type(column, f"uint{8 * size}") for column in columns]
     return jnp.concatenate([column.reshape(len(column), -1) for column in words], axis=1)

@@ -134,8 +134,7 @@ def _exchanged(routed: Routed, params: ExpertParams, settings: MixtureSettings) 
 
 
 def _experts(routed: Routed, params: ExpertParams, settings: MixtureSettings) -> Outputs:
-    """Return the weighted sums of the outputs of this shard's experts, of each of which it may have only a part, and
-    how many tokens each of them computed."""
+    """Return the weighted sums of the outputs of this shard's experts or parts of experts, and their loads."""
     x, ids, weights = routed
     count = params.up.shape[0]
     first = lax.axis_index(settings.part_axes).astype(jnp.int32) * count

@@ -26,13 +26,13 @@ class Architecture:
         implied: returns further fields that follow from the config so far.
         norm_epsilon: the key of the norms' epsilon and its field.
         numbers: optional keys that hold a number, and their fields. `rope_numbers`: fields in `rope_parameters`.
-        integers, flags: keys that hold a whole number, or true or false, and their fields. A file must have those whose
-            field isn't one of the `constants`.
-        biases: fields that tell whether all of some tensors of a layer have a bias. `norms`: those that tell whether
+        integers, flags: keys that hold a whole number, or true or false, and their fields. A file must have the keys of
+            all fields that aren't among the `constants`.
+        biases: fields that tell whether all of some tensors of a layer have a bias. `norms`: fields that tell whether
             a layer has some norms.
         partial_rotation: whether heads may be rotated in part.
         drafts: the field of the number of layers that draft several tokens at once. The file counts them as layers of
-            the model, whose last ones they are.
+            the model, and has them last.
     Sliding windows:
         window_period: each layer with a multiple of this number has full attention, where the file doesn't list them;
             1: all layers have a window; 0: windows aren't supported.

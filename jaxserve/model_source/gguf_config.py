@@ -197,7 +197,7 @@ def _windows(keys: _ArchitectureKeys, row: Architecture, num_layers: int) -> dic
 def _present(
     metadata: GGUFMetadata, row: Architecture, fields: Mapping[str, tuple[str, ...]], kind: str
 ) -> dict[str, bool]:
-    """Return the fields that tell which tensors there are, by those of the first layer."""
+    """Return the fields that tell which tensors a layer has; the first layer shows it."""
     found = {}
     for field, parts in fields.items():
         present = [part for part in parts if f"blk.0.{part}.{kind}" in metadata.tensors]

@@ -77,9 +77,9 @@ class _ArrayRef:
 
 
 class GGUFMetadata:
-    """The metadata of one file, and the tensors of those that follow it, if a model is split into several.
+    """The metadata of one file, and its tensors. Of a model in several files, the first has all tensors.
 
-    `number` is that of the file among these. Raises `ConfigError` unless all are complete little-endian GGUF 2 or 3
+    `number` is the file's place among several. Raises `ConfigError` unless all are complete little-endian GGUF 2 or 3
     files.
     """
 

@@ -218,7 +218,7 @@ class EngineCollector:
         balance: ValuesByLabels = {
             (str(layer),): _share(sum(counts), len(counts) * max(counts)) for layer, counts in enumerate(tokens)
         }
-        text = "Tokens of a layer's experts so far, on average, as a share of those of its busiest expert, 0 to 1"
+        text = "Tokens of a layer's average expert so far, as a share of its busiest expert's, 0 to 1"
         yield self._family(GaugeMetricFamily, "expert_balance", text, balance, "layer")
 
     def _step_tokens(self, s: EngineStats) -> Family:

@@ -23,8 +23,7 @@ class TensorInfo:
     """One tensor of a checkpoint: its shape in Hugging Face's order, and the name that the file gives its stored type.
 
     `unreadable` says why the tensor can't be read (an unsupported type); it is empty if the tensor can be read.
-    `quantized` says that the dimensions are those of quantized numbers, if these are stored otherwise than others
-    (`TensorPart.quantized_view`).
+    `quantized` says that the shape is that of quantized numbers, whose dimensions differ (`TensorPart.quantized_view`).
     """
 
     shape: tuple[int, ...]

@@ -26,9 +26,9 @@ Form = Literal["packed", "rows"]
 def held_logits(
     name: str, form: Form, shards: int = 1, setting: str = "auto", dtype: Any = jnp.bfloat16, *, expert: int = 1
 ) -> tuple[WeightChoice, np.ndarray, np.ndarray]:
-    """Return how weights are held, the logits of a prompt of a fixture, and those of the dequantized model.
+    """Return how weights are held, the logits of a prompt of a fixture, and the dequantized model's logits.
 
-    `packed` is the layout of a CPU, in bfloat16; `rows` that of an H200, multiplied by the reference. Devices
+    `packed` is a CPU's layout, in bfloat16; `rows` is an H200's, multiplied by the reference. Devices
     are in `expert` groups, which have experts of their own.
     """
     folder = folder_of(name)

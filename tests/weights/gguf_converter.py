@@ -89,7 +89,7 @@ _FIELDS = {
 def write(path: Path, tensors: Tensors, architecture: str = "qwen2", *, most: int = 0, **values: Any) -> Path:
     """Write a GGUF file; `values` are keys under the architecture's name, with `__` for a dot.
 
-    With `most`, writes several files of at most so many tensors, and returns the first.
+    With `most`, writes several files, each with at most this number of tensors, and returns the first.
     """
     writer = GGUFWriter(path, architecture, split_max_tensors=most)
     for key, value in values.items():

@@ -37,7 +37,7 @@ WINDOWS: tuple[Window, ...] = (
 )
 BF16 = np.dtype(jnp.bfloat16)
 WIDE = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
-"""Sizes of which blocks of 32 divide all inputs but those of a shared expert's down projection."""
+"""Blocks of 32 divide all inputs of these sizes, except in a shared expert's down projection."""
 
 
 def gguf(path: Path) -> ModelSource:

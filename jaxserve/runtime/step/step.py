@@ -54,7 +54,7 @@ class StepOutput:
     The host fetches no `num_tokens`, as it knows which rows draw. But without this output the same operations of a
     program for one row took a CPU 10 to 20 % longer: XLA's runtime starts them in another order.
 
-    `expert_tokens` is a copy of that of the state, which the next step takes away.
+    `expert_tokens` is a copy, as the next step takes the state's away.
     """
 
     tokens: Int[Array, "rows 1"]
