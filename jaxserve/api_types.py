@@ -283,7 +283,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     - `step_tokens` is the sum over all steps; `steps_by_tokens` counts the steps in each of `STEP_TOKEN_BUCKETS`, and
       last those beyond.
     - Only metrics sent on request have `decode_steps_by_rows`; `integrity_errors`, the faults that the integrity check
-      found; and `expert_tokens`: of each layer with experts, how many tokens each of them computed.
+      found; and `expert_tokens[i][j]`, how many tokens expert j of layer i computed. A dense layer has no experts.
     """
 
     num_running: int = 0

@@ -41,6 +41,7 @@ from jaxserve.runtime.execution.device_commands import (
     LocalCommands,
 )
 from jaxserve.runtime.execution.executor import DeviceExecutor
+from jaxserve.runtime.execution.expert_tokens import ExpertTokens
 from jaxserve.runtime.execution.host_pool import HostPool, host_pages
 from jaxserve.runtime.execution.profiler import JaxProfiler
 from jaxserve.runtime.execution.startup import PhaseTimer, fill_devices, naming_the_bundle, program_cache_dir
@@ -84,6 +85,7 @@ def build_engine(config: EngineConfig, nodes: ProcessGroup | None = None) -> tup
     executor = DeviceExecutor(
         *(calls, parts.deployment.capacity, timeline, parts.programs.substitute, elsewhere),
         calculates_kv_scales=config.calculate_kv_scales,
+        expert_tokens=_expert_tokens(parts.deployment),
     )
     if nodes is not None:
         with nodes.time_limit(config.dist_timeout, "the first step over all processes"):
@@ -267,6 +269,12 @@ def _kv_groups(deployment: Deployment) -> tuple[KVGroup, ...]:
         KVGroup(spec.num_layers, deployment.data * count, spec.window)
         for spec, count in zip(deployment.kv_specs, pages, strict=True)
     )
+
+
+def _expert_tokens(deployment: Deployment) -> ExpertTokens:
+    model, capacity = deployment.model, deployment.capacity
+    most = max(*capacity.token_buckets, *capacity.decode_buckets)
+    return ExpertTokens(model.mixture_layers, model.num_experts, most * capacity.num_ranks)
 
 
 def _mesh_prefix(deployment: Deployment) -> str:

@@ -248,10 +248,13 @@ def _run(
 
 def assert_experts_are_counted(stats: EngineStats, model: dict[str, Any]) -> None:
     """In each layer with experts, every token that a step computed has its number of them."""
-    layers = model["num_hidden_layers"] - model["first_k_dense_replace"] if "n_routed_experts" in model else 0
-    pairs = stats.step_tokens * model.get("num_experts_per_tok", 0)
-    assert [len(counts) for counts in stats.expert_tokens] == [model.get("n_routed_experts")] * layers
-    assert [sum(counts) for counts in stats.expert_tokens] == [pairs] * layers
+    if "n_routed_experts" not in model:
+        assert stats.expert_tokens == ()
+        return
+    dense, *others = stats.expert_tokens
+    assert dense == ()
+    assert [len(counts) for counts in others] == [model["n_routed_experts"]] * (model["num_hidden_layers"] - 1)
+    assert {sum(counts) for counts in others} == {stats.step_tokens * model["num_experts_per_tok"]}
 
 
 def _together(events: list[TokenEvent]) -> Answer:
@@ -606,3 +609,11 @@ def test_the_start_says_what_was_decided(build: Build, caplog: pytest.LogCapture
     found = re.fullmatch(expected, line)
     assert found, line
     assert float(found[1]) > 0
+
+
+def test_a_mixture_without_a_layer_of_experts(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MIXTURE, "first_k_dense_replace", MIXTURE["num_hidden_layers"])
+    loop, _ = build("mixture")
+    answers = _run(loop, [EngineRequest(request_id="r", prompt_ids=[1, 2], sampling=SamplingParams(max_tokens=3))])
+    assert len(answers["r"].tokens) == 3
+    assert loop.stats(check=True).expert_tokens == ()

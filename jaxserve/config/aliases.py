@@ -160,7 +160,8 @@ ALIASES: Mapping[str, Alias] = types.MappingProxyType(
         "enable_expert_parallel": SwitchAlias(on=Sets("ep_size", -1), off=Sets("ep_size", 1)),
         "enable_ep_moe": SwitchAlias(on=Sets("ep_size", -1), off=Sets("ep_size", 1)),
         "moe_a2a_backend": ChoiceAlias(
-            RefusedName("write --all2all-backend"), {"none": InForce("no other library moves the tokens of experts")}
+            RefusedName("write --all2all-backend allgather_reducescatter or ragged_all_to_all"),
+            {"none": InForce("no other library moves the tokens of experts")},
         ),
         "api_server_count": ChoiceAlias(RefusedName("only one API process is supported so far"), _ONE),
         "enable_lora": _not_built("LoRA is"),

@@ -43,7 +43,10 @@ def exchange_all(own: Routed, axes: tuple[str, ...], compute: Callable[[Routed],
 def exchange_chosen(
     own: Routed, axes: tuple[str, ...], compute: Callable[[Routed], Outputs], *, experts: int, target: KernelTarget
 ) -> Outputs:
-    """Do the same, but send a token only to shards that have one of its experts; each shard has `experts` of them."""
+    """Let each token be computed by the shards that have one of its experts, and return what `exchange_all` returns.
+
+    Each shard has `experts` of them.
+    """
     tokens, choices = own.ids.shape
     shards, me = lax.axis_size(axes), lax.axis_index(axes)
     owners = jnp.where(own.ids < 0, -1, own.ids // experts)

@@ -115,7 +115,7 @@ _EXPERTS = _named("mlp", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL = _named("block_sparse_moe", "w1", "w3", "w2")
 _USED = {"expert_used_count": "num_experts_per_tok"}
 _OWN_WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
-_SIGMOID = {"expert_gating_func": 2}
+_SOFTMAX, _SIGMOID = {"expert_gating_func": 1}, {"expert_gating_func": 2}
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
@@ -131,6 +131,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 biases=_NOTHING,
                 window_period=1,
                 names=_MIXTRAL,
+                only=_SOFTMAX,
                 pairs_adjacent=True,
             ),
         ),
@@ -244,18 +245,21 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             },
             biases={"qkv_bias": _QKV},
             names=_EXPERTS | _shared("shared_expert") | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+            only=_SOFTMAX,
         ),
         "qwen3moe": Architecture(
             model=("Qwen3MoeForCausalLM", "qwen3_moe"),
             constants=_SILU | {"norm_topk_prob": True},
             integers={"expert_count": "num_experts", **_USED, **_OWN_WIDTH},
             names=_EXPERTS,
+            only=_SOFTMAX,
         ),
         "olmoe": Architecture(
             model=("OlmoeForCausalLM", "olmoe"),
             constants=_SILU | {"norm_topk_prob": False},
             integers={"expert_count": "num_experts", **_USED},
             names=_EXPERTS,
+            only=_SOFTMAX,
         ),
         "gpt-oss": Architecture(
             model=("GptOssForCausalLM", "gpt_oss"),

@@ -9,6 +9,7 @@ from typing import Any
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import (
     CONTEXT,
+    EXPERTS,
     HEAD_DIM,
     HEADS,
     LAYERS,
@@ -75,7 +76,7 @@ def config_from_gguf(metadata: GGUFMetadata) -> dict[str, Any]:
         **_present(metadata, row, row.biases, "bias"),
         **_present(metadata, row, row.norms, "weight"),
         **{field: keys.number(key, POSITIVE) for key, field in row.numbers.items() if key in keys},
-        **{field: keys.integer(key, _COUNT, row.constants.get(field)) for key, field in row.integers.items()},
+        **{field: keys.integer(key, _range(key), row.constants.get(field)) for key, field in row.integers.items()},
         **{field: keys.boolean(key, row.constants[field]) for key, field in row.flags.items()},
         **({row.drafts: drafts} if row.drafts else {}),
         **windows,
@@ -192,6 +193,10 @@ def _windows(keys: _ArchitectureKeys, row: Architecture, num_layers: int) -> dic
         "sliding_window": window,
         "layer_types": ["sliding_attention" if each else "full_attention" for each in sliding],
     }
+
+
+def _range(key: str) -> Range:
+    return EXPERTS if key in ("expert_count", "expert_used_count") else _COUNT
 
 
 def _present(

@@ -35,8 +35,8 @@ class ModelConfig:
     that the parameters are laid out for, which the checkpoint doesn't know: KV heads are repeated and the vocabulary is
     padded until both can be split into that number. A layer whose window has at least `whole_from` positions keeps the
     keys and values of whole sequences, as a layer without a window does, if its KV heads are like those. With
-    `experts_over_ranks`, data-parallel ranks have different experts, to which prefill sends tokens in a
-    `ragged_exchange` or all in one. `quantization` says how a checkpoint stores weights, if it is quantized.
+    `experts_over_ranks`, data-parallel ranks have different experts; with `ragged_exchange`, prefill sends
+    them only their own tokens. `quantization` says how a checkpoint stores weights, if it is quantized.
     """
 
     architecture: str
@@ -112,9 +112,9 @@ class ModelConfig:
         return 0
 
     @property
-    def num_mixtures(self) -> int:
-        """The number of layers that have experts."""
-        return 0
+    def mixture_layers(self) -> tuple[int, ...]:
+        """The layers that have experts."""
+        return ()
 
     @property
     def experts_per_token(self) -> int:

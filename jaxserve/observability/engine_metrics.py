@@ -212,11 +212,15 @@ class EngineCollector:
         yield self._family(GaugeMetricFamily, "bucket_occupancy", text, shares, "kind")
 
     def _expert_families(self, tokens: Sequence[Sequence[int]]) -> Iterator[Family]:
-        of_experts: ValuesByLabels = {(str(expert),): sum(layers) for expert, layers in enumerate(zip(*tokens))}
-        text = "Tokens that the experts of this number have computed, over all layers"
+        of_experts: ValuesByLabels = {
+            (str(expert),): sum(layers) for expert, layers in enumerate(zip(*filter(None, tokens)))
+        }
+        text = "Tokens computed by the experts of this number, added up over all layers"
         yield self._family(CounterMetricFamily, "expert_tokens", text, of_experts, "expert")
         balance: ValuesByLabels = {
-            (str(layer),): _share(sum(counts), len(counts) * max(counts)) for layer, counts in enumerate(tokens)
+            (str(layer),): _share(sum(counts), len(counts) * max(counts))
+            for layer, counts in enumerate(tokens)
+            if counts
         }
         text = "Tokens of a layer's average expert so far, as a share of its busiest expert's, 0 to 1"
         yield self._family(GaugeMetricFamily, "expert_balance", text, balance, "layer")

@@ -58,8 +58,8 @@ class Config(ModelConfig):
         return self.experts
 
     @property
-    def num_mixtures(self) -> int:
-        return self.num_layers if self.routing else 0
+    def mixture_layers(self) -> tuple[int, ...]:
+        return tuple(range(self.num_layers)) if self.routing else ()
 
     @property
     def experts_per_token(self) -> int:

@@ -73,8 +73,8 @@ class Config(ModelConfig):
         return self.experts
 
     @property
-    def num_mixtures(self) -> int:
-        return self.dense.count(False)
+    def mixture_layers(self) -> tuple[int, ...]:
+        return tuple(i for i, dense in enumerate(self.dense) if not dense)
 
     @property
     def experts_per_token(self) -> int:
@@ -180,10 +180,11 @@ def forward(
     batch: TokenBatch,
     kv: KVPools,
     backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], KVPools, Int32[Array, "mixtures experts"]]:
+) -> tuple[Any, ...]:
     """Apply the layers and the final norm to embeddings.
 
-    Returns hidden states, the updated cache, and how many tokens each of this shard's experts computed.
+    Returns hidden states, the updated cache, and how many tokens each of this shard's experts computed,
+    `[mixtures, experts]`, if a layer has any.
     """
     rope = rotation(batch, config.rope, config.head_dim)
     at = config.kv_layers()
@@ -195,7 +196,8 @@ def forward(
             x, kv, load = _layer(x, layer, batch, kv, at[i], rope, settings)
         loads += [] if load is None else [load]
     with jax.named_scope("final_norm"):
-        return rms_norm(x, params.norm, config.norm_eps), kv, jnp.stack(loads)
+        normed = rms_norm(x, params.norm, config.norm_eps)
+    return (normed, kv, jnp.stack(loads)) if loads else (normed, kv)
 
 
 @functools.partial(jax.jit, static_argnames="settings")

@@ -49,6 +49,7 @@ class DeviceExecutor:
     `timeline` records the phases of a step. `substitute` returns the program to run instead of one that could not be
     loaded. `remote_compiles` returns how many programs the other processes of the mesh have compiled. With
     `calculates_kv_scales`, the first prompts decide the scales of the KV cache, before the first page is written.
+    `expert_tokens` counts the tokens of a mixture's experts.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class DeviceExecutor:
         remote_compiles: Callable[[], int] = int,
         *,
         calculates_kv_scales: bool = False,
+        expert_tokens: ExpertTokens | None = None,
     ) -> None:
         self._commands = commands
         self._capacity = capacity
@@ -70,7 +72,7 @@ class DeviceExecutor:
         self._compiles = CompileCounter()
         self._remote_compiles = remote_compiles
         self._lacks_kv_scales = calculates_kv_scales
-        self._expert_tokens = ExpertTokens()
+        self._expert_tokens = expert_tokens or ExpertTokens()
 
     @property
     def capacity(self) -> Capacity:

@@ -236,7 +236,7 @@ def deploy(
         kv_dtype=kv_dtype,
         platform=backend.kv_platform,
         expert_tokens=expert_tokens_spec(
-            model.num_mixtures, model.num_experts, ranks=data, over_ranks=model.experts_over_ranks
+            len(model.mixture_layers), model.num_experts, ranks=data, over_ranks=model.experts_over_ranks
         ),
     )
     slot = describe(specs, one)

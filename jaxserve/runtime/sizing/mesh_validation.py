@@ -48,14 +48,15 @@ def _check_experts(config: EngineConfig, divided: Parallelism, model: ModelConfi
     """Raise `ConfigError` if the model's experts can't be divided evenly."""
     parts = divided.expert_parts
     if not model.num_experts:
-        if parts > 1 or config.enable_dp_attention:
+        if parts > 1 or config.enable_dp_attention or config.all2all_backend != "auto":
             asked = "enable_dp_attention" if config.enable_dp_attention else f"ep_size={config.ep_size}"
+            asked = f"all2all_backend={config.all2all_backend}" if config.all2all_backend != "auto" else asked
             raise ConfigError(f"{asked} is for mixtures of experts, and this model has no experts; leave it out")
         return
-    if config.all2all_backend != "auto" and not divided.over_ranks:
+    if config.all2all_backend == "ragged_all_to_all" and not divided.over_ranks:
         raise ConfigError(
-            f"all2all_backend={config.all2all_backend}: no data-parallel ranks divide the experts, so no token is "
-            "sent to them; leave it out, or set enable_dp_attention"
+            "all2all_backend=ragged_all_to_all: every rank has all experts, so no token is sent to another; leave it "
+            "out, or set enable_dp_attention and a dp_size"
         )
     devices = divided.tensor * (divided.data if divided.over_ranks else 1)
 

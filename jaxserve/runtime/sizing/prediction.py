@@ -86,4 +86,4 @@ def _seconds(rates: Roofline, nbytes: float, flops: float) -> float:
 def _prompt_seconds(rates: Roofline, tokens: int) -> float:
     per_second = rates.prefill_tokens_per_second(tokens)
     products = 0.0 if per_second is None else tokens / per_second
-    return max(rates.read_bytes / rates.bandwidth, products)
+    return max(rates.weight_bytes(tokens) / rates.bandwidth, products)

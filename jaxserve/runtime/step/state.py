@@ -139,7 +139,7 @@ def state_specs(
 
 
 def _undivided(empty: ArraySpec) -> ArraySpec:
-    """Return the spec of an array without elements, which XLA forgets how to divide."""
+    """Return the spec of an array without elements: XLA returns such an array undivided."""
     return dataclasses.replace(empty, shape=(1, *empty.shape[1:]), axes=(None,) * len(empty.axes))
 
 

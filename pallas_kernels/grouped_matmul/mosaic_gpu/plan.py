@@ -49,7 +49,7 @@ def make_plan(
 ) -> Plan:
     """Return the plan of a product whose rows have `results` numbers of `out_bytes`.
 
-    `rows` are as many as probably have a pair, and the most that can.
+    `rows` are the number that probably have a pair, and the number that may have one.
 
     Tiles have as many rows as two average experts: so most experts' weights are read once. Four warpgroups multiply by
     few rows, unless the busiest core would have much less to do with two, as there are more tiles then. Many rows leave

@@ -115,8 +115,20 @@ def test_experts_that_do_not_are_refused_with_sizes_that_do(sizes: dict[str, Any
 
 @pytest.mark.parametrize(
     ("sizes", "asked"),
-    [({"tp_size": 2, "ep_size": 2}, "ep_size=2"), ({"dp_size": 2, "enable_dp_attention": True}, "enable_dp_attention")],
+    [
+        ({"tp_size": 2, "ep_size": 2}, "ep_size=2"),
+        ({"dp_size": 2, "enable_dp_attention": True}, "enable_dp_attention"),
+        ({"all2all_backend": "ragged_all_to_all"}, "all2all_backend=ragged_all_to_all"),
+    ],
 )
 def test_a_dense_model_has_no_experts_to_divide(sizes: dict[str, Any], asked: str) -> None:
     with pytest.raises(ConfigError, match=f"{asked} is for mixtures of experts"):
         check_mesh(EngineConfig(**sizes), model(), DeviceFacts(KernelTarget("cuda"), 2**34, max_devices=8))
+
+
+def test_tokens_are_sent_only_to_experts_of_other_ranks() -> None:
+    facts = DeviceFacts(KernelTarget("cuda"), 2**34, max_devices=8)
+    sizes: dict[str, Any] = {"tp_size": 4, "ep_size": 4}
+    check_mesh(EngineConfig(all2all_backend="allgather_reducescatter", **sizes), mixture(), facts)
+    with pytest.raises(ConfigError, match="every rank has all experts, so no token is sent"):
+        check_mesh(EngineConfig(all2all_backend="ragged_all_to_all", **sizes), mixture(), facts)

@@ -167,7 +167,7 @@ STATS = EngineStats(
     compiles_after_ready=1,
     step_tokens=1020,
     steps_by_tokens=(50, 10, *(0,) * 5, 9, *(0,) * 5, 1),
-    expert_tokens=((30, 10, 20), (0, 60, 0)),
+    expert_tokens=((), (30, 10, 20), (0, 60, 0)),
 )
 
 
@@ -224,8 +224,8 @@ def test_engine_metrics():
         'expert_tokens_total{expert="0"}': 30,
         'expert_tokens_total{expert="1"}': 70,
         'expert_tokens_total{expert="2"}': 20,
-        'expert_balance{layer="0"}': 60 / 90,
-        'expert_balance{layer="1"}': 60 / 180,
+        'expert_balance{layer="1"}': 60 / 90,
+        'expert_balance{layer="2"}': 60 / 180,
     }
     assert {name: found[f"jaxserve:{name}"] for name in truth} == truth
     [info] = [name for name in found if name.startswith("jaxserve:engine_info")]
