@@ -120,7 +120,7 @@ def choose_weights(
 ) -> WeightChoice:
     """Choose the forms of the weights of a model with these `ParamSpec`s.
 
-    `method` is that of the checkpoint, None if it isn't quantized. `splits_into` tells whether a number of shards can
+    The checkpoint is quantized by `method`, or not if it is None. `splits_into` tells whether a number of shards can
     split the model. Raises `ConfigError` if the setting asks for another method, or if `shards` would cut groups of
     inputs.
     """
