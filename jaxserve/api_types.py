@@ -86,19 +86,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"min_tokens must be in [0, max_tokens={self.max_tokens}], got {self.min_tokens}",
                 param="min_tokens",
             )
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise InvalidRequestError(
-                f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are supported",
-                param="logit_bias",
-            )
+        for name, most in (("logit_bias", MAX_LOGIT_BIAS), ("stop_token_ids", MAX_STOP_IDS)):
+            count = len(getattr(self, name))
+            if count > most:
+                raise InvalidRequestError(f"{name} has {count} entries; at most {most} are supported", param=name)
         for token, bias in self.logit_bias.items():
             _in_range("logit_bias", bias, _BIAS)
             _in_range("logit_bias", token, _TOKEN_ID)
-        if len(self.stop_token_ids) > MAX_STOP_IDS:
-            raise InvalidRequestError(
-                f"stop_token_ids has {len(self.stop_token_ids)} entries; at most {MAX_STOP_IDS} are supported",
-                param="stop_token_ids",
-            )
         for name in ("stop", "stop_regex"):
             if not all(getattr(self, name)):
                 raise InvalidRequestError(f"{name} must not hold an empty string", param=name)
@@ -280,6 +274,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
       log).
     - `num_preemptions` requests were sent back to the queue: `num_retractions` because the KV cache was full, the
       others for a request of higher priority.
+    - `num_drafts` times, a request's draft was verified. Of their `draft_tokens`, `accepted_tokens` became output, and
+      `accepted_by_position[i]` drafts had token i accepted. Without speculation all are 0, and the last is ().
     - `step_tokens` is the sum over all steps; `steps_by_tokens` counts the steps in each of `STEP_TOKEN_BUCKETS`, and
       last those beyond.
     - Only metrics sent on request have `decode_steps_by_rows`; `integrity_errors`, the faults that the integrity check
@@ -313,6 +309,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     decode_bucket_rows: int = 0
     mixed_tokens: int = 0
     mixed_bucket_tokens: int = 0
+    num_drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_by_position: tuple[int, ...] = ()
     step_tokens: int = 0
     steps_by_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKEN_BUCKETS) + 1)
     compiles_after_ready: int = 0

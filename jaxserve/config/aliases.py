@@ -167,9 +167,6 @@ ALIASES: Mapping[str, Alias] = types.MappingProxyType(
         "enable_lora": _not_built("LoRA is"),
         "speculative_algorithm": _NO_SPECULATION,
         "speculative_config": _NO_SPECULATION,
-        "speculative_method": _NO_SPECULATION,
-        "speculative_model": _NO_SPECULATION,
-        "num_speculative_tokens": _NO_SPECULATION,
         "trust_remote_code": SwitchAlias(
             on=RefusedName("code that comes with a checkpoint is never run; leave the flag out"),
             off=InForce("code that comes with a checkpoint is never run"),

@@ -37,6 +37,10 @@ ENGINE_RANGES: Ranges = {
     "schedule_conservativeness": (0.0, 1e6),
     "hicache_ratio": (_ABOVE_0, 1e6),
     "hicache_size": (_ABOVE_0, 1e6),
+    "num_speculative_tokens": (1, 16),
+    "speculative_disable_by_batch_size": (1, MOST),
+    "prompt_lookup_max": (1, 8),
+    "prompt_lookup_min": (1, 8),
     "watchdog_timeout": (0.1, _MOST_SECONDS),
     "decode_log_interval": (1, MOST),
 }

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from jaxserve.config.processes import check_processes, ranks_and_shards
 from jaxserve.config.ranges import ENGINE_RANGES, MOST, SERVER_RANGES, check_ranges
+from jaxserve.config.speculation import check_speculation
 from jaxserve.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -191,6 +192,30 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "nothing; write_back: when evicted, so that host memory holds other pages than the device"
         ),
     ] = "write_through"
+    speculative_method: Annotated[
+        Literal["none", "ngram", "draft", "eagle", "eagle3", "mtp"],
+        Meta(
+            description="how tokens are drafted for the model to verify in one step; ngram: those that followed the "
+            "same tokens earlier; draft: by a smaller model; eagle, eagle3: by a head of speculative_model; mtp: by "
+            "the model's own layers; answers stay the same"
+        ),
+    ] = "none"
+    speculative_model: Annotated[
+        str | None, Meta(description="model or head that drafts; with no speculative_method, the method is draft")
+    ] = None
+    num_speculative_tokens: Annotated[
+        int | None, Meta(description="maximum draft tokens per request and step; default: 7 with ngram, else 4")
+    ] = None
+    speculative_disable_by_batch_size: Annotated[
+        int | None,
+        Meta(description="no tokens are drafted while more requests run per rank; default: as measured times decide"),
+    ] = None
+    prompt_lookup_max: Annotated[
+        int, Meta(description="number of last tokens that ngram looks for at first, to draft those that followed")
+    ] = 4
+    prompt_lookup_min: Annotated[
+        int, Meta(description="number of last tokens that ngram looks for at least, after longer ones weren't found")
+    ] = 2
     disable_overlap_schedule: Annotated[
         bool, Meta(description="plan each step only after the previous one has ended; for comparisons")
     ] = False
@@ -252,6 +277,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"programs={self.programs}: with nnodes={self.nnodes} every process compiles; leave programs out"
             )
         self._check_hierarchical_cache()
+        check_speculation(
+            method=self.speculative_method,
+            model=self.speculative_model,
+            num_tokens=self.num_speculative_tokens,
+            disable_by_batch_size=self.speculative_disable_by_batch_size,
+            lookup_max=self.prompt_lookup_max,
+            lookup_min=self.prompt_lookup_min,
+        )
         if self.calculate_kv_scales and self.kv_cache_dtype == "auto":
             raise ConfigError("calculate_kv_scales needs an fp8 KV cache: set kv_cache_dtype to fp8_e4m3 or fp8_e5m2")
         if self.disable_hybrid_swa_memory and self.swa_full_tokens_ratio is not None:

@@ -1,0 +1,42 @@
+"""Checks the settings of speculative decoding that need no model."""
+
+from __future__ import annotations
+
+from jaxserve.errors import ConfigError
+
+_WITH_A_MODEL = ("draft", "eagle", "eagle3")
+_NOT_BUILT = ("draft", "eagle", "eagle3", "mtp")
+_LOOKUP = (4, 2)  # prompt_lookup_max and prompt_lookup_min, if they are not set
+
+
+def check_speculation(
+    *,
+    method: str,
+    model: str | None,
+    num_tokens: int | None,
+    disable_by_batch_size: int | None,
+    lookup_max: int,
+    lookup_min: int,
+) -> None:
+    """Raise `ConfigError` if a setting is for another method, or if the method lacks one."""
+    if method in _NOT_BUILT:
+        raise ConfigError(f"speculative_method={method} is not built yet; set speculative_method to ngram")
+    if method == "none":
+        given = {
+            "num_speculative_tokens": num_tokens,
+            "speculative_disable_by_batch_size": disable_by_batch_size,
+            "speculative_model": model,
+        }
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(f"{name}={value} needs a method that drafts: set speculative_method to ngram")
+    if method in _WITH_A_MODEL and model is None:
+        raise ConfigError(f"speculative_method={method} needs speculative_model: the model or head that drafts")
+    if method not in _WITH_A_MODEL and model is not None:
+        raise ConfigError(f"speculative_method={method} drafts without speculative_model={model}; leave it out")
+    if method != "ngram" and (lookup_max, lookup_min) != _LOOKUP:
+        raise ConfigError("prompt_lookup_max and prompt_lookup_min need speculative_method=ngram")
+    if lookup_min > lookup_max:
+        raise ConfigError(
+            f"prompt_lookup_min={lookup_min} must be at most prompt_lookup_max={lookup_max}; set both if one is set"
+        )
