@@ -18,7 +18,8 @@ class SlotOpen(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """Assigns a slot to a request, of whose tokens the first `num_cached_tokens` are cached.
 
     `cached_pages` are by KV group: the pages of these tokens, of a group with a window only the last ones of them.
-    `output_ids` are the tokens that it produced before it was retracted; penalties count them as output.
+    `output_ids` are the tokens that it produced before it was retracted; penalties count them as output. Drafts come
+    from the tokens of requests with the same `namespace`.
     """
 
     slot: int
@@ -31,16 +32,18 @@ class SlotOpen(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     cached_pages: tuple[tuple[int, ...], ...] = ((),)
     num_cached_tokens: int = 0
     adapter: int = 0
+    namespace: str = ""
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """The tokens of one request to compute in a step: `length` of them, from position `start` on.
 
-    `tokens` is None for a decode, a chunk of length 1: its token is the slot's last one, which may be on the device
-    only. `new_pages`, by KV group, are appended to the slot's page tables before the chunk runs: as many in each group,
+    `tokens` is None for a decode: its token is the slot's last one, which may be on the device only. If its length is
+    not 1, draft tokens of the device follow, to be verified. While drafts of an earlier step are being verified,
+    `start` is an upper bound: the device knows how many were accepted. `new_pages`, by KV group, are appended to the slot's page tables before the chunk runs: as many in each group,
     for the same tokens. `logits` is the number
-    of trailing positions that need logits: 0 (more prefill follows), 1 (decode, end of prefill) or `length` (log
-    probabilities of the prompt). `sample` says whether a token is drawn after the last position. `target` is the prompt
+    of trailing positions that need logits: 0 (more prefill follows), 1 (decode, end of prefill) or `length` (drafts to
+    verify, log probabilities of the prompt). `sample` says whether a token is drawn after the last position. `target` is the prompt
     token that follows the chunk, if log probabilities of the prompt are wanted.
     """
 
@@ -63,7 +66,7 @@ PageCopy = tuple[int, int, int, int]
 class StepPlan(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One step of all ranks: slots to open, chunks to run (decodes first), and slots to close before, as (rank, slot).
 
-    `greedy` allows the program that has no sampler. Before anything else, pages are copied to slots of host memory, in
+    The first `num_decodes` chunks are decodes, those of a rank sorted by length, with `num_drafts` drafts to verify. `greedy` allows the program that has no sampler. Before anything else, pages are copied to slots of host memory, in
     the order of `saves`, and then from host memory, in the order of `loads`.
     """
 
@@ -72,6 +75,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     closes: list[tuple[int, int]]
     num_decodes: int
     greedy: bool
+    num_drafts: int = 0
     saves: list[PageCopy] = []
     loads: list[PageCopy] = []
 
@@ -96,12 +100,14 @@ class StepResult(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     `tokens[i]` are the tokens that chunk i drew, none if its `sample` is False. If the request wants them,
     `logprobs[i]` are the log probabilities of these tokens, and `prompt_logprobs[i]` those of the prompt tokens that
-    follow each position of the chunk.
+    follow each position of the chunk. With speculation, `drafts[i]` says how many draft tokens were compared
+    with drawn ones, and how many of them, from the first on, were the same. A decode of length 1 compares one too.
     """
 
     tokens: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
+    drafts: list[tuple[int, int]] = []
 
 
 class WindowGroup(msgspec.Struct, frozen=True):
@@ -117,7 +123,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     `num_pages` are those of the first KV group, which keeps whole sequences; `window_groups` are the others.
     `decode_buckets` are row counts of decode steps, `token_buckets` token counts of mixed steps, both ascending; no
     step may exceed the largest. Decode buckets up to `fine_decode_rows` are finely spaced. `prompt_logprob_tokens`
-    bounds the tokens of a step that computes log probabilities of prompts. A sequence of more than `rotation_length`
+    bounds the tokens of a step that computes log probabilities of prompts. `verify_buckets` are token counts of steps
+    that verify drafts, of at most `max_drafts` tokens each; there are none without speculation. A sequence of more than `rotation_length`
     tokens has another rotary embedding than a shorter one, from its first token on.
     """
 
@@ -132,6 +139,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     fine_decode_rows: int = 2**31 - 1
     rotation_length: int | None = None
     window_groups: tuple[WindowGroup, ...] = ()
+    verify_buckets: tuple[int, ...] = ()
+    max_drafts: int = 0
 
     @property
     def pages_by_group(self) -> tuple[int, ...]:

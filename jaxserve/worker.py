@@ -26,6 +26,7 @@ from jaxserve.engine.multihost.process_group import ProcessGroup
 from jaxserve.engine.process.main import run
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.error_texts import join_differences
+from jaxserve.engine.speculation.speculation import Speculation
 from jaxserve.errors import ConfigError
 from jaxserve.models.registry import family, parse_model_config
 from jaxserve.observability.timeline import Timeline
@@ -53,6 +54,7 @@ from jaxserve.runtime.sizing.memory_advice import deploy_or_advise
 from jaxserve.runtime.sizing.sizes import Sizes
 from jaxserve.runtime.sizing.temp_memory import size_pool_by_compiler
 from jaxserve.runtime.step.page_copies import row_specs
+from jaxserve.step_plan import Capacity
 from jaxserve.weights import check_tensors, checkpoint_kv_scales, open_weights, stored_types
 
 logger = logging.getLogger("jaxserve.worker")
@@ -303,6 +305,7 @@ def _make_loop(
         prefix_cache=not config.disable_radix_cache,
         num_host_pages=num_host_pages,
         host_write_policy=config.hicache_write_policy,
+        speculation=_speculation(config, sizes.capacity),
     )
     return EngineLoop(
         scheduler,
@@ -312,6 +315,12 @@ def _make_loop(
         timeline=timeline,
         profiling=profiling,
     )
+
+
+def _speculation(config: EngineConfig, capacity: Capacity) -> Speculation | None:
+    if config.speculative_method == "none":
+        return None
+    return Speculation(capacity, max_requests=config.speculative_disable_by_batch_size)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ class TokenBatch:
 
     `page_tables` are by KV group. `fill_lens` counts the tokens of a token's sequence that were known when it started,
     those of later steps included.
-    `decode_only` is static and promises that every row has one token. Padding tokens come last, at position 0.
+    `decode_only` is static and promises that every row has one token, `max_queries` that none has more. Padding tokens come last, at position 0.
     """
 
     tokens: Int[Array, " tokens"]
@@ -30,6 +30,7 @@ class TokenBatch:
     num_decodes: Int[Array, ""]
     num_seqs: Int[Array, ""]
     decode_only: bool = flax.struct.field(pytree_node=False, default=False)
+    max_queries: int | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
     def num_tokens(self) -> int:

@@ -12,6 +12,7 @@ from jaxserve.engine.scheduling.prefill import PrefillChooser
 from jaxserve.engine.scheduling.rank import Rank
 from jaxserve.engine.scheduling.request import Request
 from jaxserve.engine.scheduling.request_table import RequestTable
+from jaxserve.engine.speculation.speculation import Speculation
 from jaxserve.errors import ConfigError
 from jaxserve.step_plan import Capacity, Chunk, PageCopy, SlotOpen, StepPlan
 
@@ -32,6 +33,7 @@ class Planner:
         max_num_batched_tokens: int,
         ratio: NewTokenRatio,
         shares_prefixes: bool,
+        speculation: Speculation | None = None,
     ) -> None:
         for name, value in (
             ("chunked_prefill_size", chunked_prefill_size),
@@ -42,8 +44,10 @@ class Planner:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         assert capacity.decode_buckets[-1] >= capacity.num_slots, capacity
         assert capacity.prompt_logprob_tokens > capacity.num_slots, capacity
+        self._speculation = speculation
         self._table = table
         self._page_size = capacity.page_size
+        self._rotation_length = capacity.rotation_length
         self._no_pages: tuple[tuple[int, ...], ...] = ((),) * len(capacity.pages_by_group)
         self.prefills = PrefillChooser(
             table,
@@ -78,6 +82,9 @@ class Planner:
             greedy = greedy and (request.greedy or not chunk.sample)
         if not chunks:
             return None
+        num_drafts = 0
+        if self._speculation is not None and len(chunks) == num_decodes:
+            num_drafts = self._plan_drafts(self._speculation, chunks, requests)
         saves, loads = self._take_copies()
         plan = StepPlan(
             saves=saves,
@@ -87,6 +94,7 @@ class Planner:
             closes=table.take_closed_slots(opens),
             num_decodes=num_decodes,
             greedy=greedy,
+            num_drafts=num_drafts,
         )
         return plan, requests
 
@@ -124,6 +132,8 @@ class Planner:
         greedy = True
         ending = []
         for request in rank.decoding.values():
+            if request.num_planned_outputs >= request.max_new_tokens:  # it may end by drafts in flight
+                continue
             position = request.num_planned_tokens
             slot = request.slot
             assert slot is not None
@@ -143,13 +153,55 @@ class Planner:
             requests.append(request)
             request.num_planned_tokens = position + 1
             request.num_planned_outputs += 1
-            if request.num_planned_outputs >= request.max_new_tokens:
+            if request.num_planned_outputs - request.num_unverified_tokens >= request.max_new_tokens:
                 ending.append(request)
             if not request.greedy:
                 greedy = False
         for request in ending:
             rank.advance(request, last=True)
         return greedy
+
+    def _plan_drafts(self, speculation: Speculation, chunks: list[Chunk], requests: list[Request]) -> int:
+        """Lengthen the chunks of a step of decodes by drafts, and sort those of a rank by length; return their number.
+
+        Drafts never take pages that others need, nor do they pass a limit of the sequence.
+        """
+        ranks: list[list[Request]] = [[] for _ in self._table.ranks]
+        for request in requests:
+            ranks[request.rank].append(request)
+        lengths = speculation.choose(ranks)
+        if lengths is None:
+            return 0
+        page_size, rotation_length = self._page_size, self._rotation_length
+        total = 0
+        for index, (request, chunk) in enumerate(zip(requests, chunks)):
+            planned = request.num_planned_tokens
+            count = min(lengths[speculation.level(request)], request.max_new_tokens - request.num_planned_outputs)
+            if rotation_length is not None and not request.is_long:
+                count = min(count, rotation_length - planned)
+            rank = self._table.ranks[chunk.rank]
+            if count > (room := -planned % page_size):
+                # Each other request may need a page for its next step
+                count = min(count, room + max(0, rank.num_available_pages - len(ranks[chunk.rank])) * page_size)
+            if count <= 0:
+                continue
+            total += count
+            request.plan_drafts(count)
+            added = rank.extend(request, planned + count)
+            chunks[index] = Chunk(
+                request_id=chunk.request_id,
+                slot=chunk.slot,
+                rank=chunk.rank,
+                start=chunk.start,
+                length=1 + count,
+                tokens=None,
+                new_pages=tuple(before + more for before, more in zip(chunk.new_pages, added)),
+                logits=1 + count,
+                sample=True,
+            )
+        order = sorted(range(len(chunks)), key=lambda index: (chunks[index].rank, chunks[index].length))
+        chunks[:], requests[:] = [chunks[i] for i in order], [requests[i] for i in order]
+        return total
 
     def _prefill_chunk(self, request: Request, length: int) -> Chunk:
         """Plan the next `length` fill tokens of a request; the last one also samples its first new token."""

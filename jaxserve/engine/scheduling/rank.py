@@ -14,7 +14,7 @@ no later query of the request sees them.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from jaxserve.engine.kv_cache.page_pool import PagePool
@@ -44,7 +44,8 @@ class Rank:
         self.decoding: dict[str, Request] = {}
         self.finishing: dict[str, Request] = {}
         self.num_slots = capacity.num_slots
-        self._free_slots = list(range(capacity.num_slots - 1, -1, -1))
+        # The slot that was freed first is used next: drafts are made from the tokens of slots until they are used again.
+        self._free_slots = deque(range(capacity.num_slots))
         self._closed_slots: list[int] = []
 
     @property
@@ -89,7 +90,7 @@ class Rank:
         `pages` are the resident pages of the prefix and `held` its last windows; pages for what is only in host memory
         are allocated here.
         """
-        slot = self._free_slots.pop()
+        slot = self._free_slots.popleft()
         if host_only := self.cache.num_host_only(node):
             loaded = self._allocate(host_only)
             self.cache.load(node, loaded)
@@ -118,6 +119,7 @@ class Rank:
             output_ids=list(request.output_ids),
             cached_pages=tuple(map(tuple, request.pages)),
             num_cached_tokens=cached,
+            namespace=request.cache_salt,
         )
 
     def extend(self, request: Request, num_tokens: int) -> tuple[tuple[int, ...], ...]:
@@ -142,12 +144,25 @@ class Rank:
     def give_up_passed(self, request: Request) -> None:
         """Free the pages of windows that neither the next query of a request sees nor a later one."""
         for group, window in enumerate(self.windows, 1):
-            first = window.first_seen(request.num_planned_tokens)
+            first = window.first_seen(request.num_certain_tokens)
             if (count := first - request.passed[group]) > 0:
                 pages = request.pages[group]
                 window.release(pages[:count])
                 del pages[:count]
                 request.passed[group] = first
+
+    def give_up_rejected(self, request: Request) -> None:
+        """Free the pages that a request holds only for drafts that were rejected; no step in flight writes to them."""
+        surplus = len(request.pages[0]) - self.pool.pages_for(request.num_planned_tokens)
+        if surplus <= 0:
+            return
+        for group, pages in enumerate(request.pages):
+            given = pages[-surplus:]
+            del pages[-surplus:]
+            if group:
+                self.windows[group - 1].release(given)
+            else:
+                self.pool.release(given)
 
     def cache_prompt(self, request: Request) -> None:
         """Hand the whole pages of planned fill tokens to the cache; later steps may read them."""
@@ -249,7 +264,7 @@ class Rank:
         request.slot = None
         pages, shared = request.pages[0], request.num_shared_pages
         # Planned tokens are written before any later step runs. To cache a page, its tokens must be known too.
-        whole = max(min(request.num_planned_tokens, request.num_known_tokens) // self.pool.page_size, shared)
+        whole = max(min(request.num_certain_tokens, request.num_known_tokens) // self.pool.page_size, shared)
         self.pool.release(pages[whole:])
         tokens = request.tokens(0, whole * self.pool.page_size)
         runs = self._runs(request)

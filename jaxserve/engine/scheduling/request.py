@@ -3,7 +3,8 @@
 It counts tokens in three ways. *Planned* tokens are in a step that was handed to the device. *Computed* tokens are in a
 step whose result has been committed; the difference is in flight. *Fill* tokens were known to the host when the request
 took its slot (the prompt, and after a retraction its output too): they are computed in chunks; after them each step
-adds one token. The scheduler makes all decisions.
+adds one token, or several if it verifies drafts: then planned tokens count all that may be accepted, of which
+*unverified* ones are drafts in flight. The scheduler makes all decisions.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ class Request:
 
     `pages` are by KV group. Of the groups with a window, the first `passed[group]` pages have been given up.
     The first `num_shared_pages` of its pages belong to the prefix cache and end at `node`, which the request has
-    locked; the others are its own. `queue_seconds` is None before the first start, and again once it was reported.
+    locked; the others are its own. `acceptance` is the share of draft tokens that are accepted, None before the first.
+    `queue_seconds` is None before the first start, and again once it was reported.
     """
 
     __slots__ = (
+        "acceptance",
         "arrival",
         "arrived_at",
         "cache_salt",
@@ -48,6 +51,7 @@ class Request:
         "num_prompt_tokens",
         "num_shared_pages",
         "num_starts",
+        "num_unverified_tokens",
         "output_ids",
         "pages",
         "passed",
@@ -109,6 +113,8 @@ class Request:
         self.num_planned_tokens = 0
         self.num_computed_tokens = 0
         self.num_planned_outputs = 0
+        self.num_unverified_tokens = 0
+        self.acceptance: float | None = None
         self.rank = 0
         self.slot: int | None = None
         self.pages: list[list[int]] = [[]]
@@ -118,6 +124,23 @@ class Request:
     def num_known_tokens(self) -> int:
         """The number of prompt and output tokens that the host has seen."""
         return self.num_prompt_tokens + len(self.output_ids)
+
+    @property
+    def num_certain_tokens(self) -> int:
+        """The number of planned tokens without drafts that may yet be rejected."""
+        return self.num_planned_tokens - self.num_unverified_tokens
+
+    def plan_drafts(self, count: int) -> None:
+        """Plan that the next decode verifies `count` draft tokens too."""
+        self.num_planned_tokens += count
+        self.num_planned_outputs += count
+        self.num_unverified_tokens += count
+
+    def commit_drafts(self, count: int, accepted: int) -> None:
+        """Count the accepted ones of `count` draft tokens; the others were never planned."""
+        self.num_unverified_tokens -= count
+        self.num_planned_tokens -= count - accepted
+        self.num_planned_outputs -= count - accepted
 
     @property
     def needs_prompt_logprobs(self) -> bool:
@@ -168,6 +191,7 @@ class Request:
         self.num_planned_tokens = 0
         self.num_computed_tokens = 0
         self.num_planned_outputs = len(self.output_ids)
+        self.num_unverified_tokens = 0
         self.num_fill_tokens = self.num_known_tokens
         if self.needs_prompt_logprobs:
             self.prompt_logprobs = [None]

@@ -27,7 +27,8 @@ from jaxserve.engine.scheduling.request import Phase, Request
 from jaxserve.engine.scheduling.request_table import RequestTable
 from jaxserve.engine.scheduling.retraction import Retraction
 from jaxserve.engine.scheduling.scheduler_stats import SchedulerStats
-from jaxserve.step_plan import Capacity, StepPlan, StepResult
+from jaxserve.engine.speculation.speculation import Speculation
+from jaxserve.step_plan import Capacity, Chunk, StepPlan, StepResult
 
 
 class Scheduler:
@@ -55,6 +56,7 @@ class Scheduler:
         prefix_cache: bool = True,
         num_host_pages: Sequence[int] = (),
         host_write_policy: WritePolicy = "write_through",
+        speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._capacity = capacity
@@ -78,10 +80,13 @@ class Scheduler:
             max_num_batched_tokens=max_num_batched_tokens,
             ratio=self._ratio,
             shares_prefixes=prefix_cache,
+            speculation=speculation,
         )
+        self._speculation = speculation
         self._max_queued_requests = max_queued_requests
         self._random = random.Random(random_seed)
-        self._in_flight: deque[tuple[StepPlan, list[Request]]] = deque()
+        self._in_flight: deque[tuple[StepPlan, list[Request], float]] = deque()
+        self._committed_at = 0.0
         self._events: list[TokenEvent] = []
         self._num_arrived = 0
         self._stats = SchedulerStats(capacity)
@@ -137,8 +142,8 @@ class Scheduler:
         if planned is None:
             assert not table.waiting or self._in_flight, "requests wait, nothing runs, and none may start"
             return None
-        self._in_flight.append(planned)
         plan, requests = planned
+        self._in_flight.append((plan, requests, 0.0 if self._speculation is None else self._clock()))
         if plan.num_decodes:
             self._ratio.decay()
         if plan.opens:
@@ -148,8 +153,10 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Process the result of the oldest plan in flight; drop tokens of requests that have ended meanwhile."""
-        planned, requests = self._in_flight.popleft()
+        planned, requests, planned_at = self._in_flight.popleft()
         assert planned is plan, "plans are committed in the order they were made"
+        if self._speculation is not None:
+            self._time_step(plan, planned_at, self._speculation)
         self._stats.num_steps += 1
         events = self.take_events()
         logprobs = result.logprobs
@@ -159,6 +166,8 @@ class Scheduler:
             if request.phase is not running:
                 continue
             request.num_computed_tokens += chunk.length
+            if result.drafts and chunk.sample:
+                self._count_drafts(request, chunk, result.drafts[index])
             if request.prompt_logprobs is not None:
                 request.add_prompt_logprobs(result.prompt_logprobs.get(index, []))
             outputs = request.output_ids
@@ -249,6 +258,28 @@ class Scheduler:
     def check_integrity(self) -> list[str]:
         """Return the inconsistencies found in pages, slots and queues, as sentences."""
         return self._table.check()
+
+    def _count_drafts(self, request: Request, chunk: Chunk, compared: tuple[int, int]) -> None:
+        """Count a chunk's draft, and take back what was planned for the tokens that were rejected."""
+        assert self._speculation is not None
+        proposed, accepted = compared
+        verified = chunk.tokens is None and chunk.length > 1
+        self._speculation.count(request, proposed, accepted, verified=verified)
+        if not verified:
+            return
+        drafts = chunk.length - 1
+        request.num_computed_tokens -= drafts - accepted
+        request.commit_drafts(drafts, accepted)
+        if request.slot is not None:
+            self._ranks[request.rank].give_up_rejected(request)
+
+    def _time_step(self, plan: StepPlan, planned_at: float, speculation: Speculation) -> None:
+        """Measure how long a step of decodes took since the one before, or since it was planned."""
+        now, ranks = self._clock(), len(self._ranks)
+        if plan.num_decodes == len(plan.chunks):
+            rows, tokens = plan.max_rank_rows(ranks), plan.max_rank_tokens(ranks)
+            speculation.count_step(rows, tokens, now - max(planned_at, self._committed_at))
+        self._committed_at = now
 
     def _finish(
         self,

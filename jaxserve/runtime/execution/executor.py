@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -14,14 +14,30 @@ from jaxserve.api_types import SamplingParams, TokenLogprobs
 from jaxserve.observability.timeline import Timeline
 from jaxserve.runtime.execution.device_commands import DeviceCommands
 from jaxserve.runtime.execution.expert_tokens import ExpertTokens
-from jaxserve.runtime.programs.builder import ADJUST_KEY, KV_SCALES_KEY, UPDATE_KEY, copied_group, read_key
+from jaxserve.runtime.programs.builder import (
+    ADJUST_KEY,
+    KV_SCALES_KEY,
+    READ_PROMPTS_KEY,
+    UPDATE_KEY,
+    copied_group,
+    read_key,
+)
 from jaxserve.runtime.programs.compile_counter import CompileCounter
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.step import batch as batches
-from jaxserve.runtime.step.kv_scales import num_tokens, pack_prompts
+from jaxserve.runtime.step import kv_scales
+
+from jaxserve.runtime.step.input_packing import InputPacking
 from jaxserve.runtime.step.page_copies import PAGES_PER_COPY
 from jaxserve.runtime.step.sampling import Logprobs
-from jaxserve.runtime.step.slot_update import ADJUST, pack_adjustments, pack_updates, update_packing
+from jaxserve.runtime.step.slot_update import (
+    ADJUST,
+    READ_PROMPTS,
+    pack_adjustments,
+    pack_prompts,
+    pack_updates,
+    update_packing,
+)
 from jaxserve.runtime.step.step import StepOutput
 from jaxserve.step_plan import Capacity, Chunk, PageCopy, SlotOpen, StepPlan, StepResult
 
@@ -115,8 +131,8 @@ class DeviceExecutor:
         if self._lacks_kv_scales and (tokens := [token for chunk in plan.chunks for token in chunk.tokens or ()]):
             self._lacks_kv_scales = False
             with self._timeline.span("dispatch"):
-                self._commands.step(KV_SCALES_KEY, pack_prompts(tokens, self._capacity))
-            count = min(len(tokens), num_tokens(self._capacity))
+                self._commands.step(KV_SCALES_KEY, kv_scales.pack_prompts(tokens, self._capacity))
+            count = min(len(tokens), kv_scales.num_tokens(self._capacity))
             logger.info("KV cache: scales calculated from the first %d tokens of prompts", count)
         if plan.opens or plan.saves or plan.loads:
             with self._timeline.span("dispatch"):
@@ -130,7 +146,7 @@ class DeviceExecutor:
             if output.logprobs is not None or output.prompt_logprobs is not None:
                 sampling = [self._sampling[chunk.rank, chunk.slot] for chunk in plan.chunks]
                 output = _without_unwanted(output, sampling)
-            for array in jax.tree.leaves((output.tokens, output.logprobs, output.prompt_logprobs)):
+            for array in jax.tree.leaves((output.tokens, output.logprobs, output.prompt_logprobs, output.drafts)):
                 array.copy_to_host_async()
         return _InFlight(plan, sampling, output)
 
@@ -142,12 +158,18 @@ class DeviceExecutor:
             tokens = np.asarray(handle.output.tokens)
             logprobs = _fetch(handle.output.logprobs)
             prompt_logprobs = _fetch(handle.output.prompt_logprobs)
+            drafts = None if handle.output.drafts is None else np.asarray(handle.output.drafts)
             self._expert_tokens.record(handle.output.expert_tokens)
         with self._timeline.span("commit"):
-            rows = [iter(row) for row in tokens[:, :, 0].tolist()]
-            ids = [next(rows[chunk.rank]) for chunk in handle.plan.chunks]
-            drawn = [[token] if chunk.sample else [] for token, chunk in zip(ids, handle.plan.chunks)]
-            result = StepResult(tokens=drawn, logprobs={}, prompt_logprobs={})
+            chunks = handle.plan.chunks
+            drawn = [row if chunk.sample else [] for row, chunk in zip(_by_chunk(tokens, chunks), chunks)]
+            compared: list[tuple[int, int]] = []
+            if drafts is not None:
+                compared = [(proposed, same) for proposed, same in _by_chunk(drafts, chunks)]
+                if handle.plan.num_drafts:
+                    drawn = [row[: 1 + same] if chunk.length > 1 else row[:1]
+                             for row, chunk, (_, same) in zip(drawn, chunks, compared)]  # fmt: skip
+            result = StepResult(tokens=drawn, logprobs={}, prompt_logprobs={}, drafts=compared)
             if logprobs is not None or prompt_logprobs is not None:
                 self._add_logprobs(result, handle, logprobs, prompt_logprobs)
             return result
@@ -158,9 +180,10 @@ class DeviceExecutor:
         rows = [0] * self._capacity.num_ranks
         starts = [0] * self._capacity.num_ranks
         for i, (chunk, sampling) in enumerate(zip(handle.plan.chunks, handle.sampling)):
-            rank, token = chunk.rank, result.tokens[i]
-            if logprobs is not None and token and sampling.logprobs is not None:
-                result.logprobs[i] = [_read(logprobs, (rank, rows[rank]), token[0], sampling.logprobs)]
+            rank, row = chunk.rank, rows[chunk.rank]
+            if logprobs is not None and sampling.logprobs is not None and (tokens := result.tokens[i]):
+                at = [(rank, row, j) if handle.plan.num_drafts else (rank, row) for j in range(len(tokens))]
+                result.logprobs[i] = [_read(logprobs, *found, sampling.logprobs) for found in zip(at, tokens)]
             if prompt_logprobs is not None and sampling.prompt_logprobs is not None:
                 result.prompt_logprobs[i] = _prompt_logprobs(
                     prompt_logprobs, chunk, starts[rank], sampling.prompt_logprobs
@@ -171,11 +194,11 @@ class DeviceExecutor:
     def _run_without_pages(self, key: str) -> None:
         """Run a program that is no step, for no slot and no page."""
         none: list[list[int]] = [[] for _ in range(self._capacity.num_ranks)]
-        if key in (UPDATE_KEY, ADJUST_KEY):
-            packing = self._update_packing if key == UPDATE_KEY else ADJUST
+        slot_updates = {UPDATE_KEY: self._update_packing, ADJUST_KEY: ADJUST, READ_PROMPTS_KEY: READ_PROMPTS}
+        if packing := slot_updates.get(key):
             self._commands.update(key, np.stack([packing.pack({})] * self._capacity.num_ranks))
         elif key == KV_SCALES_KEY:
-            self._commands.step(key, pack_prompts((), self._capacity))
+            self._commands.step(key, kv_scales.pack_prompts((), self._capacity))
         elif key == read_key(group := copied_group(key)):
             self._commands.save(group, _packed_pages(none), none)
         else:
@@ -205,11 +228,15 @@ class DeviceExecutor:
         for opened in opens:
             self._sampling[opened.rank, opened.slot] = opened.sampling
             by_rank[opened.rank].append(opened)
-        updates = [pack_updates(opened, self._capacity) for opened in by_rank]
-        for packed in itertools.zip_longest(*updates, fillvalue=self._update_packing.pack({})):
-            self._commands.update(UPDATE_KEY, np.stack(packed))
-        for packed in itertools.zip_longest(*map(pack_adjustments, by_rank), fillvalue=ADJUST.pack({})):
-            self._commands.update(ADJUST_KEY, np.stack(packed))
+        self._update(UPDATE_KEY, self._update_packing, [pack_updates(opened, self._capacity) for opened in by_rank])
+        self._update(ADJUST_KEY, ADJUST, map(pack_adjustments, by_rank))
+        if self._capacity.max_drafts:
+            self._update(READ_PROMPTS_KEY, READ_PROMPTS, map(pack_prompts, by_rank))
+
+    def _update(self, key: str, packing: InputPacking, by_rank: Iterable[Iterator[np.ndarray]]) -> None:
+        """Run a program that opens slots as many times as a rank needs it."""
+        for packed in itertools.zip_longest(*by_rank, fillvalue=packing.pack({})):
+            self._commands.update(key, np.stack(packed))
 
 
 def _sources(copies: list[list[PageCopy]]) -> list[list[int]]:
@@ -241,7 +268,15 @@ def _fetch(logprobs: Logprobs | None) -> Logprobs | None:
     return None if logprobs is None else jax.tree.map(np.asarray, logprobs)
 
 
-def _read(logprobs: Logprobs, at: tuple[int, int], token: int, count: int) -> TokenLogprobs:
+def _by_chunk(values: np.ndarray, chunks: Sequence[Chunk]) -> list[list[int]]:
+    """Return the row of each chunk, of values by rank and row."""
+    if len(values) == 1:
+        return values[0].tolist()[: len(chunks)]
+    rows = [iter(row) for row in values.tolist()]
+    return [next(rows[chunk.rank]) for chunk in chunks]
+
+
+def _read(logprobs: Logprobs, at: tuple[int, ...], token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(
         token,
         float(logprobs.chosen[at]),

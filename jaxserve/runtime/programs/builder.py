@@ -34,13 +34,21 @@ from jaxserve.runtime.step.batch import StepKey, step_packing, step_shape
 from jaxserve.runtime.step.kv_scales import make_kv_scales, num_tokens, scales_packing
 from jaxserve.runtime.step.page_copies import make_read_pages, make_write_pages, row_specs
 from jaxserve.runtime.step.sampling import Logprobs
-from jaxserve.runtime.step.slot_update import ADJUST, adjust, make_update, update, update_packing
+from jaxserve.runtime.step.slot_update import (
+    ADJUST,
+    READ_PROMPTS,
+    adjust,
+    make_read_prompts,
+    make_update,
+    update,
+    update_packing,
+)
 from jaxserve.runtime.step.state import ArraySpec, DeviceState
 from jaxserve.runtime.step.step import StepContext, StepOutput, make_step
 from jaxserve.step_plan import Capacity
 from pallas_kernels.cpu import kernels_in, refusal, register
 
-UPDATE_KEY, ADJUST_KEY, KV_SCALES_KEY = "update", "adjust", "kv_scales"
+UPDATE_KEY, ADJUST_KEY, READ_PROMPTS_KEY, KV_SCALES_KEY = "update", "adjust", "read_prompts", "kv_scales"
 _READ, _WRITE = "read_pages_", "write_pages_"
 
 
@@ -62,6 +70,7 @@ def copied_group(key: str) -> int:
 def step_keys(capacity: Capacity) -> list[StepKey]:
     """Return the key of every step program. Mixed steps always have the sampler; it is skipped if no row needs it."""
     keys = [StepKey("decode", size, greedy) for size in capacity.decode_buckets for greedy in (True, False)]
+    keys += [StepKey("verify", size, False) for size in capacity.verify_buckets]
     keys += [StepKey("mixed", size, False) for size in capacity.token_buckets]
     keys.append(StepKey("prompt_logprobs", capacity.prompt_logprob_tokens, False))
     return keys
@@ -120,6 +129,10 @@ class ProgramBuilder:
             return make_update(update, self.mesh, self.state_specs), self._packed(size)
         if key == ADJUST_KEY:
             return make_update(adjust, self.mesh, self.state_specs), self._packed(ADJUST.size)
+        if key == READ_PROMPTS_KEY:
+            assert self.context.lookup is not None
+            read_prompts = make_read_prompts(self.context.lookup)
+            return make_update(read_prompts, self.mesh, self.state_specs), self._packed(READ_PROMPTS.size)
         group = copied_group(key)
         rows = row_specs(self.state_specs, group)
         pages = self._packed(rows[0].shape[1])
@@ -171,6 +184,7 @@ class ProgramBuilder:
             "model": as_json(self.context.model),
             "attention": as_json(self.context.backend),
             "sample_rows": self.context.sample_rows,
+            "speculation": as_json(self.context.lookup),
             "cpu_kernels": device.platform == "cpu" and refusal() is None,
             "sizes": as_json(self.capacity),
             "mesh": dict(self.mesh.shape),
@@ -209,7 +223,8 @@ class ProgramBuilder:
             logprobs = None if key.greedy else Logprobs(0, 0, 0)  # type: ignore[arg-type]
             prompt = Logprobs(0, 0, 0) if key.kind == "prompt_logprobs" else None  # type: ignore[arg-type]
             experts = None if given.expert_tokens is None else 0
-            output = StepOutput(0, 0, logprobs, prompt, experts)  # type: ignore[arg-type]
+            drafts = None if given.drafts is None else 0
+            output = StepOutput(0, 0, logprobs, prompt, experts, drafts)  # type: ignore[arg-type]
         arguments: Any = ((leaves_of(self.param_specs), leaves_of(given), 0), {})
         return jax.tree.structure(arguments), jax.tree.structure(_state_as_leaves((given, output)))
 

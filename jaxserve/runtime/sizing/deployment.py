@@ -30,6 +30,7 @@ from jaxserve.runtime.devices.mesh import axis_sizes, device_bytes
 from jaxserve.runtime.programs.builder import (
     ADJUST_KEY,
     KV_SCALES_KEY,
+    READ_PROMPTS_KEY,
     UPDATE_KEY,
     ProgramBuilder,
     read_key,
@@ -39,7 +40,8 @@ from jaxserve.runtime.programs.builder import (
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.sizing import determinism
 from jaxserve.runtime.sizing.mesh_validation import check_mesh
-from jaxserve.runtime.sizing.sizes import Sizes, attention_problem, resolve_sizes
+from jaxserve.runtime.sizing.sizes import Sizes, attention_problem, ngram_lookup, resolve_sizes
+from jaxserve.runtime.speculation.ngram import NgramLookup
 from jaxserve.runtime.step.batch import StepKey
 from jaxserve.runtime.step.state import DeviceState, expert_tokens_spec, pool_layout, state_specs
 from jaxserve.runtime.step.step import StepContext
@@ -134,12 +136,18 @@ class Deployment:
         groups = range(len(self.state.kv)) if self.config.enable_hierarchical_cache else ()
         copies = [key for group in groups for key in (read_key(group), write_key(group))]
         scales = [KV_SCALES_KEY] if self.config.calculate_kv_scales else []
-        return [UPDATE_KEY, ADJUST_KEY, *scales, *copies, *self.step_keys]
+        prompts = [READ_PROMPTS_KEY] if self.lookup is not None else []
+        return [UPDATE_KEY, ADJUST_KEY, *prompts, *scales, *copies, *self.step_keys]
+
+    @property
+    def lookup(self) -> NgramLookup | None:
+        """How drafts are found, if there are any."""
+        return ngram_lookup(self.config)
 
     def builder(self, mesh: Mesh) -> ProgramBuilder:
         """Return the builder of its programs for a mesh of its devices, which need not be attached."""
         sample_rows = _CPU_SAMPLE_ROWS if self.device.platform == "cpu" else None
-        context = StepContext(self.model, self.backend, sample_rows)
+        context = StepContext(self.model, self.backend, sample_rows, self.lookup)
         return ProgramBuilder(context, self.capacity, mesh, self.params, self.state, self.config.nnodes)
 
 
@@ -238,6 +246,7 @@ def deploy(
         expert_tokens=expert_tokens_spec(
             len(model.mixture_layers), model.num_experts, ranks=data, over_ranks=model.experts_over_ranks
         ),
+        lookup=ngram_lookup(config),
     )
     slot = describe(specs, one)
     page_bytes = [device_bytes(pool.pools, axes) for pool in slot.kv]

@@ -15,6 +15,7 @@ from jaxserve.params import KVSpec
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.sizing import memory
 from jaxserve.runtime.sizing.memory import Footprint
+from jaxserve.runtime.speculation.ngram import NgramLookup
 from jaxserve.runtime.step.buckets import decode_buckets, fine_decode_rows, token_buckets
 from jaxserve.step_plan import Capacity, WindowGroup
 from pallas_kernels.paged_attention import Problem
@@ -62,6 +63,12 @@ class Defaults:
 _CPU = Defaults(running=32, chunk=512, smallest_bucket=64, max_fine=None, row_multiple=1)
 _ACCELERATOR = Defaults(running=256, chunk=2048, smallest_bucket=256, max_fine=160, row_multiple=8)
 _PROMPT_LOGPROB_TOKENS = 128
+
+# Draft tokens of a step by default; tokens of the largest step that verifies drafts, whose logits all exist at once on
+# a GPU; and what the sizes of such steps are multiples of.
+_DEFAULT_DRAFTS = 7
+_MOST_VERIFIED = 256
+_VERIFY_MULTIPLE = 8
 
 
 def defaults_of(device: DeviceFacts) -> Defaults:
@@ -118,6 +125,8 @@ def resolve_sizes(
     batched = config.max_num_batched_tokens or chunk
     largest = min(batched, max(pool.context_length, running))
     max_fine = config.cuda_graph_max_bs or defaults.max_fine
+    lookup = ngram_lookup(config)
+    drafts = 0 if lookup is None else lookup.max_drafts
     capacity = Capacity(
         num_slots=running,
         num_pages=pool.pages[0],
@@ -136,9 +145,31 @@ def resolve_sizes(
             for spec, pages in zip(specs, pool.pages, strict=True)
             if spec.window is not None
         ),
+        verify_buckets=_verify_buckets(config, min(running, largest), drafts, largest) if drafts else (),
+        max_drafts=drafts,
     )
     prefill = min(config.max_prefill_tokens or chunk, largest)
     return Sizes(capacity, min(chunk, largest), prefill, largest, footprint, longest, pool.memory_bound)
+
+
+def ngram_lookup(config: EngineConfig) -> NgramLookup | None:
+    """Return how drafts are found, or None without speculation."""
+    if config.speculative_method == "none":
+        return None
+    count = config.num_speculative_tokens or _DEFAULT_DRAFTS
+    return NgramLookup(count, config.prompt_lookup_max, config.prompt_lookup_min)
+
+
+def _verify_buckets(config: EngineConfig, running: int, drafts: int, largest: int) -> tuple[int, ...]:
+    """Return the token counts of steps that verify drafts: as many as all requests that may speculate at once need.
+
+    Programs are few. A step of one request needs the smallest; where a step has room for some drafts only, the likeliest
+    are verified.
+    """
+    rows = min(running, config.speculative_disable_by_batch_size or running)
+    most = min(rows * (1 + drafts), largest, _MOST_VERIFIED)
+    smallest = min(most, -(-(1 + drafts) // _VERIFY_MULTIPLE) * _VERIFY_MULTIPLE)
+    return token_buckets(most, smallest=smallest)
 
 
 def attention_problem(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Literal
 
 import flax.struct
@@ -13,12 +14,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxserve.layers.batch import TokenBatch
+from jaxserve.runtime.step import verify
 from jaxserve.runtime.step.buckets import smallest_fitting
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
 from jaxserve.runtime.step.state import INTS, DeviceState
 from jaxserve.step_plan import Capacity, Chunk, StepPlan
 
-Kind = Literal["decode", "mixed", "prompt_logprobs"]
+Kind = Literal["decode", "mixed", "prompt_logprobs", "verify"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,12 @@ class StepShape:
     rows: int
     pages: int
     groups: int
+    max_drafts: int = 0
+
+    @property
+    def verifies(self) -> bool:
+        """Whether every row is a decode with or without drafts, and each of its tokens draws the next one."""
+        return self.key.kind == "verify"
 
     @property
     def decode_only(self) -> bool:
@@ -51,18 +59,24 @@ class StepShape:
 
 @flax.struct.dataclass
 class StepInput:
-    """The unpacked input of a step. `samples[r]` says whether row r draws a token after its last position."""
+    """The unpacked input of a step. `samples[r]` says whether row r draws a token after its last position.
+
+    `token_row` is the row of each token.
+    """
 
     batch: TokenBatch
     slots: Int[Array, " rows"]
     samples: Bool[Array, " rows"]
     targets: Int[Array, " tokens"] | None
+    token_row: Int[Array, " tokens"]
 
 
 def choose_program(plan: StepPlan, capacity: Capacity) -> StepKey:
     """Return the smallest program that holds the plan on every rank: all ranks run the same one."""
     chunks, ranks = plan.chunks, capacity.num_ranks
     if len(chunks) == plan.num_decodes:
+        if plan.num_drafts:
+            return StepKey("verify", smallest_fitting(capacity.verify_buckets, plan.max_rank_tokens(ranks)), False)
         return StepKey("decode", smallest_fitting(capacity.decode_buckets, plan.max_rank_rows(ranks)), plan.greedy)
     if any(chunk.logits > 1 or chunk.target is not None for chunk in chunks):
         return StepKey("prompt_logprobs", capacity.prompt_logprob_tokens, False)
@@ -75,7 +89,8 @@ def step_shape(key: StepKey, capacity: Capacity) -> StepShape:
     if key.kind == "decode":
         return StepShape(key, key.size, key.size, key.size, groups)
     rows = min(capacity.num_slots, key.size)
-    return StepShape(key, key.size, rows, rows + -(-key.size // capacity.page_size), groups)
+    drafts = capacity.max_drafts if key.kind == "verify" else 0
+    return StepShape(key, key.size, rows, rows + -(-key.size // capacity.page_size), groups, drafts)
 
 
 @functools.cache
@@ -90,11 +105,9 @@ def step_packing(shape: StepShape) -> InputPacking:
         *(PackedField(f"page_ids_{group}", shape.pages) for group in range(shape.groups)),
     ]
     if not shape.decode_only:
-        fields += [
-            PackedField("ends", shape.rows),
-            PackedField("samples", shape.rows),
-            PackedField("tokens", shape.tokens),
-        ]
+        fields.append(PackedField("ends", shape.rows))
+    if not shape.decode_only and not shape.verifies:
+        fields += [PackedField("samples", shape.rows), PackedField("tokens", shape.tokens)]
     if shape.key.kind == "prompt_logprobs":
         fields.append(PackedField("targets", shape.tokens))
     return InputPacking(fields)
@@ -121,7 +134,7 @@ def _fields(chunks: list[Chunk], shape: StepShape, capacity: Capacity) -> dict[s
             for ids, new in zip(page_ids, chunk.new_pages):
                 ids += new
     fields = {
-        "num_decodes": [sum(chunk.tokens is None for chunk in chunks)],
+        "num_decodes": [sum(chunk.tokens is None and chunk.length == 1 for chunk in chunks)],
         "num_seqs": [len(chunks)],
         "slots": [chunk.slot for chunk in chunks],
         "page_slots": page_slots,
@@ -130,6 +143,9 @@ def _fields(chunks: list[Chunk], shape: StepShape, capacity: Capacity) -> dict[s
     }
     if shape.decode_only:
         return fields
+    if shape.verifies:
+        ends = list(itertools.accumulate(chunk.length for chunk in chunks))
+        return {**fields, "ends": ends + ends[-1:] * (shape.rows - len(ends))}
     tokens: list[int] = []
     ends: list[int] = []
     for chunk in chunks:
@@ -169,10 +185,14 @@ def unpack_step(packed: jax.Array, state: DeviceState, shape: StepShape) -> tupl
         samples, tokens, token_row = row < fields["num_seqs"], last, token
     else:
         starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), fields["ends"]])
-        samples = fields["samples"] != 0
         token_row = jnp.searchsorted(fields["ends"], token, side="right", method="compare_all").astype(jnp.int32)
         token_row = jnp.minimum(token_row, shape.rows - 1)
-        tokens = jnp.where(token < fields["num_decodes"], last[token_row], fields["tokens"])
+        if shape.verifies:
+            samples = row < fields["num_seqs"]
+            tokens = verify.tokens_to_verify(state, row_slots, token_row, token - starts[token_row])
+        else:
+            samples = fields["samples"] != 0
+            tokens = jnp.where(token < fields["num_decodes"], last[token_row], fields["tokens"])
     live = row < fields["num_seqs"]
     kv_lens = jnp.where(live, state.seq_lens[row_slots] + starts[1:] - starts[:-1], 0)
     positions = jnp.where(token < starts[-1], kv_lens[token_row] - starts[token_row + 1] + token, 0)
@@ -186,6 +206,7 @@ def unpack_step(packed: jax.Array, state: DeviceState, shape: StepShape) -> tupl
         num_decodes=fields["num_decodes"],
         num_seqs=fields["num_seqs"],
         decode_only=shape.decode_only,
+        max_queries=1 + shape.max_drafts if shape.verifies else None,
     )
-    inputs = StepInput(batch, jnp.where(live, row_slots, slots), samples & live, fields.get("targets"))
+    inputs = StepInput(batch, jnp.where(live, row_slots, slots), samples & live, fields.get("targets"), token_row)
     return inputs, state

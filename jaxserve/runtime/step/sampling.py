@@ -42,11 +42,15 @@ class Logprobs:
 
 
 class Rows(NamedTuple):
-    """The slots of the rows, the lengths of their sequences before the new token, and which rows need a token."""
+    """The slots of the rows, the lengths of their sequences before the new token, and which rows need a token.
+
+    `pending` are draft tokens within those lengths, or -1: penalties count them, but `counts` does not have them yet.
+    """
 
     slots: Int[Array, " rows"]
     lengths: Int[Array, " rows"]
     samples: Bool[Array, " rows"]
+    pending: Int[Array, "rows most"] | None = None
 
 
 def uses_triton(target: KernelTarget) -> bool:
@@ -246,6 +250,8 @@ def adjust_logits(
 
     def penalize(x: Array) -> Array:
         seen = counts[rows.slots]
+        if rows.pending is not None:
+            seen = seen.at[row, shard_index(rows.pending, size)].add(1, mode="drop")
         times = (seen & COUNT_MASK).astype(jnp.float32)
         repeated = jnp.where(x > 0, x / repetition[:, None], x * repetition[:, None])
         x = jnp.where(seen != 0, repeated, x)

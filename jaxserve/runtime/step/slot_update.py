@@ -1,7 +1,8 @@
-"""The two programs that open slots, before the first step of their requests.
+"""The programs that open slots, before the first step of their requests.
 
 `update` sets up to `SLOTS` slots of a rank and the pages that they share with the prefix cache. `adjust` follows for
-requests with penalties or a logit bias, and sets what `adjust_logits` reads. Their inputs have a fixed size: more
+requests with penalties or a logit bias, and sets what `adjust_logits` reads. `read_prompts` follows with speculation, and
+sets the tokens of which drafts are made. Their inputs have a fixed size: more
 slots, pages, tokens or biases take more calls. Slot -1 is padding.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +24,7 @@ from jaxserve.api_types import MAX_STOP_IDS
 from jaxserve.layers.axes import DATA_AXIS
 from jaxserve.layers.embedding import shard_index
 from jaxserve.runtime.devices.mesh import partitions
+from jaxserve.runtime.speculation.ngram import NgramLookup, remember
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
 from jaxserve.runtime.step.state import COUNT_MASK, FLOATS, INTS, SEEN_IN_PROMPT, DeviceState, all_ranks, one_rank
 from jaxserve.step_plan import Capacity, SlotOpen
@@ -45,6 +48,17 @@ ADJUST = InputPacking(
         PackedField("bias_columns", BIASES),
         PackedField("bias_ids", BIASES),
         PackedField("bias_values", BIASES, is_float=True),
+    ]
+)
+
+READ_PROMPTS = InputPacking(
+    [
+        PackedField("slots", SLOTS, fill=-1),
+        PackedField("lengths", SLOTS),
+        PackedField("namespaces", SLOTS),
+        PackedField("token_slots", TOKENS, fill=-1),
+        PackedField("positions", TOKENS),
+        PackedField("tokens", TOKENS),
     ]
 )
 
@@ -127,12 +141,31 @@ def pack_adjustments(opens: Sequence[SlotOpen]) -> Iterator[np.ndarray]:
         yield from _pack(ADJUST, {"penalized_slots": penalized}, (tokens, TOKENS), (biases, BIASES))
 
 
+def pack_prompts(opens: Sequence[SlotOpen]) -> Iterator[np.ndarray]:
+    """Yield the packed inputs of the calls of `read_prompts`, in order, that follow those of `update`."""
+    for some in itertools.batched(opens, SLOTS):
+        texts = [one.prompt_ids + one.output_ids for one in some]
+        slots = {
+            "slots": [one.slot for one in some],
+            "lengths": list(map(len, texts)),
+            "namespaces": [_hash(one.namespace) for one in some],
+        }
+        tokens: _Fields = {"token_slots": [], "positions": [], "tokens": []}
+        for one, text in zip(some, texts):
+            _extend(tokens, {"token_slots": [one.slot] * len(text), "positions": range(len(text)), "tokens": text})
+        yield from _pack(READ_PROMPTS, slots, (tokens, TOKENS))
+
+
 def _penalty_counts(opened: SlotOpen) -> dict[int, int]:
     """Return the values of `DeviceState.counts` that aren't 0, by token."""
     counts = dict.fromkeys(opened.prompt_ids, SEEN_IN_PROMPT)
     for token, count in Counter(opened.output_ids).items():
         counts[token] = counts.get(token, 0) + min(count, COUNT_MASK)
     return counts
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), signed=True)
 
 
 def _signed(word: int) -> int:
@@ -199,6 +232,24 @@ def adjust(state: DeviceState, packed: jax.Array) -> DeviceState:
             sampling=dataclasses.replace(local.sampling, **biases),
         )
     )
+
+
+def make_read_prompts(lookup: NgramLookup) -> Callable[[DeviceState, jax.Array], DeviceState]:
+    """Return `read_prompts`, which sets the tokens of slots of one rank, and removes their drafts."""
+
+    def read_prompts(state: DeviceState, packed: jax.Array) -> DeviceState:
+        local, fields = one_rank(state), READ_PROMPTS.unpack(one_rank(packed))
+        drafts, at = local.drafts, (fields["slots"],)
+        ngrams = dataclasses.replace(
+            drafts.ngrams,
+            lengths=_set(drafts.ngrams.lengths, at, fields["lengths"]),
+            namespaces=_set(drafts.ngrams.namespaces, at, fields["namespaces"]),
+        )
+        ngrams = remember(ngrams, fields["token_slots"], fields["positions"], fields["tokens"], lookup)
+        drafts = dataclasses.replace(drafts, counts=_set(drafts.counts, at, 0), ngrams=ngrams)
+        return all_ranks(dataclasses.replace(local, drafts=drafts))
+
+    return read_prompts
 
 
 def _set_pages(table: jax.Array, group: int, fields: dict[str, jax.Array]) -> jax.Array:

@@ -7,7 +7,7 @@ it back where the program ends, so that nothing inside sees it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.struct
@@ -19,12 +19,16 @@ from jaxtyping import Array, Float, Int, UInt32
 from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from jaxserve.layers.batch import KVPools
 from jaxserve.params import KVSpec
+from jaxserve.runtime.speculation.ngram import NgramIndex, NgramLookup
 from jaxserve.step_plan import Capacity
 from pallas_kernels.paged_attention import KVLayout, PagedKV, is_float8, kv_layout
 
 # Columns of SamplingRows.ints and .floats.
 INTS = ("top_k", "seed_low", "seed_high", "sample", "min_len", "logprobs", "fill_len")
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+
+# Entries of a slot's table of n-grams; of longer sequences, n-grams of the same hash replace each other more often.
+_MAX_ENTRIES = 2**14
 
 # Bits of DeviceState.counts, an int16: the sign bit, and the others.
 SEEN_IN_PROMPT = -(2**15)
@@ -46,9 +50,18 @@ class SamplingRows:
 
 
 @flax.struct.dataclass
+class Drafts:
+    """The draft tokens of each slot for its next step, `counts` of them valid, and what they are looked up in."""
+
+    tokens: Int[Array, "slots max_drafts"]
+    counts: Int[Array, " slots"]
+    ngrams: NgramIndex
+
+
+@flax.struct.dataclass
 class DeviceState:
     """The KV pool and the page table by slot of each KV group; by slot: last token, sequence length, sampling
-    parameters and penalty counts; and how many tokens each expert of a mixture has computed.
+    parameters, penalty counts and, with speculation, drafts; and how many tokens each expert of a mixture has computed.
 
     `counts` says how often each token was output; its sign bit is set for tokens of the prompt. Rows of slots without
     penalties hold anything, as only penalties read them.
@@ -61,6 +74,7 @@ class DeviceState:
     sampling: SamplingRows
     counts: Int[Array, "slots vocab"]
     expert_tokens: UInt32[Array, "mixtures experts"] | None
+    drafts: Drafts | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +117,7 @@ def state_specs(
     kv_dtype: np.dtype,
     platform: str = "cpu",
     expert_tokens: ArraySpec | None = None,
+    lookup: NgramLookup | None = None,
 ) -> DeviceState:
     """Return the state on a platform (jax's name for it), with an `ArraySpec` in place of each array."""
     ranks, slots = capacity.num_ranks, capacity.num_slots
@@ -135,6 +150,23 @@ def state_specs(
         ),
         counts=dataclasses.replace(by_slot(np.dtype(np.int16), vocab_size), axes=("ranks", None, "vocab")),
         expert_tokens=expert_tokens,  # type: ignore[arg-type]
+        drafts=None if lookup is None else _draft_specs(lookup, capacity.max_model_len, by_slot),
+    )
+
+
+def _draft_specs(lookup: NgramLookup, max_tokens: int, by_slot: Callable[..., Any]) -> Drafts:
+    i32 = np.dtype(np.int32)
+    tables = len(lookup.sizes), min(_MAX_ENTRIES, 2 ** (max_tokens - 1).bit_length())
+    return Drafts(
+        tokens=by_slot(i32, lookup.max_drafts),
+        counts=by_slot(i32),
+        ngrams=NgramIndex(
+            history=by_slot(i32, max_tokens),
+            lengths=by_slot(i32),
+            namespaces=by_slot(i32),
+            own=by_slot(i32, *tables),
+            shared=by_slot(np.dtype(np.uint32), *tables),
+        ),
     )
 
 

@@ -22,11 +22,13 @@ from jaxserve.layers.embedding import mask_padding, shard_index
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family
 from jaxserve.runtime.devices.mesh import partitions
+from jaxserve.runtime.speculation.ngram import NgramLookup
 from jaxserve.runtime.step import batch as batches
-from jaxserve.runtime.step import sampling
+from jaxserve.runtime.step import sampling, verify
 from jaxserve.runtime.step.batch import StepInput, StepShape
 from jaxserve.runtime.step.sampling import Logprobs, Rows
 from jaxserve.runtime.step.state import DeviceState, all_ranks, one_rank
+from jaxserve.runtime.step.verify import Drawn
 from pallas_kernels.paged_attention import Backend
 
 # Positions whose logits exist at once for the log probabilities of a prompt
@@ -39,29 +41,34 @@ class StepContext:
     """The static facts that all steps of a deployment share.
 
     `sample_rows` is the number of rows whose logits exist at once: rows are sampled in groups of this size, and groups
-    without a live row are skipped. None samples all rows at once, which suits a GPU.
+    without a live row are skipped. None samples all rows at once, which suits a GPU. `lookup` says how drafts are
+    found, if there are any.
     """
 
     model: ModelConfig
     backend: Backend
     sample_rows: int | None
+    lookup: NgramLookup | None = None
 
 
 @flax.struct.dataclass
 class StepOutput:
-    """The results of a step. `num_tokens[r]` of `tokens[r]` are valid. Some programs have no logprobs.
+    """The results of a step. `num_tokens[r]` of `tokens[r]` are valid. Some programs have no logprobs; with speculation,
+    those that verify have them for each of the tokens, and `drafts[r]` is how many draft tokens were compared, and how
+    many of them accepted.
 
-    The host fetches no `num_tokens`, as it knows which rows draw. But without this output the same operations of a
+    The host fetches no `num_tokens`, as it knows which rows draw, and what they accept. But without this output the same operations of a
     program for one row took a CPU 10 to 20 % longer: XLA's runtime starts them in another order.
 
     `expert_tokens` is a copy, as the next step takes the state's away.
     """
 
-    tokens: Int[Array, "rows 1"]
+    tokens: Int[Array, "rows most"]
     num_tokens: Int[Array, " rows"]
     logprobs: Logprobs | None
     prompt_logprobs: Logprobs | None
     expert_tokens: UInt32[Array, "mixtures experts"] | None
+    drafts: Int[Array, "rows 2"] | None
 
 
 def make_step(
@@ -80,7 +87,7 @@ def make_step(
 
     state_parts = partitions(state_specs)
     ranks = PartitionSpec(DATA_AXIS)
-    output_parts = StepOutput(ranks, ranks, ranks, ranks, state_parts.expert_tokens)  # type: ignore[arg-type]
+    output_parts = StepOutput(ranks, ranks, ranks, ranks, state_parts.expert_tokens, ranks)  # type: ignore[arg-type]
 
     def body(params: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, StepOutput]:
         new_state, output = map(all_ranks, step(params, one_rank(state), one_rank(packed), context, shape))
@@ -120,41 +127,80 @@ def step(
         prompt_logprobs = _prompt_logprobs(model, params, hidden, inputs, context)
         # Without this barrier XLA merges the head product of prompt positions with that of sampled rows.
         hidden, prompt_logprobs = lax.optimization_barrier((hidden, prompt_logprobs))
-    last = jnp.maximum(inputs.batch.query_starts[1:] - 1, 0)
-    wanted = hidden.at[last].get(mode="promise_in_bounds") if not shape.decode_only else hidden
-    tokens, logprobs = _sample_rows(model, params, wanted, inputs, state, context, shape)
+    drawn, logprobs = _draw(model, params, hidden, inputs, state, context, shape)
     with jax.named_scope("write_state"):
-        drawn = jnp.where(inputs.samples, inputs.slots, state.seq_lens.shape[0])
+        slots = jnp.where(inputs.samples, inputs.slots, state.seq_lens.shape[0])
         counts = state.counts
         if not shape.key.greedy:
-            counts = counts.at[drawn, shard_index(tokens, counts.shape[1])].add(1, mode="drop")
+            at = jnp.where(jnp.arange(drawn.tokens.shape[1]) < drawn.counts[:, None], slots[:, None], len(counts))
+            counts = counts.at[at, shard_index(drawn.tokens, counts.shape[1])].add(1, mode="drop")
+        last = jnp.take_along_axis(drawn.tokens, drawn.counts[:, None] - 1, axis=1)[:, 0]
+        drafts = None if context.lookup is None else verify.propose(
+            state, drawn, inputs.slots, inputs.samples, context.lookup
+        )
         state = dataclasses.replace(
             state,
             kv=kv,
-            last_tokens=state.last_tokens.at[drawn].set(tokens, mode="drop"),
-            seq_lens=state.seq_lens.at[inputs.slots].set(inputs.batch.kv_lens, mode="drop"),
+            last_tokens=state.last_tokens.at[slots].set(last, mode="drop"),
+            seq_lens=state.seq_lens.at[inputs.slots].set(drawn.lengths, mode="drop"),
             counts=counts,
             expert_tokens=state.expert_tokens + loads[0].astype(jnp.uint32) if loads else None,
+            drafts=drafts,
         )
-    num_tokens = inputs.samples.astype(jnp.int32)
-    return state, StepOutput(tokens[:, None], num_tokens, logprobs, prompt_logprobs, state.expert_tokens)
+    compared = None if context.lookup is None else jnp.stack([drawn.proposed, drawn.accepted], axis=1)
+    num_tokens = jnp.where(inputs.samples, drawn.counts, 0)
+    return state, StepOutput(drawn.tokens, num_tokens, logprobs, prompt_logprobs, state.expert_tokens, compared)
+
+
+def _draw(
+    model: ModuleType,
+    params: Any,
+    hidden: Float[Array, "tokens dim"],
+    inputs: StepInput,
+    state: DeviceState,
+    context: StepContext,
+    shape: StepShape,
+) -> tuple[Drawn, Logprobs | None]:
+    """Draw a token for each row, or one for each token of a step that verifies drafts, which it then accepts or not."""
+    batch = inputs.batch
+    last = jnp.maximum(batch.query_starts[1:] - 1, 0)
+    if not shape.verifies:
+        wanted = hidden.at[last].get(mode="promise_in_bounds") if not shape.decode_only else hidden
+        rows = Rows(inputs.slots, batch.kv_lens, inputs.samples)
+        tokens, logprobs = _sample_rows(model, params, wanted, rows, batch.num_seqs, state, context, shape)
+        tokens = tokens[:, None]
+        if state.drafts is None:
+            ones = jnp.ones_like(batch.kv_lens)
+            return Drawn(tokens, ones, ones, ones, batch.kv_lens), logprobs
+        return verify.accept(state.drafts, tokens, inputs.slots, jnp.ones_like(batch.kv_lens), batch.kv_lens), logprobs
+    assert state.drafts is not None
+    offset = jnp.arange(shape.tokens, dtype=jnp.int32) - batch.query_starts[inputs.token_row]
+    pending = verify.drafts_before(state, jnp.minimum(inputs.slots, len(state.seq_lens) - 1), inputs.token_row, offset)
+    rows = Rows(inputs.slots[inputs.token_row], batch.positions + 1, batch.live, pending)
+    live = batch.query_starts[batch.num_seqs]
+    tokens, logprobs = _sample_rows(model, params, hidden, rows, live, state, context, shape)
+    of_rows = verify.rows_of_tokens(batch.query_starts, 1 + shape.max_drafts, shape.tokens)
+    tokens, logprobs = jax.tree.map(lambda x: x[of_rows], (tokens, logprobs))
+    queries = batch.query_starts[1:] - batch.query_starts[:-1]
+    return verify.accept(state.drafts, tokens, inputs.slots, queries, batch.kv_lens), logprobs
 
 
 def _sample_rows(
     model: ModuleType,
     params: Any,
     hidden: Float[Array, "rows dim"],
-    inputs: StepInput,
+    rows: Rows,
+    live: Int[Array, ""],
     state: DeviceState,
     context: StepContext,
     shape: StepShape,
 ) -> tuple[Int[Array, " rows"], Logprobs | None]:
-    """Run head and sampler on groups of at most `context.sample_rows` rows, up to the last group with a live row."""
-    size = min(context.sample_rows or shape.rows, shape.rows)
-    padding = -shape.rows % size
-    hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
-    slots = jnp.pad(jnp.minimum(inputs.slots, state.seq_lens.shape[0] - 1), (0, padding))
-    rows = Rows(slots, *(jnp.pad(x, (0, padding)) for x in (inputs.batch.kv_lens, inputs.samples)))
+    """Run head and sampler on groups of at most `context.sample_rows` of the rows, of which the first `live` are."""
+    count = len(hidden)
+    size = min(context.sample_rows or count, count)
+    padding = -count % size
+    rows = rows._replace(slots=jnp.minimum(rows.slots, state.seq_lens.shape[0] - 1))
+    hidden, rows = jax.tree.map(lambda x: jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1))), (hidden, rows))
 
     def group(start: Array | int) -> tuple[Array, Logprobs | None]:
         states, own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), (hidden, rows))
@@ -163,10 +209,10 @@ def _sample_rows(
             return sampling.greedy(logits), None
         return sampling.sample(logits, state.sampling, state.counts, own, context.backend.target)
 
-    if size == shape.rows:
+    if size == count:
         return group(0)
     empty = jax.tree.map(
-        lambda s: jnp.zeros((shape.rows + padding, *s.shape[1:]), s.dtype), jax.eval_shape(lambda: group(0))
+        lambda s: jnp.zeros((count + padding, *s.shape[1:]), s.dtype), jax.eval_shape(lambda: group(0))
     )
 
     def body(i: Array, filled: Any) -> Any:
@@ -176,8 +222,8 @@ def _sample_rows(
             group(i * size),
         )
 
-    filled = lax.fori_loop(0, (inputs.batch.num_seqs + size - 1) // size, body, empty)
-    tokens, logprobs = jax.tree.map(lambda x: x[: shape.rows], filled)
+    filled = lax.fori_loop(0, (live + size - 1) // size, body, empty)
+    tokens, logprobs = jax.tree.map(lambda x: x[:count], filled)
     return tokens, logprobs
 
 

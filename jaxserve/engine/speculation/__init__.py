@@ -1,0 +1,1 @@
+"""Whether and how far drafts are verified."""

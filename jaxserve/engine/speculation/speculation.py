@@ -1,0 +1,153 @@
+"""Decides how many draft tokens each request verifies in a step, from measured acceptance and measured step times.
+
+A step that verifies drafts takes longer than a decode step and yields more tokens, if drafts are accepted. So of the
+programs that hold the running requests, the one with the most expected tokens a second runs; if that is the decode
+program, nothing is verified. A decode step shows at no cost whether the first draft token would have been accepted,
+so that acceptance is known even while nothing is verified.
+"""
+
+from __future__ import annotations
+
+import bisect
+import operator
+from collections.abc import Sequence
+
+from jaxserve.engine.scheduling.request import Request
+from jaxserve.engine.speculation.step_costs import StepCosts
+from jaxserve.step_plan import Capacity
+
+# The weight of a draft token in the acceptance of its request, and in that which new requests are assumed to have.
+_WEIGHT = 0.2
+_WEIGHT_FOR_NEW = 0.002
+_INITIAL = 0.3
+
+# Requests of similar acceptance verify drafts of the same length.
+_LEVELS = 16
+
+# Drafts must promise this much more tokens a second, as measurements are noisy.
+_WORTH = 1.03
+
+# A draft token that is accepted less often is not verified, even if the program has room for it.
+_UNLIKELY = 0.03
+
+# After so many steps without one, a decode step or a promising step of another size is measured again.
+_STALE_STEPS = 200
+_STALE_BONUS = 0.8
+
+
+class Speculation:
+    """Chooses drafts within the programs of `capacity`. With more than `max_requests` decodes, it verifies none."""
+
+    def __init__(self, capacity: Capacity, *, max_requests: int | None = None) -> None:
+        self._decode_buckets = capacity.decode_buckets
+        self._verify_buckets = capacity.verify_buckets
+        self._max_drafts = capacity.max_drafts
+        self._max_requests = max_requests
+        self._costs = StepCosts()
+        self._new_acceptance = _INITIAL
+        rates = [(level + 0.5) / _LEVELS for level in range(_LEVELS)]
+        # Draft tokens by level and place, the likeliest first; of a level, each comes after those before it.
+        self._places = sorted(
+            (-(rate**place), level)
+            for level, rate in enumerate(rates)
+            for place in range(1, self._max_drafts + 1)
+            if rate**place > _UNLIKELY
+        )
+        self.num_drafts = 0
+        self.draft_tokens = 0
+        self.accepted_by_position = [0] * self._max_drafts
+
+    @property
+    def accepted_tokens(self) -> int:
+        """How many draft tokens were accepted."""
+        return sum(self.accepted_by_position)
+
+    def choose(self, ranks: Sequence[Sequence[Request]]) -> list[int] | None:
+        """Return the length of drafts by level of acceptance, or None to verify none; `ranks` are the decodes of each.
+
+        `level` tells the level of a request. All ranks run a program of the same size.
+        """
+        rows = max(map(len, ranks))
+        if not rows or rows >= self._verify_buckets[-1]:
+            return None
+        if self._max_requests is not None and sum(map(len, ranks)) > self._max_requests:
+            return None
+        decode = self._decode_key(rows)
+        decode_seconds = self._costs.of(decode)
+        if decode_seconds is None or self._costs.age(decode) > _STALE_STEPS:
+            return None
+        levels = list(zip(*map(self._count_levels, ranks)))
+        total = sum(map(len, ranks))
+        best, best_lengths = _WORTH * total / decode_seconds, None
+        for size in self._verify_buckets[bisect.bisect_right(self._verify_buckets, rows) :]:
+            gained, lengths = self._fill(levels, [size - len(requests) for requests in ranks])
+            rate = (total + gained) / self._seconds(size, decode_seconds)
+            if rate > best:
+                best, best_lengths = rate, lengths
+            if rows * (1 + self._max_drafts) <= size:
+                break
+        return best_lengths
+
+    def level(self, request: Request) -> int:
+        """Return the level of a request's acceptance."""
+        rate = request.acceptance
+        if rate is None:
+            rate = request.acceptance = self._new_acceptance
+        return min(int(rate * _LEVELS), _LEVELS - 1)
+
+    def count(self, request: Request, proposed: int, accepted: int, *, verified: bool) -> None:
+        """Count the draft of a committed chunk: `proposed` tokens were compared, and `accepted` of them the same."""
+        rate = self._new_acceptance if request.acceptance is None else request.acceptance
+        new = self._new_acceptance
+        for _ in range(accepted):
+            rate += _WEIGHT * (1 - rate)
+            new += _WEIGHT_FOR_NEW * (1 - new)
+        if proposed > accepted or not proposed:
+            rate -= _WEIGHT * rate
+            new -= _WEIGHT_FOR_NEW * new
+        request.acceptance, self._new_acceptance = rate, new
+        if verified and proposed:
+            self.num_drafts += 1
+            self.draft_tokens += proposed
+            for place in range(accepted):
+                self.accepted_by_position[place] += 1
+
+    def count_step(self, rows: int, tokens: int, seconds: float) -> None:
+        """Count the duration of a step of decodes, of the most `rows` and `tokens` that a rank has."""
+        if tokens > rows:
+            self._costs.add(self._verify_buckets[bisect.bisect_left(self._verify_buckets, tokens)], seconds)
+        else:
+            self._costs.add(self._decode_key(rows), seconds)
+
+    def _decode_key(self, rows: int) -> str:
+        return f"decode-{self._decode_buckets[bisect.bisect_left(self._decode_buckets, rows)]}"
+
+    def _seconds(self, size: int, decode_seconds: float) -> float:
+        """Return the expected duration of a step that verifies; a size that was never measured is tried."""
+        seconds = self._costs.of(size)
+        if seconds is None:
+            return decode_seconds
+        return seconds * (_STALE_BONUS if self._costs.age(size) > _STALE_STEPS else 1.0)
+
+    def _count_levels(self, requests: Sequence[Request]) -> list[int]:
+        counts = [0] * _LEVELS
+        for request in requests:
+            counts[self.level(request)] += 1
+        return counts
+
+    def _fill(self, levels: Sequence[Sequence[int]], room: list[int]) -> tuple[float, list[int]]:
+        """Return how many draft tokens are expected to be accepted in a step with this room on each rank, and the
+        length of drafts by level; `levels` has the requests of each rank by level."""
+        lengths, closed = [0] * _LEVELS, [not any(counts) for counts in levels]
+        gained = 0.0
+        for unlikeliness, level in self._places:
+            if closed[level]:
+                continue
+            counts = levels[level]
+            if any(map(operator.gt, counts, room)):
+                closed[level] = True
+                continue
+            room = list(map(operator.sub, room, counts))
+            lengths[level] += 1
+            gained -= unlikeliness * sum(counts)
+        return gained, lengths

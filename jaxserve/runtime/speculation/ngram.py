@@ -1,0 +1,143 @@
+"""Drafts by prompt lookup: the tokens that followed the last n-gram of a sequence where it occurred before.
+
+The device holds the tokens of each slot, and hash tables from n-grams to the position of the token that follows. A
+table of its own for each slot finds what the sequence repeats of itself; a table for all finds what other requests of
+its namespace had, running or ended, until their slot is used again. Each token costs the same time to add and to look
+up, whatever the length of the context. A table knows only the latest place of an n-gram, and a later one may replace an
+n-gram of the same hash: so each place that is found is compared with the sequence, up to the longest n-gram. Of places
+that match as long, that in the sequence itself wins.
+
+The method is prompt lookup decoding (Saxena 2023), over several sizes of n-grams.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, UInt32
+
+# 2^32 divided by the golden ratio, and a prime.
+_GOLDEN, _PRIME = 0x9E3779B9, 0x01000193
+
+
+@dataclasses.dataclass(frozen=True)
+class NgramLookup:
+    """Looks up n-grams of `shortest` to `longest` tokens, for drafts of at most `max_drafts` tokens."""
+
+    max_drafts: int
+    longest: int
+    shortest: int
+
+    @property
+    def sizes(self) -> range:
+        """The sizes of n-grams, in the order of the tables."""
+        return range(self.shortest, self.longest + 1)
+
+
+@flax.struct.dataclass
+class NgramIndex:
+    """The tokens of each slot, `lengths` of them valid, and the tables by slot.
+
+    `own` has positions within the sequence; `shared`, over all slots together, has `slot * max_tokens + position`. 0 is
+    an empty entry, as no n-gram ends before position 0.
+    """
+
+    history: Int[Array, "slots max_tokens"]
+    lengths: Int[Array, " slots"]
+    namespaces: Int[Array, " slots"]
+    own: Int[Array, "slots sizes entries"]
+    shared: UInt32[Array, "slots sizes entries"]
+
+
+@jax.named_scope("remember")
+def remember(
+    index: NgramIndex,
+    slots: Int[Array, " tokens"],
+    positions: Int[Array, " tokens"],
+    tokens: Int[Array, " tokens"],
+    lookup: NgramLookup,
+) -> NgramIndex:
+    """Add tokens to their sequences, and the n-grams that they follow to the tables. Invalid slots are dropped."""
+    num_slots, max_tokens = index.history.shape
+    slots = jnp.where((slots < 0) | (positions >= max_tokens), num_slots, slots)
+    history = index.history.at[slots, positions].set(tokens, mode="drop")
+    row = jnp.minimum(slots, num_slots - 1)
+    before = positions[:, None] - 1 - jnp.arange(lookup.longest, dtype=jnp.int32)
+    grams = history[row[:, None], jnp.maximum(before, 0)]
+    own_hash, shared_hash = _hashes(grams, index.namespaces[row], lookup.sizes)
+    size = jnp.arange(len(lookup.sizes), dtype=jnp.int32)[None]
+    at = jnp.where(positions[:, None] >= jnp.asarray(lookup.sizes, jnp.int32), slots[:, None], num_slots)
+    own = index.own.at[at, size, _entry(own_hash, index.own)].set(positions[:, None], mode="drop")
+    shared_row, entry = _shared_entry(shared_hash, index.shared)
+    flat = (row * max_tokens).astype(jnp.uint32) + positions.astype(jnp.uint32)
+    shared_row = jnp.where(at < num_slots, shared_row, num_slots)
+    shared = index.shared.at[shared_row, size, entry].set(flat[:, None], mode="drop")
+    lengths = index.lengths.at[slots].max(positions + 1, mode="drop")
+    return dataclasses.replace(index, history=history, lengths=lengths, own=own, shared=shared)
+
+
+@jax.named_scope("look_up")
+def look_up(
+    index: NgramIndex, slots: Int[Array, " rows"], lookup: NgramLookup
+) -> tuple[Int[Array, "rows max_drafts"], Int[Array, " rows"]]:
+    """Return the drafts of slots, and how many tokens of each are valid."""
+    max_tokens = index.history.shape[1]
+    lengths = index.lengths[slots]
+    back = jnp.arange(lookup.longest, dtype=jnp.int32)
+    tail = index.history[slots[:, None], jnp.maximum(lengths[:, None] - 1 - back, 0)]
+    own_hash, shared_hash = _hashes(tail, index.namespaces[slots], lookup.sizes)
+    size = jnp.arange(len(lookup.sizes), dtype=jnp.int32)[None]
+    own_at = index.own[slots[:, None], size, _entry(own_hash, index.own)]
+    row, entry = _shared_entry(shared_hash, index.shared)
+    flat = index.shared[row, size, entry]
+    shared_slot, shared_at = (x.astype(jnp.int32) for x in (flat // max_tokens, flat % max_tokens))
+
+    places = jnp.concatenate([own_at, shared_at], axis=1)
+    where = jnp.concatenate([jnp.broadcast_to(slots[:, None], own_at.shape), shared_slot], axis=1)
+    at = places[:, :, None] - 1 - back
+    same = (index.history[where[:, :, None], jnp.maximum(at, 0)] == tail[:, None]) & (at >= 0)
+    same &= (back < lengths[:, None])[:, None]
+    matched = jnp.cumprod(same.astype(jnp.int32), axis=2).sum(axis=2)
+    usable = (places < index.lengths[where]) & (index.namespaces[where] == index.namespaces[slots][:, None])
+    matched = jnp.where(usable & (matched >= lookup.shortest), matched, 0)
+    best = jnp.argmax(2 * matched + (where == slots[:, None]), axis=1)[:, None]
+    found, slot, place = (jnp.take_along_axis(x, best, axis=1)[:, 0] for x in (matched, where, places))
+
+    own = slot == slots
+    left = jnp.maximum(index.lengths[slot] - place, 1)[:, None]
+    ahead = jnp.arange(lookup.max_drafts, dtype=jnp.int32)
+    # Where the place is so near that the draft passes the end of the sequence, the sequence repeats itself.
+    at = place[:, None] + jnp.where(own[:, None], ahead % left, ahead)
+    drafts = index.history[slot[:, None], jnp.minimum(at, max_tokens - 1)]
+    counts = jnp.where(own, lookup.max_drafts, jnp.minimum(left[:, 0], lookup.max_drafts))
+    return drafts, jnp.where(found > 0, counts, 0)
+
+
+def _hashes(
+    grams: Int[Array, "rows longest"], namespaces: Int[Array, " rows"], sizes: Sequence[int]
+) -> tuple[UInt32[Array, "rows sizes"], UInt32[Array, "rows sizes"]]:
+    """Return hashes of the n-grams that `grams` has backwards, without and with their namespaces."""
+    hashes, state = [], jnp.zeros(len(grams), jnp.uint32)
+    for size in range(1, max(sizes) + 1):
+        state = (state ^ grams[:, size - 1].astype(jnp.uint32)) * jnp.uint32(_GOLDEN)
+        state ^= state >> 15
+        if size in sizes:
+            hashes.append(state)
+    own = jnp.stack(hashes, axis=1)
+    shared = (own ^ namespaces[:, None].astype(jnp.uint32)) * jnp.uint32(_PRIME)
+    return own, shared ^ (shared >> 13)
+
+
+def _entry(hashes: UInt32[Array, "rows sizes"], table: Array) -> Int[Array, "rows sizes"]:
+    return (hashes % table.shape[2]).astype(jnp.int32)
+
+
+def _shared_entry(hashes: UInt32[Array, "rows sizes"], table: Array) -> tuple[Array, Array]:
+    """Return the places of entries in a table over all slots."""
+    at = hashes % (table.shape[0] * table.shape[2])
+    return (at // table.shape[2]).astype(jnp.int32), (at % table.shape[2]).astype(jnp.int32)
+

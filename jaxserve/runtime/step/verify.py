@@ -1,0 +1,106 @@
+"""Verification: which tokens a step computes for drafts, and how many of them are accepted.
+
+The target draws its own token at each position of a draft, with the noise of that position, as it would have without
+the draft. A draft token is accepted if it is the token drawn at its place and all before it were. So the output is
+what it would have been without drafts, for every way to sample. For a draft without randomness, the probability of
+acceptance is that of rejection sampling (Leviathan et al. 2023).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from jaxserve.layers.axes import TENSOR_AXES
+from jaxserve.runtime.speculation.ngram import NgramLookup, look_up, remember
+from jaxserve.runtime.step.state import DeviceState, Drafts
+
+
+class Drawn(NamedTuple):
+    """The tokens that rows drew, from `first` on, the position after their last known token: `counts` of each row.
+
+    `proposed` and `accepted` count the draft tokens that were compared with drawn ones, and those accepted. `lengths`
+    are the computed tokens of the sequences after the step.
+    """
+
+    tokens: Int[Array, "rows most"]
+    counts: Int[Array, " rows"]
+    proposed: Int[Array, " rows"]
+    accepted: Int[Array, " rows"]
+    lengths: Int[Array, " rows"]
+
+
+def tokens_to_verify(
+    state: DeviceState, row_slots: Int[Array, " rows"], token_row: Int[Array, " tokens"], offset: Int[Array, " tokens"]
+) -> Int[Array, " tokens"]:
+    """Return the tokens to compute: the last one of a row's sequence, at `offset` 0, then its draft."""
+    assert state.drafts is not None
+    slots = row_slots[token_row]
+    drafts = state.drafts.tokens
+    draft = drafts[slots, jnp.clip(offset - 1, 0, drafts.shape[1] - 1)]
+    return jnp.where(offset == 0, state.last_tokens[slots], draft)
+
+
+def drafts_before(
+    state: DeviceState, row_slots: Int[Array, " rows"], token_row: Int[Array, " tokens"], offset: Int[Array, " tokens"]
+) -> Int[Array, "tokens max_drafts"]:
+    """Return the draft tokens up to each token's position, and -1: penalties count them as if they were output."""
+    assert state.drafts is not None
+    drafts = state.drafts.tokens[row_slots[token_row]]
+    return jnp.where(jnp.arange(drafts.shape[1], dtype=jnp.int32) < offset[:, None], drafts, -1)
+
+
+def rows_of_tokens(starts: Int[Array, " rows_plus_1"], most: int, tokens: int) -> Int[Array, "rows most"]:
+    """Return the tokens of each row, and any where it has fewer than `most`."""
+    return jnp.minimum(starts[:-1, None] + jnp.arange(most, dtype=jnp.int32), tokens - 1)
+
+
+@jax.named_scope("accept")
+def accept(
+    drafts: Drafts,
+    drawn: Int[Array, "rows most"],
+    slots: Int[Array, " rows"],
+    queries: Int[Array, " rows"],
+    kv_lens: Int[Array, " rows"],
+) -> Drawn:
+    """Accept drafts as far as they are what was drawn. Rows have `queries` tokens, which `kv_lens` count too.
+
+    A row without a draft to verify compares its first draft token all the same, and accepts nothing.
+    """
+    slots = jnp.minimum(slots, drafts.counts.shape[0] - 1)
+    verified = jnp.minimum(drafts.counts[slots], queries - 1)
+    compared = jnp.where(queries == 1, jnp.minimum(drafts.counts[slots], 1), verified)
+    most = min(drawn.shape[1], drafts.tokens.shape[1])
+    ahead = jnp.arange(most, dtype=jnp.int32)
+    same = (drafts.tokens[slots, :most] == drawn[:, :most]) & (ahead < compared[:, None])
+    accepted = jnp.cumprod(same.astype(jnp.int32), axis=1).sum(axis=1)
+    counts = 1 + jnp.where(queries == 1, 0, accepted)
+    return Drawn(drawn, counts, compared, accepted, kv_lens - queries + counts)
+
+
+def propose(
+    state: DeviceState, drawn: Drawn, slots: Int[Array, " rows"], draws: Bool[Array, " rows"], lookup: NgramLookup
+) -> Drafts:
+    """Return the drafts for the next step, after the drawn tokens of rows that draw."""
+    assert state.drafts is not None
+    rows, most = drawn.tokens.shape
+    ahead = jnp.arange(most, dtype=jnp.int32)
+    num_slots = state.drafts.counts.shape[0]
+    live = draws[:, None] & (ahead < drawn.counts[:, None])
+    at = jnp.where(live, slots[:, None], num_slots)
+    positions = (drawn.lengths - drawn.counts + 1)[:, None] + ahead
+    ngrams = remember(state.drafts.ngrams, *(x.reshape(-1) for x in (at, positions, drawn.tokens)), lookup)
+    tokens, counts = look_up(ngrams, jnp.minimum(slots, num_slots - 1), lookup)
+    if lax.axis_size(TENSOR_AXES) > 1:
+        # Where two n-grams of a step have one entry, each shard may have stored another of them.
+        tokens, counts = lax.pmax((tokens, counts), TENSOR_AXES)
+    slots = jnp.where(draws, slots, num_slots)
+    return Drafts(
+        state.drafts.tokens.at[slots].set(tokens, mode="drop"),
+        state.drafts.counts.at[slots].set(counts, mode="drop"),
+        ngrams,
+    )
