@@ -50,8 +50,8 @@ MAY_IMPORT = {
 # The folders and files inside a room, lowest first: each imports only itself and those before it. Files of the same
 # tuple may import each other.
 ORDER_INSIDE = {
-    "jaxserve.engine": ["kv_cache", "scheduling", "core", "multihost", "process", "client"],
-    "jaxserve.runtime": ["devices", "step", "programs", "sizing", "execution"],
+    "jaxserve.engine": ["kv_cache", "speculation", "scheduling", "core", "multihost", "process", "client"],
+    "jaxserve.runtime": ["devices", "speculation", "step", "programs", "sizing", "execution"],
     "jaxserve.bench": ["datasets", "load", "results", "processes", "engine", "sweep", "tune",
                        "accuracy"],
     "jaxserve.cli": ["common", "bench", ("chat", "compile", "config", "convert", "doctor", "generate", "plan", "pull",

@@ -9,6 +9,7 @@ Its state comes only from plans, and it checks each plan against `Capacity`.
 from __future__ import annotations
 
 import dataclasses
+import random
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -84,6 +85,7 @@ class FakeExecutor:
         self.capacity = capacity
         self.compiles_after_ready = 0
         self.plans: list[StepPlan] = []
+        self._random = random.Random(0)
         self._slots: dict[tuple[int, int], _Slot] = {}
         self._pools = [
             [[[-1] * capacity.page_size for _ in range(num_pages)] for num_pages in capacity.pages_by_group]
@@ -102,7 +104,7 @@ class FakeExecutor:
         for group, rank, host_slot, page in plan.loads:
             self._pools[rank][group][page] = list(self._host[group, rank, host_slot])
         for closed in plan.closes:
-            del self._slots[closed]
+            self._slots.pop(closed, None)  # unless another executor of the scheduler had it
         for opened in plan.opens:
             columns = len(opened.cached_pages[0])
             assert opened.num_cached_tokens == columns * self.capacity.page_size
@@ -113,15 +115,18 @@ class FakeExecutor:
             )
         for chunk in plan.chunks:
             assert len({len(pages) for pages in chunk.new_pages}) == 1, "groups get pages for different tokens"
+            first = -(-chunk.start // self.capacity.page_size)
             for table, pages in zip(self._slots[chunk.rank, chunk.slot].tables, chunk.new_pages, strict=True):
-                table.extend(pages)
+                if pages:
+                    assert len(table) >= first
+                    table[first:] = pages
         loaded = {(group, rank, page) for group, rank, _, page in plan.loads}
         assert len(loaded) == len(plan.loads), "a page is loaded twice"
         readers = Counter(page for chunk in plan.chunks for page in self._read(chunk))
         written = [page for chunk in plan.chunks for page in self._written(chunk)]
         assert all(readers[page] == 1 for page in written), "a page is written that another sequence of the step reads"
         assert loaded.isdisjoint(written), "a page is loaded and computed"
-        result = StepResult(tokens=[], logprobs={}, prompt_logprobs={})
+        result = StepResult(tokens=[], logprobs={}, prompt_logprobs={}, drafts=[])
         for index in range(len(plan.chunks)):
             self._run(plan, index, result)
         return result
@@ -135,20 +140,18 @@ class FakeExecutor:
         return 0 if group == 0 else max(0, position - self.capacity.window_groups[group - 1].window + 1)
 
     def _read(self, chunk: Chunk) -> list[tuple[int, int, int]]:
+        slot, size = self._slots[chunk.rank, chunk.slot], self.capacity.page_size
+        end = -(-(slot.length + chunk.length) // size)
         return [
             (group, chunk.rank, page)
-            for group, table in enumerate(self._slots[chunk.rank, chunk.slot].tables)
-            for page in table[self._first_seen(group, chunk.start) // self.capacity.page_size :]
+            for group, table in enumerate(slot.tables)
+            for page in table[self._first_seen(group, slot.length) // size : end]
         ]
 
     def _written(self, chunk: Chunk) -> list[tuple[int, int, int]]:
-        size = self.capacity.page_size
-        part = slice(chunk.start // size, -(-(chunk.start + chunk.length) // size))
-        return [
-            (group, chunk.rank, page)
-            for group, table in enumerate(self._slots[chunk.rank, chunk.slot].tables)
-            for page in table[part]
-        ]
+        slot, size = self._slots[chunk.rank, chunk.slot], self.capacity.page_size
+        part = slice(slot.length // size, -(-(slot.length + chunk.length) // size))
+        return [(group, chunk.rank, page) for group, table in enumerate(slot.tables) for page in table[part]]
 
     def _run(self, plan: StepPlan, index: int, result: StepResult) -> None:
         chunk = plan.chunks[index]
@@ -156,29 +159,35 @@ class FakeExecutor:
         size = self.capacity.page_size
         sampling = slot.opened.sampling
         assert sampling.seed is not None
-        assert chunk.start == slot.length
+        start = slot.length
         if chunk.tokens is None:
-            assert chunk.length == 1
+            assert start <= chunk.start <= start + 2 * self.capacity.max_drafts
             assert slot.last_token is not None, "a decode before any token was sampled"
             tokens = [slot.last_token]
         else:
+            assert chunk.start == start
             tokens = chunk.tokens
-        assert len(tokens) == chunk.length
+            assert len(tokens) == chunk.length
+        assert start + chunk.length < self.capacity.max_model_len
+        pages = -(-(start + chunk.length) // size)
+        assert all(len(table) >= pages for table in slot.tables), "pages don't fit the tokens"
+        if not self.capacity.max_drafts:
+            assert {len(table) for table in slot.tables} == {pages}
         for token in tokens:
             for kv, table in zip(pools, slot.tables):
                 kv[table[slot.length // size]][slot.length % size] = token
             slot.length += 1
-        assert slot.length < self.capacity.max_model_len
-        assert {len(table) for table in slot.tables} == {-(-slot.length // size)}, "pages don't fit the tokens"
-        seen, *windows = (
-            [kv[table[i // size]][i % size] for i in range(self._first_seen(group, chunk.start), slot.length)]
-            for group, (kv, table) in enumerate(zip(pools, slot.tables))
-        )
-        for window in windows:
-            seen += [] if window == seen[len(seen) - len(window) :] else window
         result.tokens.append([])
-        if chunk.sample:
-            assert chunk.logits >= 1
+        accepted, rejected = 0, False
+        while True:
+            seen, *windows = (
+                [kv[table[i // size]][i % size] for i in range(self._first_seen(group, start), slot.length)]
+                for group, (kv, table) in enumerate(zip(pools, slot.tables))
+            )
+            for window in windows:
+                seen += [] if window == seen[len(seen) - len(window) :] else window
+            if not chunk.sample:
+                break
             assert not plan.greedy or sampling.greedy
             token = next_token(seen, slot.num_outputs, sampling, slot.opened.stop_ids)
             slot.last_token = token
@@ -186,12 +195,32 @@ class FakeExecutor:
             assert slot.num_outputs <= sampling.max_tokens, "a step beyond max_tokens"
             result.tokens[index].append(token)
             if sampling.logprobs is not None:
-                result.logprobs[index] = [logprobs_of(seen, token)]
+                result.logprobs.setdefault(index, []).append(logprobs_of(seen, token))
+            if chunk.tokens is not None or accepted == chunk.length - 1:
+                break
+            rejected = self._random.random() < 0.3
+            draft = VOCAB - 1 - token if rejected else token
+            for kv, table in zip(pools, slot.tables):
+                kv[table[slot.length // size]][slot.length % size] = draft
+            if rejected:
+                self._write_rejected(chunk, start, draft)
+                break
+            accepted += 1
+            slot.length += 1
+        if self.capacity.max_drafts:
+            result.drafts.append((accepted + rejected, accepted))
         if sampling.prompt_logprobs is not None and chunk.logits == chunk.length and chunk.tokens is not None:
             following = [*tokens[1:], *([] if chunk.target is None else [chunk.target])]
             result.prompt_logprobs[index] = [
                 logprobs_of(seen[: chunk.start + i + 1], token) for i, token in enumerate(following)
             ]
+
+    def _write_rejected(self, chunk: Chunk, start: int, token: int) -> None:
+        """Write the drafts that a program computes after a rejected one."""
+        slot, size = self._slots[chunk.rank, chunk.slot], self.capacity.page_size
+        for position in range(slot.length, start + chunk.length):
+            for kv, table in zip(self._pools[chunk.rank], slot.tables):
+                kv[table[position // size]][position % size] = token
 
     def _check_sizes(self, plan: StepPlan) -> None:
         capacity = self.capacity
@@ -199,12 +228,19 @@ class FakeExecutor:
         slots = [(chunk.rank, chunk.slot) for chunk in plan.chunks]
         assert len(slots) == len(set(slots))
         assert all(0 <= rank < capacity.num_ranks and 0 <= slot < capacity.num_slots for rank, slot in slots)
-        assert all(chunk.tokens is None and chunk.length == 1 for chunk in plan.chunks[: plan.num_decodes])
+        decodes = plan.chunks[: plan.num_decodes]
+        assert all(chunk.tokens is None and chunk.length == chunk.logits for chunk in decodes)
+        assert sum(chunk.length - 1 for chunk in decodes) == plan.num_drafts
         assert all(chunk.tokens is not None and chunk.length >= 1 for chunk in plan.chunks[plan.num_decodes :])
         assert plan.chunks
-        if plan.num_decodes == len(plan.chunks):
+        if plan.num_drafts:
+            assert plan.num_decodes == len(plan.chunks)
+            assert total <= capacity.verify_buckets[-1]
+            lengths = [(chunk.rank, chunk.length) for chunk in plan.chunks]
+            assert lengths == sorted(lengths)
+        elif plan.num_decodes == len(plan.chunks):
             assert total <= capacity.decode_buckets[-1]
         else:
             assert total <= capacity.token_buckets[-1]
-        if any(chunk.logits > 1 for chunk in plan.chunks):
+        if any(chunk.logits > 1 for chunk in plan.chunks[plan.num_decodes :]):
             assert total <= capacity.prompt_logprob_tokens

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import get_args
 
+import msgspec
 import pytest
 
 from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenEvent
@@ -12,6 +14,7 @@ from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.kv_cache.host_tier import WritePolicy
 from jaxserve.engine.scheduling.policy import Policy
 from jaxserve.engine.scheduling.scheduler import Scheduler
+from jaxserve.engine.speculation.speculation import Drafting, Speculation
 from jaxserve.step_plan import Capacity, WindowGroup
 from tests.engine.fake_executor import VOCAB, FakeExecutor, run_alone
 from tests.selection import grid
@@ -52,8 +55,20 @@ def _random_request(rng: random.Random, number: int, max_model_len: int, earlier
     )
 
 
+class _AnyLengths(Speculation):
+    """Verifies drafts of random lengths."""
+
+    def __init__(self, capacity: Capacity, seed: int) -> None:
+        super().__init__(capacity)
+        self._random, self._most = random.Random(seed), capacity.max_drafts
+
+    def choose(self, ranks: Sequence[Sequence[Drafting]]) -> list[int] | None:
+        assert any(ranks)
+        return [self._random.randint(0, self._most) for _ in range(16)] if self._random.random() < 0.8 else None
+
+
 def _random_engine(
-    rng: random.Random, *, tiered: bool, num_ranks: int, num_windows: int
+    rng: random.Random, *, tiered: bool, num_ranks: int, num_windows: int, speculates: bool
 ) -> tuple[EngineLoop, Scheduler, FakeExecutor]:
     """Make a random engine; if `tiered`, with host memory and so few pages that most cached ones are evicted to it."""
     num_slots = rng.choice([1, 3] if tiered else [1, 3, 8, 8])
@@ -76,8 +91,12 @@ def _random_engine(
         prompt_logprob_tokens=num_slots + rng.randint(1, 8),
         num_ranks=num_ranks,
     )
+    if speculates:
+        drafts = rng.randint(1, 8)
+        capacity = msgspec.structs.replace(capacity, max_drafts=drafts, verify_buckets=(num_slots * (1 + drafts),))
     scheduler = Scheduler(
         capacity,
+        speculation=_AnyLengths(capacity, rng.randrange(100)) if speculates else None,
         chunked_prefill_size=rng.choice([1, 3, 8, 64]),
         max_prefill_tokens=rng.choice([4, 64]),
         max_num_batched_tokens=rng.choice([num_slots + 1, 64]),
@@ -97,21 +116,31 @@ def _random_engine(
 
 
 BLOCKS = [
-    *((block, False, 1, 0) for block in range(16)),
-    *((block, True, 1, 0) for block in range(8)),
-    *((ranks, False, ranks, 0) for ranks in (2, 3, 4)),
-    (2, True, 2, 0),
-    *((block, block % 2 == 1, 1 + block % 2, 1 + block % 4 // 2) for block in range(16)),
+    *((block, False, 1, 0, False) for block in range(16)),
+    *((block, True, 1, 0, False) for block in range(8)),
+    *((ranks, False, ranks, 0, False) for ranks in (2, 3, 4)),
+    (2, True, 2, 0, False),
+    *((block, block % 2 == 1, 1 + block % 2, 1 + block % 4 // 2, False) for block in range(16)),
+    *((block, block % 2 == 1, 1 + block % 3 // 2, block % 4 // 2, True) for block in range(24)),
 ]
-QUICK = ((0, False, 1, 0), (0, True, 1, 0), (0, False, 1, 1), (1, True, 2, 1), (2, False, 2, 0))
+QUICK = (
+    *((0, False, 1, 0, False), (0, True, 1, 0, False), (0, False, 1, 1, False), (1, True, 2, 1, False)),
+    *((2, False, 2, 0, False), (0, False, 1, 0, True), (3, True, 1, 1, True), (8, False, 2, 0, True)),
+)
 
 
-@pytest.mark.parametrize(("block", "tiered", "num_ranks", "num_windows"), grid(BLOCKS, QUICK.__contains__))
-def test_tokens_are_those_of_each_request_alone(block: int, tiered: bool, num_ranks: int, num_windows: int) -> None:
+@pytest.mark.parametrize(
+    ("block", "tiered", "num_ranks", "num_windows", "speculates"), grid(BLOCKS, QUICK.__contains__)
+)
+def test_tokens_are_those_of_each_request_alone(
+    block: int, tiered: bool, num_ranks: int, num_windows: int, speculates: bool
+) -> None:
     preempted = aborted_running = hits = loaded = 0
     for seed in range(block * 50, block * 50 + 50):
         rng = random.Random(seed)
-        loop, scheduler, executor = _random_engine(rng, tiered=tiered, num_ranks=num_ranks, num_windows=num_windows)
+        loop, scheduler, executor = _random_engine(
+            rng, tiered=tiered, num_ranks=num_ranks, num_windows=num_windows, speculates=speculates
+        )
         max_model_len = executor.capacity.max_model_len
         requests: dict[str, EngineRequest] = {}
         for i in range(num_ranks * (rng.randint(10, 20) if tiered else rng.randint(1, 20))):

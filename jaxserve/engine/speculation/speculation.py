@@ -11,9 +11,8 @@ from __future__ import annotations
 import bisect
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from jaxserve.engine.scheduling.request import Request
 from jaxserve.engine.speculation.step_costs import StepCosts
 from jaxserve.step_plan import Capacity
 
@@ -34,6 +33,12 @@ _UNLIKELY = 0.03
 # After so many steps without one, a decode step or a promising step of another size is measured again.
 _STALE_STEPS = 200
 _STALE_BONUS = 0.8
+
+
+class Drafting(Protocol):
+    """A request whose drafts are verified: `acceptance` is the share of draft tokens accepted, None before the first."""
+
+    acceptance: float | None
 
 
 class Speculation:
@@ -67,7 +72,7 @@ class Speculation:
             "accepted_by_position": tuple(self._accepted_by_position),
         }
 
-    def choose(self, ranks: Sequence[Sequence[Request]]) -> list[int] | None:
+    def choose(self, ranks: Sequence[Sequence[Drafting]]) -> list[int] | None:
         """Return the length of drafts by level of acceptance, or None to verify none; `ranks` are the decodes of each.
 
         `level` tells the level of a request. All ranks run a program of the same size.
@@ -93,14 +98,14 @@ class Speculation:
                 break
         return best_lengths
 
-    def level(self, request: Request) -> int:
+    def level(self, request: Drafting) -> int:
         """Return the level of a request's acceptance."""
         rate = request.acceptance
         if rate is None:
             rate = request.acceptance = self._new_acceptance
         return min(int(rate * _LEVELS), _LEVELS - 1)
 
-    def count(self, request: Request, proposed: int, accepted: int, *, verified: bool) -> None:
+    def count(self, request: Drafting, proposed: int, accepted: int, *, verified: bool) -> None:
         """Count the draft of a committed chunk: `proposed` tokens were compared, and `accepted` of them the same."""
         rate = self._new_acceptance if request.acceptance is None else request.acceptance
         new = self._new_acceptance
@@ -134,7 +139,7 @@ class Speculation:
             return decode_seconds
         return seconds * (_STALE_BONUS if self._costs.age(size) > _STALE_STEPS else 1.0)
 
-    def _count_levels(self, requests: Sequence[Request]) -> list[int]:
+    def _count_levels(self, requests: Sequence[Drafting]) -> list[int]:
         counts = [0] * _LEVELS
         for request in requests:
             counts[self.level(request)] += 1

@@ -118,7 +118,7 @@ def _sample_by_triton(
 
     columns = triton.Columns(INTS, FLOATS)
     first = (tensor_rank() * logits.shape[1]).reshape(1)
-    edits = triton.Edits(counts, params.stop_ids, params.bias_ids, params.bias_values, first)
+    edits = triton.Edits(counts, params.stop_ids, params.bias_ids, params.bias_values, first, rows.pending)
     table = triton.SlotTable(rows.slots, params.ints, params.floats)
     edited, is_edited = triton.edit_logits(
         logits, rows.lengths, rows.samples, edits, table, columns, count_mask=COUNT_MASK, interpret=interpret

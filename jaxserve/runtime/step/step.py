@@ -68,7 +68,7 @@ class StepOutput:
     logprobs: Logprobs | None
     prompt_logprobs: Logprobs | None
     expert_tokens: UInt32[Array, "mixtures experts"] | None
-    drafts: Int[Array, "rows 2"] | None
+    drafts: Int[Array, "rows 2"] | None = None
 
 
 def make_step(
