@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from jaxserve.api_types import STEP_TOKEN_BUCKETS, EngineInfo, EngineStats
+from jaxserve.observability.acceptance import acceptance
 from jaxserve.observability.throughput import Throughput
 
 PREFIX = "jaxserve:"
@@ -106,8 +107,14 @@ _GAUGES: tuple[tuple[tuple[str, ...], str, Callable[[EngineInfo, EngineStats], f
     ),
     (
         ("spec_accept_length",),
-        "Tokens that a decode step generates per request, on average; 1 without speculative decoding",
-        lambda i, s: 1.0,
+        "Tokens that a verified draft gave its request so far, on average, the model's own with them; 1 without "
+        "speculative decoding",
+        lambda i, s: acceptance(s).length,
+    ),
+    (
+        ("spec_accept_rate",),
+        "Share of the verified draft tokens that were accepted so far, 0 to 1",
+        lambda i, s: acceptance(s).rate,
     ),
 )
 _COUNTERS: tuple[tuple[tuple[str, ...], str, Callable[[EngineInfo, EngineStats], int]], ...] = (
@@ -143,6 +150,9 @@ _COUNTERS: tuple[tuple[tuple[str, ...], str, Callable[[EngineInfo, EngineStats],
         "Tokens of cached KV copied back from host memory",
         lambda i, s: s.host_load_pages * i.page_size,
     ),
+    (("spec_decode_num_drafts",), "Drafts that were verified, one per request and step", lambda i, s: s.num_drafts),
+    (("spec_decode_num_draft_tokens",), "Draft tokens that were verified", lambda i, s: s.draft_tokens),
+    (("spec_decode_num_accepted_tokens",), "Draft tokens that were accepted", lambda i, s: s.accepted_tokens),
     (("engine_steps",), "Steps that the engine has finished", lambda i, s: s.num_steps),
     (
         ("compiles_after_ready",),
@@ -191,6 +201,7 @@ class EngineCollector:
         text = "Sizes and settings of the KV cache, always 1"
         yield self._info("cache_config_info", text, _cache_labels(info) | dict(self._cache_config))
         yield self._step_tokens(stats)
+        yield from self._draft_families(stats)
         yield from self._expert_families(stats.expert_tokens)
 
     def _labelled_families(self, s: EngineStats) -> Iterator[Family]:
@@ -232,6 +243,20 @@ class EngineCollector:
         counts = itertools.accumulate(s.steps_by_tokens)
         family.add_metric([self._model_name], list(zip(bounds, counts, strict=True)), s.step_tokens)
         return family
+
+    def _draft_families(self, s: EngineStats) -> Iterator[Family]:
+        by_position: ValuesByLabels = {(str(i),): count for i, count in enumerate(s.accepted_by_position)}
+        text = "Drafts whose token of this position was accepted"
+        yield self._family(
+            CounterMetricFamily, "spec_decode_num_accepted_tokens_per_pos", text, by_position, "position"
+        )
+        text = "Tokens of a verified draft that were accepted"
+        family = HistogramMetricFamily(f"{PREFIX}spec_decode_accepted_tokens_per_draft", text, labels=["model_name"])
+        # A draft with token i accepted has more than i tokens accepted.
+        up_to = [s.num_drafts - more for more in (*s.accepted_by_position, 0)]
+        buckets = [(f"{tokens}.0", count) for tokens, count in enumerate(up_to)]
+        family.add_metric([self._model_name], [*buckets, ("+Inf", s.num_drafts)], s.accepted_tokens)
+        yield family
 
     def _info(self, name: str, text: str, labels: Mapping[str, str]) -> Family:
         return self._family(GaugeMetricFamily, name, text, {tuple(labels.values()): 1.0}, *labels)

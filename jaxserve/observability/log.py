@@ -9,6 +9,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from jaxserve.observability.acceptance import Acceptance
+
 _FORMAT = "[%(asctime)s{}] %(levelname)s %(message)s"
 _TIME = "%Y-%m-%d %H:%M:%S"
 
@@ -58,16 +60,18 @@ def decode_line(
     fine: bool,
     bucket: int,
     padding: float,
+    acceptance: Acceptance | None = None,
 ) -> str:
     """Return the log line of the decode steps since the previous such line.
 
     `usage` is as in `prefill_line`. `throughput` is in tokens per second. `bucket` is the size of the program that ran
     last and `fine` whether it is one of the finely spaced ones; `padding` is the share of empty rows since the previous
-    line.
+    line. `acceptance` is that of the drafts since then, or None without speculative decoding.
     """
+    drafts = "" if acceptance is None else f"accept len: {acceptance.length:.2f}, accept rate: {acceptance.rate:.2f}, "
     return (
         f"Decode batch. #running-req: {running}, #token: {tokens}, {_usage_text(usage)}, "
-        f"gen throughput (token/s): {throughput:.2f}, #queue-req: {queued}, "
+        f"{drafts}gen throughput (token/s): {throughput:.2f}, #queue-req: {queued}, "
         f"cuda graph: {fine}, bucket: {bucket}, padding: {padding:.2%}"
     )
 

@@ -37,6 +37,9 @@ class Sample:
     coarse_decode_steps: int
     decode_used: int
     decode_padding: int
+    num_drafts: int
+    draft_tokens: int
+    accepted_tokens: int
     compiles_after_ready: int
     problem: str | None = None
 
@@ -54,6 +57,7 @@ class Settings:
     working_bytes: int = 0
     memory_bound: bool = False
     num_ranks: int = 1
+    speculative_method: str | None = None
 
 
 _MEMORY_METRICS = ("available_gpu_mem_bytes", "working_memory_bytes", "kv_cache_memory_bound")
@@ -93,6 +97,9 @@ def read_sample(metrics: str, seconds: float, problem: str | None = None) -> Sam
         coarse_decode_steps=coarse,
         decode_used=int(value("bucket_used_total", kind="decode")),
         decode_padding=int(value("bucket_padding_total", kind="decode")),
+        num_drafts=int(value("spec_decode_num_drafts_total")),
+        draft_tokens=int(value("spec_decode_num_draft_tokens_total")),
+        accepted_tokens=int(value("spec_decode_num_accepted_tokens_total")),
         compiles_after_ready=int(value("compiles_after_ready_total")),
         problem=problem,
     )
@@ -115,6 +122,7 @@ def read_settings(metrics: str, server_info: Mapping[str, Any] | None) -> Settin
         working_bytes=int(working),
         memory_bound=bool(bound),
         num_ranks=(server_info or {}).get("dp_size") or 1,
+        speculative_method=config.get("speculative_method"),
     )
 
 

@@ -5,12 +5,13 @@ Each rule looks at the samples and returns its advice with the figures that led 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Sequence
 
+from jaxserve.observability.draft_rules import drafts_rejected, drafts_unused
 from jaxserve.observability.sample import Sample, Settings
+from jaxserve.observability.tuning_advice import Rule, TuningAdvice
 
 GOOD_USAGE = 0.9
 UNEVEN_USAGE = 0.6
@@ -27,18 +28,6 @@ MANY_TOKENS = 10_000
 """The hit rate of the prefix cache is judged from this many prompt tokens on."""
 COARSE_SHARE = 0.1
 PADDING_SHARE = 0.35
-
-
-@dataclasses.dataclass(frozen=True)
-class TuningAdvice:
-    """The advice of one rule: its short name, the observed figures, and what to do about them."""
-
-    rule: str
-    figure: str
-    what_to_do: str
-
-
-type Rule = Callable[[Sequence[Sample], Settings], TuningAdvice | None]
 
 
 def apply_rules(samples: Sequence[Sample], settings: Settings) -> list[TuningAdvice]:
@@ -289,7 +278,8 @@ RULES: tuple[Rule, ...] = (
         slots_full,
         long_queue,
     ),
-    *(queue_beyond_lpm, no_shared_prefixes, memory_left_over, coarse_decode_programs, padded_decodes, client_too_slow),
+    *(queue_beyond_lpm, no_shared_prefixes, memory_left_over, coarse_decode_programs, padded_decodes),
+    *(drafts_rejected, drafts_unused, client_too_slow),
 )
 
 

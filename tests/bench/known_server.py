@@ -94,6 +94,8 @@ class KnownServer:
             return self._json(writer, {"data": [{"id": "known"}]})
         if route == "/sent":
             return self._json(writer, self.sent)
+        if route == "/metrics":
+            return self._text(writer, self._metrics(len(self.bodies)))
         if not route.endswith("completions"):
             return self._json(writer, {"error": {"message": f"no route {route}"}}, 404)
         self.heads.append(head)
@@ -191,10 +193,21 @@ class KnownServer:
             writer.write(b"%x\r\n%b\r\n" % (len(piece), piece) if how.framing == "chunked" else piece)
 
     def _json(self, writer: asyncio.StreamWriter, value: dict[str, Any], status: int = 200) -> bool:
-        body = json.dumps(value).encode()
+        return self._text(writer, json.dumps(value), status)
+
+    def _text(self, writer: asyncio.StreamWriter, text: str, status: int = 200) -> bool:
+        body = text.encode()
         head = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         return True
+
+    def _metrics(self, drafts: int) -> str:
+        """Return vLLM's metrics after one draft per request, of 3 tokens, of which 1 was accepted."""
+        counts = {"drafts": drafts, "draft_tokens": 3 * drafts, "accepted_tokens": drafts}
+        lines = [f"vllm:spec_decode_num_{name}_total {count}.0" for name, count in counts.items()]
+        positions = enumerate((drafts, 0, 0))
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        return "\n".join([*lines, *(f'{name}{{position="{i}"}} {count}.0' for i, count in positions), ""])
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from jaxserve.observability import log
+from jaxserve.observability.acceptance import Acceptance
 
 
 def test_lines_have_time_and_level_and_come_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,6 +32,11 @@ def test_the_lines_of_the_catalogue() -> None:
         == "Decode batch. #running-req: 233, #token: 370959, token usage: 0.82, gen throughput (token/s): 4594.01, "
         "#queue-req: 417, cuda graph: True, bucket: 256, padding: 8.98%"
     )
+    speculating = log.decode_line(
+        running=2, tokens=100, usage=(0.5,), throughput=10.0, queued=0, fine=True, bucket=2, padding=0.0,
+        acceptance=Acceptance(10, 24, 15),
+    )  # fmt: skip
+    assert "token usage: 0.50, accept len: 2.50, accept rate: 0.62, gen throughput" in speculating
     assert (
         log.prefill_line(new_seq=2, new_token=300, cached_token=16, usage=(0.5,), running=3, queued=4, hit_rate=0.25)
         == "Prefill batch. #new-seq: 2, #new-token: 300, #cached-token: 16, token usage: 0.50, #running-req: 3, "

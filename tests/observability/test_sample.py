@@ -32,15 +32,18 @@ def test_read_sample_parses_served_metrics() -> None:
         coarse_decode_steps=4,
         decode_used=120,
         decode_padding=40,
+        num_drafts=10,
+        draft_tokens=28,
+        accepted_tokens=14,
         compiles_after_ready=1,
         problem="gone",
     )
 
 
 def test_settings_come_from_both_places() -> None:
-    info = {"engine_config": {"schedule_conservativeness": 0.3}}
+    info = {"engine_config": {"schedule_conservativeness": 0.3, "speculative_method": "ngram"}}
     memory = {"free_bytes": 3000, "working_bytes": 1000, "memory_bound": True}
-    assert read_settings(rendered(), info) == Settings("lpm", 0.3, **memory)
+    assert read_settings(rendered(), info) == Settings("lpm", 0.3, **memory, speculative_method="ngram")
     assert read_settings(rendered(), None) == Settings("lpm", None, **memory)
     assert read_settings("", {"engine_config": {}}) == Settings(None, None)
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from jaxserve.observability.sample import Sample, Settings
-from jaxserve.observability.tuning_rules import TuningAdvice, apply_rules
+from jaxserve.observability.tuning_advice import TuningAdvice
+from jaxserve.observability.tuning_rules import apply_rules
 
 HEALTHY: dict[str, Any] = {
     "running": 100,
@@ -27,6 +28,9 @@ HEALTHY: dict[str, Any] = {
     "coarse_decode_steps": 0,
     "decode_used": 0,
     "decode_padding": 0,
+    "num_drafts": 0,
+    "draft_tokens": 0,
+    "accepted_tokens": 0,
     "compiles_after_ready": 0,
 }
 LPM = Settings("lpm", 1.0)

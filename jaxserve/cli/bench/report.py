@@ -15,6 +15,7 @@ from jaxserve.bench.load.run_load import LoadResult
 from jaxserve.bench.results.metrics import METRICS, percentile_key
 from jaxserve.cli.common.table import format_table
 from jaxserve.errors import ConfigError
+from jaxserve.observability.acceptance import Acceptance
 
 _NAMES = {
     "ttft": "TTFT: to the first token",
@@ -58,6 +59,17 @@ def _throughput(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
          f"in all; most in a second {figures['max_output_tokens_per_s']:.0f}"),
         ("open at once", f"{figures['max_concurrent_requests']} at most"),
     ]  # fmt: skip
+
+
+def describe_acceptance(seen: Acceptance) -> str:
+    """Return a line on the drafts that the server verified during the run."""
+    if not seen.drafts:
+        return "none were verified"
+    rates = ", ".join(f"{count / seen.drafts:.0%}" for count in seen.by_position)
+    return (
+        f"accept length {seen.length:.2f}, {seen.accepted} of {seen.draft_tokens} tokens accepted ({seen.rate:.1%}) in "
+        f"{seen.drafts} drafts; by position {rates}"
+    )
 
 
 def _client(run: LoadResult) -> str:

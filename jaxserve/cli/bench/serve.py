@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxserve.bench.datasets.choice import RANDOM
 from jaxserve.bench.results.metrics import compute_figures
-from jaxserve.cli.bench.report import as_json, report, write_json
+from jaxserve.cli.bench.report import as_json, describe_acceptance, report, write_json
 from jaxserve.cli.bench.serve_flags import serve_parser
 from jaxserve.cli.bench.serve_plan import BenchPlan, make_bench_plan
 from jaxserve.cli.bench.serve_run import ServeResult, run_plan
@@ -51,6 +51,8 @@ def _report(plan: BenchPlan, measured: ServeResult) -> None:
         "dataset": f"{plan.dataset.describe()}, seed {arguments.seed}",
         "load": f"{len(run.records)} requests, {plan.describe_arrivals()}, {at_once} open",
     }
+    if measured.acceptance is not None:
+        about["drafts"] = describe_acceptance(measured.acceptance)
     print(report(about, figures, run, arguments.metric_percentiles))
     now = datetime.datetime.now()
     keys = {
@@ -72,6 +74,8 @@ def _report(plan: BenchPlan, measured: ServeResult) -> None:
         keys |= {f"ramp_up_{key}": value for key, value in plan.ramp_up.as_json().items()}
     if plan.dataset.name in RANDOM:
         keys["random_range_semantics"] = plan.dataset.values["random-range-semantics"]
+    if measured.acceptance is not None:
+        keys |= measured.acceptance.as_json()
     for path, detailed in _files(arguments, keys):
         result = as_json(keys, figures, run, detailed=detailed, texts=arguments.save_generated_texts)
         write_json(path, result)

@@ -28,18 +28,22 @@ from jaxserve.bench.load.target_server import (
 )
 from jaxserve.cli.bench.serve_plan import BenchPlan
 from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.observability.acceptance import Acceptance, read_acceptance
 
 _RETRY_SECONDS = 0.25
 _PROFILE_SECONDS = 600.0
+_METRICS_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
 class ServeResult:
-    """The result of a run, with the names of the model and its tokenizer."""
+    """The result of a run, with the names of the model and its tokenizer, and the acceptance of the server's drafts
+    during the run, or None if it reports none."""
 
     run: LoadResult
     model: str
     tokenizer: str
+    acceptance: Acceptance | None
 
 
 def run_plan(plan: BenchPlan) -> ServeResult | None:
@@ -71,12 +75,15 @@ async def _measure(plan: BenchPlan) -> ServeResult | None:
                 client, conversations, plan.start_times(conversations), max_concurrency=arguments.max_concurrency,
                 id_prefix=arguments.request_id_prefix, seed=arguments.seed if arguments.per_request_seed else None,
             )  # fmt: skip
+            before = await _acceptance(plan, pool)
             async with _profile(plan, pool) if arguments.profile else contextlib.nullcontext():
                 run = await _run(load, stop, quiet=arguments.disable_tqdm)
+            after = await _acceptance(plan, pool)
     if any(record.counted_by == "chunks" and record.token_times for record in run.records):
         with contextlib.suppress(ConfigError):
             count_answer_tokens(run.records, Vocabulary(load_named_tokenizer(tokenizer)).count_answer)
-    return ServeResult(run, name, tokenizer)
+    acceptance = after.since(before) if before is not None and after is not None else None
+    return ServeResult(run, name, tokenizer, acceptance)
 
 
 async def _warm_up(plan: BenchPlan, client: LoadClient, vocabulary: Vocabulary, stop: asyncio.Event) -> bool:
@@ -123,6 +130,15 @@ async def _profile(plan: BenchPlan, pool: ConnectionPool) -> AsyncIterator[None]
         await _post(plan, pool, "/stop_profile")
     except JaxserveError as error:
         print(error, file=sys.stderr)
+
+
+async def _acceptance(plan: BenchPlan, pool: ConnectionPool) -> Acceptance | None:
+    """Return the server's counts of drafts so far, or None if it doesn't speculate or has no metrics."""
+    try:
+        status, body = await send_request(plan.server, pool, plan.headers, "/metrics", seconds=_METRICS_SECONDS)
+        return read_acceptance(body.decode()) if status == 200 else None
+    except (JaxserveError, ValueError):
+        return None
 
 
 async def _post(plan: BenchPlan, pool: ConnectionPool, route: str) -> None:

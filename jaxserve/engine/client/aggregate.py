@@ -50,6 +50,7 @@ def merge_stats(readings: Sequence[EngineStats]) -> EngineStats:
         num_window_pages=_added(reading.num_window_pages for reading in readings),
         num_free_window_pages=_added(reading.num_free_window_pages for reading in readings),
         new_token_ratio=sum(reading.new_token_ratio for reading in readings) / len(readings),
+        accepted_by_position=_added(reading.accepted_by_position for reading in readings),
         steps_by_tokens=_added(reading.steps_by_tokens for reading in readings),
         integrity_errors=_with_replica_names(reading.integrity_errors for reading in readings),
         expert_tokens=tuple(_added(layers) for layers in zip(*(reading.expert_tokens for reading in readings))),

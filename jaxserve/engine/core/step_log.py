@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from jaxserve.api_types import EngineStats
 from jaxserve.engine.scheduling.scheduler import Scheduler
+from jaxserve.observability.acceptance import Acceptance, acceptance
 from jaxserve.observability.log import decode_line, prefill_line
 from jaxserve.step_plan import StepPlan
 
@@ -71,6 +72,7 @@ class StepLog:
                     fine=stats.coarse_decode_steps == before.coarse_decode_steps,
                     bucket=self._scheduler.last_decode_bucket,
                     padding=1.0 - (stats.decode_rows - before.decode_rows) / rows if rows else 0.0,
+                    acceptance=_acceptance(stats, before),
                 )
             )
             self._restart(stats)
@@ -84,6 +86,11 @@ class StepLog:
         self._since = self._clock()
         self._before = stats
         self._num_decode_steps = 0
+
+
+def _acceptance(stats: EngineStats, before: EngineStats) -> Acceptance | None:
+    """Return the acceptance since `before`, or None if the engine doesn't speculate."""
+    return acceptance(stats).since(acceptance(before)) if stats.accepted_by_position else None
 
 
 def _usage(stats: EngineStats) -> tuple[float, ...]:

@@ -12,6 +12,7 @@ import jaxserve
 from jaxserve.api_types import EngineRequest, EngineStats, FinishReason, SamplingParams
 from jaxserve.config.data_parallel import parallelism
 from jaxserve.errors import JaxserveError, QueueFullError
+from jaxserve.observability.acceptance import acceptance
 from jaxserve.observability.metrics import CONTENT_TYPE
 from jaxserve.server.errors import UnavailableError, request_error
 from jaxserve.server.http.exchange import HttpExchange
@@ -128,9 +129,10 @@ async def server_info(state: ServerState, exchange: HttpExchange) -> None:
         info["context_length"] = engine.info.max_model_len
         info["max_total_tokens"] = engine.info.max_total_num_tokens
         info["max_running_requests"] = engine.info.max_running_requests
-        info["internal_states"] = [{"last_gen_throughput": state.metrics.generation_throughput}]
         info["replicas"] = engine.replicas
-        info["stats"] = fresh or engine.stats
+        stats = info["stats"] = fresh or engine.stats
+        drafts = {"avg_spec_accept_length": acceptance(stats).length} if stats.accepted_by_position else {}
+        info["internal_states"] = [{"last_gen_throughput": state.metrics.generation_throughput} | drafts]
         info["stats_are_fresh"] = fresh is not None
     await exchange.respond(info)
 

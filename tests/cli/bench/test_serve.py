@@ -65,6 +65,8 @@ def test_the_result_has_vllms_keys_and_every_request(
     assert got["ttfts"][0] + sum(got["itls"][0]) == pytest.approx(got["records"][0]["end"] - got["start_times"][0])
     shown = capsys.readouterr().out
     assert "4 ok, 0 failed" in shown
+    assert (got["spec_decode_num_drafts"], got["accept_length"]) == (4, 2.0), "those of the warm-up don't count"
+    assert "accept length 2.00, 4 of 12 tokens accepted (33.3%) in 4 drafts; by position 100%, 0%, 0%" in shown
     assert "TTFT" in shown
 
 
@@ -98,7 +100,7 @@ def test_the_requests_sent(known_port: int) -> None:
         seen = json.load(answer)
     completions = "/v1/completions"
     assert seen["routes"][:-1] == [
-        "/v1/models", completions, "/start_profile", completions, completions, "/stop_profile"
+        "/v1/models", completions, "/metrics", "/start_profile", completions, completions, "/stop_profile", "/metrics"
     ]  # fmt: skip
     head, body = seen["heads"][1], seen["bodies"][1]
     assert (head["authorization"], head["x-team"], head["x-request-id"]) == ("Bearer secret", "a=b", "run7-0")

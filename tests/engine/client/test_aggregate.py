@@ -51,6 +51,11 @@ def test_steps_are_added_by_their_size() -> None:
     assert together.steps_by_tokens == (5, 2, 4, *zeros)
 
 
+def test_accepted_drafts_are_added_by_position() -> None:
+    readings = [EngineStats(accepted_by_position=(5, 2)), EngineStats(accepted_by_position=(1, 1))]
+    assert merge_stats(readings).accepted_by_position == (6, 3)
+
+
 def test_shares_are_of_all_pages() -> None:
     full = EngineStats(num_pages=10, num_free_pages=0, num_evictable_pages=0, token_usage=1.0, new_token_ratio=0.2)
     empty = EngineStats(num_pages=10, num_free_pages=6, num_evictable_pages=4, new_token_ratio=0.6)

@@ -3,8 +3,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import msgspec
 import pytest
 
+from jaxserve.api_types import EngineStats
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.core.step_log import StepLog
 from jaxserve.engine.scheduling.scheduler import Scheduler
@@ -91,6 +93,32 @@ def test_log_lines(caplog: pytest.LogCaptureFixture) -> None:
         "Decode batch. #running-req: 2, #token: 24, token usage: 0.09, gen throughput (token/s): 8.00, #queue-req: 0, "
         "cuda graph: True, bucket: 2, padding: 0.00%",
     ]
+
+
+class _Speculating(Scheduler):
+    """A scheduler whose every decode step verifies a draft of 2 tokens, of which 1 is accepted."""
+
+    def stats(self) -> EngineStats:
+        stats = super().stats()
+        drafts = stats.decode_steps
+        return msgspec.structs.replace(
+            stats, num_drafts=drafts, draft_tokens=2 * drafts, accepted_tokens=drafts, accepted_by_position=(drafts, 0)
+        )
+
+
+def test_the_decode_line_shows_the_acceptance_of_its_steps(caplog: pytest.LogCaptureFixture) -> None:
+    executor = FakeExecutor(make_capacity())
+    scheduler = _Speculating(
+        executor.capacity, chunked_prefill_size=32, max_prefill_tokens=32, max_num_batched_tokens=64
+    )
+    loop = EngineLoop(scheduler, executor, decode_log_interval=4)
+    loop.add(make_request("a", max_tokens=12))
+    with caplog.at_level(logging.INFO, "jaxserve.engine"):
+        while loop.has_work:
+            loop.step()
+    lines = [message for message in caplog.messages if message.startswith("Decode")]
+    assert len(lines) == 2
+    assert all("accept len: 2.00, accept rate: 0.50, gen throughput" in line for line in lines)
 
 
 def test_idle_time_is_not_counted_into_the_throughput(caplog: pytest.LogCaptureFixture) -> None:

@@ -165,6 +165,10 @@ STATS = EngineStats(
     mixed_tokens=900,
     mixed_bucket_tokens=1200,
     compiles_after_ready=1,
+    num_drafts=10,
+    draft_tokens=28,
+    accepted_tokens=14,
+    accepted_by_position=(8, 5, 1),
     step_tokens=1020,
     steps_by_tokens=(50, 10, *(0,) * 5, 9, *(0,) * 5, 1),
     expert_tokens=((), (30, 10, 20), (0, 60, 0)),
@@ -197,7 +201,20 @@ def test_engine_metrics():
         "kv_cache_memory_bound": 1,
         "new_token_ratio": 0.65,
         "cache_hit_rate": 0.75,
-        "spec_accept_length": 1,
+        "spec_accept_length": 2.4,
+        "spec_accept_rate": 0.5,
+        "spec_decode_num_drafts_total": 10,
+        "spec_decode_num_draft_tokens_total": 28,
+        "spec_decode_num_accepted_tokens_total": 14,
+        'spec_decode_num_accepted_tokens_per_pos_total{position="0"}': 8,
+        'spec_decode_num_accepted_tokens_per_pos_total{position="2"}': 1,
+        'spec_decode_accepted_tokens_per_draft_bucket{le="0.0"}': 2,
+        'spec_decode_accepted_tokens_per_draft_bucket{le="1.0"}': 5,
+        'spec_decode_accepted_tokens_per_draft_bucket{le="2.0"}': 9,
+        'spec_decode_accepted_tokens_per_draft_bucket{le="3.0"}': 10,
+        'spec_decode_accepted_tokens_per_draft_bucket{le="+Inf"}': 10,
+        "spec_decode_accepted_tokens_per_draft_count": 10,
+        "spec_decode_accepted_tokens_per_draft_sum": 14,
         "prompt_tokens_total": 1000,
         "generation_tokens_total": 200,
         "prefix_cache_queries_total": 800,
@@ -247,6 +264,7 @@ def test_metrics_before_the_engine_is_loaded():
     found = samples(Metrics("tiny", lambda: None).render().decode())
     assert found["jaxserve:num_requests_running"] == 0
     assert found["jaxserve:cache_hit_rate"] == 0
+    assert found["jaxserve:spec_accept_length"] == 1
 
 
 def test_throughputs(clock: Clock):

@@ -255,3 +255,12 @@ async def test_workers_report_their_properties():
             assert (info["tp_size"], info["dp_size"], info["served_model_name"]) == (1, 1, "tiny")
             assert info["max_total_tokens"] == 1024
             assert info["internal_states"] == [{"last_gen_throughput": 0.0}]
+
+
+async def test_an_engine_that_speculates_reports_its_acceptance():
+    async with over_asgi() as server:
+        figures = {"num_drafts": 10, "draft_tokens": 28, "accepted_tokens": 14, "accepted_by_position": (8, 5, 1)}
+        server.engine.stats = msgspec.structs.replace(server.engine.stats, **figures)
+        info = (await server.http.get("/server_info")).json()
+        assert {name: info["stats"][name] for name in figures} == figures | {"accepted_by_position": [8, 5, 1]}
+        assert info["internal_states"][0]["avg_spec_accept_length"] == 2.4
