@@ -40,11 +40,11 @@ class Chunk(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     `tokens` is None for a decode: its token is the slot's last one, which may be on the device only. If its length is
     not 1, draft tokens of the device follow, to be verified. While drafts of an earlier step are being verified,
-    `start` is an upper bound: the device knows how many were accepted. `new_pages`, by KV group, are appended to the slot's page tables before the chunk runs: as many in each group,
-    for the same tokens. `logits` is the number
-    of trailing positions that need logits: 0 (more prefill follows), 1 (decode, end of prefill) or `length` (drafts to
-    verify, log probabilities of the prompt). `sample` says whether a token is drawn after the last position. `target` is the prompt
-    token that follows the chunk, if log probabilities of the prompt are wanted.
+    `start` is an upper bound: the device knows how many were accepted. `new_pages`, by KV group, are appended to the
+    slot's page tables before the chunk runs: as many in each group, for the same tokens. `logits` is the number of
+    trailing positions that need logits: 0 (more prefill follows), 1 (decode, end of prefill) or `length` (drafts to
+    verify, log probabilities of the prompt). `sample` says whether a token is drawn after the last position. `target`
+    is the prompt token that follows the chunk, if log probabilities of the prompt are wanted.
     """
 
     request_id: str
@@ -66,7 +66,8 @@ PageCopy = tuple[int, int, int, int]
 class StepPlan(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One step of all ranks: slots to open, chunks to run (decodes first), and slots to close before, as (rank, slot).
 
-    The first `num_decodes` chunks are decodes, those of a rank sorted by length, with `num_drafts` drafts to verify. `greedy` allows the program that has no sampler. Before anything else, pages are copied to slots of host memory, in
+    The first `num_decodes` chunks are decodes, those of a rank sorted by length, with `num_drafts` drafts to verify.
+    `greedy` allows the program that has no sampler. Before anything else, pages are copied to slots of host memory, in
     the order of `saves`, and then from host memory, in the order of `loads`.
     """
 
@@ -124,8 +125,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     `decode_buckets` are row counts of decode steps, `token_buckets` token counts of mixed steps, both ascending; no
     step may exceed the largest. Decode buckets up to `fine_decode_rows` are finely spaced. `prompt_logprob_tokens`
     bounds the tokens of a step that computes log probabilities of prompts. `verify_buckets` are token counts of steps
-    that verify drafts, of at most `max_drafts` tokens each; there are none without speculation. A sequence of more than `rotation_length`
-    tokens has another rotary embedding than a shorter one, from its first token on.
+    that verify drafts, of at most `max_drafts` tokens each; there are none without speculation. A sequence of more than
+    `rotation_length` tokens has another rotary embedding than a shorter one, from its first token on.
     """
 
     num_slots: int

@@ -25,8 +25,8 @@ from jaxserve.engine.core.profiling import Profiling
 from jaxserve.engine.multihost.process_group import ProcessGroup
 from jaxserve.engine.process.main import run
 from jaxserve.engine.scheduling.scheduler import Scheduler
-from jaxserve.error_texts import join_differences
 from jaxserve.engine.speculation.speculation import Speculation
+from jaxserve.error_texts import join_differences
 from jaxserve.errors import ConfigError
 from jaxserve.models.registry import family, parse_model_config
 from jaxserve.observability.timeline import Timeline

@@ -64,6 +64,11 @@ def flags(owner: type[Config]) -> str:
 def accepted() -> str:
     """Return the table of the flags of other engines that are accepted."""
     rows = []
+    for name, alias in aliases.ALIASES.items():
+        if isinstance(alias, aliases.ReadAlias):
+            rows.append((f"`{as_flag(name)} …`", alias.meaning))
+        elif isinstance(alias, aliases.SameAlias):
+            rows.append((f"`{as_flag(name)} …`", f"must be that of `{as_flag(alias.to)}`: {alias.why}"))
     for name, alias, outcome in _outcomes():
         if isinstance(outcome, aliases.InForce):
             rows.append((_flag_and_value(name, alias), outcome.why))

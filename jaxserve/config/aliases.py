@@ -1,6 +1,6 @@
 """The table of other engines' setting names and what each means here.
 
-A foreign name is another name for one of our settings, sets one of them, is accepted because its effect always holds
+A foreign name is another name for one of our settings, sets some of them, is accepted because its effect always holds
 here, or is refused with a reason. No name is accepted and then ignored: a name that is neither in this table nor in the
 schema is an error. Keys are written with underscores; flags, YAML keys and `LLM` arguments all go through here.
 """
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from jaxserve.config.speculative_config import read_num_draft_tokens, read_speculative_config
 from jaxserve.errors import ConfigError
 
 
@@ -62,15 +63,41 @@ class ChoiceAlias:
     known: Mapping[str, Outcome] = dataclasses.field(default_factory=lambda: types.MappingProxyType({}))
 
 
-Alias = RenameAlias | SwitchAlias | ChoiceAlias
+@dataclasses.dataclass(frozen=True)
+class SameAlias:
+    """A setting that must have the value of our setting `to`, because `why`."""
 
-_NO_SPECULATION = ChoiceAlias(RefusedName("speculative decoding is not built yet"))
+    to: str
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadAlias:
+    """A setting whose value has others in it: `read` returns them by name, from the value and where it was written."""
+
+    read: Callable[[object, str], Mapping[str, object]]
+    meaning: str
+
+
+Alias = RenameAlias | SwitchAlias | ChoiceAlias | SameAlias | ReadAlias
+
 _ONE = types.MappingProxyType({"1": InForce("only 1 is supported so far")})
 
 
 def _not_built(what: str) -> SwitchAlias:
     return SwitchAlias(on=RefusedName(f"{what} not built yet"), off=InForce(f"{what} not built yet"))
 
+
+_SPECULATIVE_CONFIG = ReadAlias(
+    read_speculative_config, "vLLM's mapping, as JSON or in YAML: its keys set the settings of the same meaning"
+)
+_NO_TREES = ChoiceAlias(
+    RefusedName("drafts are chains, not trees: only 1 is supported"), {"1": InForce("drafts are chains")}
+)
+_OWN_TOKENS = ChoiceAlias(RefusedName("a request's drafts come from all of its own tokens; leave it out"))
+_EXACT = "only what the model draws too is accepted, so that answers never change"
+_EXACT_THRESHOLD = ChoiceAlias(RefusedName(_EXACT), dict.fromkeys(("1", "1.0"), InForce(_EXACT)))
+_FOR_BOTH_MODELS = ChoiceAlias(RefusedName("the model's own setting counts for what drafts too; leave it out"))
 
 _PRIORITIES = SwitchAlias(
     on=Sets("schedule_policy", "priority"), off=InForce("priorities count only with --schedule-policy priority")
@@ -165,8 +192,58 @@ ALIASES: Mapping[str, Alias] = types.MappingProxyType(
         ),
         "api_server_count": ChoiceAlias(RefusedName("only one API process is supported so far"), _ONE),
         "enable_lora": _not_built("LoRA is"),
-        "speculative_algorithm": _NO_SPECULATION,
-        "speculative_config": _NO_SPECULATION,
+        "speculative_config": _SPECULATIVE_CONFIG,
+        "sc": _SPECULATIVE_CONFIG,
+        "speculative_algorithm": RenameAlias("speculative_method"),
+        "spec_method": RenameAlias("speculative_method"),
+        "spec_model": RenameAlias("speculative_model"),
+        "speculative_draft_model_path": RenameAlias("speculative_model"),
+        "speculative_draft_model": RenameAlias("speculative_model"),
+        "spec_tokens": RenameAlias("num_speculative_tokens"),
+        "speculative_num_steps": RenameAlias("num_speculative_tokens"),
+        "speculative_num_draft_tokens": ReadAlias(
+            read_num_draft_tokens, "counts the token before the drafts too: sets `num_speculative_tokens` to one less"
+        ),
+        "ngram_prompt_lookup_max": RenameAlias("prompt_lookup_max"),
+        "ngram_prompt_lookup_min": RenameAlias("prompt_lookup_min"),
+        "speculative_ngram_max_match_window_size": RenameAlias("prompt_lookup_max"),
+        "speculative_ngram_min_match_window_size": RenameAlias("prompt_lookup_min"),
+        "speculative_draft_tensor_parallel_size": SameAlias("tp_size", "what drafts runs on the model's devices"),
+        "speculative_eagle_topk": _NO_TREES,
+        "speculative_ngram_min_bfs_breadth": _NO_TREES,
+        "speculative_ngram_max_bfs_breadth": _NO_TREES,
+        "speculative_ngram_match_type": ChoiceAlias(RefusedName("drafts are chains, not trees; leave it out")),
+        "speculative_ngram_branch_length": _OWN_TOKENS,
+        "speculative_ngram_capacity": _OWN_TOKENS,
+        "speculative_accept_threshold_single": _EXACT_THRESHOLD,
+        "speculative_accept_threshold_acc": _EXACT_THRESHOLD,
+        "spec_decoding_acceptance_method": ChoiceAlias(
+            RefusedName(_EXACT), {"rejection_sampler": InForce(_EXACT), "standard": InForce(_EXACT)}
+        ),
+        "typical_acceptance_sampler_posterior_threshold": ChoiceAlias(RefusedName(_EXACT)),
+        "typical_acceptance_sampler_posterior_alpha": ChoiceAlias(RefusedName(_EXACT)),
+        "disable_logprobs_during_spec_decoding": SwitchAlias(
+            on=RefusedName("log probabilities are always reported where a request asks; leave the flag out"),
+            off=InForce("log probabilities are always reported where a request asks"),
+        ),
+        "speculative_disable_mqa_scorer": SwitchAlias(
+            on=RefusedName("a draft is verified in one step, by attention to several tokens a request"),
+            off=InForce("a draft is verified in one step, by attention to several tokens a request"),
+        ),
+        "speculative_model_quantization": _FOR_BOTH_MODELS,
+        "speculative_draft_model_quantization": _FOR_BOTH_MODELS,
+        "speculative_draft_load_format": _FOR_BOTH_MODELS,
+        "speculative_draft_attention_backend": _FOR_BOTH_MODELS,
+        "speculative_attention_mode": _FOR_BOTH_MODELS,
+        "speculative_moe_runner_backend": _FOR_BOTH_MODELS,
+        "speculative_moe_a2a_backend": _FOR_BOTH_MODELS,
+        "speculative_max_model_len": ChoiceAlias(RefusedName("drafts have the context length of the model")),
+        "speculative_draft_model_revision": ChoiceAlias(RefusedName("give the folder of the revision as the model")),
+        "speculative_token_map": ChoiceAlias(RefusedName("what drafts has the model's whole vocabulary; leave it out")),
+        "use_v2_block_manager": SwitchAlias(
+            on=InForce("the KV cache always has pages that requests share"),
+            off=RefusedName("the KV cache always has pages that requests share; leave the flag out"),
+        ),
         "trust_remote_code": SwitchAlias(
             on=RefusedName("code that comes with a checkpoint is never run; leave the flag out"),
             off=InForce("code that comes with a checkpoint is never run"),
@@ -202,12 +279,35 @@ COUNTERPARTS: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
             ("fp4_e2m1", "nvfp4", "int8", "fp8_inc", "fp8_ds_mla"),
             "the quantized types of a KV cache are fp8_e4m3 and fp8_e5m2: --kv-cache-dtype fp8_e4m3",
         ),
+        "speculative_method": dict.fromkeys(
+            (
+                "medusa", "mlp_speculator", "suffix", "dflash", "dspark", "custom_class", "extract_hidden_states",
+                "lookahead",
+            ),
+            "the method is not supported; ngram needs no other model: --speculative-method ngram",
+        ),
         "dtype": dict.fromkeys(("half", "float16", "fp16"), "the 16-bit type is bfloat16: --dtype bfloat16")
         | dict.fromkeys(("bf16",), "write --dtype bfloat16")
         | dict.fromkeys(("float", "fp32"), "write --dtype float32"),
     }
 )  # fmt: skip
 """Values of our own settings that other engines accept, with what to write here instead."""
+
+SYNONYMS: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
+    {
+        "speculative_method": {name: name for name in ("none", "ngram", "draft", "eagle", "eagle3", "mtp")}
+        | {"ngram_gpu": "ngram", "draft_model": "draft", "standalone": "draft", "nextn": "mtp"}
+        | dict.fromkeys(
+            (
+                "deepseek_mtp", "ernie_mtp", "exaone_moe_mtp", "gemma4_mtp", "glm4_moe_lite_mtp", "glm4_moe_mtp",
+                "kimi_k3_mtp", "longcat_flash_mtp", "mimo_mtp", "mimo_v2_mtp", "minimax_m3_mtp", "nemotron_h_mtp",
+                "pangu_ultra_moe_mtp", "qwen3_5_mtp", "qwen3_next_mtp", "step3p5_mtp",
+            ),
+            "mtp",
+        ),
+    }
+)  # fmt: skip
+"""Other engines' values of our own settings, in lower case, with the value here that means the same."""
 
 
 def outcome(alias: SwitchAlias | ChoiceAlias, value: object, place: str) -> Outcome:

@@ -61,6 +61,8 @@ def load_config(flags: Iterable[GivenSetting] = (), config_file: Path | None = N
     notes: list[str] = []
     found = _by_setting(read_yaml(config_file), notes) if config_file is not None else {}
     found |= _by_setting(flags, notes)
+    _set_implied_method(found, notes)
+    _check_same(found)
     values = tuple(found.get(name, SettingValue(setting, setting.default)) for name, setting in settings().items())
     engine = EngineConfig(**{v.setting.name: v.value for v in values if v.setting.owner is EngineConfig})  # type: ignore[arg-type]
     server = ServerConfig(**{v.setting.name: v.value for v in values if v.setting.owner is ServerConfig})  # type: ignore[arg-type]
@@ -110,18 +112,53 @@ def _by_setting(givens: Iterable[GivenSetting], notes: list[str]) -> dict[str, S
             raise ConfigError(f"{given.place} is a duplicate of {last[given.key].place}; keep one")
         last[given.key] = given
     found: dict[str, SettingValue] = {}
-    for given in last.values():
+    for given in (part for whole in last.values() for part in _parts(whole)):
         value = _value(given, notes)
         if value is None:
             continue
-        other = found.get(value.setting.name)
+        name = given.key if given.key in _SAME else value.setting.name
+        other = found.get(name)
         if other is not None and other.value != value.value:
             raise ConfigError(
-                f"{given.place} and {other.place} both set {value.setting.name}, "
-                f"to {value.value!r} and {other.value!r}; keep one"
+                f"{given.place} and {other.place} both set {name}, to {value.value!r} and {other.value!r}; keep one"
             )
-        found[value.setting.name] = value
+        found[name] = value
     return found
+
+
+def _parts(given: GivenSetting) -> list[GivenSetting]:
+    """Return the settings that the value of `given` has in it, or else itself. Raise `ConfigError`."""
+    alias = aliases.ALIASES.get(given.key)
+    if not isinstance(alias, aliases.ReadAlias):
+        return [given]
+    parts = alias.read(given.value, given.place)
+    return [GivenSetting(key, value, given.source, f"{given.place}: {key}") for key, value in parts.items()]
+
+
+def _set_implied_method(found: dict[str, SettingValue], notes: list[str]) -> None:
+    """Set the method of speculation that `speculative_model` means where none is given, as vLLM does."""
+    model = found.get("speculative_model")
+    if model is None or model.value is None:
+        return
+    no_model = model.value in ("ngram", "[ngram]")
+    if "speculative_method" not in found:
+        method = "ngram" if no_model else "draft"
+        notes.append(f"{model.place} {model.value}: sets speculative_method={method}")
+        found["speculative_method"] = dataclasses.replace(model, setting=settings()["speculative_method"], value=method)
+    if no_model and found["speculative_method"].value == "ngram":
+        del found["speculative_model"]
+
+
+_SAME = {name: alias for name, alias in aliases.ALIASES.items() if isinstance(alias, aliases.SameAlias)}
+
+
+def _check_same(found: dict[str, SettingValue]) -> None:
+    for name, alias in _SAME.items():
+        if name in found:
+            given = found.pop(name)
+            ours = found[alias.to].value if alias.to in found else given.setting.default
+            if given.value != ours:
+                raise ConfigError(f"{given.place} must be {alias.to}={ours}, got {given.value}: {alias.why}")
 
 
 def _value(given: GivenSetting, notes: list[str]) -> SettingValue | None:
@@ -134,9 +171,10 @@ def _value(given: GivenSetting, notes: list[str]) -> SettingValue | None:
             hint = nearest(given.key, {*settings(), *renames}) or "; `jaxserve config explain` lists all settings"
             raise ConfigError(f"{given.place} is not a known setting{hint}")
         return SettingValue(setting, _converted(setting, given), given.source, given.place)
-    if isinstance(alias, aliases.RenameAlias):
+    if isinstance(alias, aliases.RenameAlias | aliases.SameAlias):
         setting = settings()[alias.to]
         return SettingValue(setting, _converted(setting, given), given.source, given.place, given.key)
+    assert not isinstance(alias, aliases.ReadAlias), f"{given.place}: its parts are read first"
     match aliases.outcome(alias, given.value, given.place):
         case aliases.RefusedName(why):
             raise ConfigError(f"{_with_value(given)} is refused: {why}")
@@ -152,7 +190,10 @@ def _converted(setting: Setting, given: GivenSetting) -> object:
     counterpart = aliases.COUNTERPARTS.get(setting.name, {}).get(str(given.value).lower())
     if counterpart is not None:
         raise ConfigError(f"{_with_value(given)} is refused: {counterpart}")
-    if given.source == "flag" and not isinstance(given.value, bool):
+    same = aliases.SYNONYMS.get(setting.name, {}).get(str(given.value).lower())
+    if same is not None:
+        return same
+    if given.source == "flag" and (isinstance(given.value, str) or setting.is_list):
         assert isinstance(given.value, str | list)
         return setting.parse(given.value, given.place)
     return setting.convert(given.value, given.place)

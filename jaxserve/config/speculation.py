@@ -22,16 +22,15 @@ def check_speculation(
     if method in _NOT_BUILT:
         raise ConfigError(f"speculative_method={method} is not built yet; set speculative_method to ngram")
     if method == "none":
-        given = {
-            "num_speculative_tokens": num_tokens,
-            "speculative_disable_by_batch_size": disable_by_batch_size,
-            "speculative_model": model,
-        }
+        if model is not None:
+            raise ConfigError(f"speculative_model={model} needs speculative_method: draft, eagle or eagle3")
+        given = {"num_speculative_tokens": num_tokens, "speculative_disable_by_batch_size": disable_by_batch_size}
         for name, value in given.items():
             if value is not None:
-                raise ConfigError(f"{name}={value} needs a method that drafts: set speculative_method to ngram")
+                raise ConfigError(f"{name}={value} needs a method that drafts: set speculative_method, e.g. to ngram")
     if method in _WITH_A_MODEL and model is None:
-        raise ConfigError(f"speculative_method={method} needs speculative_model: the model or head that drafts")
+        what = "model" if method == "draft" else "head (for the model's own layers set speculative_method to mtp)"
+        raise ConfigError(f"speculative_method={method} needs speculative_model: the {what} that drafts")
     if method not in _WITH_A_MODEL and model is not None:
         raise ConfigError(f"speculative_method={method} drafts without speculative_model={model}; leave it out")
     if method != "ngram" and (lookup_max, lookup_min) != _LOOKUP:

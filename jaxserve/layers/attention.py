@@ -82,6 +82,7 @@ def self_attention(
         "soft_cap": settings.soft_cap,
         "sinks": None if params.sinks is None else params.sinks.reshape(-1).astype(jnp.float32),
         "decode_only": batch.decode_only,
+        "max_queries": batch.max_queries,
         "backend": settings.backend,
     }
     norms = None if params.q_norm is None or params.k_norm is None else (params.q_norm, params.k_norm)

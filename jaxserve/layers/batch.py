@@ -17,8 +17,8 @@ class TokenBatch:
     """Ragged rows of tokens over paged KV; `pallas_kernels.paged_attention` describes how the fields work together.
 
     `page_tables` are by KV group. `fill_lens` counts the tokens of a token's sequence that were known when it started,
-    those of later steps included.
-    `decode_only` is static and promises that every row has one token, `max_queries` that none has more. Padding tokens come last, at position 0.
+    those of later steps included. `decode_only` is static and promises that every row has one token, `max_queries` that
+    none has more. Padding tokens come last, at position 0.
     """
 
     tokens: Int[Array, " tokens"]

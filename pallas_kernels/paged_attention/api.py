@@ -28,6 +28,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     decode_only: bool = False,
+    max_queries: int | None = None,
     backend: Backend = REFERENCE,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute causal attention of ragged queries over paged keys and values, and write the new `k` and `v`.
@@ -43,7 +44,8 @@ def paged_attention(
 
     `window` is the number of positions a query sees, including its own. `soft_cap` bounds logits by
     `cap * tanh(x / cap)`. `sinks` adds a logit per head to the softmax's denominator. `decode_only` promises that every
-    row is a decode.
+    row is a decode, `max_queries` that no row has more queries than this: with few of them, as where drafts are
+    verified, decode kernels compute all rows, whatever `num_decodes` is.
 
     If the pool holds fp8, the layer's `scales` divide what is written and multiply what is read.
 
@@ -66,6 +68,7 @@ def paged_attention(
             soft_cap=soft_cap,
             sinks=sinks,
             decode_only=decode_only,
+            max_queries=max_queries,
             target=backend.target,
             interpret=backend.interpret,
         )
@@ -94,6 +97,7 @@ def qkv_attention(
     norm_values: bool = False,
     keys_as_values: bool = False,
     decode_only: bool = False,
+    max_queries: int | None = None,
     backend: Backend,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute `paged_attention` of the raw product of the projections; only for backends that take it.
@@ -128,6 +132,7 @@ def qkv_attention(
             norm_values=norm_values,
             keys_as_values=keys_as_values,
             decode_only=decode_only,
+            max_queries=max_queries,
             target=backend.target,
             interpret=backend.interpret,
         )

@@ -70,6 +70,7 @@ def paged_attention(
     soft_cap: float | None,
     sinks: Float[Array, " heads"] | None,
     decode_only: bool,
+    max_queries: int | None,
     target: KernelTarget,
     interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:

@@ -43,12 +43,32 @@ def token_slots(
     num_seqs: Int[Array, ""],
 ) -> Int[Array, " tokens"]:
     """Return each token's index among the tokens of a layer's pages of one head; -1 for padding."""
+    row, position = token_positions(tokens, query_starts, kv_lens)
+    slots = page_table[row, position // page_size] * page_size + position % page_size
+    return jnp.where(jnp.arange(tokens, dtype=jnp.int32) < query_starts[num_seqs], slots, -1)
+
+
+def token_positions(
+    tokens: int, query_starts: Int[Array, " rows_plus_1"], kv_lens: Int[Array, " rows"]
+) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"]]:
+    """Return each token's row and position; for padding, anything within the rows."""
     token = jnp.arange(tokens, dtype=jnp.int32)
     row = jnp.searchsorted(query_starts[1:], token, side="right", method="compare_all").astype(jnp.int32)
-    row = jnp.minimum(row, page_table.shape[0] - 1)
-    position = kv_lens[row] - query_starts[row + 1] + token
-    slots = page_table[row, position // page_size] * page_size + position % page_size
-    return jnp.where(token < query_starts[num_seqs], slots, -1)
+    row = jnp.minimum(row, kv_lens.shape[0] - 1)
+    return row, kv_lens[row] - query_starts[row + 1] + token
+
+
+def queries_as_rows(
+    tokens: int,
+    page_table: Int[Array, "rows max_pages"],
+    query_starts: Int[Array, " rows_plus_1"],
+    kv_lens: Int[Array, " rows"],
+    num_seqs: Int[Array, ""],
+) -> tuple[Int[Array, "tokens max_pages"], Int[Array, " tokens"], Int[Array, ""]]:
+    """Return the page table, the lengths and the number of decodes if each query is a decode in a row of its own."""
+    row, position = token_positions(tokens, query_starts, kv_lens)
+    live = query_starts[num_seqs]
+    return page_table[row], jnp.where(jnp.arange(tokens, dtype=jnp.int32) < live, position + 1, 0), live
 
 
 def as_pool_dtype(

@@ -39,6 +39,7 @@ def compile_attention(
     cap: float | None = None,
     sinks: bool = False,
     decode_only: bool = False,
+    max_queries: int | None = None,
     reuses: bool = False,
     compiler_options: dict[str, Any] | None = None,
 ) -> Any:
@@ -54,8 +55,9 @@ def compile_attention(
 
     def attention(kv: PagedKV, sinks: jax.Array | None, *arrays: jax.Array) -> Any:
         q, k, v, *rest = arrays
-        options = {"window": window, "soft_cap": cap, "sinks": sinks, "decode_only": decode_only, "backend": backend}
-        attend = functools.partial(paged_attention, scale=head_dim**-0.5, **options)
+        options = {"window": window, "soft_cap": cap, "sinks": sinks, "backend": backend}
+        rows_of = {"decode_only": decode_only, "max_queries": max_queries}
+        attend = functools.partial(paged_attention, scale=head_dim**-0.5, **options, **rows_of)
         q, kv = attend(q, k, v, kv, 1, *rest)
         if reuses:
             q, kv = attend(q, None, None, kv, 1, *rest)

@@ -23,6 +23,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "decode": {"decode_only": True},
     "decode-reuses": {"decode_only": True, "reuses": True, "rows": 16},
     "decode-split": {"decode_only": True, "rows": 4, "page_size": 128},
+    "few-queries": {"max_queries": 5},
+    "few-queries-of-many-heads": {"max_queries": 17, "heads": 16, "kv_heads": 1, "rows": 32},
+    "few-queries-dim-256-window-cap": {"max_queries": 8, "head_dim": 256, "heads": 16, "window": 4096, "cap": 50.0},
+    "few-queries-fp8-everything": {"max_queries": 5, "kv_dtype": FP8, "window": 1000, "sinks": True, "cap": 30.0},
     "dim-64": {"head_dim": 64, "heads": 9, "kv_heads": 3},
     "dim-80-mha-window-page-32": {"head_dim": 80, "heads": 32, "kv_heads": 32, "page_size": 32, "window": 100},
     "dim-96-sinks-cap-page-64": {
@@ -78,6 +82,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 QUICK = (
     "decode-split",
+    "few-queries",
     "dim-80-mha-window-page-32",
     "dim-128",
     "dim-192-window-cap",
@@ -102,7 +107,8 @@ def test_a_variant_compiles_without_spills(
 
     assert memory.alias_size_in_bytes > 0.99 * POOL_BYTES
     assert memory.temp_size_in_bytes < 2**28
-    expected = {"paged_decode"} if "decode_only" in VARIANTS[variant] else {"paged_decode", "paged_prefill"}
+    decodes = {"decode_only", "max_queries"} & set(VARIANTS[variant])
+    expected = {"paged_decode"} if decodes else {"paged_decode", "paged_prefill"}
     calls = 3 if "reuses" in VARIANTS[variant] else 1
     assert {one.kernel: one.calls for one in kernels} == {f"{name} (mosaic gpu)": calls for name in expected}
     dumped = {path.name.rpartition("_")[0]: path for path in tmp_path.glob("*.ptx")}

@@ -18,12 +18,13 @@ from jaxserve.runtime.programs.hlo import instructions
 from jaxserve.runtime.step import sampling
 from jaxserve.runtime.step.state import FLOATS, INTS, SamplingRows
 from pallas_kernels.paged_attention import target_of
+from pallas_kernels.sampling import triton
 from tests.aot.kernels import checked_kernels
 from tests.selection import grid
 
 pytestmark = pytest.mark.aot
 
-ROWS, SLOTS = 128, 256
+ROWS, SLOTS, DRAFTS = 128, 256, 16
 CASES = [
     (target, vocab)
     for target in ("nvidia-h200", "nvidia-l4", "nvidia-a100-80", "nvidia-b200")
@@ -63,3 +64,25 @@ def test_a_program_samples_in_three_kernels(target: str, vocab: int) -> None:
     assert not [one for one in read if one.opcode != "parameter" and one.elements > ROWS * vocab]
     # The edited logits, and the lists of candidates.
     assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * ROWS * vocab * 4
+
+
+@pytest.mark.parametrize("target", grid(["nvidia-h200", "nvidia-l4"], "nvidia-h200".__eq__))
+def test_pending_tokens_are_counted_in_the_kernel_of_edits(target: str) -> None:
+    mesh, vocab = target_mesh(target, tensor=1, data=1), 128256
+    columns = triton.Columns(INTS, FLOATS)
+
+    def struct(*shape: int, dtype: Any = np.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    def edit(logits: Any, lengths: Any, live: Any, edits: triton.Edits, table: triton.SlotTable) -> Any:
+        return triton.edit_logits(logits, lengths, live, edits, table, columns, count_mask=2**15 - 1, interpret=False)
+
+    counts, bias = struct(SLOTS, vocab, dtype=np.int16), struct(SLOTS, MAX_LOGIT_BIAS, dtype=np.float32)
+    ids = struct(SLOTS, MAX_STOP_IDS), struct(SLOTS, MAX_LOGIT_BIAS)
+    edits = triton.Edits(counts, *ids, bias, struct(1), struct(ROWS, DRAFTS))
+    table = triton.SlotTable(struct(ROWS), struct(SLOTS, len(INTS)), struct(SLOTS, len(FLOATS), dtype=np.float32))
+    rows = struct(ROWS, vocab, dtype=np.float32), struct(ROWS), struct(ROWS, dtype=np.bool_)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        compiled = jax.jit(edit).lower(*rows, edits, table).compile()
+    [kernel] = checked_kernels(compiled, target)
+    assert kernel.kernel == "edit_logits (triton)"

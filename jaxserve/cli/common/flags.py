@@ -42,8 +42,8 @@ def add_settings(parser: Parser, *, hidden: Collection[str] = (), only: Collecti
     for name, alias in aliases.ALIASES.items() if only is None else ():
         if isinstance(alias, aliases.SwitchAlias):
             _add_switch(parser, [name], argparse.SUPPRESS)
-        elif isinstance(alias, aliases.ChoiceAlias):
-            parser.add_argument(as_flag(name), action=_RecordGiven, help=argparse.SUPPRESS)
+        elif not isinstance(alias, aliases.RenameAlias):
+            parser.add_argument(*_options(name), action=_RecordGiven, help=argparse.SUPPRESS)
 
 
 def add_model(parser: Parser) -> None:

@@ -44,7 +44,8 @@ class Rank:
         self.decoding: dict[str, Request] = {}
         self.finishing: dict[str, Request] = {}
         self.num_slots = capacity.num_slots
-        # The slot that was freed first is used next: drafts are made from the tokens of slots until they are used again.
+        # The slot that was freed first is used next: drafts are made from the tokens of slots until they are used
+        # again.
         self._free_slots = deque(range(capacity.num_slots))
         self._closed_slots: list[int] = []
 

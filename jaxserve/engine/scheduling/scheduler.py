@@ -245,7 +245,10 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """Return the current sizes and counters."""
         return self._stats.engine_stats(
-            self._table, new_token_ratio=self._ratio.value, num_deferred=self._planner.prefills.num_deferred
+            self._table,
+            self._speculation,
+            new_token_ratio=self._ratio.value,
+            num_deferred=self._planner.prefills.num_deferred,
         )
 
     def flush_cache(self) -> int:

@@ -14,6 +14,7 @@ from jaxserve.api_types import STEP_TOKEN_BUCKETS, EngineStats
 from jaxserve.engine.scheduling.bucket_stats import BucketStats
 from jaxserve.engine.scheduling.request import Request
 from jaxserve.engine.scheduling.request_table import RequestTable
+from jaxserve.engine.speculation.speculation import Speculation
 from jaxserve.step_plan import Capacity, StepPlan
 
 
@@ -53,7 +54,9 @@ class SchedulerStats:
                 self.cache_query_tokens += request.num_prompt_tokens
                 self.cache_hit_tokens += request.num_cached_tokens or 0
 
-    def engine_stats(self, table: RequestTable, *, new_token_ratio: float, num_deferred: int) -> EngineStats:
+    def engine_stats(
+        self, table: RequestTable, speculation: Speculation | None, *, new_token_ratio: float, num_deferred: int
+    ) -> EngineStats:
         """Return all counters and sizes. The last plan deferred `num_deferred` waiting requests."""
         buckets, ranks = self.buckets, table.ranks
         tiers = [rank.cache.tier for rank in ranks]
@@ -88,7 +91,8 @@ class SchedulerStats:
             step_tokens=self.step_tokens,
             steps_by_tokens=tuple(self._steps_by_tokens),
         )
-        return msgspec.structs.replace(stats, token_usage=max(stats.full_token_usage, stats.swa_token_usage))
+        stats = msgspec.structs.replace(stats, token_usage=max(stats.full_token_usage, stats.swa_token_usage))
+        return stats if speculation is None else msgspec.structs.replace(stats, **speculation.counts())
 
 
 def _by_group(ranks: Iterable[Iterable[int]]) -> tuple[int, ...]:

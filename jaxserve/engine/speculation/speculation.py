@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 from jaxserve.engine.scheduling.request import Request
 from jaxserve.engine.speculation.step_costs import StepCosts
@@ -53,14 +54,18 @@ class Speculation:
             for place in range(1, self._max_drafts + 1)
             if rate**place > _UNLIKELY
         )
-        self.num_drafts = 0
-        self.draft_tokens = 0
-        self.accepted_by_position = [0] * self._max_drafts
+        self._num_drafts = 0
+        self._draft_tokens = 0
+        self._accepted_by_position = [0] * self._max_drafts
 
-    @property
-    def accepted_tokens(self) -> int:
-        """How many draft tokens were accepted."""
-        return sum(self.accepted_by_position)
+    def counts(self) -> dict[str, Any]:
+        """Return the totals since the start, as `EngineStats` has them."""
+        return {
+            "num_drafts": self._num_drafts,
+            "draft_tokens": self._draft_tokens,
+            "accepted_tokens": sum(self._accepted_by_position),
+            "accepted_by_position": tuple(self._accepted_by_position),
+        }
 
     def choose(self, ranks: Sequence[Sequence[Request]]) -> list[int] | None:
         """Return the length of drafts by level of acceptance, or None to verify none; `ranks` are the decodes of each.
@@ -107,10 +112,10 @@ class Speculation:
             new -= _WEIGHT_FOR_NEW * new
         request.acceptance, self._new_acceptance = rate, new
         if verified and proposed:
-            self.num_drafts += 1
-            self.draft_tokens += proposed
+            self._num_drafts += 1
+            self._draft_tokens += proposed
             for place in range(accepted):
-                self.accepted_by_position[place] += 1
+                self._accepted_by_position[place] += 1
 
     def count_step(self, rows: int, tokens: int, seconds: float) -> None:
         """Count the duration of a step of decodes, of the most `rows` and `tokens` that a rank has."""

@@ -26,7 +26,6 @@ from jaxserve.runtime.programs.compile_counter import CompileCounter
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.step import batch as batches
 from jaxserve.runtime.step import kv_scales
-
 from jaxserve.runtime.step.input_packing import InputPacking
 from jaxserve.runtime.step.page_copies import PAGES_PER_COPY
 from jaxserve.runtime.step.sampling import Logprobs

@@ -163,8 +163,8 @@ def ngram_lookup(config: EngineConfig) -> NgramLookup | None:
 def _verify_buckets(config: EngineConfig, running: int, drafts: int, largest: int) -> tuple[int, ...]:
     """Return the token counts of steps that verify drafts: as many as all requests that may speculate at once need.
 
-    Programs are few. A step of one request needs the smallest; where a step has room for some drafts only, the likeliest
-    are verified.
+    Programs are few. A step of one request needs the smallest; where a step has room for some drafts only, the
+    likeliest are verified.
     """
     rows = min(running, config.speculative_disable_by_batch_size or running)
     most = min(rows * (1 + drafts), largest, _MOST_VERIFIED)

@@ -140,4 +140,3 @@ def _shared_entry(hashes: UInt32[Array, "rows sizes"], table: Array) -> tuple[Ar
     """Return the places of entries in a table over all slots."""
     at = hashes % (table.shape[0] * table.shape[2])
     return (at // table.shape[2]).astype(jnp.int32), (at % table.shape[2]).astype(jnp.int32)
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Iterable
 from typing import Literal
 
 import flax.struct
@@ -144,15 +145,13 @@ def _fields(chunks: list[Chunk], shape: StepShape, capacity: Capacity) -> dict[s
     if shape.decode_only:
         return fields
     if shape.verifies:
-        ends = list(itertools.accumulate(chunk.length for chunk in chunks))
-        return {**fields, "ends": ends + ends[-1:] * (shape.rows - len(ends))}
+        return {**fields, "ends": _padded(itertools.accumulate(chunk.length for chunk in chunks), shape.rows)}
     tokens: list[int] = []
     ends: list[int] = []
     for chunk in chunks:
         tokens += chunk.tokens if chunk.tokens is not None else [0]
         ends.append(len(tokens))
-    ends += [len(tokens)] * (shape.rows - len(ends))
-    fields |= {"ends": ends, "samples": [int(chunk.sample) for chunk in chunks], "tokens": tokens}
+    fields |= {"ends": _padded(ends, shape.rows), "samples": [int(chunk.sample) for chunk in chunks], "tokens": tokens}
     if shape.key.kind == "prompt_logprobs":
         targets: list[int] = []
         for chunk in chunks:
@@ -160,6 +159,12 @@ def _fields(chunks: list[Chunk], shape: StepShape, capacity: Capacity) -> dict[s
             targets.append(chunk.target or 0)
         fields["targets"] = targets
     return fields
+
+
+def _padded(ends: Iterable[int], rows: int) -> list[int]:
+    """Return the ends of rows, and of empty rows after them."""
+    found = list(ends)
+    return found + (found[-1:] or [0]) * (rows - len(found))
 
 
 @jax.named_scope("read_input")

@@ -1,9 +1,9 @@
 """The programs that open slots, before the first step of their requests.
 
 `update` sets up to `SLOTS` slots of a rank and the pages that they share with the prefix cache. `adjust` follows for
-requests with penalties or a logit bias, and sets what `adjust_logits` reads. `read_prompts` follows with speculation, and
-sets the tokens of which drafts are made. Their inputs have a fixed size: more
-slots, pages, tokens or biases take more calls. Slot -1 is padding.
+requests with penalties or a logit bias, and sets what `adjust_logits` reads. `read_prompts` follows with speculation,
+and sets the tokens of which drafts are made. Their inputs have a fixed size: more slots, pages, tokens or biases take
+more calls. Slot -1 is padding.
 """
 
 from __future__ import annotations

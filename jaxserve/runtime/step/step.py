@@ -53,12 +53,12 @@ class StepContext:
 
 @flax.struct.dataclass
 class StepOutput:
-    """The results of a step. `num_tokens[r]` of `tokens[r]` are valid. Some programs have no logprobs; with speculation,
-    those that verify have them for each of the tokens, and `drafts[r]` is how many draft tokens were compared, and how
-    many of them accepted.
+    """The results of a step. `num_tokens[r]` of `tokens[r]` are valid. Some programs have no logprobs; with
+    speculation, those that verify have them for each of the tokens, and `drafts[r]` is how many draft tokens were
+    compared, and how many of them accepted.
 
-    The host fetches no `num_tokens`, as it knows which rows draw, and what they accept. But without this output the same operations of a
-    program for one row took a CPU 10 to 20 % longer: XLA's runtime starts them in another order.
+    The host fetches no `num_tokens`, as it knows which rows draw, and what they accept. But without this output the
+    same operations of a program for one row took a CPU 10 to 20 % longer: XLA's runtime starts them in another order.
 
     `expert_tokens` is a copy, as the next step takes the state's away.
     """
@@ -135,8 +135,10 @@ def step(
             at = jnp.where(jnp.arange(drawn.tokens.shape[1]) < drawn.counts[:, None], slots[:, None], len(counts))
             counts = counts.at[at, shard_index(drawn.tokens, counts.shape[1])].add(1, mode="drop")
         last = jnp.take_along_axis(drawn.tokens, drawn.counts[:, None] - 1, axis=1)[:, 0]
-        drafts = None if context.lookup is None else verify.propose(
-            state, drawn, inputs.slots, inputs.samples, context.lookup
+        drafts = (
+            None
+            if context.lookup is None
+            else verify.propose(state, drawn, inputs.slots, inputs.samples, context.lookup)
         )
         state = dataclasses.replace(
             state,

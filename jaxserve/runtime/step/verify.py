@@ -87,13 +87,13 @@ def propose(
 ) -> Drafts:
     """Return the drafts for the next step, after the drawn tokens of rows that draw."""
     assert state.drafts is not None
-    rows, most = drawn.tokens.shape
-    ahead = jnp.arange(most, dtype=jnp.int32)
+    ahead = jnp.arange(drawn.tokens.shape[1], dtype=jnp.int32)
     num_slots = state.drafts.counts.shape[0]
     live = draws[:, None] & (ahead < drawn.counts[:, None])
     at = jnp.where(live, slots[:, None], num_slots)
     positions = (drawn.lengths - drawn.counts + 1)[:, None] + ahead
-    ngrams = remember(state.drafts.ngrams, *(x.reshape(-1) for x in (at, positions, drawn.tokens)), lookup)
+    at, positions, known = (x.reshape(-1) for x in (at, positions, drawn.tokens))
+    ngrams = remember(state.drafts.ngrams, at, positions, known, lookup)
     tokens, counts = look_up(ngrams, jnp.minimum(slots, num_slots - 1), lookup)
     if lax.axis_size(TENSOR_AXES) > 1:
         # Where two n-grams of a step have one entry, each shard may have stored another of them.

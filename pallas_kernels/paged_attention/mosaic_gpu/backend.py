@@ -19,7 +19,7 @@ from pallas_kernels.paged_attention.mosaic_gpu.prefill import prefill
 from pallas_kernels.paged_attention.problem import Problem, is_float8
 from pallas_kernels.paged_attention.triton.qkv import write_qkv
 from pallas_kernels.paged_attention.tuning import tuned_blocks
-from pallas_kernels.paged_attention.write import token_slots, write_kv
+from pallas_kernels.paged_attention.write import queries_as_rows, token_slots, write_kv
 from pallas_kernels.target import KernelTarget
 
 MAX_GROUP = 16
@@ -82,6 +82,7 @@ def paged_attention(
     soft_cap: float | None,
     sinks: Float[Array, " heads"] | None,
     decode_only: bool,
+    max_queries: int | None,
     target: KernelTarget,
     interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
@@ -95,6 +96,7 @@ def paged_attention(
         "soft_cap": soft_cap,
         "sinks": sinks,
         "decode_only": decode_only,
+        "max_queries": max_queries,
     }
     return _attend(q, kv, layer, *rows, **options, target=target, interpret=interpret), kv
 
@@ -121,6 +123,7 @@ def qkv_attention(
     norm_values: bool,
     keys_as_values: bool,
     decode_only: bool,
+    max_queries: int | None,
     target: KernelTarget,
     interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
@@ -135,6 +138,7 @@ def qkv_attention(
         "soft_cap": soft_cap,
         "sinks": sinks,
         "decode_only": decode_only,
+        "max_queries": max_queries,
     }
     return _attend(q, kv, layer, *rows, **options, target=target, interpret=interpret), kv
 
@@ -154,11 +158,15 @@ def _attend(
     soft_cap: float | None,
     sinks: Float[Array, " heads"] | None,
     decode_only: bool,
+    max_queries: int | None,
     target: KernelTarget,
     interpret: bool,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Attend to tokens that are all in the pool."""
     tokens, heads, head_dim = q.shape
+    if max_queries is not None:
+        page_table, kv_lens, num_decodes = queries_as_rows(tokens, page_table, query_starts, kv_lens, num_seqs)
+        decode_only = True
     kv_heads = kv.num_kv_heads
     problem = Problem(heads, kv_heads, head_dim, kv.page_size, q.dtype, kv.keys.dtype)
 

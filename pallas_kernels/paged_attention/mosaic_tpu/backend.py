@@ -89,6 +89,7 @@ def paged_attention(
     soft_cap: float | None,
     sinks: Float[Array, " heads"] | None,
     decode_only: bool,
+    max_queries: int | None,
     target: KernelTarget,
     interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
@@ -114,7 +115,11 @@ def paged_attention(
         writes=k is not None,
     )
     decode = block_sizes(attention, problem, target, queries=1)
-    prefill = None if decode_only else block_sizes(attention, problem, target, queries=_tile_queries(tokens, attention))
+    prefill = (
+        None
+        if decode_only
+        else block_sizes(attention, problem, target, queries=_tile_queries(tokens, max_queries, attention))
+    )
 
     padding = 0 if prefill is None else prefill.queries
     rows: tuple[Array, ...] = ()
@@ -243,8 +248,10 @@ def _whole_units(queries: int, attention: TpuAttention) -> int:
     return max(attention.unit, queries - queries % attention.unit)
 
 
-def _tile_queries(tokens: int, attention: TpuAttention) -> int:
-    return min(_PREFILL_QUERIES, tokens + -tokens % attention.unit)
+def _tile_queries(tokens: int, max_queries: int | None, attention: TpuAttention) -> int:
+    # A row of few queries is one tile, even if it begins at the end of a unit.
+    most = tokens if max_queries is None else max_queries + attention.unit - 1
+    return min(_PREFILL_QUERIES, most + -most % attention.unit)
 
 
 def _tiles(

@@ -22,7 +22,7 @@ from pallas_kernels.paged_attention.triton.qkv import write_qkv
 from pallas_kernels.paged_attention.triton.tiles import PoolRefs, TritonAttention, flat
 from pallas_kernels.paged_attention.triton.write import write
 from pallas_kernels.paged_attention.tuning import tuned_blocks
-from pallas_kernels.paged_attention.write import token_slots
+from pallas_kernels.paged_attention.write import queries_as_rows, token_slots
 from pallas_kernels.target import KernelTarget
 
 MAX_GROUP = 16
@@ -101,6 +101,7 @@ def paged_attention(
     soft_cap: float | None,
     sinks: Float[Array, " heads"] | None,
     decode_only: bool,
+    max_queries: int | None,
     target: KernelTarget,
     interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
@@ -112,8 +113,8 @@ def paged_attention(
         slots = token_slots(len(q), kv.page_size, page_table, query_starts, kv_lens, num_seqs)
         kv, arrivals = write(k, v, kv, jnp.full((1,), layer, jnp.int32), slots, attention, interpret=interpret)
     rows = _Rows(page_table, query_starts, kv_lens, num_decodes, num_seqs)
-    options: dict[str, Any] = {"decode_only": decode_only, "target": target, "interpret": interpret}
-    return _attend(q, arrivals, kv, layer, rows, sinks, attention, **options)
+    options: dict[str, Any] = {"decode_only": decode_only, "max_queries": max_queries}
+    return _attend(q, arrivals, kv, layer, rows, sinks, attention, **options, target=target, interpret=interpret)
 
 
 def qkv_attention(
@@ -138,6 +139,7 @@ def qkv_attention(
     norm_values: bool,
     keys_as_values: bool,
     decode_only: bool,
+    max_queries: int | None,
     target: KernelTarget,
     interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
@@ -147,8 +149,8 @@ def qkv_attention(
     q, kv, arrivals = write_qkv(qkv, bias, norms, rotation, query_scale, kv, layer, slots, eps=eps, **forms)
     attention = _facts(kv, q.shape[1], scale=scale, window=window, soft_cap=soft_cap)
     rows = _Rows(page_table, query_starts, kv_lens, num_decodes, num_seqs)
-    options: dict[str, Any] = {"decode_only": decode_only, "target": target, "interpret": interpret}
-    return _attend(q, arrivals, kv, layer, rows, sinks, attention, **options)
+    options: dict[str, Any] = {"decode_only": decode_only, "max_queries": max_queries}
+    return _attend(q, arrivals, kv, layer, rows, sinks, attention, **options, target=target, interpret=interpret)
 
 
 def _facts(kv: PagedKV, heads: int, *, scale: float, window: int | None, soft_cap: float | None) -> TritonAttention:
@@ -169,11 +171,15 @@ def _attend(
     attention: TritonAttention,
     *,
     decode_only: bool,
+    max_queries: int | None,
     target: KernelTarget,
     interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Attend to tokens that are all in the pool."""
     tokens, heads, head_dim = q.shape
+    if max_queries is not None:
+        table, lens, live = queries_as_rows(tokens, rows.page_table, rows.query_starts, rows.kv_lens, rows.num_seqs)
+        rows, decode_only = rows._replace(page_table=table, kv_lens=lens, num_decodes=live), True
     problem = Problem(heads, attention.kv_heads, head_dim, kv.page_size, q.dtype, kv.keys.dtype)
     layers = jnp.full((1,), layer, jnp.int32)
     pool = PoolRefs(flat(kv.keys), flat(kv.values), kv.scales, layers, rows.page_table)

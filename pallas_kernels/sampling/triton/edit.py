@@ -23,10 +23,11 @@ _PART = TILE * _TILES
 
 
 class Edits(NamedTuple):
-    """What edits logits besides the penalties of `SlotTable`, all by slot; `first` is the first id of this shard.
+    """What edits logits besides the penalties of `SlotTable`, by slot; `first` is the first id of this shard.
 
     The bits of `counts` in `count_mask` say how often a token was output; it is not 0 for tokens of the prompt either.
-    Unused ids are -1, and those of the bias come last.
+    `pending`, by row, has tokens that come before the row's position but aren't in `counts` yet: each is one more
+    output, on whichever shard has it. Unused ids are -1, and those of the bias come last.
     """
 
     counts: Int[Array, "slots vocab_shard"]
@@ -34,6 +35,7 @@ class Edits(NamedTuple):
     bias_ids: Int[Array, "slots bias"]
     bias_values: Float[Array, "slots bias"]
     first: Int[Array, " 1"]
+    pending: Int[Array, "rows most"] | None = None
 
 
 def edit_logits(
@@ -89,13 +91,27 @@ def _edit(
     def flag() -> None:
         is_edited[row] = wanted.astype(jnp.int32)
 
+    def pending_counts(ids: jax.Array) -> jax.Array | int:
+        """Return how often each id is pending; only rows with penalties look."""
+        pending = edits.pending
+        if pending is None:
+            return 0
+
+        def add(i: jax.Array, count: jax.Array) -> jax.Array:
+            # An unused id is that of no lane.
+            return count + (ids == pending[row, i] - edits.first[0]).astype(jnp.int32)
+
+        most = is_penalized.astype(jnp.int32) * pending.shape[1]
+        return lax.fori_loop(0, most, add, jnp.zeros(ids.shape, jnp.int32))
+
     def penalize(tile: jax.Array, _: None) -> None:
         ids = part * _PART + tile * TILE + lax.iota(jnp.int32, TILE)
         inside = ids < vocab
         x = plgpu.load(logits.at[row, ids], mask=inside, other=0.0)
         counts = plgpu.load(edits.counts.at[slot, ids], mask=inside & is_penalized, other=0).astype(jnp.int32)
-        times = (counts & count_mask).astype(jnp.float32)
-        x = jnp.where(counts != 0, jnp.where(x > 0, x / repetition, x * repetition), x)
+        more = pending_counts(ids)
+        times = ((counts & count_mask) + more).astype(jnp.float32)
+        x = jnp.where((counts | more) != 0, jnp.where(x > 0, x / repetition, x * repetition), x)
         x = x - frequency * times - presence * (times > 0).astype(jnp.float32)
         plgpu.store(edited.at[row, ids], x, mask=inside)
 

@@ -42,6 +42,7 @@ class Case:
     soft_cap: float | None = None
     sinks: bool = False
     decode_only: bool = False
+    max_queries: int | None = None
     reuses: bool = False
     seed: int = 0
 
@@ -155,6 +156,7 @@ def make_batch(case: Case, *, max_pages: int | None = None, num_pages: int | Non
 
 _DECODE = ((1, 1), (16, 1), (17, 1), (128, 1), (129, 1), (300, 1))
 _PREFILL = ((1, 1), (16, 16), (130, 130), (140, 12), (64, 64), (300, 70))
+_FEW_QUERIES = ((5, 5), (1, 1), (130, 3), (129, 1), (300, 5), (17, 2), (64, 1), (66, 4))
 _MIXED = ((1, 1), (32, 1), (150, 1), (16, 16), (5, 5), (170, 70), (33, 1))
 
 
@@ -164,6 +166,10 @@ def _mixed(name: str, **options: Any) -> Case:
 
 def _decode(name: str, **options: Any) -> Case:
     return Case(name, _DECODE, len(_DECODE), decode_only=True, **options)
+
+
+def _few_queries(name: str, rows: tuple[tuple[int, int], ...] = _FEW_QUERIES, **options: Any) -> Case:
+    return Case(name, rows, 0, max_queries=max((new for _, new in rows), default=4), **options)
 
 
 def _prefill(name: str, **options: Any) -> Case:
@@ -250,6 +256,18 @@ CASES = [
     _mixed("fp8-dim-96-page-64", kv_dtype="float8_e4m3fn", heads=10, head_dim=96, page_size=64),
     _mixed("fp8-e5m2-bf16", dtype="bfloat16", kv_dtype="float8_e5m2"),
     _decode("decode-fp8-e5m2", kv_dtype="float8_e5m2", head_dim=128),
+    _few_queries("few-queries"),
+    _few_queries("few-queries-nothing-live", (), pad_rows=3, pad_tokens=8),
+    _few_queries("few-queries-no-padding", ((200, 8), (8, 8)), pad_rows=0, pad_tokens=0),
+    _few_queries("few-queries-in-bf16", dtype="bfloat16", heads=8, head_dim=128, page_size=64),
+    _few_queries("few-queries-everything", scale=0.3, soft_cap=5.0, sinks=True, window=40, heads=9, kv_heads=3),
+    _few_queries("few-queries-window-1", window=1, heads=2),
+    _few_queries("few-queries-reuses-dim-80-cap", reuses=True, head_dim=80, soft_cap=5.0, sinks=True),
+    _few_queries("few-queries-of-a-long-row", ((1029, 8), (3, 2), (700, 17), (1500, 1)), heads=8, sinks=True),
+    _few_queries("few-queries-far-in-a-window", ((1300, 6), (40, 1), (1030, 7)), window=600, heads=4, kv_heads=1),
+    _few_queries("few-queries-fp8-bf16-window", **FP8_BF16, heads=16, head_dim=128, window=100, sinks=True),
+    _few_queries("few-queries-fp8-dim-256-page-128", **FP8_BF16, heads=16, kv_heads=1, head_dim=256, page_size=128),
+    Case("few-queries-after-decodes", ((40, 1), (33, 1), (50, 4), (9, 9)), 2, max_queries=9),
     _prefill("prefill-fp8-dim-80", kv_dtype="float8_e4m3fn", heads=6, kv_heads=3, head_dim=80, page_size=32),
 ]
 
@@ -261,6 +279,8 @@ CORNERS_OF_INTERPRETED = {
     "heads-4-of-2-dim-256-bf16-window-cap",
     "fp8-bf16-everything",
     "reuses-fp8-bf16-window",
+    "few-queries-everything",
+    "few-queries-of-a-long-row",
 }
 CORNERS = CORNERS_OF_INTERPRETED | {
     "everything",
@@ -287,4 +307,9 @@ CORNERS = CORNERS_OF_INTERPRETED | {
     "decode-everything",
     "a-window-far-behind",
     "prefill-bf16-window",
+    "few-queries",
+    "few-queries-nothing-live",
+    "few-queries-in-bf16",
+    "few-queries-far-in-a-window",
+    "few-queries-after-decodes",
 }

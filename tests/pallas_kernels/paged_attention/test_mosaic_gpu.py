@@ -45,6 +45,10 @@ CORNERS = (
     "decode-everything",
     "a-window-far-behind",
     "everything",
+    "few-queries",
+    "few-queries-everything",
+    "few-queries-of-a-long-row",
+    "few-queries-after-decodes",
 )
 FP8_CORNERS = (
     "decode-fp8",
@@ -56,6 +60,8 @@ FP8_CORNERS = (
     "fp8-dim-96-page-64",
     "decode-fp8-cap-sinks-first-layer",
     "prefill-fp8-window-cap",
+    "few-queries-fp8-bf16-window",
+    "few-queries-fp8-dim-256-page-128",
 )
 FP8: dict[str, Any] = {"kv_dtype": "float8_e4m3fn"}
 TABLE = {case.name: dataclasses.replace(case, dtype="bfloat16") for case in CASES}
@@ -75,7 +81,7 @@ def _small_ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     suite._compiled.cache_clear()
 
 
-@pytest.mark.parametrize("name", grid(CORNERS, lambda name: name == "everything"))
+@pytest.mark.parametrize("name", grid(CORNERS, lambda name: name in ("everything", "few-queries-everything")))
 def test_equals_dense_attention(name: str) -> None:
     suite._check(TABLE[name], make_batch(TABLE[name]), "mosaic_gpu")
 

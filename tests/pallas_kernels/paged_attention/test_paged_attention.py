@@ -37,12 +37,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in mat
 
 
 @functools.cache
-def _compiled(backend: BackendName, scale: float, window: int | None, soft_cap: float | None, decode_only: bool) -> Any:
+def _compiled(
+    backend: BackendName,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    decode_only: bool,
+    max_queries: int | None,
+) -> Any:
     options = {
         "scale": scale,
         "window": window,
         "soft_cap": soft_cap,
         "decode_only": decode_only,
+        "max_queries": max_queries,
         "backend": Backend(backend, target=target_of(jax.devices()[0])),
     }
     # Compiling takes most of the time of these tests, and half of that is optimizing.
@@ -73,7 +81,7 @@ def _run(
     case: Case, batch: Batch, backend: BackendName, platform: str = ""
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    out, kv = _compiled(backend, scale, case.window, case.soft_cap, case.decode_only)(
+    out, kv = _compiled(backend, scale, case.window, case.soft_cap, case.decode_only, case.max_queries)(
         batch.q,
         batch.k,
         batch.v,
@@ -152,9 +160,10 @@ def _ragged(draw: st.DrawFn) -> Case:
     num_decodes = draw(st.integers(0, _ROWS))
     rows = [(draw(st.integers(1, _LONGEST)), 1) for _ in range(num_decodes)]
     left = _TOKENS - num_decodes
+    max_queries = draw(st.sampled_from([None, 5]))
     for _ in range(draw(st.integers(0, _ROWS - num_decodes))):
         if left > 0:
-            new = draw(st.integers(1, left))
+            new = draw(st.integers(1, min(left, max_queries or left)))
             rows.append((new + draw(st.integers(0, _LONGEST - new)), new))
             left -= new
     forms: list[dict[str, Any]] = [{}, {"window": 20}, {"window": 20, "soft_cap": 5.0, "sinks": True}]
@@ -167,6 +176,7 @@ def _ragged(draw: st.DrawFn) -> Case:
         pad_rows=_ROWS - len(rows),
         pad_tokens=left,
         decode_only=len(rows) == num_decodes and draw(st.booleans()),
+        max_queries=max_queries,
         seed=draw(st.integers(0, 2**16)),
         **draw(st.sampled_from(forms)),
     )

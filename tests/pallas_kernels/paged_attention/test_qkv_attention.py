@@ -30,6 +30,7 @@ from tests.selection import grid
 EPS = 1e-5
 MIXED = ((1, 1), (33, 1), (40, 24), (17, 17))
 DECODE = ((1, 1), (33, 1), (48, 1))
+FEW_QUERIES = ((33, 3), (1, 1), (40, 5))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,7 @@ def _variant(
     keys_as_values: bool = False,
     **o: Any,
 ) -> Variant:
-    decodes = sum(new == 1 for _, new in rows)
+    decodes = 0 if "max_queries" in o else sum(new == 1 for _, new in rows)
     case = Case(name, rows, decodes, decode_only=rows is DECODE, **o)
     weights = norms if isinstance(norms, str) else case.dtype if norms else None
     return Variant(case, bias, weights, rotates, scales_queries, norms_values, keys_as_values)
@@ -84,11 +85,12 @@ VARIANTS = [
     _variant("dim-512-keys-as-values", norms="float32", norms_values=True, keys_as_values=True, heads=8, kv_heads=1,
              head_dim=512, dtype="bfloat16", kv_dtype="float8_e4m3fn"),
     _variant("keys-as-values-bias", bias=True, keys_as_values=True, heads=3, kv_heads=3, head_dim=80),
+    _variant("few-queries", FEW_QUERIES, max_queries=5, norms=True, dtype="bfloat16", heads=8),
     _variant("unrotated-scaled-norms", DECODE, norms="float32", rotates=False, scales_queries=True, dtype="bfloat16"),
 ]  # fmt: skip
 QUICK = ("plain", "normed-values", "everything", "dim-80-norms-page-32", "unrotated", "float32-norms", "scaled-queries")
 
-WHOLE_NAMES = ("plain", "decode", "everything", "unrotated-scaled-norms", "keys-as-values-bias")
+WHOLE_NAMES = ("plain", "decode", "everything", "unrotated-scaled-norms", "keys-as-values-bias", "few-queries")
 WHOLE = [variant for variant in VARIANTS if str(variant) in WHOLE_NAMES]
 
 
@@ -186,13 +188,14 @@ def test_queries_and_pool_equal_numpys(variant: Variant) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", grid(["triton", "mosaic_gpu"], lambda name: name == "triton"))
-@pytest.mark.parametrize("variant", grid(WHOLE, lambda variant: str(variant) == "everything"), ids=str)
+@pytest.mark.parametrize("variant", grid(WHOLE, lambda variant: str(variant) in ("everything", "few-queries")), ids=str)
 def test_the_output_equals_that_of_separate_queries_and_keys(variant: Variant, backend: BackendName) -> None:
     case, (batch, new) = variant.case, _inputs(variant)
     suite._skip_refused(case, backend)
     where = batch.page_table, batch.query_starts, batch.kv_lens, np.int32(batch.num_decodes), np.int32(batch.num_seqs)
     chosen = Backend(backend, target=target_of(jax.devices()[0]))
-    options: dict[str, Any] = {"scale": 0.1, "decode_only": case.decode_only, "backend": chosen}
+    rows_of = {"decode_only": case.decode_only, "max_queries": case.max_queries}
+    options: dict[str, Any] = {"scale": 0.1, **rows_of, "backend": chosen}
     jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     run = jit(functools.partial(qkv_attention, eps=EPS, **_forms(variant), **options))
     *product, query_scale = new

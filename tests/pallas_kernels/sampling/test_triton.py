@@ -98,6 +98,18 @@ def test_a_row_depends_on_nothing_but_itself() -> None:
     np.testing.assert_array_equal(by_triton(logits[order], *(x[order] for x in given)), together[order])
 
 
+def test_rows_of_one_slot_draw_with_keys_of_their_own() -> None:
+    rng = np.random.default_rng(6)
+    logits, (keys, *by_slot) = random_logits(rng, 700, 3.0), parameters(rng)
+    slots = rng.integers(0, ROWS, 6)[np.sort(rng.integers(0, 6, ROWS))].astype(np.int32)
+    temperature, top_k, top_p, min_p = by_slot
+    table = SlotTable(slots, top_k[:, None], np.stack([temperature, top_p, min_p], axis=1))
+    live = np.arange(ROWS) != 3
+    found = draw.draw_tokens(logits, None, keys, live, table, COLUMNS, interpret=True)
+    expected = np.asarray(draw_tokens(logits, keys, *(x[slots] for x in by_slot)))
+    np.testing.assert_array_equal(found, np.where(live, expected, 0))
+
+
 @pytest.mark.parametrize("vocab", [3, 100, LIST + TILE + 5])
 def test_top_logits_come_in_the_order_of_top_k(vocab: int) -> None:
     rng = np.random.default_rng(vocab)

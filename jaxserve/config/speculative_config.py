@@ -1,0 +1,112 @@
+"""Reads the settings of speculative decoding that other engines write in forms of their own.
+
+These are vLLM's `--speculative-config`, a mapping that has several of ours in it, and SGLang's count of draft tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Mapping
+
+from jaxserve.config.nearest import nearest
+from jaxserve.errors import ConfigError
+
+# The keys that mean a setting of ours, or another flag of vLLM's.
+_SETTINGS: Mapping[str, str] = types.MappingProxyType(
+    {
+        "method": "speculative_method",
+        "model": "speculative_model",
+        "num_speculative_tokens": "num_speculative_tokens",
+        "prompt_lookup_max": "prompt_lookup_max",
+        "prompt_lookup_min": "prompt_lookup_min",
+        "disable_by_batch_size": "speculative_disable_by_batch_size",
+        "draft_tensor_parallel_size": "speculative_draft_tensor_parallel_size",
+        "acceptance_method": "spec_decoding_acceptance_method",
+        "rejection_sample_method": "spec_decoding_acceptance_method",
+        "disable_logprobs": "disable_logprobs_during_spec_decoding",
+        "disable_mqa_scorer": "speculative_disable_mqa_scorer",
+        "posterior_threshold": "typical_acceptance_sampler_posterior_threshold",
+        "posterior_alpha": "typical_acceptance_sampler_posterior_alpha",
+    }
+)
+_FOR_BOTH = "the setting of the same name counts for the model and for what drafts; leave it out"
+_AS_MEASURED = "measured times and acceptance decide how many tokens are drafted; leave it out"
+_FIXED = "how tokens are drafted can't be chosen so; leave it out"
+_SUFFIX = "suffix decoding is not supported; method ngram drafts from the request's own tokens"
+_SYNTHETIC = "only what the model draws too is accepted, so that answers never change; leave it out"
+_REFUSED: Mapping[str, str] = types.MappingProxyType(
+    {
+        "tensor_parallel_size": "write --tensor-parallel-size; what drafts runs on the same devices",
+        "max_model_len": "drafts have the context length of the model; leave it out",
+        "revision": "give the folder of the revision as model",
+        "code_revision": "code that comes with a checkpoint is never run; leave it out",
+        "speculative_token_tree": "drafts are chains, not trees; leave it out",
+        "use_heterogeneous_vocab": "a draft model must have the vocabulary of the model",
+        "num_speculative_tokens_per_batch_size": _AS_MEASURED,
+        "enable_adaptive_verification": _AS_MEASURED,
+        "synthetic_acceptance_rates": _SYNTHETIC,
+        "synthetic_acceptance_length": _SYNTHETIC,
+        "synthetic_acceptance_rate": _SYNTHETIC,
+    }
+    | dict.fromkeys(
+        ("enforce_eager", "quantization", "moe_backend", "attention_backend", "kv_cache_dtype", "draft_load_config"),
+        _FOR_BOTH,
+    )
+    | dict.fromkeys(
+        ("disable_padded_drafter_batch", "use_local_argmax_reduction", "parallel_drafting", "draft_sample_method"),
+        _FIXED,
+    )
+    | dict.fromkeys(("dspark_draft_topk",), "DSpark is not supported")
+    | dict.fromkeys(
+        (
+            "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
+            "suffix_decoding_min_token_prob",
+        ),
+        _SUFFIX,
+    )
+)  # fmt: skip
+
+
+def read_speculative_config(value: object, place: str) -> dict[str, object]:
+    """Return the settings in vLLM's `speculative_config`, a mapping or its JSON, by our names or those of its flags.
+
+    Keys whose value is null are left out, as are those not supported that are false. Raises `ConfigError`.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{place} is not valid JSON: {error}; {_EXAMPLE}") from None
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{place} must be a mapping, got {value!r}; {_EXAMPLE}")
+    found: dict[str, object] = {}
+    for key, given in value.items():
+        if given is None:
+            continue
+        if key in _SETTINGS:
+            found[_SETTINGS[key]] = given
+        elif key not in _REFUSED:
+            raise ConfigError(f"{place}: {key} is not a known key{nearest(str(key), {*_SETTINGS, *_REFUSED})}")
+        elif given is not False:
+            raise ConfigError(f"{place}: {key}={given} is refused: {_REFUSED[key]}")
+    return found
+
+
+_EXAMPLE = """write it like '{"method": "ngram", "num_speculative_tokens": 5}'"""
+
+
+def read_num_draft_tokens(value: object, place: str) -> dict[str, object]:
+    """Return the setting for SGLang's `--speculative-num-draft-tokens`, which also counts the token before the drafts.
+
+    Raises `ConfigError`.
+    """
+    try:
+        tokens = int(str(value))
+    except ValueError:
+        raise ConfigError(f"{place} must be a whole number, got {value!r}") from None
+    if tokens < 2:
+        raise ConfigError(f"{place} counts the token before the drafts too: it must be at least 2, got {tokens}")
+    return {"num_speculative_tokens": tokens - 1}
