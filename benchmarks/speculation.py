@@ -254,21 +254,20 @@ def main() -> None:
         "rounds": args.rounds,
         "machine_load_at_start": os.getloadavg()[0],
     }
-    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
+        folder = Path(temporary)
         urls = {}
         for server, own in flags.items():
             command = ["--model", DEFAULT_MODEL, *shlex.split(args.args), *shlex.split(own)]
             log = Path(tempfile.gettempdir()) / f"speculation-{server}.log"
             urls[server] = stack.enter_context(serving(command, log, timeout=START_SECONDS)).url
-        results = {
-            name: measure(urls, name, load, args.rounds, folder)
-            for name, load in LOADS.items()
-            if not args.load or name in args.load
-        }
+        results = report["results"] = {}
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        for name, load in LOADS.items():
+            if not args.load or name in args.load:
+                results[name] = measure(urls, name, load, args.rounds, folder)
+                args.output.write_text(json.dumps(report, indent=2) + "\n")
     print_report(results, args.step_ms)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps({**report, "results": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
