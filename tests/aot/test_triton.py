@@ -134,6 +134,18 @@ def test_a_variant_compiles_without_spills(target: str, variant: str, report: Ca
             assert wanted[one.kernel] <= fitting_programs(one, target), one
 
 
+def test_a_layer_of_few_queries_has_no_launch_more_than_one_of_decodes() -> None:
+    mesh = target_mesh("nvidia-h200")
+
+    def launches(**options: Any) -> int:
+        """Return how many launches two more layers add: what all layers share is computed once."""
+        texts = (compile_attention(mesh, "triton", reuses=more, **options).as_text() for more in (False, True))
+        few, many = (sum(x.opcode in ("fusion", "custom-call", "copy") for x in instructions(text)) for text in texts)
+        return many - few
+
+    assert launches(max_queries=5) <= launches(decode_only=True)
+
+
 def programs_at_once(mesh: Mesh, options: dict[str, Any]) -> dict[str, int]:
     """Return how many programs of each persistent kernel the backend counts on."""
     sizes = {"heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": "bfloat16", **options}
