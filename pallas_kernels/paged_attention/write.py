@@ -60,15 +60,14 @@ def token_positions(
 
 def queries_as_rows(
     tokens: int,
-    page_table: Int[Array, "rows max_pages"],
     query_starts: Int[Array, " rows_plus_1"],
     kv_lens: Int[Array, " rows"],
     num_seqs: Int[Array, ""],
-) -> tuple[Int[Array, "tokens max_pages"], Int[Array, " tokens"], Int[Array, ""]]:
-    """Return the page table, the lengths and the number of decodes if each query is a decode in a row of its own."""
+) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"], Int[Array, ""]]:
+    """Return rows of the page table, lengths and the number of decodes if each query is a decode of its own."""
     row, position = token_positions(tokens, query_starts, kv_lens)
     live = query_starts[num_seqs]
-    return page_table[row], jnp.where(jnp.arange(tokens, dtype=jnp.int32) < live, position + 1, 0), live
+    return row, jnp.where(jnp.arange(tokens, dtype=jnp.int32) < live, position + 1, 0), live
 
 
 def as_pool_dtype(

@@ -38,6 +38,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "few-queries": {"max_queries": 5},
     "few-queries-8-to-1": {"max_queries": 8, "heads": 64, "rows": 512},
     "few-queries-of-many-heads": {"max_queries": 17, "heads": 16, "kv_heads": 1, "rows": 32},
+    "few-queries-of-many-heads-everything": {
+        "max_queries": 5,
+        "heads": 16,
+        "kv_heads": 1,
+        "head_dim": 96,
+        "window": 1000,
+        "sinks": True,
+        "cap": 30.0,
+    },
     "few-queries-dim-256-window-cap": {"max_queries": 8, "head_dim": 256, "heads": 16, "window": 4096, "cap": 50.0},
     "few-queries-fp8-everything": {"max_queries": 5, "kv_dtype": FP8, "window": 1000, "sinks": True, "cap": 30.0},
     "few-queries-dim-512": {"max_queries": 5, "head_dim": 512, "heads": 16, "kv_heads": 2},
@@ -125,14 +134,28 @@ def test_a_variant_compiles_without_spills(target: str, variant: str, report: Ca
             assert wanted[one.kernel] <= fitting_programs(one, target), one
 
 
+def test_a_layer_of_few_queries_has_no_launch_more_than_one_of_decodes() -> None:
+    mesh = target_mesh("nvidia-h200")
+
+    def launches(**options: Any) -> int:
+        """Return how many launches two more layers add: what all layers share is computed once."""
+        texts = (compile_attention(mesh, "triton", reuses=more, **options).as_text() for more in (False, True))
+        few, many = (sum(x.opcode in ("fusion", "custom-call", "copy") for x in instructions(text)) for text in texts)
+        return many - few
+
+    assert launches(max_queries=5) <= launches(decode_only=True)
+
+
 def programs_at_once(mesh: Mesh, options: dict[str, Any]) -> dict[str, int]:
     """Return how many programs of each persistent kernel the backend counts on."""
     sizes = {"heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": "bfloat16", **options}
     dtypes = (np.dtype(jnp.dtype(sizes.get(name) or sizes["dtype"])) for name in ("dtype", "kv_dtype"))
     problem = Problem(*(sizes[name] for name in ("heads", "kv_heads", "head_dim", "page_size")), *dtypes)
-    device = target_of(mesh.devices.flat[0])
+    device, queries = target_of(mesh.devices.flat[0]), sizes.get("max_queries", 1)
     return {
-        "paged_attention_decode (triton)": backend.decode_blocks_for(problem, device, rows=64).programs,
+        "paged_attention_decode (triton)": backend.decode_blocks_for(
+            problem, device, rows=64, queries=queries
+        ).programs,
         "paged_attention_prefill (triton)": backend.prefill_blocks_for(problem, device).programs,
     }
 

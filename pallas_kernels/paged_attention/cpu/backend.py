@@ -38,6 +38,9 @@ MAX_HEAD_DIM = 512
 # With at least this many chunks a thread, an item is all heads of a chunk, so that each head can prefetch the next.
 _SPARE_CHUNKS = 2
 
+# Query heads of a KV head that an item of decode takes at most: more don't share the cost of reading a chunk.
+_MOST_QUERIES = 512
+
 
 def refusal(problem: Problem, target: KernelTarget) -> str | None:
     """Return what isn't supported (device, dtype, head size or page size), or None."""
@@ -78,8 +81,10 @@ def paged_attention(
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute `api.paged_attention`."""
     assert kv.scales is None
+    group = q.shape[1] // kv.num_kv_heads
+    few_queries = max_queries is not None and max_queries * group <= _MOST_QUERIES
     facts = CpuAttention(
-        group=q.shape[1] // kv.num_kv_heads,
+        group=group,
         head_dim=q.shape[2],
         page_size=kv.page_size,
         dtype=q.dtype.name,
@@ -88,7 +93,8 @@ def paged_attention(
         window=window,
         soft_cap=soft_cap,
         sinks=sinks is not None,
-        decode_only=decode_only,
+        decode_only=decode_only or few_queries,
+        max_queries=max_queries if few_queries else None,
         writes=k is not None,
     )
     integers = (layer * kv.num_pages, page_table, query_starts, kv_lens, num_decodes, num_seqs)
@@ -145,7 +151,7 @@ def _write_call(call: Call, facts: CpuAttention, features: frozenset[str]) -> No
         tasks=null,
         counters=null,
         partials=null,
-        num_decodes=int_at(f, num_decodes.data, f.constant(I64, 0)),
+        num_decodes=num_seqs_now if facts.max_queries else int_at(f, num_decodes.data, f.constant(I64, 0)),
         kv_heads=keys.dim(0),
         head_shares=null,
         entries=keys.dim(1),
@@ -191,11 +197,8 @@ def _share_work(
     """List the work items and run them: prefill tiles first, as they take longer, then decodes."""
     f = call.function
 
-    def length(row: Value) -> Value:
-        return int_at(f, shared.kv_lens, row)
-
     zero = f.constant(I64, 0)
-    (chunks,) = f.loop(shared.num_decodes, lambda row, count: count + num_chunks(f, facts, length(row)), zero)
+    (chunks,) = f.loop(shared.num_decodes, lambda row, count: count + num_chunks(f, facts, shared, row), zero)
     tiles = zero if facts.decode_only else num_tiles(f, facts, shared, num_seqs)
     chunk_bytes = shared.kv_heads * (8 + partial_bytes(facts))
     tasks = f.call("malloc", PTR, chunks * (chunk_bytes + TASK_BYTES) + tiles * TASK_BYTES + 64)
@@ -210,7 +213,7 @@ def _share_work(
         head_shares=f.select(chunks >= call.num_threads * _SPARE_CHUNKS, one, each),
     )
     f.loop(num_counters, lambda i: f.store(zero, counters, i * 8))
-    f.loop(shared.num_decodes, lambda row, count: write_chunks(f, facts, tasks, count, row, length(row)), zero)
+    f.loop(shared.num_decodes, lambda row, count: write_chunks(f, facts, shared, count, row), zero)
     if not facts.decode_only:
         write_tiles(f, facts, shared, tile_tasks, num_seqs)
     tile_items = tiles * shared.kv_heads

@@ -1,11 +1,14 @@
 """Decodes on a CPU: one item is the queries of one row, of one KV head or all, over a chunk of its tokens.
 
-The query heads of a KV head share every key and value that is read. Chunks don't depend on the rest of the batch. The
-thread that finishes the last chunk of a row's head merges them, in order. So sums depend on the row alone, and one long
-row keeps every core busy.
+The query heads of a KV head, and several queries of a row, share every key and value that is read. Chunks don't depend
+on the rest of the batch. The thread that finishes the last chunk of a row's head merges them, in order. So sums depend
+on the row alone, and one long row keeps every core busy.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 from pallas_kernels.cpu.emit import Function, Value
 from pallas_kernels.cpu.types import I64
@@ -15,6 +18,7 @@ from pallas_kernels.paged_attention.cpu.blocks import (
     STRIP,
     advance,
     lay_out_keys,
+    lay_out_values,
     make_scratch,
     merge_state,
     query_bytes,
@@ -36,22 +40,32 @@ _LINE = 64
 _GROUPS = BLOCK // LANES
 
 
+class _RowQueries(NamedTuple):
+    """The queries of a row: the first token, their number, the position after the last, and the first one seen."""
+
+    token: Value
+    number: Value
+    length: Value
+    sees_from: Value
+
+
 def partial_bytes(facts: CpuAttention) -> int:
     """Return the size of an item's result: the states of its query heads."""
     return _padded_heads(facts) * state_bytes(facts)
 
 
-def num_chunks(f: Function, facts: CpuAttention, length: Value) -> Value:
+def num_chunks(f: Function, facts: CpuAttention, shared: SharedOperands, row: Value) -> Value:
     """Return the number of chunks of a row."""
-    return (length + (CHUNK - 1)) // CHUNK - _first(f, facts, length) // CHUNK
+    queries = _row_queries(f, facts, shared, row)
+    return (queries.length + (CHUNK - 1)) // CHUNK - queries.sees_from // CHUNK
 
 
-def write_chunks(f: Function, facts: CpuAttention, tasks: Value, count: Value, row: Value, length: Value) -> Value:
+def write_chunks(f: Function, facts: CpuAttention, shared: SharedOperands, count: Value, row: Value) -> Value:
     """List a row's chunks after the first `count` tasks, and return the new number of tasks."""
-    chunks = num_chunks(f, facts, length)
+    chunks = num_chunks(f, facts, shared, row)
 
     def write_chunk(chunk: Value) -> None:
-        task = f.at(tasks, (count + chunk) * TASK_BYTES)
+        task = f.at(shared.tasks, (count + chunk) * TASK_BYTES)
         for i, value in enumerate((row, chunk, count, chunks)):
             f.store(value, task, 8 * i)
 
@@ -65,8 +79,8 @@ def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
     per_share = shared.kv_heads // shared.head_shares
     task = f.at(shared.tasks, index * TASK_BYTES)
     row, chunk, first_task, chunks = (f.load(I64, task, 8 * i) for i in range(4))
-    length = int_at(f, shared.kv_lens, row)
-    sees_from = _first(f, facts, length)
+    own_queries = _row_queries(f, facts, shared, row)
+    length, sees_from = own_queries.length, own_queries.sees_from
     start = (sees_from // CHUNK + chunk) * CHUNK
     begin, end = f.maximum(start, sees_from & -BLOCK), f.minimum(start + CHUNK, length)
     # Offsets in the pool of the tokens that are read next, by groups of 16
@@ -74,22 +88,28 @@ def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
     # The loop over heads replaces the head
     scratch = make_scratch(f, shared, facts, row, share, sees_from, features)
     queries = f.stack(_padded_heads(facts) * query_bytes(scratch))
+    live, strip = own_queries.number * facts.group, _strip_heads(facts)
+    strips = (live + (strip - 1)) // strip
+    head_bytes = facts.head_dim * facts.q_bytes
+    token_bytes = shared.kv_heads * (facts.group * head_bytes)
     first_head = share * per_share
     last_head = first_head + per_share
 
     def decode_head(head: Value) -> None:
         own = scratch._replace(head=head)
         states = f.at(shared.partials, (index * shared.kv_heads + head) * partial_bytes(facts))
-        row_offset = (row * shared.kv_heads + head) * (facts.group * facts.head_dim * facts.q_bytes)
-        for r in range(facts.group, _padded_heads(facts)):
-            store_query(f, own, None, f.at(queries, r * query_bytes(own)))
+        first_offset = own_queries.token * token_bytes + head * (facts.group * head_bytes)
+
+        def offset_of(g: Value) -> Value:
+            """Return the place of a query head among queries and outputs."""
+            return first_offset + g // facts.group * token_bytes + g % facts.group * head_bytes
 
         def store_head(g: Value) -> None:
-            source = f.at(shared.q, row_offset + g * (facts.head_dim * facts.q_bytes))
-            store_query(f, own, source, f.at(queries, g * query_bytes(own)))
+            store_query(f, own, f.at(shared.q, offset_of(g)), f.at(queries, g * query_bytes(own)))
 
-        f.loop(facts.group, store_head)
-        f.loop(_padded_heads(facts), lambda r: reset_state(f, f.at(states, r * state_bytes(facts)), facts))
+        f.loop(live, store_head)
+        f.loop(strips * strip, lambda g: store_query(f, own, None, f.at(queries, g * query_bytes(own))), start=live)
+        f.loop(strips * strip, lambda r: reset_state(f, f.at(states, r * state_bytes(facts)), facts))
 
         def block(at: Value) -> None:
             stays = at + BLOCK < end
@@ -114,13 +134,22 @@ def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
 
             lay_out_keys(f, own, at, stop)
 
-            def attend_strip(s: Value) -> None:
-                first = s * _strip_heads(facts)
+            def attend_strip(s: Value, prefetch: Callable[[Value, int], None] | None = None) -> None:
+                first = s * strip
                 rows = f.at(states, first * state_bytes(facts))
-                query_positions = [length - 1] * _strip_heads(facts)
+                query_positions = [length - own_queries.number + (first + r) // facts.group for r in range(strip)]
                 advance(f, own, f.at(queries, first * query_bytes(own)), rows, query_positions, at, stop, prefetch)
 
-            f.loop(_padded_heads(facts) // _strip_heads(facts), attend_strip)
+            if facts.max_queries is None:
+                f.loop(strips, lambda s: attend_strip(s, prefetch))
+            else:
+                attend_strip(f.constant(I64, 0), prefetch)
+
+                def attend_others() -> None:
+                    lay_out_values(f, own, at, stop)
+                    f.loop(strips, attend_strip, start=1)
+
+                f.when(strips > 1, attend_others)
             # The groups that were not prefetched beside a token of this block
             groups = (stop - at + (LANES - 1)) // LANES
             f.loop(
@@ -137,10 +166,10 @@ def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
             def query_head(g: Value) -> None:
                 state = f.at(first, g * state_bytes(facts))
                 f.loop(chunks, lambda i: merge_state(f, state, f.at(state, i * stride), facts), start=1)
-                to = f.at(shared.out, row_offset + g * (facts.head_dim * facts.q_bytes))
-                write_output(f, state, f.at(shared.sinks, (head * facts.group + g) * 4), to, facts)
+                sink = f.at(shared.sinks, (head * facts.group + g % facts.group) * 4)
+                write_output(f, state, sink, f.at(shared.out, offset_of(g)), facts)
 
-            f.loop(facts.group, query_head)
+            f.loop(live, query_head)
 
         f.when((f.fetch_add(counter, 1) + 1).equals(chunks), merge_chunks)
 
@@ -149,19 +178,28 @@ def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
     f.loop(last_head, decode_head, start=first_head)
 
 
+def _row_queries(f: Function, facts: CpuAttention, shared: SharedOperands, row: Value) -> _RowQueries:
+    token, count = row, f.constant(I64, 1)
+    if facts.max_queries is not None:
+        token = int_at(f, shared.query_starts, row)
+        count = int_at(f, shared.query_starts, row + 1) - token
+    length = int_at(f, shared.kv_lens, row)
+    sees_from = f.constant(I64, 0)
+    if facts.window is not None:
+        sees_from = f.maximum(length - count - (facts.window - 1), 0)
+    return _RowQueries(token, count, length, sees_from)
+
+
 def _strip_heads(facts: CpuAttention) -> int:
-    """Return the number of query heads that are computed together: a group in about equal parts."""
-    return -(-facts.group // -(-facts.group // STRIP))
+    """Return the number of query heads that are computed together: those of a row in about equal parts."""
+    heads = facts.group * (facts.max_queries or 1)
+    return -(-heads // -(-heads // STRIP))
 
 
 def _padded_heads(facts: CpuAttention) -> int:
-    """Return the number of query heads of a group, padded to whole strips."""
-    return -(-facts.group // _strip_heads(facts)) * _strip_heads(facts)
-
-
-def _first(f: Function, facts: CpuAttention, length: Value) -> Value:
-    """Return the first position that is seen."""
-    return f.constant(I64, 0) if facts.window is None else f.maximum(length - facts.window, 0)
+    """Return the number of query heads of the largest row, padded to whole strips."""
+    heads = facts.group * (facts.max_queries or 1)
+    return -(-heads // _strip_heads(facts)) * _strip_heads(facts)
 
 
 def _fetch(

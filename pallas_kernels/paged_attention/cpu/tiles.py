@@ -20,7 +20,10 @@ TASK_BYTES = 32
 
 @dataclasses.dataclass(frozen=True)
 class CpuAttention:
-    """The static facts of a call, which `writes` new tokens or only reads. Dtypes are numpy's names."""
+    """The static facts of a call, which `writes` new tokens or only reads. Dtypes are numpy's names.
+
+    With `max_queries`, which implies `decode_only`, decode's code computes rows of up to this many queries.
+    """
 
     group: int
     head_dim: int
@@ -32,6 +35,7 @@ class CpuAttention:
     soft_cap: float | None
     sinks: bool
     decode_only: bool
+    max_queries: int | None
     writes: bool
 
     @property

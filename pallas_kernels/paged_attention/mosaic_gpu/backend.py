@@ -165,8 +165,8 @@ def _attend(
     """Attend to tokens that are all in the pool."""
     tokens, heads, head_dim = q.shape
     if max_queries is not None:
-        page_table, kv_lens, num_decodes = queries_as_rows(tokens, page_table, query_starts, kv_lens, num_seqs)
-        decode_only = True
+        table_rows, kv_lens, num_decodes = queries_as_rows(tokens, query_starts, kv_lens, num_seqs)
+        page_table, decode_only = page_table[table_rows], True
     kv_heads = kv.num_kv_heads
     problem = Problem(heads, kv_heads, head_dim, kv.page_size, q.dtype, kv.keys.dtype)
 

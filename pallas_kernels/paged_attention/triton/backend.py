@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.layout import KVLayout, PagedKV
 from pallas_kernels.paged_attention.problem import Problem, is_float8
-from pallas_kernels.paged_attention.triton.decode import DecodeBlocks, decode
+from pallas_kernels.paged_attention.triton.decode import MIN_ROWS, DecodeBlocks, decode
 from pallas_kernels.paged_attention.triton.prefill import PrefillBlocks, prefill
 from pallas_kernels.paged_attention.triton.qkv import write_qkv
 from pallas_kernels.paged_attention.triton.tiles import PoolRefs, TritonAttention, flat
@@ -32,7 +32,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 _CORES = 132
 _SHARED_KIB, _LESS_SHARED_KIB = 228, {(8, 0): 164, (8, 6): 100, (8, 9): 100, (12, 0): 100}
 
-# Warps that a core runs at once by what decode takes of registers, and with heads wider than 128 or fp8 to convert.
+# Warps that a core runs at once by what decode takes of registers, and with heads wider than 128, fp8 to convert, or
+# tiles of more than 16 rows.
 _WARPS_A_CORE, _LARGE_WARPS_A_CORE = 12, 8
 
 # Queries, sums and page ids besides the tiles of a decode in flight.
@@ -177,31 +178,37 @@ def _attend(
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Attend to tokens that are all in the pool."""
     tokens, heads, head_dim = q.shape
+    pool_rows, lens, decodes = None, rows.kv_lens, rows.num_decodes
     if max_queries is not None:
-        table, lens, live = queries_as_rows(tokens, rows.page_table, rows.query_starts, rows.kv_lens, rows.num_seqs)
-        rows, decode_only = rows._replace(page_table=table, kv_lens=lens, num_decodes=live), True
+        pool_rows, lens, decodes = queries_as_rows(tokens, rows.query_starts, rows.kv_lens, rows.num_seqs)
     problem = Problem(heads, attention.kv_heads, head_dim, kv.page_size, q.dtype, kv.keys.dtype)
     layers = jnp.full((1,), layer, jnp.int32)
     pool = PoolRefs(flat(kv.keys), flat(kv.values), kv.scales, layers, rows.page_table)
-    blocks = decode_blocks_for(problem, target, rows=min(tokens, len(rows.page_table)))
-    out = decode(q, pool, arrivals, rows.kv_lens, rows.num_decodes, sinks, attention, blocks, interpret=interpret)
-    if not decode_only:
+    blocks = decode_blocks_for(problem, target, rows=min(tokens, len(lens)), queries=max_queries or 1)
+    out = decode(q, pool, arrivals, lens, decodes, pool_rows, sinks, attention, blocks, interpret=interpret)
+    if not decode_only and max_queries is None:
         where = rows.query_starts, rows.kv_lens, rows.num_decodes, rows.num_seqs
         tiles = prefill_blocks_for(problem, target)
         out = prefill(q, out, pool, *where, sinks, attention, tiles, interpret=interpret)
     return out, kv
 
 
-def decode_blocks_for(problem: Problem, target: KernelTarget, *, rows: int) -> DecodeBlocks:
-    """Return tuned block sizes or those of the rule, with as many splits as fill the device."""
+def decode_blocks_for(problem: Problem, target: KernelTarget, *, rows: int, queries: int = 1) -> DecodeBlocks:
+    """Return tuned block sizes or those of the rule, with as many splits as fill the device.
+
+    Rows are queries, of which up to `queries` are consecutive ones of a sequence.
+    """
+    group = problem.heads // problem.kv_heads
+    queries = max(1, min(queries, _packed_rows(problem, target) // group))
     sizes = tuned_blocks(target, "triton", "decode", problem) or _decode_sizes(problem, target)
     tile = 2 * sizes["block_kv"] * pl.next_power_of_2(problem.head_dim) * problem.kv_dtype.itemsize
     # Half of the stages are those of page ids.
     shared = (sizes["num_stages"] - 1) // 2 * tile + _DECODE_SHARED_KIB * 1024
-    programs = _programs(problem, target, sizes["num_warps"], shared)
-    splits = min(_MAX_SPLITS, pl.cdiv(programs, rows * problem.kv_heads))
+    programs = _programs(problem, target, sizes["num_warps"], shared, large=queries * group > MIN_ROWS)
+    splits = min(_MAX_SPLITS, pl.cdiv(programs, pl.cdiv(rows, queries) * problem.kv_heads))
     room = _PARTIAL_BYTES // (rows * problem.heads * problem.head_dim * 4)
-    return DecodeBlocks(splits=splits, most_splits=max(splits, min(room, _MAX_SPLITS)), programs=programs, **sizes)
+    most = max(splits, min(room, _MAX_SPLITS))
+    return DecodeBlocks(splits=splits, most_splits=most, programs=programs, queries=queries, **sizes)
 
 
 def prefill_blocks_for(problem: Problem, target: KernelTarget) -> PrefillBlocks:
@@ -214,9 +221,9 @@ def prefill_blocks_for(problem: Problem, target: KernelTarget) -> PrefillBlocks:
     return PrefillBlocks(masks_all=masks_all, programs=_programs(problem, target, sizes["num_warps"], shared), **sizes)
 
 
-def _programs(problem: Problem, target: KernelTarget, num_warps: int, shared_bytes: int) -> int:
+def _programs(problem: Problem, target: KernelTarget, num_warps: int, shared_bytes: int, *, large: bool = False) -> int:
     """Return how many programs a device runs at once. With too many of them, the last would start late."""
-    large = problem.head_dim > 128 or is_float8(problem.kv_dtype)
+    large |= problem.head_dim > 128 or is_float8(problem.kv_dtype)
     by_registers = (_LARGE_WARPS_A_CORE if large else _WARPS_A_CORE) // num_warps
     by_shared = _LESS_SHARED_KIB.get(target.capability or (9, 0), _SHARED_KIB) * 1024 // shared_bytes
     return (target.cores or _CORES) * max(1, min(by_registers, by_shared))
@@ -256,6 +263,18 @@ def _decode_sizes(problem: Problem, target: KernelTarget) -> dict[str, int]:
     # The smallest tiles of float32 are so large from heads of 512 that a small shared memory holds one of them.
     stages = 3 if lanes * problem.kv_dtype.itemsize >= 2048 and _small_shared_memory(target) else 5
     return {"block_kv": min(128, max(16, block_kv)), "num_warps": 4, "num_stages": stages}
+
+
+def _packed_rows(problem: Problem, target: KernelTarget) -> int:
+    """Return how many rows a tile of packed queries has at most, so that no registers are spilled.
+
+    With 16, as many as a single query's tile has, tensor cores compute nothing more than without packing.
+    """
+    if is_float8(problem.kv_dtype) and _queries_in_registers(target):
+        return 1
+    if problem.dtype.itemsize == 4 or is_float8(problem.kv_dtype) or problem.head_dim > 256:
+        return MIN_ROWS
+    return 64 if problem.head_dim <= 128 and (target.capability or (9, 0)) == (9, 0) else 32
 
 
 def _prefill_sizes(problem: Problem, target: KernelTarget) -> dict[str, int]:

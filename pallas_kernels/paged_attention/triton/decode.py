@@ -3,12 +3,15 @@
 A program takes all query heads of a KV head, so that keys and values are read once. The number of splits of a row
 depends on its own length alone, and they are combined in order, so a row's sums are the same whatever other rows there
 are.
+
+Rows may also be consecutive queries of one sequence. Those that are split alike are packed into one tile, which reads
+keys and values once for all of them. What a query doesn't see adds nothing, so its sums are the same as alone.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +46,8 @@ _FEWEST_TOKENS, _MOST_TOKENS = 128, 2048
 class DecodeBlocks(NamedTuple):
     """A tile has `block_kv` tokens. A row has `splits` splits a KV head; short rows have fewer, long rows more.
 
-    `most_splits` is how many the longest rows have, and `programs` how many programs the GPU runs at once.
+    `most_splits` is how many the longest rows have, and `programs` how many programs the GPU runs at once. At most
+    `queries` queries of a sequence are packed into a tile.
     """
 
     block_kv: int
@@ -52,10 +56,19 @@ class DecodeBlocks(NamedTuple):
     programs: int
     num_warps: int
     num_stages: int
+    queries: int = 1
+
+
+class _Packs(NamedTuple):
+    """For each query its row of the page table, and how many queries are packed with it; 0 if another one leads."""
+
+    table_rows: Ref
+    counts: Ref
 
 
 class _DecodeInputs(NamedTuple):
     kv_lens: Ref
+    packs: _Packs | None
     q: Ref
     sinks: Ref | None
 
@@ -73,6 +86,7 @@ def decode(
     arrivals: Int[Array, "tokens kv_heads"],
     kv_lens: Array,
     num_decodes: Array,
+    table_rows: Int[Array, " tokens"] | None,
     sinks: Array | None,
     attention: TritonAttention,
     blocks: DecodeBlocks,
@@ -81,13 +95,20 @@ def decode(
 ) -> Float[Array, "tokens heads head_dim"]:
     """Return the output of tokens `[0, num_decodes)`; the output of other tokens is not written.
 
-    `arrivals`, which counts finished splits, is zero and overwritten.
+    `arrivals`, which counts finished splits, is zero and overwritten. With `table_rows`, row r of the page table is not
+    that of token r, and tokens of the same row follow one another.
     """
     tokens, heads, head_dim = q.shape
     rows = min(tokens, kv_lens.shape[0])
     lengths = kv_lens[:rows]
     first, end, each = _tiles(lengths, attention, blocks)
     splits = jnp.where(jnp.arange(rows, dtype=jnp.int32) < num_decodes, pl.cdiv(end - first, each), 0)
+    packs = None
+    if table_rows is not None:
+        counts = _pack_counts([table_rows, first, each], num_decodes, blocks.queries)
+        packs = _Packs(table_rows, counts)
+        last = jnp.maximum(jnp.arange(rows, dtype=jnp.int32) + counts - 1, 0)
+        splits = jnp.where(counts > 0, splits[last], 0)
     work = work_list(splits, lengths, rows * blocks.most_splits)
     programs = num_programs(work, attention.kv_heads, blocks.programs, interpret=interpret)
     out, *_ = pl.pallas_call(
@@ -105,8 +126,19 @@ def decode(
         compiler_params=plgpu.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
         interpret=interpret,
         name="paged_attention_decode",
-    )(arrivals, work, _DecodeInputs(kv_lens, q, sinks), pool)
+    )(arrivals, work, _DecodeInputs(kv_lens, packs, q, sinks), pool)
     return out
+
+
+def _pack_counts(same: list[Int[Array, " tokens"]], live: Array, most: int) -> Int[Array, " tokens"]:
+    """Return how many tokens each pack has, at its first token; 0 for others. In a pack all numbers are the `same`."""
+    token = jnp.arange(same[0].shape[0], dtype=jnp.int32)
+    begins = functools.reduce(jnp.logical_or, (x != jnp.roll(x, 1) for x in same), token == 0)
+    before = token <= token[:, None]
+    start = jnp.max(jnp.where(before & begins, token, 0), axis=1)
+    leads = ((token - start) % most == 0) & (token < live)
+    end = jnp.min(jnp.where(~before & leads, token, live), axis=1)
+    return jnp.where(leads, end - token, 0)
 
 
 def _tiles(length: Array, attention: TritonAttention, blocks: DecodeBlocks) -> tuple[Array, Array, Array]:
@@ -138,9 +170,11 @@ def _decode(
     """Compute splits. A row's only split writes the final output, else the last one to be done combines them."""
 
     def compute(row: Array, split: Array, kv_head: Array) -> None:
-        first, end, each = _tiles(rows.kv_lens[row], attention, blocks)
+        queries = _queries(rows, row, kv_head, attention, blocks)
+        token, head, live = queries.token, queries.head, queries.live
+        first, end, each = _tiles(queries.length, attention, blocks)
         at = first + split * each
-        state, head, live = _attend(rows, pool, row, kv_head, at, jnp.minimum(at + each, end), attention, blocks)
+        state = _attend(rows, pool, queries, kv_head, at, jnp.minimum(at + each, end), attention, blocks)
         value_scale = kv_scale(pool, 1, kv_head)
         used = pl.cdiv(end - first, each)
 
@@ -149,7 +183,7 @@ def _decode(
             if rows.sinks is not None:
                 sink = plgpu.load(rows.sinks.at[head], mask=live, other=0.0) * LOG2E
                 total = total + jnp.exp2(sink - state.peak)
-            store_rows(out, (row, head), state.out * (factor / total)[:, None], live, attention)
+            store_rows(out, (token, head), state.out * (factor / total)[:, None], live, attention)
 
         @pl.when(used <= 1)
         def store_whole() -> None:
@@ -157,30 +191,74 @@ def _decode(
 
         @pl.when(used > 1)
         def store_part() -> None:
-            done = state.out * (value_scale / state.total)[:, None]
-            store_rows(partial.out, (row, head, split), done, live, attention)
-            plgpu.store(partial.lse.at[row, head, split], state.peak + jnp.log2(state.total), mask=live)
+            # A packed query may see nothing of the last split.
+            total = state.total if rows.packs is None else jnp.where(state.total > 0, state.total, 1.0)
+            done = state.out * (value_scale / total)[:, None]
+            store_rows(partial.out, (token, head, split), done, live, attention)
+            plgpu.store(partial.lse.at[token, head, split], state.peak + jnp.log2(state.total), mask=live)
             # All threads have stored before one of them says so, by an atomic that releases and acquires.
             if not interpret:
                 plgpu.debug_barrier()
 
             @pl.when(plgpu.atomic_add(arrivals, (row, kv_head), jnp.int32(1)) == used - 1)
             def combine() -> None:
-                finish(_combined(partial, row, head, used, live, attention), 1.0)
+                finish(_combined(partial, queries, used, attention), 1.0)
 
     for_each_item(work, attention.kv_heads, programs, compute)
 
 
-def _combined(
-    partial: _SplitOutputs, row: Array, head: Array, used: Array, live: Array, attention: TritonAttention
-) -> SoftmaxState:
+class _Queries(NamedTuple):
+    """The queries of an item: token and head of each row of its tile, which exist, and their first seen positions.
+
+    `length` is that of the last one, `past` the position after each, `table_row` the row of the page table.
+    """
+
+    token: Any
+    head: Array
+    live: Array
+    past: Any
+    first_seen: Any
+    length: Array
+    first_past: Array
+    table_row: Array
+
+
+def _queries(
+    rows: _DecodeInputs, row: Array, kv_head: Array, attention: TritonAttention, blocks: DecodeBlocks
+) -> _Queries:
+    """Return the queries of the item that `row` leads."""
+    length, group = rows.kv_lens[row], attention.group
+    member = lax.iota(jnp.int32, max(MIN_ROWS, pl.next_power_of_2(group * blocks.queries)))
+
+    def first_seen(past: Array) -> Any:
+        return 0 if attention.window is None else jnp.maximum(past - attention.window, 0)
+
+    if rows.packs is None or blocks.queries == 1:
+        head, table_row = kv_head * group + member, row if rows.packs is None else rows.packs.table_rows[row]
+        return _Queries(row, head, member < group, length, first_seen(length), length, length, table_row)
+    count, number = rows.packs.counts[row], lax.div(member, group)
+    past = (length + number)[:, None]
+    return _Queries(
+        row + number,
+        kv_head * group + lax.rem(member, group),
+        number < count,
+        past,
+        first_seen(past),
+        length + count - 1,
+        length,
+        rows.packs.table_rows[row],
+    )
+
+
+def _combined(partial: _SplitOutputs, queries: _Queries, used: Array, attention: TritonAttention) -> SoftmaxState:
     """Return the softmax over all splits of a row, each of which counts as one token."""
+    token, head, live = queries.token, queries.head, queries.live
 
     def add(split: Array, state: SoftmaxState) -> SoftmaxState:
-        lse = plgpu.load(partial.lse.at[row, head, split], mask=live, other=MASKED)
+        lse = plgpu.load(partial.lse.at[token, head, split], mask=live, other=MASKED)
         peak = jnp.maximum(state.peak, lse)
         keep, weight = jnp.exp2(state.peak - peak), jnp.exp2(lse - peak)
-        part = load_rows(partial.out, (row, head, split), live, attention)
+        part = load_rows(partial.out, (token, head, split), live, attention)
         out = state.out * keep[:, None] + part * weight[:, None]
         return SoftmaxState(out, peak, state.total * keep + weight)
 
@@ -190,29 +268,24 @@ def _combined(
 def _attend(
     rows: _DecodeInputs,
     pool: PoolRefs,
-    row: Array,
+    queries: _Queries,
     kv_head: Array,
     first: Array,
     end: Array,
     attention: TritonAttention,
     blocks: DecodeBlocks,
-) -> tuple[SoftmaxState, Array, Array]:
-    """Return the softmax over tiles `[first, end)`, the heads of its rows, and which of these exist."""
-    size = max(MIN_ROWS, pl.next_power_of_2(attention.group))
-    member = lax.iota(jnp.int32, size)
-    head, live = kv_head * attention.group + member, member < attention.group
-    q = load_rows(rows.q, (row, head), live, attention)
-    length = rows.kv_lens[row]
-    first_seen = 0 if attention.window is None else jnp.maximum(length - attention.window, 0)
+) -> SoftmaxState:
+    """Return the softmax of the queries over tiles `[first, end)`."""
+    q = load_rows(rows.q, (queries.token, queries.head), queries.live, attention)
+    low = 0 if attention.window is None else jnp.maximum(queries.first_past - attention.window, 0)
     key_scale = kv_scale(pool, 0, kv_head)
 
     def body(tile: Array, state: SoftmaxState) -> SoftmaxState:
         position = tile * blocks.block_kv + lax.iota(jnp.int32, blocks.block_kv)
-        seen = (position >= first_seen) & (position < length)
-        # Tokens that the query doesn't see may be NaN: others are read in their place.
-        at = pool_rows(pool, row, kv_head, jnp.clip(position, first_seen, length - 1), attention)
+        seen = (position[None, :] >= queries.first_seen) & (position[None, :] < queries.past)
+        # Tokens that no query sees may be NaN: others are read in their place.
+        at = pool_rows(pool, queries.table_row, kv_head, jnp.clip(position, low, queries.length - 1), attention)
         keys, values = (load_rows(array, (at,), None, attention) for array in (pool.keys, pool.values))
-        return advance(state, q, keys, values, seen[None, :], key_scale, attention)
+        return advance(state, q, keys, values, seen, key_scale, attention)
 
-    state = lax.fori_loop(first, end, body, empty_softmax(size, attention.lanes))
-    return state, head, live
+    return lax.fori_loop(first, end, body, empty_softmax(queries.head.shape[0], attention.lanes))

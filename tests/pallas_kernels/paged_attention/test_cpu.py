@@ -64,7 +64,7 @@ def test_the_chunks_of_a_long_row_are_merged(dtype: str, more: dict[str, Any]) -
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("more", [{}, {"window": CHUNK + 100, "sinks": True, "soft_cap": 9.0}], ids=["plain", "window"])
 def test_a_token_has_the_same_bits_in_prefill_and_decode(dtype: str, more: dict[str, Any]) -> None:
-    """Compare the last token of a prefill chunk, a chunk of one token, and a decode."""
+    """Compare the last token of a prefill chunk, a chunk of one token, a decode, and the last of a few queries."""
     lengths = (2 * CHUNK + 75, CHUNK, CHUNK + 1, 64, 65, 30)
     shape: dict[str, Any] = {"dtype": dtype, "heads": 9, "kv_heads": 3, "pad_rows": 0, "pad_tokens": 0, **more}
     case = Case("chunks", tuple((length, min(length, 50)) for length in lengths), 0, **shape)
@@ -81,6 +81,16 @@ def test_a_token_has_the_same_bits_in_prefill_and_decode(dtype: str, more: dict[
     for num_decodes in (0, len(lengths)):
         out, *_ = suite._run(case, dataclasses.replace(own, num_decodes=num_decodes), "cpu")
         np.testing.assert_array_equal(suite._bits(out), suite._bits(whole[last]))
+    few = [min(new, row + 2) for row, (_, new) in enumerate(case.rows)]
+    tokens = np.concatenate([np.arange(end - count, end) for end, count in zip(last + 1, few, strict=True)])
+    own = dataclasses.replace(
+        own,
+        **{name: getattr(batch, name)[tokens] for name in ("q", "k", "v")},
+        query_starts=np.cumsum([0, *few]).astype(np.int32),
+        num_decodes=0,
+    )
+    out, *_ = suite._run(dataclasses.replace(case, max_queries=max(few)), own, "cpu")
+    np.testing.assert_array_equal(suite._bits(out), suite._bits(whole[tokens]))
 
 
 @pytest.mark.parametrize(

@@ -213,3 +213,20 @@ def test_a_row_does_not_depend_on_other_rows(backend: BackendName) -> None:
         num_seqs=1,
     )
     np.testing.assert_array_equal(_bits(_run(alone, lonely, backend)[0][0]), _bits(together[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 140])
+def test_a_query_does_not_depend_on_queries_packed_with_it(window: int | None) -> None:
+    """Compare bits where the queries of a row see different numbers of splits."""
+    case = Case("packed", ((642, 5),), 0, pad_rows=4, pad_tokens=0, max_queries=5, window=window, reuses=True)
+    batch = make_batch(case)
+    together, *_ = _run(case, batch, "triton")
+    alone = dataclasses.replace(
+        batch,
+        page_table=np.repeat(batch.page_table[:1], 5, axis=0),
+        query_starts=np.arange(6, dtype=np.int32),
+        kv_lens=np.arange(638, 643, dtype=np.int32),
+        num_seqs=5,
+    )
+    np.testing.assert_array_equal(_bits(_run(case, alone, "triton")[0]), _bits(together))

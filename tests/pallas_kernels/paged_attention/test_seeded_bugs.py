@@ -28,6 +28,9 @@ BATCH = Case("batch", ((150, 1), (40, 1), (70, 33), (20, 20)), 2)
 WINDOW = dataclasses.replace(BATCH, window=20)
 # An odd number of tokens, from an odd position on: for CPUs that multiply pairs of bfloat16
 PAIRS = Case("pairs", ((151, 1), (41, 1), (71, 33), (21, 21)), 2, dtype="bfloat16", window=20)
+FEW = Case("few", ((150, 5), (40, 1), (70, 3)), 0, max_queries=5)
+# The last queries are in another split than the first ones.
+STRADDLES = Case("straddles", ((258, 4),), 0, max_queries=4)
 LONG = Case("long", ((1200, 1),), 1, decode_only=True)
 FP8 = dataclasses.replace(BATCH, kv_dtype="float8_e4m3fn")
 
@@ -50,12 +53,30 @@ class Seed:
 SEEDS = [
     Seed("off-by-one-page", "triton", "triton.tiles", "lax.div(position, size)", "lax.div(position + 1, size)"),
     Seed("place-of-another-layer", "triton", "triton.tiles", " + pool.layer[0] * attention.num_pages", ""),
-    Seed("one-token-too-many", "triton", "triton.decode", "position < length", "position <= length"),
+    Seed("one-token-too-many", "triton", "triton.decode", "< queries.past)", "<= queries.past)"),
+    Seed("a-draft-sees-the-next", "triton", "triton.decode", "(length + number)", "(length + number + 1)", FEW),
+    Seed(
+        "a-split-unseen-by-a-draft",
+        "triton",
+        "triton.decode",
+        "jnp.where(state.total > 0, state.total, 1.0)",
+        "state.total",
+        STRADDLES,
+    ),
+    Seed(
+        "packed-though-split-otherwise",
+        "triton",
+        "triton.decode",
+        "[table_rows, first, each]",
+        "[table_rows]",
+        dataclasses.replace(FEW, window=20),
+    ),
+    Seed("packed-with-another-row", "triton", "triton.decode", "[table_rows, first, each]", "[first, each]", FEW),
     Seed(
         "tokens-beyond-the-end-read",
         "triton",
         "triton.decode",
-        "jnp.clip(position, first_seen, length - 1)",
+        "jnp.clip(position, low, queries.length - 1)",
         "position",
     ),
     Seed("a-split-left-out", "triton", "triton.decode", "lax.fori_loop(0, used,", "lax.fori_loop(1, used,"),
@@ -82,7 +103,15 @@ SEEDS = [
     Seed("scale-of-values-left-out", "triton", "triton.prefill", "kv_scale(pool, 1, kv_head)", "1.0", FP8),
     Seed("off-by-one-page", "cpu", "cpu.tiles", "position // facts.page_size)", "(position + 1) // facts.page_size)"),
     Seed("place-of-another-layer", "cpu", "cpu.tiles", " + shared.first_entry", ""),
-    Seed("one-token-too-many", "cpu", "cpu.decode", "[length - 1]", "[length]"),
+    Seed("one-token-too-many", "cpu", "cpu.decode", "[length - own", "[length + 1 - own"),
+    Seed(
+        "a-draft-sees-the-next",
+        "cpu",
+        "cpu.decode",
+        "(first + r) // facts.group",
+        "(first + r + 1) // facts.group",
+        FEW,
+    ),
     Seed("a-neighbour-beyond-the-end", "cpu", "cpu.blocks", "mask = position < end", "mask = position <= end", PAIRS),
     Seed("a-chunk-left-out", "cpu", "cpu.decode", "stride), facts), start=1)", "stride), facts), start=2)", LONG),
     Seed(
@@ -93,7 +122,7 @@ SEEDS = [
         "f.load(VECTOR, state, at)",
         LONG,
     ),
-    Seed("window-begins-late", "cpu", "cpu.decode", "length - facts.window, 0", "length + 1 - facts.window, 0", WINDOW),
+    Seed("window-begins-late", "cpu", "cpu.decode", "count - (facts.window - 1)", "count - (facts.window - 2)", WINDOW),
     Seed(
         "not-causal",
         "cpu",
