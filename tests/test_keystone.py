@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -41,6 +42,7 @@ from jaxserve.step_plan import Capacity, SlotOpen, StepPlan
 from jaxserve.weights.arrays import flatten
 from jaxserve.weights.dummy import dummy_params
 from jaxserve.worker import build_engine
+from tests.drafts import ForcedDrafts
 from tests.models.forward import cpu_mesh, prompt_logits
 from tests.runtime import plain_sampling
 from tests.selection import grid
@@ -134,6 +136,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 TIERED = ("write-through", "write-back")
 GROUPS_TIERED = ("groups-write-through", "groups-write-back")
 QUICK = {name for name, sizes in SETTINGS.items() if SMALL.items() <= sizes.items()} | {"windowed"}
+SPECULATED = ("tiny-pool", "groups-write-back", "longrope", "mixture")
 QUICK_IN_TURN = {"tiny-pool", "write-through", "groups-write-back"}
 
 
@@ -414,6 +417,48 @@ def sampled_requests(rng: random.Random) -> list[EngineRequest]:
         )
         for i in range(24)
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "drafts", "order"),
+    grid(
+        itertools.product(
+            ("tiny-pool", "groups-write-back", "longrope", "mixture"), range(1, 9), ("overlap", "in-turn")
+        ),
+        {("tiny-pool", 3, "overlap"), ("groups-write-back", 7, "in-turn")}.__contains__,
+    ),
+)
+def test_drafts_change_no_token(build: Build, name: str, drafts: int, order: str) -> None:
+    plain, _ = build(name)
+    loop, info = build(
+        name,
+        speculative_method="ngram",
+        num_speculative_tokens=drafts,
+        disable_overlap_schedule=order == "in-turn",
+    )
+    forced = ForcedDrafts(loop, VOCAB, random.Random(f"{name} {drafts}"))
+    sequences: list[list[int]] = []
+    for rightness in (1.0, 0.7, 0.0):
+        rng = random.Random(f"{name} {drafts} {rightness}")
+        requests = [_random_request(rng, i, info.max_model_len, sequences) for i in range(8)]
+        sampled = [
+            msgspec.structs.replace(request, request_id=f"s{i}") for i, request in enumerate(sampled_requests(rng))
+        ]
+        expected = _run(plain, requests + sampled)
+        whole = {one.request_id: one.prompt_ids + expected[one.request_id].tokens for one in requests + sampled}
+        sequences += whole.values()
+        forced.sequences, forced.rightness = whole, rightness
+        accepted = loop.stats().accepted_tokens
+        answers = _run(loop, requests + sampled, rng, abort_chance=0.1)
+        for request in requests:
+            _check(request, answers[request.request_id], info.max_model_len, _model(name))
+        for request in sampled:
+            answer, other = answers[request.request_id], expected[request.request_id]
+            assert answer.tokens == other.tokens[: len(answer.tokens)]
+            if answer.last.finish_reason is not FinishReason.ABORT:
+                assert (answer.tokens, answer.last.finish_reason) == (other.tokens, other.last.finish_reason)
+                assert [entry.token_id for entry in answer.logprobs] == [entry.token_id for entry in other.logprobs]
+        assert loop.stats().accepted_tokens > accepted + 20 or rightness < 1.0
 
 
 @pytest.mark.parametrize("name", grid(["tiny-pool", "wide"], QUICK.__contains__))

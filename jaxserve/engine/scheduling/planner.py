@@ -187,7 +187,7 @@ class Planner:
                 continue
             total += count
             request.plan_drafts(count)
-            added = rank.extend(request, planned + count)
+            added = rank.extend(request, planned + count, drafts=True)
             chunks[index] = Chunk(
                 request_id=chunk.request_id,
                 slot=chunk.slot,

@@ -123,8 +123,11 @@ class Rank:
             namespace=request.cache_salt,
         )
 
-    def extend(self, request: Request, num_tokens: int) -> tuple[tuple[int, ...], ...]:
-        """Allocate the pages that a request still needs for its first `num_tokens` tokens; return them by KV group."""
+    def extend(self, request: Request, num_tokens: int, *, drafts: bool = False) -> tuple[tuple[int, ...], ...]:
+        """Allocate the pages that a request still needs for its first `num_tokens` tokens; return them by KV group.
+
+        With `drafts`, they are for drafts that lengthen a chunk planned before, whose step still reads its windows.
+        """
         pages = request.pages[0]
         count = self.pool.pages_for(num_tokens) - len(pages)
         if count <= 0:
@@ -134,7 +137,8 @@ class Rank:
         if not self.windows:
             return (tuple(new),)
         # The step of this plan neither reads what is given up here nor minds that another request writes it.
-        self.give_up_passed(request)
+        if not drafts:
+            self.give_up_passed(request)
         added = [tuple(new)]
         for group in range(len(self.windows)):
             more = self.cache.windows.allocate(group, count)

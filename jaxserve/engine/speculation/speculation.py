@@ -36,13 +36,14 @@ _STALE_BONUS = 0.8
 
 
 class Drafting(Protocol):
-    """A request whose drafts are verified: `acceptance` is the share of draft tokens accepted, None before the first."""
+    """A request with drafts: `acceptance` is the share of draft tokens that were accepted, None before the first."""
 
     acceptance: float | None
 
 
 class Speculation:
-    """Chooses drafts within the programs of `capacity`. With more than `max_requests` decodes, it verifies none."""
+    """Chooses drafts within the programs of `capacity`. With more than `max_requests` decodes of a
+    rank, it verifies none."""
 
     def __init__(self, capacity: Capacity, *, max_requests: int | None = None) -> None:
         self._decode_buckets = capacity.decode_buckets
@@ -80,7 +81,7 @@ class Speculation:
         rows = max(map(len, ranks))
         if not rows or rows >= self._verify_buckets[-1]:
             return None
-        if self._max_requests is not None and sum(map(len, ranks)) > self._max_requests:
+        if self._max_requests is not None and rows > self._max_requests:
             return None
         decode = self._decode_key(rows)
         decode_seconds = self._costs.of(decode)
