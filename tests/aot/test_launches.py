@@ -30,14 +30,16 @@ pytestmark = pytest.mark.aot
 GREEDY, FULL = StepKey("decode", 64, True), StepKey("decode", 64, False)
 MIXED = StepKey("mixed", 2048, False)
 PROMPT_LOGPROBS = StepKey("prompt_logprobs", 512, False)
-KEYS = (GREEDY, FULL, MIXED, PROMPT_LOGPROBS, "update")
+VERIFY = StepKey("verify", 64, False)
+KEYS = (GREEDY, FULL, MIXED, PROMPT_LOGPROBS, VERIFY, "update")
 TARGETS = ("nvidia-h200", "nvidia-a100-80", "nvidia-l4", "nvidia-b200")
 # Four products, two norms, the kernel of new tokens, attention to all tokens, and that between the MLP's products;
 # a mixed step has a kernel for decodes and one for chunks.
-LAUNCHES_A_LAYER = {GREEDY: 9, MIXED: 10}
+# Rows of drafts are decodes to these kernels.
+LAUNCHES_A_LAYER = {GREEDY: 9, VERIFY: 9, MIXED: 10}
 
 QUICK = {
-    ("nvidia-h200", 1): (FULL, MIXED, PROMPT_LOGPROBS, "update"),
+    ("nvidia-h200", 1): (FULL, MIXED, PROMPT_LOGPROBS, VERIFY, "update"),
     ("nvidia-h200", 4): (FULL,),
     ("nvidia-a100-80", 1): (FULL,),
     ("nvidia-l4", 1): (MIXED,),
@@ -50,14 +52,16 @@ CASES = grid(
 
 
 @functools.cache
-def deployed(target: str, tensor: int, layers: int) -> Deployment:
+def deployed(target: str, tensor: int, layers: int, method: str = "none") -> Deployment:
     model = parse_model_config({**LLAMA_8B_TWO_LAYERS, "num_hidden_layers": layers})
-    return deploy(EngineConfig(tp_size=tensor), model, facts_of_target(target))
+    config = EngineConfig(tp_size=tensor, speculative_method=method)  # type: ignore[arg-type]
+    return deploy(config, model, facts_of_target(target))
 
 
 def compiled(target: str, tensor: int, layers: int, key: ProgramKey) -> tuple[ProgramReport, ProgramCost, str]:
     """Return the report, the cost and the text of a program."""
-    builder = deployed(target, tensor, layers).builder(target_mesh(target, tensor=tensor))
+    method = "ngram" if key == VERIFY else "none"
+    builder = deployed(target, tensor, layers, method).builder(target_mesh(target, tensor=tensor))
     report, program = compile_and_inspect(builder, key)
     assert report.fault is None
     assert report.cost is not None

@@ -45,17 +45,22 @@ KERNELS: list[Kernel] = [
                 window=window,
                 soft_cap=soft_cap,
                 sinks=sinks,
-                decode_only=False,
+                decode_only=max_queries is not None,
+                max_queries=max_queries,
                 writes=True,
             )
         )
-        for dtype, window, soft_cap, sinks in (("bfloat16", None, None, False), ("float32", 32, 30.0, True))
+        for dtype, window, soft_cap, sinks, max_queries in (
+            ("bfloat16", None, None, False, None),
+            ("float32", 32, 30.0, True, None),
+            ("bfloat16", None, None, False, 8),
+        )
     ),
     Norm("bfloat16", "bfloat16", 1e-5),
     LogSumExp(),
     DrawTokens(),
 ]
-QUICK = (KERNELS[8],)
+QUICK = (KERNELS[9],)
 # Seconds for most: code for a CPU with short registers is long.
 EACH_KERNEL = pytest.mark.parametrize("kernel", grid(KERNELS, QUICK.__contains__), ids=lambda kernel: kernel.name)
 C_LIBRARY = {"malloc", "free", "usleep", "memcpy", "memset", "bzero"}
