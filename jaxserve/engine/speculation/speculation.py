@@ -9,6 +9,7 @@ so that acceptance is known even while nothing is verified.
 from __future__ import annotations
 
 import bisect
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -27,6 +28,10 @@ _LEVELS = 16
 # Drafts must promise this much more tokens a second, as measurements are noisy.
 _WORTH = 1.03
 
+# A step that was never measured is assumed to grow with the root of its tokens beyond those of a smaller one: between
+# reading weights and multiplying by them. Up to so many tokens, it takes as long as a decode step.
+_FREE_TOKENS = 8
+
 # A draft token that is accepted less often is not verified, even if the program has room for it.
 _UNLIKELY = 0.03
 
@@ -42,8 +47,10 @@ class Drafting(Protocol):
 
 
 class Speculation:
-    """Chooses drafts within the programs of `capacity`. With more than `max_requests` decodes of a
-    rank, it verifies none."""
+    """Chooses drafts within the programs of `capacity`.
+
+    With more than `max_requests` decodes of a rank, it verifies none.
+    """
 
     def __init__(self, capacity: Capacity, *, max_requests: int | None = None) -> None:
         self._decode_buckets = capacity.decode_buckets
@@ -90,9 +97,17 @@ class Speculation:
         levels = list(zip(*map(self._count_levels, ranks)))
         total = sum(map(len, ranks))
         best, best_lengths = _WORTH * total / decode_seconds, None
+        known_size, known_seconds = max(rows, _FREE_TOKENS), decode_seconds
         for size in self._verify_buckets[bisect.bisect_right(self._verify_buckets, rows) :]:
             gained, lengths = self._fill(levels, [size - len(requests) for requests in ranks])
-            rate = (total + gained) / self._seconds(size, decode_seconds)
+            seconds = self._costs.of(size)
+            if seconds is None:
+                seconds = known_seconds * math.sqrt(max(size / known_size, 1.0))
+            else:
+                known_size, known_seconds = size, seconds
+                if self._costs.age(size) > _STALE_STEPS:
+                    seconds *= _STALE_BONUS
+            rate = (total + gained) / seconds
             if rate > best:
                 best, best_lengths = rate, lengths
             if rows * (1 + self._max_drafts) <= size:
@@ -132,13 +147,6 @@ class Speculation:
 
     def _decode_key(self, rows: int) -> str:
         return f"decode-{self._decode_buckets[bisect.bisect_left(self._decode_buckets, rows)]}"
-
-    def _seconds(self, size: int, decode_seconds: float) -> float:
-        """Return the expected duration of a step that verifies; a size that was never measured is tried."""
-        seconds = self._costs.of(size)
-        if seconds is None:
-            return decode_seconds
-        return seconds * (_STALE_BONUS if self._costs.age(size) > _STALE_STEPS else 1.0)
 
     def _count_levels(self, requests: Sequence[Drafting]) -> list[int]:
         counts = [0] * _LEVELS

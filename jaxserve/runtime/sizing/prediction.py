@@ -44,20 +44,23 @@ class Prediction:
 def predict(
     deployment: Deployment, target: DeviceTarget, key: StepKey, cost: ProgramCost, exchanges: int = 0
 ) -> Prediction:
-    """Predict one step of a program. `exchanges` counts its collectives."""
+    """Predict one step of a program. `exchanges` counts its collectives.
+
+    A step that verifies has as many sequences as can verify whole drafts.
+    """
     best = roofline(deployment, target)
     reached = dataclasses.replace(
         best,
         bandwidth=best.bandwidth * _COPY_SHARE,
         peak_flops=None if best.peak_flops is None else best.peak_flops * _PRODUCT_SHARE,
     )
-    if key.kind == "decode":
-        limit = reached.decode_seconds(key.size, CONTEXT)
-        seconds = step_seconds(reached, cost, decodes=key.size, context=CONTEXT, exchanges=exchanges)
-    else:
-        limit = _prompt_seconds(reached, key.size)
-        seconds = step_seconds(reached, cost, prompt=key.size, exchanges=exchanges)
-    return Prediction(limit, seconds, key.size if key.kind == "decode" else 1)
+    if key.kind in ("decode", "verify"):
+        rows = key.size // (1 + deployment.capacity.max_drafts if key.kind == "verify" else 1)
+        limit = reached.decode_seconds(rows, CONTEXT)
+        seconds = step_seconds(reached, cost, decodes=rows, context=CONTEXT, exchanges=exchanges)
+        return Prediction(limit, seconds, rows)
+    limit = _prompt_seconds(reached, key.size)
+    return Prediction(limit, step_seconds(reached, cost, prompt=key.size, exchanges=exchanges), 1)
 
 
 def step_seconds(

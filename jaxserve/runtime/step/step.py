@@ -131,10 +131,13 @@ def step(
     with jax.named_scope("write_state"):
         slots = jnp.where(inputs.samples, inputs.slots, state.seq_lens.shape[0])
         counts = state.counts
+        tokens, last = drawn.tokens, drawn.tokens[:, 0]
         if not shape.key.greedy:
-            at = jnp.where(jnp.arange(drawn.tokens.shape[1]) < drawn.counts[:, None], slots[:, None], len(counts))
-            counts = counts.at[at, shard_index(drawn.tokens, counts.shape[1])].add(1, mode="drop")
-        last = jnp.take_along_axis(drawn.tokens, drawn.counts[:, None] - 1, axis=1)[:, 0]
+            live = jnp.arange(tokens.shape[1]) < drawn.counts[:, None]
+            at = jnp.where(live, slots[:, None], len(counts)).reshape(-1)
+            counts = counts.at[at, shard_index(tokens.reshape(-1), counts.shape[1])].add(1, mode="drop")
+        if shape.verifies:
+            last = jnp.take_along_axis(tokens, drawn.counts[:, None] - 1, axis=1)[:, 0]
         drafts = (
             None
             if context.lookup is None
