@@ -63,10 +63,22 @@ PageCopy = tuple[int, int, int, int]
 """The copy of a page of a rank, as (KV group, rank, source, target)."""
 
 
+class DraftRead(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """Tokens of a slot that a draft model reads before a step: `length` of them, the first `back` tokens before the
+    last one of the sequence, as the device knows it when the step begins."""
+
+    rank: int
+    slot: int
+    back: int
+    length: int
+
+
 class StepPlan(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One step of all ranks: slots to open, chunks to run (decodes first), and slots to close before, as (rank, slot).
 
     The first `num_decodes` chunks are decodes, those of a rank sorted by length, with `num_drafts` drafts to verify.
+    Before the chunks run, a draft model reads the tokens of `draft_reads`, and makes drafts of `draft_steps` tokens for
+    the chunks that verify any.
     `greedy` allows the program that has no sampler. Before anything else, pages are copied to slots of host memory, in
     the order of `saves`, and then from host memory, in the order of `loads`.
     """
@@ -77,6 +89,8 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     num_decodes: int
     greedy: bool
     num_drafts: int = 0
+    draft_reads: list[DraftRead] = []
+    draft_steps: int = 0
     saves: list[PageCopy] = []
     loads: list[PageCopy] = []
 
@@ -125,7 +139,9 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     `decode_buckets` are row counts of decode steps, `token_buckets` token counts of mixed steps, both ascending; no
     step may exceed the largest. Decode buckets up to `fine_decode_rows` are finely spaced. `prompt_logprob_tokens`
     bounds the tokens of a step that computes log probabilities of prompts. `verify_buckets` are token counts of steps
-    that verify drafts, of at most `max_drafts` tokens each; there are none without speculation. A sequence of more than
+    that verify drafts, of at most `max_drafts` tokens each; there are none without speculation. With a draft model,
+    `draft_buckets` are row counts of steps that make drafts, and `draft_read_buckets` token counts of those that read
+    tokens. A sequence of more than
     `rotation_length` tokens has another rotary embedding than a shorter one, from its first token on.
     """
 
@@ -142,6 +158,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     window_groups: tuple[WindowGroup, ...] = ()
     verify_buckets: tuple[int, ...] = ()
     max_drafts: int = 0
+    draft_buckets: tuple[int, ...] = ()
+    draft_read_buckets: tuple[int, ...] = ()
 
     @property
     def pages_by_group(self) -> tuple[int, ...]:

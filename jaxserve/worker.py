@@ -33,7 +33,7 @@ from jaxserve.observability.timeline import Timeline
 from jaxserve.runtime.devices.attach import attach
 from jaxserve.runtime.devices.device import facts_of_devices, free_bytes
 from jaxserve.runtime.devices.distributed import devices_of_all, join_processes, resolve_local_devices
-from jaxserve.runtime.devices.mesh import make_mesh
+from jaxserve.runtime.devices.mesh import device_bytes, make_mesh
 from jaxserve.runtime.execution.deployment_log import log_kv_groups, log_kv_scales, log_weights
 from jaxserve.runtime.execution.device_commands import (
     BroadcastCommands,
@@ -54,8 +54,7 @@ from jaxserve.runtime.sizing.memory_advice import deploy_or_advise
 from jaxserve.runtime.sizing.sizes import Sizes
 from jaxserve.runtime.sizing.temp_memory import size_pool_by_compiler
 from jaxserve.runtime.step.page_copies import row_specs
-from jaxserve.step_plan import Capacity
-from jaxserve.weights import check_tensors, checkpoint_kv_scales, open_weights, stored_types
+from jaxserve.weights import WeightReader, check_tensors, checkpoint_kv_scales, open_weights, stored_types
 
 logger = logging.getLogger("jaxserve.worker")
 
@@ -98,7 +97,8 @@ def build_engine(config: EngineConfig, nodes: ProcessGroup | None = None) -> tup
         with parts.phases("warm_up"), naming_the_bundle(config):
             executor.warm_up(keys)
     profiling = Profiling(JaxProfiler(timeline, parts.programs), config.profile_dir)
-    loop = _make_loop(config, parts.deployment.sizes, executor, parts.num_host_pages, timeline, profiling)
+    speculation = _speculation(parts.deployment)
+    loop = _make_loop(config, parts.deployment.sizes, executor, parts.num_host_pages, timeline, profiling, speculation)
     return loop, msgspec.structs.replace(parts.info, startup_seconds=parts.phases.seconds)
 
 
@@ -123,6 +123,8 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         device = local[0]
     with phases("model"):
         source = model_source.resolve(config.model)
+        if config.speculative_model is not None:
+            model_source.resolve(config.speculative_model)
         model = parse_model_config(model_source.read_config(source), str(source.config_file))
         check_tensors(source, model, config.load_format)
         stored = stored_types(source, model, config.load_format)
@@ -164,15 +166,19 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
     rows = [row_specs(deployment.state, group) for group in range(len(deployment.kv_specs))]
     num_host_pages = host_pages(config, sizes.capacity.pages_by_group, rows)
     with phases("weights"):
-        weights = open_weights(
-            source,
-            deployment.params,
-            dense=family(deployment.model).abstract(deployment.model, deployment.dtype),
-            quantization=model.quantization,
-            on_the_fly=deployment.weights.on_the_fly,
-            load_format=config.load_format,
-            seed=config.random_seed,
-        )
+        weights = [
+            open_weights(
+                source,
+                deployment.params,
+                dense=family(deployment.model).abstract(deployment.model, deployment.dtype),
+                quantization=model.quantization,
+                on_the_fly=deployment.weights.on_the_fly,
+                load_format=config.load_format,
+                seed=config.random_seed,
+            )
+        ]
+        if config.speculative_model is not None:
+            weights.append(_open_draft(config, config.speculative_model, deployment))
     # Programs are not loaded behind in a mesh, whose processes must choose alike, nor for a GPU, which would pause.
     behind = nodes is None and device.platform == "cpu"
     params, state, programs, compiled = fill_devices(
@@ -227,6 +233,24 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         kv_groups=groups,
     )
     return _EngineParts(deployment, programs, calls, num_host_pages, info, phases)
+
+
+def _open_draft(config: EngineConfig, name: str, deployment: Deployment) -> WeightReader:
+    """Return the reader of a draft model's weights. Raises `ConfigError` if its tensors don't fit its config."""
+    drafting = deployment.drafting
+    assert drafting is not None
+    assert drafting.model is not None
+    source, model = model_source.resolve(name), drafting.model
+    check_tensors(source, model, config.load_format)
+    return open_weights(
+        source,
+        drafting.params,
+        dense=drafting.dense,
+        quantization=model.quantization,
+        on_the_fly=drafting.weights.on_the_fly,
+        load_format=config.load_format,
+        seed=config.random_seed,
+    )
 
 
 def _find_devices(config: EngineConfig, nodes: ProcessGroup | None) -> tuple[list[Any], list[Any]]:
@@ -292,6 +316,7 @@ def _make_loop(
     num_host_pages: tuple[int, ...],
     timeline: Timeline,
     profiling: Profiling,
+    speculation: Speculation | None,
 ) -> EngineLoop:
     scheduler = Scheduler(
         sizes.capacity,
@@ -305,7 +330,7 @@ def _make_loop(
         prefix_cache=not config.disable_radix_cache,
         num_host_pages=num_host_pages,
         host_write_policy=config.hicache_write_policy,
-        speculation=_speculation(config, sizes.capacity),
+        speculation=speculation,
     )
     return EngineLoop(
         scheduler,
@@ -317,10 +342,15 @@ def _make_loop(
     )
 
 
-def _speculation(config: EngineConfig, capacity: Capacity) -> Speculation | None:
-    if config.speculative_method == "none":
+def _speculation(deployment: Deployment) -> Speculation | None:
+    config, drafting = deployment.config, deployment.drafting
+    if drafting is None:
         return None
-    return Speculation(capacity, max_requests=config.speculative_disable_by_batch_size)
+    cost = 0.0
+    if drafting.model is not None:
+        own, draft = (device_bytes(params, deployment.axis_sizes) for params in deployment.all_params)
+        cost = draft / own
+    return Speculation(deployment.capacity, max_requests=config.speculative_disable_by_batch_size, draft_cost=cost)
 
 
 if __name__ == "__main__":

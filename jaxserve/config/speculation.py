@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxserve.errors import ConfigError
 
 _WITH_A_MODEL = ("draft", "eagle", "eagle3")
-_NOT_BUILT = ("draft", "eagle", "eagle3", "mtp")
+_NOT_BUILT = ("eagle", "eagle3", "mtp")
 _LOOKUP = (4, 2)  # prompt_lookup_max and prompt_lookup_min, if they are not set
 
 
@@ -20,7 +20,7 @@ def check_speculation(
 ) -> None:
     """Raise `ConfigError` if a setting is for another method, or if the method lacks one."""
     if method in _NOT_BUILT:
-        raise ConfigError(f"speculative_method={method} is not built yet; set speculative_method to ngram")
+        raise ConfigError(f"speculative_method={method} is not built yet; set speculative_method to ngram or draft")
     if method == "none":
         if model is not None:
             raise ConfigError(f"speculative_model={model} needs speculative_method: draft, eagle or eagle3")

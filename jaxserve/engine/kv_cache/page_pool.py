@@ -10,13 +10,17 @@ from collections.abc import Iterable
 
 
 class PagePool:
-    """A pool of `num_pages` pages of `page_size` tokens, numbered from 0. A page is free or has one owner."""
+    """A pool of `num_pages` pages of `page_size` tokens, numbered from 0. A page is free or has one owner.
+
+    `read_by_draft[page]` is 1 if a draft model has read the page's tokens since it was allocated.
+    """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = list(range(num_pages - 1, -1, -1))
         self._owned = bytearray(num_pages)
+        self.read_by_draft = bytearray(num_pages)
 
     @property
     def num_free(self) -> int:
@@ -33,6 +37,7 @@ class PagePool:
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
             self._owned[page] = 1
+            self.read_by_draft[page] = 0
         return taken
 
     def release(self, pages: Iterable[int]) -> None:

@@ -14,7 +14,10 @@ from jaxserve.engine.scheduling.request import Request
 from jaxserve.engine.scheduling.request_table import RequestTable
 from jaxserve.engine.speculation.speculation import Speculation
 from jaxserve.errors import ConfigError
-from jaxserve.step_plan import Capacity, Chunk, PageCopy, SlotOpen, StepPlan
+from jaxserve.step_plan import Capacity, Chunk, DraftRead, PageCopy, SlotOpen, StepPlan
+
+# The last tokens of a sequence, which a draft model computes when it drafts: it need not have read them.
+_UNREAD = 2
 
 
 class Planner:
@@ -47,6 +50,7 @@ class Planner:
         self._speculation = speculation
         self._table = table
         self._page_size = capacity.page_size
+        self._most_read = max(capacity.draft_read_buckets, default=0)
         self._rotation_length = capacity.rotation_length
         self._no_pages: tuple[tuple[int, ...], ...] = ((),) * len(capacity.pages_by_group)
         self.prefills = PrefillChooser(
@@ -82,9 +86,11 @@ class Planner:
             greedy = greedy and (request.greedy or not chunk.sample)
         if not chunks:
             return None
-        num_drafts = 0
+        num_drafts, reads, steps = 0, list[DraftRead](), 0
         if self._speculation is not None and len(chunks) == num_decodes:
-            num_drafts = self._plan_drafts(self._speculation, chunks, requests)
+            num_drafts, reads = self._plan_drafts(self._speculation, chunks, requests)
+            if num_drafts and self._most_read:
+                steps = self._speculation.draft_steps(max(chunk.length for chunk in chunks) - 1)
         saves, loads = self._take_copies()
         plan = StepPlan(
             saves=saves,
@@ -95,6 +101,8 @@ class Planner:
             num_decodes=num_decodes,
             greedy=greedy,
             num_drafts=num_drafts,
+            draft_reads=reads,
+            draft_steps=steps,
         )
         return plan, requests
 
@@ -161,19 +169,23 @@ class Planner:
             rank.advance(request, last=True)
         return greedy
 
-    def _plan_drafts(self, speculation: Speculation, chunks: list[Chunk], requests: list[Request]) -> int:
-        """Lengthen the chunks of a step of decodes by drafts, and sort those of a rank by length; return their number.
+    def _plan_drafts(
+        self, speculation: Speculation, chunks: list[Chunk], requests: list[Request]
+    ) -> tuple[int, list[DraftRead]]:
+        """Lengthen the chunks of a step of decodes by drafts, and sort those of a rank by length.
 
-        Drafts never take pages that others need, nor do they pass a limit of the sequence.
+        Returns the number of draft tokens, and what a draft model reads before it makes them. Drafts never take pages
+        that others need, nor do they pass a limit of the sequence.
         """
         ranks: list[list[Request]] = [[] for _ in self._table.ranks]
         for request in requests:
             ranks[request.rank].append(request)
         lengths = speculation.choose(ranks)
         if lengths is None:
-            return 0
+            return 0, []
         page_size, rotation_length = self._page_size, self._rotation_length
         total = 0
+        reads: list[DraftRead] = []
         for index, (request, chunk) in enumerate(zip(requests, chunks)):
             planned = request.num_planned_tokens
             count = min(lengths[speculation.level(request)], request.max_new_tokens - request.num_planned_outputs)
@@ -183,10 +195,11 @@ class Planner:
             if count > (room := -planned % page_size):
                 # Each other request may need a page for its next step
                 count = min(count, room + max(0, rank.num_available_pages - len(ranks[chunk.rank])) * page_size)
-            if count <= 0:
+            if count <= 0 or (self._most_read and not self._read_for_drafts(rank, request, reads)):
                 continue
             total += count
             request.plan_drafts(count)
+            request.num_read_tokens = request.num_planned_tokens + 1 - _UNREAD
             added = rank.extend(request, planned + count, drafts=True)
             chunks[index] = Chunk(
                 request_id=chunk.request_id,
@@ -201,7 +214,19 @@ class Planner:
             )
         order = sorted(range(len(chunks)), key=lambda index: (chunks[index].rank, chunks[index].length))
         chunks[:], requests[:] = [chunks[i] for i in order], [requests[i] for i in order]
-        return total
+        return total, reads
+
+    def _read_for_drafts(self, rank: Rank, request: Request, reads: list[DraftRead]) -> bool:
+        """Let a draft model read what it lacks of a sequence, as far as the step has room; return whether it has."""
+        unread = request.num_planned_tokens - request.num_read_tokens  # before this step
+        room = self._most_read - sum(read.length for read in reads if read.rank == rank.index)
+        length = min(unread - _UNREAD, room)
+        if length > 0:
+            assert request.slot is not None
+            reads.append(DraftRead(rank=rank.index, slot=request.slot, back=unread - 1, length=length))
+            request.num_read_tokens += length
+            rank.mark_read_by_draft(request)
+        return unread - max(length, 0) <= _UNREAD
 
     def _prefill_chunk(self, request: Request, length: int) -> Chunk:
         """Plan the next `length` fill tokens of a request; the last one also samples its first new token."""

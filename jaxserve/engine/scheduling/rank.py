@@ -107,6 +107,7 @@ class Rank:
         request.passed = [0, *(run.first for run in runs)]
         request.num_shared_pages = len(pages)
         request.num_planned_tokens = request.num_computed_tokens = cached
+        request.num_read_tokens = self._num_read_by_draft(pages)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = cached
         self.prefilling[request.request_id] = request
@@ -168,6 +169,17 @@ class Rank:
                 self.windows[group - 1].release(given)
             else:
                 self.pool.release(given)
+
+    def mark_read_by_draft(self, request: Request) -> None:
+        """Mark the pages that a draft model has read, so that requests that find them in the cache know it."""
+        read = max(0, request.num_read_tokens - request.num_unverified_tokens)
+        for page in request.pages[0][: read // self.pool.page_size]:
+            self.pool.read_by_draft[page] = 1
+
+    def _num_read_by_draft(self, pages: Sequence[int]) -> int:
+        """Return how many tokens from the first one on a draft model has read."""
+        read = next((index for index, page in enumerate(pages) if not self.pool.read_by_draft[page]), len(pages))
+        return read * self.pool.page_size
 
     def cache_prompt(self, request: Request) -> None:
         """Hand the whole pages of planned fill tokens to the cache; later steps may read them."""
@@ -267,6 +279,7 @@ class Rank:
         self._free_slots.append(request.slot)
         self._closed_slots.append(request.slot)
         request.slot = None
+        self.mark_read_by_draft(request)
         pages, shared = request.pages[0], request.num_shared_pages
         # Planned tokens are written before any later step runs. To cache a page, its tokens must be known too.
         whole = max(min(request.num_certain_tokens, request.num_known_tokens) // self.pool.page_size, shared)

@@ -28,7 +28,8 @@ class Request:
 
     `pages` are by KV group. Of the groups with a window, the first `passed[group]` pages have been given up.
     The first `num_shared_pages` of its pages belong to the prefix cache and end at `node`, which the request has
-    locked; the others are its own. `acceptance` is the share of draft tokens that are accepted, None before the first.
+    locked; the others are its own. A draft model has read the first `num_read_tokens` of its planned tokens.
+    `acceptance` is the share of draft tokens that are accepted, None before the first.
     `queue_seconds` is None before the first start, and again once it was reported.
     """
 
@@ -49,6 +50,7 @@ class Request:
         "num_planned_outputs",
         "num_planned_tokens",
         "num_prompt_tokens",
+        "num_read_tokens",
         "num_shared_pages",
         "num_starts",
         "num_unverified_tokens",
@@ -114,6 +116,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_planned_outputs = 0
         self.num_unverified_tokens = 0
+        self.num_read_tokens = 0
         self.acceptance: float | None = None
         self.rank = 0
         self.slot: int | None = None
@@ -141,6 +144,7 @@ class Request:
         self.num_unverified_tokens -= count
         self.num_planned_tokens -= count - accepted
         self.num_planned_outputs -= count - accepted
+        self.num_read_tokens -= count - accepted
 
     @property
     def needs_prompt_logprobs(self) -> bool:

@@ -2,8 +2,9 @@
 
 A step that verifies drafts takes longer than a decode step and yields more tokens, if drafts are accepted. So of the
 programs that hold the running requests, the one with the most expected tokens a second runs; if that is the decode
-program, nothing is verified. A decode step shows at no cost whether the first draft token would have been accepted,
-so that acceptance is known even while nothing is verified.
+program, nothing is verified. A decode step shows at no cost whether the first token of a draft that was looked up
+would have been accepted, so that acceptance is known even while nothing is verified. A draft model only drafts what is
+verified, so that now and then a step verifies some to learn how much is accepted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jaxserve.step_plan import Capacity
 # The weight of a draft token in the acceptance of its request, and in that which new requests are assumed to have.
 _WEIGHT = 0.2
 _WEIGHT_FOR_NEW = 0.002
-_INITIAL = 0.3
+_INITIAL, _INITIAL_OF_A_MODEL = 0.3, 0.6
 
 # Requests of similar acceptance verify drafts of the same length.
 _LEVELS = 16
@@ -49,16 +50,23 @@ class Drafting(Protocol):
 class Speculation:
     """Chooses drafts within the programs of `capacity`.
 
-    With more than `max_requests` decodes of a rank, it verifies none.
+    With more than `max_requests` decodes of a rank, it verifies none. `draft_cost` estimates what a token of a draft
+    model costs, as a share of a decode step.
     """
 
-    def __init__(self, capacity: Capacity, *, max_requests: int | None = None) -> None:
+    def __init__(self, capacity: Capacity, *, max_requests: int | None = None, draft_cost: float = 0.0) -> None:
         self._decode_buckets = capacity.decode_buckets
         self._verify_buckets = capacity.verify_buckets
         self._max_drafts = capacity.max_drafts
         self._max_requests = max_requests
         self._costs = StepCosts()
-        self._new_acceptance = _INITIAL
+        self._draft_cost = draft_cost
+        self._by_model = bool(capacity.draft_buckets)
+        self._steps_without = 0
+        self._new_acceptance = _INITIAL_OF_A_MODEL if self._by_model else _INITIAL
+        # Lengths of drafts to choose from; a draft that was looked up is as long as it can be.
+        halves = [self._max_drafts >> i for i in range(self._max_drafts.bit_length())] if self._by_model else ()
+        self._draft_steps = tuple(sorted(halves)) or (self._max_drafts,)
         rates = [(level + 0.5) / _LEVELS for level in range(_LEVELS)]
         # Draft tokens by level and place, the likeliest first; of a level, each comes after those before it.
         self._places = sorted(
@@ -97,22 +105,31 @@ class Speculation:
         levels = list(zip(*map(self._count_levels, ranks)))
         total = sum(map(len, ranks))
         best, best_lengths = _WORTH * total / decode_seconds, None
+        if self._by_model and self._steps_without > _STALE_STEPS:
+            best = 0.0
+        draft_seconds = self._draft_cost * decode_seconds
         known_size, known_seconds = max(rows, _FREE_TOKENS), decode_seconds
         for size in self._verify_buckets[bisect.bisect_right(self._verify_buckets, rows) :]:
-            gained, lengths = self._fill(levels, [size - len(requests) for requests in ranks])
-            seconds = self._costs.of(size)
-            if seconds is None:
-                seconds = known_seconds * math.sqrt(max(size / known_size, 1.0))
-            else:
-                known_size, known_seconds = size, seconds
-                if self._costs.age(size) > _STALE_STEPS:
-                    seconds *= _STALE_BONUS
-            rate = (total + gained) / seconds
-            if rate > best:
-                best, best_lengths = rate, lengths
+            for steps in self._draft_steps:
+                gained, lengths = self._fill(levels, [size - len(requests) for requests in ranks], steps)
+                drafting = steps * draft_seconds
+                seconds = self._costs.of((size, steps))
+                if seconds is None:
+                    seconds = known_seconds * math.sqrt(max(size / known_size, 1.0)) + drafting
+                else:
+                    known_size, known_seconds = size, max(seconds - drafting, decode_seconds)
+                    if self._costs.age((size, steps)) > _STALE_STEPS:
+                        seconds *= _STALE_BONUS
+                rate = (total + gained) / seconds
+                if rate > best:
+                    best, best_lengths = rate, lengths
             if rows * (1 + self._max_drafts) <= size:
                 break
         return best_lengths
+
+    def draft_steps(self, longest: int) -> int:
+        """Return how many tokens a draft model drafts for each request, if the longest draft to verify is as long."""
+        return self._draft_steps[bisect.bisect_left(self._draft_steps, longest)]
 
     def level(self, request: Drafting) -> int:
         """Return the level of a request's acceptance."""
@@ -123,6 +140,8 @@ class Speculation:
 
     def count(self, request: Drafting, proposed: int, accepted: int, *, verified: bool) -> None:
         """Count the draft of a committed chunk: `proposed` tokens were compared, and `accepted` of them the same."""
+        if self._by_model and not verified:
+            return
         rate = self._new_acceptance if request.acceptance is None else request.acceptance
         new = self._new_acceptance
         for _ in range(accepted):
@@ -138,10 +157,12 @@ class Speculation:
             for place in range(accepted):
                 self._accepted_by_position[place] += 1
 
-    def count_step(self, rows: int, tokens: int, seconds: float) -> None:
+    def count_step(self, rows: int, tokens: int, seconds: float, draft_steps: int = 0) -> None:
         """Count the duration of a step of decodes, of the most `rows` and `tokens` that a rank has."""
+        self._steps_without = 0 if tokens > rows else self._steps_without + 1
         if tokens > rows:
-            self._costs.add(self._verify_buckets[bisect.bisect_left(self._verify_buckets, tokens)], seconds)
+            size = self._verify_buckets[bisect.bisect_left(self._verify_buckets, tokens)]
+            self._costs.add((size, draft_steps or self._max_drafts), seconds)
         else:
             self._costs.add(self._decode_key(rows), seconds)
 
@@ -154,9 +175,9 @@ class Speculation:
             counts[self.level(request)] += 1
         return counts
 
-    def _fill(self, levels: Sequence[Sequence[int]], room: list[int]) -> tuple[float, list[int]]:
+    def _fill(self, levels: Sequence[Sequence[int]], room: list[int], most: int) -> tuple[float, list[int]]:
         """Return how many draft tokens are expected to be accepted in a step with this room on each rank, and the
-        length of drafts by level; `levels` has the requests of each rank by level."""
+        length of drafts by level, at most `most`; `levels` has the requests of each rank by level."""
         lengths, closed = [0] * _LEVELS, [not any(counts) for counts in levels]
         gained = 0.0
         for unlikeliness, level in self._places:
@@ -168,5 +189,6 @@ class Speculation:
                 continue
             room = list(map(operator.sub, room, counts))
             lengths[level] += 1
+            closed[level] = lengths[level] == most
             gained -= unlikeliness * sum(counts)
         return gained, lengths

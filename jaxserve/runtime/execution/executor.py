@@ -24,8 +24,10 @@ from jaxserve.runtime.programs.builder import (
 )
 from jaxserve.runtime.programs.compile_counter import CompileCounter
 from jaxserve.runtime.programs.program_set import ProgramKey
+from jaxserve.runtime.speculation.draft_model import DraftKey
 from jaxserve.runtime.step import batch as batches
 from jaxserve.runtime.step import kv_scales
+from jaxserve.runtime.step.draft import pack_drafts, pack_nothing, pack_reads
 from jaxserve.runtime.step.input_packing import InputPacking
 from jaxserve.runtime.step.page_copies import PAGES_PER_COPY
 from jaxserve.runtime.step.sampling import Logprobs
@@ -118,6 +120,8 @@ class DeviceExecutor:
                 shape = batches.step_shape(key, self._capacity)
                 output = self._commands.step(key, batches.pack_step(_NO_REQUESTS, shape, self._capacity))
                 jax.block_until_ready(output)
+            elif isinstance(key, DraftKey):
+                jax.block_until_ready(self._commands.step(key, pack_nothing(key, self._capacity)))
             else:
                 self._run_without_pages(key)
         self._commands.store_arrived()
@@ -136,6 +140,9 @@ class DeviceExecutor:
         if plan.opens or plan.saves or plan.loads:
             with self._timeline.span("dispatch"):
                 self._prepare(plan)
+        if plan.draft_reads or plan.draft_steps:
+            with self._timeline.span("dispatch"):
+                self._draft(plan)
         with self._timeline.span("build"):
             key = self._substitute(batches.choose_program(plan, self._capacity))
             packed = batches.pack_step(plan, batches.step_shape(key, self._capacity), self._capacity)
@@ -210,6 +217,13 @@ class DeviceExecutor:
         for group, copies in self._split_copies(plan.loads):
             self._commands.load(group, _packed_pages(_targets(copies)), _sources(copies))
         self._open(plan.opens)
+
+    def _draft(self, plan: StepPlan) -> None:
+        """Run the programs of a draft model that precede the step."""
+        if plan.draft_reads:
+            self._commands.step(*pack_reads(plan.draft_reads, self._capacity))
+        if plan.draft_steps:
+            self._commands.step(*pack_drafts(plan, self._capacity))
 
     def _split_copies(self, copies: list[PageCopy]) -> Iterator[tuple[int, list[list[PageCopy]]]]:
         """Split copies into commands; yields the KV group of a command and its copies by rank."""

@@ -49,7 +49,7 @@ class PhaseTimer:
 def fill_devices(
     deployment: Deployment,
     mesh: Mesh,
-    weights: WeightReader,
+    weights: Sequence[WeightReader],
     bundle: BundleManifest | None,
     phases: PhaseTimer,
     *,
@@ -59,14 +59,15 @@ def fill_devices(
     """Return the weights, the state, the programs, and how many of these were compiled.
 
     The phase of the programs is called `compile` if any was compiled, else `programs`. With `behind`, programs that a
-    server doesn't need first are loaded while it serves. `kv_scales` are those of an fp8 KV cache by KV group, if they
-    aren't 1. Raises the first error of any part.
+    server doesn't need first are loaded while it serves. `weights` are those of the model, and of a draft
+    model if there is one. `kv_scales` are those of an fp8 KV cache by KV group, if they aren't 1. Raises the first error
+    of any part.
     """
     builder = deployment.builder(mesh)
     with ThreadPoolExecutor(2) as pool:
 
         def fill() -> tuple[Future[Any], Future[DeviceState]]:
-            params = pool.submit(_load, deployment.params, weights, shardings(mesh, deployment.params), phases)
+            params = pool.submit(_load, deployment, weights, mesh, phases)
             where = shardings(mesh, deployment.state)
             return params, pool.submit(_allocate, deployment.state, where, kv_scales, phases)
 
@@ -111,9 +112,12 @@ def naming_the_bundle(config: EngineConfig) -> Iterator[None]:
         ) from error
 
 
-def _load(specs: Any, weights: WeightReader, where: Any, phases: PhaseTimer) -> Any:
+def _load(deployment: Deployment, weights: Sequence[WeightReader], mesh: Mesh, phases: PhaseTimer) -> Any:
     with phases("weights"):
-        return build_params(specs, where, weights)
+        if len(weights) == 1:
+            return build_params(deployment.params, shardings(mesh, deployment.params), weights[0])
+        specs = deployment.all_params
+        return tuple(map(build_params, specs, shardings(mesh, specs), weights))
 
 
 def _allocate(

@@ -30,7 +30,9 @@ from jaxserve.runtime.devices.mesh import GPU, platform_of, shape_structs
 from jaxserve.runtime.programs.fingerprint import as_json, cpu_fact, cpu_flags, source_hash
 from jaxserve.runtime.programs.own_files import read_trusted, write_private
 from jaxserve.runtime.programs.program_set import ProgramKey
+from jaxserve.runtime.speculation.draft_model import DraftKey
 from jaxserve.runtime.step.batch import StepKey, step_packing, step_shape
+from jaxserve.runtime.step.draft import draft_packing, make_draft
 from jaxserve.runtime.step.kv_scales import make_kv_scales, num_tokens, scales_packing
 from jaxserve.runtime.step.page_copies import make_read_pages, make_write_pages, row_specs
 from jaxserve.runtime.step.sampling import Logprobs
@@ -118,6 +120,10 @@ class ProgramBuilder:
         if isinstance(key, str):
             size = scales_packing(num_tokens(self.capacity)).size
             return make_kv_scales(self.context, self.capacity, *specs), self._packed(size)
+        if isinstance(key, DraftKey):
+            return make_draft(self.context, key, self.capacity, *specs), self._packed(
+                draft_packing(key, self.capacity).size
+            )
         shape = step_shape(key, self.capacity)
         function = make_step(self.context, shape, *specs, replicate_output=self.num_processes > 1)
         return function, self._packed(step_packing(shape).size)
@@ -130,8 +136,8 @@ class ProgramBuilder:
         if key == ADJUST_KEY:
             return make_update(adjust, self.mesh, self.state_specs), self._packed(ADJUST.size)
         if key == READ_PROMPTS_KEY:
-            assert self.context.lookup is not None
-            read_prompts = make_read_prompts(self.context.lookup)
+            assert self.context.drafter is not None
+            read_prompts = make_read_prompts(self.context.drafter)
             return make_update(read_prompts, self.mesh, self.state_specs), self._packed(READ_PROMPTS.size)
         group = copied_group(key)
         rows = row_specs(self.state_specs, group)
@@ -184,7 +190,7 @@ class ProgramBuilder:
             "model": as_json(self.context.model),
             "attention": as_json(self.context.backend),
             "sample_rows": self.context.sample_rows,
-            "speculation": as_json(self.context.lookup),
+            "speculation": as_json(self.context.drafter),
             "cpu_kernels": device.platform == "cpu" and refusal() is None,
             "sizes": as_json(self.capacity),
             "mesh": dict(self.mesh.shape),
@@ -230,7 +236,7 @@ class ProgramBuilder:
 
 
 def _takes_weights(key: ProgramKey) -> bool:
-    return isinstance(key, StepKey) or key == KV_SCALES_KEY
+    return not isinstance(key, str) or key == KV_SCALES_KEY
 
 
 def leaves_of(tree: Any) -> tuple[Any, ...]:
@@ -268,7 +274,7 @@ def by_compile_cost(keys: Sequence[ProgramKey]) -> list[ProgramKey]:
 def _cost(key: ProgramKey) -> tuple[bool, int]:
     if isinstance(key, str):
         return (key == KV_SCALES_KEY, 0)
-    return (key.kind != "decode", key.size)
+    return (key.kind not in ("decode", "draft"), key.size)
 
 
 def compiler_options(mesh: Mesh, num_processes: int) -> dict[str, Any]:

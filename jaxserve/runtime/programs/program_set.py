@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from jaxserve.runtime.speculation.draft_model import DraftKey
 from jaxserve.runtime.step.batch import StepKey
 
 logger = logging.getLogger("jaxserve.runtime")
@@ -22,7 +23,7 @@ logger = logging.getLogger("jaxserve.runtime")
 # An assumed prompt length, which only the order of loading depends on.
 _PROMPT_TOKENS = 64
 
-ProgramKey = StepKey | str
+ProgramKey = StepKey | DraftKey | str
 Program = Callable[..., Any]
 
 
@@ -35,7 +36,10 @@ def needed_first(keys: Collection[ProgramKey]) -> list[ProgramKey]:
     steps = sorted((key for key in keys if isinstance(key, StepKey)), key=lambda key: key.size)
     largest = {key.kind: key for key in steps if not key.greedy}
     smallest = {(key.kind, key.greedy): key for key in reversed(steps)}
-    return [*dict.fromkeys([*largest.values(), *smallest.values()]), *(key for key in keys if isinstance(key, str))]
+    return [
+        *dict.fromkeys([*largest.values(), *smallest.values()]),
+        *(key for key in keys if not isinstance(key, StepKey)),
+    ]
 
 
 class ProgramSet(Mapping[ProgramKey, Program]):

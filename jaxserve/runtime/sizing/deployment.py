@@ -39,10 +39,11 @@ from jaxserve.runtime.programs.builder import (
 )
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.sizing import determinism
+from jaxserve.runtime.sizing.drafting import Drafting, plan_drafting
 from jaxserve.runtime.sizing.mesh_validation import check_mesh
-from jaxserve.runtime.sizing.sizes import Sizes, attention_problem, ngram_lookup, resolve_sizes
-from jaxserve.runtime.speculation.ngram import NgramLookup
+from jaxserve.runtime.sizing.sizes import Sizes, attention_problem, resolve_sizes
 from jaxserve.runtime.step.batch import StepKey
+from jaxserve.runtime.step.draft import draft_keys
 from jaxserve.runtime.step.state import DeviceState, expert_tokens_spec, pool_layout, state_specs
 from jaxserve.runtime.step.step import StepContext
 from jaxserve.step_plan import Capacity, WindowGroup
@@ -59,7 +60,8 @@ class Deployment:
 
     `params` and `state` are trees of specs over all of them; `model` is laid out for the shards of a rank. `stored`
     tells how the checkpoint stores its tensors if they may be quantized, `weights` how those of linear layers are held.
-    `nondeterminism` is the reason why the bits of a request depend on the batch, or empty if they don't.
+    `nondeterminism` is the reason why the bits of a request depend on the batch, or empty if they don't. `drafting`
+    says how it drafts, None without speculation.
     """
 
     config: EngineConfig
@@ -74,6 +76,7 @@ class Deployment:
     stored: Stored = dataclasses.field(default_factory=dict)
     weights: WeightChoice = dataclasses.field(default_factory=WeightChoice)
     nondeterminism: str = ""
+    drafting: Drafting | None = None
 
     @property
     def tensor(self) -> int:
@@ -136,19 +139,22 @@ class Deployment:
         groups = range(len(self.state.kv)) if self.config.enable_hierarchical_cache else ()
         copies = [key for group in groups for key in (read_key(group), write_key(group))]
         scales = [KV_SCALES_KEY] if self.config.calculate_kv_scales else []
-        prompts = [READ_PROMPTS_KEY] if self.lookup is not None else []
-        return [UPDATE_KEY, ADJUST_KEY, *prompts, *scales, *copies, *self.step_keys]
+        prompts = [READ_PROMPTS_KEY] if self.drafting is not None else []
+        return [UPDATE_KEY, ADJUST_KEY, *prompts, *scales, *copies, *draft_keys(self.capacity), *self.step_keys]
 
     @property
-    def lookup(self) -> NgramLookup | None:
-        """How drafts are found, if there are any."""
-        return ngram_lookup(self.config)
+    def all_params(self) -> Any:
+        """The weights that programs take: the model's, or a pair of these and a draft model's."""
+        if self.drafting is None or self.drafting.model is None:
+            return self.params
+        return self.params, self.drafting.params
 
     def builder(self, mesh: Mesh) -> ProgramBuilder:
         """Return the builder of its programs for a mesh of its devices, which need not be attached."""
         sample_rows = _CPU_SAMPLE_ROWS if self.device.platform == "cpu" else None
-        context = StepContext(self.model, self.backend, sample_rows, self.lookup)
-        return ProgramBuilder(context, self.capacity, mesh, self.params, self.state, self.config.nnodes)
+        drafter = None if self.drafting is None else self.drafting.drafter
+        context = StepContext(self.model, self.backend, sample_rows, drafter)
+        return ProgramBuilder(context, self.capacity, mesh, self.all_params, self.state, self.config.nnodes)
 
 
 def read_model(model: str) -> ModelConfig:
@@ -205,6 +211,7 @@ def deploy(
     axes = axis_sizes(data=data, tensor=tensor, expert=divided.expert)
     params = family(model).abstract(model, dtype)
     stored = stored or stored_by_config(model.quantization, params)
+    shards = Shards(tensor, tensor // divided.expert)
     weights = choose_weights(
         config.quantization,
         params,
@@ -212,14 +219,23 @@ def deploy(
         method_of(model.quantization, stored),
         target=device.kernels,
         dtype=dtype,
-        shards=Shards(tensor, tensor // divided.expert),
+        shards=shards,
         splits_into=model.splits_into,
     )
     params = hold_weights(params, weights.forms)
+    drafting = plan_drafting(config, model, context, dtype, device.kernels, shards)
+    draft_model = None if drafting is None else drafting.model
     weight_bytes = device_bytes(params, axes)
+    if drafting is not None and draft_model is not None:
+        weight_bytes += device_bytes(drafting.params, axes)
     try:
-        problem = functools.partial(attention_problem, config, model, dtype=dtype, kv_dtype=kv_dtype, tensor=tensor)
-        problems = [problem(spec) for spec in specs if spec.num_layers]
+        problems = [
+            attention_problem(config, one, spec, dtype=dtype, kv_dtype=kv_dtype, tensor=tensor)
+            for one in (model, draft_model)
+            if one is not None
+            for spec in one.kv_specs()
+            if spec.num_layers
+        ]
         backend = choose_backend(device.kernels, problems, config.attention_backend)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -246,16 +262,20 @@ def deploy(
         expert_tokens=expert_tokens_spec(
             len(model.mixture_layers), model.num_experts, ranks=data, over_ranks=model.experts_over_ranks
         ),
-        lookup=ngram_lookup(config),
+        drafter=None if drafting is None else drafting.drafter,
     )
     slot = describe(specs, one)
     page_bytes = [device_bytes(pool.pools, axes) for pool in slot.kv]
+    slot_bytes = device_bytes(slot, axes) - device_bytes(slot.kv, axes)
+    if slot.drafts is not None and slot.drafts.kv is not None:
+        page_bytes[0] += device_bytes(slot.drafts.kv.pools, axes)
+        slot_bytes -= device_bytes(slot.drafts.kv, axes)
     sized = functools.partial(
         resolve_sizes,
         model=model,
         device=device,
         weight_bytes=weight_bytes,
-        slot_bytes=device_bytes(slot, axes) - device_bytes(slot.kv, axes),
+        slot_bytes=slot_bytes,
         bytes_per_token=tuple(size // config.page_size for size in page_bytes),
         activations=activations,
         divided=divided,
@@ -286,6 +306,7 @@ def deploy(
         stored,
         weights,
         nondeterminism,
+        drafting,
     )
 
 

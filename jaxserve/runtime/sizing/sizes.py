@@ -14,8 +14,8 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.params import KVSpec
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.sizing import memory
+from jaxserve.runtime.sizing.drafting import max_drafts
 from jaxserve.runtime.sizing.memory import Footprint
-from jaxserve.runtime.speculation.ngram import NgramLookup
 from jaxserve.runtime.step.buckets import decode_buckets, fine_decode_rows, token_buckets
 from jaxserve.step_plan import Capacity, WindowGroup
 from pallas_kernels.paged_attention import Problem
@@ -64,11 +64,11 @@ _CPU = Defaults(running=32, chunk=512, smallest_bucket=64, max_fine=None, row_mu
 _ACCELERATOR = Defaults(running=256, chunk=2048, smallest_bucket=256, max_fine=160, row_multiple=8)
 _PROMPT_LOGPROB_TOKENS = 128
 
-# Draft tokens of a step by default; tokens of the largest step that verifies drafts, whose logits all exist at once on
-# a GPU; and what the sizes of such steps are multiples of.
-_DEFAULT_DRAFTS = 7
+# Tokens of the largest step that verifies drafts, whose logits all exist at once on a GPU; what the sizes of such steps
+# are multiples of; and the tokens that a draft model reads in the smaller of its two programs.
 _MOST_VERIFIED = 256
 _VERIFY_MULTIPLE = 8
+_FEW_READ = 64
 
 
 def defaults_of(device: DeviceFacts) -> Defaults:
@@ -125,8 +125,9 @@ def resolve_sizes(
     batched = config.max_num_batched_tokens or chunk
     largest = min(batched, max(pool.context_length, running))
     max_fine = config.cuda_graph_max_bs or defaults.max_fine
-    lookup = ngram_lookup(config)
-    drafts = 0 if lookup is None else lookup.max_drafts
+    drafts = max_drafts(config)
+    verified = _verify_buckets(config, min(running, largest), drafts, largest) if drafts else ()
+    drafting = verified if config.speculative_model is not None else ()
     capacity = Capacity(
         num_slots=running,
         num_pages=pool.pages[0],
@@ -145,19 +146,15 @@ def resolve_sizes(
             for spec, pages in zip(specs, pool.pages, strict=True)
             if spec.window is not None
         ),
-        verify_buckets=_verify_buckets(config, min(running, largest), drafts, largest) if drafts else (),
+        verify_buckets=verified,
         max_drafts=drafts,
+        draft_buckets=token_buckets(min(running, drafting[-1] // 2), smallest=defaults.row_multiple)
+        if drafting
+        else (),
+        draft_read_buckets=tuple(sorted({min(_FEW_READ, largest), largest})) if drafting else (),
     )
     prefill = min(config.max_prefill_tokens or chunk, largest)
     return Sizes(capacity, min(chunk, largest), prefill, largest, footprint, longest, pool.memory_bound)
-
-
-def ngram_lookup(config: EngineConfig) -> NgramLookup | None:
-    """Return how drafts are found, or None without speculation."""
-    if config.speculative_method == "none":
-        return None
-    count = config.num_speculative_tokens or _DEFAULT_DRAFTS
-    return NgramLookup(count, config.prompt_lookup_max, config.prompt_lookup_min)
 
 
 def _verify_buckets(config: EngineConfig, running: int, drafts: int, largest: int) -> tuple[int, ...]:

@@ -61,7 +61,7 @@ def make_kv_scales(
 
     def kv_scales(params: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, tuple[()]]:
         own = one_rank(state)
-        largest = _largest(params, own.kv, one_rank(packed), context, capacity)
+        largest = _largest(context.own_weights(params), own.kv, one_rank(packed), context, capacity)
         pools = tuple(map(_with_scales, own.kv, largest))
         return all_ranks(own.replace(kv=pools)), ()
 

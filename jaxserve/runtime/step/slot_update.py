@@ -24,9 +24,11 @@ from jaxserve.api_types import MAX_STOP_IDS
 from jaxserve.layers.axes import DATA_AXIS
 from jaxserve.layers.embedding import shard_index
 from jaxserve.runtime.devices.mesh import partitions
-from jaxserve.runtime.speculation.ngram import NgramLookup, remember
+from jaxserve.runtime.speculation.draft_model import DraftModel
+from jaxserve.runtime.speculation.ngram import NgramLookup
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
 from jaxserve.runtime.step.state import COUNT_MASK, FLOATS, INTS, SEEN_IN_PROMPT, DeviceState, all_ranks, one_rank
+from jaxserve.runtime.step.verify import read_tokens
 from jaxserve.step_plan import Capacity, SlotOpen
 
 # What one call holds for a rank. A step rarely starts more than 16 requests, and the input of `update` stays near 5 KB.
@@ -234,19 +236,21 @@ def adjust(state: DeviceState, packed: jax.Array) -> DeviceState:
     )
 
 
-def make_read_prompts(lookup: NgramLookup) -> Callable[[DeviceState, jax.Array], DeviceState]:
+def make_read_prompts(drafter: NgramLookup | DraftModel) -> Callable[[DeviceState, jax.Array], DeviceState]:
     """Return `read_prompts`, which sets the tokens of slots of one rank, and removes their drafts."""
 
     def read_prompts(state: DeviceState, packed: jax.Array) -> DeviceState:
         local, fields = one_rank(state), READ_PROMPTS.unpack(one_rank(packed))
         drafts, at = local.drafts, (fields["slots"],)
-        ngrams = dataclasses.replace(
-            drafts.ngrams,
-            lengths=_set(drafts.ngrams.lengths, at, fields["lengths"]),
-            namespaces=_set(drafts.ngrams.namespaces, at, fields["namespaces"]),
-        )
-        ngrams = remember(ngrams, fields["token_slots"], fields["positions"], fields["tokens"], lookup)
-        drafts = dataclasses.replace(drafts, counts=_set(drafts.counts, at, 0), ngrams=ngrams)
+        if drafts.ngrams is not None:
+            ngrams = dataclasses.replace(
+                drafts.ngrams,
+                lengths=_set(drafts.ngrams.lengths, at, fields["lengths"]),
+                namespaces=_set(drafts.ngrams.namespaces, at, fields["namespaces"]),
+            )
+            drafts = dataclasses.replace(drafts, ngrams=ngrams)
+        drafts = read_tokens(drafts, fields["token_slots"], fields["positions"], fields["tokens"], drafter)
+        drafts = dataclasses.replace(drafts, counts=_set(drafts.counts, at, 0))
         return all_ranks(dataclasses.replace(local, drafts=drafts))
 
     return read_prompts

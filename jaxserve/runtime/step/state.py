@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from jaxserve.layers.batch import KVPools
 from jaxserve.params import KVSpec
+from jaxserve.runtime.speculation.draft_model import DraftModel
 from jaxserve.runtime.speculation.ngram import NgramIndex, NgramLookup
 from jaxserve.step_plan import Capacity
 from pallas_kernels.paged_attention import KVLayout, PagedKV, is_float8, kv_layout
@@ -51,11 +52,17 @@ class SamplingRows:
 
 @flax.struct.dataclass
 class Drafts:
-    """The draft tokens of each slot for its next step, `counts` of them valid, and what they are looked up in."""
+    """The draft tokens of each slot for its next step, `counts` of them valid, and what they are made from.
+
+    That is an index of n-grams, or the tokens of the sequences and a draft model's keys and values of them. These are
+    on the pages of the first KV group.
+    """
 
     tokens: Int[Array, "slots max_drafts"]
     counts: Int[Array, " slots"]
-    ngrams: NgramIndex
+    ngrams: NgramIndex | None
+    history: Int[Array, "slots max_tokens"] | None = None
+    kv: PagedKV | None = None
 
 
 @flax.struct.dataclass
@@ -117,7 +124,7 @@ def state_specs(
     kv_dtype: np.dtype,
     platform: str = "cpu",
     expert_tokens: ArraySpec | None = None,
-    lookup: NgramLookup | None = None,
+    drafter: NgramLookup | DraftModel | None = None,
 ) -> DeviceState:
     """Return the state on a platform (jax's name for it), with an `ArraySpec` in place of each array."""
     ranks, slots = capacity.num_ranks, capacity.num_slots
@@ -150,17 +157,26 @@ def state_specs(
         ),
         counts=dataclasses.replace(by_slot(np.dtype(np.int16), vocab_size), axes=("ranks", None, "vocab")),
         expert_tokens=expert_tokens,  # type: ignore[arg-type]
-        drafts=None if lookup is None else _draft_specs(lookup, capacity.max_model_len, by_slot),
+        drafts=None if drafter is None else _draft_specs(drafter, capacity, by_slot, pool),
     )
 
 
-def _draft_specs(lookup: NgramLookup, max_tokens: int, by_slot: Callable[..., Any]) -> Drafts:
-    i32 = np.dtype(np.int32)
-    tables = len(lookup.sizes), min(_MAX_ENTRIES, 2 ** (max_tokens - 1).bit_length())
+def _draft_specs(
+    drafter: NgramLookup | DraftModel,
+    capacity: Capacity,
+    by_slot: Callable[..., Any],
+    pool: Callable[[KVSpec, int], Any],
+) -> Drafts:
+    i32, max_tokens = np.dtype(np.int32), capacity.max_model_len
+    tokens, counts = by_slot(i32, drafter.max_drafts), by_slot(i32)
+    if isinstance(drafter, DraftModel):
+        [spec] = drafter.model.kv_specs()
+        return Drafts(tokens, counts, None, by_slot(i32, max_tokens), pool(spec, capacity.num_pages))
+    tables = len(drafter.sizes), min(_MAX_ENTRIES, 2 ** (max_tokens - 1).bit_length())
     return Drafts(
-        tokens=by_slot(i32, lookup.max_drafts),
-        counts=by_slot(i32),
-        ngrams=NgramIndex(
+        tokens,
+        counts,
+        NgramIndex(
             history=by_slot(i32, max_tokens),
             lengths=by_slot(i32),
             namespaces=by_slot(i32),
@@ -190,15 +206,19 @@ def make_state(specs: DeviceState, shardings: DeviceState, kv_scales: Sequence[n
     """
     state = jax.tree.map(lambda s, where: jnp.zeros(s.shape, s.dtype, device=where), specs, shardings)
 
-    def scaled(group: int) -> PagedKV:
-        pool, spec, where = state.kv[group], specs.kv[group].scales, shardings.kv[group].scales
-        if spec is None:
+    def scaled(pool: PagedKV, spec: PagedKV, where: PagedKV, values: np.ndarray) -> PagedKV:
+        if spec.scales is None:
             return pool
-        values = np.broadcast_to(kv_scales[group] if kv_scales else np.float32(1), spec.shape)
-        scales = jax.make_array_from_callback(spec.shape, where, values.__getitem__)  # type: ignore[arg-type]
+        shape, values = spec.scales.shape, values.astype(np.float32)
+        scales = jax.make_array_from_callback(shape, where.scales, np.broadcast_to(values, shape).__getitem__)  # type: ignore[arg-type]
         return dataclasses.replace(pool, scales=scales)
 
-    return dataclasses.replace(state, kv=tuple(map(scaled, range(len(state.kv)))))
+    values = kv_scales or [np.ones(())] * len(state.kv)
+    kv = tuple(map(scaled, state.kv, specs.kv, shardings.kv, values))
+    drafts = state.drafts
+    if drafts is not None and drafts.kv is not None:
+        drafts = dataclasses.replace(drafts, kv=scaled(drafts.kv, specs.drafts.kv, shardings.drafts.kv, np.ones(())))  # type: ignore[union-attr, arg-type]
+    return dataclasses.replace(state, kv=kv, drafts=drafts)
 
 
 def one_rank(tree: Any) -> Any:

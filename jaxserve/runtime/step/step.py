@@ -22,6 +22,7 @@ from jaxserve.layers.embedding import mask_padding, shard_index
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family
 from jaxserve.runtime.devices.mesh import partitions
+from jaxserve.runtime.speculation.draft_model import DraftModel
 from jaxserve.runtime.speculation.ngram import NgramLookup
 from jaxserve.runtime.step import batch as batches
 from jaxserve.runtime.step import sampling, verify
@@ -41,14 +42,18 @@ class StepContext:
     """The static facts that all steps of a deployment share.
 
     `sample_rows` is the number of rows whose logits exist at once: rows are sampled in groups of this size, and groups
-    without a live row are skipped. None samples all rows at once, which suits a GPU. `lookup` says how drafts are
-    found, if there are any.
+    without a live row are skipped. None samples all rows at once, which suits a GPU. `drafter` says how drafts are
+    made, if there are any.
     """
 
     model: ModelConfig
     backend: Backend
     sample_rows: int | None
-    lookup: NgramLookup | None = None
+    drafter: NgramLookup | DraftModel | None = None
+
+    def own_weights(self, params: Any) -> Any:
+        """Return the model's own weights, of what programs take."""
+        return params[0] if isinstance(self.drafter, DraftModel) else params
 
 
 @flax.struct.dataclass
@@ -119,6 +124,7 @@ def step(
 ) -> tuple[DeviceState, StepOutput]:
     """Run the step of one rank."""
     model = family(context.model)
+    params = context.own_weights(params)
     inputs, state = batches.unpack_step(packed, state, shape)
     x = model.embed(context.model, params, inputs.batch)
     hidden, kv, *loads = model.forward(context.model, params, x, inputs.batch, state.kv, context.backend)
@@ -140,8 +146,8 @@ def step(
             last = jnp.take_along_axis(tokens, drawn.counts[:, None] - 1, axis=1)[:, 0]
         drafts = (
             None
-            if context.lookup is None
-            else verify.propose(state, drawn, inputs.slots, inputs.samples, context.lookup)
+            if context.drafter is None
+            else verify.propose(state, drawn, inputs.slots, inputs.samples, context.drafter)
         )
         state = dataclasses.replace(
             state,
@@ -152,7 +158,7 @@ def step(
             expert_tokens=state.expert_tokens + loads[0].astype(jnp.uint32) if loads else None,
             drafts=drafts,
         )
-    compared = None if context.lookup is None else jnp.stack([drawn.proposed, drawn.accepted], axis=1)
+    compared = None if context.drafter is None else jnp.stack([drawn.proposed, drawn.accepted], axis=1)
     num_tokens = jnp.where(inputs.samples, drawn.counts, 0)
     return state, StepOutput(drawn.tokens, num_tokens, logprobs, prompt_logprobs, state.expert_tokens, compared)
 
@@ -172,7 +178,9 @@ def _draw(
     if not shape.verifies:
         wanted = hidden.at[last].get(mode="promise_in_bounds") if not shape.decode_only else hidden
         rows = Rows(inputs.slots, batch.kv_lens, inputs.samples)
-        tokens, logprobs = _sample_rows(model, params, wanted, rows, batch.num_seqs, state, context, shape)
+        tokens, logprobs = sample_rows(
+            model, params, wanted, rows, batch.num_seqs, state, context, greedy=shape.key.greedy
+        )
         tokens = tokens[:, None]
         if state.drafts is None:
             ones = jnp.ones_like(batch.kv_lens)
@@ -183,14 +191,14 @@ def _draw(
     pending = verify.drafts_before(state, jnp.minimum(inputs.slots, len(state.seq_lens) - 1), inputs.token_row, offset)
     rows = Rows(inputs.slots[inputs.token_row], batch.positions + 1, batch.live, pending)
     live = batch.query_starts[batch.num_seqs]
-    tokens, logprobs = _sample_rows(model, params, hidden, rows, live, state, context, shape)
+    tokens, logprobs = sample_rows(model, params, hidden, rows, live, state, context, greedy=False)
     of_rows = verify.rows_of_tokens(batch.query_starts, 1 + shape.max_drafts, shape.tokens)
     tokens, logprobs = jax.tree.map(lambda x: x[of_rows], (tokens, logprobs))
     queries = batch.query_starts[1:] - batch.query_starts[:-1]
     return verify.accept(state.drafts, tokens, inputs.slots, queries, batch.kv_lens), logprobs
 
 
-def _sample_rows(
+def sample_rows(
     model: ModuleType,
     params: Any,
     hidden: Float[Array, "rows dim"],
@@ -198,9 +206,10 @@ def _sample_rows(
     live: Int[Array, ""],
     state: DeviceState,
     context: StepContext,
-    shape: StepShape,
+    *,
+    greedy: bool,
 ) -> tuple[Int[Array, " rows"], Logprobs | None]:
-    """Run head and sampler on groups of at most `context.sample_rows` of the rows, of which the first `live` are."""
+    """Run head and sampler of `context.model` on groups of at most `context.sample_rows` of the rows, of which the first `live` are."""
     count = len(hidden)
     size = min(context.sample_rows or count, count)
     padding = -count % size
@@ -210,7 +219,7 @@ def _sample_rows(
     def group(start: Array | int) -> tuple[Array, Logprobs | None]:
         states, own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), (hidden, rows))
         logits = mask_padding(model.head(context.model, params, states), context.model.vocab_size)
-        if shape.key.greedy:
+        if greedy:
             return sampling.greedy(logits), None
         return sampling.sample(logits, state.sampling, state.counts, own, context.backend.target)
 

@@ -8,6 +8,7 @@ acceptance is that of rejection sampling (Leviathan et al. 2023).
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jaxserve.layers.axes import TENSOR_AXES
+from jaxserve.runtime.speculation.draft_model import DraftModel
 from jaxserve.runtime.speculation.ngram import NgramLookup, look_up, remember
 from jaxserve.runtime.step.state import DeviceState, Drafts
 
@@ -83,9 +85,13 @@ def accept(
 
 
 def propose(
-    state: DeviceState, drawn: Drawn, slots: Int[Array, " rows"], draws: Bool[Array, " rows"], lookup: NgramLookup
+    state: DeviceState,
+    drawn: Drawn,
+    slots: Int[Array, " rows"],
+    draws: Bool[Array, " rows"],
+    drafter: NgramLookup | DraftModel,
 ) -> Drafts:
-    """Return the drafts for the next step, after the drawn tokens of rows that draw."""
+    """Return the drafts for the next step, after the drawn tokens of rows that draw; a draft model makes none yet."""
     assert state.drafts is not None
     ahead = jnp.arange(drawn.tokens.shape[1], dtype=jnp.int32)
     num_slots = state.drafts.counts.shape[0]
@@ -93,14 +99,33 @@ def propose(
     at = jnp.where(live, slots[:, None], num_slots)
     positions = (drawn.lengths - drawn.counts + 1)[:, None] + ahead
     at, positions, known = (x.reshape(-1) for x in (at, positions, drawn.tokens))
-    ngrams = remember(state.drafts.ngrams, at, positions, known, lookup)
-    tokens, counts = look_up(ngrams, jnp.minimum(slots, num_slots - 1), lookup)
+    drafts = read_tokens(state.drafts, at, positions, known, drafter)
+    if isinstance(drafter, DraftModel):
+        return dataclasses.replace(drafts, counts=drafts.counts.at[slots].set(0, mode="drop"))
+    assert drafts.ngrams is not None
+    tokens, counts = look_up(drafts.ngrams, jnp.minimum(slots, num_slots - 1), drafter)
     if lax.axis_size(TENSOR_AXES) > 1:
         # Where two n-grams of a step have one entry, each shard may have stored another of them.
         tokens, counts = lax.pmax((tokens, counts), TENSOR_AXES)
     slots = jnp.where(draws, slots, num_slots)
-    return Drafts(
-        state.drafts.tokens.at[slots].set(tokens, mode="drop"),
-        state.drafts.counts.at[slots].set(counts, mode="drop"),
-        ngrams,
+    return dataclasses.replace(
+        drafts,
+        tokens=drafts.tokens.at[slots].set(tokens, mode="drop"),
+        counts=drafts.counts.at[slots].set(counts, mode="drop"),
     )
+
+
+def read_tokens(
+    drafts: Drafts,
+    slots: Int[Array, " tokens"],
+    positions: Int[Array, " tokens"],
+    tokens: Int[Array, " tokens"],
+    drafter: NgramLookup | DraftModel,
+) -> Drafts:
+    """Add tokens to what drafts are made from. Invalid slots are dropped."""
+    if isinstance(drafter, DraftModel):
+        assert drafts.history is not None
+        history = drafts.history.at[slots, positions].set(tokens, mode="drop", wrap_negative_indices=False)
+        return dataclasses.replace(drafts, history=history)
+    assert drafts.ngrams is not None
+    return dataclasses.replace(drafts, ngrams=remember(drafts.ngrams, slots, positions, tokens, drafter))

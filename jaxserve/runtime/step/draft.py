@@ -1,0 +1,234 @@
+"""The programs of a draft model: one reads tokens into its cache, the other makes drafts for the next step.
+
+A draft model follows the sequences only where it drafts: the scheduler knows how far behind it is. So both programs
+find their tokens in `Drafts.history`, at places relative to the length of the sequence, which the device knows.
+Drafting computes the last two tokens of a sequence, as the last draft token is never computed before it is accepted.
+
+Each draft token is drawn as the target will draw at its place: with the request's own parameters and noise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxserve.layers.axes import DATA_AXIS
+from jaxserve.layers.batch import TokenBatch
+from jaxserve.models.registry import family
+from jaxserve.runtime.devices.mesh import partitions
+from jaxserve.runtime.speculation.draft_model import DraftKey, DraftModel
+from jaxserve.runtime.step.buckets import smallest_fitting
+from jaxserve.runtime.step.input_packing import InputPacking, PackedField
+from jaxserve.runtime.step.sampling import Rows, uses_triton
+from jaxserve.runtime.step.state import INTS, DeviceState, all_ranks, one_rank
+from jaxserve.runtime.step.step import StepContext, sample_rows
+from jaxserve.step_plan import Capacity, Chunk, DraftRead, StepPlan
+from pallas_kernels.paged_attention import PagedKV
+
+# The tokens of a sequence that drafting computes before it draws the first draft token.
+_LAST = 2
+
+
+def draft_keys(capacity: Capacity) -> list[DraftKey]:
+    """Return the keys of the programs of a draft model; none without one."""
+    return [
+        *(DraftKey("draft", size) for size in capacity.draft_buckets),
+        *(DraftKey("read", size) for size in capacity.draft_read_buckets),
+    ]
+
+
+@functools.cache
+def draft_packing(key: DraftKey, capacity: Capacity) -> InputPacking:
+    """Return the layout of a program's input."""
+    if key.kind == "read":
+        rows = min(capacity.num_slots, key.size)
+        names = ("slots", "backs", "ends")
+        return InputPacking([PackedField("num_seqs"), *(PackedField(name, rows, fill=-1) for name in names)])
+    pages = key.size * -(-(1 + capacity.max_drafts) // capacity.page_size)
+    return InputPacking(
+        [
+            PackedField("num_seqs"),
+            PackedField("num_steps"),
+            PackedField("slots", key.size, fill=-1),
+            PackedField("page_slots", pages, fill=-1),
+            PackedField("page_columns", pages),
+            PackedField("page_ids", pages),
+        ]
+    )
+
+
+def pack_reads(reads: list[DraftRead], capacity: Capacity) -> tuple[DraftKey, np.ndarray]:
+    """Return the program that reads tokens, and its input `[ranks, size]`."""
+    by_rank: list[list[DraftRead]] = [[] for _ in range(capacity.num_ranks)]
+    for read in reads:
+        by_rank[read.rank].append(read)
+    most = max(sum(read.length for read in own) for own in by_rank)
+    key = DraftKey("read", smallest_fitting(capacity.draft_read_buckets, most))
+    packing = draft_packing(key, capacity)
+    rows = min(capacity.num_slots, key.size)
+
+    def pack(own: list[DraftRead]) -> np.ndarray:
+        ends = np.cumsum([0, *(read.length for read in own)])[1:].tolist()
+        ends += (ends[-1:] or [0]) * (rows - len(ends))
+        slots, backs = [read.slot for read in own], [read.back for read in own]
+        return packing.pack({"num_seqs": [len(own)], "slots": slots, "backs": backs, "ends": ends})
+
+    return key, np.stack([pack(own) for own in by_rank])
+
+
+def pack_drafts(plan: StepPlan, capacity: Capacity) -> tuple[DraftKey, np.ndarray]:
+    """Return the program that makes the drafts that a plan verifies, and its input `[ranks, size]`."""
+    by_rank: list[list[Chunk]] = [[] for _ in range(capacity.num_ranks)]
+    for chunk in plan.chunks:
+        if chunk.length > 1:
+            by_rank[chunk.rank].append(chunk)
+    key = DraftKey("draft", smallest_fitting(capacity.draft_buckets, max(map(len, by_rank))))
+    packing, page_size = draft_packing(key, capacity), capacity.page_size
+
+    def pack(own: list[Chunk]) -> np.ndarray:
+        fields: dict[str, list[int]] = {"page_slots": [], "page_columns": [], "page_ids": []}
+        for chunk in own:
+            pages, first = chunk.new_pages[0], -(-chunk.start // page_size)
+            fields["page_slots"] += [chunk.slot] * len(pages)
+            fields["page_columns"] += range(first, first + len(pages))
+            fields["page_ids"] += pages
+        slots = [chunk.slot for chunk in own]
+        return packing.pack({"num_seqs": [len(own)], "num_steps": [plan.draft_steps], "slots": slots, **fields})
+
+    return key, np.stack([pack(own) for own in by_rank])
+
+
+def pack_nothing(key: DraftKey, capacity: Capacity) -> np.ndarray:
+    """Return the input of a program for no request."""
+    packing = draft_packing(key, capacity)
+    none = {"ends": [0] * min(capacity.num_slots, key.size)} if key.kind == "read" else {}
+    return np.stack([packing.pack(none)] * capacity.num_ranks)
+
+
+def make_draft(
+    context: StepContext, key: DraftKey, capacity: Capacity, mesh: Mesh, param_specs: Any, state_specs: DeviceState
+) -> Callable[..., tuple[DeviceState, tuple[()]]]:
+    """Return the function `(params, state, packed) -> (state, ())` of a program, over global arrays."""
+    drafter = context.drafter
+    assert isinstance(drafter, DraftModel)
+    own_context = dataclasses.replace(context, model=drafter.model)
+    run = _draft if key.kind == "draft" else _read
+
+    def body(params: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, tuple[()]]:
+        _, own = params
+        fields = draft_packing(key, capacity).unpack(one_rank(packed))
+        return all_ranks(run(own, one_rank(state), fields, key.size, own_context)), ()
+
+    body.__name__ = str(key).replace("-", "_")
+    parts = partitions(state_specs)
+    return jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(partitions(param_specs), parts, PartitionSpec(DATA_AXIS)),
+        out_specs=(parts, ()),
+        check_vma=False,
+    )
+
+
+def _read(params: Any, state: DeviceState, fields: dict[str, Array], size: int, context: StepContext) -> DeviceState:
+    """Compute tokens of sequences: row r begins `backs[r]` tokens before the last one."""
+    slots, ends = jnp.maximum(fields["slots"], 0), fields["ends"]
+    starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
+    live = jnp.arange(len(slots), dtype=jnp.int32) < fields["num_seqs"]
+    first = jnp.where(live, state.seq_lens[slots] - fields["backs"], 0)
+    batch = _batch(state, slots, first, starts, size, fields["num_seqs"])
+    _, kv = _forward(params, batch, state.drafts.kv, context)  # type: ignore[union-attr, arg-type]
+    return _with_drafts(state, kv=kv)
+
+
+def _draft(params: Any, state: DeviceState, fields: dict[str, Array], size: int, context: StepContext) -> DeviceState:
+    """Make drafts of `num_steps` tokens."""
+    drafts = state.drafts
+    assert drafts is not None
+    assert drafts.kv is not None
+    num_slots, most = state.seq_lens.shape[0], drafts.tokens.shape[1]
+    at = jnp.where(fields["page_slots"] < 0, num_slots, fields["page_slots"])
+    table = state.page_tables[0].at[at, fields["page_columns"]].set(fields["page_ids"], mode="drop")
+    state = dataclasses.replace(state, page_tables=(table, *state.page_tables[1:]))
+    slots, num_seqs = jnp.maximum(fields["slots"], 0), fields["num_seqs"]
+    row = jnp.arange(size, dtype=jnp.int32)
+    live = row < num_seqs
+    lengths = jnp.where(live, state.seq_lens[slots], 0)
+    ends = jnp.minimum(jnp.arange(size + 1, dtype=jnp.int32), num_seqs)
+
+    def draw(hidden: Float[Array, "rows dim"], found: Int[Array, "rows most"], ahead: Array) -> Array:
+        """Return the drafts with another token, `ahead` tokens after the last one of the sequence."""
+        rows = Rows(slots, lengths + 1 + ahead, live, jnp.where(jnp.arange(most) < ahead, found, -1))
+        tokens, _ = sample_rows(family(context.model), params, hidden, rows, num_seqs, state, context, greedy=False)
+        return lax.dynamic_update_slice_in_dim(found, tokens[:, None], ahead, axis=1)
+
+    batch = _batch(state, slots, jnp.maximum(lengths - 1, 0), ends * _LAST, size * _LAST, num_seqs)
+    hidden, kv = _forward(params, dataclasses.replace(batch, max_queries=_LAST), drafts.kv, context)
+    last = jnp.minimum(row * _LAST + _LAST - 1, size * _LAST - 1)
+    found = draw(hidden[last], jnp.zeros((size, most), jnp.int32), jnp.int32(0))
+
+    def body(ahead: Array, carried: tuple[PagedKV, Array]) -> tuple[PagedKV, Array]:
+        kv, found = carried
+        step = _batch(state, slots, lengths + ahead, ends, size, num_seqs)
+        token = lax.dynamic_index_in_dim(found, ahead - 1, axis=1, keepdims=False)
+        step = dataclasses.replace(step, tokens=token, num_decodes=num_seqs, decode_only=True)
+        hidden, kv = _forward(params, step, kv, context)
+        return kv, draw(hidden, found, ahead)
+
+    # On a GPU, a loop whose length the host knows needs no look at it after each step.
+    steps = most if uses_triton(context.backend.target) else fields["num_steps"]
+    kv, found = lax.fori_loop(1, steps, body, (kv, found))
+    drafted = jnp.where(live, slots, num_slots)
+    tokens = drafts.tokens.at[drafted].set(found, mode="drop")
+    return _with_drafts(state, kv=kv, tokens=tokens, counts=drafts.counts.at[drafted].set(steps, mode="drop"))
+
+
+def _batch(
+    state: DeviceState,
+    slots: Int[Array, " rows"],
+    first: Int[Array, " rows"],
+    starts: Int[Array, " rows_plus_1"],
+    size: int,
+    num_seqs: Int[Array, ""],
+) -> TokenBatch:
+    """Return rows of tokens of the sequences' history, row r from position `first[r]` on."""
+    assert state.drafts is not None
+    assert state.drafts.history is not None
+    token = jnp.arange(size, dtype=jnp.int32)
+    row = jnp.searchsorted(starts[1:], token, side="right", method="compare_all").astype(jnp.int32)
+    row = jnp.minimum(row, len(slots) - 1)
+    positions = jnp.where(token < starts[-1], first[row] + token - starts[row], 0)
+    fill_lens = state.sampling.ints[slots, INTS.index("fill_len")]
+    return TokenBatch(
+        tokens=state.drafts.history.at[slots[row], positions].get(mode="clip"),
+        positions=positions,
+        fill_lens=fill_lens[row],
+        page_tables=(state.page_tables[0][slots],),
+        query_starts=starts,
+        kv_lens=jnp.where(starts[1:] > starts[:-1], first + starts[1:] - starts[:-1], 0),
+        num_decodes=jnp.zeros_like(num_seqs),
+        num_seqs=num_seqs,
+    )
+
+
+def _forward(
+    params: Any, batch: TokenBatch, kv: PagedKV, context: StepContext
+) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+    model = family(context.model)
+    x = model.embed(context.model, params, batch)
+    hidden, [kv], *_ = model.forward(context.model, params, x, batch, (kv,), context.backend)
+    return hidden, kv
+
+
+def _with_drafts(state: DeviceState, **changes: Any) -> DeviceState:
+    assert state.drafts is not None
+    return dataclasses.replace(state, drafts=dataclasses.replace(state.drafts, **changes))
