@@ -10,10 +10,13 @@ import numpy as np
 
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.speculation.speculation import Drafting, Speculation
+from jaxserve.runtime.programs.program_set import ProgramKey
+from jaxserve.runtime.step.batch import StepKey
+from jaxserve.runtime.step.step import StepOutput
 from jaxserve.step_plan import Capacity, StepPlan
 
-# The leaves of `Drafts` are the last of the state.
-_KNOWN, _COUNTS, _TOKENS = -4, -6, -7
+# The draft tokens among the leaves of the state, of which those of `Drafts` are the last; after them come their counts.
+_TOKENS = {"ngram": -7, "draft": -5}
 
 
 class AnyLengths(Speculation):
@@ -39,29 +42,42 @@ class ForcedDrafts:
     the probability `rightness`, else any of `vocab`.
     """
 
-    def __init__(self, loop: EngineLoop, vocab: int, rng: random.Random) -> None:
+    def __init__(self, loop: EngineLoop, vocab: int, rng: random.Random, method: str = "ngram") -> None:
         self.sequences: Mapping[str, Sequence[int]] = {}
         self.rightness = 1.0
-        self._random, self._vocab = rng, vocab
-        executor, scheduler = loop._executor, loop._scheduler
+        self._random, self._vocab, self._tokens = rng, vocab, _TOKENS[method]
+        self._plan: StepPlan | None = None
+        executor = loop._executor
         self._commands = executor._commands  # type: ignore[attr-defined]
-        self._dispatch = executor.dispatch
-        executor.dispatch = self._force  # type: ignore[method-assign]
-        speculation = AnyLengths(executor.capacity, rng)
-        scheduler._speculation = scheduler._planner._speculation = speculation
+        self._dispatch, self._step = executor.dispatch, self._commands.step
+        executor.dispatch = self._remember  # type: ignore[method-assign]
+        self._commands.step = self._force
+        draft_any_lengths(loop, rng)
 
-    def _force(self, plan: StepPlan) -> object:
-        if plan.num_drafts:
+    def _remember(self, plan: StepPlan) -> object:
+        self._plan = plan
+        return self._dispatch(plan)
+
+    def _force(self, key: ProgramKey, packed: np.ndarray) -> StepOutput:
+        if isinstance(key, StepKey) and key.kind == "verify":
             leaves = list(self._commands._state)
-            tokens, counts, known = (np.array(leaves[at]) for at in (_TOKENS, _COUNTS, _KNOWN))
-            for chunk in plan.chunks:
+            by_slot = [leaf for leaf in leaves if leaf.ndim == 2 and leaf.dtype == np.int32]
+            tokens, counts, computed = (np.array(x) for x in (*leaves[self._tokens :][:2], by_slot[1]))
+            assert self._plan is not None
+            for chunk in self._plan.chunks:
                 at = chunk.rank, chunk.slot
-                right = list(self.sequences.get(chunk.request_id, ()))[known[at] :]
+                right = list(self.sequences.get(chunk.request_id, ()))[computed[at] + 1 :]
                 for place in range(tokens.shape[2]):
                     is_right = place < len(right) and self._random.random() < self.rightness
                     tokens[at][place] = right[place] if is_right else self._random.randrange(self._vocab)
                 counts[at] = self._random.choice([0, 1, tokens.shape[2], tokens.shape[2]])
-            for where, values in ((_TOKENS, tokens), (_COUNTS, counts)):
+            for where, values in ((self._tokens, tokens), (self._tokens + 1, counts)):
                 leaves[where] = jax.device_put(values, leaves[where].sharding)
             self._commands._state = tuple(leaves)
-        return self._dispatch(plan)
+        return self._step(key, packed)
+
+
+def draft_any_lengths(loop: EngineLoop, rng: random.Random) -> None:
+    """Let an engine verify drafts of random lengths."""
+    scheduler = loop._scheduler
+    scheduler._speculation = scheduler._planner._speculation = AnyLengths(loop._executor.capacity, rng)

@@ -42,7 +42,7 @@ from jaxserve.step_plan import Capacity, SlotOpen, StepPlan
 from jaxserve.weights.arrays import flatten
 from jaxserve.weights.dummy import dummy_params
 from jaxserve.worker import build_engine
-from tests.drafts import ForcedDrafts
+from tests.drafts import ForcedDrafts, draft_any_lengths
 from tests.models.forward import cpu_mesh, prompt_logits
 from tests.runtime import plain_sampling
 from tests.selection import grid
@@ -459,6 +459,48 @@ def test_drafts_change_no_token(build: Build, name: str, drafts: int, order: str
                 assert (answer.tokens, answer.last.finish_reason) == (other.tokens, other.last.finish_reason)
                 assert [entry.token_id for entry in answer.logprobs] == [entry.token_id for entry in other.logprobs]
         assert loop.stats().accepted_tokens > accepted + 20 or rightness < 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "drafts", "order"),
+    grid(
+        itertools.product(("tiny-pool", "write-back", "longrope", "windowed"), range(1, 9), ("overlap", "in-turn")),
+        {("tiny-pool", 4, "overlap"), ("write-back", 3, "in-turn")}.__contains__,
+    ),
+)
+def test_a_draft_model_follows_its_sequences(build: Build, tmp_path: Path, name: str, drafts: int, order: str) -> None:
+    """A model that drafts for itself is always right, unless it lacks a token that the sequence has."""
+    plain, _ = build(name)
+    folder = write_tiny_model(tmp_path)
+    (folder / "config.json").write_text(json.dumps(_model(name)))
+    loop, info = build(
+        name,
+        speculative_method="draft",
+        speculative_model=str(folder),
+        num_speculative_tokens=drafts,
+        disable_overlap_schedule=order == "in-turn",
+    )
+    rng = random.Random(f"{name} {drafts} {order}")
+    draft_any_lengths(loop, rng)
+    sequences: list[list[int]] = []
+    for _ in range(3):
+        requests = [_random_request(rng, i, info.max_model_len, sequences) for i in range(8)]
+        sampled = [
+            msgspec.structs.replace(request, request_id=f"s{i}") for i, request in enumerate(sampled_requests(rng))
+        ]
+        expected = _run(plain, requests + sampled)
+        sequences += [one.prompt_ids + expected[one.request_id].tokens for one in requests + sampled]
+        answers = _run(loop, requests + sampled, rng, abort_chance=0.1)
+        for request in requests + sampled:
+            answer, other = answers[request.request_id], expected[request.request_id]
+            assert answer.tokens == other.tokens[: len(answer.tokens)]
+            if answer.last.finish_reason is not FinishReason.ABORT:
+                assert (answer.tokens, answer.last.finish_reason) == (other.tokens, other.last.finish_reason)
+    stats = loop.stats(check=True)
+    assert stats.num_preemptions > 0 or name != "tiny-pool"
+    assert stats.cache_hit_tokens > 0
+    assert stats.accepted_tokens > 100
+    assert stats.accepted_tokens == stats.draft_tokens
 
 
 @pytest.mark.parametrize("name", grid(["tiny-pool", "wide"], QUICK.__contains__))

@@ -105,8 +105,10 @@ def test_the_models_own_layers(argv: tuple[str, ...]) -> None:
 def test_a_model_without_a_method_is_logged_as_a_draft() -> None:
     loaded = flags.config_from_arguments(serve.parser().parse(["--speculative-model", "ngram"]))
     assert loaded.notes == ("--speculative-model ngram: sets speculative_method=ngram",)
-    message = refusal("--speculative-model", "small", "--num-speculative-tokens", "5")
-    assert message == "speculative_method=draft is not built yet; set speculative_method to ngram"
+    loaded = flags.config_from_arguments(serve.parser().parse(["--speculative-model", "small"]))
+    assert loaded.notes == ("--speculative-model small: sets speculative_method=draft",)
+    message = refusal("--speculative-model", "small", "--speculative-method", "eagle")
+    assert message == "speculative_method=eagle is not built yet; set speculative_method to ngram or draft"
 
 
 def test_a_mapping_in_yaml_and_as_an_argument(tmp_path: Path) -> None:
@@ -133,7 +135,7 @@ def test_a_mapping_in_yaml_and_as_an_argument(tmp_path: Path) -> None:
         (("--speculative-method", "ngram", "--prompt-lookup-max", "1"), "prompt_lookup_min=2 must be at most"),
         (("--speculative-method", "ngram", "--speculative-model", "small"), "without speculative_model=small"),
         (("--speculative-method", "none", "--speculative-model", "small"), "needs speculative_method: draft, eagle"),
-        (("--speculative-method", "draft", "--speculative-model", "small"), "draft is not built yet"),
+        (("--speculative-method", "mtp"), "mtp is not built yet"),
         (("--speculative-method", "medusa"), "not supported; ngram needs no other model"),
         (("--speculative-algorithm", "TREE"), "must be one of none, ngram, draft, eagle, eagle3, mtp"),
         (("--speculative-algorithm", "NGRAM", "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "8"),

@@ -59,6 +59,7 @@ def draft_packing(key: DraftKey, capacity: Capacity) -> InputPacking:
             PackedField("num_seqs"),
             PackedField("num_steps"),
             PackedField("slots", key.size, fill=-1),
+            PackedField("counts", key.size),
             PackedField("page_slots", pages, fill=-1),
             PackedField("page_columns", pages),
             PackedField("page_ids", pages),
@@ -88,7 +89,7 @@ def pack_reads(reads: list[DraftRead], capacity: Capacity) -> tuple[DraftKey, np
 def pack_drafts(plan: StepPlan, capacity: Capacity) -> tuple[DraftKey, np.ndarray]:
     """Return the program that makes the drafts that a plan verifies, and its input `[ranks, size]`."""
     by_rank: list[list[Chunk]] = [[] for _ in range(capacity.num_ranks)]
-    for chunk in plan.chunks:
+    for chunk in reversed(plan.chunks):  # the longest drafts first
         if chunk.length > 1:
             by_rank[chunk.rank].append(chunk)
     key = DraftKey("draft", smallest_fitting(capacity.draft_buckets, max(map(len, by_rank))))
@@ -101,8 +102,8 @@ def pack_drafts(plan: StepPlan, capacity: Capacity) -> tuple[DraftKey, np.ndarra
             fields["page_slots"] += [chunk.slot] * len(pages)
             fields["page_columns"] += range(first, first + len(pages))
             fields["page_ids"] += pages
-        slots = [chunk.slot for chunk in own]
-        return packing.pack({"num_seqs": [len(own)], "num_steps": [plan.draft_steps], "slots": slots, **fields})
+        fields |= {"slots": [chunk.slot for chunk in own], "counts": [chunk.length - 1 for chunk in own]}
+        return packing.pack({"num_seqs": [len(own)], "num_steps": [plan.draft_steps], **fields})
 
     return key, np.stack([pack(own) for own in by_rank])
 
@@ -151,7 +152,7 @@ def _read(params: Any, state: DeviceState, fields: dict[str, Array], size: int, 
 
 
 def _draft(params: Any, state: DeviceState, fields: dict[str, Array], size: int, context: StepContext) -> DeviceState:
-    """Make drafts of `num_steps` tokens."""
+    """Make drafts of `counts` tokens: rows with longer ones come first, so that those still drafting do."""
     drafts = state.drafts
     assert drafts is not None
     assert drafts.kv is not None
@@ -163,7 +164,7 @@ def _draft(params: Any, state: DeviceState, fields: dict[str, Array], size: int,
     row = jnp.arange(size, dtype=jnp.int32)
     live = row < num_seqs
     lengths = jnp.where(live, state.seq_lens[slots], 0)
-    ends = jnp.minimum(jnp.arange(size + 1, dtype=jnp.int32), num_seqs)
+    counts, ends = fields["counts"], jnp.arange(size + 1, dtype=jnp.int32)
 
     def draw(hidden: Float[Array, "rows dim"], found: Int[Array, "rows most"], ahead: Array) -> Array:
         """Return the drafts with another token, `ahead` tokens after the last one of the sequence."""
@@ -171,16 +172,19 @@ def _draft(params: Any, state: DeviceState, fields: dict[str, Array], size: int,
         tokens, _ = sample_rows(family(context.model), params, hidden, rows, num_seqs, state, context, greedy=False)
         return lax.dynamic_update_slice_in_dim(found, tokens[:, None], ahead, axis=1)
 
-    batch = _batch(state, slots, jnp.maximum(lengths - 1, 0), ends * _LAST, size * _LAST, num_seqs)
+    batch = _batch(
+        state, slots, jnp.maximum(lengths - 1, 0), jnp.minimum(ends, num_seqs) * _LAST, size * _LAST, num_seqs
+    )
     hidden, kv = _forward(params, dataclasses.replace(batch, max_queries=_LAST), drafts.kv, context)
     last = jnp.minimum(row * _LAST + _LAST - 1, size * _LAST - 1)
     found = draw(hidden[last], jnp.zeros((size, most), jnp.int32), jnp.int32(0))
 
     def body(ahead: Array, carried: tuple[PagedKV, Array]) -> tuple[PagedKV, Array]:
         kv, found = carried
-        step = _batch(state, slots, lengths + ahead, ends, size, num_seqs)
+        drafting = jnp.sum((counts > ahead).astype(jnp.int32))
+        step = _batch(state, slots, lengths + ahead, jnp.minimum(ends, drafting), size, drafting)
         token = lax.dynamic_index_in_dim(found, ahead - 1, axis=1, keepdims=False)
-        step = dataclasses.replace(step, tokens=token, num_decodes=num_seqs, decode_only=True)
+        step = dataclasses.replace(step, tokens=token, num_decodes=drafting, decode_only=True)
         hidden, kv = _forward(params, step, kv, context)
         return kv, draw(hidden, found, ahead)
 
@@ -189,7 +193,7 @@ def _draft(params: Any, state: DeviceState, fields: dict[str, Array], size: int,
     kv, found = lax.fori_loop(1, steps, body, (kv, found))
     drafted = jnp.where(live, slots, num_slots)
     tokens = drafts.tokens.at[drafted].set(found, mode="drop")
-    return _with_drafts(state, kv=kv, tokens=tokens, counts=drafts.counts.at[drafted].set(steps, mode="drop"))
+    return _with_drafts(state, kv=kv, tokens=tokens, counts=drafts.counts.at[drafted].set(counts, mode="drop"))
 
 
 def _batch(

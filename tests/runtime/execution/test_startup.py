@@ -29,7 +29,7 @@ def _fill(platform: str, bundle: Any = None, config: EngineConfig = CONFIG) -> P
         builder=lambda mesh: None,
     )
     phases, weights = PhaseTimer(), SimpleNamespace()
-    fill_devices(deployment, mesh(), weights, bundle, phases, behind=False)  # type: ignore[arg-type]
+    fill_devices(deployment, mesh(), [weights], bundle, phases, behind=False)  # type: ignore[arg-type]
     return phases
 
 
