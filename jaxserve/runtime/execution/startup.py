@@ -59,9 +59,9 @@ def fill_devices(
     """Return the weights, the state, the programs, and how many of these were compiled.
 
     The phase of the programs is called `compile` if any was compiled, else `programs`. With `behind`, programs that a
-    server doesn't need first are loaded while it serves. `weights` are those of the model, and of a draft
-    model if there is one. `kv_scales` are those of an fp8 KV cache by KV group, if they aren't 1. Raises the first error
-    of any part.
+    server doesn't need first are loaded while it serves. `weights` are those of the model, and of a draft model if
+    there is one. `kv_scales` are those of an fp8 KV cache by KV group, if they aren't 1. Raises the first error of any
+    part.
     """
     builder = deployment.builder(mesh)
     with ThreadPoolExecutor(2) as pool:

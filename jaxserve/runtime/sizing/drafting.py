@@ -66,7 +66,10 @@ def plan_drafting(
         return None
     if config.speculative_model is None:
         return Drafting(NgramLookup(count, config.prompt_lookup_max, config.prompt_lookup_min), dtype)
-    draft, stored = _read_model(config.speculative_model, config.load_format)
+    try:
+        draft, stored = _read_model(config.speculative_model, config.load_format)
+    except ConfigError as error:
+        raise ConfigError(f"speculative_model={config.speculative_model}: {error}") from error
     _check(config.speculative_model, draft, config.model, model, shards.tensor)
     draft = dataclasses.replace(
         draft.with_context(min(context, draft.longest_context)), shards=shards.tensor, whole_from=0
@@ -127,15 +130,11 @@ def _check(name: str, draft: ModelConfig, model_name: str, model: ModelConfig, t
 def _vocabulary(name: str) -> dict[str, int]:
     """Return the tokens of a model's tokenizer.json without the added ones; {} if there is no such list."""
     source = model_source.resolve_local(name)
-    path = None if source is None else _folder(source.path) / "tokenizer.json"
-    if path is None or not path.is_file():
+    path = (Path(name) if source is None else source.path) / "tokenizer.json"
+    if not path.is_file():
         return {}
     try:
         found = json.loads(path.read_bytes())["model"]["vocab"]
     except (ValueError, KeyError, TypeError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _folder(path: Path) -> Path:
-    return path if path.is_dir() else path.parent

@@ -209,7 +209,8 @@ def sample_rows(
     *,
     greedy: bool,
 ) -> tuple[Int[Array, " rows"], Logprobs | None]:
-    """Run head and sampler of `context.model` on groups of at most `context.sample_rows` of the rows, of which the first `live` are."""
+    """Run head and sampler of `context.model` on the rows, of which the first `live` are needed, in groups of at most
+    `context.sample_rows`."""
     count = len(hidden)
     size = min(context.sample_rows or count, count)
     padding = -count % size
