@@ -28,13 +28,13 @@ from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.engine.speculation.speculation import Speculation
 from jaxserve.error_texts import join_differences
 from jaxserve.errors import ConfigError
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.registry import parse_model_config
 from jaxserve.observability.timeline import Timeline
 from jaxserve.runtime.devices.attach import attach
 from jaxserve.runtime.devices.device import facts_of_devices, free_bytes
 from jaxserve.runtime.devices.distributed import devices_of_all, join_processes, resolve_local_devices
 from jaxserve.runtime.devices.mesh import device_bytes, make_mesh
-from jaxserve.runtime.execution.deployment_log import log_kv_groups, log_kv_scales, log_weights
+from jaxserve.runtime.execution.deployment_log import log_drafting, log_kv_groups, log_kv_scales, log_weights
 from jaxserve.runtime.execution.device_commands import (
     BroadcastCommands,
     DeviceCommands,
@@ -45,7 +45,13 @@ from jaxserve.runtime.execution.executor import DeviceExecutor
 from jaxserve.runtime.execution.expert_tokens import ExpertTokens
 from jaxserve.runtime.execution.host_pool import HostPool, host_pages
 from jaxserve.runtime.execution.profiler import JaxProfiler
-from jaxserve.runtime.execution.startup import PhaseTimer, fill_devices, naming_the_bundle, program_cache_dir
+from jaxserve.runtime.execution.startup import (
+    PhaseTimer,
+    fill_devices,
+    naming_the_bundle,
+    open_readers,
+    program_cache_dir,
+)
 from jaxserve.runtime.programs.bundle import read_manifest, sized_like_bundle
 from jaxserve.runtime.programs.compile_counter import CompileCounter
 from jaxserve.runtime.programs.program_set import ProgramSet
@@ -54,7 +60,7 @@ from jaxserve.runtime.sizing.memory_advice import deploy_or_advise
 from jaxserve.runtime.sizing.sizes import Sizes
 from jaxserve.runtime.sizing.temp_memory import size_pool_by_compiler
 from jaxserve.runtime.step.page_copies import row_specs
-from jaxserve.weights import WeightReader, check_tensors, checkpoint_kv_scales, open_weights, stored_types
+from jaxserve.weights import check_tensors, checkpoint_kv_scales, stored_types
 
 logger = logging.getLogger("jaxserve.worker")
 
@@ -155,6 +161,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
             sizes.wanted_context,
         )
     log_weights(deployment)
+    log_drafting(deployment)
     obstacle = deployment.nondeterminism
     answer = f"no, {obstacle}" if obstacle else "yes, a request gives the same bits in any batch"
     logger.info("deterministic inference: %s", answer)
@@ -166,19 +173,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
     rows = [row_specs(deployment.state, group) for group in range(len(deployment.kv_specs))]
     num_host_pages = host_pages(config, sizes.capacity.pages_by_group, rows)
     with phases("weights"):
-        weights = [
-            open_weights(
-                source,
-                deployment.params,
-                dense=family(deployment.model).abstract(deployment.model, deployment.dtype),
-                quantization=model.quantization,
-                on_the_fly=deployment.weights.on_the_fly,
-                load_format=config.load_format,
-                seed=config.random_seed,
-            )
-        ]
-        if config.speculative_model is not None:
-            weights.append(_open_draft(config, config.speculative_model, deployment))
+        weights = open_readers(deployment, source)
     # Programs are not loaded behind in a mesh, whose processes must choose alike, nor for a GPU, which would pause.
     behind = nodes is None and device.platform == "cpu"
     params, state, programs, compiled = fill_devices(
@@ -233,24 +228,6 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         kv_groups=groups,
     )
     return _EngineParts(deployment, programs, calls, num_host_pages, info, phases)
-
-
-def _open_draft(config: EngineConfig, name: str, deployment: Deployment) -> WeightReader:
-    """Return the reader of a draft model's weights. Raises `ConfigError` if its tensors don't fit its config."""
-    drafting = deployment.drafting
-    assert drafting is not None
-    assert drafting.model is not None
-    source, model = model_source.resolve(name), drafting.model
-    check_tensors(source, model, config.load_format)
-    return open_weights(
-        source,
-        drafting.params,
-        dense=drafting.dense,
-        quantization=model.quantization,
-        on_the_fly=drafting.weights.on_the_fly,
-        load_format=config.load_format,
-        seed=config.random_seed,
-    )
 
 
 def _find_devices(config: EngineConfig, nodes: ProcessGroup | None) -> tuple[list[Any], list[Any]]:

@@ -7,6 +7,8 @@ all are alike. What is asserted depends on XLA's options and on our kernels, not
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from jaxserve.runtime.programs.inspection import ProgramReport, compile_and_insp
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
 from jaxserve.runtime.sizing.prediction import predict
+from jaxserve.runtime.speculation.draft_model import DraftKey
 from jaxserve.runtime.step.batch import StepKey
 from tests.aot.deployments import LLAMA_8B_TWO_LAYERS
 from tests.selection import grid
@@ -96,3 +99,17 @@ def test_a_decode_step_is_near_its_roofline(key: StepKey) -> None:
     _, cost, _ = compiled("nvidia-h200", 1, 32, key)
     predicted = predict(deployed("nvidia-h200", 1, 32), load_target("nvidia-h200"), key, cost)
     assert predicted.seconds <= 1.15 * predicted.limit
+
+
+@pytest.mark.parametrize("target", ["nvidia-h200", "tpu-v6e"])
+def test_a_draft_model_drafts_in_one_program(target: str, tmp_path: Path) -> None:
+    draft = {**LLAMA_8B_TWO_LAYERS, "num_hidden_layers": 1, "hidden_size": 2048, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(draft))
+    config = EngineConfig(speculative_method="draft", speculative_model=str(tmp_path))
+    made = deploy(config, parse_model_config(LLAMA_8B_TWO_LAYERS), facts_of_target(target))
+    report, _ = compile_and_inspect(made.builder(target_mesh(target, tensor=1)), DraftKey("draft", 64))
+    assert report.fault is None
+    assert report.cost is not None
+    if target == "nvidia-h200":
+        assert report.cost.grouping is not None
+        assert (report.cost.grouping.command_buffers, report.cost.grouping.host_waits) == (1, 0)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from jaxserve.api_types import KVGroup
+from jaxserve.runtime.devices.mesh import device_bytes
 from jaxserve.runtime.sizing.deployment import Deployment
 from jaxserve.weights.kv_scales import KVScales
 from pallas_kernels.paged_attention import largest_float8
@@ -23,6 +24,19 @@ def log_kv_groups(groups: Sequence[KVGroup], page_size: int) -> None:
         kind = "full" if group.window is None else f"with a window of {group.window}"
         found.append(f"{layers} {kind}, {group.num_pages * page_size} tokens")
     logger.info("KV groups: %s", "; ".join(found))
+
+
+def log_drafting(deployment: Deployment) -> None:
+    """Log how drafts are made, if there are any."""
+    drafting, config = deployment.drafting, deployment.config
+    if drafting is None:
+        return
+    by = ""
+    if drafting.model is not None:
+        size = device_bytes(drafting.params, deployment.axis_sizes) / 2**20
+        by = f" by {config.speculative_model} ({drafting.model.num_layers} layers, {size:.1f} MiB of weights)"
+    most = drafting.drafter.max_drafts
+    logger.info("speculative decoding: %s%s, at most %d draft tokens a step", config.speculative_method, by, most)
 
 
 def log_weights(deployment: Deployment) -> None:

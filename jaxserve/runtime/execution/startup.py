@@ -21,6 +21,10 @@ from jax.sharding import Mesh
 from jaxserve import model_source
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.model_source import ModelSource
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.registry import family
+from jaxserve.quant import WeightChoice
 from jaxserve.runtime.devices.mesh import shardings
 from jaxserve.runtime.programs.builder import ProgramBuilder
 from jaxserve.runtime.programs.bundle import BundleManifest, load_bundle
@@ -28,7 +32,7 @@ from jaxserve.runtime.programs.program_cache import are_kept, build_programs
 from jaxserve.runtime.programs.program_set import ProgramSet
 from jaxserve.runtime.sizing.deployment import Deployment
 from jaxserve.runtime.step.state import DeviceState, make_state
-from jaxserve.weights import WeightReader, build_params
+from jaxserve.weights import WeightReader, build_params, check_tensors, open_weights
 
 logger = logging.getLogger("jaxserve.runtime")
 
@@ -44,6 +48,32 @@ class PhaseTimer:
         start = time.monotonic()
         yield
         self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - start, 3)
+
+
+def open_readers(deployment: Deployment, source: ModelSource) -> list[WeightReader]:
+    """Return the readers of the weights of the model, and of a draft model if there is one.
+
+    Raises `ConfigError` if the tensors of a draft model don't fit its config.
+    """
+    config, drafting = deployment.config, deployment.drafting
+
+    def reader(source: ModelSource, model: ModelConfig, params: Any, choice: WeightChoice) -> WeightReader:
+        return open_weights(
+            source,
+            params,
+            dense=family(model).abstract(model, deployment.dtype),
+            quantization=model.quantization,
+            on_the_fly=choice.on_the_fly,
+            load_format=config.load_format,
+            seed=config.random_seed,
+        )
+
+    readers = [reader(source, deployment.model, deployment.params, deployment.weights)]
+    if drafting is not None and drafting.model is not None and config.speculative_model is not None:
+        draft = model_source.resolve(config.speculative_model)
+        check_tensors(draft, drafting.model, config.load_format)
+        readers.append(reader(draft, drafting.model, drafting.params, drafting.weights))
+    return readers
 
 
 def fill_devices(

@@ -111,7 +111,8 @@ class Deployment:
     @property
     def dense_bytes(self) -> int:
         """Bytes that the weights would take on a device if none were quantized."""
-        return device_bytes(family(self.model).abstract(self.model, self.dtype), self.axis_sizes)
+        own = family(self.model).abstract(self.model, self.dtype)
+        return device_bytes((own, None if self.drafting is None else self.drafting.dense), self.axis_sizes)
 
     @property
     def num_ranks(self) -> int:

@@ -188,9 +188,12 @@ def _draft(params: Any, state: DeviceState, fields: dict[str, Array], size: int,
         hidden, kv = _forward(params, step, kv, context)
         return kv, draw(hidden, found, ahead)
 
-    # On a GPU, a loop whose length the host knows needs no look at it after each step.
-    steps = most if uses_triton(context.backend.target) else fields["num_steps"]
-    kv, found = lax.fori_loop(1, steps, body, (kv, found))
+    if uses_triton(context.backend.target):
+        # Without a loop, so that the program stays one graph.
+        for ahead in range(1, most):
+            kv, found = body(jnp.int32(ahead), (kv, found))
+    else:
+        kv, found = lax.fori_loop(1, fields["num_steps"], body, (kv, found))
     drafted = jnp.where(live, slots, num_slots)
     tokens = drafts.tokens.at[drafted].set(found, mode="drop")
     return _with_drafts(state, kv=kv, tokens=tokens, counts=drafts.counts.at[drafted].set(counts, mode="drop"))

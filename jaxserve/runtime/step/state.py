@@ -83,6 +83,12 @@ class DeviceState:
     expert_tokens: UInt32[Array, "mixtures experts"] | None
     drafts: Drafts | None = None
 
+    @property
+    def all_kv(self) -> KVPools:
+        """The pools of all KV groups, and that of a draft model."""
+        drafted = None if self.drafts is None else self.drafts.kv
+        return self.kv if drafted is None else (*self.kv, drafted)
+
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
