@@ -21,6 +21,7 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.multihost.process_group import ProcessGroup
 from jaxserve.worker import build_engine
+from tests.drafts import draft_any_lengths
 from tests.test_keystone import (
     FULL,
     GROUPS,
@@ -47,11 +48,23 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-MODELS = {"": FULL, "groups": GROUPS, "mixture": MIXTURE, "ragged": MIXTURE, "windows": WINDOWED}
+MODELS = {
+    "": FULL,
+    "ngram": FULL,
+    "draft": FULL,
+    "groups": GROUPS,
+    "mixture": MIXTURE,
+    "ragged": MIXTURE,
+    "windows": WINDOWED,
+}
 MORE: dict[str, dict[str, Any]] = {
+    "ngram": {"speculative_method": "ngram", "num_speculative_tokens": 3},
+    "draft": {"speculative_method": "draft", "num_speculative_tokens": 3},
     "groups": {"swa_full_tokens_ratio": 0.5},
     "ragged": {"all2all_backend": "ragged_all_to_all", "enable_dp_attention": True},
 }
+# With these, all that may happen does.
+SEEDS = {"ngram": 3, "draft": 1}
 
 
 def settings(model: str, shape: str, **more: Any) -> EngineConfig:
@@ -59,6 +72,8 @@ def settings(model: str, shape: str, **more: Any) -> EngineConfig:
     mesh, _, parts = shape.partition("e")
     data, tensor = map(int, mesh.split("x"))
     more |= {"ep_size": int(parts)} if parts else {}
+    if more.get("speculative_method") == "draft":
+        more["speculative_model"] = model
     tensor *= data if more.get("enable_dp_attention") else 1
     common: dict[str, Any] = {
         "load_format": "dummy",
@@ -74,6 +89,8 @@ def serve_on_mesh(
 ) -> dict[str, Any]:
     """Serve all requests, compare greedy tokens with a naive recompute, and return the sampled ones with counters."""
     loop, info = build_engine(config, group)
+    if config.speculative_method != "none":
+        draft_any_lengths(loop, random.Random(SEEDS[config.speculative_method]))
     aborted = 0
     sequences: list[list[int]] = []
     for seed in range(config.dp_size):  # each rank gets as many requests as a single device does
@@ -95,6 +112,8 @@ def serve_on_mesh(
         "preempted": stats.num_preemptions,
         "hits": stats.cache_hit_tokens,
         "loaded": stats.host_load_pages,
+        "accepted": stats.accepted_tokens,
+        "drafted": stats.draft_tokens,
         "compiles": stats.compiles_after_ready,
     }
 

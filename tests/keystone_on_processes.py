@@ -11,12 +11,12 @@ import sys
 
 from jaxserve.engine.multihost.process_group import ProcessGroup
 from jaxserve.worker import build_follower
-from tests.keystone_on_meshes import MODELS, serve_on_mesh, settings
+from tests.keystone_on_meshes import MODELS, MORE, serve_on_mesh, settings
 
 
 def main(model: str, shape: str, nnodes: int, node_rank: int, address: str) -> None:
     mesh, _, kind = shape.partition("-")
-    config = settings(model, mesh, nnodes=nnodes, node_rank=node_rank, dist_init_addr=address)
+    config = settings(model, mesh, **MORE.get(kind, {}), nnodes=nnodes, node_rank=node_rank, dist_init_addr=address)
     group = ProcessGroup.connect(config, lambda reason: print(reason, file=sys.stderr))
     if node_rank > 0:
         execute, _ = build_follower(config, group)

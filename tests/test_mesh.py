@@ -33,11 +33,12 @@ SHAPES += [
 ]
 SHAPES += ["1x1-windows", "2x2-windows"]
 SHAPES += [f"{shape}-ragged" for shape in ("2x2e4", "2x4e4", "8x1e8")]
+SHAPES += ["2x2-ngram", "1x2-draft", "2x2-draft"]
 # Programs this small take longer to compile than to run.
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
 
-QUICK = ("1x1", "2x2", "1x1-groups", "2x2-groups", "1x1-mixture", "2x4e4-ragged")
+QUICK = ("1x1", "2x2", "2x2-draft", "1x1-groups", "2x2-groups", "1x1-mixture", "2x4e4-ragged")
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +57,17 @@ def served(request: pytest.FixtureRequest) -> dict[str, Any]:
 def test_tokens_are_those_of_one_device(shape: str, served: dict[str, Any]) -> None:
     assert shape in served, served["log"][-5000:]
     found = served[shape]
-    alone = re.sub("^[^-]*", "1x1", shape).replace("ragged", "mixture")
+    alone = re.sub("-(ngram|draft)$", "", re.sub("^[^-]*", "1x1", shape)).replace("ragged", "mixture")
     assert found["tokens"] == served[alone]["tokens"]
     assert min(found["aborted"], found["hits"], found["loaded"]) > 0, "a case never occurred"
     assert found["preempted"] > 0
+    if shape.endswith("draft"):
+        assert found["accepted"] == found["drafted"] > 100, "the model drafts for itself, so it is always right"
     assert found["compiles"] == 0 or shape == alone, "only the naive recompute of a model's first shape may compile"
 
 
 # (data x tensor, processes): one rank over both processes, one rank in each, one shard of a rank in each.
-CASES = [("1x2", 2), ("2x2", 2), ("2x2", 4), ("2x2e4-mixture", 2)]
+CASES = [("1x2", 2), ("2x2", 2), ("2x2", 4), ("2x2e4-mixture", 2), ("2x2-draft", 2)]
 
 
 def _run(model: Path, shape: str, nnodes: int) -> dict[str, Any]:
@@ -97,5 +100,5 @@ def test_processes_give_the_tokens_of_one_device(
     mesh, _, kind = shape.partition("-")
     write_model(tmp_path, MODELS[kind])
     found = _run(tmp_path, shape, nnodes)
-    assert found["tokens"] == served[shape.replace(mesh, "1x1")]["tokens"]
+    assert found["tokens"] == served[shape.replace(mesh, "1x1").removesuffix("-draft")]["tokens"]
     assert min(found["aborted"], found["hits"], found["loaded"], found["preempted"]) > 0, "a case never occurred"
