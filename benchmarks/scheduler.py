@@ -29,6 +29,7 @@ from jaxserve.api_types import EngineRequest, SamplingParams
 from jaxserve.cli.common.table import format_records
 from jaxserve.engine.scheduling.policy import Policy
 from jaxserve.engine.scheduling.scheduler import Scheduler
+from jaxserve.engine.speculation.speculation import Speculation
 from jaxserve.runtime.step.batch import choose_program, pack_step, step_shape
 from jaxserve.runtime.step.buckets import decode_buckets, token_buckets
 from jaxserve.step_plan import Capacity, StepPlan, StepResult, WindowGroup
@@ -200,9 +201,16 @@ def step_seconds(plan: StepPlan, rank: int) -> float:
     return 8e-3 + 2e-5 * decodes + 6e-5 * prefilled
 
 
-def answer(plan: StepPlan, left: dict[str, int]) -> StepResult:
-    """Return a step's result: each request gets tokens up to its number in the trace, then its stop token."""
-    tokens: list[list[int]] = []
+def answer(plan: StepPlan, left: dict[str, int], *, drafts: bool = False) -> StepResult:
+    """Return a step's result: each request gets tokens up to its number in the trace, then its stop token.
+
+    With `drafts`, half of those verified are accepted.
+    """
+    if drafts and plan.num_decodes == len(plan.chunks):
+        compared = [(max(1, chunk.length - 1), (chunk.length - 1) // 2) for chunk in plan.chunks]
+        tokens = [[TOKEN] * (1 + accepted) for _, accepted in compared]
+        return StepResult(tokens=tokens, logprobs={}, prompt_logprobs={}, drafts=compared)
+    tokens = []
     for chunk in plan.chunks:
         if not chunk.sample:
             tokens.append([])
@@ -212,16 +220,24 @@ def answer(plan: StepPlan, left: dict[str, int]) -> StepResult:
     return StepResult(tokens=tokens, logprobs={}, prompt_logprobs={})
 
 
-def step_costs(num_running: int, num_waiting: int, window: int | None = None, steps: int = 1000) -> dict[str, float]:
+def step_costs(
+    num_running: int, num_waiting: int, window: int | None = None, drafts: int = 0, steps: int = 1000
+) -> dict[str, float]:
     """Return median milliseconds of a decode step's parts, planned one step ahead, with `num_waiting` in the queue.
 
-    With a `window`, there is a second KV group, whose pages requests give up while they run.
+    With a `window`, there is a second KV group, whose pages requests give up while they run. With `drafts`, each
+    request has a draft of as many tokens, of which half are accepted when some are verified.
     """
     capacity = capacity_of(num_running, num_running * (48 + steps + 64))
     if window is not None:
         groups = (WindowGroup(num_running * (window // PAGE + 2), window),)
         capacity = msgspec.structs.replace(capacity, window_groups=groups)
-    scheduler = scheduler_of(capacity, policy="lpm", conservativeness=0.0)
+    speculation = None
+    if drafts:
+        buckets = token_buckets(min(256, num_running * (1 + drafts)), smallest=8)
+        capacity = msgspec.structs.replace(capacity, verify_buckets=buckets, max_drafts=drafts)
+        speculation = Speculation(capacity)
+    scheduler = scheduler_of(capacity, policy="lpm", conservativeness=0.0, speculation=speculation)
     for i in range(num_running + num_waiting):
         scheduler.add(request_of(i, list(range(i, i + 32 + i % PAGE)), 4096))  # a part of them needs pages in each step
     times: dict[str, list[float]] = {"plan": [], "build": [], "commit": []}
@@ -234,7 +250,7 @@ def step_costs(num_running: int, num_waiting: int, window: int | None = None, st
         assert plan is not None
         pack_step(plan, step_shape(choose_program(plan, capacity), capacity), capacity)
         built = time.perf_counter()
-        result = answer(in_flight, endless) if in_flight is not None else None
+        result = answer(in_flight, endless, drafts=drafts > 0) if in_flight is not None else None
         before = time.perf_counter()
         if in_flight is not None and result is not None:
             scheduler.commit(in_flight, result)
@@ -246,7 +262,7 @@ def step_costs(num_running: int, num_waiting: int, window: int | None = None, st
         in_flight = plan
     total = [sum(parts) for parts in zip(*times.values())]
     medians = {name: 1e3 * statistics.median(values) for name, values in times.items()}
-    sizes = {"running": num_running, "waiting": num_waiting, "groups": 1 if window is None else 2}
+    sizes = {"running": num_running, "waiting": num_waiting, "groups": 1 if window is None else 2, "drafts": drafts}
     return {**sizes, **medians, "together": 1e3 * statistics.median(total)}
 
 
@@ -281,6 +297,7 @@ def main() -> None:
     report["step_ms"] = [
         step_costs(n, waiting, window) for n in (16, 64, 256, 1024) for waiting in (0, 10_000) for window in (None, 256)
     ]
+    report["step_ms"] += [step_costs(n, 0, drafts=4) for n in (16, 64, 256)]
     report["match_8k_ms"] = match_cost()
     print(format_records(report["step_ms"]))
     print(f"\nradix match of an 8,192-token prompt: {report['match_8k_ms']:.3f} ms\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from jaxserve.models.config import ModelConfig
 
@@ -19,7 +20,7 @@ class DraftModel:
 class DraftKey:
     """Identifies a program of a draft model: `draft` makes drafts for `size` rows, `read` reads `size` tokens."""
 
-    kind: str
+    kind: Literal["draft", "read"]
     size: int
 
     def __str__(self) -> str:
