@@ -140,7 +140,8 @@ class Planner:
         greedy = True
         ending = []
         for request in rank.decoding.values():
-            if request.num_planned_outputs >= request.max_new_tokens:  # it may end by drafts in flight
+            outputs, most = request.num_planned_outputs + 1, request.max_new_tokens
+            if outputs > most:  # it may end by drafts in flight
                 continue
             position = request.num_planned_tokens
             slot = request.slot
@@ -160,8 +161,8 @@ class Planner:
             )
             requests.append(request)
             request.num_planned_tokens = position + 1
-            request.num_planned_outputs += 1
-            if request.num_planned_outputs - request.num_unverified_tokens >= request.max_new_tokens:
+            request.num_planned_outputs = outputs
+            if outputs == most and not request.num_unverified_tokens:
                 ending.append(request)
             if not request.greedy:
                 greedy = False
