@@ -141,8 +141,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     bounds the tokens of a step that computes log probabilities of prompts. `verify_buckets` are token counts of steps
     that verify drafts, of at most `max_drafts` tokens each; there are none without speculation. With a draft model,
     `draft_buckets` are row counts of steps that make drafts, and `draft_read_buckets` token counts of those that read
-    tokens. A sequence of more than
-    `rotation_length` tokens has another rotary embedding than a shorter one, from its first token on.
+    tokens; drafting itself reads the last `max_unread` tokens of a sequence. A sequence of more than `rotation_length`
+    tokens has another rotary embedding than a shorter one, from its first token on.
     """
 
     num_slots: int
@@ -160,6 +160,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     max_drafts: int = 0
     draft_buckets: tuple[int, ...] = ()
     draft_read_buckets: tuple[int, ...] = ()
+    max_unread: int = 2
 
     @property
     def pages_by_group(self) -> tuple[int, ...]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from jaxserve.errors import ConfigError
 
+HEADS = ("eagle", "eagle3", "mtp")
+"""The methods that draft with what the model's hidden states tell."""
+
 _WITH_A_MODEL = ("draft", "eagle", "eagle3")
-_NOT_BUILT = ("eagle", "eagle3", "mtp")
 _LOOKUP = (4, 2)  # prompt_lookup_max and prompt_lookup_min, if they are not set
 
 
@@ -19,8 +21,6 @@ def check_speculation(
     lookup_min: int,
 ) -> None:
     """Raise `ConfigError` if a setting is for another method, or if the method lacks one."""
-    if method in _NOT_BUILT:
-        raise ConfigError(f"speculative_method={method} is not built yet; set speculative_method to ngram or draft")
     if method == "none":
         if model is not None:
             raise ConfigError(f"speculative_model={model} needs speculative_method: draft, eagle or eagle3")

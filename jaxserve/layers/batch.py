@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import flax.struct
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from pallas_kernels.paged_attention import PagedKV
 
@@ -41,6 +43,17 @@ class TokenBatch:
     def live(self) -> Bool[Array, " tokens"]:
         """Which tokens are some sequence's, and no padding."""
         return jnp.arange(self.num_tokens, dtype=jnp.int32) < self.query_starts[self.num_seqs]
+
+
+class Beside(NamedTuple):
+    """What some models return beside hidden states and cache.
+
+    `expert_tokens` tells how many tokens each of this shard's experts computed; `tapped` is the input of each layer in
+    `ModelConfig.taps`.
+    """
+
+    expert_tokens: Int32[Array, "mixtures experts"] | None = None
+    tapped: tuple[Float[Array, "tokens dim"], ...] = ()
 
 
 @flax.struct.dataclass

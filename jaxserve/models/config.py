@@ -36,7 +36,8 @@ class ModelConfig:
     padded until both can be split into that number. A layer whose window has at least `whole_from` positions keeps the
     keys and values of whole sequences, as a layer without a window does, if its KV heads are like those. With
     `experts_over_ranks`, data-parallel ranks have different experts; with `ragged_exchange`, prefill sends
-    them only their own tokens. `quantization` says how a checkpoint stores weights, if it is quantized.
+    them only their own tokens. `quantization` says how a checkpoint stores weights, if it is quantized. `taps` are the
+    layers whose input a head that drafts needs; `draft_layers` counts the checkpoint's own layers that draft.
     """
 
     architecture: str
@@ -55,6 +56,8 @@ class ModelConfig:
     experts_over_ranks: bool = False
     ragged_exchange: bool = False
     quantization: CheckpointQuantization | None = None
+    taps: tuple[int, ...] = ()
+    draft_layers: int = 0
 
     @property
     def kv_replicas(self) -> int:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxserve.errors import ConfigError
 from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch
+from jaxserve.layers.batch import Beside, KVLayer, KVPools, TokenBatch
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
@@ -110,19 +110,21 @@ def forward(
     batch: TokenBatch,
     kv: KVPools,
     backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
+) -> tuple[Float[Array, "tokens dim"], KVPools, Beside]:
     """Apply the layers and the final norm to embeddings; return hidden states and the updated cache.
 
     The loop over layers is unrolled, so that each layer's pages are updated in place.
     """
     rope = rotation(batch, config.rope, config.head_dim)
     at = config.kv_layers()
+    tapped: list[Array] = []
     for i, layer in enumerate(params.layers):
+        tapped += [x] if i in config.taps else []
         settings = AttentionSettings(config.norm_eps, backend, config.windows[i])
         with jax.named_scope(f"layer_{i}"):
             x, kv = decoder_layer(x, layer, batch, kv, at[i], rope, settings)
     with jax.named_scope("final_norm"):
-        return rms_norm(x, params.norm, config.norm_eps), kv
+        return rms_norm(x, params.norm, config.norm_eps), kv, Beside(tapped=tuple(tapped))
 
 
 @functools.partial(jax.jit, static_argnames="settings")

@@ -101,16 +101,19 @@ class ParamSpecs:
         heads: tuple[int, int] | None = None,
         projections: str = "qkv",
         sinks: bool = False,
+        inputs: int | None = None,
     ) -> Any:
         """Return the attention weights under `name`; `fused` is the name of one projection for all of q, k and v.
 
         `heads` are a layer's own number of KV heads and their size, before they are repeated for shards. `projections`
         names those that the layer has: "qk" if its keys are its values too, "q" if it uses those of another layer. With
-        `sinks`, each query head has a logit of its own.
+        `sinks`, each query head has a logit of its own. `inputs` is the width of what is projected, by default the
+        model's.
         """
         config = self._config
         stored, head = heads or (config.num_kv_heads, config.head_dim)
         dim, replicas, shared = config.hidden_size, config.replicas_of(stored), len(projections) - 1
+        inputs = inputs or dim
         kv_heads = stored * replicas
         stored_group, group = config.num_heads // stored, config.num_heads // kv_heads
         order = head_order(rope, head)
@@ -141,7 +144,7 @@ class ParamSpecs:
         into = (dim, None), (kv_heads, "kv_heads"), (group, None), (head, None)
         output_parts = (TensorPart(f"{name}.o_proj.weight", (dim, stored, stored_group, head), (0, 0, 0, 0)),)
         return AttentionParams(
-            qkv=self._spec(*rows, (dim, None), inputs=1, parts=parts("weight", dim), unused=unused, **qkv),
+            qkv=self._spec(*rows, (inputs, None), inputs=1, parts=parts("weight", inputs), unused=unused, **qkv),
             output=self._spec(*into, inputs=3, kv_replicas=replicas, parts=output_parts),
             qkv_bias=self._spec(*rows, init="zeros", parts=parts("bias"), **qkv) if qkv_bias else None,
             output_bias=self.vector(f"{name}.o_proj.bias", init="zeros") if output_bias else None,

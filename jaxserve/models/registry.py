@@ -7,7 +7,7 @@ A family's module has `parse(fields) -> config`, `abstract(config, dtype)`, `emb
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +30,8 @@ from jaxserve.models import (
     starcoder2,
 )
 from jaxserve.models.config import ModelConfig, refuse_unread
+from jaxserve.models.draft_heads import eagle, mtp
+from jaxserve.models.mixtures import common
 from jaxserve.quant import read_quantization
 
 _FAMILIES: dict[str, ModuleType] = {
@@ -63,6 +65,9 @@ _FAMILIES: dict[str, ModuleType] = {
     "Starcoder2ForCausalLM": starcoder2,
 }
 
+# What drafts for a model, and is none itself
+_DRAFT_HEADS: dict[str, ModuleType] = {eagle.EAGLE: eagle, eagle.EAGLE3: eagle, mtp.MTP: mtp}
+
 # Models with encoders of images or sound: the text model's architecture by the `model_type` of its `text_config`.
 _TEXT_MODELS: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
@@ -74,6 +79,7 @@ _TEXT_MODELS: dict[str, dict[str, str]] = {
 _CHUNKED = "most of its layers attend within chunks of the context, for which there is no KV group yet"
 # Why some architectures aren't supported, or what to serve instead of a checkpoint that comes with its own code.
 _REASONS = {
+    **dict.fromkeys(eagle.NAMES, "it is a head that drafts for a model: give it as speculative_model"),
     "ChatGLMModel": "GLM-4 is served from the checkpoints whose names end in -hf",
     "Llama4ForCausalLM": _CHUNKED,
     "Llama4ForConditionalGeneration": _CHUNKED,
@@ -130,5 +136,25 @@ def _why_not(architecture: str, raw: Mapping[str, Any]) -> str:
 
 
 def family(config: ModelConfig) -> ModuleType:
-    """Return the module of a config's family."""
-    return _FAMILIES[config.architecture]
+    """Return the module of a config's family, or of its head if it drafts for a model."""
+    return _FAMILIES.get(config.architecture) or _DRAFT_HEADS[config.architecture]
+
+
+def parse_draft_head(raw: Mapping[str, Any], where: str, method: str, tensors: Collection[str]) -> ModelConfig:
+    """Return the config of a head that drafts by `method`, from its config.json, read from the file `where`.
+
+    `tensors` are the names in its checkpoint, none if it isn't here. Raises `ConfigError`.
+    """
+    fields = Fields(raw, where)
+    config = eagle.parse(fields, method, tensors)
+    return dataclasses.replace(config, quantization=read_quantization(fields))
+
+
+def is_draft_head(config: ModelConfig) -> bool:
+    """Return whether a config is that of a head that drafts."""
+    return config.architecture in _DRAFT_HEADS
+
+
+def taps_layers(config: ModelConfig) -> bool:
+    """Return whether a family returns the inputs of `ModelConfig.taps`."""
+    return family(config).forward in (llama.forward, common.forward)

@@ -51,6 +51,8 @@ def is_finite(values: np.ndarray[Any, Any]) -> bool:
     Seen as integers, NaN and infinity are the largest values with and without the sign bit. numpy compares integers at
     the speed of memory, which also serves types that numpy itself doesn't know.
     """
+    if values.dtype.kind in "iu":
+        return True
     infinity = int(np.array(np.inf, values.dtype).view(f"u{values.itemsize}"))
     negative = infinity | 1 << (8 * values.itemsize - 1)
     unsigned, signed = values.view(f"u{values.itemsize}"), values.view(f"i{values.itemsize}")

@@ -22,7 +22,7 @@ from jaxserve.weights.mismatch import join_names, raise_mismatch
 from jaxserve.weights.parts import Parts, Tensors, fill_window, viewed_shape
 from jaxserve.weights.quantized.held import held_reader, with_head
 from jaxserve.weights.quantized.rows import CheckpointRows
-from jaxserve.weights.source import QuantizedSource, TensorInfo, TensorSource
+from jaxserve.weights.source import INTEGERS, QuantizedSource, TensorInfo, TensorSource
 
 _log = logging.getLogger(__name__)
 
@@ -34,19 +34,20 @@ def checkpoint_reader(
     *,
     quantized: QuantizedSource | None = None,
     ignored: Callable[[str], bool] = lambda name: False,
+    part: str = "",
 ) -> WeightReader:
     """Return a reader of the parameters of `abstract` from `source`; so far only names and shapes have been read.
 
     If `abstract` has quantized or packed weights, `dense` is the same tree without them, and `quantized` the source of
     those that the checkpoint has quantized. `ignored` tells whether the checkpoint may hold a tensor of this name that
-    no parameter uses. Raises `ConfigError` naming the tensors that are missing, left over, of the wrong shape, or of a
-    type that can't be read.
+    no parameter uses; those that don't begin with `part` aren't logged. Raises `ConfigError` naming the tensors that
+    are missing, left over, of the wrong shape, or of a type that can't be read.
     """
     dense = abstract if dense is None else dense
     leaves, _ = flatten(dense)
     specs = dict(leaves)
     names = check_names(source, specs.values(), ignored)
-    skipped = sorted(source.infos.keys() - names)
+    skipped = sorted(name for name in source.infos.keys() - names if name.startswith(part))
     if skipped:
         _log.info(
             "weights: %d tensors of the checkpoint are no parameters of the model: %s",
@@ -82,10 +83,13 @@ def check_names(source: TensorSource, specs: Collection[ParamSpec], ignored: Cal
     infos = source.infos
     by_name: dict[str, list[TensorPart]] = defaultdict(list)
     num_inputs = {}
+    integers = set()
     for spec in specs:
         for part in spec.parts:
             by_name[part.name].append(part)
             num_inputs[part.name] = spec.inputs
+            if spec.dtype.kind in "iu":
+                integers.add(part.name)
     unused = {name for spec in specs for name in spec.unused}
     prefixes = tuple(name for name in unused if name.endswith("."))
     used = sorted(name for name in by_name if name in infos)
@@ -107,7 +111,14 @@ def check_names(source: TensorSource, specs: Collection[ParamSpec], ignored: Cal
                 if not _fits(infos[name], by_name[name])
             ],
         ),
-        ("not readable", [f"{name} ({infos[name].unreadable})" for name in used if infos[name].unreadable]),
+        (
+            "not readable",
+            [
+                f"{name} ({infos[name].unreadable})"
+                for name in used
+                if infos[name].unreadable and not (name in integers and infos[name].stored_type in INTEGERS)
+            ],
+        ),
     ]
     advice = "Check that config and weights belong together and that the download is complete"
     raise_mismatch(source.description, mismatches, advice)

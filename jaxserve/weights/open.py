@@ -46,11 +46,13 @@ def open_weights(
     on_the_fly: bool = False,
     load_format: LoadFormat = "auto",
     seed: int = 0,
+    part: str = "",
 ) -> WeightReader:
     """Return a reader of the parameters of `abstract`; so far only names, shapes and types have been read.
 
     If some weights are quantized or packed, `dense` is the same tree without them; with `on_the_fly`, weights of 16
-    bits are quantized as they are read. `quantization` is that of the checkpoint's config. Raises `ConfigError` if the
+    bits are quantized as they are read. `quantization` is that of the checkpoint's config. Parameters that are only a
+    `part` of the checkpoint need just the tensors whose names begin so. Raises `ConfigError` if the
     source isn't of `load_format`, or its tensors don't fit the model.
     """
     dense = abstract if dense is None else dense
@@ -75,21 +77,22 @@ def open_weights(
     opened = open_source(source, quantization=quantization)
     _check_config(opened, quantization)
     quantized = opened if isinstance(opened, QuantizedSource) and not on_the_fly else None
-    return checkpoint_reader(abstract, FiniteSource(opened), dense, quantized=quantized, ignored=_ignored(opened))
+    ignored = _ignored(opened, part)
+    return checkpoint_reader(abstract, FiniteSource(opened), dense, quantized=quantized, ignored=ignored, part=part)
 
 
-def check_tensors(source: ModelSource, model: ModelConfig, load_format: LoadFormat = "auto") -> None:
+def check_tensors(source: ModelSource, model: ModelConfig, load_format: LoadFormat = "auto", *, part: str = "") -> None:
     """Raise `ConfigError` if the names and shapes of a file's tensors are not those that its config describes.
 
     Called before programs are compiled, so that a wrong file is found early. A folder of `jaxserve convert` is checked
-    when it is opened instead.
+    when it is opened instead. `part` is as in `open_weights`.
     """
     if load_format != "dummy" and source.kind != "orbax":
         module = family(model)
         leaves, _ = flatten(module.abstract(model, np.dtype(np.float32)))
         opened = open_source(source, load_format, model.quantization)
         _check_config(opened, model.quantization)
-        check_names(opened, [spec for _, spec in leaves], _ignored(opened))
+        check_names(opened, [spec for _, spec in leaves], _ignored(opened, part))
 
 
 def stored_types(source: ModelSource, model: ModelConfig, load_format: LoadFormat = "auto") -> Stored:
@@ -136,11 +139,15 @@ def is_ignored(name: str) -> bool:
     return computed or parse_kv_scale_name(name) is not None or own.startswith(_TOWERS)
 
 
-def _ignored(source: TensorSource) -> Callable[[str], bool]:
+def _ignored(source: TensorSource, part: str) -> Callable[[str], bool]:
     """Return whether a source may hold a tensor that the model has no place for."""
+
+    def ignored(name: str) -> bool:
+        return is_ignored(name) or not name.startswith(part)
+
     if isinstance(source, QuantizedFolder):
-        return lambda name: is_ignored(name) or source.is_zero_bias(name)
-    return is_ignored
+        return lambda name: ignored(name) or source.is_zero_bias(name)
+    return ignored
 
 
 def _check_config(opened: TensorSource, quantization: CheckpointQuantization | None) -> None:

@@ -17,12 +17,15 @@ from jaxserve.quant import Stored
 BLOCK_ELEMENTS = 1 << 17
 """Elements read at a time: small enough that a block and its temporaries stay in a core's cache."""
 
+INTEGERS = ("I32", "I64")
+"""The stored types that a parameter of integers may have; no other parameter may."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
     """One tensor of a checkpoint: its shape in Hugging Face's order, and the name that the file gives its stored type.
 
-    `unreadable` says why the tensor can't be read (an unsupported type); it is empty if the tensor can be read.
+    `unreadable` says why the tensor can't be read as weights (an unsupported type); it is empty if it can be.
     `quantized` says that the shape is that of quantized numbers, whose dimensions differ (`TensorPart.quantized_view`).
     """
 
@@ -46,9 +49,9 @@ class TensorSource(Protocol):
     def read(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
         """Write a window of tensor `name`, a slice of each of its dimensions, into `out`.
 
-        `out` has the window's shape, any strides and any float type; values are converted to that type. Only what the
-        window covers is read (in a quantized row: the blocks that it touches), and besides `out` about `BLOCK_ELEMENTS`
-        elements are held in memory.
+        `out` has the window's shape, any strides and any float type, or an integer one for a tensor of integers; values
+        are converted to that type. Only what the window covers is read (in a quantized row: the blocks that it
+        touches), and besides `out` about `BLOCK_ELEMENTS` elements are held in memory.
         """
 
 

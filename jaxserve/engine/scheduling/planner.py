@@ -16,9 +16,6 @@ from jaxserve.engine.speculation.speculation import Speculation
 from jaxserve.errors import ConfigError
 from jaxserve.step_plan import Capacity, Chunk, DraftRead, PageCopy, SlotOpen, StepPlan
 
-# The last tokens of a sequence, which a draft model computes when it drafts: it need not have read them.
-_UNREAD = 2
-
 
 class Planner:
     """Plans within `capacity` and the limits of `Scheduler`. Raises `ConfigError` for limits below 1.
@@ -51,6 +48,7 @@ class Planner:
         self._table = table
         self._page_size = capacity.page_size
         self._most_read = max(capacity.draft_read_buckets, default=0)
+        self._max_unread = capacity.max_unread
         self._rotation_length = capacity.rotation_length
         self._no_pages: tuple[tuple[int, ...], ...] = ((),) * len(capacity.pages_by_group)
         self.prefills = PrefillChooser(
@@ -200,7 +198,7 @@ class Planner:
                 continue
             total += count
             request.plan_drafts(count)
-            request.num_read_tokens = request.num_planned_tokens + 1 - _UNREAD
+            request.num_read_tokens = request.num_planned_tokens + 1 - self._max_unread
             added = rank.extend(request, planned + count, drafts=True)
             chunks[index] = Chunk(
                 request_id=chunk.request_id,
@@ -221,13 +219,13 @@ class Planner:
         """Let a draft model read what it lacks of a sequence, as far as the step has room; return whether it has."""
         unread = request.num_planned_tokens - request.num_read_tokens  # before this step
         room = self._most_read - sum(read.length for read in reads if read.rank == rank.index)
-        length = min(unread - _UNREAD, room)
+        length = min(unread - self._max_unread, room)
         if length > 0:
             assert request.slot is not None
             reads.append(DraftRead(rank=rank.index, slot=request.slot, back=unread - 1, length=length))
             request.num_read_tokens += length
             rank.mark_read_by_draft(request)
-        return unread - max(length, 0) <= _UNREAD
+        return unread - max(length, 0) <= self._max_unread
 
     def _prefill_chunk(self, request: Request, length: int) -> Chunk:
         """Plan the next `length` fill tokens of a request; the last one also samples its first new token."""

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionSettings
-from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch
+from jaxserve.layers.batch import Beside, KVLayer, KVPools, TokenBatch
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mixture import MixtureSettings
 from jaxserve.layers.mlp import ACTIVATIONS, mlp
@@ -121,11 +121,8 @@ def forward(
     batch: TokenBatch,
     kv: KVPools,
     backend: Backend,
-) -> tuple[Any, ...]:
-    """Apply the layers and the final norm to embeddings.
-
-    Returns hidden states and the updated cache, and of a mixture how many tokens each of this shard's experts computed.
-    """
+) -> tuple[Float[Array, "tokens dim"], KVPools, Beside]:
+    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
     full = rotation(batch, config.rope, config.full_head_dim)
     local = rotation(batch, config.local_rope, config.head_dim)
     experts = None
@@ -150,7 +147,7 @@ def forward(
         loads += load
     with jax.named_scope("final_norm"):
         normed = rms_norm(x, params.norm, config.norm_eps)
-    return (normed, kv, jnp.stack(loads)) if loads else (normed, kv)
+    return normed, kv, Beside(jnp.stack(loads) if loads else None)
 
 
 @jax.named_scope("layer_vectors")

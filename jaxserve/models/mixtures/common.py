@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch
+from jaxserve.layers.batch import Beside, KVLayer, KVPools, TokenBatch
 from jaxserve.layers.mixture import MixtureParams, MixtureSettings, mixture
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
@@ -48,7 +48,8 @@ class Config(ModelConfig):
     """The config of a family.
 
     `dense[i]` tells whether layer i has a plain feed-forward block. `shared_size` is the width of the block that
-    computes all tokens, 0 if there is none. `qk_norm` norms each head, or all heads of a token as one.
+    computes all tokens, 0 if there is none. `qk_norm` norms each head, or all heads of a token as one. The tensors of
+    layer i are those of layer `first_layer` + i of the checkpoint.
     """
 
     norm_eps: float
@@ -67,6 +68,7 @@ class Config(ModelConfig):
     shared_size: int = 0
     shared_gate: bool = False
     unused: tuple[str, ...] = ()
+    first_layer: int = 0
 
     @property
     def num_experts(self) -> int:
@@ -116,6 +118,13 @@ class LayerSettings:
 def abstract(config: Config, dtype: np.dtype) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`."""
     declare = ParamSpecs(config, dtype)
+    layers = tuple(layer_params(config, declare, i) for i in range(config.num_layers))
+    norm = dataclasses.replace(declare.vector("model.norm.weight"), unused=config.unused)
+    return Params(declare.embedding(), layers, norm, declare.head())
+
+
+def layer_params(config: Config, declare: ParamSpecs, i: int) -> LayerParams:
+    """Return the tree of parameters of layer i."""
     names = config.names
 
     def qk_norm(name: str, letter: str) -> Any:
@@ -124,7 +133,7 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
             return declare.norm_of_heads(tensor, queries=letter == "q", rope=config.rope)
         return declare.norm_of_head(tensor, config.rope) if config.qk_norm == "head" else None
 
-    def block(name: str, i: int) -> MlpParams | MixtureParams:
+    def block(name: str) -> MlpParams | MixtureParams:
         if config.dense[i]:
             return declare.mlp(name)
         correction = None if names.correction is None else f"{name}.{names.correction}"
@@ -142,27 +151,22 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
             shared_gate=declare.few_outputs(f"{name}.{names.shared}_gate.weight", 1) if config.shared_gate else None,
         )
 
-    def layer(i: int) -> LayerParams:
-        name = f"model.layers.{i}"
-        attention = f"{name}.self_attn"
-        return LayerParams(
-            attention_norm=declare.vector(f"{name}.input_layernorm.weight"),
-            attention=declare.attention(
-                attention,
-                config.rope,
-                qkv_bias=config.qkv_bias,
-                output_bias=config.output_bias,
-                q_norm=qk_norm(attention, "q"),
-                k_norm=qk_norm(attention, "k"),
-                sinks=config.sinks,
-            ),
-            mlp_norm=declare.vector(f"{name}.post_attention_layernorm.weight"),
-            mlp=block(f"{name}.{names.block}", i),
-        )
-
-    layers = tuple(layer(i) for i in range(config.num_layers))
-    norm = dataclasses.replace(declare.vector("model.norm.weight"), unused=config.unused)
-    return Params(declare.embedding(), layers, norm, declare.head())
+    name = f"model.layers.{config.first_layer + i}"
+    attention = f"{name}.self_attn"
+    return LayerParams(
+        attention_norm=declare.vector(f"{name}.input_layernorm.weight"),
+        attention=declare.attention(
+            attention,
+            config.rope,
+            qkv_bias=config.qkv_bias,
+            output_bias=config.output_bias,
+            q_norm=qk_norm(attention, "q"),
+            k_norm=qk_norm(attention, "k"),
+            sinks=config.sinks,
+        ),
+        mlp_norm=declare.vector(f"{name}.post_attention_layernorm.weight"),
+        mlp=block(f"{name}.{names.block}"),
+    )
 
 
 def mixture_settings(
@@ -180,24 +184,34 @@ def forward(
     batch: TokenBatch,
     kv: KVPools,
     backend: Backend,
-) -> tuple[Any, ...]:
-    """Apply the layers and the final norm to embeddings.
+) -> tuple[Float[Array, "tokens dim"], KVPools, Beside]:
+    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
+    x, kv, beside = apply_layers(config, params.layers, x, batch, kv, backend)
+    with jax.named_scope("final_norm"):
+        return rms_norm(x, params.norm, config.norm_eps), kv, beside
 
-    Returns hidden states, the updated cache, and how many tokens each of this shard's experts computed,
-    `[mixtures, experts]`, if a layer has any.
-    """
+
+def apply_layers(
+    config: Config,
+    layers: tuple[LayerParams, ...],
+    x: Float[Array, "tokens dim"],
+    batch: TokenBatch,
+    kv: KVPools,
+    backend: Backend,
+) -> tuple[Float[Array, "tokens dim"], KVPools, Beside]:
+    """Apply the layers alone."""
     rope = rotation(batch, config.rope, config.head_dim)
     at = config.kv_layers()
     of_mixture = mixture_settings(config, config.routing, config.gate, batch, backend.target)
     loads: list[Array] = []
-    for i, layer in enumerate(params.layers):
+    tapped: list[Array] = []
+    for i, layer in enumerate(layers):
+        tapped += [x] if i in config.taps else []
         settings = LayerSettings(AttentionSettings(config.norm_eps, backend, config.windows[i]), of_mixture)
         with jax.named_scope(f"layer_{i}"):
             x, kv, load = _layer(x, layer, batch, kv, at[i], rope, settings)
         loads += [] if load is None else [load]
-    with jax.named_scope("final_norm"):
-        normed = rms_norm(x, params.norm, config.norm_eps)
-    return (normed, kv, jnp.stack(loads)) if loads else (normed, kv)
+    return x, kv, Beside(jnp.stack(loads) if loads else None, tuple(tapped))
 
 
 @functools.partial(jax.jit, static_argnames="settings")

@@ -52,4 +52,5 @@ def parse(fields: Fields) -> common.Config:
         qk_norm="head" if fields.boolean("use_qk_norm", False) else "none",
         shared_size=width * fields.integer("n_shared_experts", Range(0, 64), 1),
         unused=unused_layers(layers, drafts),
+        draft_layers=drafts,
     )

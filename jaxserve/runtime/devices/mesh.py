@@ -31,6 +31,7 @@ LOGICAL_AXES: dict[str | None, tuple[str, ...]] = {
     "experts": (EXPERT_AXIS,),
     "experts_of_ranks": (DATA_AXIS, EXPERT_AXIS),
     "expert_mlp": (EXPERT_TENSOR_AXIS,),
+    "features": TENSOR_AXES,
 }
 
 

@@ -34,7 +34,9 @@ def log_drafting(deployment: Deployment) -> None:
     by = ""
     if drafting.model is not None:
         size = device_bytes(drafting.params, deployment.axis_sizes) / 2**20
-        by = f" by {config.speculative_model} ({drafting.model.num_layers} layers, {size:.1f} MiB of weights)"
+        name = config.speculative_model or "the model's own layer"
+        layers = f"{drafting.model.num_layers} layer{'' if drafting.model.num_layers == 1 else 's'}"
+        by = f" by {name} ({layers}, {size:.1f} MiB of weights)"
     most = drafting.drafter.max_drafts
     logger.info("speculative decoding: %s%s, at most %d draft tokens a step", config.speculative_method, by, most)
 

@@ -57,7 +57,9 @@ def open_readers(deployment: Deployment, source: ModelSource) -> list[WeightRead
     """
     config, drafting = deployment.config, deployment.drafting
 
-    def reader(source: ModelSource, model: ModelConfig, params: Any, choice: WeightChoice) -> WeightReader:
+    def reader(
+        source: ModelSource, model: ModelConfig, params: Any, choice: WeightChoice, part: str = ""
+    ) -> WeightReader:
         return open_weights(
             source,
             params,
@@ -66,13 +68,17 @@ def open_readers(deployment: Deployment, source: ModelSource) -> list[WeightRead
             on_the_fly=choice.on_the_fly,
             load_format=config.load_format,
             seed=config.random_seed,
+            part=part,
         )
 
     readers = [reader(source, deployment.model, deployment.params, deployment.weights)]
-    if drafting is not None and drafting.model is not None and config.speculative_model is not None:
-        draft = model_source.resolve(config.speculative_model)
-        check_tensors(draft, drafting.model, config.load_format)
-        readers.append(reader(draft, drafting.model, drafting.params, drafting.weights))
+    if drafting is not None and drafting.model is not None:
+        name, part = config.speculative_model, ""
+        draft = source if name is None else model_source.resolve(name)
+        if name is None:
+            part = f"model.layers.{deployment.model.num_layers}."
+        check_tensors(draft, drafting.model, config.load_format, part=part)
+        readers.append(reader(draft, drafting.model, drafting.params, drafting.weights, part))
     return readers
 
 

@@ -219,6 +219,10 @@ def deploy(
     params = family(model).abstract(model, dtype)
     stored = stored or stored_by_config(model.quantization, params)
     shards = Shards(tensor, tensor // divided.expert)
+    drafting = plan_drafting(config, model, context, dtype, device.kernels, shards, stored)
+    draft_model = None if drafting is None else drafting.model
+    if draft_model is not None:
+        model = dataclasses.replace(model, taps=draft_model.taps)
     weights = choose_weights(
         config.quantization,
         params,
@@ -230,8 +234,6 @@ def deploy(
         splits_into=model.splits_into,
     )
     params = hold_weights(params, weights.forms)
-    drafting = plan_drafting(config, model, context, dtype, device.kernels, shards)
-    draft_model = None if drafting is None else drafting.model
     weight_bytes = device_bytes(params, axes)
     if drafting is not None and draft_model is not None:
         weight_bytes += device_bytes(drafting.params, axes)
@@ -265,6 +267,7 @@ def deploy(
         state_specs,
         vocab_size=vocab_size,
         kv_dtype=kv_dtype,
+        dtype=dtype,
         platform=backend.kv_platform,
         expert_tokens=expert_tokens_spec(
             len(model.mixture_layers), model.num_experts, ranks=data, over_ranks=model.experts_over_ranks
@@ -275,8 +278,8 @@ def deploy(
     page_bytes = [device_bytes(pool.pools, axes) for pool in slot.kv]
     slot_bytes = device_bytes(slot, axes) - device_bytes(slot.kv, axes)
     if slot.drafts is not None and slot.drafts.kv is not None:
-        page_bytes[0] += device_bytes(slot.drafts.kv.pools, axes)
-        slot_bytes -= device_bytes(slot.drafts.kv, axes)
+        page_bytes[0] += device_bytes((slot.drafts.kv.pools, slot.drafts.features), axes)
+        slot_bytes -= device_bytes((slot.drafts.kv, slot.drafts.features), axes)
     sized = functools.partial(
         resolve_sizes,
         model=model,

@@ -1,4 +1,4 @@
-"""How a deployment makes drafts: by looking up n-grams, or with a draft model, whose own sizes it checks."""
+"""How a deployment makes drafts: by looking up n-grams, or with a draft model or a head, whose sizes it checks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,21 @@ from jaxserve import model_source
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.registry import family, parse_model_config
-from jaxserve.quant import OnTheFly, Shards, WeightChoice, choose_weights, hold_weights, method_of, stored_by_config
+from jaxserve.models.draft_heads import eagle, mtp
+from jaxserve.models.registry import family, parse_draft_head, parse_model_config, taps_layers
+from jaxserve.quant import (
+    OnTheFly,
+    Shards,
+    Stored,
+    WeightChoice,
+    choose_weights,
+    hold_weights,
+    method_of,
+    stored_by_config,
+)
 from jaxserve.runtime.speculation.draft_model import DraftModel
 from jaxserve.runtime.speculation.ngram import NgramLookup
-from jaxserve.weights import stored_types
+from jaxserve.weights import open_source, stored_types
 from pallas_kernels.paged_attention import KernelTarget
 
 # Draft tokens of a step by default: looking one up costs nothing.
@@ -55,25 +65,30 @@ def max_drafts(config: EngineConfig) -> int:
 
 
 def plan_drafting(
-    config: EngineConfig, model: ModelConfig, context: int, dtype: np.dtype, target: KernelTarget, shards: Shards
+    config: EngineConfig,
+    model: ModelConfig,
+    context: int,
+    dtype: np.dtype,
+    target: KernelTarget,
+    shards: Shards,
+    stored: Stored,
 ) -> Drafting | None:
-    """Return how a deployment of `model` drafts, or None without speculation.
+    """Return how a deployment of `model` drafts, or None without speculation. `stored` are the model's own tensors.
 
     Raises `ConfigError` for a draft model that doesn't fit the model or its devices.
     """
     count = max_drafts(config)
     if not count:
         return None
-    if config.speculative_model is None:
+    if config.speculative_method == "ngram":
         return Drafting(NgramLookup(count, config.prompt_lookup_max, config.prompt_lookup_min), dtype)
-    try:
-        draft, stored = _read_model(config.speculative_model, config.load_format)
-    except ConfigError as error:
-        raise ConfigError(f"speculative_model={config.speculative_model}: {error}") from error
-    _check(config.speculative_model, draft, config.model, model, shards.tensor)
-    draft = dataclasses.replace(
-        draft.with_context(min(context, draft.longest_context)), shards=shards.tensor, whole_from=0
-    )
+    if config.speculative_method == "mtp":
+        draft: ModelConfig = mtp.config_of(model)
+    else:
+        draft, stored = _read_draft(config, model, shards.tensor)
+        draft = dataclasses.replace(
+            draft.with_context(min(context, draft.longest_context)), shards=shards.tensor, whole_from=0
+        )
     if len(draft.kv_specs()) > 1:
         raise ConfigError(
             f"speculative_model={config.speculative_model}: its layers have KV heads of different number or size, and "
@@ -95,18 +110,15 @@ def plan_drafting(
     return Drafting(DraftModel(draft, count), dtype, hold_weights(params, weights.forms), weights)
 
 
-@functools.lru_cache(maxsize=4)
-def _read_model(name: str, load_format: Any) -> tuple[ModelConfig, Any]:
-    """Read the config of a draft model, and how its tensors are stored if its files are here."""
-    draft = parse_model_config(model_source.fetch_config(name), f"config of {name}")
-    source = model_source.resolve_local(name)
-    return draft, None if source is None else stored_types(source, draft, load_format)
-
-
-def _check(name: str, draft: ModelConfig, model_name: str, model: ModelConfig, tensor: int) -> None:
+def _read_draft(config: EngineConfig, model: ModelConfig, tensor: int) -> tuple[ModelConfig, Stored]:
+    """Read the config of what drafts for a model, and how its tensors are stored if its files are here."""
+    name = config.speculative_model
+    assert name is not None
     where = f"speculative_model={name}"
-    if draft.num_experts:
-        raise ConfigError(f"{where} is a mixture of experts, which can't draft yet; take a dense model")
+    try:
+        draft, stored = _read_model(name, config.speculative_method, config.load_format)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     if draft.vocab_size != model.vocab_size:
         raise ConfigError(
             f"{where} has a vocabulary of {draft.vocab_size} tokens and the model one of {model.vocab_size}; a draft "
@@ -117,6 +129,51 @@ def _check(name: str, draft: ModelConfig, model_name: str, model: ModelConfig, t
             f"{where} can't be split over tp_size={tensor}: it has {draft.num_heads} attention heads and "
             f"{draft.num_kv_heads} KV heads"
         )
+    if isinstance(draft, eagle.Config):
+        return _fitted_head(where, draft, model), stored
+    _check_model(where, draft, name, config.model)
+    return draft, stored
+
+
+def _fitted_head(where: str, head: eagle.Config, model: ModelConfig) -> eagle.Config:
+    """Return the config of a head with the layers of the model whose inputs it gets. Raises `ConfigError`."""
+    if head.target_size != model.hidden_size:
+        raise ConfigError(
+            f"{where} is a head for a model with hidden states of {head.target_size} numbers, those of this model "
+            f"({model.architecture}) have {model.hidden_size}; take the head that was trained for it"
+        )
+    if head.architecture == eagle.EAGLE:
+        return head
+    layers = model.num_layers
+    taps = head.taps or tuple(sorted({2, layers // 2, layers - 3}))
+    if len(taps) != 3 or taps[-1] >= layers or taps[0] < 0:
+        raise ConfigError(
+            f"{where} needs the inputs of layers {', '.join(map(str, taps))} of the model, which has {layers} layers; "
+            "take the head that was trained for it"
+        )
+    if not taps_layers(model):
+        raise ConfigError(
+            f"{where}: speculative_method=eagle3 is not supported for {model.architecture}, as its family doesn't give "
+            "the inputs of layers; Llama, Mistral, Qwen, Phi-3 and the mixtures but Gemma 4 do"
+        )
+    return dataclasses.replace(head, taps=taps)
+
+
+@functools.lru_cache(maxsize=4)
+def _read_model(name: str, method: str, load_format: Any) -> tuple[ModelConfig, Any]:
+    raw, where, source = model_source.fetch_config(name), f"config of {name}", model_source.resolve_local(name)
+    if method == "draft":
+        draft = parse_model_config(raw, where)
+    else:
+        here = source is not None and load_format != "dummy"
+        draft = parse_draft_head(raw, where, method, open_source(source).infos if here else ())  # type: ignore[arg-type]
+    return draft, {} if source is None else stored_types(source, draft, load_format)
+
+
+def _check_model(where: str, draft: ModelConfig, name: str, model_name: str) -> None:
+    """Raise `ConfigError` unless a model can draft for another one."""
+    if draft.num_experts:
+        raise ConfigError(f"{where} is a mixture of experts, which can't draft yet; take a dense model")
     own, other = (_vocabulary(one) for one in (name, model_name))
     for token, number in own.items() if other else ():
         if other.get(token, number) != number:

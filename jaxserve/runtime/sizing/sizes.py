@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxserve.config.data_parallel import ONE_DEVICE, Parallelism
 from jaxserve.config.schema import EngineConfig
+from jaxserve.config.speculation import HEADS
 from jaxserve.models.config import ModelConfig
 from jaxserve.params import KVSpec
 from jaxserve.runtime.devices.device import DeviceFacts
@@ -127,7 +128,7 @@ def resolve_sizes(
     max_fine = config.cuda_graph_max_bs or defaults.max_fine
     drafts = max_drafts(config)
     verified = _verify_buckets(config, min(running, largest), drafts, largest) if drafts else ()
-    drafting = verified if config.speculative_model is not None else ()
+    drafting = verified if config.speculative_method in ("draft", *HEADS) else ()
     capacity = Capacity(
         num_slots=running,
         num_pages=pool.pages[0],
@@ -152,6 +153,7 @@ def resolve_sizes(
         if drafting
         else (),
         draft_read_buckets=tuple(sorted({min(_FEW_READ, largest), largest})) if drafting else (),
+        max_unread=2 + drafts if config.speculative_method in HEADS else 2,
     )
     prefill = min(config.max_prefill_tokens or chunk, largest)
     return Sizes(capacity, min(chunk, largest), prefill, largest, footprint, longest, pool.memory_bound)

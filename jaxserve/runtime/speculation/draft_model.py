@@ -1,4 +1,4 @@
-"""Drafts by a smaller model of the same vocabulary, which runs on the same devices."""
+"""Drafts by a smaller model of the same vocabulary, or by a head of the model, which run on the same devices."""
 
 from __future__ import annotations
 
@@ -6,14 +6,32 @@ import dataclasses
 from typing import Literal
 
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.registry import is_draft_head
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel:
-    """A model that drafts at most `max_drafts` tokens. Its weights are the second of a pair of trees of parameters."""
+    """A model that drafts at most `max_drafts` tokens. Its weights are the second of a pair of trees of parameters.
+
+    A head needs the features of each token before it: see `jaxserve.models.draft_heads`.
+    """
 
     model: ModelConfig
     max_drafts: int
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it is a head of the model."""
+        return is_draft_head(self.model)
+
+    @property
+    def last(self) -> int:
+        """The last places of a sequence that drafting computes before it draws the first draft token.
+
+        A model computed no keys for the last draft token, if that was accepted. A head computed those for all of them
+        from features of its own.
+        """
+        return 1 + self.max_drafts if self.is_head else 2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A draft model follows the sequences only where it drafts: the scheduler knows how far behind it is. So both programs
 find their tokens in `Drafts.history`, at places relative to the length of the sequence, which the device knows.
-Drafting computes the last two tokens of a sequence, as the last draft token is never computed before it is accepted.
+Drafting computes the last tokens of a sequence again, as accepted drafts never were, or not with the model's features.
 
 Each draft token is drawn as the target will draw at its place: with the request's own parameters and noise.
 """
@@ -27,15 +27,13 @@ from jaxserve.models.registry import family
 from jaxserve.runtime.devices.mesh import partitions
 from jaxserve.runtime.speculation.draft_model import DraftKey, DraftModel
 from jaxserve.runtime.step.buckets import smallest_fitting
+from jaxserve.runtime.step.features import kept_features
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
 from jaxserve.runtime.step.sampling import Rows, uses_triton
 from jaxserve.runtime.step.state import INTS, DeviceState, all_ranks, one_rank
 from jaxserve.runtime.step.step import StepContext, sample_rows
 from jaxserve.step_plan import Capacity, Chunk, DraftRead, StepPlan
 from pallas_kernels.paged_attention import PagedKV
-
-# The tokens of a sequence that drafting computes before it draws the first draft token.
-_LAST = 2
 
 
 def draft_keys(capacity: Capacity) -> list[DraftKey]:
@@ -121,13 +119,12 @@ def make_draft(
     """Return the function `(params, state, packed) -> (state, ())` of a program, over global arrays."""
     drafter = context.drafter
     assert isinstance(drafter, DraftModel)
-    own_context = dataclasses.replace(context, model=drafter.model)
     run = _draft if key.kind == "draft" else _read
 
     def body(params: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, tuple[()]]:
-        _, own = params
         fields = draft_packing(key, capacity).unpack(one_rank(packed))
-        return all_ranks(run(own, one_rank(state), fields, key.size, own_context)), ()
+        model = _Model(context, drafter, *params)
+        return all_ranks(run(model, one_rank(state), fields, key.size)), ()
 
     body.__name__ = str(key).replace("-", "_")
     parts = partitions(state_specs)
@@ -140,20 +137,89 @@ def make_draft(
     )
 
 
-def _read(params: Any, state: DeviceState, fields: dict[str, Array], size: int, context: StepContext) -> DeviceState:
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    """What drafts, with its weights, and the model that it drafts for, with its own."""
+
+    context: StepContext
+    drafter: DraftModel
+    of_target: Any
+    own: Any
+
+    def batch(
+        self,
+        state: DeviceState,
+        slots: Int[Array, " rows"],
+        first: Int[Array, " rows"],
+        starts: Int[Array, " rows_plus_1"],
+        size: int,
+        num_seqs: Int[Array, ""],
+    ) -> tuple[TokenBatch, Array | None]:
+        """Return rows of tokens of the sequences' history, row r from position `first[r]` on, and features for a head.
+
+        A head's token stands one position before its own, that of the token whose features it gets.
+        """
+        drafts = state.drafts
+        assert drafts is not None
+        assert drafts.history is not None
+        token = jnp.arange(size, dtype=jnp.int32)
+        row = jnp.searchsorted(starts[1:], token, side="right", method="compare_all").astype(jnp.int32)
+        row = jnp.minimum(row, len(slots) - 1)
+        positions = jnp.where(token < starts[-1], first[row] + token - starts[row], 0)
+        fill_lens = state.sampling.ints[slots, INTS.index("fill_len")]
+        tables = state.page_tables[0][slots]
+        is_head = self.drafter.is_head
+        batch = TokenBatch(
+            tokens=drafts.history.at[slots[row], positions + is_head].get(mode="clip"),
+            positions=positions,
+            fill_lens=fill_lens[row],
+            page_tables=(tables,),
+            query_starts=starts,
+            kv_lens=jnp.where(starts[1:] > starts[:-1], first + starts[1:] - starts[:-1], 0),
+            num_decodes=jnp.zeros_like(num_seqs),
+            num_seqs=num_seqs,
+        )
+        return batch, kept_features(drafts, tables, row, positions) if is_head else None
+
+    def forward(
+        self, batch: TokenBatch, features: Array | None, kv: PagedKV
+    ) -> tuple[Float[Array, "tokens dim"], PagedKV]:
+        """Return the hidden states of tokens, which are the features that a head computes, and the updated cache."""
+        config, context = self.drafter.model, self.context
+        module = family(config)
+        if features is None:
+            x = module.embed(config, self.own, batch)
+            hidden, [kv], *_ = module.forward(config, self.own, x, batch, (kv,), context.backend)
+        else:
+            embedded = family(context.model).embed(context.model, self.of_target, batch)
+            hidden, [kv] = module.forward(config, self.own, embedded, features, batch, (kv,), context.backend)
+        return hidden, kv
+
+    def logits(self, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:
+        """Return the logits of hidden states."""
+        config = self.drafter.model
+        if not self.drafter.is_head:
+            found: Array = family(config).head(config, self.own, hidden)
+        else:
+            of_target = functools.partial(family(self.context.model).head, self.context.model, self.of_target)
+            found = family(config).logits(config, self.own, hidden, of_target)
+        return found
+
+
+def _read(model: _Model, state: DeviceState, fields: dict[str, Array], size: int) -> DeviceState:
     """Compute tokens of sequences: row r begins `backs[r]` tokens before the last one."""
     slots, ends = jnp.maximum(fields["slots"], 0), fields["ends"]
     starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
     live = jnp.arange(len(slots), dtype=jnp.int32) < fields["num_seqs"]
     first = jnp.where(live, state.seq_lens[slots] - fields["backs"], 0)
-    batch = _batch(state, slots, first, starts, size, fields["num_seqs"])
-    _, kv = _forward(params, batch, state.drafts.kv, context)  # type: ignore[union-attr, arg-type]
+    batch, features = model.batch(state, slots, first, starts, size, fields["num_seqs"])
+    _, kv = model.forward(batch, features, state.drafts.kv)  # type: ignore[union-attr, arg-type]
     return _with_drafts(state, kv=kv)
 
 
-def _draft(params: Any, state: DeviceState, fields: dict[str, Array], size: int, context: StepContext) -> DeviceState:
+def _draft(model: _Model, state: DeviceState, fields: dict[str, Array], size: int) -> DeviceState:
     """Make drafts of `counts` tokens: rows with longer ones come first, so that those still drafting do."""
-    drafts = state.drafts
+    drafts, context = state.drafts, model.context
     assert drafts is not None
     assert drafts.kv is not None
     num_slots, most = state.seq_lens.shape[0], drafts.tokens.shape[1]
@@ -169,71 +235,35 @@ def _draft(params: Any, state: DeviceState, fields: dict[str, Array], size: int,
     def draw(hidden: Float[Array, "rows dim"], found: Int[Array, "rows most"], ahead: Array) -> Array:
         """Return the drafts with another token, `ahead` tokens after the last one of the sequence."""
         rows = Rows(slots, lengths + 1 + ahead, live, jnp.where(jnp.arange(most) < ahead, found, -1))
-        tokens, _ = sample_rows(family(context.model), params, hidden, rows, num_seqs, state, context, greedy=False)
+        tokens, _ = sample_rows(model.logits, hidden, rows, num_seqs, state, context, greedy=False)
         return lax.dynamic_update_slice_in_dim(found, tokens[:, None], ahead, axis=1)
 
-    batch = _batch(
-        state, slots, jnp.maximum(lengths - 1, 0), jnp.minimum(ends, num_seqs) * _LAST, size * _LAST, num_seqs
-    )
-    hidden, kv = _forward(params, dataclasses.replace(batch, max_queries=_LAST), drafts.kv, context)
-    last = jnp.minimum(row * _LAST + _LAST - 1, size * _LAST - 1)
-    found = draw(hidden[last], jnp.zeros((size, most), jnp.int32), jnp.int32(0))
+    # The last token is computed at the end of its sequence, by a head at the position before.
+    width, end = model.drafter.last, lengths - model.drafter.is_head
+    first = jnp.maximum(end + 1 - width, 0)
+    batch, features = model.batch(state, slots, first, jnp.minimum(ends, num_seqs) * width, size * width, num_seqs)
+    hidden, kv = model.forward(dataclasses.replace(batch, max_queries=width), features, drafts.kv)
+    hidden = hidden.at[row * width + end - first].get(mode="clip")
+    found = draw(hidden, jnp.zeros((size, most), jnp.int32), jnp.int32(0))
 
-    def body(ahead: Array, carried: tuple[PagedKV, Array]) -> tuple[PagedKV, Array]:
-        kv, found = carried
+    def body(ahead: Array, carried: tuple[PagedKV, Array, Array]) -> tuple[PagedKV, Array, Array]:
+        kv, found, hidden = carried
         drafting = jnp.sum((counts > ahead).astype(jnp.int32))
-        step = _batch(state, slots, lengths + ahead, jnp.minimum(ends, drafting), size, drafting)
+        step, features = model.batch(state, slots, end + ahead, jnp.minimum(ends, drafting), size, drafting)
         token = lax.dynamic_index_in_dim(found, ahead - 1, axis=1, keepdims=False)
         step = dataclasses.replace(step, tokens=token, num_decodes=drafting, decode_only=True)
-        hidden, kv = _forward(params, step, kv, context)
-        return kv, draw(hidden, found, ahead)
+        hidden, kv = model.forward(step, None if features is None else hidden, kv)
+        return kv, draw(hidden, found, ahead), hidden
 
     if uses_triton(context.backend.target):
         # Without a loop, so that the program stays one graph.
         for ahead in range(1, most):
-            kv, found = body(jnp.int32(ahead), (kv, found))
+            kv, found, hidden = body(jnp.int32(ahead), (kv, found, hidden))
     else:
-        kv, found = lax.fori_loop(1, fields["num_steps"], body, (kv, found))
+        kv, found, _ = lax.fori_loop(1, fields["num_steps"], body, (kv, found, hidden))
     drafted = jnp.where(live, slots, num_slots)
     tokens = drafts.tokens.at[drafted].set(found, mode="drop")
     return _with_drafts(state, kv=kv, tokens=tokens, counts=drafts.counts.at[drafted].set(counts, mode="drop"))
-
-
-def _batch(
-    state: DeviceState,
-    slots: Int[Array, " rows"],
-    first: Int[Array, " rows"],
-    starts: Int[Array, " rows_plus_1"],
-    size: int,
-    num_seqs: Int[Array, ""],
-) -> TokenBatch:
-    """Return rows of tokens of the sequences' history, row r from position `first[r]` on."""
-    assert state.drafts is not None
-    assert state.drafts.history is not None
-    token = jnp.arange(size, dtype=jnp.int32)
-    row = jnp.searchsorted(starts[1:], token, side="right", method="compare_all").astype(jnp.int32)
-    row = jnp.minimum(row, len(slots) - 1)
-    positions = jnp.where(token < starts[-1], first[row] + token - starts[row], 0)
-    fill_lens = state.sampling.ints[slots, INTS.index("fill_len")]
-    return TokenBatch(
-        tokens=state.drafts.history.at[slots[row], positions].get(mode="clip"),
-        positions=positions,
-        fill_lens=fill_lens[row],
-        page_tables=(state.page_tables[0][slots],),
-        query_starts=starts,
-        kv_lens=jnp.where(starts[1:] > starts[:-1], first + starts[1:] - starts[:-1], 0),
-        num_decodes=jnp.zeros_like(num_seqs),
-        num_seqs=num_seqs,
-    )
-
-
-def _forward(
-    params: Any, batch: TokenBatch, kv: PagedKV, context: StepContext
-) -> tuple[Float[Array, "tokens dim"], PagedKV]:
-    model = family(context.model)
-    x = model.embed(context.model, params, batch)
-    hidden, [kv], *_ = model.forward(context.model, params, x, batch, (kv,), context.backend)
-    return hidden, kv
 
 
 def _with_drafts(state: DeviceState, **changes: Any) -> DeviceState:

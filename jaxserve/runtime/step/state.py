@@ -31,6 +31,8 @@ FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_pena
 # Entries of a slot's table of n-grams; of longer sequences, n-grams of the same hash replace each other more often.
 _MAX_ENTRIES = 2**14
 
+_F32 = np.dtype(np.float32)
+
 # Bits of DeviceState.counts, an int16: the sign bit, and the others.
 SEEN_IN_PROMPT = -(2**15)
 COUNT_MASK = 2**15 - 1
@@ -55,7 +57,7 @@ class Drafts:
     """The draft tokens of each slot for its next step, `counts` of them valid, and what they are made from.
 
     That is an index of n-grams, or the tokens of the sequences and a draft model's keys and values of them. These are
-    on the pages of the first KV group.
+    on the pages of the first KV group, as are the features of the model that a head needs.
     """
 
     tokens: Int[Array, "slots max_drafts"]
@@ -63,6 +65,7 @@ class Drafts:
     ngrams: NgramIndex | None
     history: Int[Array, "slots max_tokens"] | None = None
     kv: PagedKV | None = None
+    features: Float[Array, "pages page_size dim"] | None = None
 
 
 @flax.struct.dataclass
@@ -128,11 +131,15 @@ def state_specs(
     *,
     vocab_size: int,
     kv_dtype: np.dtype,
+    dtype: np.dtype = _F32,
     platform: str = "cpu",
     expert_tokens: ArraySpec | None = None,
     drafter: NgramLookup | DraftModel | None = None,
 ) -> DeviceState:
-    """Return the state on a platform (jax's name for it), with an `ArraySpec` in place of each array."""
+    """Return the state on a platform (jax's name for it), with an `ArraySpec` in place of each array.
+
+    `dtype` is that of features.
+    """
     ranks, slots = capacity.num_ranks, capacity.num_slots
     i32, f32 = np.dtype(np.int32), np.dtype(np.float32)
 
@@ -163,13 +170,14 @@ def state_specs(
         ),
         counts=dataclasses.replace(by_slot(np.dtype(np.int16), vocab_size), axes=("ranks", None, "vocab")),
         expert_tokens=expert_tokens,  # type: ignore[arg-type]
-        drafts=None if drafter is None else _draft_specs(drafter, capacity, by_slot, pool),
+        drafts=None if drafter is None else _draft_specs(drafter, capacity, dtype, by_slot, pool),
     )
 
 
 def _draft_specs(
     drafter: NgramLookup | DraftModel,
     capacity: Capacity,
+    dtype: np.dtype,
     by_slot: Callable[..., Any],
     pool: Callable[[KVSpec, int], Any],
 ) -> Drafts:
@@ -177,7 +185,12 @@ def _draft_specs(
     tokens, counts = by_slot(i32, drafter.max_drafts), by_slot(i32)
     if isinstance(drafter, DraftModel):
         [spec] = drafter.model.kv_specs()
-        return Drafts(tokens, counts, None, by_slot(i32, max_tokens), pool(spec, capacity.num_pages))
+        features = None
+        if drafter.is_head:
+            shape = capacity.num_ranks, capacity.num_pages, capacity.page_size, drafter.model.hidden_size
+            features = ArraySpec(shape, dtype, ("ranks", None, None, "features"))
+        kv = pool(spec, capacity.num_pages)
+        return Drafts(tokens, counts, None, by_slot(i32, max_tokens), kv, features)  # type: ignore[arg-type]
     tables = len(drafter.sizes), min(_MAX_ENTRIES, 2 ** (max_tokens - 1).bit_length())
     return Drafts(
         tokens,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxserve.layers.axes import DATA_AXIS
+from jaxserve.layers.batch import Beside
 from jaxserve.layers.embedding import mask_padding, shard_index
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family
@@ -27,6 +29,7 @@ from jaxserve.runtime.speculation.ngram import NgramLookup
 from jaxserve.runtime.step import batch as batches
 from jaxserve.runtime.step import sampling, verify
 from jaxserve.runtime.step.batch import StepInput, StepShape
+from jaxserve.runtime.step.features import keep_features
 from jaxserve.runtime.step.sampling import Logprobs, Rows
 from jaxserve.runtime.step.state import DeviceState, Drafts, all_ranks, one_rank
 from jaxserve.runtime.step.verify import Drawn
@@ -124,10 +127,16 @@ def step(
 ) -> tuple[DeviceState, StepOutput]:
     """Run the step of one rank."""
     model = family(context.model)
-    params = context.own_weights(params)
+    all_params, params = params, context.own_weights(params)
     inputs, state = batches.unpack_step(packed, state, shape)
     x = model.embed(context.model, params, inputs.batch)
-    hidden, kv, *loads = model.forward(context.model, params, x, inputs.batch, state.kv, context.backend)
+    hidden, kv, *more = model.forward(context.model, params, x, inputs.batch, state.kv, context.backend)
+    beside = more[0] if more else Beside()
+    drafter = context.drafter
+    if isinstance(drafter, DraftModel) and drafter.is_head:
+        assert state.drafts is not None
+        kept = keep_features(state.drafts, drafter, all_params[1], hidden, beside, inputs)
+        state = dataclasses.replace(state, drafts=kept)
     prompt_logprobs = None
     if inputs.targets is not None:
         prompt_logprobs = _prompt_logprobs(model, params, hidden, inputs, context)
@@ -144,6 +153,9 @@ def step(
             counts = counts.at[at, shard_index(tokens.reshape(-1), counts.shape[1])].add(1, mode="drop")
         if shape.verifies:
             last = jnp.take_along_axis(tokens, drawn.counts[:, None] - 1, axis=1)[:, 0]
+        loads = state.expert_tokens
+        if loads is not None and beside.expert_tokens is not None:
+            loads += beside.expert_tokens.astype(jnp.uint32)
         drafts, compared = _propose(state, drawn, inputs, context, shape)
         state = dataclasses.replace(
             state,
@@ -151,7 +163,7 @@ def step(
             last_tokens=state.last_tokens.at[slots].set(last, mode="drop"),
             seq_lens=state.seq_lens.at[inputs.slots].set(drawn.lengths, mode="drop"),
             counts=counts,
-            expert_tokens=state.expert_tokens + loads[0].astype(jnp.uint32) if loads else None,
+            expert_tokens=loads,
             drafts=drafts,
         )
     num_tokens = jnp.where(inputs.samples, drawn.counts, 0)
@@ -179,13 +191,18 @@ def _propose(
 
     if context.backend.target.platform != "cpu":
         return propose(state, drawn)
-    own = dataclasses.replace(state, kv=(), page_tables=())
+    assert state.drafts is not None
+    pools = state.drafts.kv, state.drafts.features
+    own = dataclasses.replace(
+        state, kv=(), page_tables=(), drafts=dataclasses.replace(state.drafts, kv=None, features=None)
+    )
 
     def none(state: DeviceState, drawn: Drawn) -> tuple[Drafts, Array]:
         assert state.drafts is not None
         return state.drafts, jnp.stack([drawn.proposed, drawn.accepted], axis=1)
 
-    return lax.cond(inputs.batch.num_seqs >= 0, propose, none, own, drawn)
+    drafts, compared = lax.cond(inputs.batch.num_seqs >= 0, propose, none, own, drawn)
+    return dataclasses.replace(drafts, kv=pools[0], features=pools[1]), compared
 
 
 def _draw(
@@ -198,14 +215,12 @@ def _draw(
     shape: StepShape,
 ) -> tuple[Drawn, Logprobs | None]:
     """Draw a token for each row, or one for each token of a step that verifies drafts, which it then accepts or not."""
-    batch = inputs.batch
+    batch, logits = inputs.batch, functools.partial(model.head, context.model, params)
     last = jnp.maximum(batch.query_starts[1:] - 1, 0)
     if not shape.verifies:
         wanted = hidden.at[last].get(mode="promise_in_bounds") if not shape.decode_only else hidden
         rows = Rows(inputs.slots, batch.kv_lens, inputs.samples)
-        tokens, logprobs = sample_rows(
-            model, params, wanted, rows, batch.num_seqs, state, context, greedy=shape.key.greedy
-        )
+        tokens, logprobs = sample_rows(logits, wanted, rows, batch.num_seqs, state, context, greedy=shape.key.greedy)
         ones = jnp.ones_like(batch.kv_lens)
         return Drawn(tokens[:, None], ones, ones, ones, batch.kv_lens), logprobs
     assert state.drafts is not None
@@ -213,7 +228,7 @@ def _draw(
     pending = verify.drafts_before(state, jnp.minimum(inputs.slots, len(state.seq_lens) - 1), inputs.token_row, offset)
     rows = Rows(inputs.slots[inputs.token_row], batch.positions + 1, batch.live, pending)
     live = batch.query_starts[batch.num_seqs]
-    tokens, logprobs = sample_rows(model, params, hidden, rows, live, state, context, greedy=False)
+    tokens, logprobs = sample_rows(logits, hidden, rows, live, state, context, greedy=False)
     of_rows = verify.rows_of_tokens(batch.query_starts, 1 + shape.max_drafts, shape.tokens)
     tokens, logprobs = jax.tree.map(lambda x: x[of_rows], (tokens, logprobs))
     queries = batch.query_starts[1:] - batch.query_starts[:-1]
@@ -221,8 +236,7 @@ def _draw(
 
 
 def sample_rows(
-    model: ModuleType,
-    params: Any,
+    logits_of: Callable[[Any], Float[Array, "group vocab_shard"]],
     hidden: Float[Array, "rows dim"],
     rows: Rows,
     live: Int[Array, ""],
@@ -231,8 +245,8 @@ def sample_rows(
     *,
     greedy: bool,
 ) -> tuple[Int[Array, " rows"], Logprobs | None]:
-    """Run head and sampler of `context.model` on the rows, of which the first `live` are needed, in groups of at most
-    `context.sample_rows`."""
+    """Draw a token for each of the rows, of which the first `live` are needed, in groups of at most
+    `context.sample_rows`; `logits_of` returns the logits of hidden states."""
     count = len(hidden)
     size = min(context.sample_rows or count, count)
     padding = -count % size
@@ -241,7 +255,7 @@ def sample_rows(
 
     def group(start: Array | int) -> tuple[Array, Logprobs | None]:
         states, own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), (hidden, rows))
-        logits = mask_padding(model.head(context.model, params, states), context.model.vocab_size)
+        logits = mask_padding(logits_of(states), context.model.vocab_size)
         if greedy:
             return sampling.greedy(logits), None
         return sampling.sample(logits, state.sampling, state.counts, own, context.backend.target)

@@ -1,0 +1,11 @@
+"""Heads that draft: one layer each, which a model's hidden states tell what the model has seen.
+
+At position t a head joins the embedding of token t + 1 with the *features* of the model at t, and predicts token t + 2.
+Where the model hasn't been yet, the head's own output takes the place of the features.
+
+A head's module has `abstract(config, dtype)` as a family has, and
+
+- `features(config, params, hidden, tapped)`: what it needs of a model's hidden states, `[tokens, dim]`;
+- `forward(config, params, embedded, features, batch, kv, backend) -> (features, kv)`;
+- `logits(config, params, features, of_model)`: its logits, where `of_model` is the head of the model.
+"""

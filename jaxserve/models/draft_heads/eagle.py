@@ -1,0 +1,239 @@
+"""The heads of EAGLE (Li et al. 2024) and EAGLE-3 (Li et al. 2025), in the forms of vLLM, SGLang and speculators.
+
+EAGLE's features are the hidden states that the model's head gets, and it shares that head. EAGLE-3 reduces the inputs
+of three layers to features, and has a head of its own, often for the most frequent tokens only: `d2t` tells how much
+larger a token's id is than its row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import Any
+
+import flax.struct
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxserve.errors import ConfigError
+from jaxserve.layers import embedding
+from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
+from jaxserve.layers.axes import TENSOR_AXES
+from jaxserve.layers.batch import KVPools, TokenBatch
+from jaxserve.layers.linear import linear
+from jaxserve.layers.mlp import MlpParams, mlp
+from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.rope import rotation
+from jaxserve.model_source.fields import LAYERS, WIDTH, Fields, Range, abbreviate
+from jaxserve.models import llama
+from jaxserve.models.config import refuse, refuse_unread
+from jaxserve.models.parameters import ParamSpecs
+from pallas_kernels.paged_attention import Backend
+
+EAGLE, EAGLE3 = "EagleHead", "Eagle3Head"
+"""The architectures that the two kinds of heads have here; checkpoints have several names for each."""
+
+_ARCHITECTURES = {
+    "EagleLlamaForCausalLM": EAGLE,
+    "LlamaForCausalLMEagle": EAGLE,
+    "Eagle3LlamaForCausalLM": EAGLE3,
+    "LlamaForCausalLMEagle3": EAGLE3,
+    "Eagle3Speculator": EAGLE3,
+    "Eagle3DraftModel": EAGLE3,
+}
+NAMES = tuple(_ARCHITECTURES)
+_METHODS = {EAGLE: "eagle", EAGLE3: "eagle3"}
+
+# Fields about how a head was trained, or about the model that it drafts for.
+_OF_TRAINING = (
+    "speculators_config", "speculators_model_type", "speculators_version", "embed_requires_grad",
+    "has_own_embed_tokens", "tie_word_embeddings", "ttt_length", "layer_types",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(llama.Config):
+    """The config of a head. `target_size` is the width of the model it drafts for, `draft_vocab` the number of tokens
+    that it drafts, None if it shares the model's head. `layer` and `fc_bias` are names of tensors.
+    """
+
+    target_size: int
+    draft_vocab: int | None
+    maps_tokens: bool
+    layer: str
+    fc_bias: bool
+    norm_before_residual: bool
+
+
+@flax.struct.dataclass
+class Params:
+    """The weights of a head; `embedding` is None if it is the model's, as is `output` with its ids `d2t`."""
+
+    embedding: Array | None
+    fc: Array
+    fc_bias: Array | None
+    embedding_norm: Array | None
+    features_norm: Array | None
+    attention: AttentionParams
+    mlp_norm: Array
+    mlp: MlpParams
+    norm: Array | None
+    output: Array | None
+    d2t: Int[Array, " draft_vocab"] | None
+
+
+def parse(fields: Fields, method: str, tensors: Collection[str]) -> Config:
+    """Read the config.json of a head for `eagle` or `eagle3`; `tensors` are the names in its checkpoint, if it is here.
+
+    Raises `ConfigError`, as for a head of the other method.
+    """
+    where, name = fields.where, (fields.texts("architectures") or ["(none)"])[0]
+    reduced = fields.get("draft_vocab_size") is not None
+    kind = _ARCHITECTURES.get(name, (EAGLE3 if reduced else EAGLE) if name == "LlamaForCausalLM" else None)
+    if kind is None:
+        raise ConfigError(f"{where}: {abbreviate(name)} is no head of EAGLE; supported: {', '.join(NAMES)}")
+    if _METHODS[kind] != method:
+        raise ConfigError(f"{where}: it is a head of {_METHODS[kind]}; set speculative_method to {_METHODS[kind]}")
+    layer = fields.object("transformer_layer_config")
+    inner = Fields({**fields.raw, **layer, "architectures": ["LlamaForCausalLM"]}, where)
+    base = llama.parse(inner)
+    if base.num_layers != 1:
+        raise ConfigError(f"{where}: a head of {base.num_layers} layers is not supported; only one of 1 layer is")
+    for field in _OF_TRAINING:
+        inner.get(field)
+    refuse(inner, parallel_drafting=None, norm_before_fc=False, fc_norm=False)
+    target = inner.integer("target_hidden_size", WIDTH, base.hidden_size)
+    vocab = inner.integer("draft_vocab_size", WIDTH, base.vocab_size) if kind == EAGLE3 else None
+    config = Config(
+        **{field.name: getattr(base, field.name) for field in dataclasses.fields(base)} | {"architecture": kind},
+        target_size=target,
+        draft_vocab=vocab,
+        maps_tokens="d2t" in tensors if tensors else vocab not in (None, base.vocab_size),
+        layer="midlayer" if kind == EAGLE3 and _is_midlayer(name, tensors) else "layers.0",
+        fc_bias="fc.bias" in tensors if tensors else inner.boolean("bias", False),
+        norm_before_residual=inner.boolean("norm_before_residual", False),
+    )
+    taps = _read_taps(inner) if kind == EAGLE3 else ()
+    inner.read |= {
+        "transformer_layer_config",
+        "bias",
+        "draft_vocab_size",
+        "eagle_config",
+        "quantization_config",
+        "compression_config",
+    }
+    refuse_unread(inner)
+    return dataclasses.replace(config, taps=taps, windows=(None,))
+
+
+def _is_midlayer(name: str, tensors: Collection[str]) -> bool:
+    return any(one.startswith("midlayer.") for one in tensors) if tensors else not name.startswith("Eagle3S")
+
+
+def _read_taps(fields: Fields) -> tuple[int, ...]:
+    """Return the layers whose inputs a head of EAGLE-3 gets; none if it doesn't say so.
+
+    Speculators count them as here. Within `eagle_config`, they are the layers before, whose outputs are these inputs.
+    """
+    inner = Fields(fields.object("eagle_config"), f"{fields.where}: eagle_config")
+    for field, only in {
+        "use_aux_hidden_state": True,
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True,
+        "use_mtp_layernorm": False,
+    }.items():
+        refuse(inner, **{field: only})
+    allowed = Range(0, LAYERS.most)
+    after = inner.numbers("eagle_aux_hidden_state_layer_ids", allowed)
+    taps = [int(one) + 1 for one in after]
+    taps = taps or [int(one) for one in fields.numbers("eagle_aux_hidden_state_layer_ids", allowed)]
+    refuse_unread(inner)
+    if taps and (len(taps) != 3 or taps != sorted(set(taps))):
+        raise ConfigError(f"{fields.where}: eagle_aux_hidden_state_layer_ids should name 3 layers in order, not {taps}")
+    return tuple(taps)
+
+
+def abstract(config: Config, dtype: np.dtype) -> Params:
+    """Return the tree of parameters; each leaf is a `ParamSpec`."""
+    declare, dim = ParamSpecs(config, dtype), config.hidden_size
+    third, own = config.architecture == EAGLE3, config.target_size != config.hidden_size
+    name, vocab = config.layer, config.draft_vocab
+    fc = declare.matrix("fc.weight", dim, 3 * config.target_size if third else 2 * dim)
+    return Params(
+        embedding=declare.embedding("embed_tokens.weight") if own else None,
+        fc=dataclasses.replace(fc, unused=("t2d", "d2t", "lm_head.weight", *(() if own else ("embed_tokens.weight",)))),
+        fc_bias=declare.vector("fc.bias", init="zeros") if config.fc_bias else None,
+        embedding_norm=declare.vector(f"{name}.input_layernorm.weight") if third else None,
+        features_norm=declare.vector(f"{name}.hidden_norm.weight") if third else None,
+        attention=declare.attention(
+            f"{name}.self_attn",
+            config.rope,
+            qkv_bias=config.qkv_bias,
+            output_bias=config.output_bias,
+            inputs=2 * dim if third else None,
+        ),
+        mlp_norm=declare.vector(f"{name}.post_attention_layernorm.weight"),
+        mlp=declare.mlp(f"{name}.mlp", bias=config.mlp_bias),
+        norm=declare.vector("norm.weight") if third else None,
+        output=None if vocab is None else declare.embedding("lm_head.weight", (vocab, dim), inputs=1),
+        d2t=(
+            dataclasses.replace(declare.vector("d2t", vocab, init="zeros"), dtype=np.dtype(np.int32))
+            if config.maps_tokens
+            else None
+        ),
+    )
+
+
+def features(
+    config: Config, params: Params, hidden: Float[Array, "tokens dim"], tapped: tuple[Array, ...]
+) -> Float[Array, "tokens own_dim"]:
+    """Return what the head needs of a model's hidden states, or of the inputs of its layers."""
+    if config.architecture == EAGLE:
+        return hidden
+    return linear(jnp.concatenate(tapped, axis=1), params.fc, params.fc_bias)
+
+
+def forward(
+    config: Config,
+    params: Params,
+    embedded: Float[Array, "tokens dim"],
+    features: Float[Array, "tokens dim"],
+    batch: TokenBatch,
+    kv: KVPools,
+    backend: Backend,
+) -> tuple[Float[Array, "tokens dim"], KVPools]:
+    """Apply the layer to tokens, each with the features of the token before it."""
+    if params.embedding is not None:
+        embedded = embedding.embed(batch.tokens, params.embedding)
+    settings = AttentionSettings(config.norm_eps, backend)
+    if params.embedding_norm is None or params.features_norm is None:
+        residual = inputs = linear(jnp.concatenate([embedded, features], axis=1), params.fc, params.fc_bias)
+    else:
+        normed = rms_norm(features, params.features_norm, config.norm_eps)
+        residual = normed if config.norm_before_residual else features
+        inputs = jnp.concatenate([rms_norm(embedded, params.embedding_norm, config.norm_eps), normed], axis=1)
+    rope = rotation(batch, config.rope, config.head_dim)
+    attended, kv = self_attention(inputs, params.attention, batch, kv, config.kv_layers()[0], rope, settings)
+    x = residual + attended
+    return x + mlp(rms_norm(x, params.mlp_norm, config.norm_eps), params.mlp), kv
+
+
+def logits(
+    config: Config,
+    params: Params,
+    features: Float[Array, "rows dim"],
+    of_model: Callable[[Any], Float[Array, "rows vocab_shard"]],
+) -> Float[Array, "rows vocab_shard"]:
+    """Return the logits, -inf for tokens that the head never drafts."""
+    if params.output is None:
+        return of_model(features)
+    assert params.norm is not None
+    found = embedding.logits(rms_norm(features, params.norm, config.norm_eps), params.output)
+    if params.d2t is None:
+        return found
+    found = lax.all_gather(found, TENSOR_AXES, axis=1, tiled=True)
+    row, size = jnp.arange(len(params.d2t), dtype=jnp.int32), config.padded_vocab_size // lax.axis_size(TENSOR_AXES)
+    rows = jnp.full((size,), -1, jnp.int32).at[embedding.shard_index(row + params.d2t, size)].set(row, mode="drop")
+    return jnp.where(rows >= 0, found[:, jnp.maximum(rows, 0)], -jnp.inf)

@@ -1,0 +1,102 @@
+"""Multi-token prediction: the layer of its own that a checkpoint has for drafting (DeepSeek-AI 2024), as GLM-4.5 has.
+
+The model's embedding and head are the layer's too, so their copies in the checkpoint aren't read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxserve.errors import ConfigError
+from jaxserve.layers.batch import KVPools, TokenBatch
+from jaxserve.layers.linear import linear
+from jaxserve.layers.norm import rms_norm
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.mixtures import common
+from jaxserve.models.parameters import ParamSpecs
+from pallas_kernels.paged_attention import Backend
+
+MTP = "MultiTokenPrediction"
+
+
+@flax.struct.dataclass
+class Params:
+    """The weights of the layer, and of what joins embeddings and features before it."""
+
+    embedding_norm: Array
+    features_norm: Array
+    join: Array
+    layer: common.LayerParams
+    norm: Array
+
+
+def config_of(model: ModelConfig) -> common.Config:
+    """Return the config of a model's layer that drafts. Raises `ConfigError` if it has none."""
+    if not model.draft_layers or not isinstance(model, common.Config):
+        raise ConfigError(
+            f"speculative_method=mtp: this checkpoint ({model.architecture}) has no layer that drafts; GLM-4.5 and "
+            "4.6 have one. Another method is ngram"
+        )
+    return dataclasses.replace(
+        model,
+        architecture=MTP,
+        num_layers=1,
+        dense=(False,),
+        windows=(None,),
+        unused=(),
+        taps=(),
+        first_layer=model.num_layers,
+    )
+
+
+def abstract(config: common.Config, dtype: np.dtype) -> Params:
+    """Return the tree of parameters; each leaf is a `ParamSpec`."""
+    declare, name = ParamSpecs(config, dtype), f"model.layers.{config.first_layer}"
+    copies = (f"{name}.embed_tokens.weight", f"{name}.shared_head.head.weight")
+    return Params(
+        embedding_norm=declare.vector(f"{name}.enorm.weight"),
+        features_norm=declare.vector(f"{name}.hnorm.weight"),
+        join=declare.matrix(f"{name}.eh_proj.weight", config.hidden_size, 2 * config.hidden_size),
+        layer=common.layer_params(config, declare, 0),
+        norm=dataclasses.replace(declare.vector(f"{name}.shared_head.norm.weight"), unused=copies),
+    )
+
+
+def features(
+    config: common.Config, params: Params, hidden: Float[Array, "tokens dim"], tapped: tuple[Array, ...]
+) -> Float[Array, "tokens dim"]:
+    """Return the hidden states of the model."""
+    return hidden
+
+
+def forward(
+    config: common.Config,
+    params: Params,
+    embedded: Float[Array, "tokens dim"],
+    features: Float[Array, "tokens dim"],
+    batch: TokenBatch,
+    kv: KVPools,
+    backend: Backend,
+) -> tuple[Float[Array, "tokens dim"], KVPools]:
+    """Apply the layer to tokens, each with the features of the token before it."""
+    eps = config.norm_eps
+    embedded = jnp.where(batch.positions[:, None] > 0, embedded, 0)
+    parts = rms_norm(embedded, params.embedding_norm, eps), rms_norm(features, params.features_norm, eps)
+    x = linear(jnp.concatenate(parts, axis=1), params.join)
+    x, kv, _ = common.apply_layers(config, (params.layer,), x, batch, kv, backend)
+    return rms_norm(x, params.norm, eps), kv
+
+
+def logits(
+    config: common.Config, params: Params, features: Float[Array, "rows dim"], of_model: Callable[[Any], Any]
+) -> Float[Array, "rows vocab_shard"]:
+    """Return the logits of the model's head."""
+    result: Array = of_model(features)
+    return result
