@@ -258,7 +258,7 @@ def _packed_in_16_bits(
     abstract: Any, linears: Mapping[Path, ParamSpec], paths: Iterable[Path], shards: Shards
 ) -> dict[Path, WeightForm]:
     """Return the form of the other weights on a CPU; a tied head is packed together with the embedding."""
-    tied = abstract.output is None
+    tied = ties_head(abstract)
     packable = [path for path in sorted(paths, key=str) if _is_packable(linears[path], shards)]
     return {EMBEDDING if tied and path == HEAD else path: WeightForm() for path in packable}
 
@@ -273,12 +273,18 @@ def convert_forms(scheme: str, abstract: Any) -> dict[Path, WeightForm]:
     }
 
 
+def ties_head(abstract: Any) -> bool:
+    """Return whether the embedding of a tree of parameters is its head, too; what drafts may have neither."""
+    embedding, output = (getattr(abstract, name, None) for name in ("embedding", "output"))
+    return output is None and embedding is not None
+
+
 def _linears(abstract: Any) -> Iterable[tuple[Path, ParamSpec]]:
     """Yield the weights of linear layers; a tied head counts as a parameter of its own."""
     for keys, spec in jax.tree_util.tree_leaves_with_path(abstract):
         if spec.inputs:
             yield path_of(keys), spec
-    if abstract.output is None:
+    if ties_head(abstract):
         yield HEAD, dataclasses.replace(abstract.embedding, inputs=1)
 
 

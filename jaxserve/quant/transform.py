@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxserve.params import Initializer, ParamSpec, Path, TensorPart, path_of
-from jaxserve.quant.choice import HEAD, WeightForm, split_axis
+from jaxserve.quant.choice import HEAD, WeightForm, split_axis, ties_head
 from pallas_kernels.quantized_matmul import (
     BLOCK,
     STRIP,
@@ -34,7 +34,7 @@ def hold_weights(abstract: Any, forms: Mapping[Path, WeightForm]) -> Any:
 
     A head that is tied to the embedding gets a weight of its own.
     """
-    if HEAD in forms and abstract.output is None:
+    if HEAD in forms and ties_head(abstract):
         abstract = dataclasses.replace(abstract, output=dataclasses.replace(abstract.embedding, inputs=1))
 
     def hold(keys: tuple[Any, ...], spec: ParamSpec) -> ParamSpec | HeldWeight:

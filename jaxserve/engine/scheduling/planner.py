@@ -198,7 +198,7 @@ class Planner:
                 continue
             total += count
             request.plan_drafts(count)
-            request.num_read_tokens = request.num_planned_tokens + 1 - self._max_unread
+            request.num_read_tokens = max(0, request.num_planned_tokens + 1 - self._max_unread)
             added = rank.extend(request, planned + count, drafts=True)
             chunks[index] = Chunk(
                 request_id=chunk.request_id,

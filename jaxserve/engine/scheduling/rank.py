@@ -177,7 +177,11 @@ class Rank:
             self.pool.read_by_draft[page] = 1
 
     def _num_read_by_draft(self, pages: Sequence[int]) -> int:
-        """Return how many tokens from the first one on a draft model has read."""
+        """Return how many tokens from the first one on a draft model has read.
+
+        A head reads the last token of a page together with the next one, which may have been another. That makes its
+        drafts a little worse, but to read it again would do so to those of other requests that have the page.
+        """
         read = next((index for index, page in enumerate(pages) if not self.pool.read_by_draft[page]), len(pages))
         return read * self.pool.page_size
 

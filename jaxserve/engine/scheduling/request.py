@@ -144,7 +144,7 @@ class Request:
         self.num_unverified_tokens -= count
         self.num_planned_tokens -= count - accepted
         self.num_planned_outputs -= count - accepted
-        self.num_read_tokens -= count - accepted
+        self.num_read_tokens = max(0, self.num_read_tokens - (count - accepted))
 
     @property
     def needs_prompt_logprobs(self) -> bool:

@@ -137,7 +137,9 @@ def _read_draft(config: EngineConfig, model: ModelConfig, tensor: int) -> tuple[
 
 def _fitted_head(where: str, head: eagle.Config, model: ModelConfig) -> eagle.Config:
     """Return the config of a head with the layers of the model whose inputs it gets. Raises `ConfigError`."""
-    if head.target_size != model.hidden_size:
+    if head.target_size != model.hidden_size or (
+        head.architecture == eagle.EAGLE and head.hidden_size != model.hidden_size
+    ):
         raise ConfigError(
             f"{where} is a head for a model with hidden states of {head.target_size} numbers, those of this model "
             f"({model.architecture}) have {model.hidden_size}; take the head that was trained for it"

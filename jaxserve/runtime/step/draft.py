@@ -207,11 +207,14 @@ class _Model:
 
 
 def _read(model: _Model, state: DeviceState, fields: dict[str, Array], size: int) -> DeviceState:
-    """Compute tokens of sequences: row r begins `backs[r]` tokens before the last one."""
+    """Compute tokens of sequences: row r begins `backs[r]` tokens before the last one, or with the first token.
+
+    The host counts drafts in flight as accepted, so `backs` can exceed the length of a short sequence.
+    """
     slots, ends = jnp.maximum(fields["slots"], 0), fields["ends"]
     starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
     live = jnp.arange(len(slots), dtype=jnp.int32) < fields["num_seqs"]
-    first = jnp.where(live, state.seq_lens[slots] - fields["backs"], 0)
+    first = jnp.where(live, jnp.maximum(state.seq_lens[slots] - fields["backs"], 0), 0)
     batch, features = model.batch(state, slots, first, starts, size, fields["num_seqs"])
     _, kv = model.forward(batch, features, state.drafts.kv)  # type: ignore[union-attr, arg-type]
     return _with_drafts(state, kv=kv)
@@ -239,11 +242,12 @@ def _draft(model: _Model, state: DeviceState, fields: dict[str, Array], size: in
         return lax.dynamic_update_slice_in_dim(found, tokens[:, None], ahead, axis=1)
 
     # The last token is computed at the end of its sequence, by a head at the position before.
-    width, end = model.drafter.last, lengths - model.drafter.is_head
-    first = jnp.maximum(end + 1 - width, 0)
-    batch, features = model.batch(state, slots, first, jnp.minimum(ends, num_seqs) * width, size * width, num_seqs)
-    hidden, kv = model.forward(dataclasses.replace(batch, max_queries=width), features, drafts.kv)
-    hidden = hidden.at[row * width + end - first].get(mode="clip")
+    most_again, end = model.drafter.last, lengths - model.drafter.is_head
+    again = jnp.where(live, jnp.minimum(end + 1, most_again), 0)
+    starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(again)])
+    batch, features = model.batch(state, slots, end + 1 - again, starts, size * most_again, num_seqs)
+    hidden, kv = model.forward(dataclasses.replace(batch, max_queries=most_again), features, drafts.kv)
+    hidden = hidden[jnp.maximum(starts[1:] - 1, 0)]
     found = draw(hidden, jnp.zeros((size, most), jnp.int32), jnp.int32(0))
 
     def body(ahead: Array, carried: tuple[PagedKV, Array, Array]) -> tuple[PagedKV, Array, Array]:
