@@ -105,7 +105,7 @@ def test_a_flag_in_force_changes_nothing_and_makes_a_note(key: str, value: objec
         ("kv_cache_dtype", "bfloat16", "auto uses the type of --dtype"),
         ("quantization", "bitsandbytes", "awq, gptq, compressed-tensors, fp8 and GGUF"),
         ("pipeline_parallel_size", "2", "only 1"),
-        ("speculative_method", "mtp", "not built yet"),
+        ("speculative_method", "medusa", "not supported"),
         ("trust_remote_code", True, "never run"),
         ("attention_backend", "fa3", "--attention-backend auto"),
         ("attention_backend", "FLASHINFER", "--attention-backend auto"),

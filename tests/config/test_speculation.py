@@ -10,7 +10,6 @@ import pytest
 
 from jaxserve.cli import serve
 from jaxserve.cli.common import flags
-from jaxserve.config import speculation
 from jaxserve.config.load import from_arguments, load_config
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
@@ -34,11 +33,6 @@ def refusal(*argv: str) -> str:
     with pytest.raises(ConfigError) as raised:
         on_the_command_line(*argv)
     return str(raised.value)
-
-
-@pytest.fixture
-def all_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "_NOT_BUILT", ())
 
 
 VLLM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 6, "prompt_lookup_min": 3}
@@ -75,7 +69,6 @@ def test_ngram_under_every_name(argv: tuple[str, ...], expected: dict[str, objec
     assert written(on_the_command_line(*argv)) == {"speculative_method": "ngram"} | expected
 
 
-@pytest.mark.usefixtures("all_built")
 @pytest.mark.parametrize(
     ("argv", "method", "tokens"),
     [
@@ -96,7 +89,6 @@ def test_methods_that_need_a_model(argv: tuple[str, ...], method: str, tokens: i
     assert engine.num_speculative_tokens == tokens
 
 
-@pytest.mark.usefixtures("all_built")
 @pytest.mark.parametrize("argv", [("--speculative-algorithm", "NEXTN"), ("-sc", '{"method": "deepseek_mtp"}')])
 def test_the_models_own_layers(argv: tuple[str, ...]) -> None:
     assert written(on_the_command_line(*argv)) == {"speculative_method": "mtp"}
@@ -107,8 +99,6 @@ def test_a_model_without_a_method_is_logged_as_a_draft() -> None:
     assert loaded.notes == ("--speculative-model ngram: sets speculative_method=ngram",)
     loaded = flags.config_from_arguments(serve.parser().parse(["--speculative-model", "small"]))
     assert loaded.notes == ("--speculative-model small: sets speculative_method=draft",)
-    message = refusal("--speculative-model", "small", "--speculative-method", "eagle")
-    assert message == "speculative_method=eagle is not built yet; set speculative_method to ngram or draft"
 
 
 def test_a_mapping_in_yaml_and_as_an_argument(tmp_path: Path) -> None:
@@ -135,7 +125,8 @@ def test_a_mapping_in_yaml_and_as_an_argument(tmp_path: Path) -> None:
         (("--speculative-method", "ngram", "--prompt-lookup-max", "1"), "prompt_lookup_min=2 must be at most"),
         (("--speculative-method", "ngram", "--speculative-model", "small"), "without speculative_model=small"),
         (("--speculative-method", "none", "--speculative-model", "small"), "needs speculative_method: draft, eagle"),
-        (("--speculative-method", "mtp"), "mtp is not built yet"),
+        (("--speculative-method", "eagle3"), "eagle3 needs speculative_model: the head (for the model's own layers"),
+        (("--speculative-method", "mtp", "--speculative-model", "small"), "drafts without speculative_model=small"),
         (("--speculative-method", "medusa"), "not supported; ngram needs no other model"),
         (("--speculative-algorithm", "TREE"), "must be one of none, ngram, draft, eagle, eagle3, mtp"),
         (("--speculative-algorithm", "NGRAM", "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "8"),
@@ -167,7 +158,6 @@ def test_what_is_refused(argv: tuple[str, ...], says: str) -> None:
     assert says in refusal(*argv)
 
 
-@pytest.mark.usefixtures("all_built")
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
