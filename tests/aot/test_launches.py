@@ -26,6 +26,7 @@ from jaxserve.runtime.sizing.prediction import predict
 from jaxserve.runtime.speculation.draft_model import DraftKey
 from jaxserve.runtime.step.batch import StepKey
 from tests.aot.deployments import LLAMA_8B_TWO_LAYERS
+from tests.draft_heads import HEADS
 from tests.selection import grid
 
 pytestmark = pytest.mark.aot
@@ -101,13 +102,29 @@ def test_a_decode_step_is_near_its_roofline(key: StepKey) -> None:
     assert predicted.seconds <= 1.15 * predicted.limit
 
 
-@pytest.mark.parametrize("target", ["nvidia-h200", "tpu-v6e"])
-def test_a_draft_model_drafts_in_one_program(target: str, tmp_path: Path) -> None:
-    draft = {**LLAMA_8B_TWO_LAYERS, "num_hidden_layers": 1, "hidden_size": 2048, "head_dim": 64}
-    (tmp_path / "config.json").write_text(json.dumps(draft))
-    config = EngineConfig(speculative_method="draft", speculative_model=str(tmp_path))
-    made = deploy(config, parse_model_config(LLAMA_8B_TWO_LAYERS), facts_of_target(target))
-    report, _ = compile_and_inspect(made.builder(target_mesh(target, tensor=1)), DraftKey("draft", 64))
+DRAFTS: dict[str, dict[str, Any]] = {
+    "draft": {"num_hidden_layers": 1, "hidden_size": 2048, "head_dim": 64},
+    "eagle": {"num_hidden_layers": 1, **HEADS["eagle"]},
+    "eagle3": {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000},
+}
+MADE_BY = grid(
+    (
+        (target, method, key)
+        for target in ("nvidia-h200", "tpu-v6e")
+        for method in DRAFTS
+        for key in (DraftKey("draft", 64), DraftKey("read", 256), VERIFY, FULL)
+    ),
+    lambda case: case[2] == DraftKey("draft", 64) or case[1:] == ("eagle3", VERIFY),
+)
+
+
+@pytest.mark.parametrize(("target", "method", "key"), MADE_BY, ids=str)
+def test_a_draft_is_made_in_one_program(target: str, method: Any, key: Any, tmp_path: Path) -> None:
+    model = {**LLAMA_8B_TWO_LAYERS, "num_hidden_layers": 8}
+    (tmp_path / "config.json").write_text(json.dumps({**model, **DRAFTS[method]}))
+    config = EngineConfig(speculative_method=method, speculative_model=str(tmp_path), load_format="dummy")
+    made = deploy(config, parse_model_config(model), facts_of_target(target))
+    report, _ = compile_and_inspect(made.builder(target_mesh(target, tensor=1)), key)
     assert report.fault is None
     assert report.cost is not None
     if target == "nvidia-h200":

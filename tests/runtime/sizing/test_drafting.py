@@ -10,10 +10,13 @@ import pytest
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.models.draft_heads import eagle
 from jaxserve.models.registry import parse_model_config
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
 from pallas_kernels.paged_attention import KernelTarget
+from tests.draft_heads import HEADS
+from tests.models.golden import GOLDEN
 from tests.test_keystone import GROUPS, MIXTURE
 from tests.tiny_model import CONFIG, write_tiny_model
 
@@ -78,3 +81,106 @@ def test_layers_with_windows_share_the_pages_of_whole_sequences(tmp_path: Path) 
     assert drafting is not None
     assert drafting.model is not None
     assert [(spec.num_layers, spec.window) for spec in drafting.model.kv_specs()] == [(4, None)]
+
+
+def _deploy_head(folder: Path, method: str, head: dict[str, Any], model: dict[str, Any], **options: Any) -> Deployment:
+    """Deploy the tiny model, changed by fields of `model`, with a head of its sizes, changed by those of `head`."""
+    own = {**CONFIG, **model}
+    del own["model_type"]
+    (folder / "config.json").write_text(json.dumps(own | HEADS.get(method, {}) | head))
+    config = EngineConfig(
+        dtype="float32",
+        load_format="dummy",
+        speculative_method=method,  # type: ignore[arg-type]
+        speculative_model=None if method == "mtp" else str(folder),
+        **options,
+    )
+    return deploy(config, parse_model_config({**CONFIG, **model}), CPU)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_head_takes_weights_features_and_a_place_on_each_page(tmp_path: Path, method: str) -> None:
+    plain = deploy(EngineConfig(dtype="float32"), parse_model_config({**CONFIG, "num_hidden_layers": 4}), CPU)
+    made = _deploy_head(tmp_path, method, {}, {"num_hidden_layers": 4})
+    layer, features = 2 * 2 * 16 * 4, 32 * 4
+    assert made.sizes.footprint.kv_per_token == (plain.sizes.footprint.kv_per_token[0] + layer + features,)
+    assert made.model.taps == ((1, 2, 3) if method == "eagle3" else ())
+    assert made.capacity.max_drafts == 4
+
+
+WHERE_OTHERS_NAME_TAPS = [
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}}, (2, 4, 7)),
+    ({"eagle_config": {}, "eagle_aux_hidden_state_layer_ids": [2, 4, 7]}, (2, 4, 7)),
+    ({"eagle_config": {}}, (2, 5, 7)),
+]
+
+
+@pytest.mark.parametrize(("fields", "taps"), WHERE_OTHERS_NAME_TAPS)
+def test_which_layers_a_head_of_eagle3_sees(tmp_path: Path, fields: dict[str, Any], taps: tuple[int, ...]) -> None:
+    assert _deploy_head(tmp_path, "eagle3", fields, {"num_hidden_layers": 10}).model.taps == taps
+
+
+def test_a_head_in_the_form_of_speculators(tmp_path: Path) -> None:
+    sizes = {name: value for name, value in CONFIG.items() if name not in ("architectures", "vocab_size")}
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["Eagle3Speculator"],
+                "speculators_model_type": "eagle3",
+                "speculators_config": {"algorithm": "eagle3"},
+                "transformer_layer_config": {**sizes, "num_hidden_layers": 1, "vocab_size": 258},
+                "draft_vocab_size": 200,
+                "target_hidden_size": None,
+                "norm_before_residual": True,
+                "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+            }
+        )
+    )
+    config = EngineConfig(
+        dtype="float32", load_format="dummy", speculative_method="eagle3", speculative_model=str(tmp_path)
+    )
+    drafting = deploy(config, parse_model_config({**CONFIG, "num_hidden_layers": 4}), CPU).drafting
+    assert drafting is not None
+    head = drafting.model
+    assert isinstance(head, eagle.Config)
+    assert (head.layer, head.norm_before_residual, head.draft_vocab, head.taps) == ("layers.0", True, 200, (0, 1, 2))
+
+
+WIDER = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("method", "head", "model", "options", "says"),
+    [
+        ("eagle", WIDER, {}, {}, "head for a model with hidden states of 64 numbers, those of this model .* have 32"),
+        ("eagle3", {**WIDER, "target_hidden_size": 64}, {}, {}, "hidden states of 64 numbers"),
+        ("eagle", {"vocab_size": 300}, {}, {}, "has a vocabulary of 300 tokens and the model one of 258"),
+        ("eagle", {"num_hidden_layers": 2}, {}, {}, "a head of 2 layers is not supported"),
+        ("eagle", {"num_attention_heads": 1, "num_key_value_heads": 1}, {}, {"tp_size": 2}, "can't be split over"),
+        ("eagle", HEADS["eagle3"], {}, {}, "it is a head of eagle3; set speculative_method to eagle3"),
+        ("eagle3", {**HEADS["eagle"], "eagle_config": None}, {}, {}, "it is a head of eagle; set speculative_method"),
+        ("eagle3", {"architectures": ["MedusaModel"]}, {}, {}, "'MedusaModel' is no head of EAGLE; supported: "),
+        ("eagle3", {}, {"num_hidden_layers": 2}, {}, "needs the inputs of layers 1, 2, 3 .* which has 2 layers"),
+        ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, {}, {}, "should name 3 layers"),
+        ("eagle3", {"eagle_config": {"use_mtp_layernorm": True}}, {}, {}, "use_mtp_layernorm"),
+        ("eagle3", {"parallel_drafting": True}, {}, {}, "parallel_drafting"),
+        ("mtp", {}, {}, {}, r"this checkpoint \(LlamaForCausalLM\) has no layer that drafts; GLM-4.5"),
+    ],
+    ids=lambda value: "",
+)
+def test_which_heads_are_refused(
+    tmp_path: Path, method: str, head: dict[str, Any], model: dict[str, Any], options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        _deploy_head(tmp_path, method, head, {"num_hidden_layers": 4, **model}, **options)
+
+
+def test_a_family_that_keeps_its_layers_inputs_is_refused(tmp_path: Path) -> None:
+    config = json.loads((GOLDEN / "olmo2" / "config.json").read_text())
+    with pytest.raises(ConfigError, match="eagle3 is not supported for Olmo2ForCausalLM"):
+        _deploy_head(tmp_path, "eagle3", {"rope_scaling": None}, config | {"num_hidden_layers": 4})
+
+
+def test_a_head_is_no_model_to_serve() -> None:
+    with pytest.raises(ConfigError, match="it is a head that drafts for a model: give it as speculative_model"):
+        parse_model_config({**CONFIG, **HEADS["eagle3"]})
