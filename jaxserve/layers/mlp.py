@@ -10,6 +10,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxserve.layers.linear import linear, row_parallel
+from pallas_kernels.activation import gated_silu
 from pallas_kernels.quantized_matmul import HeldWeight
 
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
@@ -45,6 +46,8 @@ def _inner(x: Float[Array, "tokens dim"], params: MlpParams, activation: str) ->
     matrices, width, _ = params.up.shape
     bias = None if params.up_bias is None else params.up_bias.reshape(-1)
     both = linear(x, params.up.reshape(matrices * width, -1), bias)
+    if matrices == 2 and activation == "silu":
+        return gated_silu(both)
     inner = ACTIVATIONS[activation](both[:, :width])
     if matrices == 2:
         inner *= both[:, width:]

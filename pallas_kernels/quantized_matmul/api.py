@@ -24,7 +24,7 @@ def quantized_matmul(
     `one_pass` says that no norm precedes, with which XLA could join that (see `quantize_inputs`).
     """
     if isinstance(weight, PackedWeight):
-        return multiply_packed(x, weight).astype(out_dtype)
+        return multiply_packed(x, weight, out_dtype)
     backend, scheme, rows, factors = weight.backend, weight.scheme, len(x), None
     if weight.order is not None:
         x = x[:, weight.order]

@@ -90,10 +90,19 @@ def sample(
         token = _sample_by_triton(logits, params, counts, rows, keys, interpret=_interprets(target))
         return token, logprobs(logits, token, target, rows.samples & wants_logprobs)
     own: SamplingRows = jax.tree.map(lambda x: x[rows.slots], params)
-    edited = adjust_logits(logits, own, counts, rows)
     columns = [own.floats[:, FLOATS.index("temperature")], own.ints[:, INTS.index("top_k")]]
     columns += [own.floats[:, FLOATS.index(name)] for name in ("top_p", "min_p")]
-    token = _on_whole_rows(draw_tokens, edited, keys, *columns)
+
+    def draw(logits: Array) -> Array:
+        return _on_whole_rows(draw_tokens, logits, keys, *columns)
+
+    # Two draws of which one runs: a condition that returned logits, edited or not, would copy those that are not.
+    token = lax.cond(
+        jnp.any(jnp.stack(_edits(own, rows))),
+        lambda logits: draw(adjust_logits(logits, own, counts, rows)),
+        draw,
+        logits,
+    )
 
     def none(logits: Array, token: Array) -> Logprobs:
         shapes = jax.eval_shape(lambda: logprobs(logits, token, target))
@@ -244,7 +253,7 @@ def adjust_logits(
     repetition, frequency, presence = (
         own.floats[:, FLOATS.index(name)] for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
     )
-    early = rows.lengths < own.ints[:, INTS.index("min_len")]
+    penalized, biased, early = _edits(own, rows)
     size = logits.shape[1]
     row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
 
@@ -265,10 +274,17 @@ def adjust_logits(
         ids = jnp.where(early[:, None] & (own.stop_ids >= 0), shard_index(own.stop_ids, size), size)
         return x.at[row, ids].set(-jnp.inf, mode="drop")
 
-    wants_penalty = jnp.any((repetition != 1.0) | (frequency != 0.0) | (presence != 0.0))
-    logits = lax.cond(wants_penalty, penalize, lambda x: x, logits)
-    logits = lax.cond(jnp.any(own.bias_ids >= 0), bias, lambda x: x, logits)
+    logits = lax.cond(jnp.any(penalized), penalize, lambda x: x, logits)
+    logits = lax.cond(jnp.any(biased), bias, lambda x: x, logits)
     return lax.cond(jnp.any(early), forbid, lambda x: x, logits)
+
+
+def _edits(own: SamplingRows, rows: Rows) -> tuple[Bool[Array, " rows"], Bool[Array, " rows"], Bool[Array, " rows"]]:
+    """Return the rows with penalties, those with a logit bias, and those before `min_tokens`."""
+    neutral = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+    differs = jnp.stack([own.floats[:, FLOATS.index(name)] != value for name, value in neutral.items()])
+    early = rows.lengths < own.ints[:, INTS.index("min_len")]
+    return jnp.any(differs, axis=0), jnp.any(own.bias_ids >= 0, axis=1), early
 
 
 def _row_keys(params: SamplingRows, rows: Rows) -> UInt32[Array, "rows 2"]:

@@ -55,7 +55,7 @@ class GroupedMatmul:
         touched, num_touched = _touched_experts(f, starts.data, weight.dim(0))
         inputs = products.prepare_inputs(f, x.data, x.dim(0) * in_dim)
         strip_bytes = weight.dim(2) * run_bytes(self.format)
-        per_item = tiles.strips_of_item(f, strip_bytes)
+        per_item = tiles.strips_of_item(f, strip_bytes, tokens.dim(0) // f.maximum(num_touched, 1))
         per_expert = (strips + per_item - 1) // per_item
 
         def work(f: Function, item: Value, *captured: Value) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 from pallas_kernels.cpu import call
 from pallas_kernels.quantized_matmul.cpu.inputs import round_inputs
@@ -13,7 +15,9 @@ from pallas_kernels.quantized_matmul.cpu.layout import STRIP, PackedWeight
 from pallas_kernels.quantized_matmul.cpu.reorder import reorder_inputs
 
 
-def multiply_packed(x: Float[Array, "tokens in_dim"], weight: PackedWeight) -> Float32[Array, "tokens out_dim"]:
+def multiply_packed(
+    x: Float[Array, "tokens in_dim"], weight: PackedWeight, out_dtype: Any = jnp.float32
+) -> Float[Array, "tokens out_dim"]:
     """Return `x @ weight.T` with sums in float32; see `quantized_matmul`.
 
     The kernel multiplies bfloat16. Quantized inputs are rounded to numbers of int8 or fp8, which bfloat16 can hold.
@@ -25,10 +29,12 @@ def multiply_packed(x: Float[Array, "tokens in_dim"], weight: PackedWeight) -> F
     if weight.scheme is not None and weight.scheme.activations is not None:
         x, factors = round_inputs(x, weight.scheme, weight.input_scale)
     assert x.shape[1] == weight.shape[-1], (x.shape, weight.shape)
-    result = jax.ShapeDtypeStruct((len(x), strips * STRIP), jnp.float32)
-    operands = x.astype(jnp.bfloat16), weight.data
-    if factors is None or factors.shape[1] == 1:
-        out = call(PackedMatmul(weight.format), result, *operands)
-        return out if factors is None else out * factors
-    by_block = jnp.repeat(factors, blocks // factors.shape[1], axis=1)
-    return call(PackedMatmul(weight.format, factors=True), result, *operands, by_block)
+    by_row = factors if factors is not None and factors.shape[1] == 1 else None
+    # The kernel rounds a result that is not multiplied further: XLA's conversion would take as long as a small product.
+    rounds = out_dtype == jnp.bfloat16 and by_row is None
+    result = jax.ShapeDtypeStruct((len(x), strips * STRIP), jnp.bfloat16 if rounds else jnp.float32)
+    operands = [x.astype(jnp.bfloat16), weight.data]
+    if factors is not None and by_row is None:
+        operands.append(jnp.repeat(factors, blocks // factors.shape[1], axis=1))
+    out = call(PackedMatmul(weight.format, factors=len(operands) > 2, rounds=rounds), result, *operands)
+    return (out if by_row is None else out * by_row).astype(out_dtype)

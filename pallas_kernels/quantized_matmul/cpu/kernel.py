@@ -16,7 +16,7 @@ from pallas_kernels.quantized_matmul.cpu.tiles import Tiles, sums_by_block
 @dataclasses.dataclass(frozen=True)
 class PackedMatmul:
     """The kernel: `x` bfloat16 `[tokens, in]` and the weight's bytes `[out / 16, in / 32, run]` to float32
-    `[tokens, out]`.
+    `[tokens, out]`, or rounded to bfloat16 if it `rounds`.
 
     With `factors`, of formats without minima only, float32 factors of `x`, `[tokens, in / 32]`, come last: one for each
     of its blocks.
@@ -24,10 +24,11 @@ class PackedMatmul:
 
     format: Format
     factors: bool = False
+    rounds: bool = False
 
     @property
     def name(self) -> str:
-        return f"llvm_quantized_matmul_{self.format}{'_factors' * self.factors}"
+        return f"llvm_quantized_matmul_{self.format}{'_factors' * self.factors}{'_bf16_out' * self.rounds}"
 
     def products(self, features: frozenset[str]) -> PairProducts:
         """Return how a CPU with these features multiplies pairs of inputs."""
@@ -36,7 +37,7 @@ class PackedMatmul:
     def write(self, module: Module, features: frozenset[str]) -> None:
         """See `cpu.Kernel`."""
         products = self.products(features)
-        tiles = Tiles(module, self.format, products, by_factors=self.factors)
+        tiles = Tiles(module, self.format, products, by_factors=self.factors, rounds=self.rounds)
         handler(module, self.name, 3 if self.factors else 2, 1, lambda call: self._share(call, tiles, products))
 
     def _share(self, call: Call, tiles: Tiles, products: PairProducts) -> None:
@@ -50,7 +51,7 @@ class PackedMatmul:
             by_block = call.arguments[2].data if self.factors else f.constant(PTR, 0)
         inputs = products.prepare_inputs(f, x.data, x.dim(0) * in_dim)
         strip_bytes = weight.dim(1) * run_bytes(self.format)
-        per_item = tiles.strips_of_item(f, strip_bytes)
+        per_item = tiles.strips_of_item(f, strip_bytes, tokens)
         items = (strips + per_item - 1) // per_item
 
         def work(f: Function, item: Value, *captured: Value) -> None:
@@ -58,7 +59,7 @@ class PackedMatmul:
             out_dim, first = strips * STRIP, item * per_item
 
             def tile(rows: Sequence[Value], strip: Value, width: int) -> None:
-                run, to = f.at(weight, strip * strip_bytes), f.at(out, strip * (STRIP * 4))
+                run, to = f.at(weight, strip * strip_bytes), f.at(out, strip * (STRIP * tiles.out_bytes))
                 first_row = rows[0].equals(0)
                 tiles.multiply(f, x, by_block, run, to, in_dim, out_dim, rows, rows, width, reads_first=first_row)
 

@@ -59,6 +59,9 @@ class PairProducts(Protocol):
     def multiply_add(self, f: Function, total: Value, numbers: tuple[Value, ...], factor: tuple[Value, ...]) -> Value:
         """Add the products of one pair to the total."""
 
+    def to_bf16(self, f: Function, total: Value) -> Value:
+        """Return the nearest bfloat16."""
+
 
 class BF16Products:
     """Pairs of bfloat16, multiplied and added to float32 sums by one instruction."""
@@ -99,6 +102,9 @@ class BF16Products:
 
     def multiply_add(self, f: Function, total: Value, numbers: tuple[Value, ...], factor: tuple[Value, ...]) -> Value:
         return f.dot_bf16(numbers[0], factor[0], total)
+
+    def to_bf16(self, f: Function, total: Value) -> Value:
+        return f.to_bf16(total)
 
 
 class F32Products:
@@ -147,6 +153,9 @@ class F32Products:
 
     def multiply_add(self, f: Function, total: Value, numbers: tuple[Value, ...], factor: tuple[Value, ...]) -> Value:
         return f.fma(numbers[0], factor[0], f.fma(numbers[1], factor[1], total))
+
+    def to_bf16(self, f: Function, total: Value) -> Value:
+        return maths.to_bf16(f, total)
 
     def _numbers(self, f: Function, bits: Value, format: Format) -> Value:
         """Return the numbers in the lowest bits of each lane."""

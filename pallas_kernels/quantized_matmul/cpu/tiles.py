@@ -32,11 +32,15 @@ class Tiles:
     """The functions of all tiles of a format: of any of the `tile_rows` of `products`, and of one strip or several.
 
     With `by_factors`, each row has a factor for each block of its inputs. Of formats with minima, it has their sum.
+    Outputs are float32, or bfloat16 if it `rounds`.
     """
 
-    def __init__(self, module: Module, format: Format, products: PairProducts, *, by_factors: bool) -> None:
+    def __init__(
+        self, module: Module, format: Format, products: PairProducts, *, by_factors: bool, rounds: bool = False
+    ) -> None:
         assert not (by_factors and format in INTEGERS), format
-        self._format, self._by_factors = format, by_factors
+        self._format, self._by_factors, self._rounds = format, by_factors, rounds
+        self.out_bytes = 2 if rounds else 4
         self._rows, self._strips = products.tile_rows, products.tile_strips
         shapes = itertools.product(self._rows, (1, self._strips))
         self._names = {shape: self._write(module, *shape, products) for shape in shapes}
@@ -64,9 +68,10 @@ class Tiles:
         name = self._names[len(sources), strips]
         f.call(name, None, x, by_block, weight, out, in_dim, out_dim, reads_first, *sources, *targets)
 
-    def strips_of_item(self, f: Function, strip_bytes: Value) -> Value:
+    def strips_of_item(self, f: Function, strip_bytes: Value, rows: Value) -> Value:
         """Return how many strips a thread takes at a time: threads should end together, and each start be worth it."""
-        return (f.constant(I64, _ITEM_BYTES) // strip_bytes // self._strips + 1) * self._strips
+        worth = f.constant(I64, _ITEM_BYTES) // (rows // self._rows[-1] + 1)
+        return (worth // strip_bytes // self._strips + 1) * self._strips
 
     def for_each(
         self,
@@ -155,7 +160,8 @@ class Tiles:
         totals = f.loop(blocks, block, *[zero] * (rows * strips))
         for i, total in enumerate(totals):
             row, strip = divmod(i, strips)
-            f.store(total, out, (out_dim * targets[row] + strip * STRIP) * 4)
+            to = (out_dim * targets[row] + strip * STRIP) * self.out_bytes
+            f.store(products.to_bf16(f, total) if self._rounds else total, out, to)
         f.ret()
         return f.name
 

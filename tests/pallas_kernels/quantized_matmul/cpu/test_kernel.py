@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -70,13 +71,15 @@ class EmulatedMatmul(Emulated, PackedMatmul):
     pass
 
 
-def plain(x: jax.Array, weight: PackedWeight, kernel: type[PackedMatmul] = PlainMatmul) -> jax.Array:
-    shape = jax.ShapeDtypeStruct((len(x), weight.shape[0]), jnp.float32)
-    return call(kernel(weight.format), shape, x, weight.data)
+def plain(
+    x: jax.Array, weight: PackedWeight, kernel: type[PackedMatmul] = PlainMatmul, out_dtype: Any = jnp.float32
+) -> jax.Array:
+    shape = jax.ShapeDtypeStruct((len(x), weight.shape[0]), out_dtype)
+    return call(kernel(weight.format, rounds=out_dtype == jnp.bfloat16), shape, x, weight.data)
 
 
-def bf16(x: jax.Array, weight: PackedWeight) -> jax.Array:
-    return plain(x, weight, EmulatedMatmul)
+def bf16(x: jax.Array, weight: PackedWeight, out_dtype: Any = jnp.float32) -> jax.Array:
+    return plain(x, weight, EmulatedMatmul, out_dtype)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -94,7 +97,7 @@ def test_unpacking_returns_the_packed_values(format: Format) -> None:
 @pytest.mark.parametrize("product", [quantized_matmul, plain, bf16])
 @pytest.mark.parametrize("format", FORMATS)
 # Fewer strips than a tile, whole tiles, and a remainder; the same of rows; several items
-@pytest.mark.parametrize(("tokens", "out_dim", "in_dim"), [(1, 16, 32), (4, 64, 64), (7, 80, 96), (9, 2080, 576)])
+@pytest.mark.parametrize(("tokens", "out_dim", "in_dim"), [(1, 16, 32), (4, 64, 64), (7, 80, 96), (19, 2080, 576)])
 def test_it_equals_the_dense_product(product, format: Format, tokens: int, out_dim: int, in_dim: int) -> None:
     packed, dense = weights(format, out_dim, in_dim)
     x = jnp.asarray(np.random.default_rng(1).standard_normal((tokens, in_dim)), jnp.bfloat16)
@@ -102,6 +105,8 @@ def test_it_equals_the_dense_product(product, format: Format, tokens: int, out_d
     given = jax.jit(product)(x, packed)
     assert given.dtype == jnp.float32
     np.testing.assert_allclose(given, expected, atol=2e-6 * in_dim * max(1, np.abs(dense).max() / 4))
+    rounded = jax.jit(functools.partial(product, out_dtype=jnp.bfloat16))(x, packed)
+    np.testing.assert_array_equal(rounded, given.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -1,0 +1,29 @@
+"""The public function: a kernel on a CPU, else plain XLA."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.activation.cpu import LANES, GatedSilu
+from pallas_kernels.cpu import call, kernel_or_fallback
+
+
+def gated_silu(both: Float[Array, "tokens two_ffn"]) -> Float[Array, "tokens ffn"]:
+    """Return `silu(gate) * up`, where `both` has the gates in its first half, and `up` in the second.
+
+    A CPU computes bfloat16 in float32 and rounds once.
+    """
+    width = both.shape[1] // 2
+
+    def plain(both: Array) -> Array:
+        return jax.nn.silu(both[:, :width]) * both[:, width:]
+
+    def kernel(both: Array) -> Array:
+        out: Array = call(GatedSilu(), jax.ShapeDtypeStruct((len(both), width), both.dtype), both)
+        return out
+
+    if both.dtype != jnp.bfloat16 or width % LANES:
+        return plain(both)
+    return kernel_or_fallback(kernel, plain, both)
