@@ -82,10 +82,16 @@ def test_all_arrays_are_those_of_the_reference(lookup: NgramLookup, slots: int, 
 
 
 def _lowered(platform: str) -> Any:
+    """Return a program that has its state with a leading axis, as those of `jaxserve` have."""
     lookup = NgramLookup(max_drafts=7, longest=4, shortest=2)
-    arguments = *_empty(lookup, 4, 64), *(jnp.zeros(2, jnp.int32) for _ in range(4))
-    program = jax.jit(functools.partial(propose, lookup=lookup), donate_argnums=(0, 1, 2))
-    return program.trace(*arguments).lower(lowering_platforms=(platform,))
+    state = jax.tree.map(lambda x: x[None], _empty(lookup, 4, 64))
+    calls = [jnp.zeros(2, jnp.int32)] * 4
+
+    def program(state: Any, *calls: Any) -> Any:
+        own = jax.tree.map(lambda x: x.reshape(x.shape[1:]), state)
+        return jax.tree.map(lambda x: x.reshape(1, *x.shape), propose(*own, *calls, lookup))
+
+    return jax.jit(program, donate_argnums=0).trace(state, *calls).lower(lowering_platforms=(platform,))
 
 
 def test_a_program_for_a_cpu_calls_the_kernel_and_copies_no_array() -> None:
