@@ -56,7 +56,9 @@ def call(kernel: Kernel, results: Any, *operands: jax.Array, in_place: dict[int,
     """
     register(kernel)
     traced: Callable[..., Any] = jax.ffi.ffi_call(kernel.name, results, input_output_aliases=in_place)
-    return traced(*operands)
+    # Without the barrier, XLA copies an operand that the program has reshaped before.
+    written = jax.lax.optimization_barrier({i: operands[i] for i in in_place or ()})
+    return traced(*(written.get(i, x) for i, x in enumerate(operands)))
 
 
 def kernel_or_fallback(kernel: Callable[..., Any], fallback: Callable[..., Any], *operands: Any) -> Any:

@@ -27,8 +27,8 @@ from jaxserve.quant import (
     stored_by_config,
 )
 from jaxserve.runtime.speculation.draft_model import DraftModel
-from jaxserve.runtime.speculation.ngram import NgramLookup
 from jaxserve.weights import open_source, stored_types
+from pallas_kernels.ngram_lookup import NgramLookup
 from pallas_kernels.paged_attention import KernelTarget
 
 # Draft tokens of a step by default: looking one up costs nothing.

@@ -25,11 +25,11 @@ from jaxserve.layers.axes import DATA_AXIS
 from jaxserve.layers.embedding import shard_index
 from jaxserve.runtime.devices.mesh import partitions
 from jaxserve.runtime.speculation.draft_model import DraftModel
-from jaxserve.runtime.speculation.ngram import NgramLookup
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
 from jaxserve.runtime.step.state import COUNT_MASK, FLOATS, INTS, SEEN_IN_PROMPT, DeviceState, all_ranks, one_rank
 from jaxserve.runtime.step.verify import read_tokens
 from jaxserve.step_plan import Capacity, SlotOpen
+from pallas_kernels.ngram_lookup import NgramLookup
 
 # What one call holds for a rank. A step rarely starts more than 16 requests, and the input of `update` stays near 5 KB.
 # On a CPU, padding costs time: 25 us for each penalized slot, 10 us for 500 tokens. For a scatter of 1,024 tokens, XLA

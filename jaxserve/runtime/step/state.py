@@ -20,8 +20,8 @@ from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from jaxserve.layers.batch import KVPools
 from jaxserve.params import KVSpec
 from jaxserve.runtime.speculation.draft_model import DraftModel
-from jaxserve.runtime.speculation.ngram import NgramIndex, NgramLookup
 from jaxserve.step_plan import Capacity
+from pallas_kernels.ngram_lookup import NgramIndex, NgramLookup
 from pallas_kernels.paged_attention import KVLayout, PagedKV, is_float8, kv_layout
 
 # Columns of SamplingRows.ints and .floats.

@@ -25,7 +25,6 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family
 from jaxserve.runtime.devices.mesh import partitions
 from jaxserve.runtime.speculation.draft_model import DraftModel
-from jaxserve.runtime.speculation.ngram import NgramLookup
 from jaxserve.runtime.step import batch as batches
 from jaxserve.runtime.step import sampling, verify
 from jaxserve.runtime.step.batch import StepInput, StepShape
@@ -33,6 +32,7 @@ from jaxserve.runtime.step.features import keep_features
 from jaxserve.runtime.step.sampling import Logprobs, Rows
 from jaxserve.runtime.step.state import DeviceState, Drafts, all_ranks, one_rank
 from jaxserve.runtime.step.verify import Drawn
+from pallas_kernels.ngram_lookup import NgramLookup
 from pallas_kernels.paged_attention import Backend
 
 # Positions whose logits exist at once for the log probabilities of a prompt
@@ -173,36 +173,14 @@ def step(
 def _propose(
     state: DeviceState, drawn: Drawn, inputs: StepInput, context: StepContext, shape: StepShape
 ) -> tuple[Drafts | None, Int[Array, "rows 2"] | None]:
-    """Return the drafts for the next step, and how many tokens of those for this one were compared and accepted.
-
-    On a CPU they are made within a condition, which always holds: as operations of the program itself, XLA's runtime
-    starts those of the layers in another order, and a decode of one row takes 15 to 40 % longer.
-    """
-    drafter = context.drafter
-    if drafter is None:
+    """Return the drafts for the next step, and how many tokens of those for this one were compared and accepted."""
+    if context.drafter is None:
         return None, None
-
-    def propose(state: DeviceState, drawn: Drawn) -> tuple[Drafts, Array]:
-        assert state.drafts is not None
-        if not shape.verifies:
-            drawn = verify.accept(state.drafts, drawn.tokens, inputs.slots, drawn.counts, drawn.lengths)
-        compared = jnp.stack([drawn.proposed, drawn.accepted], axis=1)
-        return verify.propose(state, drawn, inputs.slots, inputs.samples, drafter), compared
-
-    if context.backend.target.platform != "cpu":
-        return propose(state, drawn)
     assert state.drafts is not None
-    pools = state.drafts.kv, state.drafts.features
-    own = dataclasses.replace(
-        state, kv=(), page_tables=(), drafts=dataclasses.replace(state.drafts, kv=None, features=None)
-    )
-
-    def none(state: DeviceState, drawn: Drawn) -> tuple[Drafts, Array]:
-        assert state.drafts is not None
-        return state.drafts, jnp.stack([drawn.proposed, drawn.accepted], axis=1)
-
-    drafts, compared = lax.cond(inputs.batch.num_seqs >= 0, propose, none, own, drawn)
-    return dataclasses.replace(drafts, kv=pools[0], features=pools[1]), compared
+    if not shape.verifies:
+        drawn = verify.accept(state.drafts, drawn.tokens, inputs.slots, drawn.counts, drawn.lengths)
+    compared = jnp.stack([drawn.proposed, drawn.accepted], axis=1)
+    return verify.propose(state, drawn, inputs.slots, inputs.samples, context.drafter), compared
 
 
 def _draw(

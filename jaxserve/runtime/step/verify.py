@@ -18,8 +18,9 @@ from jaxtyping import Array, Bool, Int
 
 from jaxserve.layers.axes import TENSOR_AXES
 from jaxserve.runtime.speculation.draft_model import DraftModel
-from jaxserve.runtime.speculation.ngram import NgramLookup, look_up, remember
 from jaxserve.runtime.step.state import DeviceState, Drafts
+from pallas_kernels import ngram_lookup
+from pallas_kernels.ngram_lookup import NgramLookup
 
 
 class Drawn(NamedTuple):
@@ -99,20 +100,19 @@ def propose(
     at = jnp.where(live, slots[:, None], num_slots)
     positions = (drawn.lengths - drawn.counts + 1)[:, None] + ahead
     at, positions, known = (x.reshape(-1) for x in (at, positions, drawn.tokens))
-    drafts = read_tokens(state.drafts, at, positions, known, drafter)
     if isinstance(drafter, DraftModel):
+        drafts = read_tokens(state.drafts, at, positions, known, drafter)
         return dataclasses.replace(drafts, counts=drafts.counts.at[slots].set(0, mode="drop"))
+    drafts = state.drafts
     assert drafts.ngrams is not None
-    tokens, counts = look_up(drafts.ngrams, jnp.minimum(slots, num_slots - 1), drafter)
+    slots = jnp.where(draws, slots, num_slots)
+    ngrams, tokens, counts = ngram_lookup.propose(
+        drafts.ngrams, drafts.tokens, drafts.counts, at, positions, known, slots, drafter
+    )
     if lax.axis_size(TENSOR_AXES) > 1:
         # Where two n-grams of a step have one entry, each shard may have stored another of them.
         tokens, counts = lax.pmax((tokens, counts), TENSOR_AXES)
-    slots = jnp.where(draws, slots, num_slots)
-    return dataclasses.replace(
-        drafts,
-        tokens=drafts.tokens.at[slots].set(tokens, mode="drop"),
-        counts=drafts.counts.at[slots].set(counts, mode="drop"),
-    )
+    return dataclasses.replace(drafts, tokens=tokens, counts=counts, ngrams=ngrams)
 
 
 def read_tokens(
@@ -128,4 +128,4 @@ def read_tokens(
         history = drafts.history.at[slots, positions].set(tokens, mode="drop", wrap_negative_indices=False)
         return dataclasses.replace(drafts, history=history)
     assert drafts.ngrams is not None
-    return dataclasses.replace(drafts, ngrams=remember(drafts.ngrams, slots, positions, tokens, drafter))
+    return dataclasses.replace(drafts, ngrams=ngram_lookup.remember(drafts.ngrams, slots, positions, tokens, drafter))

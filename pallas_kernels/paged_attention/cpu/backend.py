@@ -10,7 +10,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import cpu
@@ -98,15 +97,13 @@ def paged_attention(
         writes=k is not None,
     )
     integers = (layer * kv.num_pages, page_table, query_starts, kv_lens, num_decodes, num_seqs)
-    # Without the barrier, XLA copies a pool that the program has reshaped before.
-    keys, values = lax.optimization_barrier((kv.keys, kv.values))
     new = () if k is None or v is None else (as_pool_dtype(k, kv, layer, 0), as_pool_dtype(v, kv, layer, 1))
     out, keys, values = cpu.call(
         PagedAttention(facts),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, kv.keys, kv.values)],
         q,
-        keys,
-        values,
+        kv.keys,
+        kv.values,
         *(jnp.asarray(x, jnp.int32) for x in integers),
         *new,
         *(() if sinks is None else (sinks.astype(jnp.float32),)),

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.runtime.speculation.ngram import NgramIndex, NgramLookup, look_up, remember
+from pallas_kernels.ngram_lookup import NgramIndex, NgramLookup
+from pallas_kernels.ngram_lookup.reference import look_up, remember
 
 SLOTS, LENGTH = 3, 64
 LOOKUP = NgramLookup(max_drafts=4, longest=3, shortest=2)

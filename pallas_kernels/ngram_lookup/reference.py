@@ -1,56 +1,35 @@
-"""Drafts by prompt lookup: the tokens that followed the last n-gram of a sequence where it occurred before.
-
-The device holds the tokens of each slot, and hash tables from n-grams to the position of the token that follows. A
-table of its own for each slot finds what the sequence repeats of itself; a table for all finds what other requests of
-its namespace had, running or ended, until their slot is used again. Each token costs the same time to add and to look
-up, whatever the length of the context. A table knows only the latest place of an n-gram, and a later one may replace an
-n-gram of the same hash: so each place that is found is compared with the sequence, up to the longest n-gram. Of places
-that match as long, that in the sequence itself wins.
-
-The method is prompt lookup decoding (Saxena 2023), over several sizes of n-grams.
-"""
+"""The lookup in plain XLA: the contract of the kernel, and what runs where there is none."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
-# 2^32 divided by the golden ratio, and a prime.
-_GOLDEN, _PRIME = 0x9E3779B9, 0x01000193
+from pallas_kernels.ngram_lookup.index import GOLDEN, PRIME, NgramIndex, NgramLookup
 
 
-@dataclasses.dataclass(frozen=True)
-class NgramLookup:
-    """Looks up n-grams of `shortest` to `longest` tokens, for drafts of at most `max_drafts` tokens."""
+def propose(
+    index: NgramIndex,
+    drafts: Int[Array, "slots max_drafts"],
+    counts: Int[Array, " slots"],
+    token_slots: Int[Array, " tokens"],
+    positions: Int[Array, " tokens"],
+    tokens: Int[Array, " tokens"],
+    slots: Int[Array, " rows"],
+    lookup: NgramLookup,
+) -> tuple[NgramIndex, Int[Array, "slots max_drafts"], Int[Array, " slots"]]:
+    """Add tokens to their sequences, then replace the drafts of `slots`; return index, drafts and counts.
 
-    max_drafts: int
-    longest: int
-    shortest: int
-
-    @property
-    def sizes(self) -> range:
-        """The sizes of n-grams, in the order of the tables."""
-        return range(self.shortest, self.longest + 1)
-
-
-@flax.struct.dataclass
-class NgramIndex:
-    """The tokens of each slot, `lengths` of them valid, and the tables by slot.
-
-    `own` has positions within the sequence; `shared`, over all slots together, has `slot * max_tokens + position`. 0 is
-    an empty entry, as no n-gram ends before position 0.
+    Invalid slots are dropped, as are positions past the end. Of n-grams of one call with the same entry of a table, any
+    may be stored.
     """
-
-    history: Int[Array, "slots max_tokens"]
-    lengths: Int[Array, " slots"]
-    namespaces: Int[Array, " slots"]
-    own: Int[Array, "slots sizes entries"]
-    shared: UInt32[Array, "slots sizes entries"]
+    index = remember(index, token_slots, positions, tokens, lookup)
+    found, valid = look_up(index, jnp.minimum(slots, len(counts) - 1), lookup)
+    return index, drafts.at[slots].set(found, mode="drop"), counts.at[slots].set(valid, mode="drop")
 
 
 @jax.named_scope("remember")
@@ -123,12 +102,12 @@ def _hashes(
     """Return hashes of the n-grams that `grams` has backwards, without and with their namespaces."""
     hashes, state = [], jnp.zeros(len(grams), jnp.uint32)
     for size in range(1, max(sizes) + 1):
-        state = (state ^ grams[:, size - 1].astype(jnp.uint32)) * jnp.uint32(_GOLDEN)
+        state = (state ^ grams[:, size - 1].astype(jnp.uint32)) * jnp.uint32(GOLDEN)
         state ^= state >> 15
         if size in sizes:
             hashes.append(state)
     own = jnp.stack(hashes, axis=1)
-    shared = (own ^ namespaces[:, None].astype(jnp.uint32)) * jnp.uint32(_PRIME)
+    shared = (own ^ namespaces[:, None].astype(jnp.uint32)) * jnp.uint32(PRIME)
     return own, shared ^ (shared >> 13)
 
 
