@@ -90,7 +90,6 @@ def eagle_logits(own: Tensors, embedded: Any, hidden: Any, head: Any) -> Any:
 def eagle3_logits(
     own: Tensors, embedded: Any, features: Any, head: Any, *, layer: str, norm_before_residual: bool
 ) -> Any:
-    embedded = own["embed_tokens.weight"][embedded] if embedded.ndim == 1 else embedded
     normed = norm(features, own[f"{layer}.hidden_norm.weight"])
     residual = normed if norm_before_residual else features
     inputs = np.concatenate([norm(embedded, own[f"{layer}.input_layernorm.weight"]), normed], 1)
@@ -240,6 +239,32 @@ def test_eagle3(model: dict[str, Any], architecture: str, layer: str, *, norm_be
         norm_before_residual=norm_before_residual,
     )
     assert_close(drafted(config, own | {"t2d": np.zeros(VOCAB)}, **model), expected)
+
+
+@pytest.mark.parametrize(
+    ("dim", "fields", "shares_head"),
+    [
+        pytest.param(DIM, {"draft_vocab_size": None}, True, id="the head of the model"),
+        pytest.param(DIM, {"embed_requires_grad": True}, False, id="an embedding of its own"),
+        pytest.param(64, {"hidden_size": 64, "target_hidden_size": DIM}, False, id="another width"),
+    ],
+)
+def test_what_eagle3_shares(model: dict[str, Any], dim: int, fields: dict[str, Any], *, shares_head: bool) -> None:
+    shapes = eagle3_shapes("midlayer", dim, None if shares_head else VOCAB) | {"embed_tokens.weight": (VOCAB, dim)}
+    own = matrices(np.random.default_rng(5), shapes)
+    raw = CONFIG | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1} | fields
+    config = parse_draft_head(raw, "head", "eagle3", own)
+    table = model["table"] if shares_head else own["embed_tokens.weight"]
+    expected = eagle3_logits(
+        own,
+        table[model["tokens"]],
+        np.concatenate(model["taps"], 1) @ own["fc.weight"].T,
+        model["head"],
+        layer="midlayer",
+        norm_before_residual=False,
+    )
+    assert_close(drafted(config, own, **model), expected)
+    assert parse_draft_head(raw, "head", "eagle3", ()) == config  # as before it is downloaded
 
 
 def test_multi_token_prediction(model: dict[str, Any]) -> None:
