@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxserve.errors import ConfigError
 from jaxserve.layers import embedding
 from jaxserve.layers.axes import TENSOR_AXES
 from jaxserve.layers.batch import TokenBatch
@@ -265,6 +266,13 @@ def test_what_eagle3_shares(model: dict[str, Any], dim: int, fields: dict[str, A
     )
     assert_close(drafted(config, own, **model), expected)
     assert parse_draft_head(raw, "head", "eagle3", ()) == config  # as before it is downloaded
+
+
+def test_a_reduced_vocabulary_needs_the_ids_of_its_tokens(model: dict[str, Any]) -> None:
+    own = matrices(np.random.default_rng(6), eagle3_shapes("midlayer", draft_vocab=200))
+    config = parse_draft_head(CONFIG | {"num_hidden_layers": 1, "draft_vocab_size": 200}, "head", "eagle3", own)
+    with pytest.raises(ConfigError, match="missing: d2t"):
+        drafted(config, own, **model)
 
 
 def test_multi_token_prediction(model: dict[str, Any]) -> None:

@@ -120,7 +120,7 @@ def parse(fields: Fields, method: str, tensors: Collection[str]) -> Config:
         draft_vocab=vocab,
         own_embedding=target != base.hidden_size
         or (any(trained) and (not tensors or "embed_tokens.weight" in tensors)),
-        maps_tokens="d2t" in tensors if tensors else vocab not in (None, base.vocab_size),
+        maps_tokens=vocab is not None and (vocab != base.vocab_size or "d2t" in tensors),
         layer="midlayer" if kind == EAGLE3 and _is_midlayer(name, tensors) else "layers.0",
         fc_bias="fc.bias" in tensors if tensors else inner.boolean("bias", False),
         norm_before_residual=inner.boolean("norm_before_residual", False),
