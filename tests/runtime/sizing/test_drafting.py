@@ -6,16 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.model_source import resolve
 from jaxserve.models.draft_heads import eagle
-from jaxserve.models.registry import parse_model_config
+from jaxserve.models.registry import family, parse_model_config
 from jaxserve.runtime.devices.device import DeviceFacts
+from jaxserve.runtime.execution.startup import open_readers
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
 from pallas_kernels.paged_attention import KernelTarget
-from tests.draft_heads import HEADS
+from tests.draft_heads import HEADS, write_checkpoint
 from tests.models.golden import GOLDEN
 from tests.test_keystone import GROUPS, MIXTURE
 from tests.tiny_model import CONFIG, write_tiny_model
@@ -107,6 +110,20 @@ def test_a_head_takes_weights_features_and_a_place_on_each_page(tmp_path: Path, 
     assert made.sizes.footprint.kv_per_token == (plain.sizes.footprint.kv_per_token[0] + layer + features,)
     assert made.model.taps == ((1, 2, 3) if method == "eagle3" else ())
     assert made.capacity.max_drafts == 4
+
+
+def test_steps_of_one_token_leave_no_room_for_drafts(tmp_path: Path) -> None:
+    one = {"max_running_requests": 1, "max_num_batched_tokens": 1}
+    assert _deploy_head(tmp_path, "eagle", {}, {}, **one).capacity.draft_buckets == (1,)
+
+
+def test_a_checkpoint_without_the_layer_that_its_config_counts(tmp_path: Path) -> None:
+    fields = MIXTURE | {"num_nextn_predict_layers": 1}
+    model = parse_model_config(fields)
+    folder = write_checkpoint(tmp_path / "model", fields, family(model).abstract(model, np.dtype(np.float32)))
+    config = EngineConfig(model=str(folder), dtype="float32", speculative_method="mtp")
+    with pytest.raises(ConfigError, match=r"lacks the layer that drafts \(model\.layers\.2\.\*\), as many quantized"):
+        open_readers(deploy(config, model, CPU), resolve(str(folder)))
 
 
 WHERE_OTHERS_NAME_TAPS = [
