@@ -239,7 +239,9 @@ ALIASES: Mapping[str, Alias] = types.MappingProxyType(
         "speculative_moe_a2a_backend": _FOR_BOTH_MODELS,
         "speculative_max_model_len": ChoiceAlias(RefusedName("drafts have the context length of the model")),
         "speculative_draft_model_revision": ChoiceAlias(RefusedName("give the folder of the revision as the model")),
-        "speculative_token_map": ChoiceAlias(RefusedName("what drafts has the model's whole vocabulary; leave it out")),
+        "speculative_token_map": ChoiceAlias(
+            RefusedName("a head's own checkpoint tells which tokens it drafts (d2t); leave it out")
+        ),
         "use_v2_block_manager": SwitchAlias(
             on=InForce("the KV cache always has pages that requests share"),
             off=RefusedName("the KV cache always has pages that requests share; leave the flag out"),

@@ -29,8 +29,12 @@ def check_speculation(
             if value is not None:
                 raise ConfigError(f"{name}={value} needs a method that drafts: set speculative_method, e.g. to ngram")
     if method in _WITH_A_MODEL and model is None:
-        what = "model" if method == "draft" else "head (for the model's own layers set speculative_method to mtp)"
-        raise ConfigError(f"speculative_method={method} needs speculative_model: the {what} that drafts")
+        what = (
+            "smaller model that drafts"
+            if method == "draft"
+            else "head that drafts. To draft with a layer of the model's own checkpoint, set speculative_method to mtp"
+        )
+        raise ConfigError(f"speculative_method={method} needs speculative_model: the {what}")
     if method not in _WITH_A_MODEL and model is not None:
         raise ConfigError(f"speculative_method={method} drafts without speculative_model={model}; leave it out")
     if method != "ngram" and (lookup_max, lookup_min) != _LOOKUP:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jaxserve.errors import ModelNotFoundError
 from jaxserve.model_source.builtin import BUILTIN_MODELS, builtin_path, is_pulled, pull, suggest_builtin
-from jaxserve.model_source.fields import read_json
+from jaxserve.model_source.fields import Fields, read_json
 from jaxserve.model_source.gguf_config import config_from_gguf
 from jaxserve.model_source.gguf_metadata import MAGIC, GGUFMetadata
 
@@ -106,7 +106,21 @@ def resolve_local(model: str) -> ModelSource | None:
     """
     path = Path(model).expanduser()
     has_weights = any(path.glob("*.safetensors")) if path.is_dir() else path.is_file() and path.suffix != ".json"
-    return resolve(model) if model in BUILTIN_MODELS or has_weights else None
+    if model in BUILTIN_MODELS or has_weights:
+        return resolve(model)
+    return _downloaded(model) if _is_hub_id(model) else None
+
+
+def _downloaded(repo: str) -> ModelSource | None:
+    """Return a model of the hub whose weights are all in the local cache, else None."""
+    try:
+        source = _folder(_hub_folder(repo, offline=True), repo)
+    except ModelNotFoundError:
+        return None
+    index = source.path / "model.safetensors.index.json"
+    files = set(Fields(read_json(index), str(index)).object("weight_map").values()) if index.is_file() else ()
+    complete = all((source.path / str(file)).is_file() for file in files)
+    return source if complete and any(source.path.glob("*.safetensors")) else None
 
 
 def fetch_config(model: str) -> dict[str, Any]:

@@ -128,20 +128,36 @@ def _files_to_open(folder: Path) -> dict[str, set[str] | None]:
         raise ConfigError(
             f"{folder} has {len(found)} safetensors files but no {_INDEX} that says which tensors to read from each"
         )
-    others = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind))
+    pickles = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind))
+    pickles = [name for name in pickles if name.startswith("pytorch_model")] or pickles
     hint = orbax_hint(folder)
-    if others:
-        command = (
-            "from transformers import AutoModelForCausalLM as M; "
-            f"M.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained('NEW_FOLDER')"
-        )
-        hint = (
-            f"; {others[0]} is a pickle, which can run code, so it is never opened. Where torch is installed, run "
-            f'`python -c "{command}"`, then copy the tokenizer\'s files to NEW_FOLDER'
-        )
+    if pickles:
+        hint = f"; {pickles[0]} is a pickle, which can run code, so it is never opened. {_advice(folder, pickles)}"
     elif any(folder.glob(f"{_MISTRAL}*.safetensors")):
         hint = f"; {_MISTRAL}*.safetensors is in Mistral's own format: get the files of Hugging Face's format"
+    elif not hint:
+        hint = (
+            ". If its repository has only pytorch_model.bin, as many heads that draft are published, run "
+            "`hf download ORG/NAME --local-dir FOLDER` and give FOLDER instead: the error says how to convert it"
+        )
     raise ConfigError(f"{folder} has no {_SINGLE} and no {_INDEX}{hint} (--load-format dummy needs no weights)")
+
+
+def _advice(folder: Path, pickles: list[str]) -> str:
+    """Say how to make safetensors of pickles. A single one may be no model of transformers: a head that drafts."""
+    if len(pickles) == 1:
+        command = (
+            "import torch; from safetensors.torch import save_file; "
+            f"weights = torch.load({str(folder / pickles[0])!r}, map_location='cpu', weights_only=True); "
+            "save_file({name: each.clone().contiguous() for name, each in weights.items()}, "
+            f"{str(folder / _SINGLE)!r})"
+        )
+        return f'Where torch and safetensors are installed, run `python -c "{command}"`'
+    command = (
+        "from transformers import AutoModelForCausalLM as M; "
+        f"M.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained('NEW_FOLDER')"
+    )
+    return f'Where torch is installed, run `python -c "{command}"`, then copy the tokenizer\'s files to NEW_FOLDER'
 
 
 def _files_in_index(folder: Path) -> dict[str, set[str] | None]:

@@ -125,7 +125,7 @@ def test_a_mapping_in_yaml_and_as_an_argument(tmp_path: Path) -> None:
         (("--speculative-method", "ngram", "--prompt-lookup-max", "1"), "prompt_lookup_min=2 must be at most"),
         (("--speculative-method", "ngram", "--speculative-model", "small"), "without speculative_model=small"),
         (("--speculative-method", "none", "--speculative-model", "small"), "needs speculative_method: draft, eagle"),
-        (("--speculative-method", "eagle3"), "eagle3 needs speculative_model: the head (for the model's own layers"),
+        (("--speculative-method", "eagle3"), "eagle3 needs speculative_model: the head that drafts. To draft"),
         (("--speculative-method", "mtp", "--speculative-model", "small"), "drafts without speculative_model=small"),
         (("--speculative-method", "medusa"), "not supported; ngram needs no other model"),
         (("--speculative-algorithm", "TREE"), "must be one of none, ngram, draft, eagle, eagle3, mtp"),
@@ -161,8 +161,8 @@ def test_what_is_refused(argv: tuple[str, ...], says: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"speculative_method": "draft"}, "needs speculative_model: the model that drafts"),
-        ({"speculative_method": "eagle"}, "for the model's own layers set speculative_method to mtp"),
+        ({"speculative_method": "draft"}, "needs speculative_model: the smaller model that drafts"),
+        ({"speculative_method": "eagle"}, "model's own checkpoint, set speculative_method to mtp"),
         ({"speculative_method": "mtp", "speculative_model": "small"}, "without speculative_model=small"),
         ({"speculative_method": "eagle3", "speculative_model": "small", "prompt_lookup_max": 3}, "need speculative_m"),
     ],

@@ -184,7 +184,15 @@ def test_a_hub_id_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text("0" * 40)
 
-    assert resolve("some-org/some-model", offline=True) == ModelSource(snapshot, "folder", "some-org/some-model")
+    source = ModelSource(snapshot, "folder", "some-org/some-model")
+    assert resolve("some-org/some-model", offline=True) == source
+    assert resolve_local("some-org/some-model") is None
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    (snapshot / "model-1.safetensors").write_bytes(b"")
+    assert resolve_local("some-org/some-model") is None
+    (snapshot / "model-2.safetensors").write_bytes(b"")
+    assert resolve_local("some-org/some-model") == source
 
 
 @pytest.mark.parametrize(("content", "message"), [("{broken", "can't be read as JSON"), ("[1]", "holds a list")])

@@ -127,10 +127,19 @@ def test_one_safetensors_file_may_have_any_name_but_two_need_an_index(tmp_path: 
 
 
 def test_a_folder_without_safetensors_says_what_it_has(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no model\.safetensors"):
+    with pytest.raises(ConfigError, match=r"has no model\.safetensors.* run `hf download ORG/NAME --local-dir FOLDER`"):
         SafetensorsFolder(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    (tmp_path / "training_args.bin").write_bytes(b"")
+    (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"")
+    (tmp_path / "pytorch_model-00002-of-00002.bin").write_bytes(b"")
     command = rf"M\.from_pretrained\('{tmp_path}', dtype='auto'\)\.save_pretrained\('NEW_FOLDER'\)"
+    with pytest.raises(ConfigError, match=rf"00002\.bin is a pickle.*run `python -c .*{command}"):
+        SafetensorsFolder(tmp_path)
+
+
+def test_a_pickle_is_converted_without_transformers_as_it_may_be_a_head(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    command = rf"torch\.load\('{tmp_path}/pytorch_model\.bin'.*save_file\(.*'{tmp_path}/model\.safetensors'\)\"`"
     with pytest.raises(ConfigError, match=rf"pytorch_model\.bin is a pickle.*run `python -c .*{command}"):
         SafetensorsFolder(tmp_path)
 

@@ -36,7 +36,8 @@ _FREE_TOKENS = 8
 # A draft token that is accepted less often is not verified, even if the program has room for it.
 _UNLIKELY = 0.03
 
-# After so many steps without one, a decode step or a promising step of another size is measured again.
+# After so many steps without one, a decode step is measured again. A step of another size counts as that much shorter
+# for each time that so many steps passed without it, so that one slow measurement doesn't rule it out for good.
 _STALE_STEPS = 200
 _STALE_BONUS = 0.8
 
@@ -118,8 +119,7 @@ class Speculation:
                     seconds = known_seconds * math.sqrt(max(size / known_size, 1.0)) + drafting
                 else:
                     known_size, known_seconds = size, max(seconds - drafting, decode_seconds)
-                    if self._costs.age((size, steps)) > _STALE_STEPS:
-                        seconds *= _STALE_BONUS
+                    seconds *= _STALE_BONUS ** (self._costs.age((size, steps)) // _STALE_STEPS)
                 rate = (total + gained) / seconds
                 if rate > best:
                     best, best_lengths = rate, lengths

@@ -44,24 +44,27 @@ _ARCHITECTURES = {
     "Eagle3DraftModel": EAGLE3,
 }
 NAMES = tuple(_ARCHITECTURES)
+_OF_SPECULATORS = ("Eagle3Speculator", "Eagle3DraftModel")
 _METHODS = {EAGLE: "eagle", EAGLE3: "eagle3"}
 
 # Fields about how a head was trained, or about the model that it drafts for.
 _OF_TRAINING = (
-    "speculators_config", "speculators_model_type", "speculators_version", "embed_requires_grad",
-    "has_own_embed_tokens", "tie_word_embeddings", "ttt_length", "layer_types",
+    "speculators_config", "speculators_model_type", "speculators_version", "tie_word_embeddings", "ttt_length",
+    "layer_types",
 )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(llama.Config):
     """The config of a head. `target_size` is the width of the model it drafts for, `draft_vocab` the number of tokens
-    that it drafts, None if it shares the model's head. `layer` and `fc_bias` are names of tensors.
+    that it drafts, None if it shares the model's head. `own_embedding` says that it doesn't share the model's
+    embedding. `layer` is the name of its layer's tensors, and `fc_bias` says that there is a tensor of that name.
     """
 
     target_size: int
     draft_vocab: int | None
     maps_tokens: bool
+    own_embedding: bool
     layer: str
     fc_bias: bool
     norm_before_residual: bool
@@ -90,14 +93,16 @@ def parse(fields: Fields, method: str, tensors: Collection[str]) -> Config:
     Raises `ConfigError`, as for a head of the other method.
     """
     where, name = fields.where, (fields.texts("architectures") or ["(none)"])[0]
-    reduced = fields.get("draft_vocab_size") is not None
-    kind = _ARCHITECTURES.get(name, (EAGLE3 if reduced else EAGLE) if name == "LlamaForCausalLM" else None)
+    kind = _kind(fields) or (EAGLE if name == "LlamaForCausalLM" else None)
     if kind is None:
         raise ConfigError(f"{where}: {abbreviate(name)} is no head of EAGLE; supported: {', '.join(NAMES)}")
     if _METHODS[kind] != method:
         raise ConfigError(f"{where}: it is a head of {_METHODS[kind]}; set speculative_method to {_METHODS[kind]}")
     layer = fields.object("transformer_layer_config")
-    inner = Fields({**fields.raw, **layer, "architectures": ["LlamaForCausalLM"]}, where)
+    given = {**fields.raw, **layer, "architectures": ["LlamaForCausalLM"]}
+    if given.get("use_sliding_window") is False:  # as in heads for Qwen2.5, which name a window all the same
+        given["sliding_window"] = None
+    inner = Fields(given, where)
     base = llama.parse(inner)
     if base.num_layers != 1:
         raise ConfigError(f"{where}: a head of {base.num_layers} layers is not supported; only one of 1 layer is")
@@ -105,12 +110,17 @@ def parse(fields: Fields, method: str, tensors: Collection[str]) -> Config:
         inner.get(field)
     refuse(inner, parallel_drafting=None, norm_before_fc=False, fc_norm=False)
     target = inner.integer("target_hidden_size", WIDTH, base.hidden_size)
+    trained = [inner.boolean(each, False) for each in ("embed_requires_grad", "has_own_embed_tokens")]
     vocab = inner.integer("draft_vocab_size", WIDTH, base.vocab_size) if kind == EAGLE3 else None
+    if vocab == base.vocab_size and target == base.hidden_size and not _has_head(inner, tensors):
+        vocab = None
     config = Config(
         **{field.name: getattr(base, field.name) for field in dataclasses.fields(base)} | {"architecture": kind},
         target_size=target,
         draft_vocab=vocab,
-        maps_tokens="d2t" in tensors if tensors else vocab not in (None, base.vocab_size),
+        own_embedding=target != base.hidden_size
+        or (any(trained) and (not tensors or "embed_tokens.weight" in tensors)),
+        maps_tokens=vocab is not None and (vocab != base.vocab_size or "d2t" in tensors),
         layer="midlayer" if kind == EAGLE3 and _is_midlayer(name, tensors) else "layers.0",
         fc_bias="fc.bias" in tensors if tensors else inner.boolean("bias", False),
         norm_before_residual=inner.boolean("norm_before_residual", False),
@@ -128,14 +138,33 @@ def parse(fields: Fields, method: str, tensors: Collection[str]) -> Config:
     return dataclasses.replace(config, taps=taps, windows=(None,))
 
 
+def method_of(fields: Fields) -> str | None:
+    """Return the method for which a config.json is that of a head, None if it may be that of a model."""
+    kind = _kind(fields)
+    return None if kind is None else _METHODS[kind]
+
+
+def _kind(fields: Fields) -> str | None:
+    name = (fields.texts("architectures") or ["(none)"])[0]
+    is_reduced = name == "LlamaForCausalLM" and fields.get("draft_vocab_size") is not None
+    return EAGLE3 if is_reduced else _ARCHITECTURES.get(name)
+
+
+def _has_head(fields: Fields, tensors: Collection[str]) -> bool:
+    """Return whether a head of EAGLE-3 has logits of its own; if its files aren't here, a null means that it hasn't."""
+    unset = "draft_vocab_size" in fields.raw and fields.raw["draft_vocab_size"] is None
+    return "lm_head.weight" in tensors if tensors else not unset
+
+
 def _is_midlayer(name: str, tensors: Collection[str]) -> bool:
-    return any(one.startswith("midlayer.") for one in tensors) if tensors else not name.startswith("Eagle3S")
+    return any(one.startswith("midlayer.") for one in tensors) if tensors else name not in _OF_SPECULATORS
 
 
 def _read_taps(fields: Fields) -> tuple[int, ...]:
     """Return the layers whose inputs a head of EAGLE-3 gets; none if it doesn't say so.
 
-    Speculators count them as here. Within `eagle_config`, they are the layers before, whose outputs are these inputs.
+    Speculators count them as here. Within `eagle_config`, they may also be the layers before, whose outputs are these
+    inputs: as no head gets the input of the first two layers, the first number tells, as for SGLang.
     """
     inner = Fields(fields.object("eagle_config"), f"{fields.where}: eagle_config")
     for field, only in {
@@ -143,11 +172,13 @@ def _read_taps(fields: Fields) -> tuple[int, ...]:
         "use_input_layernorm_in_first_layer": True,
         "use_last_layernorm": True,
         "use_mtp_layernorm": False,
+        "parallel_draft_step": 1,
     }.items():
         refuse(inner, **{field: only})
+    inner.read |= {"next_layer_regular", "parallel_draft_heads_num_layers"}  # for further layers and parallel drafts
     allowed = Range(0, LAYERS.most)
     after = inner.numbers("eagle_aux_hidden_state_layer_ids", allowed)
-    taps = [int(one) + 1 for one in after]
+    taps = [int(one) + (after[0] < 2) for one in after]
     taps = taps or [int(one) for one in fields.numbers("eagle_aux_hidden_state_layer_ids", allowed)]
     refuse_unread(inner)
     if taps and (len(taps) != 3 or taps != sorted(set(taps))):
@@ -158,7 +189,7 @@ def _read_taps(fields: Fields) -> tuple[int, ...]:
 def abstract(config: Config, dtype: np.dtype) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`."""
     declare, dim = ParamSpecs(config, dtype), config.hidden_size
-    third, own = config.architecture == EAGLE3, config.target_size != config.hidden_size
+    third, own = config.architecture == EAGLE3, config.own_embedding
     name, vocab = config.layer, config.draft_vocab
     fc = declare.matrix("fc.weight", dim, 3 * config.target_size if third else 2 * dim)
     return Params(
@@ -227,10 +258,11 @@ def logits(
     of_model: Callable[[Any], Float[Array, "rows vocab_shard"]],
 ) -> Float[Array, "rows vocab_shard"]:
     """Return the logits, -inf for tokens that the head never drafts."""
+    if params.norm is not None:
+        features = rms_norm(features, params.norm, config.norm_eps)
     if params.output is None:
         return of_model(features)
-    assert params.norm is not None
-    found = embedding.logits(rms_norm(features, params.norm, config.norm_eps), params.output)
+    found = embedding.logits(features, params.output)
     if params.d2t is None:
         return found
     found = lax.all_gather(found, TENSOR_AXES, axis=1, tiled=True)

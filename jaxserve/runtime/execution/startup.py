@@ -32,7 +32,7 @@ from jaxserve.runtime.programs.program_cache import are_kept, build_programs
 from jaxserve.runtime.programs.program_set import ProgramSet
 from jaxserve.runtime.sizing.deployment import Deployment
 from jaxserve.runtime.step.state import DeviceState, make_state
-from jaxserve.weights import WeightReader, build_params, check_tensors, open_weights
+from jaxserve.weights import WeightReader, build_params, check_tensors, open_source, open_weights
 
 logger = logging.getLogger("jaxserve.runtime")
 
@@ -77,9 +77,21 @@ def open_readers(deployment: Deployment, source: ModelSource) -> list[WeightRead
         draft = source if name is None else model_source.resolve(name)
         if name is None:
             part = f"model.layers.{deployment.model.num_layers}."
+            _check_own_layer(source, config, part)
         check_tensors(draft, drafting.model, config.load_format, part=part)
         readers.append(reader(draft, drafting.model, drafting.params, drafting.weights, part))
     return readers
+
+
+def _check_own_layer(source: ModelSource, config: EngineConfig, part: str) -> None:
+    """Raise `ConfigError` if a checkpoint has nothing of the layer that drafts, though its config counts one."""
+    if config.load_format == "dummy":
+        return
+    if source.kind == "orbax" or not any(name.startswith(part) for name in open_source(source).infos):
+        raise ConfigError(
+            f"speculative_method=mtp: {source.path} lacks the layer that drafts ({part}*), as many quantized and "
+            "converted copies of a model do; take the original checkpoint, or speculative_method=ngram"
+        )
 
 
 def fill_devices(

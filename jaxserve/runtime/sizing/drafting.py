@@ -13,6 +13,7 @@ import numpy as np
 from jaxserve import model_source
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.model_source.fields import Fields
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.draft_heads import eagle, mtp
 from jaxserve.models.registry import family, parse_draft_head, parse_model_config, taps_layers
@@ -165,6 +166,8 @@ def _fitted_head(where: str, head: eagle.Config, model: ModelConfig) -> eagle.Co
 def _read_model(name: str, method: str, load_format: Any) -> tuple[ModelConfig, Any]:
     raw, where, source = model_source.fetch_config(name), f"config of {name}", model_source.resolve_local(name)
     if method == "draft":
+        if head := eagle.method_of(Fields(raw, where)):
+            raise ConfigError(f"{where}: it is a head that drafts, no model; set speculative_method to {head}")
         draft = parse_model_config(raw, where)
     else:
         here = source is not None and load_format != "dummy"

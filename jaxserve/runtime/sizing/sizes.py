@@ -149,7 +149,7 @@ def resolve_sizes(
         ),
         verify_buckets=verified,
         max_drafts=drafts,
-        draft_buckets=token_buckets(min(running, drafting[-1] // 2), smallest=defaults.row_multiple)
+        draft_buckets=token_buckets(max(1, min(running, drafting[-1] // 2)), smallest=defaults.row_multiple)
         if drafting
         else (),
         draft_read_buckets=tuple(sorted({min(_FEW_READ, largest), largest})) if drafting else (),

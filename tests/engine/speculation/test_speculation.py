@@ -40,6 +40,28 @@ def test_nothing_is_verified_if_it_costs_more_than_it_yields() -> None:
     assert _lengths(speculation, [_Request(0.95)]) == [[0]]
 
 
+def test_one_slow_step_does_not_turn_drafts_off_for_good() -> None:
+    speculation, request = _measured(Speculation(CAPACITY), (1, 1, 1.0)), _Request(0.95)
+    speculation.count_step(1, 8, 30.0)
+    assert _lengths(speculation, [request]) == [[0]]
+    for _ in range(5000):
+        verifies = _lengths(speculation, [request]) != [[0]]
+        speculation.count_step(1, 8 if verifies else 1, 1.3 if verifies else 1.0)
+    assert speculation._costs.of((8, 7)) == 1.3
+    speculation.count_step(1, 1, 1.0)
+    assert _lengths(speculation, [request]) == [[7]]
+
+
+def test_drafts_that_cost_too_much_are_seldom_measured_again() -> None:
+    speculation, request = _measured(Speculation(CAPACITY), (1, 1, 1.0), (1, 8, 16.0)), _Request(0.95)
+    measured = 0
+    for _ in range(5000):
+        verifies = _lengths(speculation, [request]) != [[0]]
+        speculation.count_step(1, 8 if verifies else 1, 16.0 if verifies else 1.0)
+        measured += verifies
+    assert 0 < measured <= 10
+
+
 def test_only_the_likely_drafts_take_the_room_of_a_step() -> None:
     speculation = _measured(Speculation(CAPACITY), (8, 8, 1.0), (8, 16, 1.1), (8, 32, 9.0))
     requests = [_Request(0.95), *(_Request(0.05) for _ in range(7))]

@@ -6,16 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.model_source import resolve
 from jaxserve.models.draft_heads import eagle
-from jaxserve.models.registry import parse_model_config
+from jaxserve.models.registry import family, parse_model_config
 from jaxserve.runtime.devices.device import DeviceFacts
+from jaxserve.runtime.execution.startup import open_readers
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
 from pallas_kernels.paged_attention import KernelTarget
-from tests.draft_heads import HEADS
+from tests.draft_heads import HEADS, write_checkpoint
 from tests.models.golden import GOLDEN
 from tests.test_keystone import GROUPS, MIXTURE
 from tests.tiny_model import CONFIG, write_tiny_model
@@ -66,6 +69,7 @@ def test_a_draft_model_takes_weights_and_a_place_on_each_page(tmp_path: Path) ->
         (MIXTURE, {}, "is a mixture of experts, which can't draft yet"),
         ({"num_attention_heads": 1, "num_key_value_heads": 1}, {"tp_size": 2}, "can't be split over tp_size=2"),
         ({"architectures": ["MambaForCausalLM"]}, {}, "draft: architecture 'MambaForCausalLM' is not supported"),
+        (HEADS["eagle3"], {}, "a head that drafts, no model; set speculative_method to eagle3"),
     ],
     ids=lambda value: "",
 )
@@ -108,8 +112,23 @@ def test_a_head_takes_weights_features_and_a_place_on_each_page(tmp_path: Path, 
     assert made.capacity.max_drafts == 4
 
 
+def test_steps_of_one_token_leave_no_room_for_drafts(tmp_path: Path) -> None:
+    one = {"max_running_requests": 1, "max_num_batched_tokens": 1}
+    assert _deploy_head(tmp_path, "eagle", {}, {}, **one).capacity.draft_buckets == (1,)
+
+
+def test_a_checkpoint_without_the_layer_that_its_config_counts(tmp_path: Path) -> None:
+    fields = MIXTURE | {"num_nextn_predict_layers": 1}
+    model = parse_model_config(fields)
+    folder = write_checkpoint(tmp_path / "model", fields, family(model).abstract(model, np.dtype(np.float32)))
+    config = EngineConfig(model=str(folder), dtype="float32", speculative_method="mtp")
+    with pytest.raises(ConfigError, match=r"lacks the layer that drafts \(model\.layers\.2\.\*\), as many quantized"):
+        open_readers(deploy(config, model, CPU), resolve(str(folder)))
+
+
 WHERE_OTHERS_NAME_TAPS = [
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}}, (2, 4, 7)),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 7], "parallel_draft_step": 1}}, (2, 4, 7)),
     ({"eagle_config": {}, "eagle_aux_hidden_state_layer_ids": [2, 4, 7]}, (2, 4, 7)),
     ({"eagle_config": {}}, (2, 5, 7)),
 ]
@@ -146,6 +165,22 @@ def test_a_head_in_the_form_of_speculators(tmp_path: Path) -> None:
     assert (head.layer, head.norm_before_residual, head.draft_vocab, head.taps) == ("layers.0", True, 200, (0, 1, 2))
 
 
+@pytest.mark.parametrize(("name", "layer"), [("Eagle3DraftModel", "layers.0"), ("LlamaForCausalLM", "midlayer")])
+def test_the_layers_name_before_a_head_is_downloaded(tmp_path: Path, name: str, layer: str) -> None:
+    made = _deploy_head(tmp_path, "eagle3", {"architectures": [name]}, {"num_hidden_layers": 4})
+    assert made.drafting is not None
+    assert isinstance(made.drafting.model, eagle.Config)
+    assert made.drafting.model.layer == layer
+
+
+def test_a_window_that_a_head_does_not_use(tmp_path: Path) -> None:
+    for_qwen = {"sliding_window": 131072, "max_window_layers": 28, "use_sliding_window": False}
+    made = _deploy_head(tmp_path, "eagle3", for_qwen, {"num_hidden_layers": 4}).drafting
+    assert made is not None
+    assert made.model is not None
+    assert made.model.windows == (None,)
+
+
 WIDER = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 
@@ -164,6 +199,7 @@ WIDER = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
         ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, {}, {}, "should name 3 layers"),
         ("eagle3", {"eagle_config": {"use_mtp_layernorm": True}}, {}, {}, "use_mtp_layernorm"),
         ("eagle3", {"parallel_drafting": True}, {}, {}, "parallel_drafting"),
+        ("eagle3", {"eagle_config": {"parallel_draft_step": 4}}, {}, {}, "parallel_draft_step=4 is not supported"),
         ("mtp", {}, {}, {}, r"this checkpoint \(LlamaForCausalLM\) has no layer that drafts; GLM-4.5"),
     ],
     ids=lambda value: "",
