@@ -33,11 +33,13 @@ _WORTH = 1.03
 # reading weights and multiplying by them. Up to so many tokens, it takes as long as a decode step.
 _FREE_TOKENS = 8
 
-# A draft token that is accepted less often is not verified, even if the program has room for it.
-_UNLIKELY = 0.03
+# A draft token that is accepted less often is not verified, even if the program has room for it. Of a draft model, also
+# those of the lowest level are: what it would draft now is not known otherwise.
+_UNLIKELY, _UNLIKELY_OF_A_MODEL = 1 / _LEVELS, 0.03
 
 # After so many steps without one, a decode step is measured again. A step of another size counts as that much shorter
-# for each time that so many steps passed without it, so that one slow measurement doesn't rule it out for good.
+# for each time that so many steps passed without it, but no shorter than a decode step, so that one slow measurement
+# doesn't rule it out for good.
 _STALE_STEPS = 200
 _STALE_BONUS = 0.8
 
@@ -74,7 +76,7 @@ class Speculation:
             (-(rate**place), level)
             for level, rate in enumerate(rates)
             for place in range(1, self._max_drafts + 1)
-            if rate**place > _UNLIKELY
+            if rate**place > (_UNLIKELY_OF_A_MODEL if self._by_model else _UNLIKELY)
         )
         self._num_drafts = 0
         self._draft_tokens = 0
@@ -112,14 +114,17 @@ class Speculation:
         known_size, known_seconds = max(rows, _FREE_TOKENS), decode_seconds
         for size in self._verify_buckets[bisect.bisect_right(self._verify_buckets, rows) :]:
             for steps in self._draft_steps:
-                gained, lengths = self._fill(levels, [size - len(requests) for requests in ranks], steps)
+                gained, lengths, tokens = self._fill(levels, list(map(len, ranks)), size, steps)
+                if not gained or self._step_key(tokens, self.draft_steps(max(lengths))) != (size, steps):
+                    continue  # such drafts run as a smaller step, which was looked at before
                 drafting = steps * draft_seconds
                 seconds = self._costs.of((size, steps))
                 if seconds is None:
                     seconds = known_seconds * math.sqrt(max(size / known_size, 1.0)) + drafting
                 else:
                     known_size, known_seconds = size, max(seconds - drafting, decode_seconds)
-                    seconds *= _STALE_BONUS ** (self._costs.age((size, steps)) // _STALE_STEPS)
+                    shorter = _STALE_BONUS ** (self._costs.age((size, steps)) // _STALE_STEPS)
+                    seconds = max(seconds * shorter, decode_seconds)
                 rate = (total + gained) / seconds
                 if rate > best:
                     best, best_lengths = rate, lengths
@@ -161,10 +166,12 @@ class Speculation:
         """Count the duration of a step of decodes, of the most `rows` and `tokens` that a rank has."""
         self._steps_without = 0 if tokens > rows else self._steps_without + 1
         if tokens > rows:
-            size = self._verify_buckets[bisect.bisect_left(self._verify_buckets, tokens)]
-            self._costs.add((size, draft_steps or self._max_drafts), seconds)
+            self._costs.add(self._step_key(tokens, draft_steps or self._max_drafts), seconds)
         else:
             self._costs.add(self._decode_key(rows), seconds)
+
+    def _step_key(self, tokens: int, draft_steps: int) -> tuple[int, int]:
+        return self._verify_buckets[bisect.bisect_left(self._verify_buckets, tokens)], draft_steps
 
     def _decode_key(self, rows: int) -> str:
         return f"decode-{self._decode_buckets[bisect.bisect_left(self._decode_buckets, rows)]}"
@@ -175,20 +182,25 @@ class Speculation:
             counts[self.level(request)] += 1
         return counts
 
-    def _fill(self, levels: Sequence[Sequence[int]], room: list[int], most: int) -> tuple[float, list[int]]:
-        """Return how many draft tokens are expected to be accepted in a step with this room on each rank, and the
-        length of drafts by level, at most `most`; `levels` has the requests of each rank by level."""
+    def _fill(
+        self, levels: Sequence[Sequence[int]], rows: list[int], size: int, most: int
+    ) -> tuple[float, list[int], int]:
+        """Return how many draft tokens are expected to be accepted in a step of `size` tokens a rank, the length of
+        drafts by level, at most `most`, and the most tokens of a rank; `levels` has the requests of each rank by
+        level."""
         lengths, closed = [0] * _LEVELS, [not any(counts) for counts in levels]
+        tokens = rows
         gained = 0.0
         for unlikeliness, level in self._places:
             if closed[level]:
                 continue
             counts = levels[level]
-            if any(map(operator.gt, counts, room)):
+            filled = list(map(operator.add, tokens, counts))
+            if max(filled) > size:
                 closed[level] = True
                 continue
-            room = list(map(operator.sub, room, counts))
+            tokens = filled
             lengths[level] += 1
             closed[level] = lengths[level] == most
             gained -= unlikeliness * sum(counts)
-        return gained, lengths
+        return gained, lengths, max(tokens)

@@ -62,6 +62,27 @@ def test_drafts_that_cost_too_much_are_seldom_measured_again() -> None:
     assert 0 < measured <= 10
 
 
+def test_a_step_that_drafts_do_not_fill_is_not_chosen_for_its_old_cost() -> None:
+    speculation = _measured(Speculation(CAPACITY), (8, 32, 2.0), (8, 16, 1.5), (8, 8, 1.0))
+    for _ in range(3000):
+        speculation.count_step(8, 8, 1.0)
+    speculation.count_step(8, 16, 1.5)
+    speculation.count_step(8, 8, 1.0)
+    # The drafts of one request fit 16 tokens, which is what would run.
+    assert _lengths(speculation, [_Request(0.5), *(_Request(0.0) for _ in range(7))]) == [[0] * 8]
+
+
+def test_an_old_cost_is_measured_again_at_most_now_and_then() -> None:
+    speculation = _measured(Speculation(CAPACITY), (8, 32, 3.0), (8, 16, 2.0), (8, 8, 1.0))
+    requests = [_Request(0.2) for _ in range(8)]
+    verified = 0
+    for _ in range(5000):
+        longer = sum(map(sum, _lengths(speculation, requests)))
+        speculation.count_step(8, 8 + longer, 1.0 if not longer else 2.0 if longer <= 8 else 3.0)
+        verified += longer > 0
+    assert verified <= 20
+
+
 def test_only_the_likely_drafts_take_the_room_of_a_step() -> None:
     speculation = _measured(Speculation(CAPACITY), (8, 8, 1.0), (8, 16, 1.1), (8, 32, 9.0))
     requests = [_Request(0.95), *(_Request(0.05) for _ in range(7))]
