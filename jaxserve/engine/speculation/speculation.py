@@ -106,6 +106,8 @@ class Speculation:
         if decode_seconds is None or self._costs.age(decode) > _STALE_STEPS:
             return None
         levels = list(zip(*map(self._count_levels, ranks)))
+        if not self._by_model and not any(map(any, levels[1:])):
+            return None  # no draft token is likely enough
         total = sum(map(len, ranks))
         best, best_lengths = _WORTH * total / decode_seconds, None
         if self._by_model and self._steps_without > _STALE_STEPS:

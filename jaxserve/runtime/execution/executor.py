@@ -152,7 +152,7 @@ class DeviceExecutor:
             if output.logprobs is not None or output.prompt_logprobs is not None:
                 sampling = [self._sampling[chunk.rank, chunk.slot] for chunk in plan.chunks]
                 output = _without_unwanted(output, sampling)
-            for array in jax.tree.leaves((output.tokens, output.logprobs, output.prompt_logprobs, output.drafts)):
+            for array in jax.tree.leaves((output.tokens, output.logprobs, output.prompt_logprobs)):
                 array.copy_to_host_async()
         return _InFlight(plan, sampling, output)
 
@@ -164,17 +164,16 @@ class DeviceExecutor:
             tokens = np.asarray(handle.output.tokens)
             logprobs = _fetch(handle.output.logprobs)
             prompt_logprobs = _fetch(handle.output.prompt_logprobs)
-            drafts = None if handle.output.drafts is None else np.asarray(handle.output.drafts)
             self._expert_tokens.record(handle.output.expert_tokens)
         with self._timeline.span("commit"):
             chunks = handle.plan.chunks
-            drawn = [row if chunk.sample else [] for row, chunk in zip(_by_chunk(tokens, chunks), chunks)]
+            rows = _by_chunk(tokens, chunks)
             compared: list[tuple[int, int]] = []
-            if drafts is not None:
-                compared = [(proposed, same) for proposed, same in _by_chunk(drafts, chunks)]
-                if handle.plan.num_drafts:
-                    drawn = [row[: 1 + same] if chunk.length > 1 else row[:1]
-                             for row, chunk, (_, same) in zip(drawn, chunks, compared)]  # fmt: skip
+            if self._capacity.max_drafts:
+                compared = [(row[-2], row[-1]) for row in rows]
+                rows = [row[: 1 + row[-1]] if chunk.length > 1 and handle.plan.num_drafts else row[:1]
+                        for row, chunk in zip(rows, chunks)]  # fmt: skip
+            drawn = [row if chunk.sample else [] for row, chunk in zip(rows, chunks)]
             result = StepResult(tokens=drawn, logprobs={}, prompt_logprobs={}, drafts=compared)
             if logprobs is not None or prompt_logprobs is not None:
                 self._add_logprobs(result, handle, logprobs, prompt_logprobs)

@@ -229,8 +229,7 @@ class ProgramBuilder:
             logprobs = None if key.greedy else Logprobs(0, 0, 0)  # type: ignore[arg-type]
             prompt = Logprobs(0, 0, 0) if key.kind == "prompt_logprobs" else None  # type: ignore[arg-type]
             experts = None if given.expert_tokens is None else 0
-            drafts = None if given.drafts is None else 0
-            output = StepOutput(0, 0, logprobs, prompt, experts, drafts)  # type: ignore[arg-type]
+            output = StepOutput(0, 0, logprobs, prompt, experts)  # type: ignore[arg-type]
         arguments: Any = ((leaves_of(self.param_specs), leaves_of(given), 0), {})
         return jax.tree.structure(arguments), jax.tree.structure(_state_as_leaves((given, output)))
 

@@ -51,7 +51,7 @@ from jaxserve.weights import stored_types
 from pallas_kernels.paged_attention import Backend, choose_backend
 
 # Rows whose logits exist at once on a CPU; a GPU and a TPU compute those of all rows at once.
-_CPU_SAMPLE_ROWS = 64
+_CPU_SAMPLE_ROWS = 32
 
 
 @dataclasses.dataclass(frozen=True)

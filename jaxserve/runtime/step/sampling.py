@@ -96,13 +96,13 @@ def sample(
     def draw(logits: Array) -> Array:
         return _on_whole_rows(draw_tokens, logits, keys, *columns)
 
-    # Two draws of which one runs: a condition that returned logits, edited or not, would copy those that are not.
-    token = lax.cond(
-        jnp.any(jnp.stack(_edits(own, rows))),
-        lambda logits: draw(adjust_logits(logits, own, counts, rows)),
-        draw,
-        logits,
-    )
+    def draw_edited(logits: Array) -> Array:
+        return draw(adjust_logits(logits, own, counts, rows))
+
+    if _num_shards() > 1:
+        token = draw_edited(logits)
+    else:  # two draws of which one runs: a condition that returns logits, edited or not, copies those that are not
+        token = lax.cond(jnp.any(jnp.stack(_edits(own, rows))), draw_edited, draw, logits)
 
     def none(logits: Array, token: Array) -> Logprobs:
         shapes = jax.eval_shape(lambda: logprobs(logits, token, target))

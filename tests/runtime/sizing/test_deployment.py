@@ -110,7 +110,7 @@ def test_programs_follow_from_the_sizes() -> None:
     builder = made.builder(mesh())
     assert builder.capacity == made.capacity
     assert [str(key) for key in made.step_keys][:3] == ["decode-2-greedy", "decode-2-full", "decode-4-greedy"]
-    assert builder.context.sample_rows == 16
+    assert builder.context.sample_rows == 32
     gpu = deploy(EngineConfig(), model(), facts_of_target("nvidia-h200"))
     assert gpu.builder(make_mesh(jax.devices("cpu"))).context.sample_rows is None
 
