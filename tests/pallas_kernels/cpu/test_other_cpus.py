@@ -12,6 +12,7 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
+from pallas_kernels.activation.cpu import GatedSilu
 from pallas_kernels.cpu import Kernel, cpu_features, refusal
 from pallas_kernels.cpu.compile import optimized
 from pallas_kernels.grouped_matmul.cpu.kernel import GroupedMatmul
@@ -61,6 +62,7 @@ KERNELS: list[Kernel] = [
     LogSumExp(),
     DrawTokens(),
     ProposeByNgrams(2, 4),
+    GatedSilu(),
 ]
 QUICK = (KERNELS[9],)
 # Seconds for most: code for a CPU with short registers is long.
