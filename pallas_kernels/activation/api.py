@@ -13,7 +13,7 @@ from pallas_kernels.cpu import call, kernel_or_fallback
 def gated_silu(both: Float[Array, "tokens two_ffn"]) -> Float[Array, "tokens ffn"]:
     """Return `silu(gate) * up`, where `both` has the gates in its first half, and `up` in the second.
 
-    A CPU computes bfloat16 in float32 and rounds once.
+    Each operation rounds to the type of `both`, with the kernel as without it.
     """
     width = both.shape[1] // 2
 

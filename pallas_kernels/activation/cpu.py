@@ -7,11 +7,11 @@ import dataclasses
 from pallas_kernels.cpu import maths
 from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
-from pallas_kernels.cpu.types import I16, I64
+from pallas_kernels.cpu.types import F32, I16, I64
 
 LANES = 16
-_BITS = I16.times(LANES)
-# Whose exponential is a float32
+_BITS, _NUMBERS = I16.times(LANES), F32.times(LANES)
+# Its exponential is near the largest float32, and its inverse is almost 0.
 _LARGEST = 88.0
 # Enough numbers for an item to be worth starting a thread
 _ITEM_NUMBERS = 1 << 14
@@ -36,6 +36,12 @@ class GatedSilu:
         rows, width = out.dim(0), out.dim(1)
         per_item = f.constant(I64, _ITEM_NUMBERS) // width + 1
 
+        def to_bf16(x: Value) -> Value:
+            return x.function.to_bf16(x) if has_bf16 else maths.to_bf16(x.function, x)
+
+        def rounded(x: Value) -> Value:
+            return maths.from_bf16(x.function, x.function.convert("bitcast", to_bf16(x), _BITS))
+
         def work(f: Function, item: Value, *captured: Value) -> None:
             both, out, rows, width, per_item = captured
             first = item * per_item
@@ -45,9 +51,9 @@ class GatedSilu:
 
                 def activate(at: Value) -> None:
                     gate, up = (maths.from_bf16(f, f.load(_BITS, gates, start * 2)) for start in (at, at + width))
-                    exponential = maths.exp(f, f.minimum(gate, _LARGEST))
-                    result = gate * (exponential / (exponential + 1.0)) * up
-                    f.store(f.to_bf16(result) if has_bf16 else maths.to_bf16(f, result), to, at * 2)
+                    exponential = rounded(maths.exp(f, f.minimum(0.0 - gate, _LARGEST)))
+                    sigmoid = rounded(f.constant(_NUMBERS, 1.0) / rounded(exponential + 1.0))
+                    f.store(to_bf16(rounded(gate * sigmoid) * up), to, at * 2)
 
                 f.loop(width, activate, step=LANES)
 
