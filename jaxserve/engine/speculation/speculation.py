@@ -33,13 +33,13 @@ _WORTH = 1.03
 # reading weights and multiplying by them. Up to so many tokens, it takes as long as a decode step.
 _FREE_TOKENS = 8
 
-# A draft token that is accepted less often is not verified, even if the program has room for it. Of a draft model, also
-# those of the lowest level are: what it would draft now is not known otherwise.
+# Draft tokens with a lower chance of acceptance are not verified, even if the program has room for them. The limit for
+# a draft model is below its lowest level, because only verifying shows whether its drafts have become better.
 _UNLIKELY, _UNLIKELY_OF_A_MODEL = 1 / _LEVELS, 0.03
 
-# After so many steps without one, a decode step is measured again. A step of another size counts as that much shorter
-# for each time that so many steps passed without it, but no shorter than a decode step, so that one slow measurement
-# doesn't rule it out for good.
+# A decode step is measured again after this many steps without one. The cost of any other size is multiplied by the
+# bonus each time this many steps have passed without it, down to the cost of a decode step. So one slow measurement
+# does not rule out a size for good.
 _STALE_STEPS = 200
 _STALE_BONUS = 0.8
 
@@ -118,7 +118,7 @@ class Speculation:
             for steps in self._draft_steps:
                 gained, lengths, tokens = self._fill(levels, list(map(len, ranks)), size, steps)
                 if not gained or self._step_key(tokens, self.draft_steps(max(lengths))) != (size, steps):
-                    continue  # such drafts run as a smaller step, which was looked at before
+                    continue  # these drafts fit a smaller step, which would run instead
                 drafting = steps * draft_seconds
                 seconds = self._costs.of((size, steps))
                 if seconds is None:
@@ -187,9 +187,11 @@ class Speculation:
     def _fill(
         self, levels: Sequence[Sequence[int]], rows: list[int], size: int, most: int
     ) -> tuple[float, list[int], int]:
-        """Return how many draft tokens are expected to be accepted in a step of `size` tokens a rank, the length of
-        drafts by level, at most `most`, and the most tokens of a rank; `levels` has the requests of each rank by
-        level."""
+        """Choose the draft tokens of a step of `size` tokens per rank, the likeliest first.
+
+        `levels` counts the requests of each rank by level, `rows` those of each rank. Returns the expected number of
+        accepted draft tokens, the length of drafts by level, at most `most`, and the tokens of the fullest rank.
+        """
         lengths, closed = [0] * _LEVELS, [not any(counts) for counts in levels]
         tokens = rows
         gained = 0.0

@@ -101,7 +101,7 @@ def sample(
 
     if _num_shards() > 1:
         token = draw_edited(logits)
-    else:  # two draws of which one runs: a condition that returns logits, edited or not, copies those that are not
+    else:  # Each branch draws: a condition that returned logits would copy them even if no row edits them.
         token = lax.cond(jnp.any(jnp.stack(_edits(own, rows))), draw_edited, draw, logits)
 
     def none(logits: Array, token: Array) -> Logprobs:

@@ -31,7 +31,7 @@ def _empty(lookup: NgramLookup, slots: int, entries: int) -> tuple[NgramIndex, j
 def _random_tokens(rng: np.random.Generator, lengths: np.ndarray, most: int) -> list[np.ndarray]:
     """Return up to `most` tokens of each row, in any order, and the slots to draft for: some of all are invalid.
 
-    Tokens start after those that are known, or one before, and may pass the end.
+    New tokens follow the known ones or overwrite the last of them, and some lie past the end of the history.
     """
     slots = len(lengths)
     rows = rng.permutation([*range(slots), slots, slots + 3])
