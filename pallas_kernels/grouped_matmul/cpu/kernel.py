@@ -7,14 +7,13 @@ memory once. Experts without rows aren't read.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
 from pallas_kernels.cpu.types import I32, I64, PTR
 from pallas_kernels.quantized_matmul.cpu.layout import BLOCK, INTEGERS, STRIP, Format, run_bytes
 from pallas_kernels.quantized_matmul.cpu.numbers import PairProducts, products_of
-from pallas_kernels.quantized_matmul.cpu.tiles import Tiles, sums_by_block
+from pallas_kernels.quantized_matmul.cpu.tiles import Product, Tiles, sums_by_block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,20 +59,15 @@ class GroupedMatmul:
 
         def work(f: Function, item: Value, *captured: Value) -> None:
             x, by_block, weight, starts, tokens, touched, out, in_dim, strips, strip_bytes, per_item = captured
-            out_dim = strips * STRIP
             per_expert = (strips + per_item - 1) // per_item
             expert = _load_index(f, touched, item // per_expert)
             begin, end = _load_index(f, starts, expert), _load_index(f, starts, expert + 1)
             of_expert = f.at(weight, expert * strips * strip_bytes)
             first = item % per_expert * per_item
 
-            def tile(rows: Sequence[Value], strip: Value, width: int) -> None:
-                sources = [_load_index(f, tokens, row) for row in rows]
-                run, to = f.at(of_expert, strip * strip_bytes), f.at(out, strip * (STRIP * 4))
-                first_row = rows[0].equals(begin)
-                tiles.multiply(f, x, by_block, run, to, in_dim, out_dim, sources, rows, width, reads_first=first_row)
-
-            tiles.for_each(f, (first, f.minimum(first + per_item, strips)), (begin, end), tile)
+            product = Product(x, by_block, of_expert, out, in_dim, strips * STRIP)
+            stop = f.minimum(first + per_item, strips)
+            tiles.multiply(f, product, (first, stop), (begin, end), lambda row: _load_index(f, tokens, row))
 
         out = call.results[0].data
         pointers = [inputs, by_block, weight.data, starts.data, tokens.data, touched, out]

@@ -239,12 +239,12 @@ def advance(
     query_positions: Sequence[Value],
     at: Value,
     end: Value,
-    prefetch: Callable[[Value, int], None] | None = None,
+    prefetch: Callable[[Value, Value, int], None] | None = None,
 ) -> None:
     """Add a block whose keys are laid out to the states of consecutive rows of queries at `query_positions`.
 
-    Without `prefetch`, its values must be laid out too. With it, values are read from the pool, and
-    `prefetch(token, count)` is called at each step.
+    Without `prefetch`, its values must be laid out too. With it, values are read from the pool, and each step of both
+    products calls `prefetch(pool, first byte, bytes)` for its part of a block: a core has only some reads under way.
     """
     facts, exact = scratch.facts, scratch.exact
     size = 2 if exact else 4
@@ -264,7 +264,14 @@ def advance(
         return out
 
     stride = query_bytes(scratch)
-    logits = f.loop(words, lambda k, *sums: multiply(queries, stride, k, keys(k), sums), *nothing)
+
+    def word(k: Value, *sums: Value) -> list[Value]:
+        if prefetch is not None:
+            nbytes = BLOCK * facts.kv_row_bytes // (facts.head_dim * size // 4)
+            prefetch(scratch.shared.keys, k * nbytes, nbytes)
+        return multiply(queries, stride, k, keys(k), sums)
+
+    logits = f.loop(words, word, *nothing)
     keeps = []
     for r, position in enumerate(query_positions):
         state = f.at(states, r * state_bytes(facts))
@@ -280,7 +287,8 @@ def advance(
 
         def in_pool(k: Value, masked: bool, *sums: Value, columns: range = columns) -> list[Value]:
             if columns.start == 0 and prefetch is not None:
-                prefetch(k * (2 if exact else 1), 2 if exact else 1)
+                nbytes = facts.kv_row_bytes * (2 if exact else 1)
+                prefetch(scratch.shared.values, k * nbytes, nbytes)
             values = list(_values(f, scratch, at, end, k, columns, masked))
             return multiply(scratch.weights, BLOCK * size, k, values, sums)
 

@@ -127,14 +127,15 @@ def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
 
             f.loop(_GROUPS, find_next)
 
-            def prefetch(token: Value, count: int) -> None:
-                offset = f.load(I64, ahead, token // LANES * 8) + token % LANES * facts.kv_row_bytes
-                for t in range(count):
-                    _fetch_token(f, shared, offset + t * facts.kv_row_bytes, facts)
+            def prefetch(pool: Value, first: Value, nbytes: int) -> None:
+                group_bytes = LANES * facts.kv_row_bytes
+                offset = f.load(I64, ahead, first // group_bytes * 8) + first % group_bytes
+                for line in range(0, nbytes, _LINE):
+                    f.prefetch(f.at(pool, offset + line))
 
             lay_out_keys(f, own, at, stop)
 
-            def attend_strip(s: Value, prefetch: Callable[[Value, int], None] | None = None) -> None:
+            def attend_strip(s: Value, prefetch: Callable[[Value, Value, int], None] | None = None) -> None:
                 first = s * strip
                 rows = f.at(states, first * state_bytes(facts))
                 query_positions = [length - own_queries.number + (first + r) // facts.group for r in range(strip)]

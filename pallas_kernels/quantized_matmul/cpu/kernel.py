@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
 from pallas_kernels.cpu.types import I64, PTR
 from pallas_kernels.quantized_matmul.cpu.layout import BLOCK, INTEGERS, STRIP, Format, run_bytes
 from pallas_kernels.quantized_matmul.cpu.numbers import PairProducts, products_of
-from pallas_kernels.quantized_matmul.cpu.tiles import Tiles, sums_by_block
+from pallas_kernels.quantized_matmul.cpu.tiles import Product, Tiles, sums_by_block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,18 +54,14 @@ class PackedMatmul:
         items = (strips + per_item - 1) // per_item
 
         def work(f: Function, item: Value, *captured: Value) -> None:
-            x, by_block, weight, out, tokens, in_dim, strips, per_item, strip_bytes = captured
-            out_dim, first = strips * STRIP, item * per_item
-
-            def tile(rows: Sequence[Value], strip: Value, width: int) -> None:
-                run, to = f.at(weight, strip * strip_bytes), f.at(out, strip * (STRIP * tiles.out_bytes))
-                first_row = rows[0].equals(0)
-                tiles.multiply(f, x, by_block, run, to, in_dim, out_dim, rows, rows, width, reads_first=first_row)
-
-            tiles.for_each(f, (first, f.minimum(first + per_item, strips)), (f.constant(I64, 0), tokens), tile)
+            x, by_block, weight, out, tokens, in_dim, strips, per_item = captured
+            first = item * per_item
+            product = Product(x, by_block, weight, out, in_dim, strips * STRIP)
+            stop = f.minimum(first + per_item, strips)
+            tiles.multiply(f, product, (first, stop), (f.constant(I64, 0), tokens))
 
         out = call.results[0].data
-        shared = [inputs, by_block, weight.data, out, tokens, in_dim, strips, per_item, strip_bytes]
+        shared = [inputs, by_block, weight.data, out, tokens, in_dim, strips, per_item]
         call.parallel_for(items, shared, work)
         products.free_inputs(f, inputs)
         if has_minima:

@@ -38,11 +38,13 @@ class PairProducts(Protocol):
     """How a kernel multiplies pairs of neighbouring inputs.
 
     A tile has one of the numbers of `tile_rows`, and one strip or `tile_strips`: as many sums as fit in registers.
+    Numbers of `panel_formats` take about as long to unpack as to multiply by the rows of a tile; a pair is one vector.
     """
 
     tile_rows: tuple[int, ...]
     tile_strips: int
     input_bytes: int
+    panel_formats: tuple[Format, ...]
 
     def prepare_inputs(self, f: Function, x: Value, count: Value) -> Value:
         """Return where `count` inputs are as tiles read them; `x` are bfloat16."""
@@ -69,6 +71,7 @@ class BF16Products:
     tile_rows: tuple[int, ...] = (1, 2, 3, 4)
     tile_strips = 4
     input_bytes = 2
+    panel_formats: tuple[Format, ...] = ("int8", "fp8")
 
     def prepare_inputs(self, f: Function, x: Value, count: Value) -> Value:
         return x
@@ -114,6 +117,7 @@ class F32Products:
     tile_rows: tuple[int, ...] = (1, 2, 4, 6, 8)
     tile_strips = 2
     input_bytes = 4
+    panel_formats: tuple[Format, ...] = ()
 
     def __init__(self, *, has_tables: bool = False) -> None:
         self._has_tables = has_tables

@@ -8,10 +8,11 @@ whatever other rows there are.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pallas_kernels.cpu import maths
 from pallas_kernels.cpu.emit import Function, Module, Value
@@ -26,10 +27,39 @@ _PREFETCHED_BYTES = 1 << 12
 
 The fetches lie between the products, one or two at a time: many in a row would hold up the products behind them.
 """
+_PANEL_ROWS = 64
+"""The most: their sums of four strips are a third of a core's first cache."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A product as one thread of a kernel sees it: pointers and sizes.
+
+    `x` are inputs that `PairProducts` has prepared, `by_block` are the sums of each row's blocks or its factors.
+    `weight` and `out` begin with the first strip and the first row.
+    """
+
+    x: Value
+    by_block: Value
+    weight: Value
+    out: Value
+    in_dim: Value
+    out_dim: Value
+
+    @property
+    def values(self) -> list[Value]:
+        """All fields, as arguments of a function."""
+        return [getattr(self, field.name) for field in dataclasses.fields(self)]
+
+
+_KINDS = [PTR, PTR, PTR, PTR, I64, I64]
 
 
 class Tiles:
     """The functions of all tiles of a format: of any of the `tile_rows` of `products`, and of one strip or several.
+
+    Where numbers take long to unpack, many rows are a panel: the numbers of a block are unpacked once for all its
+    tiles, and the sums of the panel lie in the cache.
 
     With `by_factors`, each row has a factor for each block of its inputs. Of formats with minima, it has their sum.
     Outputs are float32, or bfloat16 if it `rounds`.
@@ -39,131 +69,222 @@ class Tiles:
         self, module: Module, format: Format, products: PairProducts, *, by_factors: bool, rounds: bool = False
     ) -> None:
         assert not (by_factors and format in INTEGERS), format
-        self._format, self._by_factors, self._rounds = format, by_factors, rounds
-        self.out_bytes = 2 if rounds else 4
+        self._format, self._products, self._by_factors, self._rounds = format, products, by_factors, rounds
+        self._out_bytes = 2 if rounds else 4
+        self._run_bytes, self._number_bytes = run_bytes(format), number_bytes(format)
         self._rows, self._strips = products.tile_rows, products.tile_strips
         shapes = itertools.product(self._rows, (1, self._strips))
-        self._names = {shape: self._write(module, *shape, products) for shape in shapes}
-
-    def multiply(
-        self,
-        f: Function,
-        x: Value,
-        by_block: Value,
-        weight: Value,
-        out: Value,
-        in_dim: Value,
-        out_dim: Value,
-        sources: Sequence[Value],
-        targets: Sequence[Value],
-        strips: int,
-        *,
-        reads_first: Value,
-    ) -> None:
-        """Multiply rows `sources` of `x` by the strips that begin at `weight`, into rows `targets` of `out`.
-
-        `x` are inputs that `products` has prepared, and `out` is the place of the strips in the first row. If the tile
-        `reads_first`, its strips are in no cache.
-        """
-        name = self._names[len(sources), strips]
-        f.call(name, None, x, by_block, weight, out, in_dim, out_dim, reads_first, *sources, *targets)
+        self._tiles = {shape: self._write_tile(module, *shape) for shape in shapes}
+        self._panel = self._write_panel(module) if format in products.panel_formats else None
 
     def strips_of_item(self, f: Function, strip_bytes: Value, rows: Value) -> Value:
         """Return how many strips a thread takes at a time: threads should end together, and each start be worth it."""
         worth = f.constant(I64, _ITEM_BYTES) // (rows // self._rows[-1] + 1)
         return (worth // strip_bytes // self._strips + 1) * self._strips
 
-    def for_each(
+    def multiply(
         self,
         f: Function,
+        product: Product,
         strips: tuple[Value, Value],
         rows: tuple[Value, Value],
-        tile: Callable[[Sequence[Value], Value, int], None],
+        source: Callable[[Value], Value] = lambda row: row,
     ) -> None:
-        """Call `tile(rows, first strip, number of strips)` for all tiles; the strips of one stay in the cache.
+        """Multiply the strips from `strips[0]` to before `strips[1]` by such rows; strips stay in the cache.
 
-        A tile with fewer rows than its function has computes the last one several times.
+        `source` returns which row of `x` belongs to a row of `out`.
         """
         first, stop = strips
         begin, end = rows
         most = self._rows[-1]
         whole, left = stop - (stop - first) % self._strips, (end - begin) % most
+        strip_bytes = product.in_dim // BLOCK * self._run_bytes
+        sources = f.stack(_PANEL_ROWS * I64.nbytes)
 
         def compute_strips(strip: Value, width: int) -> None:
-            def compute_rows(count: int, row: Value) -> None:
-                tile([row, *(f.minimum(row + i, end - 1) for i in range(1, count))], strip, width)
+            weight = f.at(product.weight, strip * strip_bytes)
+            out = f.at(product.out, strip * (STRIP * self._out_bytes))
+            by_strips = dataclasses.replace(product, weight=weight, out=out)
 
-            f.loop(end - left, functools.partial(compute_rows, most), start=begin, step=most)
+            def compute_panel(row: Value) -> None:
+                count = f.minimum(end - left - row, _PANEL_ROWS)
+                f.loop(count, lambda i: f.store(source(row + i), sources, i * I64.nbytes))
+                panel = dataclasses.replace(by_strips, out=f.at(out, product.out_dim * row * self._out_bytes))
+                f.call(self._panel, None, *panel.values, row.equals(begin), sources, count)
+
+            def compute_tile(count: int, row: Value) -> None:
+                # A tile with fewer rows than its function has computes the last one several times
+                targets = [row, *(f.minimum(row + i, end - 1) for i in range(1, count))]
+                places = [*map(source, targets), *targets]
+                f.call(self._tiles[count, width], None, *by_strips.values, row.equals(begin), *places)
+
+            tiled = begin
+            if self._panel is not None and width == self._strips:
+                tiled = f.select(end - begin < 2 * most, begin, end - left)
+                f.loop(tiled, compute_panel, start=begin, step=_PANEL_ROWS)
+            f.loop(end - left, functools.partial(compute_tile, most), start=tiled, step=most)
             for fewer, count in itertools.pairwise((0, *self._rows)):
                 is_shape = (left > fewer) & (left <= count)
-                f.when(is_shape, functools.partial(compute_rows, count, end - left))
+                f.when(is_shape, functools.partial(compute_tile, count, end - left))
 
         f.loop(whole, lambda strip: compute_strips(strip, self._strips), start=first, step=self._strips)
         f.loop(stop, lambda strip: compute_strips(strip, 1), start=whole)
 
-    def _write(self, module: Module, rows: int, strips: int, products: PairProducts) -> str:
-        f = module.function(f"tile_{rows}x{strips}", [PTR, PTR, PTR, PTR, I64, I64, I1, *[I64] * (2 * rows)])
-        x, by_block, weight, out, in_dim, out_dim, reads_first, *places = f.arguments
+    def _write_tile(self, module: Module, rows: int, strips: int) -> str:
+        """Write a tile's function, of a product, whether it is the first to read the strips, and both rows."""
+        f = module.function(f"tile_{rows}x{strips}", [*_KINDS, I1, *[I64] * (2 * rows)])
+        product, reads_first, places = Product(*f.arguments[:6]), f.arguments[6], f.arguments[7:]
         sources, targets = places[:rows], places[rows:]
-        blocks = in_dim // BLOCK
-        zero = f.constant(SUMS, 0)
-        scaled = self._format != "bf16"
-        run_size, size = run_bytes(self._format), number_bytes(self._format)
-        blocks_ahead = _PREFETCHED_BYTES // strips // run_size
+        zeros = [f.constant(SUMS, 0)] * (rows * strips)
 
         def block(at: Value, *totals: Value) -> list[Value]:
-            runs = [f.at(weight, (blocks * strip + at) * run_size) for strip in range(strips)]
-            # Behind the end of a strip lies the next one of this tile; what is read next lies behind the last one
-            skipped = f.select(at + blocks_ahead < blocks, f.constant(I64, 0), blocks * ((strips - 1) * run_size))
-            # A tile whose strips are in the cache fetches what it reads at once: less work than a branch
-            ahead = f.select(reads_first, skipped + blocks_ahead * run_size, 0)
-            for line in range(size, run_size, _LINE_BYTES):
-                for run in runs:
-                    f.prefetch(f.at(run, ahead + line))
-            inputs = [f.at(x, (in_dim * source + at * BLOCK) * products.input_bytes) for source in sources]
+            runs, ahead = self._runs(f, product, at, strips, reads_first)
+            inputs = self._inputs(f, product, at, sources)
 
             def part(at: Value, *sums: Value) -> list[Value]:
-                made = list(sums)
-                parts = [f.at(run, at * (size // PARTS)) for run in runs]
-                numbers_of = [products.weight_pairs(f, one, self._format) for one in parts]
-                near = [f.at(one, at * (BLOCK // PARTS * products.input_bytes)) for one in inputs]
-                for pair, numbers in enumerate(zip(*numbers_of, strict=True)):
-                    if pair * _LINE_BYTES < size // PARTS:
-                        for one in parts:
-                            f.prefetch(f.at(one, ahead + pair * _LINE_BYTES))
-                    for row in range(rows):
-                        factor = products.spread_inputs(f, near[row], pair)
-                        for strip in range(strips):
-                            i = row * strips + strip
-                            made[i] = products.multiply_add(f, made[i], numbers[strip], factor)
-                return made
+                return self._add_products(f, sums, inputs, at, self._unpack(f, runs, ahead, at))
 
-            made = f.loop(PARTS, part, *([zero] * len(totals) if scaled else totals))
-            if not scaled:
-                return made
-            scales = [f.load(SUMS, run, size) for run in runs]
-            minima = [f.load(SUMS, run, size + SUMS.nbytes) if self._format in INTEGERS else None for run in runs]
-            for row, source in enumerate(sources):
-                has_own = self._by_factors or self._format in INTEGERS
-                own = f.load(F32, by_block, (blocks * source + at) * 4) if has_own else None
-                spread = None if own is None else f.broadcast(own, STRIP)
-                for strip, (scale, minimum) in enumerate(zip(scales, minima)):
-                    i = row * strips + strip
-                    plus = totals[i]
-                    if spread is not None and minimum is not None:
-                        plus = f.fma(minimum, spread, plus)
-                    elif spread is not None:
-                        scale = scale * spread
-                    made[i] = f.fma(scale, made[i], plus)
-            return made
+            if self._format == "bf16":
+                return f.loop(PARTS, part, *totals)
+            return self._add_scaled(f, totals, f.loop(PARTS, part, *zeros), product, at, runs, sources)
 
-        totals = f.loop(blocks, block, *[zero] * (rows * strips))
-        for i, total in enumerate(totals):
-            row, strip = divmod(i, strips)
-            to = (out_dim * targets[row] + strip * STRIP) * self.out_bytes
-            f.store(products.to_bf16(f, total) if self._rounds else total, out, to)
+        totals = f.loop(product.in_dim // BLOCK, block, *zeros)
+        for row, target in enumerate(targets):
+            self._store(f, totals[row * strips : (row + 1) * strips], product, target)
         f.ret()
         return f.name
+
+    def _write_panel(self, module: Module) -> str:
+        """Write a panel's function, of a product, whether it is the first to read the strips, and rows of `x`."""
+        f = module.function("panel", [*_KINDS, I1, PTR, I64])
+        product, (reads_first, sources, rows) = Product(*f.arguments[:6]), f.arguments[6:]
+        most, strips = self._rows[-1], self._strips
+        row_bytes, part_bytes = strips * SUMS.nbytes, BLOCK // PARTS // 2 * strips * LANES.nbytes
+        all_totals, unpacked = f.stack(_PANEL_ROWS * row_bytes), f.stack(PARTS * part_bytes)
+
+        def totals_of(row: Value) -> list[Value]:
+            return [f.load(SUMS, all_totals, row * row_bytes + strip * SUMS.nbytes) for strip in range(strips)]
+
+        def block(at: Value) -> None:
+            runs, ahead = self._runs(f, product, at, strips, reads_first)
+
+            def unpack(part: Value) -> None:
+                numbers = itertools.chain.from_iterable(self._unpack(f, runs, ahead, part))
+                for i, (number,) in enumerate(numbers):
+                    f.store(number, unpacked, part * part_bytes + i * LANES.nbytes)
+
+            def tile(row: Value) -> None:
+                own = [f.load(I64, sources, (row + i) * I64.nbytes) for i in range(most)]
+                inputs = self._inputs(f, product, at, own)
+
+                def part(at: Value, *sums: Value) -> list[Value]:
+                    places = range(0, part_bytes, LANES.nbytes)
+                    numbers = ((f.load(LANES, unpacked, at * part_bytes + place),) for place in places)
+                    return self._add_products(f, sums, inputs, at, zip(*[numbers] * strips))
+
+                sums = f.loop(PARTS, part, *[f.constant(SUMS, 0)] * (most * strips))
+                before = [total for i in range(most) for total in totals_of(row + i)]
+                totals = self._add_scaled(f, before, sums, product, at, runs, own)
+                for i, total in enumerate(totals):
+                    f.store(total, all_totals, row * row_bytes + i * SUMS.nbytes)
+
+            f.loop(PARTS, unpack)
+            f.loop(rows, tile, step=most)
+
+        f.loop(rows * strips, lambda i: f.store(f.constant(SUMS, 0), all_totals, i * SUMS.nbytes))
+        f.loop(product.in_dim // BLOCK, block)
+        f.loop(rows, lambda row: self._store(f, totals_of(row), product, row))
+        f.ret()
+        return f.name
+
+    def _runs(
+        self, f: Function, product: Product, at: Value, strips: int, reads_first: Value
+    ) -> tuple[list[Value], Value]:
+        """Return where a block's runs are, and how far behind lies what is fetched while they are read.
+
+        If the strips are read for the first time, they are in no cache.
+        """
+        blocks, blocks_ahead = product.in_dim // BLOCK, _PREFETCHED_BYTES // strips // self._run_bytes
+        runs = [f.at(product.weight, (blocks * strip + at) * self._run_bytes) for strip in range(strips)]
+        # Behind the end of a strip lies the next one of this tile; what is read next lies behind the last one
+        skipped = f.select(at + blocks_ahead < blocks, f.constant(I64, 0), blocks * ((strips - 1) * self._run_bytes))
+        # A tile whose strips are in the cache fetches what it reads at once: less work than a branch
+        ahead = f.select(reads_first, skipped + blocks_ahead * self._run_bytes, 0)
+        for line in range(self._number_bytes, self._run_bytes, _LINE_BYTES):
+            for run in runs:
+                f.prefetch(f.at(run, ahead + line))
+        return runs, ahead
+
+    def _inputs(self, f: Function, product: Product, block: Value, sources: Sequence[Value]) -> list[Value]:
+        """Return where the inputs of a block are, row by row."""
+        size = self._products.input_bytes
+        return [f.at(product.x, (product.in_dim * source + block * BLOCK) * size) for source in sources]
+
+    def _unpack(
+        self, f: Function, runs: Sequence[Value], ahead: Value, part: Value
+    ) -> Iterator[tuple[tuple[Value, ...], ...]]:
+        """Yield the numbers of a part of a block, pair by pair: those of each strip."""
+        size = self._number_bytes // PARTS
+        parts = [f.at(run, part * size) for run in runs]
+        by_strip = [self._products.weight_pairs(f, one, self._format) for one in parts]
+        for line, numbers in zip(itertools.count(0, _LINE_BYTES), zip(*by_strip, strict=True)):
+            if line < size:
+                for one in parts:
+                    f.prefetch(f.at(one, ahead + line))
+            yield numbers
+
+    def _add_products(
+        self,
+        f: Function,
+        sums: Sequence[Value],
+        inputs: Sequence[Value],
+        part: Value,
+        pairs: Iterable[Sequence[tuple[Value, ...]]],
+    ) -> list[Value]:
+        """Return the sums of each row and strip with the products of a part of a block."""
+        made = list(sums)
+        near = [f.at(one, part * (BLOCK // PARTS * self._products.input_bytes)) for one in inputs]
+        for pair, numbers in enumerate(pairs):
+            for row, one in enumerate(near):
+                factor = self._products.spread_inputs(f, one, pair)
+                for i, number in enumerate(numbers, start=row * len(numbers)):
+                    made[i] = self._products.multiply_add(f, made[i], number, factor)
+        return made
+
+    def _add_scaled(
+        self,
+        f: Function,
+        totals: Sequence[Value],
+        sums: Sequence[Value],
+        product: Product,
+        block: Value,
+        runs: Sequence[Value],
+        sources: Sequence[Value],
+    ) -> list[Value]:
+        """Return the totals of each row and strip with the sums of a block, scaled."""
+        size, has_minima = self._number_bytes, self._format in INTEGERS
+        scales = [f.load(SUMS, run, size) for run in runs]
+        minima = [f.load(SUMS, run, size + SUMS.nbytes) if has_minima else None for run in runs]
+        made = []
+        for row, source in enumerate(sources):
+            spread = None
+            if self._by_factors or has_minima:
+                own = f.load(F32, product.by_block, (product.in_dim // BLOCK * source + block) * F32.nbytes)
+                spread = f.broadcast(own, STRIP)
+            for i, (scale, minimum) in enumerate(zip(scales, minima), start=row * len(runs)):
+                plus = totals[i]
+                if spread is not None and minimum is not None:
+                    plus = f.fma(minimum, spread, plus)
+                elif spread is not None:
+                    scale = scale * spread
+                made.append(f.fma(scale, sums[i], plus))
+        return made
+
+    def _store(self, f: Function, totals: Sequence[Value], product: Product, target: Value) -> None:
+        """Store a row's totals."""
+        for strip, total in enumerate(totals):
+            to = (product.out_dim * target + strip * STRIP) * self._out_bytes
+            f.store(self._products.to_bf16(f, total) if self._rounds else total, product.out, to)
 
 
 def sums_by_block(f: Function, x: Value, tokens: Value, blocks: Value) -> Value:

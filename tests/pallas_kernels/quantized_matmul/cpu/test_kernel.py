@@ -96,8 +96,10 @@ def test_unpacking_returns_the_packed_values(format: Format) -> None:
 
 @pytest.mark.parametrize("product", [quantized_matmul, plain, bf16])
 @pytest.mark.parametrize("format", FORMATS)
-# Fewer strips than a tile, whole tiles, and a remainder; the same of rows; several items
-@pytest.mark.parametrize(("tokens", "out_dim", "in_dim"), [(1, 16, 32), (4, 64, 64), (7, 80, 96), (19, 2080, 576)])
+# Fewer strips than a tile, whole tiles, and a remainder; the same of rows; several items; several panels
+@pytest.mark.parametrize(
+    ("tokens", "out_dim", "in_dim"), [(1, 16, 32), (4, 64, 64), (7, 80, 96), (19, 2080, 576), (139, 144, 64)]
+)
 def test_it_equals_the_dense_product(product, format: Format, tokens: int, out_dim: int, in_dim: int) -> None:
     packed, dense = weights(format, out_dim, in_dim)
     x = jnp.asarray(np.random.default_rng(1).standard_normal((tokens, in_dim)), jnp.bfloat16)
