@@ -163,6 +163,16 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     max_unread: int = 2
 
     @property
+    def verifies_beside_prompts(self) -> bool:
+        """Whether steps that compute prompts verify drafts, too: those that were looked up, as they cost nothing."""
+        return bool(self.verify_buckets) and not self.draft_buckets
+
+    def max_drawn(self, tokens: int) -> int:
+        """Return how many tokens a mixed step of `tokens` tokens draws at most on a rank."""
+        rows = min(self.num_slots, tokens)
+        return max(rows, min(tokens, self.verify_buckets[-1])) if self.verifies_beside_prompts else rows
+
+    @property
     def pages_by_group(self) -> tuple[int, ...]:
         """The number of pages of each KV group."""
         return (self.num_pages, *(group.num_pages for group in self.window_groups))

@@ -222,6 +222,19 @@ class FakeExecutor:
             for kv, table in zip(self._pools[chunk.rank], slot.tables):
                 kv[table[position // size]][position % size] = token
 
+    def _check_drafts_beside_prompts(self, plan: StepPlan, total: int) -> None:
+        """Check that they need no larger program, and that it draws enough tokens."""
+        capacity = self.capacity
+        assert capacity.verifies_beside_prompts
+        without, drawn = [0] * capacity.num_ranks, [0] * capacity.num_ranks
+        for chunk in plan.chunks:
+            decodes = chunk.tokens is None
+            without[chunk.rank] += 1 if decodes else chunk.length
+            drawn[chunk.rank] += chunk.length if decodes else 1
+        size, of_prompts = (next(b for b in capacity.token_buckets if b >= n) for n in (total, max(without)))
+        assert size == of_prompts
+        assert max(drawn) <= capacity.max_drawn(size)
+
     def _check_sizes(self, plan: StepPlan) -> None:
         capacity = self.capacity
         total = plan.max_rank_tokens(capacity.num_ranks)
@@ -233,14 +246,15 @@ class FakeExecutor:
         assert sum(chunk.length - 1 for chunk in decodes) == plan.num_drafts
         assert all(chunk.tokens is not None and chunk.length >= 1 for chunk in plan.chunks[plan.num_decodes :])
         assert plan.chunks
-        if plan.num_drafts:
-            assert plan.num_decodes == len(plan.chunks)
-            assert total <= capacity.verify_buckets[-1]
-            lengths = [(chunk.rank, chunk.length) for chunk in plan.chunks]
-            assert lengths == sorted(lengths)
-        elif plan.num_decodes == len(plan.chunks):
-            assert total <= capacity.decode_buckets[-1]
-        else:
+        lengths = [(chunk.rank, chunk.length) for chunk in decodes]
+        assert lengths == sorted(lengths)
+        if plan.num_decodes < len(plan.chunks):
             assert total <= capacity.token_buckets[-1]
+            if plan.num_drafts:
+                self._check_drafts_beside_prompts(plan, total)
+        elif plan.num_drafts:
+            assert total <= capacity.verify_buckets[-1]
+        else:
+            assert total <= capacity.decode_buckets[-1]
         if any(chunk.logits > 1 for chunk in plan.chunks[plan.num_decodes :]):
             assert total <= capacity.prompt_logprob_tokens

@@ -7,6 +7,10 @@ rank has its own token budget and pages. The scheduler retracts requests beforeh
 
 from __future__ import annotations
 
+import bisect
+from collections import Counter
+from collections.abc import Sequence
+
 from jaxserve.engine.scheduling.admission import NewTokenRatio
 from jaxserve.engine.scheduling.prefill import PrefillChooser
 from jaxserve.engine.scheduling.rank import Rank
@@ -46,6 +50,7 @@ class Planner:
         assert capacity.prompt_logprob_tokens > capacity.num_slots, capacity
         self._speculation = speculation
         self._table = table
+        self._capacity = capacity
         self._page_size = capacity.page_size
         self._most_read = max(capacity.draft_read_buckets, default=0)
         self._max_unread = capacity.max_unread
@@ -85,8 +90,10 @@ class Planner:
         if not chunks:
             return None
         num_drafts, reads, steps = 0, list[DraftRead](), 0
-        if self._speculation is not None and len(chunks) == num_decodes:
-            num_drafts, reads = self._plan_drafts(self._speculation, chunks, requests)
+        if self._speculation is not None and num_decodes:
+            lengths = self._choose_drafts(self._speculation, chunks, requests[:num_decodes])
+            if lengths is not None:
+                num_drafts, reads = self._plan_drafts(self._speculation, lengths, chunks, requests, num_decodes)
             if num_drafts and self._most_read:
                 steps = self._speculation.draft_steps(max(chunk.length for chunk in chunks) - 1)
         saves, loads = self._take_copies()
@@ -168,24 +175,45 @@ class Planner:
             rank.advance(request, last=True)
         return greedy
 
+    def _choose_drafts(
+        self, speculation: Speculation, chunks: Sequence[Chunk], decoding: Sequence[Request]
+    ) -> list[int] | None:
+        """Return the lengths of drafts by level of acceptance, or None. Beside prompts, drafts fill the program."""
+        ranks: list[list[Request]] = [[] for _ in self._table.ranks]
+        for request in decoding:
+            ranks[request.rank].append(request)
+        if len(chunks) == len(decoding):
+            return speculation.choose(ranks)
+        capacity = self._capacity
+        wants_prompt_logprobs = any(chunk.logits > 1 or chunk.target is not None for chunk in chunks)
+        if not capacity.verifies_beside_prompts or wants_prompt_logprobs:
+            return None
+        rows, tokens = [0] * len(ranks), [0] * len(ranks)
+        for chunk in chunks:
+            rows[chunk.rank] += 1
+            tokens[chunk.rank] += chunk.length
+        size = capacity.token_buckets[bisect.bisect_left(capacity.token_buckets, max(tokens))]
+        drawn = capacity.max_drawn(size)
+        return speculation.fill(ranks, [min(size - own, drawn - count) for own, count in zip(tokens, rows)])
+
     def _plan_drafts(
-        self, speculation: Speculation, chunks: list[Chunk], requests: list[Request]
+        self,
+        speculation: Speculation,
+        lengths: Sequence[int],
+        chunks: list[Chunk],
+        requests: list[Request],
+        num_decodes: int,
     ) -> tuple[int, list[DraftRead]]:
-        """Lengthen the chunks of a step of decodes by drafts, and sort those of a rank by length.
+        """Lengthen the decodes, which come first, by drafts, and sort those of a rank by length.
 
         Returns the number of draft tokens, and what a draft model reads before it makes them. Drafts never take pages
         that others need, nor do they pass a limit of the sequence.
         """
-        ranks: list[list[Request]] = [[] for _ in self._table.ranks]
-        for request in requests:
-            ranks[request.rank].append(request)
-        lengths = speculation.choose(ranks)
-        if lengths is None:
-            return 0, []
+        rows = Counter(request.rank for request in requests)
         page_size, rotation_length = self._page_size, self._rotation_length
         total = 0
         reads: list[DraftRead] = []
-        for index, (request, chunk) in enumerate(zip(requests, chunks)):
+        for index, (request, chunk) in enumerate(zip(requests[:num_decodes], chunks)):
             planned = request.num_planned_tokens
             count = min(lengths[speculation.level(request)], request.max_new_tokens - request.num_planned_outputs)
             if rotation_length is not None and not request.is_long:
@@ -193,7 +221,7 @@ class Planner:
             rank = self._table.ranks[chunk.rank]
             if count > (room := -planned % page_size):
                 # Each other request may need a page for its next step
-                count = min(count, room + max(0, rank.num_available_pages - len(ranks[chunk.rank])) * page_size)
+                count = min(count, room + max(0, rank.num_available_pages - rows[chunk.rank]) * page_size)
             if count <= 0 or (self._most_read and not self._read_for_drafts(rank, request, reads)):
                 continue
             total += count
@@ -211,8 +239,8 @@ class Planner:
                 logits=1 + count,
                 sample=True,
             )
-        order = sorted(range(len(chunks)), key=lambda index: (chunks[index].rank, chunks[index].length))
-        chunks[:], requests[:] = [chunks[i] for i in order], [requests[i] for i in order]
+        order = sorted(range(num_decodes), key=lambda index: (chunks[index].rank, chunks[index].length))
+        chunks[:num_decodes], requests[:num_decodes] = [chunks[i] for i in order], [requests[i] for i in order]
         return total, reads
 
     def _read_for_drafts(self, rank: Rank, request: Request, reads: list[DraftRead]) -> bool:

@@ -5,6 +5,9 @@ programs that hold the running requests, the one with the most expected tokens a
 program, nothing is verified. A decode step shows at no cost whether the first token of a draft that was looked up
 would have been accepted, so that acceptance is known even while nothing is verified. A draft model only drafts what is
 verified, so that now and then a step verifies some to learn how much is accepted.
+
+A step that computes prompts takes as long as its program has tokens, of which prompts rarely fill all. Drafts that were
+looked up fill the rest.
 """
 
 from __future__ import annotations
@@ -36,6 +39,9 @@ _FREE_TOKENS = 8
 # Draft tokens with a lower chance of acceptance are not verified, even if the program has room for them. The limit for
 # a draft model is below its lowest level, because only verifying shows whether its drafts have become better.
 _UNLIKELY, _UNLIKELY_OF_A_MODEL = 1 / _LEVELS, 0.03
+
+# The room that a step with prompts has for drafts costs only their logits, about a tenth of a decode of a large batch.
+_WORTH_LOGITS = 0.25
 
 # A decode step is measured again after this many steps without one. The cost of any other size is multiplied by the
 # bonus each time this many steps have passed without it, down to the cost of a decode step. So one slow measurement
@@ -134,6 +140,14 @@ class Speculation:
                 break
         return best_lengths
 
+    def fill(self, ranks: Sequence[Sequence[Drafting]], room: Sequence[int]) -> list[int] | None:
+        """Return what `choose` does for a step with prompts, whose program holds `room[r]` more tokens of rank r."""
+        if self._max_requests is not None and max(map(len, ranks)) > self._max_requests:
+            return None
+        levels, size = list(zip(*map(self._count_levels, ranks))), max(room)
+        gained, lengths, _ = self._fill(levels, [size - own for own in room], size, self._max_drafts, _WORTH_LOGITS)
+        return lengths if gained else None
+
     def draft_steps(self, longest: int) -> int:
         """Return how many tokens a draft model drafts for each request, if the longest draft to verify is as long."""
         return self._draft_steps[bisect.bisect_left(self._draft_steps, longest)]
@@ -185,17 +199,19 @@ class Speculation:
         return counts
 
     def _fill(
-        self, levels: Sequence[Sequence[int]], rows: list[int], size: int, most: int
+        self, levels: Sequence[Sequence[int]], tokens: list[int], size: int, most: int, least: float = 0.0
     ) -> tuple[float, list[int], int]:
         """Choose the draft tokens of a step of `size` tokens per rank, the likeliest first.
 
-        `levels` counts the requests of each rank by level, `rows` those of each rank. Returns the expected number of
-        accepted draft tokens, the length of drafts by level, at most `most`, and the tokens of the fullest rank.
+        `levels` counts the requests of each rank by level, `tokens` are those of each rank without drafts. Returns the
+        expected number of accepted draft tokens, the length of drafts by level, at most `most`, and the tokens of the
+        fullest rank. No draft token is less likely than `least`.
         """
         lengths, closed = [0] * _LEVELS, [not any(counts) for counts in levels]
-        tokens = rows
         gained = 0.0
         for unlikeliness, level in self._places:
+            if -unlikeliness < least:
+                break
             if closed[level]:
                 continue
             counts = levels[level]

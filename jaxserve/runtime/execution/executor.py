@@ -171,7 +171,7 @@ class DeviceExecutor:
             compared: list[tuple[int, int]] = []
             if self._capacity.max_drafts:
                 compared = [(row[-2], row[-1]) for row in rows]
-                rows = [row[: 1 + row[-1]] if chunk.length > 1 and handle.plan.num_drafts else row[:1]
+                rows = [row[: 1 + row[-1]] if chunk.tokens is None and chunk.length > 1 else row[:1]
                         for row, chunk in zip(rows, chunks)]  # fmt: skip
             drawn = [row if chunk.sample else [] for row, chunk in zip(rows, chunks)]
             result = StepResult(tokens=drawn, logprobs={}, prompt_logprobs={}, drafts=compared)
@@ -187,7 +187,7 @@ class DeviceExecutor:
         for i, (chunk, sampling) in enumerate(zip(handle.plan.chunks, handle.sampling)):
             rank, row = chunk.rank, rows[chunk.rank]
             if logprobs is not None and sampling.logprobs is not None and (tokens := result.tokens[i]):
-                at = [(rank, row, j) if handle.plan.num_drafts else (rank, row) for j in range(len(tokens))]
+                at = [(rank, row, j) if logprobs.chosen.ndim > 2 else (rank, row) for j in range(len(tokens))]
                 result.logprobs[i] = [_read(logprobs, *found, sampling.logprobs) for found in zip(at, tokens)]
             if prompt_logprobs is not None and sampling.prompt_logprobs is not None:
                 result.prompt_logprobs[i] = _prompt_logprobs(

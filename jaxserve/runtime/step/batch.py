@@ -38,17 +38,21 @@ class StepKey:
 
 @dataclasses.dataclass(frozen=True)
 class StepShape:
-    """The static sizes of a step program."""
+    """The static sizes of a step program, which draws at most `drawn` tokens.
+
+    `max_drafts` is the length of the longest draft that a row verifies, 0 if it verifies none.
+    """
 
     key: StepKey
     tokens: int
     rows: int
     pages: int
     groups: int
+    drawn: int
     max_drafts: int = 0
 
     @property
-    def verifies(self) -> bool:
+    def all_drawn(self) -> bool:
         """Whether every row is a decode with or without drafts, and each of its tokens draws the next one."""
         return self.key.kind == "verify"
 
@@ -62,12 +66,13 @@ class StepShape:
 class StepInput:
     """The unpacked input of a step. `samples[r]` says whether row r draws a token after its last position.
 
-    `token_row` is the row of each token.
+    The first `num_decoding` rows are decodes, with or without drafts. `token_row` is the row of each token.
     """
 
     batch: TokenBatch
     slots: Int[Array, " rows"]
     samples: Bool[Array, " rows"]
+    num_decoding: Int[Array, ""]
     targets: Int[Array, " tokens"] | None
     token_row: Int[Array, " tokens"]
 
@@ -79,7 +84,7 @@ def choose_program(plan: StepPlan, capacity: Capacity) -> StepKey:
         if plan.num_drafts:
             return StepKey("verify", smallest_fitting(capacity.verify_buckets, plan.max_rank_tokens(ranks)), False)
         return StepKey("decode", smallest_fitting(capacity.decode_buckets, plan.max_rank_rows(ranks)), plan.greedy)
-    if any(chunk.logits > 1 or chunk.target is not None for chunk in chunks):
+    if any(chunk.logits > 1 or chunk.target is not None for chunk in chunks[plan.num_decodes :]):
         return StepKey("prompt_logprobs", capacity.prompt_logprob_tokens, False)
     return StepKey("mixed", smallest_fitting(capacity.token_buckets, plan.max_rank_tokens(ranks)), False)
 
@@ -88,10 +93,14 @@ def step_shape(key: StepKey, capacity: Capacity) -> StepShape:
     """Return the sizes that a program's key implies."""
     groups = len(capacity.pages_by_group)
     if key.kind == "decode":
-        return StepShape(key, key.size, key.size, key.size, groups)
+        return StepShape(key, key.size, key.size, key.size, groups, key.size)
     rows = min(capacity.num_slots, key.size)
-    drafts = capacity.max_drafts if key.kind == "verify" else 0
-    return StepShape(key, key.size, rows, rows + -(-key.size // capacity.page_size), groups, drafts)
+    pages = rows + -(-key.size // capacity.page_size)
+    if key.kind == "verify":
+        return StepShape(key, key.size, rows, pages, groups, key.size, capacity.max_drafts)
+    if key.kind == "mixed" and capacity.verifies_beside_prompts:
+        return StepShape(key, key.size, rows, pages, groups, capacity.max_drawn(key.size), capacity.max_drafts)
+    return StepShape(key, key.size, rows, pages, groups, rows)
 
 
 @functools.cache
@@ -107,8 +116,8 @@ def step_packing(shape: StepShape) -> InputPacking:
     ]
     if not shape.decode_only:
         fields.append(PackedField("ends", shape.rows))
-    if not shape.decode_only and not shape.verifies:
-        fields += [PackedField("samples", shape.rows), PackedField("tokens", shape.tokens)]
+    if not shape.decode_only and not shape.all_drawn:
+        fields += [PackedField("num_decoding"), PackedField("samples", shape.rows), PackedField("tokens", shape.tokens)]
     if shape.key.kind == "prompt_logprobs":
         fields.append(PackedField("targets", shape.tokens))
     return InputPacking(fields)
@@ -144,14 +153,19 @@ def _fields(chunks: list[Chunk], shape: StepShape, capacity: Capacity) -> dict[s
     }
     if shape.decode_only:
         return fields
-    if shape.verifies:
+    if shape.all_drawn:
         return {**fields, "ends": _padded(itertools.accumulate(chunk.length for chunk in chunks), shape.rows)}
     tokens: list[int] = []
     ends: list[int] = []
     for chunk in chunks:
-        tokens += chunk.tokens if chunk.tokens is not None else [0]
+        tokens += chunk.tokens if chunk.tokens is not None else [0] * chunk.length
         ends.append(len(tokens))
-    fields |= {"ends": _padded(ends, shape.rows), "samples": [int(chunk.sample) for chunk in chunks], "tokens": tokens}
+    fields |= {
+        "num_decoding": [sum(chunk.tokens is None for chunk in chunks)],
+        "ends": _padded(ends, shape.rows),
+        "samples": [int(chunk.sample) for chunk in chunks],
+        "tokens": tokens,
+    }
     if shape.key.kind == "prompt_logprobs":
         targets: list[int] = []
         for chunk in chunks:
@@ -184,21 +198,22 @@ def unpack_step(packed: jax.Array, state: DeviceState, shape: StepShape) -> tupl
     row_slots = jnp.maximum(fields["slots"], 0)
     row = jnp.arange(shape.rows, dtype=jnp.int32)
     token = jnp.arange(shape.tokens, dtype=jnp.int32)
-    last = state.last_tokens[row_slots]
+    live = row < fields["num_seqs"]
+    num_decoding = fields.get("num_decoding", fields["num_seqs"])
+    samples = fields["samples"] != 0 if "samples" in fields else live
     if shape.decode_only:
         starts = jnp.minimum(jnp.arange(shape.rows + 1, dtype=jnp.int32), fields["num_seqs"])
-        samples, tokens, token_row = row < fields["num_seqs"], last, token
+        tokens, token_row = state.last_tokens[row_slots], token
     else:
         starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), fields["ends"]])
         token_row = jnp.searchsorted(fields["ends"], token, side="right", method="compare_all").astype(jnp.int32)
         token_row = jnp.minimum(token_row, shape.rows - 1)
-        if shape.verifies:
-            samples = row < fields["num_seqs"]
+        if shape.max_drafts:
             tokens = verify.tokens_to_verify(state, row_slots, token_row, token - starts[token_row])
         else:
-            samples = fields["samples"] != 0
-            tokens = jnp.where(token < fields["num_decodes"], last[token_row], fields["tokens"])
-    live = row < fields["num_seqs"]
+            tokens = state.last_tokens[row_slots][token_row]
+        if not shape.all_drawn:
+            tokens = jnp.where(token_row < num_decoding, tokens, fields["tokens"])
     kv_lens = jnp.where(live, state.seq_lens[row_slots] + starts[1:] - starts[:-1], 0)
     positions = jnp.where(token < starts[-1], kv_lens[token_row] - starts[token_row + 1] + token, 0)
     batch = TokenBatch(
@@ -211,7 +226,9 @@ def unpack_step(packed: jax.Array, state: DeviceState, shape: StepShape) -> tupl
         num_decodes=fields["num_decodes"],
         num_seqs=fields["num_seqs"],
         decode_only=shape.decode_only,
-        max_queries=1 + shape.max_drafts if shape.verifies else None,
+        max_queries=1 + shape.max_drafts if shape.all_drawn else None,
     )
-    inputs = StepInput(batch, jnp.where(live, row_slots, slots), samples & live, fields.get("targets"), token_row)
+    inputs = StepInput(
+        batch, jnp.where(live, row_slots, slots), samples & live, num_decoding, fields.get("targets"), token_row
+    )
     return inputs, state

@@ -151,7 +151,7 @@ def step(
             live = jnp.arange(tokens.shape[1]) < drawn.counts[:, None]
             at = jnp.where(live, slots[:, None], len(counts)).reshape(-1)
             counts = counts.at[at, shard_index(tokens.reshape(-1), counts.shape[1])].add(1, mode="drop")
-        if shape.verifies:
+        if shape.max_drafts:
             last = jnp.take_along_axis(tokens, drawn.counts[:, None] - 1, axis=1)[:, 0]
         loads = state.expert_tokens
         if loads is not None and beside.expert_tokens is not None:
@@ -179,7 +179,7 @@ def _propose(
     if context.drafter is None:
         return None, None
     assert state.drafts is not None
-    if not shape.verifies:
+    if not shape.max_drafts:
         drawn = verify.accept(state.drafts, drawn.tokens, inputs.slots, drawn.counts, drawn.lengths)
     compared = jnp.stack([drawn.proposed, drawn.accepted], axis=1)
     return verify.propose(state, drawn, inputs.slots, inputs.samples, context.drafter), compared
@@ -194,25 +194,28 @@ def _draw(
     context: StepContext,
     shape: StepShape,
 ) -> tuple[Drawn, Logprobs | None]:
-    """Draw a token for each row, or one for each token of a step that verifies drafts, which it then accepts or not."""
+    """Draw a token for each row, and one for each draft token, which is then accepted or not."""
     batch, logits = inputs.batch, functools.partial(model.head, context.model, params)
-    last = jnp.maximum(batch.query_starts[1:] - 1, 0)
-    if not shape.verifies:
+    if not shape.max_drafts:
+        last = jnp.maximum(batch.query_starts[1:] - 1, 0)
         wanted = hidden.at[last].get(mode="promise_in_bounds") if not shape.decode_only else hidden
         rows = Rows(inputs.slots, batch.kv_lens, inputs.samples)
         tokens, logprobs = sample_rows(logits, wanted, rows, batch.num_seqs, state, context, greedy=shape.key.greedy)
         ones = jnp.ones_like(batch.kv_lens)
         return Drawn(tokens[:, None], ones, ones, ones, batch.kv_lens), logprobs
     assert state.drafts is not None
-    offset = jnp.arange(shape.tokens, dtype=jnp.int32) - batch.query_starts[inputs.token_row]
-    pending = verify.drafts_before(state, jnp.minimum(inputs.slots, len(state.seq_lens) - 1), inputs.token_row, offset)
-    rows = Rows(inputs.slots[inputs.token_row], batch.positions + 1, batch.live, pending)
-    live = batch.query_starts[batch.num_seqs]
-    tokens, logprobs = sample_rows(logits, hidden, rows, live, state, context, greedy=False)
-    of_rows = verify.rows_of_tokens(batch.query_starts, 1 + shape.max_drafts, shape.tokens)
+    drawing = verify.drawing_tokens(batch.query_starts, inputs.num_decoding, shape.drawn)
+    live = drawing.starts[-1] + drawing.counts[-1]
+    slots = inputs.slots[drawing.rows]
+    pending = verify.drafts_before(state, jnp.minimum(slots, len(state.seq_lens) - 1), drawing.offset)
+    samples = inputs.samples[drawing.rows] & (jnp.arange(shape.drawn) < live)
+    rows = Rows(slots, batch.positions[drawing.tokens] + 1, samples, pending)
+    wanted = hidden if shape.all_drawn else hidden[drawing.tokens]
+    tokens, logprobs = sample_rows(logits, wanted, rows, live, state, context, greedy=False)
+    # Of a row with fewer tokens, any others
+    of_rows = jnp.minimum(drawing.starts[:, None] + jnp.arange(1 + shape.max_drafts), shape.drawn - 1)
     tokens, logprobs = jax.tree.map(lambda x: x[of_rows], (tokens, logprobs))
-    queries = batch.query_starts[1:] - batch.query_starts[:-1]
-    return verify.accept(state.drafts, tokens, inputs.slots, queries, batch.kv_lens), logprobs
+    return verify.accept(state.drafts, tokens, inputs.slots, drawing.counts, batch.kv_lens), logprobs
 
 
 def sample_rows(

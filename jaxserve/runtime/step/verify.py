@@ -23,6 +23,19 @@ from pallas_kernels import ngram_lookup
 from pallas_kernels.ngram_lookup import NgramLookup
 
 
+class DrawingTokens(NamedTuple):
+    """The tokens of a step that draw the next one, and the row of each; `offset` counts those of its row before it.
+
+    `counts` are those of each row, the last ones of the row, and `starts` is where they begin.
+    """
+
+    tokens: Int[Array, " drawn"]
+    rows: Int[Array, " drawn"]
+    offset: Int[Array, " drawn"]
+    counts: Int[Array, " rows"]
+    starts: Int[Array, " rows"]
+
+
 class Drawn(NamedTuple):
     """The tokens that rows drew, from `first` on, the position after their last known token: `counts` of each row.
 
@@ -48,18 +61,30 @@ def tokens_to_verify(
     return jnp.where(offset == 0, state.last_tokens[slots], draft)
 
 
+def drawing_tokens(query_starts: Int[Array, " rows_plus_1"], num_decoding: Int[Array, ""], most: int) -> DrawingTokens:
+    """Return the tokens that draw, at most `most`: all of the first `num_decoding` rows, the last one of each other.
+
+    Beyond the last one, any token is returned.
+    """
+    ends = query_starts[1:]
+    queries = ends - query_starts[:-1]
+    counts = jnp.where(jnp.arange(len(queries)) < num_decoding, queries, jnp.minimum(queries, 1))
+    stops = jnp.cumsum(counts, dtype=jnp.int32)
+    drawn = jnp.arange(most, dtype=jnp.int32)
+    rows = jnp.searchsorted(stops, drawn, side="right", method="compare_all").astype(jnp.int32)
+    rows = jnp.minimum(rows, len(queries) - 1)
+    starts = stops - counts
+    offset = drawn - starts[rows]
+    return DrawingTokens(ends[rows] - counts[rows] + offset, rows, offset, counts, starts)
+
+
 def drafts_before(
-    state: DeviceState, row_slots: Int[Array, " rows"], token_row: Int[Array, " tokens"], offset: Int[Array, " tokens"]
+    state: DeviceState, slots: Int[Array, " tokens"], offset: Int[Array, " tokens"]
 ) -> Int[Array, "tokens max_drafts"]:
     """Return the draft tokens up to each token's position, and -1: penalties count them as if they were output."""
     assert state.drafts is not None
-    drafts = state.drafts.tokens[row_slots[token_row]]
+    drafts = state.drafts.tokens[slots]
     return jnp.where(jnp.arange(drafts.shape[1], dtype=jnp.int32) < offset[:, None], drafts, -1)
-
-
-def rows_of_tokens(starts: Int[Array, " rows_plus_1"], most: int, tokens: int) -> Int[Array, "rows most"]:
-    """Return the tokens of each row, and any where it has fewer than `most`."""
-    return jnp.minimum(starts[:-1, None] + jnp.arange(most, dtype=jnp.int32), tokens - 1)
 
 
 @jax.named_scope("accept")

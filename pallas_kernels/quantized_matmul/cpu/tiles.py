@@ -106,11 +106,11 @@ class Tiles:
             out = f.at(product.out, strip * (STRIP * self._out_bytes))
             by_strips = dataclasses.replace(product, weight=weight, out=out)
 
-            def compute_panel(row: Value) -> None:
+            def compute_panel(name: str, row: Value) -> None:
                 count = f.minimum(end - left - row, _PANEL_ROWS)
                 f.loop(count, lambda i: f.store(source(row + i), sources, i * I64.nbytes))
                 panel = dataclasses.replace(by_strips, out=f.at(out, product.out_dim * row * self._out_bytes))
-                f.call(self._panel, None, *panel.values, row.equals(begin), sources, count)
+                f.call(name, None, *panel.values, row.equals(begin), sources, count)
 
             def compute_tile(count: int, row: Value) -> None:
                 # A tile with fewer rows than its function has computes the last one several times
@@ -121,7 +121,7 @@ class Tiles:
             tiled = begin
             if self._panel is not None and width == self._strips:
                 tiled = f.select(end - begin < 2 * most, begin, end - left)
-                f.loop(tiled, compute_panel, start=begin, step=_PANEL_ROWS)
+                f.loop(tiled, functools.partial(compute_panel, self._panel), start=begin, step=_PANEL_ROWS)
             f.loop(end - left, functools.partial(compute_tile, most), start=tiled, step=most)
             for fewer, count in itertools.pairwise((0, *self._rows)):
                 is_shape = (left > fewer) & (left <= count)

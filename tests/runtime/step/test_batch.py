@@ -149,6 +149,7 @@ def test_prompt_logprobs_get_their_targets() -> None:
         ([prefill(0, 0, [1])], True, "mixed-8-full"),
         ([prefill(0, 0, [1] * 8)], False, "mixed-8-full"),
         ([decode(0, 8), prefill(1, 0, [1] * 8)], False, "mixed-16-full"),
+        ([msgspec.structs.replace(decode(0, 8), length=3, logits=3), prefill(1, 0, [1] * 5)], False, "mixed-8-full"),
         ([prefill(0, 0, [1], sample=False, target=3, logits=1)], False, "prompt_logprobs-8-full"),
         ([prefill(0, 0, [1, 2], logits=2)], False, "prompt_logprobs-8-full"),
     ],

@@ -50,7 +50,13 @@ def _draw(params: Any, state: DeviceState, inputs: StepInput) -> Drawn:
         model=SimpleNamespace(vocab_size=VOCAB), backend=SimpleNamespace(target=KernelTarget("cpu")), sample_rows=None
     )
     shape = StepShape(
-        StepKey("verify", inputs.batch.num_tokens, greedy=False), inputs.batch.num_tokens, ROWS, 1, 1, MOST
+        StepKey("verify", inputs.batch.num_tokens, greedy=False),
+        tokens=inputs.batch.num_tokens,
+        rows=ROWS,
+        pages=1,
+        groups=1,
+        drawn=inputs.batch.num_tokens,
+        max_drafts=MOST,
     )
     offset = jnp.arange(inputs.batch.num_tokens) - inputs.batch.query_starts[inputs.token_row]
     tokens = verify.tokens_to_verify(state, inputs.slots, inputs.token_row, offset)
@@ -75,7 +81,7 @@ def _inputs() -> StepInput:
         max_queries=queries,
     )
     slots = jnp.arange(ROWS, dtype=jnp.int32)
-    return StepInput(batch, slots, jnp.ones(ROWS, bool), None, jnp.asarray(row))
+    return StepInput(batch, slots, jnp.ones(ROWS, bool), jnp.int32(ROWS), None, jnp.asarray(row))
 
 
 def _state(opened: SlotOpen, drafts: np.ndarray) -> DeviceState:
