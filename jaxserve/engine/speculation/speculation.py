@@ -141,7 +141,7 @@ class Speculation:
         return best_lengths
 
     def fill(self, ranks: Sequence[Sequence[Drafting]], room: Sequence[int]) -> list[int] | None:
-        """Return what `choose` does for a step with prompts, whose program holds `room[r]` more tokens of rank r."""
+        """Return the lengths of drafts for a step with prompts that has room for `room[r]` more tokens of rank r."""
         if self._max_requests is not None and max(map(len, ranks)) > self._max_requests:
             return None
         levels, size = list(zip(*map(self._count_levels, ranks))), max(room)

@@ -63,8 +63,8 @@ class StepContext:
 class StepOutput:
     """The results of a step. `num_tokens[r]` of `tokens[r]` are valid. Some programs have no logprobs.
 
-    With speculation, the last two columns of `tokens` count the draft tokens that were compared and those that were
-    accepted, so that the host fetches one array, not two. Programs that verify have logprobs for each of the tokens.
+    With speculation, the last two columns of `tokens` are counts: of draft tokens compared, and of those accepted. So
+    the host fetches one array, not two. Programs that verify have logprobs for each of the tokens.
 
     The host fetches no `num_tokens`, as it knows which rows draw, and what they accept. But without this output the
     same operations of a program for one row took a CPU 10 to 20 % longer: XLA's runtime starts them in another order.
