@@ -164,7 +164,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verifies_beside_prompts(self) -> bool:
-        """Whether steps that compute prompts verify drafts, too. Only drafts that are looked up are free."""
+        """Whether steps that compute prompts verify drafts, too. Only drafts that are looked up need no step before."""
         return bool(self.verify_buckets) and not self.draft_buckets
 
     def max_drawn(self, tokens: int) -> int:
