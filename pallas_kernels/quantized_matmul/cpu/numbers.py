@@ -37,12 +37,11 @@ def products_of(features: frozenset[str]) -> PairProducts:
 class PairProducts(Protocol):
     """How a kernel multiplies pairs of neighbouring inputs.
 
-    A tile has one of the numbers of `tile_rows`, and one strip or `tile_strips`: as many sums as fit in registers.
-    Numbers of `panel_formats` take about as long to unpack as to multiply by the rows of a tile; a pair is one vector.
+    `tiles` has the strips of a tile by its rows, which ascend: as many sums as fit in registers. Numbers of
+    `panel_formats` take about as long to unpack as to multiply by the rows of a tile; a pair is one vector.
     """
 
-    tile_rows: tuple[int, ...]
-    tile_strips: int
+    tiles: dict[int, int]
     input_bytes: int
     panel_formats: tuple[Format, ...]
 
@@ -68,8 +67,7 @@ class PairProducts(Protocol):
 class BF16Products:
     """Pairs of bfloat16, multiplied and added to float32 sums by one instruction."""
 
-    tile_rows: tuple[int, ...] = (1, 2, 3, 4)
-    tile_strips = 4
+    tiles: dict[int, int] = dict.fromkeys((1, 2, 3, 4), 4)
     input_bytes = 2
     panel_formats: tuple[Format, ...] = ("int8", "fp8")
 
@@ -113,14 +111,14 @@ class BF16Products:
 class F32Products:
     """Pairs of float32, on any CPU; `has_tables` says that it looks up float32 in a register (AVX-512)."""
 
-    # Of a strip, each number is converted: more rows share that
-    tile_rows: tuple[int, ...] = (1, 2, 4, 6, 8)
-    tile_strips = 2
     input_bytes = 4
     panel_formats: tuple[Format, ...] = ()
 
     def __init__(self, *, has_tables: bool = False) -> None:
         self._has_tables = has_tables
+        # Of a strip, each number is converted: more rows share that. Of 256 bits, it takes twice as many vectors, and
+        # there are half as many registers.
+        self.tiles: dict[int, int] = dict.fromkeys((1, 2, 4, 6, 8), 2) if has_tables else {1: 2, 2: 2, 3: 1, 4: 1}
 
     def prepare_inputs(self, f: Function, x: Value, count: Value) -> Value:
         prepared = f.call("malloc", PTR, count * F32.nbytes)

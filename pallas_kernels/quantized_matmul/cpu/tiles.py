@@ -56,7 +56,7 @@ _KINDS = [PTR, PTR, PTR, PTR, I64, I64]
 
 
 class Tiles:
-    """The functions of all tiles of a format: of any of the `tile_rows` of `products`, and of one strip or several.
+    """The functions of all tiles of a format: those that `products` has, and one of each number of rows for one strip.
 
     Where numbers take long to unpack, many rows are a panel: the numbers of a block are unpacked once for all its
     tiles, and the sums of the panel lie in the cache.
@@ -72,8 +72,9 @@ class Tiles:
         self._format, self._products, self._by_factors, self._rounds = format, products, by_factors, rounds
         self._out_bytes = 2 if rounds else 4
         self._run_bytes, self._number_bytes = run_bytes(format), number_bytes(format)
-        self._rows, self._strips = products.tile_rows, products.tile_strips
-        shapes = itertools.product(self._rows, (1, self._strips))
+        self._shapes = products.tiles
+        self._rows, self._strips = tuple(products.tiles), max(products.tiles.values())
+        shapes = dict.fromkeys((rows, strips) for rows, most in products.tiles.items() for strips in (1, most))
         self._tiles = {shape: self._write_tile(module, *shape) for shape in shapes}
         self._panel = self._write_panel(module) if format in products.panel_formats else None
 
@@ -102,21 +103,27 @@ class Tiles:
         sources = f.stack(_PANEL_ROWS * I64.nbytes)
 
         def compute_strips(strip: Value, width: int) -> None:
-            weight = f.at(product.weight, strip * strip_bytes)
-            out = f.at(product.out, strip * (STRIP * self._out_bytes))
-            by_strips = dataclasses.replace(product, weight=weight, out=out)
+            def from_strip(number: int) -> Product:
+                weight = f.at(product.weight, (strip + number) * strip_bytes)
+                out = f.at(product.out, (strip + number) * (STRIP * self._out_bytes))
+                return dataclasses.replace(product, weight=weight, out=out)
+
+            whole = from_strip(0)
 
             def compute_panel(name: str, row: Value) -> None:
                 count = f.minimum(end - left - row, _PANEL_ROWS)
                 f.loop(count, lambda i: f.store(source(row + i), sources, i * I64.nbytes))
-                panel = dataclasses.replace(by_strips, out=f.at(out, product.out_dim * row * self._out_bytes))
+                panel = dataclasses.replace(whole, out=f.at(whole.out, product.out_dim * row * self._out_bytes))
                 f.call(name, None, *panel.values, row.equals(begin), sources, count)
 
             def compute_tile(count: int, row: Value) -> None:
                 # A tile with fewer rows than its function has computes the last one several times
                 targets = [row, *(f.minimum(row + i, end - 1) for i in range(1, count))]
                 places = [*map(source, targets), *targets]
-                f.call(self._tiles[count, width], None, *by_strips.values, row.equals(begin), *places)
+                strips = min(width, self._shapes[count])
+                for number in range(0, width, strips):
+                    tile = self._tiles[count, strips]
+                    f.call(tile, None, *from_strip(number).values, row.equals(begin), *places)
 
             tiled = begin
             if self._panel is not None and width == self._strips:
