@@ -1,7 +1,8 @@
 """Tokens that verification yields have the distribution of the model and the sampler, whatever was drafted.
 
 The model's logits depend on the last token alone, so that the exact distribution of each next token is known. All rows
-are one request with another seed each. Seeds are fixed, so that each run of the tests finds the same.
+are one request with another seed each. In a mixed step, further rows compute it again, as after a retraction. Seeds are
+fixed, so that each run of the tests finds the same.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jaxserve.runtime.step.batch import StepInput, StepKey, StepShape
 from jaxserve.runtime.step.sampling import Rows
 from jaxserve.runtime.step.slot_update import sampling_row
 from jaxserve.runtime.step.state import INTS, SEEN_IN_PROMPT, DeviceState, Drafts, SamplingRows
-from jaxserve.runtime.step.verify import Drawn
+from jaxserve.runtime.step.verify import DrawingTokens, Drawn
 from jaxserve.step_plan import SlotOpen
 from pallas_kernels.paged_attention import KernelTarget
 from tests.runtime import plain_sampling
@@ -30,6 +31,7 @@ from tests.runtime.tiny import on_mesh, opening
 pytestmark = pytest.mark.slow
 
 VOCAB, ROWS, MOST = 12, 4096, 2
+COMPUTED_AGAIN = 2048
 PROMPT, LAST = [1, 2], 0
 TABLE = np.random.default_rng(3).normal(size=(VOCAB, VOCAB)).astype(np.float32) * 2
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -49,46 +51,57 @@ def _draw(params: Any, state: DeviceState, inputs: StepInput) -> Drawn:
     context: Any = SimpleNamespace(
         model=SimpleNamespace(vocab_size=VOCAB), backend=SimpleNamespace(target=KernelTarget("cpu")), sample_rows=None
     )
+    num_tokens, rows = inputs.batch.num_tokens, len(inputs.slots)
+    mixed = rows > ROWS
     shape = StepShape(
-        StepKey("verify", inputs.batch.num_tokens, greedy=False),
-        tokens=inputs.batch.num_tokens,
-        rows=ROWS,
+        StepKey("mixed" if mixed else "verify", num_tokens, greedy=False),
+        tokens=num_tokens,
+        rows=rows,
         pages=1,
         groups=1,
-        drawn=inputs.batch.num_tokens,
+        drawn=ROWS * (1 + MOST) + rows - ROWS + 5 * mixed,
         max_drafts=MOST,
     )
-    offset = jnp.arange(inputs.batch.num_tokens) - inputs.batch.query_starts[inputs.token_row]
+    offset = jnp.arange(num_tokens) - inputs.batch.query_starts[inputs.token_row]
     tokens = verify.tokens_to_verify(state, inputs.slots, inputs.token_row, offset)
+    tokens = jnp.where(inputs.token_row < inputs.num_decoding, tokens, inputs.batch.tokens)
     hidden = tokens.astype(jnp.float32)[:, None]
     drawn, _ = step._draw(model, params, hidden, inputs, state, context, shape)
     return drawn
 
 
-def _inputs() -> StepInput:
-    """Return the input of a step that verifies `MOST` draft tokens of each row."""
-    queries, computed = 1 + MOST, len(PROMPT)
-    row = np.repeat(np.arange(ROWS, dtype=np.int32), queries)
+def _inputs(kind: str) -> StepInput:
+    """Return the input of a step that verifies `MOST` draft tokens of `ROWS` rows; a mixed one has more rows."""
+    queries = np.full(ROWS, 1 + MOST, np.int32)
+    starts = np.full(ROWS, len(PROMPT), np.int32)
+    if kind == "mixed":
+        queries = np.append(queries, np.full(COMPUTED_AGAIN, len(PROMPT) + 1, np.int32))
+        starts = np.append(starts, np.zeros(COMPUTED_AGAIN, np.int32))
+    row = np.repeat(np.arange(len(queries), dtype=np.int32), queries)
+    ends = np.cumsum(queries, dtype=np.int32)
+    place = np.arange(len(row), dtype=np.int32) - (ends - queries)[row]
     batch = TokenBatch(
-        tokens=jnp.zeros(len(row), jnp.int32),
-        positions=jnp.asarray(computed + np.arange(len(row), dtype=np.int32) % queries),
+        tokens=jnp.asarray(np.array([*PROMPT, LAST], np.int32)[place]),
+        positions=jnp.asarray(starts[row] + place),
         fill_lens=jnp.zeros(len(row), jnp.int32),
         page_tables=(),
-        query_starts=jnp.arange(ROWS + 1, dtype=jnp.int32) * queries,
-        kv_lens=jnp.full(ROWS, computed + queries, jnp.int32),
+        query_starts=jnp.asarray(np.append(np.int32(0), ends)),
+        kv_lens=jnp.asarray(starts + queries),
         num_decodes=jnp.int32(0),
-        num_seqs=jnp.int32(ROWS),
-        max_queries=queries,
+        num_seqs=jnp.int32(len(queries)),
+        max_queries=1 + MOST if kind == "verify" else None,
     )
-    slots = jnp.arange(ROWS, dtype=jnp.int32)
-    return StepInput(batch, slots, jnp.ones(ROWS, bool), jnp.int32(ROWS), None, jnp.asarray(row))
+    slots = jnp.arange(len(queries), dtype=jnp.int32)
+    return StepInput(batch, slots, jnp.ones(len(queries), bool), jnp.int32(ROWS), None, jnp.asarray(row))
 
 
 def _state(opened: SlotOpen, drafts: np.ndarray) -> DeviceState:
-    """Return the state of `ROWS` slots of the same request, each with another seed."""
+    """Return the state of slots of the same request, each with another seed; the first ones have drafts."""
+    slots = ROWS + COMPUTED_AGAIN
+    drafts = np.pad(drafts, ((0, COMPUTED_AGAIN), (0, 0)))
     row = sampling_row(opened)
-    ints = np.tile(np.array(row["ints"], np.int32), (ROWS, 1))
-    ints[:, INTS.index("seed_low")] = np.arange(ROWS)
+    ints = np.tile(np.array(row["ints"], np.int32), (slots, 1))
+    ints[:, INTS.index("seed_low")] = np.arange(slots)
     bias_ids, bias_values = np.full(MAX_LOGIT_BIAS, -1, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
     bias = opened.sampling.logit_bias
     bias_ids[: len(bias)], bias_values[: len(bias)] = list(bias), list(bias.values())
@@ -97,12 +110,12 @@ def _state(opened: SlotOpen, drafts: np.ndarray) -> DeviceState:
     counts[opened.prompt_ids] |= SEEN_IN_PROMPT
 
     def each(values: Any, dtype: Any) -> Any:
-        return jnp.asarray(np.tile(np.asarray(values, dtype), (ROWS, 1)))
+        return jnp.asarray(np.tile(np.asarray(values, dtype), (slots, 1)))
 
     return DeviceState(
         kv=(),
-        last_tokens=jnp.full(ROWS, LAST, jnp.int32),
-        seq_lens=jnp.full(ROWS, len(PROMPT), jnp.int32),
+        last_tokens=jnp.full(slots, LAST, jnp.int32),
+        seq_lens=jnp.full(slots, len(PROMPT), jnp.int32),
         page_tables=(),
         sampling=SamplingRows(
             ints=jnp.asarray(ints),
@@ -113,7 +126,7 @@ def _state(opened: SlotOpen, drafts: np.ndarray) -> DeviceState:
         ),
         counts=each(counts, np.int16),
         expert_tokens=None,
-        drafts=Drafts(jnp.asarray(drafts, jnp.int32), jnp.full(ROWS, MOST, jnp.int32), None),
+        drafts=Drafts(jnp.asarray(drafts, jnp.int32), jnp.full(slots, MOST, jnp.int32), None),
     )
 
 
@@ -128,7 +141,7 @@ def _drafts(kind: str, opened: SlotOpen, drawing: Any) -> np.ndarray:
     if kind == "right":
         drafts = np.zeros((ROWS, MOST), np.int64)
         for place in range(MOST):
-            drafts[:, place] = drawing(TABLE, _state(opened, drafts), _inputs()).tokens[:, place]
+            drafts[:, place] = drawing(TABLE, _state(opened, drafts), _inputs("verify")).tokens[:, place]
         return drafts
     exact = plain_sampling.probabilities(TABLE[LAST], opened)
     return np.full((ROWS, MOST), np.argmax(exact) if kind == "likeliest" else np.argmin(exact))
@@ -150,7 +163,8 @@ def _follow_the_model(drawn: Drawn, name: str) -> bool:
     """Return whether the first tokens of rows, and the second ones after each first one, are distributed as they are
     without drafts."""
     tokens, counts = np.asarray(drawn.tokens), np.asarray(drawn.counts)
-    fine = _is_likely(tokens[:, 0], plain_sampling.probabilities(TABLE[LAST], _opened(name)))
+    exact = plain_sampling.probabilities(TABLE[LAST], _opened(name))
+    fine = all(_is_likely(rows[:, 0], exact) for rows in (tokens[:ROWS], tokens[ROWS:]) if len(rows))
     for first in range(VOCAB):
         second = tokens[(tokens[:, 0] == first) & (counts >= 2), 1]
         after = opening(prompt=PROMPT, outputs=[LAST, first], **OPTIONS[name])
@@ -163,18 +177,20 @@ def drawing() -> Any:
     return on_mesh(_draw)
 
 
+@pytest.mark.parametrize("step_kind", ["verify", "mixed"])
 @pytest.mark.parametrize("kind", ["right", "random", "likeliest", "least likely"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_drafts_leave_the_distribution_as_it_is(drawing: Any, name: str, kind: str) -> None:
+def test_drafts_leave_the_distribution_as_it_is(drawing: Any, name: str, kind: str, step_kind: str) -> None:
     opened = _opened(name)
     drafts = _drafts(kind, opened, drawing)
-    drawn = drawing(TABLE, _state(opened, drafts), _inputs())
+    drawn = drawing(TABLE, _state(opened, drafts), _inputs(step_kind))
     assert _follow_the_model(drawn, name)
+    assert (drawn.counts[ROWS:] == 1).all()
     if kind == "right":
-        np.testing.assert_array_equal(drawn.counts, 1 + MOST)
+        np.testing.assert_array_equal(drawn.counts[:ROWS], 1 + MOST)
     if kind == "likeliest":
         expected = plain_sampling.probabilities(TABLE[LAST], opened).max()
-        assert np.mean(np.asarray(drawn.accepted) >= 1) == pytest.approx(expected, abs=0.03)
+        assert np.mean(np.asarray(drawn.accepted[:ROWS]) >= 1) == pytest.approx(expected, abs=0.03)
 
 
 def _accept_one_more(*arguments: Any) -> Drawn:
@@ -190,7 +206,13 @@ def _without_drafts_before(*arguments: Any) -> Any:
     return jnp.full_like(_drafts_before(*arguments), -1)
 
 
-_accept, _drafts_before = verify.accept, verify.drafts_before
+def _first_token_of_prompts(query_starts: Any, num_decoding: Any, most: int) -> DrawingTokens:
+    drawing = _drawing_tokens(query_starts, num_decoding, most)
+    first = query_starts[drawing.rows]
+    return drawing._replace(tokens=jnp.where(drawing.rows < num_decoding, drawing.tokens, first))
+
+
+_accept, _drafts_before, _drawing_tokens = verify.accept, verify.drafts_before, verify.drawing_tokens
 
 
 @pytest.mark.parametrize(
@@ -199,6 +221,7 @@ _accept, _drafts_before = verify.accept, verify.drafts_before
         (verify, "accept", _accept_one_more, "temperature", "random"),
         (step, "Rows", _noise_of_one_position, "temperature", "likeliest"),
         (verify, "drafts_before", _without_drafts_before, "penalties", "likeliest"),
+        (verify, "drawing_tokens", _first_token_of_prompts, "temperature", "likeliest"),
     ],
 )
 def test_mistakes_are_found(
@@ -206,5 +229,5 @@ def test_mistakes_are_found(
 ) -> None:
     monkeypatch.setattr(module, function, bug)
     opened, wrong = _opened(name), on_mesh(lambda *arguments: _draw(*arguments))
-    drawn = wrong(TABLE, _state(opened, _drafts(kind, opened, wrong)), _inputs())
+    drawn = wrong(TABLE, _state(opened, _drafts(kind, opened, wrong)), _inputs("mixed"))
     assert not _follow_the_model(drawn, name)
