@@ -62,7 +62,7 @@ def executor_of(capacity: Capacity, timeline: Timeline) -> DeviceExecutor:
     """Return a real executor over programs that only return one token per row, which is on the host already."""
     rows = capacity.num_slots
     tokens = jax.block_until_ready(jnp.full((1, rows, 1), TOKEN, jnp.int32))
-    output = StepOutput(tokens=tokens, num_tokens=tokens, logprobs=None, prompt_logprobs=None)
+    output = StepOutput(tokens, tokens, logprobs=None, prompt_logprobs=None, expert_tokens=None)
     programs: dict[Any, Any] = {key: lambda params, state, packed: (state, output) for key in step_keys(capacity)}
     programs[UPDATE_KEY] = lambda state, packed: state
     return DeviceExecutor(LocalCommands(None, None, programs), capacity, timeline)  # type: ignore[arg-type]

@@ -204,11 +204,12 @@ def step_seconds(plan: StepPlan, rank: int) -> float:
 def answer(plan: StepPlan, left: dict[str, int], *, drafts: bool = False) -> StepResult:
     """Return a step's result: each request gets tokens up to its number in the trace, then its stop token.
 
-    With `drafts`, half of those verified are accepted.
+    With `drafts`, requests have no end, and half of the drafts verified are accepted.
     """
-    if drafts and plan.num_decodes == len(plan.chunks):
-        compared = [(max(1, chunk.length - 1), (chunk.length - 1) // 2) for chunk in plan.chunks]
-        tokens = [[TOKEN] * (1 + accepted) for _, accepted in compared]
+    if drafts:
+        verified = [chunk.length - 1 if chunk.tokens is None else 0 for chunk in plan.chunks]
+        tokens = [[TOKEN] * (1 + count // 2) if chunk.sample else [] for count, chunk in zip(verified, plan.chunks)]
+        compared = [(max(1, count), count // 2) for count in verified]
         return StepResult(tokens=tokens, logprobs={}, prompt_logprobs={}, drafts=compared)
     tokens = []
     for chunk in plan.chunks:
@@ -221,14 +222,21 @@ def answer(plan: StepPlan, left: dict[str, int], *, drafts: bool = False) -> Ste
 
 
 def step_costs(
-    num_running: int, num_waiting: int, window: int | None = None, drafts: int = 0, steps: int = 1000
+    num_running: int,
+    num_waiting: int,
+    window: int | None = None,
+    drafts: int = 0,
+    prompt: int = 0,
+    steps: int = 1000,
 ) -> dict[str, float]:
     """Return median milliseconds of a decode step's parts, planned one step ahead, with `num_waiting` in the queue.
 
     With a `window`, there is a second KV group, whose pages requests give up while they run. With `drafts`, each
-    request has a draft of as many tokens, of which half are accepted when some are verified.
+    request has a draft of as many tokens, of which half are accepted when some are verified. With a `prompt`, each step
+    also computes one of as many tokens, whose request ends with its first token.
     """
-    capacity = capacity_of(num_running, num_running * (48 + steps + 64))
+    slots = num_running + (4 if prompt else 0)
+    capacity = capacity_of(slots, slots * (48 + steps * (1 + drafts // 2) + 64))
     if window is not None:
         groups = (WindowGroup(num_running * (window // PAGE + 2), window),)
         capacity = msgspec.structs.replace(capacity, window_groups=groups)
@@ -243,7 +251,11 @@ def step_costs(
     times: dict[str, list[float]] = {"plan": [], "build": [], "commit": []}
     in_flight: StepPlan | None = None
     endless: dict[str, int] = collections.defaultdict(lambda: 1 << 40)
-    while len(times["plan"]) < steps:
+    for number in itertools.count(num_running + num_waiting):
+        if len(times["plan"]) == steps:
+            break
+        if prompt:
+            scheduler.add(request_of(number, [number] * prompt, 1))
         start = time.perf_counter()
         plan = scheduler.plan()
         planned = time.perf_counter()
@@ -262,7 +274,8 @@ def step_costs(
         in_flight = plan
     total = [sum(parts) for parts in zip(*times.values())]
     medians = {name: 1e3 * statistics.median(values) for name, values in times.items()}
-    sizes = {"running": num_running, "waiting": num_waiting, "groups": 1 if window is None else 2, "drafts": drafts}
+    groups = 1 if window is None else 2
+    sizes = {"running": num_running, "waiting": num_waiting, "groups": groups, "drafts": drafts, "prompt": prompt}
     return {**sizes, **medians, "together": 1e3 * statistics.median(total)}
 
 
@@ -298,6 +311,7 @@ def main() -> None:
         step_costs(n, waiting, window) for n in (16, 64, 256, 1024) for waiting in (0, 10_000) for window in (None, 256)
     ]
     report["step_ms"] += [step_costs(n, 0, drafts=4) for n in (16, 64, 256)]
+    report["step_ms"] += [step_costs(n, 0, drafts=n_drafts, prompt=100) for n in (16, 64, 256) for n_drafts in (0, 4)]
     report["match_8k_ms"] = match_cost()
     print(format_records(report["step_ms"]))
     print(f"\nradix match of an 8,192-token prompt: {report['match_8k_ms']:.3f} ms\n")
