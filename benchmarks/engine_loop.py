@@ -5,7 +5,7 @@ immediately. "other" is the time outside all phases: reading commands, sorting e
 "dispatch" and "wait" lack the programs themselves. Figures are medians in milliseconds over the steps in which all
 sequences decode; "together" is the whole step.
 
-    python benchmarks/engine_loop.py --json benchmarks/results/cpu/engine_loop.json
+    python -m benchmarks.engine_loop --json benchmarks/results/cpu/engine_loop.json
 """
 
 from __future__ import annotations

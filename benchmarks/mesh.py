@@ -7,7 +7,7 @@ devices share this machine's cores, so it shows what the mesh adds, not what mor
 replays the traces of `benchmarks/scheduler.py` over four data-parallel ranks with a simulated device: our placement
 with several weights of a sequence and of a cached token, and placements that use one criterion only.
 
-    python benchmarks/mesh.py --json benchmarks/results/cpu/mesh.json
+    python -m benchmarks.mesh --json benchmarks/results/cpu/mesh.json
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ mesh in lock step. `balance` is the most tokens computed by one replica, divided
 real servers on this machine in turn: one engine, two ranks of a mesh, two replicas, and two replicas that each use all
 threads. Their model has the shapes of SmolLM2-135M, dummy weights, and `--layers` layers.
 
-    python benchmarks/replicas.py --json benchmarks/results/cpu/replicas.json
+    python -m benchmarks.replicas --json benchmarks/results/cpu/replicas.json
 """
 
 from __future__ import annotations
