@@ -56,11 +56,13 @@ def write_tiles(f: Function, facts: CpuAttention, shared: SharedOperands, tasks:
 class _QueryTile(NamedTuple):
     """The queries of an item, all heads of a token together: their first position, their number, and their states.
 
-    `states` has the first chunk's states, into which those of each later chunk, `later`, are merged.
+    A strip is `strip_rows` rows that are computed together. `states` has the first chunk's states, into which those of
+    each later chunk, `later`, are merged.
     """
 
     first: Value
     num_queries: Value
+    strip_rows: int
     strips: Value
     queries: Value
     states: Value
@@ -78,9 +80,11 @@ def prefill(
     count = f.minimum(to_token - from_token - offset, _tile_queries(facts))
     sees_from = f.constant(I64, 0) if facts.window is None else f.maximum(first - (facts.window - 1), 0)
     scratch = make_scratch(f, shared, facts, row, head, sees_from, features)
-    rows = -(-_tile_queries(facts) * facts.group // STRIP) * STRIP
+    # With fewer registers than AVX-512's, the sums of several rows would lie in memory
+    strip = STRIP if "avx512f" in features else 1
+    rows = -(-_tile_queries(facts) * facts.group // strip) * strip
     memory = [f.stack(rows * size) for size in (query_bytes(scratch), state_bytes(facts), state_bytes(facts))]
-    tile = _QueryTile(first, count, (count * facts.group + (STRIP - 1)) // STRIP, *memory)
+    tile = _QueryTile(first, count, strip, (count * facts.group + (strip - 1)) // strip, *memory)
     own = ((from_token + offset) * shared.kv_heads + head) * (facts.group * facts.head_dim * facts.q_bytes)
     stride = shared.kv_heads * (facts.group * facts.head_dim * facts.q_bytes)
     _store_queries(f, tile, scratch, f.at(shared.q, own), stride)
@@ -131,7 +135,7 @@ def _store_queries(f: Function, tile: _QueryTile, scratch: BlockScratch, q: Valu
         for states in (tile.states, tile.later):
             reset_state(f, f.at(states, r * state_bytes(facts)), facts)
 
-    f.loop(tile.strips * STRIP, row)
+    f.loop(tile.strips * tile.strip_rows, row)
 
 
 def _block(f: Function, tile: _QueryTile, scratch: BlockScratch, states: Value, at: Value, end: Value) -> None:
@@ -141,15 +145,15 @@ def _block(f: Function, tile: _QueryTile, scratch: BlockScratch, states: Value, 
     lay_out_values(f, scratch, at, end)
 
     def attend_strip(s: Value) -> None:
-        begin = s * STRIP
+        begin = s * tile.strip_rows
         queries = f.at(tile.queries, begin * query_bytes(scratch))
         own = f.at(states, begin * state_bytes(scratch.facts))
 
         def attend() -> None:
-            query_positions = [tile.first + (begin + r) // group for r in range(STRIP)]
+            query_positions = [tile.first + (begin + r) // group for r in range(tile.strip_rows)]
             advance(f, scratch, queries, own, query_positions, at, end)
 
-        f.when(tile.first + (begin + (STRIP - 1)) // group >= at, attend)
+        f.when(tile.first + (begin + (tile.strip_rows - 1)) // group >= at, attend)
 
     f.loop(tile.strips, attend_strip)
 
