@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import asyncio
+import itertools
+import time
+
 import pytest
 
-from jaxserve.bench.engine.one_batch import run_batch
+from jaxserve.bench.engine.one_batch import BatchTimes, run_batch
 from jaxserve.errors import BenchRunError
 from tests.server.fake_engine import FakeEngine
 
@@ -16,11 +20,12 @@ async def test_phases_add_up() -> None:
     assert times.latency == times.prefill + times.decode
 
 
-async def test_prefill_lasts_until_the_last_first_token() -> None:
-    engine = FakeEngine(300, tokens_per_step=4)
-    times = await run_batch(engine, [[1]], name="x", output_len=4)
-    assert times.first == times.prefill
-    assert times.decode < times.prefill
+async def test_prefill_lasts_until_the_last_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock counts its readings: at the start, at two first tokens and at two ends."""
+    readings = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(readings)))
+    times = await run_batch(FakeEngine(300), [[1], [2]], name="x", output_len=4)
+    assert times == BatchTimes(prefill=2, decode=2, first=1)
 
 
 async def test_a_failed_request_is_an_error() -> None:
@@ -32,8 +37,6 @@ async def test_a_failed_request_is_an_error() -> None:
 async def test_an_aborted_answer_is_an_error() -> None:
     engine = FakeEngine(300)
     engine.hold()
-    import asyncio
-
     running = asyncio.ensure_future(run_batch(engine, [[1]], name="x", output_len=3))
     await engine.wait_for(lambda: bool(engine.submitted))
     engine.abort(["x-0"])
