@@ -12,6 +12,14 @@ TENSOR_AXES = (EXPERT_AXIS, EXPERT_TENSOR_AXIS)
 """The axes of a rank's shards: heads, MLP and vocabulary are split over both, experts over the first one."""
 
 
+def sum_of_shards(x: Array) -> Array:
+    """Return the sum of what the shards of a rank hold.
+
+    Of one shard it's `x` itself: on a CPU, XLA runs an exchange of one all the same, and converts bfloat16 for it.
+    """
+    return x if lax.axis_size(TENSOR_AXES) == 1 else lax.psum(x, TENSOR_AXES)
+
+
 def tensor_rank() -> Array:
     """Return this shard's index among those of its rank."""
     return lax.axis_index(TENSOR_AXES).astype(jnp.int32)

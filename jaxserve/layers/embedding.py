@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.axes import TENSOR_AXES, tensor_rank
+from jaxserve.layers.axes import TENSOR_AXES, sum_of_shards, tensor_rank
 from jaxserve.layers.linear import linear
 from pallas_kernels.quantized_matmul import HeldWeight, PackedWeight, gather_rows
 
@@ -25,8 +25,8 @@ def embed(
     """Return the tokens' rows of the table: a shard gives zeros for tokens of other shards, and shards are summed."""
     local = shard_index(tokens, table.shape[0])
     if isinstance(table, PackedWeight):
-        return lax.psum(gather_rows(table, local), TENSOR_AXES)
-    return lax.psum(table.at[local].get(mode="fill", fill_value=0), TENSOR_AXES)
+        return sum_of_shards(gather_rows(table, local))
+    return sum_of_shards(table.at[local].get(mode="fill", fill_value=0))
 
 
 def mask_padding(logits: Float[Array, "rows vocab_shard"], vocab_size: int) -> Float[Array, "rows vocab_shard"]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxserve.layers.axes import TENSOR_AXES
+from jaxserve.layers.axes import sum_of_shards
 from pallas_kernels.quantized_matmul import HeldWeight, quantized_matmul
 
 _LANES = 64
@@ -84,5 +84,5 @@ def row_parallel(
     bias: Float[Array, " out_dim"] | None = None,
 ) -> Float[Array, "tokens out_dim"]:
     """Return the product of an input that is split over shards, by adding the partial sums of all shards."""
-    out = lax.psum(linear(x, weight, one_pass=True), TENSOR_AXES)
+    out = sum_of_shards(linear(x, weight, one_pass=True))
     return out if bias is None else out + bias.astype(out.dtype)

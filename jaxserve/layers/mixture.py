@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32
 
-from jaxserve.layers.axes import DATA_AXIS, EXPERT_AXIS, EXPERT_TENSOR_AXIS, TENSOR_AXES
+from jaxserve.layers.axes import DATA_AXIS, EXPERT_AXIS, EXPERT_TENSOR_AXIS, sum_of_shards
 from jaxserve.layers.exchange import Outputs, Routed, exchange_all, exchange_chosen
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import MlpParams, partial_mlp
@@ -106,7 +106,7 @@ def mixture(
         if params.shared_gate is not None:
             shared *= jax.nn.sigmoid(linear(x, params.shared_gate)[:, :1])
         out += shared
-    return lax.psum(out, TENSOR_AXES), loads
+    return sum_of_shards(out), loads
 
 
 def _exchanged(routed: Routed, params: ExpertParams, settings: MixtureSettings) -> Outputs:

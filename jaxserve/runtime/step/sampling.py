@@ -23,7 +23,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from jaxserve.api_types import MAX_LOGPROBS
-from jaxserve.layers.axes import TENSOR_AXES, tensor_rank
+from jaxserve.layers.axes import TENSOR_AXES, sum_of_shards, tensor_rank
 from jaxserve.layers.embedding import shard_index
 from jaxserve.runtime.step.state import COUNT_MASK, FLOATS, INTS, SamplingRows
 from pallas_kernels.cpu import kernel_or_fallback
@@ -207,7 +207,7 @@ def _logprobs_by_triton(
         return Logprobs(found.chosen, found.top_ids, found.top)
     own = triton.top_logits(logits, shard_index(token, size), wanted, top=count, normalize=False, interpret=interpret)
     normalizer = jax.nn.logsumexp(_gather_shards(own.normalizer[:, None]), axis=1)
-    chosen = lax.psum(own.chosen, TENSOR_AXES)
+    chosen = sum_of_shards(own.chosen)
     top, ids = _gather_shards(own.top), _gather_shards(own.top_ids + tensor_rank() * size)
     # Equals stay in shard order, so the lowest id comes first.
     count = min(MAX_LOGPROBS, top.shape[1])
@@ -229,7 +229,7 @@ def _token_logit(logits: Float[Array, "rows vocab_shard"], token: Int[Array, " r
     size = logits.shape[1]
     at = shard_index(token, size)[:, None]
     own = jnp.take_along_axis(logits, jnp.minimum(at, size - 1), axis=1)
-    return lax.psum(jnp.where(at < size, own, 0.0), TENSOR_AXES)
+    return sum_of_shards(jnp.where(at < size, own, 0.0))
 
 
 def _gather_shards(x: Shaped[Array, "rows some"]) -> Shaped[Array, "rows some_of_all"]:
