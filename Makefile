@@ -25,7 +25,7 @@ help:
 	@echo 'make install    .venv with jaxserve in it, and the jax for the GPU or TPU it finds (PYTHON=/path/to/python3.12'
 	@echo '                to choose one, ACCELERATOR=cpu, cuda12, cuda13 or tpu to choose what jax is for)'
 	@echo 'make run        install, fetch the default model, serve it on port $(PORT) (PORT=), show an answer'
-	@echo 'make test       the tests: every promise, on the corners of the large tables; at most 8 minutes on two cores'
+	@echo 'make test       the tests: every promise, on the corners of the large tables; 10 to 30 minutes on two cores'
 	@echo 'make test-aot   compile for GPUs and TPUs that are not here, in .venv-aot (a download of about 5 GB)'
 	@echo 'make test-full  all of both: whole tables, long budgets, every mesh shape; an hour and more'
 	@echo 'make check      lint, types and the quick tests (scripts/check)'

@@ -13,9 +13,9 @@ TENSOR_AXES = (EXPERT_AXIS, EXPERT_TENSOR_AXIS)
 
 
 def sum_of_shards(x: Array) -> Array:
-    """Return the sum of what the shards of a rank hold.
+    """Return the sum of `x`, of any shape, over the shards of a rank.
 
-    Of one shard it's `x` itself: on a CPU, XLA runs an exchange of one all the same, and converts bfloat16 for it.
+    With one shard, that is `x` itself. On a CPU, XLA would run an all-reduce all the same, and convert bfloat16 for it.
     """
     return x if lax.axis_size(TENSOR_AXES) == 1 else lax.psum(x, TENSOR_AXES)
 

@@ -39,7 +39,7 @@ from pallas_kernels.paged_attention.cpu.tiles import (
 CHUNK = 512
 """Tokens that are summed separately, so that threads can share a long row."""
 STRIP = 6
-"""The most rows that are computed together: as many as fit in AVX-512's registers."""
+"""The most rows that are computed together. AVX-512 has registers for their sums."""
 # The peak of a row that saw no token: below any logit, but far above masked ones, whose weights so become 0.
 _UNSEEN = MASKED / 10
 _WIDE = 4
