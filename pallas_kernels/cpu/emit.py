@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from pallas_kernels.cpu.types import BF16, I1, I32, I64, PTR, Number, Type
+from pallas_kernels.cpu.types import BF16, F32, I1, I16, I32, I64, PTR, Number, Type
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -177,6 +177,21 @@ class Function:
         left, right = (self.convert("bitcast", value, numbers) for value in (pairs, others))
         return self.call("llvm.x86.avx512bf16.dpbf16ps.512", plus.type, plus, left, right)
 
+    def dot_i16(self, pairs: Value, others: Value) -> Value:
+        """Return the sums of the products of neighbouring pairs of i16, 16 of them; for CPUs with `avx2`."""
+        left, right = (self.convert("bitcast", value, I16.times(32)) for value in (pairs, others))
+        halves = [
+            self.call("llvm.x86.avx2.pmadd.wd", I32.times(8), *(self.shuffle(x, x, lanes) for x in (left, right)))
+            for lanes in (range(16), range(16, 32))
+        ]
+        return self.shuffle(halves[0], halves[1], range(16))
+
+    def fence(self, numbers: Value) -> Value:
+        """Return integers of 32 bits as they are, but LLVM doesn't change the order of sums across this."""
+        kind = F32.times(numbers.type.lanes)
+        fenced = self.call(f"llvm.arithmetic.fence.v{kind.lanes}f32", kind, self.convert("bitcast", numbers, kind))
+        return self.convert("bitcast", fenced, numbers.type)
+
     def at(self, pointer: Value, offset: Value | int) -> Value:
         """Return a pointer `offset` bytes further."""
         offset = offset if isinstance(offset, Value) else self.constant(I64, offset)
@@ -220,6 +235,10 @@ class Function:
         kind = value.type.times(lanes)
         first = self._emit(kind, f"insertelement {kind} poison, {value.type} {value.ref}, i64 0")
         return self.shuffle(first, first, [0] * lanes)
+
+    def first(self, vector: Value) -> Value:
+        """Return the first lane."""
+        return self._emit(Type(vector.type.name), f"extractelement {vector.type} {vector.ref}, i64 0")
 
     def shuffle(self, left: Value, right: Value, lanes: Sequence[int]) -> Value:
         """Return a vector of chosen lanes; numbers count through `left`, then through `right`."""

@@ -9,7 +9,7 @@ from pallas_kernels.cpu.types import F32, I16, I32
 
 _LOWEST = -87.0
 # Adding this rounds to an integer, which is then in the lowest bits.
-_ROUNDER = 1.5 * 2**23
+ROUNDER = 1.5 * 2**23
 _LOG2_HIGH, _LOG2_LOW = 0.693359375, -2.12194440e-4
 # exp(r) = 1 + r + r^2 * p(r) for |r| <= log(2) / 2, as Cephes has it
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
@@ -25,8 +25,8 @@ _SQRT_HALF = 0.707106781186547524
 def exp(f: Function, x: Value) -> Value:
     """Return the exponential, with a relative error of 1e-7 up to x = 88; exactly 0 below -87."""
     held = f.select(x < _LOWEST, f.constant(x.type, _LOWEST), x)  # NaN stays
-    shifted = f.fma(held, f.constant(x.type, 1.4426950408889634), f.constant(x.type, _ROUNDER))
-    whole = shifted - _ROUNDER
+    shifted = f.fma(held, f.constant(x.type, 1.4426950408889634), f.constant(x.type, ROUNDER))
+    whole = shifted - ROUNDER
     r = f.fma(whole, f.constant(x.type, -_LOG2_HIGH), held)
     r = f.fma(whole, f.constant(x.type, -_LOG2_LOW), r)
     p = f.constant(x.type, _EXP[0])

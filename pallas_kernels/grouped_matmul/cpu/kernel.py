@@ -11,8 +11,9 @@ import dataclasses
 from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
 from pallas_kernels.cpu.types import I32, I64, PTR
+from pallas_kernels.quantized_matmul.cpu.integers import products_of
 from pallas_kernels.quantized_matmul.cpu.layout import BLOCK, INTEGERS, STRIP, Format, run_bytes
-from pallas_kernels.quantized_matmul.cpu.numbers import PairProducts, products_of
+from pallas_kernels.quantized_matmul.cpu.numbers import PairProducts
 from pallas_kernels.quantized_matmul.cpu.tiles import Product, Tiles, sums_by_block
 
 
@@ -34,7 +35,7 @@ class GroupedMatmul:
 
     def products(self, features: frozenset[str]) -> PairProducts:
         """Return how a CPU with these features multiplies pairs of inputs."""
-        return products_of(features)
+        return products_of(features, self.format)
 
     def write(self, module: Module, features: frozenset[str]) -> None:
         """See `cpu.Kernel`."""
@@ -52,7 +53,7 @@ class GroupedMatmul:
         else:
             by_block = call.arguments[4].data if self.factors else f.constant(PTR, 0)
         touched, num_touched = _touched_experts(f, starts.data, weight.dim(0))
-        inputs = products.prepare_inputs(f, x.data, x.dim(0) * in_dim)
+        inputs = products.prepare_inputs(f, x.data, x.dim(0) * in_dim, by_block)
         strip_bytes = weight.dim(2) * run_bytes(self.format)
         per_item = tiles.strips_of_item(f, strip_bytes, tokens.dim(0) // f.maximum(num_touched, 1))
         per_expert = (strips + per_item - 1) // per_item

@@ -7,8 +7,9 @@ import dataclasses
 from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
 from pallas_kernels.cpu.types import I64, PTR
+from pallas_kernels.quantized_matmul.cpu.integers import products_of
 from pallas_kernels.quantized_matmul.cpu.layout import BLOCK, INTEGERS, STRIP, Format, run_bytes
-from pallas_kernels.quantized_matmul.cpu.numbers import PairProducts, products_of
+from pallas_kernels.quantized_matmul.cpu.numbers import PairProducts
 from pallas_kernels.quantized_matmul.cpu.tiles import Product, Tiles, sums_by_block
 
 
@@ -31,7 +32,7 @@ class PackedMatmul:
 
     def products(self, features: frozenset[str]) -> PairProducts:
         """Return how a CPU with these features multiplies pairs of inputs."""
-        return products_of(features)
+        return products_of(features, self.format)
 
     def write(self, module: Module, features: frozenset[str]) -> None:
         """See `cpu.Kernel`."""
@@ -48,7 +49,7 @@ class PackedMatmul:
             by_block = sums_by_block(f, x.data, tokens, in_dim // BLOCK)
         else:
             by_block = call.arguments[2].data if self.factors else f.constant(PTR, 0)
-        inputs = products.prepare_inputs(f, x.data, x.dim(0) * in_dim)
+        inputs = products.prepare_inputs(f, x.data, x.dim(0) * in_dim, by_block)
         strip_bytes = weight.dim(1) * run_bytes(self.format)
         per_item = tiles.strips_of_item(f, strip_bytes, tokens)
         items = (strips + per_item - 1) // per_item

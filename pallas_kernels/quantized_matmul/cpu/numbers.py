@@ -14,8 +14,8 @@ import numpy as np
 
 from pallas_kernels.cpu import maths
 from pallas_kernels.cpu.emit import Function, Value
-from pallas_kernels.cpu.types import F16, F32, I16, I32, PTR
-from pallas_kernels.quantized_matmul.cpu.layout import BITS, FP8_UNIT, STRIP, Format, number_bytes
+from pallas_kernels.cpu.types import F16, F32, I16, I32, PTR, Type
+from pallas_kernels.quantized_matmul.cpu.layout import BITS, BLOCK, FP8_UNIT, STRIP, Format, number_bytes
 from pallas_kernels.quantized_matmul.layout import FP4_VALUES
 
 PARTS = 4
@@ -27,26 +27,25 @@ _SHORTS, _HALVES = I16.times(STRIP), F16.times(STRIP)
 _HIGH = -(1 << 16)
 
 
-def products_of(features: frozenset[str]) -> PairProducts:
-    """Return how a CPU with these features multiplies pairs."""
-    if {"avx512bf16", "avx512bw"} <= features:
-        return BF16Products()
-    return F32Products(has_tables="avx512f" in features)
-
-
 class PairProducts(Protocol):
     """How a kernel multiplies pairs of neighbouring inputs.
 
     `tiles` has the strips of a tile by its rows, which ascend: as many sums as fit in registers. Numbers of
-    `panel_formats` take about as long to unpack as to multiply by the rows of a tile; a pair is one vector.
+    `panel_formats` take about as long to unpack as to multiply by the rows of a tile; a pair is one vector. A prepared
+    block has `block_bytes`, and its products are added as `sums`.
     """
 
     tiles: dict[int, int]
     input_bytes: int
+    block_bytes: int
     panel_formats: tuple[Format, ...]
+    sums: Type
 
-    def prepare_inputs(self, f: Function, x: Value, count: Value) -> Value:
-        """Return where `count` inputs are as tiles read them; `x` are bfloat16."""
+    def prepare_inputs(self, f: Function, x: Value, count: Value, sums: Value) -> Value:
+        """Return where `count` inputs are as tiles read them; `x` are bfloat16.
+
+        If that rounds them, `sums`, of the inputs of each block, become those of rounded ones.
+        """
 
     def free_inputs(self, f: Function, prepared: Value) -> None:
         """Free what `prepare_inputs` has allocated."""
@@ -60,6 +59,9 @@ class PairProducts(Protocol):
     def multiply_add(self, f: Function, total: Value, numbers: tuple[Value, ...], factor: tuple[Value, ...]) -> Value:
         """Add the products of one pair to the total."""
 
+    def sum_of_block(self, f: Function, total: Value, inputs: Value) -> Value:
+        """Return the sum of a block's products in float32, of the prepared block of a row."""
+
     def to_bf16(self, f: Function, total: Value) -> Value:
         """Return the nearest bfloat16."""
 
@@ -68,10 +70,11 @@ class BF16Products:
     """Pairs of bfloat16, multiplied and added to float32 sums by one instruction."""
 
     tiles: dict[int, int] = dict.fromkeys((1, 2, 3, 4), 4)
-    input_bytes = 2
+    input_bytes, block_bytes = 2, 2 * BLOCK
+    sums = SUMS
     panel_formats: tuple[Format, ...] = ("int8", "fp8")
 
-    def prepare_inputs(self, f: Function, x: Value, count: Value) -> Value:
+    def prepare_inputs(self, f: Function, x: Value, count: Value, sums: Value) -> Value:
         return x
 
     def free_inputs(self, f: Function, prepared: Value) -> None:
@@ -104,6 +107,9 @@ class BF16Products:
     def multiply_add(self, f: Function, total: Value, numbers: tuple[Value, ...], factor: tuple[Value, ...]) -> Value:
         return f.dot_bf16(numbers[0], factor[0], total)
 
+    def sum_of_block(self, f: Function, total: Value, inputs: Value) -> Value:
+        return total
+
     def to_bf16(self, f: Function, total: Value) -> Value:
         return f.to_bf16(total)
 
@@ -111,8 +117,9 @@ class BF16Products:
 class F32Products:
     """Pairs of float32, on any CPU; `has_tables` says that it looks up float32 in a register (AVX-512)."""
 
-    input_bytes = 4
+    input_bytes, block_bytes = 4, 4 * BLOCK
     panel_formats: tuple[Format, ...] = ()
+    sums = SUMS
 
     def __init__(self, *, has_tables: bool = False) -> None:
         self._has_tables = has_tables
@@ -120,7 +127,7 @@ class F32Products:
         # there are half as many registers.
         self.tiles: dict[int, int] = dict.fromkeys((1, 2, 4, 6, 8), 2) if has_tables else {1: 2, 2: 2, 3: 1, 4: 1}
 
-    def prepare_inputs(self, f: Function, x: Value, count: Value) -> Value:
+    def prepare_inputs(self, f: Function, x: Value, count: Value, sums: Value) -> Value:
         prepared = f.call("malloc", PTR, count * F32.nbytes)
 
         def convert(first: Value) -> None:
@@ -155,6 +162,9 @@ class F32Products:
 
     def multiply_add(self, f: Function, total: Value, numbers: tuple[Value, ...], factor: tuple[Value, ...]) -> Value:
         return f.fma(numbers[0], factor[0], f.fma(numbers[1], factor[1], total))
+
+    def sum_of_block(self, f: Function, total: Value, inputs: Value) -> Value:
+        return total
 
     def to_bf16(self, f: Function, total: Value) -> Value:
         return maths.to_bf16(f, total)

@@ -142,7 +142,7 @@ class Tiles:
         f = module.function(f"tile_{rows}x{strips}", [*_KINDS, I1, *[I64] * (2 * rows)])
         product, reads_first, places = Product(*f.arguments[:6]), f.arguments[6], f.arguments[7:]
         sources, targets = places[:rows], places[rows:]
-        zeros = [f.constant(SUMS, 0)] * (rows * strips)
+        zeros, none = ([f.constant(kind, 0)] * (rows * strips) for kind in (SUMS, self._products.sums))
 
         def block(at: Value, *totals: Value) -> list[Value]:
             runs, ahead = self._runs(f, product, at, strips, reads_first)
@@ -153,7 +153,8 @@ class Tiles:
 
             if self._format == "bf16":
                 return f.loop(PARTS, part, *totals)
-            return self._add_scaled(f, totals, f.loop(PARTS, part, *zeros), product, at, runs, sources)
+            sums = f.loop(PARTS, part, *none)
+            return self._add_scaled(f, totals, sums, inputs, product, at, runs, sources)
 
         totals = f.loop(product.in_dim // BLOCK, block, *zeros)
         for row, target in enumerate(targets):
@@ -189,9 +190,9 @@ class Tiles:
                     numbers = ((f.load(LANES, unpacked, at * part_bytes + place),) for place in places)
                     return self._add_products(f, sums, inputs, at, zip(*[numbers] * strips))
 
-                sums = f.loop(PARTS, part, *[f.constant(SUMS, 0)] * (most * strips))
+                sums = f.loop(PARTS, part, *[f.constant(self._products.sums, 0)] * (most * strips))
                 before = [total for i in range(most) for total in totals_of(row + i)]
-                totals = self._add_scaled(f, before, sums, product, at, runs, own)
+                totals = self._add_scaled(f, before, sums, inputs, product, at, runs, own)
                 for i, total in enumerate(totals):
                     f.store(total, all_totals, row * row_bytes + i * SUMS.nbytes)
 
@@ -224,8 +225,8 @@ class Tiles:
 
     def _inputs(self, f: Function, product: Product, block: Value, sources: Sequence[Value]) -> list[Value]:
         """Return where the inputs of a block are, row by row."""
-        size = self._products.input_bytes
-        return [f.at(product.x, (product.in_dim * source + block * BLOCK) * size) for source in sources]
+        blocks, size = product.in_dim // BLOCK, self._products.block_bytes
+        return [f.at(product.x, (blocks * source + block) * size) for source in sources]
 
     def _unpack(
         self, f: Function, runs: Sequence[Value], ahead: Value, part: Value
@@ -263,6 +264,7 @@ class Tiles:
         f: Function,
         totals: Sequence[Value],
         sums: Sequence[Value],
+        inputs: Sequence[Value],
         product: Product,
         block: Value,
         runs: Sequence[Value],
@@ -284,7 +286,7 @@ class Tiles:
                     plus = f.fma(minimum, spread, plus)
                 elif spread is not None:
                     scale = scale * spread
-                made.append(f.fma(scale, sums[i], plus))
+                made.append(f.fma(scale, self._products.sum_of_block(f, sums[i], inputs[row]), plus))
         return made
 
     def _store(self, f: Function, totals: Sequence[Value], product: Product, target: Value) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pallas_kernels.cpu.emit import Function, Value
 from pallas_kernels.cpu.maths import pairs_from_bf16
+from pallas_kernels.quantized_matmul.cpu.integers import I16Products
+from pallas_kernels.quantized_matmul.cpu.layout import INTEGERS, Format
 from pallas_kernels.quantized_matmul.cpu.numbers import LANES, BF16Products, F32Products, PairProducts
 
 
@@ -37,3 +39,16 @@ class Emulated:
 
     def products(self, features: frozenset[str]) -> PairProducts:
         return EmulatedBF16Products() if "avx512bw" in features else F32Products()
+
+
+class Integers:
+    """A kernel as on a CPU with AVX2 and without AVX-512; plain if this one has no AVX2."""
+
+    format: Format
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}_integers"  # type: ignore[misc]
+
+    def products(self, features: frozenset[str]) -> PairProducts:
+        return I16Products(self.format) if "avx2" in features and self.format in INTEGERS else F32Products()

@@ -27,7 +27,7 @@ from pallas_kernels.quantized_matmul.cpu.kernel import PackedMatmul
 from pallas_kernels.quantized_matmul.cpu.layout import BITS, INTEGERS, Format
 from pallas_kernels.quantized_matmul.cpu.reorder import reorder_inputs
 from pallas_kernels.quantized_matmul.layout import FP4_VALUES
-from tests.pallas_kernels.quantized_matmul.cpu.paths import Emulated, Plain
+from tests.pallas_kernels.quantized_matmul.cpu.paths import Emulated, Integers, Plain
 
 pytestmark = pytest.mark.slow
 
@@ -71,6 +71,11 @@ class EmulatedMatmul(Emulated, PackedMatmul):
     pass
 
 
+@dataclasses.dataclass(frozen=True)
+class IntegerMatmul(Integers, PackedMatmul):
+    pass
+
+
 def plain(
     x: jax.Array, weight: PackedWeight, kernel: type[PackedMatmul] = PlainMatmul, out_dtype: Any = jnp.float32
 ) -> jax.Array:
@@ -80,6 +85,10 @@ def plain(
 
 def bf16(x: jax.Array, weight: PackedWeight, out_dtype: Any = jnp.float32) -> jax.Array:
     return plain(x, weight, EmulatedMatmul, out_dtype)
+
+
+def integers(x: jax.Array, weight: PackedWeight, out_dtype: Any = jnp.float32) -> jax.Array:
+    return plain(x, weight, IntegerMatmul, out_dtype)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -94,7 +103,7 @@ def test_unpacking_returns_the_packed_values(format: Format) -> None:
     np.testing.assert_array_equal(unpack(outer.reshape(48, 96)), unpack(packed))
 
 
-@pytest.mark.parametrize("product", [quantized_matmul, plain, bf16])
+@pytest.mark.parametrize("product", [quantized_matmul, plain, bf16, integers])
 @pytest.mark.parametrize("format", FORMATS)
 # Fewer strips than a tile, whole tiles, and a remainder; the same of rows; several items; several panels
 @pytest.mark.parametrize(
@@ -118,6 +127,29 @@ def test_a_row_does_not_depend_on_other_rows(format: Format) -> None:
     many = np.asarray(jax.jit(quantized_matmul)(x, packed))
     for count in (5, 8):
         np.testing.assert_array_equal(jax.jit(quantized_matmul)(x[3 : 3 + count], packed), many[3 : 3 + count])
+
+
+@pytest.mark.parametrize("format", INTEGERS)
+def test_integers_multiply_inputs_rounded_to_15_bits_of_the_largest_of_a_block(format: Format) -> None:
+    packed, dense = weights(format, 48, 96)
+    rng = np.random.default_rng(1)
+    x = (rng.standard_normal((9, 96)) * np.exp2(rng.integers(-30, 30, (9, 96)))).astype(ml_dtypes.bfloat16)
+    x[1], x[2, :32], x[3, 32:64] = 0, 1e-39, 1e34
+    blocks = x.astype(np.float64).reshape(9, 3, 32)
+    unit = np.exp2(np.floor(np.log2(np.maximum(np.abs(blocks).max(-1, keepdims=True), 2.0**-112))) - 14)
+    expected = (np.round(blocks / unit) * unit).reshape(9, 96) @ dense.T.astype(np.float64)
+    given = np.asarray(jax.jit(integers)(jnp.asarray(x), packed))
+    most = np.abs(blocks).reshape(9, 96) @ np.abs(dense).T
+    np.testing.assert_array_less(np.abs(given - expected), 1e-6 * most + 1e-45)
+
+
+@pytest.mark.parametrize("format", INTEGERS)
+@pytest.mark.parametrize("product", [quantized_matmul, plain, integers])
+def test_a_row_whose_inputs_are_not_finite_gives_none_that_is(product: Any, format: Format) -> None:
+    packed, _ = weights(format, 48, 96)
+    x = jnp.ones((3, 96), jnp.bfloat16).at[1, 40].set(jnp.nan).at[2, 40].set(jnp.inf)
+    finite = np.isfinite(jax.jit(product)(x, packed))
+    np.testing.assert_array_equal(finite, [[True] * 48, [False] * 48, [False] * 48])
 
 
 @pytest.mark.parametrize(
