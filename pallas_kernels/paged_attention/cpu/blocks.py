@@ -50,7 +50,7 @@ class BlockScratch(NamedTuple):
     """One row of the batch and one KV head, and scratch memory for a block of it.
 
     `offsets` are the offsets in the pool of the block's groups of 16 tokens. `sees_from` is the first position that any
-    query sees. With `exact`, bfloat16 is multiplied without conversion.
+    query sees. With `exact`, bfloat16 is multiplied without conversion. Registers hold `sums` vectors of sums.
     """
 
     shared: SharedOperands
@@ -63,6 +63,7 @@ class BlockScratch(NamedTuple):
     weights: Value
     offsets: Value
     exact: bool
+    sums: int
 
 
 def make_scratch(
@@ -79,7 +80,8 @@ def make_scratch(
     size = 2 if exact else 4
     keys, values = (f.stack(BLOCK * facts.head_dim * size) for _ in range(2))
     weights, offsets = f.stack(STRIP * BLOCK * size), f.stack(BLOCK // LANES * 8)
-    return BlockScratch(shared, facts, row, head, sees_from, keys, values, weights, offsets, exact)
+    sums = STRIP * _WIDE if "avx512f" in features else STRIP
+    return BlockScratch(shared, facts, row, head, sees_from, keys, values, weights, offsets, exact, sums)
 
 
 def query_bytes(scratch: BlockScratch) -> int:
@@ -249,10 +251,10 @@ def advance(
     facts, exact = scratch.facts, scratch.exact
     size = 2 if exact else 4
     words = f.constant(I64, facts.head_dim * size // 4)
-    nothing = [zero(f)] * (_WIDE * len(query_positions))
+    together = max(1, min(_WIDE, scratch.sums // len(query_positions)))
 
-    def keys(k: Value) -> list[Value]:
-        return [f.load(WORDS if exact else VECTOR, scratch.keys, k * (BLOCK * 4) + 64 * i) for i in range(_WIDE)]
+    def keys(k: Value, columns: range) -> list[Value]:
+        return [f.load(WORDS if exact else VECTOR, scratch.keys, k * (BLOCK * 4) + 64 * i) for i in columns]
 
     def multiply(left: Value, stride: int, k: Value, columns: Sequence[Value], sums: Sequence[Value]) -> list[Value]:
         """Add the products of word `k` of each row, broadcast to every lane, with the columns."""
@@ -265,25 +267,31 @@ def advance(
 
     stride = query_bytes(scratch)
 
-    def word(k: Value, *sums: Value) -> list[Value]:
-        if prefetch is not None:
-            nbytes = BLOCK * facts.kv_row_bytes // (facts.head_dim * size // 4)
-            prefetch(scratch.shared.keys, k * nbytes, nbytes)
-        return multiply(queries, stride, k, keys(k), sums)
+    logits: list[list[Value]] = [[] for _ in query_positions]
+    for first in range(0, _WIDE, together):
+        columns = range(first, min(first + together, _WIDE))
 
-    logits = f.loop(words, word, *nothing)
+        def word(k: Value, *sums: Value, columns: range = columns) -> list[Value]:
+            if prefetch is not None and columns.start == 0:
+                nbytes = BLOCK * facts.kv_row_bytes // (facts.head_dim * size // 4)
+                prefetch(scratch.shared.keys, k * nbytes, nbytes)
+            return multiply(queries, stride, k, keys(k, columns), sums)
+
+        sums = f.loop(words, word, *[zero(f)] * (len(columns) * len(logits)))
+        for r, own in enumerate(logits):
+            own += sums[r * len(columns) : (r + 1) * len(columns)]
     keeps = []
     for r, position in enumerate(query_positions):
         state = f.at(states, r * state_bytes(facts))
-        keep, shares = _softmax_weights(f, logits[r * _WIDE : (r + 1) * _WIDE], state, at, position, facts)
+        keep, shares = _softmax_weights(f, logits[r], state, at, position, facts)
         keeps.append(keep)
         for i, share in enumerate(shares):
             if exact:
                 f.store(f.to_bf16(share), scratch.weights, r * BLOCK * 2 + 32 * i)
             else:
                 f.store(share, scratch.weights, r * BLOCK * 4 + 64 * i)
-    for first in range(0, facts.vectors, _WIDE):
-        columns = range(first, min(first + _WIDE, facts.vectors))
+    for first in range(0, facts.vectors, together):
+        columns = range(first, min(first + together, facts.vectors))
 
         def in_pool(k: Value, masked: bool, *sums: Value, columns: range = columns) -> list[Value]:
             if columns.start == 0 and prefetch is not None:
