@@ -91,8 +91,9 @@ class SchedulerStats:
             step_tokens=self.step_tokens,
             steps_by_tokens=tuple(self._steps_by_tokens),
         )
-        stats = msgspec.structs.replace(stats, token_usage=max(stats.full_token_usage, stats.swa_token_usage))
-        return stats if speculation is None else msgspec.structs.replace(stats, **speculation.counts())
+        counts = {} if speculation is None else speculation.counts()
+        usage = max(stats.full_token_usage, stats.swa_token_usage)
+        return msgspec.structs.replace(stats, token_usage=usage, **counts)
 
 
 def _by_group(ranks: Iterable[Iterable[int]]) -> tuple[int, ...]:
