@@ -187,7 +187,7 @@ class Function:
         return self.shuffle(halves[0], halves[1], range(16))
 
     def fence(self, numbers: Value) -> Value:
-        """Return integers of 32 bits as they are, but LLVM doesn't change the order of sums across this."""
+        """Return these 32-bit integers; LLVM doesn't reorder sums across it."""
         kind = F32.times(numbers.type.lanes)
         fenced = self.call(f"llvm.arithmetic.fence.v{kind.lanes}f32", kind, self.convert("bitcast", numbers, kind))
         return self.convert("bitcast", fenced, numbers.type)

@@ -280,8 +280,7 @@ class Scheduler:
         """Measure how long a step of decodes took since the one before, or since it was planned."""
         now, ranks = self._clock(), len(self._ranks)
         if plan.num_decodes == len(plan.chunks) and not plan.draft_reads:
-            rows = plan.max_rank_rows(ranks)
-            tokens = plan.max_rank_tokens(ranks) if plan.num_drafts else rows
+            rows, tokens = plan.max_rank_rows(ranks), plan.max_rank_tokens(ranks)
             speculation.count_step(rows, tokens, now - max(planned_at, self._committed_at), plan.draft_steps)
         self._committed_at = now
 

@@ -193,14 +193,9 @@ class Speculation:
         return f"decode-{self._decode_buckets[bisect.bisect_left(self._decode_buckets, rows)]}"
 
     def _count_levels(self, requests: Sequence[Drafting]) -> list[int]:
-        counts = [0] * (_LEVELS + 1)
+        counts = [0] * _LEVELS
         for request in requests:
-            rate = request.acceptance
-            if rate is None:
-                rate = request.acceptance = self._new_acceptance
-            counts[int(rate * _LEVELS)] += 1
-        highest = counts.pop()  # of a rate of 1
-        counts[-1] += highest
+            counts[self.level(request)] += 1
         return counts
 
     def _fill(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 
 # The median of the last few durations: a step that was held up does not count.
@@ -22,7 +23,7 @@ class StepCosts:
         self._num_steps += 1
         recent = self._recent.setdefault(key, deque(maxlen=_REMEMBERED))
         recent.append(seconds)
-        self._medians[key] = sorted(recent)[(len(recent) - 1) // 2]
+        self._medians[key] = statistics.median_low(recent)
         self._measured_at[key] = self._num_steps
 
     def of(self, key: object) -> float | None:

@@ -11,7 +11,7 @@ import dataclasses
 from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
 from pallas_kernels.cpu.types import I32, I64, PTR
-from pallas_kernels.quantized_matmul.cpu.integers import products_of
+from pallas_kernels.quantized_matmul.cpu.kernel import products_of
 from pallas_kernels.quantized_matmul.cpu.layout import BLOCK, INTEGERS, STRIP, Format, run_bytes
 from pallas_kernels.quantized_matmul.cpu.numbers import PairProducts
 from pallas_kernels.quantized_matmul.cpu.tiles import Product, Tiles, sums_by_block

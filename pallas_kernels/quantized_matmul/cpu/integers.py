@@ -11,20 +11,11 @@ from collections.abc import Iterator
 from pallas_kernels.cpu import maths
 from pallas_kernels.cpu.emit import Function, Value
 from pallas_kernels.cpu.types import F32, I16, I32, PTR
-from pallas_kernels.quantized_matmul.cpu.layout import BITS, BLOCK, INTEGERS, STRIP, Format, number_bytes
-from pallas_kernels.quantized_matmul.cpu.numbers import LANES, PARTS, SUMS, BF16Products, F32Products, PairProducts
+from pallas_kernels.quantized_matmul.cpu.layout import BITS, BLOCK, STRIP, Format, number_bytes
+from pallas_kernels.quantized_matmul.cpu.numbers import LANES, PARTS, SUMS
 
 _SHORTS = I16.times(STRIP)
 _NAN = 0x7FC00000
-
-
-def products_of(features: frozenset[str], format: Format) -> PairProducts:
-    """Return how a CPU with these features multiplies pairs of a format."""
-    if {"avx512bf16", "avx512bw"} <= features:
-        return BF16Products()
-    if "avx512f" in features or "avx2" not in features or format not in INTEGERS:
-        return F32Products(has_tables="avx512f" in features)
-    return I16Products(format)
 
 
 class I16Products:

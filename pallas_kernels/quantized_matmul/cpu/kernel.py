@@ -7,9 +7,9 @@ import dataclasses
 from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
 from pallas_kernels.cpu.types import I64, PTR
-from pallas_kernels.quantized_matmul.cpu.integers import products_of
+from pallas_kernels.quantized_matmul.cpu.integers import I16Products
 from pallas_kernels.quantized_matmul.cpu.layout import BLOCK, INTEGERS, STRIP, Format, run_bytes
-from pallas_kernels.quantized_matmul.cpu.numbers import PairProducts
+from pallas_kernels.quantized_matmul.cpu.numbers import BF16Products, F32Products, PairProducts
 from pallas_kernels.quantized_matmul.cpu.tiles import Product, Tiles, sums_by_block
 
 
@@ -67,3 +67,12 @@ class PackedMatmul:
         products.free_inputs(f, inputs)
         if has_minima:
             f.call("free", None, by_block)
+
+
+def products_of(features: frozenset[str], format: Format) -> PairProducts:
+    """Return how a CPU with these features multiplies pairs of a format."""
+    if {"avx512bf16", "avx512bw"} <= features:
+        return BF16Products()
+    if "avx512f" in features or "avx2" not in features or format not in INTEGERS:
+        return F32Products(has_tables="avx512f" in features)
+    return I16Products(format)
