@@ -6,7 +6,7 @@ All are frozen and can be encoded as msgpack. They hold token ids, never text.
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -17,6 +17,8 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_IDS = 16
 MAX_STOP_CHARACTERS = 4096
+# States of a grammar's automaton, which takes 1 to 2 KB for each.
+MAX_LEXER_STATES = 25_000
 
 # Upper bounds of a histogram of steps by the tokens they computed: vLLM's buckets.
 STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -46,6 +48,48 @@ NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 _BIAS, _TOKEN_ID = Meta(ge=-100.0, le=100.0), Meta(ge=0, le=2**31 - 1)
 
 
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The form that an output must have; exactly one of the first six fields says it. The names are vLLM's.
+
+    `json` is a JSON schema, as an object or as text, and `json_object` asks for any object. `grammar` is Lark or GBNF.
+    `structural_tag` has `structures` and `triggers`. JSON may have blanks of `whitespace_pattern` between its parts, by
+    default at most two or a line break and an indentation, or none with `disable_any_whitespace`. With
+    `disable_additional_properties`, objects have only properties that the schema names.
+    Raises `InvalidRequestError` unless exactly one form is given.
+    """
+
+    json: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+
+    def __post_init__(self) -> None:
+        given = [name for name in STRUCTURED_FORMS if self._given(name)]
+        if len(given) != 1:
+            raise InvalidRequestError(
+                f"structured_outputs needs exactly one of {', '.join(STRUCTURED_FORMS)}, got "
+                f"{' and '.join(given) or 'none'}",
+                param="structured_outputs",
+            )
+
+    @property
+    def form(self) -> tuple[str, Any]:
+        """The name of the field that is given, and its value."""
+        return next((name, getattr(self, name)) for name in STRUCTURED_FORMS if self._given(name))
+
+    def _given(self, name: str) -> bool:
+        value = getattr(self, name)
+        return value is not None and (name != "json_object" or value is True)
+
+
+STRUCTURED_FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose the tokens of one request. Raises `InvalidRequestError` naming a field that is out of range.
 
@@ -53,6 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     alternatives to report with each token (0 to 20); None reports no log probabilities. These are those of the model,
     before penalties, temperature and truncation. The randomness of a request depends on `seed`, the sample and the
     position alone. `stop_regex` are patterns that end the output as `stop` strings do.
+    `structured_outputs` is the form that the output must have.
     """
 
     max_tokens: TokenCount = 16
@@ -75,6 +120,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: NumLogprobs | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         for name, bounds in _BOUNDS.items():
@@ -149,7 +195,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to compute. `n` samples of a prompt are `n` requests with one `group_id` and `sample` 0 to n-1.
 
     `stop_ids` are all ids that end the output: the model's own (unless `ignore_eos`) and those of the request. `client`
-    is the index of the API process that gets the events.
+    is the index of the API process that gets the events. `grammar` is a text of llguidance that the output must match, if
+    it is not empty.
     """
 
     request_id: str
@@ -161,6 +208,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     namespace: str = ""
     client: int = 0
+    grammar: str = ""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

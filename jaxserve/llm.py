@@ -34,6 +34,7 @@ from jaxserve.engine.client import InProcessEngine, SharedEngine
 from jaxserve.errors import ConfigError, InvalidRequestError, RequestFailedError
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.chat_template_files import choose_chat_template
+from jaxserve.text.grammars.checking import GrammarChecker
 from jaxserve.text.output import OutputDelta, OutputProcessor
 from jaxserve.text.requests import check_ids, sample_requests
 from jaxserve.text.tokenizers.tokenizer import load_tokenizer
@@ -89,6 +90,7 @@ class LLM:
             choose_chat_template(loaded.server.chat_template, self._tokenizer.chat_templates),
             self._tokenizer.special_tokens,
         )
+        self._grammars = GrammarChecker(self._tokenizer)
         self._engine = SharedEngine(InProcessEngine.start(config))
         self._numbers = itertools.count()
 
@@ -174,6 +176,7 @@ class LLM:
     def close(self) -> None:
         """Stop the engine and free its memory."""
         self._engine.close()
+        self._grammars.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -207,7 +210,9 @@ class LLM:
                 "tokens; shorten the prompt, or raise context_length",
                 param="prompt",
             )
-        return _PromptTask(text, ids, params or SamplingParams(), priority, cache_salt)
+        params = params or SamplingParams()
+        grammar = "" if params.structured_outputs is None else self._grammars.grammar(params.structured_outputs)
+        return _PromptTask(text, ids, params, priority, cache_salt, grammar)
 
     def _requests(self, task: _PromptTask) -> list[EngineRequest]:
         name = f"llm-{next(self._numbers)}"
@@ -219,6 +224,7 @@ class LLM:
             self._engine.info,
             priority=task.priority,
             cache_salt=task.cache_salt,
+            grammar=task.grammar,
         )
 
     def _run(self, tasks: list[_PromptTask], use_tqdm: bool) -> list[RequestOutput]:
@@ -276,6 +282,7 @@ class _PromptTask:
     params: SamplingParams
     priority: int
     cache_salt: str | None
+    grammar: str
 
 
 @dataclasses.dataclass(frozen=True)

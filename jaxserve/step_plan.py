@@ -19,7 +19,8 @@ class SlotOpen(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     `cached_pages` are by KV group: the pages of these tokens, of a group with a window only the last ones of them.
     `output_ids` are the tokens that it produced before it was retracted; penalties count them as output. Drafts come
-    from the tokens of requests with the same `namespace`.
+    from the tokens of requests with the same `namespace`. If a grammar has it `constrained`, steps draw no token for it;
+    those that stand for a later `Draw` do.
     """
 
     slot: int
@@ -33,6 +34,7 @@ class SlotOpen(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     num_cached_tokens: int = 0
     adapter: int = 0
     namespace: str = ""
+    constrained: bool = False
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -73,8 +75,24 @@ class DraftRead(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     length: int
 
 
+class Draw(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """The next token of a slot that a grammar constrains: `token`, or if it is None, one to draw.
+
+    `allowed` are the tokens that may be drawn, a bit for each, the first in the lowest bit of the first byte; tokens
+    beyond its end are not allowed.
+    """
+
+    rank: int
+    slot: int
+    token: int | None = None
+    allowed: bytes = b""
+
+
 class StepPlan(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One step of all ranks: slots to open, chunks to run (decodes first), and slots to close before, as (rank, slot).
+
+    Before the chunks run, the tokens of `draws` are drawn; a plan may have nothing else. The `num_forced` chunks after
+    the decodes are tokens that a grammar left no choice for.
 
     The first `num_decodes` chunks are decodes, those of a rank sorted by length, with `num_drafts` drafts to verify.
     Before the chunks run, a draft model reads the tokens of `draft_reads`, and makes drafts of `draft_steps` tokens for
@@ -89,6 +107,8 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     num_decodes: int
     greedy: bool
     num_drafts: int = 0
+    draws: list[Draw] = []
+    num_forced: int = 0
     draft_reads: list[DraftRead] = []
     draft_steps: int = 0
     saves: list[PageCopy] = []
@@ -123,6 +143,13 @@ class StepResult(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     logprobs: dict[int, list[TokenLogprobs]]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     drafts: list[tuple[int, int]] = []
+
+
+class DrawResult(msgspec.Struct, frozen=True, gc=False):
+    """What the draws of a plan drew, by their index, and its log probabilities if the request wants them."""
+
+    tokens: list[int]
+    logprobs: dict[int, list[TokenLogprobs]] = {}
 
 
 class WindowGroup(msgspec.Struct, frozen=True):
@@ -193,6 +220,10 @@ class Executor(Protocol):
 
     def dispatch(self, plan: StepPlan) -> object:
         """Start the plan's step and return a handle without waiting for it."""
+        ...
+
+    def collect_draws(self, handle: object) -> DrawResult:
+        """Wait for the draws of a dispatched step, which precede it, and return what they drew."""
         ...
 
     def collect(self, handle: object) -> StepResult:

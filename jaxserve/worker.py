@@ -22,6 +22,7 @@ from jaxserve.config.data_parallel import parallelism
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.core.profiling import Profiling
+from jaxserve.engine.grammar.grammars import Grammars
 from jaxserve.engine.multihost.process_group import ProcessGroup
 from jaxserve.engine.process.main import run
 from jaxserve.engine.scheduling.scheduler import Scheduler
@@ -60,6 +61,8 @@ from jaxserve.runtime.sizing.memory_advice import deploy_or_advise
 from jaxserve.runtime.sizing.sizes import Sizes
 from jaxserve.runtime.sizing.temp_memory import size_pool_by_compiler
 from jaxserve.runtime.step.page_copies import row_specs
+from jaxserve.text.grammars.vocabulary import load_vocabulary
+from jaxserve.text.tokenizers.tokenizer import load_tokenizer
 from jaxserve.weights import check_tensors, checkpoint_kv_scales, stored_types
 
 logger = logging.getLogger("jaxserve.worker")
@@ -91,6 +94,7 @@ def build_engine(config: EngineConfig, nodes: ProcessGroup | None = None) -> tup
     elsewhere = int if nodes is None else lambda: nodes.peer_compiles
     executor = DeviceExecutor(
         *(calls, parts.deployment.capacity, timeline, parts.programs.substitute, elsewhere),
+        vocab_size=parts.deployment.model.padded_vocab_size,
         calculates_kv_scales=config.calculate_kv_scales,
         expert_tokens=_expert_tokens(parts.deployment),
     )
@@ -308,6 +312,7 @@ def _make_loop(
         num_host_pages=num_host_pages,
         host_write_policy=config.hicache_write_policy,
         speculation=speculation,
+        grammars=Grammars(lambda: load_vocabulary(load_tokenizer(model_source.resolve(config.model)))),
     )
     return EngineLoop(
         scheduler,

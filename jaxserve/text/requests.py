@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from jaxserve.api_types import MAX_STOP_IDS, EngineInfo, EngineRequest, SamplingParams
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.stop_regex import check_patterns
@@ -24,15 +26,18 @@ def sample_requests(
     *,
     priority: int | None = None,
     cache_salt: str | None = None,
+    grammar: str = "",
 ) -> list[EngineRequest]:
     """Return the requests for the `n` samples of one prompt, named `name`-0, -1 and so on.
 
-    A higher `priority` is served first; only requests with the same `cache_salt` share cached prefixes. Raises
+    `grammar` is that of `sampling.structured_outputs`, checked. A higher `priority` is served first; only requests with the same `cache_salt` share cached prefixes. Raises
     `InvalidRequestError` for a value out of range.
     """
     check_patterns(sampling.stop_regex)
     stop_ids = _stop_ids(sampling, tokenizer, info.vocab_size)
     _check_priority(priority or 0, info)
+    # The engine knows grammars only, whichever form they came in
+    sampling = msgspec.structs.replace(sampling, structured_outputs=None)
     if cache_salt == "":
         raise InvalidRequestError("cache_salt is empty: give a text, or leave it out", param="cache_salt")
     return [
@@ -45,6 +50,7 @@ def sample_requests(
             sample=sample,
             priority=priority or 0,
             namespace=cache_salt or "",
+            grammar=grammar,
         )
         for sample in range(sampling.n)
     ]

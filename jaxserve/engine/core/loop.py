@@ -48,6 +48,7 @@ class EngineLoop:
         self._depth = 1 if overlap else 0
         self._in_flight: deque[tuple[StepPlan, object]] = deque()
         self._log = StepLog(scheduler, decode_log_interval)
+        self._drawing = False  # the newest step in flight has draws to commit
         self._failure: str | None = None
 
     @property
@@ -73,14 +74,21 @@ class EngineLoop:
             handle = self._guard(lambda: self._executor.dispatch(plan))
             self._in_flight.append((plan, handle))
             self._log.log_dispatched(plan)
+            self._drawing = bool(plan.draws)
+        events: list[TokenEvent] = []
         if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
-            return self._collect()
-        return self._scheduler.take_events()
+            if len(self._in_flight) == 1:
+                events += self._collect_draws()
+            events += self._collect()
+        # What the newest step draws is there as soon as the one before it is done.
+        return events + self._collect_draws() + self._scheduler.take_events()
 
     def flush(self) -> list[TokenEvent]:
         """Commit every step in flight without starting another, and return the events."""
         events: list[TokenEvent] = []
         while self._in_flight:
+            if len(self._in_flight) == 1:
+                events += self._collect_draws()
             events += self._collect()
         return events
 
@@ -104,6 +112,16 @@ class EngineLoop:
                 expert_tokens=self._guard(self._executor.expert_tokens) if check else (),
             )
         return stats
+
+    def _collect_draws(self) -> list[TokenEvent]:
+        """Commit what the newest step in flight draws before it computes anything, if that has not been done."""
+        if not self._drawing:
+            return []
+        self._drawing = False
+        plan, handle = self._in_flight[-1]
+        result = self._guard(lambda: self._executor.collect_draws(handle))
+        with self.timeline.span("commit"):
+            return self._scheduler.commit_draws(plan, result)
 
     def _collect(self) -> list[TokenEvent]:
         plan, handle = self._in_flight.popleft()

@@ -32,13 +32,13 @@ class StepLog:
 
     def log_dispatched(self, plan: StepPlan) -> None:
         """Log a prefill line if the dispatched step has prompt chunks."""
-        chunks = plan.chunks
-        if len(chunks) > plan.num_decodes and logger.isEnabledFor(logging.INFO):
+        chunks = plan.chunks[plan.num_decodes + plan.num_forced :]
+        if chunks and logger.isEnabledFor(logging.INFO):
             stats = self._scheduler.stats()
             logger.info(
                 prefill_line(
                     new_seq=len(plan.opens),
-                    new_token=sum(chunk.length for chunk in chunks[plan.num_decodes :]),
+                    new_token=sum(chunk.length for chunk in chunks),
                     # Not the plan's cached tokens: a restart after a retraction does not count as a hit.
                     cached_token=stats.cache_hit_tokens - self._hits_before,
                     usage=_usage(stats),

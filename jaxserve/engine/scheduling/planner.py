@@ -8,6 +8,7 @@ rank has its own token budget and pages. The scheduler retracts requests beforeh
 from __future__ import annotations
 
 import bisect
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
@@ -18,7 +19,20 @@ from jaxserve.engine.scheduling.request import Request
 from jaxserve.engine.scheduling.request_table import RequestTable
 from jaxserve.engine.speculation.speculation import Speculation
 from jaxserve.errors import ConfigError
-from jaxserve.step_plan import Capacity, Chunk, DraftRead, PageCopy, SlotOpen, StepPlan
+from jaxserve.step_plan import Capacity, Chunk, Draw, DraftRead, PageCopy, SlotOpen, StepPlan
+
+
+# Forced tokens of a request, from which on they make a chunk, and how many of them at most.
+_MIN_RUN, _MAX_RUN = 3, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """Of a step, the draws within grammars with their requests, and the requests with a chunk of forced tokens."""
+
+    draws: list[Draw] = dataclasses.field(default_factory=list)
+    requests: list[Request] = dataclasses.field(default_factory=list)
+    forced: list[Request] = dataclasses.field(default_factory=list)
 
 
 class Planner:
@@ -56,17 +70,18 @@ class Planner:
         self._max_unread = capacity.max_unread
         self._rotation_length = capacity.rotation_length
         self._no_pages: tuple[tuple[int, ...], ...] = ((),) * len(capacity.pages_by_group)
+        self._step_tokens = min(max_num_batched_tokens, capacity.token_buckets[-1])
         self.prefills = PrefillChooser(
             table,
             capacity,
             prefill_tokens=min(chunked_prefill_size, max_prefill_tokens),
-            step_tokens=min(max_num_batched_tokens, capacity.token_buckets[-1]),
+            step_tokens=self._step_tokens,
             ratio=ratio,
             shares_prefixes=shares_prefixes,
         )
 
-    def next_step(self, *, admit: bool) -> tuple[StepPlan, list[Request]] | None:
-        """Return the next step and the requests of its chunks, or None if there is no token to compute.
+    def next_step(self, *, admit: bool) -> tuple[StepPlan, list[Request], list[Request]] | None:
+        """Return the next step and the requests of its chunks and of its draws, or None if there is nothing to compute.
 
         With `admit`, waiting requests may start. There must be pages for all decodes: see `is_short_of_pages`.
         """
@@ -74,20 +89,28 @@ class Planner:
         chunks: list[Chunk] = []
         requests: list[Request] = []
         opens: list[SlotOpen] = []
+        drawing = Drawing()
         greedy = True
         decodes = []
         for rank in table.ranks:
             rank.cache.tier.save_added()
             before = len(chunks)
-            greedy = self._plan_decodes(rank, chunks, requests) and greedy
+            greedy = self._plan_decodes(rank, chunks, requests, drawing) and greedy
             decodes.append(len(chunks) - before)
         num_decodes = len(chunks)
+        for request in drawing.forced:
+            if (left := self._step_tokens - decodes[request.rank]) > 0:
+                chunk = self._forced_chunk(request, min(left, _MAX_RUN), len(drawing.forced))
+                decodes[chunk.rank] += chunk.length
+                chunks.append(chunk)
+                requests.append(request)
+        num_forced = len(chunks) - num_decodes
         for request, length in self.prefills.choose(decodes, opens, admit=admit):
             chunk = self._prefill_chunk(request, length)
             chunks.append(chunk)
             requests.append(request)
             greedy = greedy and (request.greedy or not chunk.sample)
-        if not chunks:
+        if not chunks and not drawing.draws:
             return None
         num_drafts, reads, steps = 0, list[DraftRead](), 0
         if self._speculation is not None and num_decodes:
@@ -108,8 +131,10 @@ class Planner:
             num_drafts=num_drafts,
             draft_reads=reads,
             draft_steps=steps,
+            draws=drawing.draws,
+            num_forced=num_forced,
         )
-        return plan, requests
+        return plan, requests, drawing.requests
 
     def is_short_of_pages(self, rank: Rank) -> bool:
         """Return whether the rank lacks pages for its decodes, or if there are none, for its oldest prefill."""
@@ -139,16 +164,27 @@ class Planner:
                 loads += [(group, rank.index, slot, page) for group, slot, page in loaded]
         return saves, loads
 
-    def _plan_decodes(self, rank: Rank, chunks: list[Chunk], requests: list[Request]) -> bool:
-        """Append a chunk for each decoding request of a rank; return whether all of them are greedy."""
+    def _plan_decodes(self, rank: Rank, chunks: list[Chunk], requests: list[Request], drawing: Drawing) -> bool:
+        """Append a chunk for each decoding request of a rank; return whether all of them are greedy.
+
+        Of requests with a grammar, those whose next token is known or can be drawn.
+        """
         page_size, index, no_pages = self._page_size, rank.index, self._no_pages
         greedy = True
         ending = []
         for request in rank.decoding.values():
             outputs, most = request.num_planned_outputs + 1, request.max_new_tokens
-            if outputs > most:  # it may end by drafts in flight
-                continue
             position = request.num_planned_tokens
+            constrained = request.grammar is not None
+            if constrained:
+                if not self._plan_draw(request, drawing):
+                    continue
+                outputs = request.num_planned_outputs
+                if outputs == most and position == request.num_known_tokens:
+                    ending.append(request)
+                    continue
+            elif outputs > most:  # it may end by drafts in flight
+                continue
             slot = request.slot
             assert slot is not None
             chunks.append(
@@ -161,12 +197,14 @@ class Planner:
                     tokens=None,
                     new_pages=no_pages if position % page_size else rank.extend(request, position + 1),
                     logits=1,
-                    sample=True,
+                    sample=not constrained,
                 )
             )
             requests.append(request)
             request.num_planned_tokens = position + 1
             request.num_planned_outputs = outputs
+            if constrained:
+                continue
             if outputs == most and not request.num_unverified_tokens:
                 ending.append(request)
             if not request.greedy:
@@ -174,6 +212,50 @@ class Planner:
         for request in ending:
             rank.advance(request, last=True)
         return greedy
+
+    def _plan_draw(self, request: Request, drawing: Drawing) -> bool:
+        """Plan how a request with a grammar gets its next token; return whether it is a decode of this step then.
+
+        A short run of forced tokens is set one by one, as decodes; a longer one makes a chunk of its own.
+        """
+        assert request.slot is not None
+        run = request.num_known_tokens - request.num_planned_tokens
+        if run >= _MIN_RUN:
+            drawing.forced.append(request)
+        elif run > 0:
+            [token] = request.tokens(request.num_planned_tokens, request.num_planned_tokens + 1)
+            drawing.draws.append(Draw(rank=request.rank, slot=request.slot, token=token))
+            drawing.requests.append(request)
+            return True
+        elif run == 0 and request.allowed is not None:
+            drawing.draws.append(Draw(rank=request.rank, slot=request.slot, allowed=request.allowed))
+            drawing.requests.append(request)
+            request.allowed = None
+            request.num_planned_outputs += 1
+            return True
+        return False
+
+    def _forced_chunk(self, request: Request, most: int, num_forced: int) -> Chunk:
+        """Plan at most `most` tokens that a grammar left no choice for, on pages that no other request may need."""
+        rank, start = self._table.ranks[request.rank], request.num_planned_tokens
+        length = min(request.num_known_tokens - start, most)
+        if length > (room := -start % self._page_size):
+            spare = rank.num_available_pages - len(rank.decoding) - num_forced
+            length = min(length, room + max(0, spare) * self._page_size + (not room))
+        assert request.slot is not None
+        chunk = Chunk(
+            request_id=request.request_id,
+            slot=request.slot,
+            rank=rank.index,
+            start=start,
+            length=length,
+            tokens=request.tokens(start, start + length),
+            new_pages=rank.extend(request, start + length),
+            logits=1,
+            sample=False,
+        )
+        request.num_planned_tokens = start + length
+        return chunk
 
     def _choose_drafts(
         self, speculation: Speculation, chunks: Sequence[Chunk], decoding: Sequence[Request]
@@ -222,7 +304,7 @@ class Planner:
             if count > (room := -planned % page_size):
                 # Each other request may need a page for its next step
                 count = min(count, room + max(0, rank.num_available_pages - rows[chunk.rank]) * page_size)
-            if count <= 0 or (self._most_read and not self._read_for_drafts(rank, request, reads)):
+            if count <= 0 or request.grammar is not None or (self._most_read and not self._read_for_drafts(rank, request, reads)):
                 continue
             total += count
             request.plan_drafts(count)
@@ -261,7 +343,8 @@ class Planner:
         start = request.num_planned_tokens
         end = start + length
         is_last = end == request.num_fill_tokens
-        samples = is_last and request.max_new_tokens > 0
+        needs_logits = is_last and request.max_new_tokens > 0
+        samples = needs_logits and request.grammar is None
         wants = request.needs_prompt_logprobs
         slot = request.slot
         assert slot is not None
@@ -273,7 +356,7 @@ class Planner:
             length=length,
             tokens=request.tokens(start, end),
             new_pages=rank.extend(request, end),
-            logits=length if wants else int(samples),
+            logits=length if wants else int(needs_logits),
             sample=samples,
             target=request.prompt_ids[end] if wants and end < request.num_prompt_tokens else None,
         )

@@ -122,6 +122,7 @@ class Rank:
             cached_pages=tuple(map(tuple, request.pages)),
             num_cached_tokens=cached,
             namespace=request.cache_salt,
+            constrained=request.grammar is not None,
         )
 
     def extend(self, request: Request, num_tokens: int, *, drafts: bool = False) -> tuple[tuple[int, ...], ...]:

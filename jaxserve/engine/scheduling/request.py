@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 
 from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenEvent, TokenLogprobs, Usage
+from jaxserve.engine.grammar.grammars import RequestGrammar
 from jaxserve.engine.kv_cache.radix_node import RadixNode
 
 
@@ -30,17 +31,21 @@ class Request:
     The first `num_shared_pages` of its pages belong to the prefix cache and end at `node`, which the request has
     locked; the others are its own. A draft model has read the first `num_read_tokens` of its planned tokens.
     `acceptance` is the share of draft tokens that are accepted, None before the first.
+    A `grammar` constrains its output: `allowed` are the tokens that may be drawn next, None before they are known.
     `queue_seconds` is None before the first start, and again once it was reported.
     """
 
     __slots__ = (
         "acceptance",
+        "allowed",
         "arrival",
         "arrived_at",
         "cache_salt",
         "client",
+        "grammar",
         "greedy",
         "group_id",
+        "is_prompt_counted",
         "max_new_tokens",
         "min_tokens",
         "node",
@@ -82,6 +87,7 @@ class Request:
         arrived_at: float,
         max_new_tokens: int,
         rotation_length: int | None = None,
+        grammar: RequestGrammar | None = None,
     ) -> None:
         self.request_id = source.request_id
         self.prompt_ids = source.prompt_ids
@@ -98,6 +104,8 @@ class Request:
         self.max_new_tokens = max_new_tokens
         self.min_tokens = sampling.min_tokens
         self.greedy = sampling.greedy
+        self.grammar = grammar
+        self.allowed: bytes | None = None
         self.wants_logprobs = sampling.logprobs is not None
         # The first token has no log probability, as nothing precedes it. None if not requested, or once delivered.
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if sampling.prompt_logprobs is None else [None]
@@ -108,6 +116,7 @@ class Request:
         self.num_cached_tokens: int | None = None
         self.num_shared_pages = 0
         self.num_starts = 0
+        self.is_prompt_counted = False
         self.node: RadixNode | None = None
         self.queue_seconds: float | None = None
         self.queue_index = 0
@@ -183,6 +192,25 @@ class Request:
         if end <= prompt:
             return self.prompt_ids[start:end]
         return self.prompt_ids[start:prompt] + self.output_ids[max(start - prompt, 0) : end - prompt]
+
+    @property
+    def awaits_allowed(self) -> bool:
+        """Whether all its known tokens are planned, and its next one needs to know which tokens are allowed.
+
+        Log probabilities of the prompt come with its first token, so they must be there.
+        """
+        return (
+            self.phase is Phase.RUNNING
+            and self.allowed is None
+            and self.num_planned_tokens == self.num_known_tokens
+            and not self.needs_prompt_logprobs
+        )
+
+    def take_first_report(self) -> tuple[list[TokenLogprobs | None] | None, float | None]:
+        """Return what only the first event has, log probabilities of the prompt and the queue time; then None."""
+        prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        queue_seconds, self.queue_seconds = self.queue_seconds, None
+        return prompt_logprobs, queue_seconds
 
     def add_prompt_logprobs(self, found: list[TokenLogprobs]) -> None:
         """Add the prompt log probabilities of a chunk, without an entry for the token after the prompt."""

@@ -11,10 +11,12 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from jaxserve.api_types import EngineRequest, EngineStats, FinishReason, TokenEvent, TokenLogprobs, Usage
+from jaxserve.engine.grammar.grammars import Allowed, Grammars, RequestGrammar
 from jaxserve.engine.kv_cache.host_tier import HostTier, WritePolicy
 from jaxserve.engine.kv_cache.page_pool import PagePool
 from jaxserve.engine.kv_cache.radix_cache import RadixCache
@@ -28,7 +30,20 @@ from jaxserve.engine.scheduling.request_table import RequestTable
 from jaxserve.engine.scheduling.retraction import Retraction
 from jaxserve.engine.scheduling.scheduler_stats import SchedulerStats
 from jaxserve.engine.speculation.speculation import Speculation
-from jaxserve.step_plan import Capacity, Chunk, StepPlan, StepResult
+from jaxserve.step_plan import Capacity, Chunk, DrawResult, StepPlan, StepResult
+
+
+# Seconds that a step waits for grammars at most, while the device still computes the one before.
+_GRAMMAR_WAIT = 0.005
+
+
+class _Planned(NamedTuple):
+    """A plan in flight, with the requests of its chunks and of its draws, and when it was made."""
+
+    plan: StepPlan
+    requests: list[Request]
+    drawing: list[Request]
+    at: float
 
 
 class Scheduler:
@@ -37,7 +52,8 @@ class Scheduler:
     On each rank, a step has at most `max_num_batched_tokens` tokens, of which at most `chunked_prefill_size` and at
     most `max_prefill_tokens` belong to prompts. Beyond the free slots, at most `max_queued_requests` may wait (None: no
     limit). `random_seed` determines the seeds of requests without one. Each rank keeps pages evicted from its prefix
-    cache in `num_host_pages` pages of host memory, by KV group (none if empty). `clock` returns seconds and measures
+    cache in `num_host_pages` pages of host memory, by KV group (none if empty). Without `grammars`, requests that have one
+    are rejected. `clock` returns seconds and measures
     queue time.
     Raises `ConfigError` if a limit is so low that nothing could ever run.
     """
@@ -57,6 +73,7 @@ class Scheduler:
         num_host_pages: Sequence[int] = (),
         host_write_policy: WritePolicy = "write_through",
         speculation: Speculation | None = None,
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._capacity = capacity
@@ -83,9 +100,11 @@ class Scheduler:
             speculation=speculation,
         )
         self._speculation = speculation
+        self._grammars = grammars
+        self._awaiting: dict[str, Request] = {}
         self._max_queued_requests = max_queued_requests
         self._random = random.Random(random_seed)
-        self._in_flight: deque[tuple[StepPlan, list[Request], float]] = deque()
+        self._in_flight: deque[_Planned] = deque()
         self._committed_at = 0.0
         self._events: list[TokenEvent] = []
         self._num_arrived = 0
@@ -106,22 +125,27 @@ class Scheduler:
                 request,
                 f"queue full: {self.num_waiting} requests wait and --max-queued-requests is {limit}; try again later",
             )
+        if request.grammar and self._grammars is None:
+            return _rejection(request, "this engine follows no grammars")
         sampling = request.sampling
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._random.getrandbits(63))
         self._num_arrived += 1
         if not self._table.requests:
             self._ratio.reset()
-        self._table.add(
-            Request(
-                request,
-                sampling=sampling,
-                arrival=self._num_arrived,
-                arrived_at=self._clock(),
-                max_new_tokens=admission.max_new_tokens(request, self._capacity),
-                rotation_length=self._capacity.rotation_length,
-            )
+        added = Request(
+            request,
+            sampling=sampling,
+            arrival=self._num_arrived,
+            arrived_at=self._clock(),
+            max_new_tokens=admission.max_new_tokens(request, self._capacity),
+            rotation_length=self._capacity.rotation_length,
+            grammar=_grammar(request),
         )
+        self._table.add(added)
+        if added.grammar is not None and self._grammars is not None:
+            self._awaiting[added.request_id] = added
+            self._grammars.submit([added.grammar])
         return None
 
     def abort(self, request_id: str) -> TokenEvent | None:
@@ -132,6 +156,8 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Return the next step, or None if there is nothing to compute before a step in flight is committed."""
         table = self._table
+        if self._awaiting:
+            self._use_allowed()
         for rank in self._ranks:
             rank.release_planned()
         num_retracted = self._retraction.retract(self._events, in_flight=bool(self._in_flight))
@@ -140,28 +166,48 @@ class Scheduler:
         # A request that was just retracted must not start again at once: it would take back the pages it freed.
         planned = self._planner.next_step(admit=num_retracted == 0)
         if planned is None:
-            assert not table.waiting or self._in_flight, "requests wait, nothing runs, and none may start"
+            waits = self._in_flight or self._awaiting
+            assert not table.waiting or waits, "requests wait, nothing runs, and none may start"
             return None
-        plan, requests = planned
-        self._in_flight.append((plan, requests, 0.0 if self._speculation is None else self._clock()))
+        plan, requests, drawing = planned
+        now = 0.0 if self._speculation is None else self._clock()
+        self._in_flight.append(_Planned(plan, requests, drawing, now))
         if plan.num_decodes:
             self._ratio.decay()
         if plan.opens:
             self._stats.count_starts(requests[-len(plan.opens) :], self._clock())
-        self._stats.count_step(plan)
+        if plan.chunks:
+            self._stats.count_step(plan)
         return plan
+
+    def commit_draws(self, plan: StepPlan, result: DrawResult) -> list[TokenEvent]:
+        """Process what the draws of the newest plan drew; drop tokens of requests that have ended meanwhile."""
+        planned = self._in_flight[-1]
+        assert planned.plan is plan, "draws are committed before the next step is planned"
+        assert self._grammars is not None
+        events, pushed = self.take_events(), []
+        for index, (request, draw, token) in enumerate(zip(planned.drawing, plan.draws, result.tokens, strict=True)):
+            if request.phase is not Phase.RUNNING or draw.token is not None:
+                continue
+            assert request.grammar is not None
+            events.append(self._add_tokens(request, [token], result.logprobs.get(index)))
+            if request.phase is Phase.RUNNING:
+                self._awaiting[request.request_id] = request
+                if request.grammar.push(token):
+                    pushed.append(request.grammar)
+        self._grammars.submit(pushed)
+        return events
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Process the result of the oldest plan in flight; drop tokens of requests that have ended meanwhile."""
-        planned, requests, planned_at = self._in_flight.popleft()
+        planned, requests, _, planned_at = self._in_flight.popleft()
         assert planned is plan, "plans are committed in the order they were made"
-        if self._speculation is not None:
+        if self._speculation is not None and plan.chunks:
             self._time_step(plan, planned_at, self._speculation)
         self._stats.num_steps += 1
         events = self.take_events()
         logprobs = result.logprobs
         running = Phase.RUNNING
-        num_tokens = 0
         for index, (request, chunk, tokens) in enumerate(zip(requests, plan.chunks, result.tokens, strict=True)):
             if request.phase is not running:
                 continue
@@ -170,41 +216,14 @@ class Scheduler:
                 self._count_drafts(request, chunk, result.drafts[index])
             if request.prompt_logprobs is not None:
                 request.add_prompt_logprobs(result.prompt_logprobs.get(index, []))
-            outputs = request.output_ids
-            if not outputs and request.num_computed_tokens == request.num_prompt_tokens:
+            if request.num_computed_tokens == request.num_prompt_tokens and not request.is_prompt_counted:
+                request.is_prompt_counted = True
                 self._stats.prompt_tokens += request.num_prompt_tokens
                 if request.max_new_tokens == 0:
                     events.append(self._finish(request, FinishReason.LENGTH))
             if not tokens:
                 continue
-            reason = stop_id = None
-            for count, token in enumerate(tokens, 1):
-                outputs.append(token)
-                if token in request.stop_ids and len(outputs) > request.min_tokens:
-                    reason, stop_id = FinishReason.STOP, token
-                elif len(outputs) >= request.max_new_tokens:
-                    reason = FinishReason.LENGTH
-                if reason is not None:
-                    tokens = tokens[:count]
-                    break
-            num_tokens += len(tokens)
-            if reason is not None:
-                events.append(self._finish(request, reason, tokens, stop_id, logprobs.get(index)))
-            elif request.wants_logprobs or request.queue_seconds is not None:
-                prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
-                queue_seconds, request.queue_seconds = request.queue_seconds, None
-                events.append(
-                    TokenEvent(
-                        request.request_id,
-                        tokens,
-                        logprobs=logprobs.get(index),
-                        prompt_logprobs=prompt_logprobs,
-                        queue_seconds=queue_seconds,
-                    )
-                )
-            else:
-                events.append(TokenEvent(request.request_id, tokens))
-        self._stats.generation_tokens += num_tokens
+            events.append(self._add_tokens(request, tokens, logprobs.get(index)))
         return events
 
     def take_events(self) -> list[TokenEvent]:
@@ -262,6 +281,71 @@ class Scheduler:
         """Return the inconsistencies found in pages, slots and queues, as sentences."""
         return self._table.check()
 
+    def _add_tokens(
+        self, request: Request, tokens: list[int], logprobs: list[TokenLogprobs] | None = None
+    ) -> TokenEvent:
+        """Add tokens to the output, up to one that ends it, and return the event that reports them."""
+        outputs = request.output_ids
+        reason = stop_id = None
+        for count, token in enumerate(tokens, 1):
+            outputs.append(token)
+            if token in request.stop_ids and len(outputs) > request.min_tokens:
+                reason, stop_id = FinishReason.STOP, token
+            elif len(outputs) >= request.max_new_tokens:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                tokens = tokens[:count]
+                break
+        self._stats.generation_tokens += len(tokens)
+        if reason is not None:
+            return self._finish(request, reason, tokens, stop_id, logprobs)
+        if not request.wants_logprobs and request.queue_seconds is None:
+            return TokenEvent(request.request_id, tokens)
+        prompt_logprobs, queue_seconds = request.take_first_report()
+        return TokenEvent(
+            request.request_id,
+            tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            queue_seconds=queue_seconds,
+        )
+
+    def _use_allowed(self) -> None:
+        """Let requests go on whose grammar was followed meanwhile; wait for those that take no longer than a moment.
+
+        If the device has nothing to do, also for others, so that the caller needn't ask again at once.
+        """
+        assert self._grammars is not None
+        idle = not self._in_flight and all(request.grammar is not None for request in self._table.running)
+        waiting = [one.grammar for one in self._awaiting.values() if one.grammar is not None and one.awaits_allowed]
+        self._grammars.wait(waiting, _GRAMMAR_WAIT, also_slow=idle)
+        for request in list(self._awaiting.values()):
+            assert request.grammar is not None
+            if request.phase is Phase.FINISHED:
+                del self._awaiting[request.request_id]
+            elif request.awaits_allowed and (found := request.grammar.next()) is not None:
+                del self._awaiting[request.request_id]
+                self._use(request, found)
+
+    def _use(self, request: Request, found: Allowed) -> None:
+        """Let a request go on as its grammar says."""
+        if found.error is not None:
+            self._table.finish(request)
+            error = f"the grammar can't be followed any further: {found.error}"
+            self._events.append(request.last_event(FinishReason.ERROR, [], error=error))
+            return
+        if found.forced:
+            forced = list(found.forced)
+            event = self._add_tokens(request, forced)
+            request.num_planned_outputs = len(request.output_ids)
+            if event.finish_reason is None and found.complete:
+                event = self._finish(request, FinishReason.STOP, event.token_ids)
+            self._events.append(event)
+        elif found.complete:
+            self._events.append(self._finish(request, FinishReason.STOP))
+        if request.phase is Phase.RUNNING:
+            request.allowed = found.tokens
+
     def _count_drafts(self, request: Request, chunk: Chunk, compared: tuple[int, int]) -> None:
         """Count a chunk's draft, and take back what was planned for the tokens that were rejected."""
         assert self._speculation is not None
@@ -294,6 +378,8 @@ class Scheduler:
     ) -> TokenEvent:
         """Remove a request from the table and return its last event."""
         self._table.finish(request)
+        if request.grammar is not None and self._grammars is not None:
+            self._grammars.release(request.grammar)
         return request.last_event(reason, list(token_ids), stop_id=stop_id, logprobs=logprobs)
 
 
@@ -309,6 +395,20 @@ def _make_rank(
     ]
     tier = HostTier(num_host_pages[0] if num_host_pages else 0, size, policy, copies)
     return Rank(index, capacity, RadixCache(pool, tier, windows, disabled=not prefix_cache), pool)
+
+
+def _grammar(request: EngineRequest) -> RequestGrammar | None:
+    """Return the grammar of a request that produces any output."""
+    sampling = request.sampling
+    if not request.grammar or sampling.max_tokens == 0:
+        return None
+    return RequestGrammar(
+        request.grammar,
+        stop_ids=request.stop_ids,
+        min_tokens=sampling.min_tokens,
+        ignore_eos=sampling.ignore_eos,
+        one_by_one=sampling.penalized or sampling.logprobs is not None,
+    )
 
 
 def _rejection(request: EngineRequest, error: str) -> TokenEvent:

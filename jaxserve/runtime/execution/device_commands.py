@@ -22,7 +22,6 @@ from jaxserve.runtime.execution.local_shard import LocalShard, local_shard, span
 from jaxserve.runtime.programs.builder import leaves_of, read_key, write_key
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.step.state import ArraySpec, DeviceState
-from jaxserve.runtime.step.step import StepOutput
 
 Slots = list[list[int]]
 
@@ -65,7 +64,7 @@ class DeviceCommands(Protocol):
 
     def update(self, key: str, packed: np.ndarray) -> None: ...
 
-    def step(self, key: ProgramKey, packed: np.ndarray) -> StepOutput: ...
+    def step(self, key: ProgramKey, packed: np.ndarray) -> Any: ...
 
     def save(self, group: int, packed: np.ndarray, slots: Slots) -> None: ...
 
@@ -99,8 +98,8 @@ class LocalCommands:
         """Run a program that opens slots (see `slot_update`)."""
         self._state = self._programs[key](self._state, self._input(packed))
 
-    def step(self, key: ProgramKey, packed: np.ndarray) -> StepOutput:
-        """Start a step and return its output, without waiting for it."""
+    def step(self, key: ProgramKey, packed: np.ndarray) -> Any:
+        """Start a step, or a program before it, and return its output without waiting for it."""
         self._state, output = self._programs[key](self._params, self._state, self._input(packed))
         return output
 
@@ -141,7 +140,7 @@ class BroadcastCommands:
         self._broadcast(self._encode(UpdateCommand(key, packed.data)))  # type: ignore[arg-type]
         self._commands.update(key, packed)
 
-    def step(self, key: ProgramKey, packed: np.ndarray) -> StepOutput:
+    def step(self, key: ProgramKey, packed: np.ndarray) -> Any:
         self._broadcast(self._encode(StepCommand(str(key), packed.data)))  # type: ignore[arg-type]
         return self._commands.step(key, packed)
 
@@ -174,7 +173,7 @@ class FollowerExecutor:
         self._keys = {str(key): key for key in programs}
         self._num_ranks = num_ranks
         self._decode = msgspec.msgpack.Decoder(Command).decode
-        self._steps: queue.SimpleQueue[StepOutput] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._on_failure = on_failure
         threading.Thread(target=self._watch, name="jaxserve-steps", daemon=True).start()
 

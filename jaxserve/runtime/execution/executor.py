@@ -28,6 +28,7 @@ from jaxserve.runtime.speculation.draft_model import DraftKey
 from jaxserve.runtime.step import batch as batches
 from jaxserve.runtime.step import kv_scales
 from jaxserve.runtime.step.draft import pack_drafts, pack_nothing, pack_reads
+from jaxserve.runtime.step.draw import DrawKey, DrawOutput, pack_draws, pack_no_draws
 from jaxserve.runtime.step.input_packing import InputPacking
 from jaxserve.runtime.step.page_copies import PAGES_PER_COPY
 from jaxserve.runtime.step.sampling import Logprobs
@@ -40,11 +41,20 @@ from jaxserve.runtime.step.slot_update import (
     update_packing,
 )
 from jaxserve.runtime.step.step import StepOutput
-from jaxserve.step_plan import Capacity, Chunk, PageCopy, SlotOpen, StepPlan, StepResult
+from jaxserve.step_plan import Capacity, Chunk, Draw, DrawResult, PageCopy, SlotOpen, StepPlan, StepResult
 
 logger = logging.getLogger("jaxserve.runtime")
 
 _NO_REQUESTS = StepPlan(opens=[], chunks=[], closes=[], num_decodes=0, greedy=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Drawn:
+    """The draws before a step: the row of each in its rank, and its parameters."""
+
+    rows: list[int]
+    sampling: list[SamplingParams]
+    output: DrawOutput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +67,8 @@ class _InFlight:
 
     plan: StepPlan
     sampling: list[SamplingParams]
-    output: StepOutput
+    output: StepOutput | None
+    drawn: _Drawn | None
 
 
 class DeviceExecutor:
@@ -66,7 +77,7 @@ class DeviceExecutor:
     `timeline` records the phases of a step. `substitute` returns the program to run instead of one that could not be
     loaded. `remote_compiles` returns how many programs the other processes of the mesh have compiled. With
     `calculates_kv_scales`, the first prompts decide the scales of the KV cache, before the first page is written.
-    `expert_tokens` counts the tokens of a mixture's experts.
+    `expert_tokens` counts the tokens of a mixture's experts. `vocab_size` is that of the programs, with padding.
     """
 
     def __init__(
@@ -77,11 +88,13 @@ class DeviceExecutor:
         substitute: Callable[[batches.StepKey], batches.StepKey] = lambda key: key,
         remote_compiles: Callable[[], int] = int,
         *,
+        vocab_size: int = 0,
         calculates_kv_scales: bool = False,
         expert_tokens: ExpertTokens | None = None,
     ) -> None:
         self._commands = commands
         self._capacity = capacity
+        self._vocab_size = vocab_size
         self._update_packing = update_packing(len(capacity.pages_by_group))
         self._timeline = timeline or Timeline()
         self._substitute = substitute
@@ -118,10 +131,13 @@ class DeviceExecutor:
         for key in (*keys, *keys):
             if isinstance(key, batches.StepKey):
                 shape = batches.step_shape(key, self._capacity)
-                output = self._commands.step(key, batches.pack_step(_NO_REQUESTS, shape, self._capacity))
-                jax.block_until_ready(output)
+                jax.block_until_ready(
+                    self._commands.step(key, batches.pack_step(_NO_REQUESTS, shape, self._capacity))
+                )
             elif isinstance(key, DraftKey):
                 jax.block_until_ready(self._commands.step(key, pack_nothing(key, self._capacity)))
+            elif isinstance(key, DrawKey):
+                jax.block_until_ready(self._commands.step(key, pack_no_draws(key, self._capacity, self._vocab_size)))
             else:
                 self._run_without_pages(key)
         self._commands.store_arrived()
@@ -143,28 +159,51 @@ class DeviceExecutor:
         if plan.draft_reads or plan.draft_steps:
             with self._timeline.span("dispatch"):
                 self._draft(plan)
+        drawn = None
+        if plan.draws:
+            with self._timeline.span("dispatch"):
+                drawn = self._draw(plan.draws)
+            if not plan.chunks:
+                return _InFlight(plan, [], None, drawn)
         with self._timeline.span("build"):
             key = self._substitute(batches.choose_program(plan, self._capacity))
             packed = batches.pack_step(plan, batches.step_shape(key, self._capacity), self._capacity)
         with self._timeline.span("dispatch"):
-            output = self._commands.step(key, packed)
+            output: StepOutput = self._commands.step(key, packed)
             sampling: list[SamplingParams] = []
             if output.logprobs is not None or output.prompt_logprobs is not None:
                 sampling = [self._sampling[chunk.rank, chunk.slot] for chunk in plan.chunks]
                 output = _without_unwanted(output, sampling)
             for array in jax.tree.leaves((output.tokens, output.logprobs, output.prompt_logprobs)):
                 array.copy_to_host_async()
-        return _InFlight(plan, sampling, output)
+        return _InFlight(plan, sampling, output, drawn)
+
+    def collect_draws(self, handle: object) -> DrawResult:
+        """Wait for the draws before a step and return what they drew."""
+        assert isinstance(handle, _InFlight)
+        assert handle.drawn is not None
+        drawn = handle.drawn
+        with self._timeline.span("wait"):
+            tokens, logprobs = np.asarray(drawn.output.tokens), _fetch(drawn.output.logprobs)
+        at = [(draw.rank, row) for draw, row in zip(handle.plan.draws, drawn.rows)]
+        result = DrawResult([int(tokens[one]) for one in at])
+        for index, sampling in enumerate(drawn.sampling):
+            if logprobs is not None and sampling.logprobs is not None:
+                result.logprobs[index] = [_read(logprobs, at[index], result.tokens[index], sampling.logprobs)]
+        return result
 
     def collect(self, handle: object) -> StepResult:
         """Wait for a step and return the results of its chunks."""
         assert isinstance(handle, _InFlight)
         self._commands.store_arrived()
+        output = handle.output
+        if output is None:
+            return StepResult(tokens=[], logprobs={}, prompt_logprobs={})
         with self._timeline.span("wait"):
-            tokens = np.asarray(handle.output.tokens)
-            logprobs = _fetch(handle.output.logprobs)
-            prompt_logprobs = _fetch(handle.output.prompt_logprobs)
-            self._expert_tokens.record(handle.output.expert_tokens)
+            tokens = np.asarray(output.tokens)
+            logprobs = _fetch(output.logprobs)
+            prompt_logprobs = _fetch(output.prompt_logprobs)
+            self._expert_tokens.record(output.expert_tokens)
         with self._timeline.span("commit"):
             chunks = handle.plan.chunks
             rows = _by_chunk(tokens, chunks)
@@ -216,6 +255,17 @@ class DeviceExecutor:
         for group, copies in self._split_copies(plan.loads):
             self._commands.load(group, _packed_pages(_targets(copies)), _sources(copies))
         self._open(plan.opens)
+
+    def _draw(self, draws: list[Draw]) -> _Drawn:
+        """Start the program that draws within grammars."""
+        key, packed, rows = pack_draws(draws, self._capacity, self._vocab_size)
+        output: DrawOutput = self._commands.step(key, packed)
+        sampling = [self._sampling[draw.rank, draw.slot] for draw in draws]
+        if all(one.logprobs is None for one in sampling):
+            output = dataclasses.replace(output, logprobs=None)
+        for array in jax.tree.leaves(output):
+            array.copy_to_host_async()
+        return _Drawn(rows, sampling, output)
 
     def _draft(self, plan: StepPlan) -> None:
         """Run the programs of a draft model that precede the step."""

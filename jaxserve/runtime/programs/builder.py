@@ -33,6 +33,7 @@ from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.speculation.draft_model import DraftKey
 from jaxserve.runtime.step.batch import StepKey, step_packing, step_shape
 from jaxserve.runtime.step.draft import draft_packing, make_draft
+from jaxserve.runtime.step.draw import DrawKey, DrawOutput, draw_packing, make_draw
 from jaxserve.runtime.step.kv_scales import make_kv_scales, num_tokens, scales_packing
 from jaxserve.runtime.step.page_copies import make_read_pages, make_write_pages, row_specs
 from jaxserve.runtime.step.sampling import Logprobs
@@ -120,6 +121,9 @@ class ProgramBuilder:
         if isinstance(key, str):
             size = scales_packing(num_tokens(self.capacity)).size
             return make_kv_scales(self.context, self.capacity, *specs), self._packed(size)
+        if isinstance(key, DrawKey):
+            draw = make_draw(self.context, key, *specs, replicate_output=self.num_processes > 1)
+            return draw, self._packed(draw_packing(key, self.context.model.padded_vocab_size).size)
         if isinstance(key, DraftKey):
             return make_draft(self.context, key, self.capacity, *specs), self._packed(
                 draft_packing(key, self.capacity).size
@@ -224,7 +228,7 @@ class ProgramBuilder:
             _, *others = self._without_weights(key)
             out = (given, row_specs(given, copied_group(key))) if key.startswith(_READ) else given
             return jax.tree.structure(((leaves_of(given), *others), {})), jax.tree.structure(_state_as_leaves(out))
-        output: Any = ()
+        output: Any = DrawOutput(0, Logprobs(0, 0, 0)) if isinstance(key, DrawKey) else ()  # type: ignore[arg-type]
         if isinstance(key, StepKey):
             logprobs = None if key.greedy else Logprobs(0, 0, 0)  # type: ignore[arg-type]
             prompt = Logprobs(0, 0, 0) if key.kind == "prompt_logprobs" else None  # type: ignore[arg-type]
@@ -273,7 +277,7 @@ def by_compile_cost(keys: Sequence[ProgramKey]) -> list[ProgramKey]:
 def _cost(key: ProgramKey) -> tuple[bool, int]:
     if isinstance(key, str):
         return (key == KV_SCALES_KEY, 0)
-    return (key.kind not in ("decode", "draft"), key.size)
+    return (not isinstance(key, DrawKey) and key.kind not in ("decode", "draft"), key.size)
 
 
 def compiler_options(mesh: Mesh, num_processes: int) -> dict[str, Any]:

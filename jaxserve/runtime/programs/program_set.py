@@ -17,13 +17,14 @@ from typing import Any
 
 from jaxserve.runtime.speculation.draft_model import DraftKey
 from jaxserve.runtime.step.batch import StepKey
+from jaxserve.runtime.step.draw import DrawKey
 
 logger = logging.getLogger("jaxserve.runtime")
 
 # An assumed prompt length, which only the order of loading depends on.
 _PROMPT_TOKENS = 64
 
-ProgramKey = StepKey | DraftKey | str
+ProgramKey = StepKey | DraftKey | DrawKey | str
 Program = Callable[..., Any]
 
 

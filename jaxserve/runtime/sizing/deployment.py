@@ -44,6 +44,7 @@ from jaxserve.runtime.sizing.mesh_validation import check_mesh
 from jaxserve.runtime.sizing.sizes import Sizes, attention_problem, resolve_sizes
 from jaxserve.runtime.step.batch import StepKey
 from jaxserve.runtime.step.draft import draft_keys
+from jaxserve.runtime.step.draw import draw_keys
 from jaxserve.runtime.step.state import DeviceState, expert_tokens_spec, pool_layout, state_specs
 from jaxserve.runtime.step.step import StepContext
 from jaxserve.step_plan import Capacity, WindowGroup
@@ -147,7 +148,8 @@ class Deployment:
         copies = [key for group in groups for key in (read_key(group), write_key(group))]
         scales = [KV_SCALES_KEY] if self.config.calculate_kv_scales else []
         prompts = [READ_PROMPTS_KEY] if self.drafting is not None else []
-        return [UPDATE_KEY, ADJUST_KEY, *prompts, *scales, *copies, *draft_keys(self.capacity), *self.step_keys]
+        others: list[ProgramKey] = [*draw_keys(self.capacity), *draft_keys(self.capacity)]
+        return [UPDATE_KEY, ADJUST_KEY, *prompts, *scales, *copies, *others, *self.step_keys]
 
     @property
     def all_params(self) -> Any:
@@ -266,6 +268,7 @@ def deploy(
     describe = functools.partial(
         state_specs,
         vocab_size=vocab_size,
+        hidden_size=model.hidden_size,
         kv_dtype=kv_dtype,
         dtype=dtype,
         platform=backend.kv_platform,

@@ -64,7 +64,8 @@ class StepShape:
 
 @flax.struct.dataclass
 class StepInput:
-    """The unpacked input of a step. `samples[r]` says whether row r draws a token after its last position.
+    """The unpacked input of a step. `samples[r]` says whether row r draws a token after its last position,
+    which no row does that a grammar constrains.
 
     The first `num_decoding` rows are decodes, with or without drafts. `token_row` is the row of each token.
     """
@@ -216,10 +217,11 @@ def unpack_step(packed: jax.Array, state: DeviceState, shape: StepShape) -> tupl
             tokens = jnp.where(token_row < num_decoding, tokens, fields["tokens"])
     kv_lens = jnp.where(live, state.seq_lens[row_slots] + starts[1:] - starts[:-1], 0)
     positions = jnp.where(token < starts[-1], kv_lens[token_row] - starts[token_row + 1] + token, 0)
+    ints = state.sampling.ints[row_slots]
     batch = TokenBatch(
         tokens=tokens,
         positions=positions,
-        fill_lens=state.sampling.ints[row_slots, INTS.index("fill_len")][token_row],
+        fill_lens=ints[:, INTS.index("fill_len")][token_row],
         page_tables=tuple(table[row_slots] for table in page_tables),
         query_starts=starts,
         kv_lens=kv_lens,
@@ -228,7 +230,8 @@ def unpack_step(packed: jax.Array, state: DeviceState, shape: StepShape) -> tupl
         decode_only=shape.decode_only,
         max_queries=1 + shape.max_drafts if shape.all_drawn else None,
     )
+    samples = samples & live & (ints[:, INTS.index("constrained")] == 0)
     inputs = StepInput(
-        batch, jnp.where(live, row_slots, slots), samples & live, num_decoding, fields.get("targets"), token_row
+        batch, jnp.where(live, row_slots, slots), samples, num_decoding, fields.get("targets"), token_row
     )
     return inputs, state

@@ -45,12 +45,14 @@ class Rows(NamedTuple):
     """The slots of the rows, the lengths of their sequences before the new token, and which rows need a token.
 
     `pending` are draft tokens within those lengths, or -1: penalties count them, but `counts` does not have them yet.
+    `allowed` has a bit for each token of the vocabulary that a row may draw; without it, all may be.
     """
 
     slots: Int[Array, " rows"]
     lengths: Int[Array, " rows"]
     samples: Bool[Array, " rows"]
     pending: Int[Array, "rows most"] | None = None
+    allowed: Int[Array, "rows words"] | None = None
 
 
 def uses_triton(target: KernelTarget) -> bool:
@@ -86,8 +88,9 @@ def sample(
     """
     keys = _row_keys(params, rows)
     wants_logprobs = params.ints[rows.slots, INTS.index("logprobs")] != 0
+    allowed = _forbid_others(logits, rows.allowed)
     if uses_triton(target):
-        token = _sample_by_triton(logits, params, counts, rows, keys, interpret=_interprets(target))
+        token = _sample_by_triton(allowed, params, counts, rows, keys, interpret=_interprets(target))
         return token, logprobs(logits, token, target, rows.samples & wants_logprobs)
     own: SamplingRows = jax.tree.map(lambda x: x[rows.slots], params)
     columns = [own.floats[:, FLOATS.index("temperature")], own.ints[:, INTS.index("top_k")]]
@@ -100,9 +103,9 @@ def sample(
         return draw(adjust_logits(logits, own, counts, rows))
 
     if _num_shards() > 1:
-        token = draw_edited(logits)
+        token = draw_edited(allowed)
     else:  # Each branch draws: a condition that returned logits would copy them even if no row edits them.
-        token = lax.cond(jnp.any(jnp.stack(_edits(own, rows))), draw_edited, draw, logits)
+        token = lax.cond(jnp.any(jnp.stack(_edits(own, rows))), draw_edited, draw, allowed)
 
     def none(logits: Array, token: Array) -> Logprobs:
         shapes = jax.eval_shape(lambda: logprobs(logits, token, target))
@@ -112,6 +115,21 @@ def sample(
         jnp.any(wants_logprobs), lambda logits, token: logprobs(logits, token, target), none, logits, token
     )
     return token, found
+
+
+def _forbid_others(
+    logits: Float[Array, "rows vocab_shard"], allowed: Int[Array, "rows words"] | None
+) -> Float[Array, "rows vocab_shard"]:
+    """Return the logits with -inf for tokens that a row may not draw."""
+    if allowed is None:
+        return logits
+    rows, size = logits.shape
+    bits = ((allowed[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1).reshape(rows, -1)
+    vocab = size * _num_shards()
+    own = jnp.pad(bits, ((0, 0), (0, max(0, vocab - bits.shape[1]))))
+    if _num_shards() > 1:
+        own = lax.dynamic_slice_in_dim(own, tensor_rank() * size, size, axis=1)
+    return jnp.where(own[:, :size] != 0, logits, -jnp.inf)
 
 
 def _sample_by_triton(

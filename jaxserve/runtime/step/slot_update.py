@@ -102,9 +102,11 @@ def sampling_row(opened: SlotOpen) -> dict[str, list[Any]]:
             _signed(seed & 0xFFFFFFFF),
             _signed(seed >> 32),
             opened.sample,
-            len(opened.prompt_ids) + sampling.min_tokens,
+            # The host holds back stop ids where a grammar constrains what is drawn.
+            0 if opened.constrained else len(opened.prompt_ids) + sampling.min_tokens,
             int(sampling.logprobs is not None),
             len(opened.prompt_ids) + len(opened.output_ids),
+            int(opened.constrained),
         ],
         "floats": [getattr(sampling, name) for name in FLOATS],
         "stop_ids": [*opened.stop_ids, *[-1] * (MAX_STOP_IDS - len(opened.stop_ids))],

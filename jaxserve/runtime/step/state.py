@@ -25,7 +25,7 @@ from pallas_kernels.ngram_lookup import NgramIndex, NgramLookup
 from pallas_kernels.paged_attention import KVLayout, PagedKV, is_float8, kv_layout
 
 # Columns of SamplingRows.ints and .floats.
-INTS = ("top_k", "seed_low", "seed_high", "sample", "min_len", "logprobs", "fill_len")
+INTS = ("top_k", "seed_low", "seed_high", "sample", "min_len", "logprobs", "fill_len", "constrained")
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 
 # Entries of a slot's table of n-grams; of longer sequences, n-grams of the same hash replace each other more often.
@@ -42,7 +42,8 @@ COUNT_MASK = 2**15 - 1
 class SamplingRows:
     """The sampling parameters by slot. Stop ids may not be drawn while the sequence is shorter than `min_len`.
 
-    `fill_len` is no parameter, but the number of tokens that were known when the slot was opened.
+    `fill_len` is no parameter, but the number of tokens that were known when the slot was opened. `constrained` says that
+    a grammar decides which tokens may be drawn.
     """
 
     ints: Int[Array, "slots ints"]
@@ -73,7 +74,8 @@ class DeviceState:
     """The KV pool and the page table by slot of each KV group; by slot: last token, sequence length, sampling
     parameters, penalty counts and, with speculation, drafts; and how many tokens each expert of a mixture has computed.
 
-    `counts` says how often each token was output; its sign bit is set for tokens of the prompt. Rows of slots without
+    `hidden` is the hidden state of the last token of each slot that a grammar constrains, from which its next one is
+    drawn. `counts` says how often each token was output; its sign bit is set for tokens of the prompt. Rows of slots without
     penalties hold anything, as only penalties read them.
     """
 
@@ -83,6 +85,7 @@ class DeviceState:
     page_tables: tuple[Int[Array, "slots max_pages"], ...]
     sampling: SamplingRows
     counts: Int[Array, "slots vocab"]
+    hidden: Float[Array, "slots dim"]
     expert_tokens: UInt32[Array, "mixtures experts"] | None
     drafts: Drafts | None = None
 
@@ -130,6 +133,7 @@ def state_specs(
     capacity: Capacity,
     *,
     vocab_size: int,
+    hidden_size: int,
     kv_dtype: np.dtype,
     dtype: np.dtype = _F32,
     platform: str = "cpu",
@@ -138,7 +142,7 @@ def state_specs(
 ) -> DeviceState:
     """Return the state on a platform (jax's name for it), with an `ArraySpec` in place of each array.
 
-    `dtype` is that of features.
+    `dtype` is that of hidden states and features.
     """
     ranks, slots = capacity.num_ranks, capacity.num_slots
     i32, f32 = np.dtype(np.int32), np.dtype(np.float32)
@@ -169,6 +173,7 @@ def state_specs(
             bias_values=by_slot(f32, MAX_LOGIT_BIAS),
         ),
         counts=dataclasses.replace(by_slot(np.dtype(np.int16), vocab_size), axes=("ranks", None, "vocab")),
+        hidden=by_slot(dtype, hidden_size),
         expert_tokens=expert_tokens,  # type: ignore[arg-type]
         drafts=None if drafter is None else _draft_specs(drafter, capacity, dtype, by_slot, pool),
     )

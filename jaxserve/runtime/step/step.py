@@ -30,7 +30,7 @@ from jaxserve.runtime.step import sampling, verify
 from jaxserve.runtime.step.batch import StepInput, StepShape
 from jaxserve.runtime.step.features import keep_features
 from jaxserve.runtime.step.sampling import Logprobs, Rows
-from jaxserve.runtime.step.state import DeviceState, Drafts, all_ranks, one_rank
+from jaxserve.runtime.step.state import INTS, DeviceState, Drafts, all_ranks, one_rank
 from jaxserve.runtime.step.verify import Drawn
 from pallas_kernels.ngram_lookup import NgramLookup
 from pallas_kernels.paged_attention import Backend
@@ -100,7 +100,7 @@ def make_step(
     def body(params: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, StepOutput]:
         new_state, output = map(all_ranks, step(params, one_rank(state), one_rank(packed), context, shape))
         if replicate_output:
-            output = jax.tree.map(lambda part, x: jax.tree.map(lambda x: _gathered(x, part), x), output_parts, output)
+            output = jax.tree.map(lambda part, x: jax.tree.map(lambda x: gathered(x, part), x), output_parts, output)
         return new_state, output
 
     # The name of the program in profiles and in its compiled text.
@@ -114,7 +114,7 @@ def make_step(
     )
 
 
-def _gathered(x: jax.Array, parts: PartitionSpec) -> jax.Array:
+def gathered(x: jax.Array, parts: PartitionSpec) -> jax.Array:
     """Return the whole array of which `x` is this shard's part."""
     for axis, names in enumerate(parts):
         if names is not None and lax.axis_size(names) > 1:
@@ -142,6 +142,7 @@ def step(
         prompt_logprobs = _prompt_logprobs(model, params, hidden, inputs, context)
         # Without this barrier XLA merges the head product of prompt positions with that of sampled rows.
         hidden, prompt_logprobs = lax.optimization_barrier((hidden, prompt_logprobs))
+    state = _keep_hidden(state, hidden, inputs, shape)
     drawn, logprobs = _draw(model, params, hidden, inputs, state, context, shape)
     with jax.named_scope("write_state"):
         slots = jnp.where(inputs.samples, inputs.slots, state.seq_lens.shape[0])
@@ -172,6 +173,19 @@ def step(
     return state, StepOutput(tokens, num_tokens, logprobs, prompt_logprobs, state.expert_tokens)
 
 
+@jax.named_scope("keep_hidden")
+def _keep_hidden(
+    state: DeviceState, hidden: Float[Array, "tokens dim"], inputs: StepInput, shape: StepShape
+) -> DeviceState:
+    """Keep the last hidden state of rows that a grammar constrains: their next token is drawn later."""
+    num_slots = len(state.seq_lens)
+    constrained = state.sampling.ints[jnp.minimum(inputs.slots, num_slots - 1), INTS.index("constrained")] != 0
+    if not shape.decode_only:
+        hidden = hidden.at[jnp.maximum(inputs.batch.query_starts[1:] - 1, 0)].get(mode="promise_in_bounds")
+    at = jnp.where(constrained, inputs.slots, num_slots)
+    return dataclasses.replace(state, hidden=state.hidden.at[at].set(hidden.astype(state.hidden.dtype), mode="drop"))
+
+
 def _propose(
     state: DeviceState, drawn: Drawn, inputs: StepInput, context: StepContext, shape: StepShape
 ) -> tuple[Drafts | None, Int[Array, "rows 2"] | None]:
@@ -200,7 +214,8 @@ def _draw(
         last = jnp.maximum(batch.query_starts[1:] - 1, 0)
         wanted = hidden.at[last].get(mode="promise_in_bounds") if not shape.decode_only else hidden
         rows = Rows(inputs.slots, batch.kv_lens, inputs.samples)
-        tokens, logprobs = sample_rows(logits, wanted, rows, batch.num_seqs, state, context, greedy=shape.key.greedy)
+        live = jnp.max(jnp.where(inputs.samples, jnp.arange(1, shape.rows + 1, dtype=jnp.int32), 0))
+        tokens, logprobs = sample_rows(logits, wanted, rows, live, state, context, greedy=shape.key.greedy)
         ones = jnp.ones_like(batch.kv_lens)
         return Drawn(tokens[:, None], ones, ones, ones, batch.kv_lens), logprobs
     assert state.drafts is not None
@@ -243,11 +258,14 @@ def sample_rows(
             return sampling.greedy(logits), None
         return sampling.sample(logits, state.sampling, state.counts, own, context.backend.target)
 
-    if size == count:
+    if size == count and context.sample_rows is None:
         return group(0)
     empty = jax.tree.map(
         lambda s: jnp.zeros((count + padding, *s.shape[1:]), s.dtype), jax.eval_shape(lambda: group(0))
     )
+
+    if size == count:
+        return lax.cond(live > 0, lambda: group(0), lambda: empty)
 
     def body(i: Array, filled: Any) -> Any:
         return jax.tree.map(

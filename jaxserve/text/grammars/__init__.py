@@ -1,0 +1,1 @@
+"""Turns the form that a client asks for into a grammar of llguidance, and checks grammars within limits."""
