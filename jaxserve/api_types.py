@@ -195,8 +195,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to compute. `n` samples of a prompt are `n` requests with one `group_id` and `sample` 0 to n-1.
 
     `stop_ids` are all ids that end the output: the model's own (unless `ignore_eos`) and those of the request. `client`
-    is the index of the API process that gets the events. `grammar` is a text of llguidance that the output must match, if
-    it is not empty.
+    is the index of the API process that gets the events. `grammar` is a text of llguidance that the output must
+    match, if it is not empty.
     """
 
     request_id: str

@@ -19,8 +19,8 @@ class SlotOpen(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     `cached_pages` are by KV group: the pages of these tokens, of a group with a window only the last ones of them.
     `output_ids` are the tokens that it produced before it was retracted; penalties count them as output. Drafts come
-    from the tokens of requests with the same `namespace`. If a grammar has it `constrained`, steps draw no token for it;
-    those that stand for a later `Draw` do.
+    from the tokens of requests with the same `namespace`. If it is `constrained` by a grammar, steps draw no token
+    for it: a `Draw` does.
     """
 
     slot: int

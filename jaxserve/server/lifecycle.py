@@ -44,6 +44,7 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig) -
     from jaxserve.model_source import resolve
     from jaxserve.text.chat_template import ChatTemplate
     from jaxserve.text.chat_template_files import choose_chat_template
+    from jaxserve.text.grammars.checking import GrammarChecker
     from jaxserve.text.template_process import TemplateProcess
     from jaxserve.text.tokenizers.tokenizer import load_tokenizer
 
@@ -59,7 +60,7 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig) -
         chat_template = TemplateProcess(template, tokenizer.special_tokens)
         if template is not None:
             await chat_template.start()
-        return LoadedModel(await launching, tokenizer, chat_template, template or "")
+        return LoadedModel(await launching, tokenizer, chat_template, template or "", GrammarChecker(tokenizer))
     except BaseException:
         if chat_template is not None:
             await chat_template.close()
@@ -132,7 +133,9 @@ class _Lifecycle:
             if self._state.loaded is not None:
                 await self._state.loaded.engine.shutdown()
                 await self._state.loaded.chat_template.close()
-            for threads in (self._state.tokenizer_threads, self._state.large_tokenizer_threads):
+                self._state.loaded.grammars.close()
+            state = self._state
+            for threads in (state.tokenizer_threads, state.large_tokenizer_threads, state.grammar_threads):
                 threads.shutdown(wait=False, cancel_futures=True)
 
     async def _serve(self, started: float) -> int:

@@ -1,7 +1,7 @@
 """The state that all routes share: the loaded model, whether it can be served now, and the open requests.
 
-Owns the server's phase (starting, ready, draining, dead) and the threads that tokenize long texts. Never speaks HTTP
-and never starts or stops a process.
+Owns the server's phase (starting, ready, draining, dead) and the threads that tokenize long texts and check
+grammars. Never speaks HTTP and never starts or stops a process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from jaxserve.engine.client import Engine
     from jaxserve.observability.engine_metrics import Reading
     from jaxserve.text.chat_template import Message
+    from jaxserve.text.grammars.checking import GrammarChecker
     from jaxserve.text.tokenizers.tokenizer import Tokenizer
+
+# Each waits for a process that compiles a grammar.
+_GRAMMAR_THREADS = 8
 
 Phase = Literal["starting", "ready", "draining", "dead"]
 
@@ -50,12 +54,16 @@ class PromptRenderer(Protocol):
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A running engine with its tokenizer and chat template; `template_source` is empty for a model without one."""
+    """A running engine with its tokenizer and chat template; `template_source` is empty for a model without one.
+
+    `grammars` checks the grammars of requests.
+    """
 
     engine: Engine
     tokenizer: Tokenizer
     chat_template: PromptRenderer
     template_source: str
+    grammars: GrammarChecker
 
 
 class ServerState:
@@ -77,6 +85,7 @@ class ServerState:
         self.idle.set()
         self.tokenizer_threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
         self.large_tokenizer_threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize-large")
+        self.grammar_threads = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="grammar")
         self._loaded: LoadedModel | None = None
         self._draining = False
         self._death_reason: str | None = None

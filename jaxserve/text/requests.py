@@ -30,8 +30,8 @@ def sample_requests(
 ) -> list[EngineRequest]:
     """Return the requests for the `n` samples of one prompt, named `name`-0, -1 and so on.
 
-    `grammar` is that of `sampling.structured_outputs`, checked. A higher `priority` is served first; only requests with the same `cache_salt` share cached prefixes. Raises
-    `InvalidRequestError` for a value out of range.
+    A higher `priority` is served first; only requests with the same `cache_salt` share cached prefixes. `grammar` is
+    that of `sampling.structured_outputs`, checked. Raises `InvalidRequestError` for a value out of range.
     """
     check_patterns(sampling.stop_regex)
     stop_ids = _stop_ids(sampling, tokenizer, info.vocab_size)

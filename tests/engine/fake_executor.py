@@ -15,7 +15,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenLogprobs
-from jaxserve.step_plan import Capacity, Chunk, SlotOpen, StepPlan, StepResult
+from jaxserve.engine.grammar.grammars import Allowed, RequestGrammar
+from jaxserve.step_plan import Capacity, Chunk, Draw, DrawResult, SlotOpen, StepPlan, StepResult
+from tests.grammars import first_allowed, follow
 
 VOCAB = 64
 
@@ -40,6 +42,7 @@ class Expected:
 
     token_ids: list[int]
     finish_reason: FinishReason
+    stop_id: int | None
     logprobs: list[TokenLogprobs] | None
     prompt_logprobs: list[TokenLogprobs | None] | None
 
@@ -49,24 +52,63 @@ def run_alone(request: EngineRequest, max_model_len: int) -> Expected:
     sampling, tokens = request.sampling, list(request.prompt_ids)
     outputs: list[int] = []
     logprobs: list[TokenLogprobs] = []
-    reason = FinishReason.LENGTH
+    reason, stop_id = FinishReason.LENGTH, None
+    grammar = _grammar_of(request)
     while len(outputs) < sampling.max_tokens and len(tokens) < max_model_len:
+        found = _allowed(grammar) if grammar is not None else None
+        if found is not None and found.complete:
+            reason = FinishReason.STOP
+            break
         token = next_token(tokens, len(outputs), sampling, request.stop_ids)
+        if grammar is not None and found is not None:
+            token = first_allowed(token, found.tokens, VOCAB)
+            if grammar.push(token):
+                follow(grammar)
         logprobs.append(logprobs_of(tokens, token))
         tokens.append(token)
         outputs.append(token)
         if token in request.stop_ids and len(outputs) > sampling.min_tokens:
-            reason = FinishReason.STOP
+            reason, stop_id = FinishReason.STOP, token
             break
     prompt = request.prompt_ids
     return Expected(
         token_ids=outputs,
         finish_reason=reason,
+        stop_id=stop_id,
         logprobs=None if sampling.logprobs is None else logprobs,
         prompt_logprobs=None
         if sampling.prompt_logprobs is None
         else [None, *(logprobs_of(prompt[:i], prompt[i]) for i in range(1, len(prompt)))],
     )
+
+
+def _grammar_of(request: EngineRequest) -> RequestGrammar | None:
+    """Return the grammar of a request, followed one by one."""
+    if not request.grammar:
+        return None
+    sampling = request.sampling
+    grammar = RequestGrammar(
+        request.grammar,
+        stop_ids=request.stop_ids,
+        min_tokens=sampling.min_tokens,
+        ignore_eos=sampling.ignore_eos,
+        one_by_one=True,
+    )
+    follow(grammar)
+    return grammar
+
+
+def _allowed(grammar: RequestGrammar) -> Allowed:
+    found = grammar.next()
+    assert found is not None
+    assert found.error is None
+    return found
+
+
+@dataclasses.dataclass
+class _Handle:
+    result: StepResult
+    drawn: DrawResult
 
 
 @dataclasses.dataclass
@@ -76,6 +118,7 @@ class _Slot:
     length: int
     num_outputs: int
     last_token: int | None = None
+    hidden: list[int] | None = None  # what the last step saw, if a grammar constrains the slot
 
 
 class FakeExecutor:
@@ -127,13 +170,37 @@ class FakeExecutor:
         assert all(readers[page] == 1 for page in written), "a page is written that another sequence of the step reads"
         assert loaded.isdisjoint(written), "a page is loaded and computed"
         result = StepResult(tokens=[], logprobs={}, prompt_logprobs={}, drafts=[])
+        drawn = DrawResult([], {})
+        for draw in plan.draws:
+            self._draw(draw, drawn)
         for index in range(len(plan.chunks)):
             self._run(plan, index, result)
-        return result
+        return _Handle(result, drawn)
+
+    def collect_draws(self, handle: object) -> DrawResult:
+        assert isinstance(handle, _Handle)
+        assert handle.drawn.tokens
+        return handle.drawn
 
     def collect(self, handle: object) -> StepResult:
-        assert isinstance(handle, StepResult)
-        return handle
+        assert isinstance(handle, _Handle)
+        return handle.result
+
+    def _draw(self, draw: Draw, drawn: DrawResult) -> None:
+        slot = self._slots[draw.rank, draw.slot]
+        sampling, seen, slot.hidden = slot.opened.sampling, slot.hidden, None
+        assert slot.opened.constrained
+        assert seen is not None, "a draw without a step before"
+        num_outputs = slot.length - len(slot.opened.prompt_ids)
+        token = draw.token
+        if token is None:
+            token = next_token(seen, num_outputs, sampling, slot.opened.stop_ids)
+            token = first_allowed(token, draw.allowed, VOCAB)
+            if sampling.logprobs is not None:
+                drawn.logprobs[len(drawn.tokens)] = [logprobs_of(seen, token)]
+        assert num_outputs < sampling.max_tokens, "a draw beyond max_tokens"
+        slot.last_token = token
+        drawn.tokens.append(token)
 
     def _first_seen(self, group: int, position: int) -> int:
         """Return the first position that a query at `position` sees."""
@@ -187,7 +254,9 @@ class FakeExecutor:
             for window in windows:
                 seen += [] if window == seen[len(seen) - len(window) :] else window
             if not chunk.sample:
+                slot.hidden = seen if slot.opened.constrained else None
                 break
+            assert not slot.opened.constrained
             assert not plan.greedy or sampling.greedy
             token = next_token(seen, slot.num_outputs, sampling, slot.opened.stop_ids)
             slot.last_token = token
@@ -245,7 +314,7 @@ class FakeExecutor:
         assert all(chunk.tokens is None and chunk.length == chunk.logits for chunk in decodes)
         assert sum(chunk.length - 1 for chunk in decodes) == plan.num_drafts
         assert all(chunk.tokens is not None and chunk.length >= 1 for chunk in plan.chunks[plan.num_decodes :])
-        assert plan.chunks
+        assert plan.chunks or plan.draws
         lengths = [(chunk.rank, chunk.length) for chunk in decodes]
         assert lengths == sorted(lengths)
         if plan.num_decodes < len(plan.chunks):

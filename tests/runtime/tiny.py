@@ -46,7 +46,9 @@ def mesh() -> Mesh:
 
 
 def specs(capacity: Capacity, vocab_size: int = CONFIG["vocab_size"]) -> DeviceState:
-    return state_specs(model().kv_specs(), capacity, vocab_size=vocab_size, hidden_size=model().hidden_size, kv_dtype=F32)
+    return state_specs(
+        model().kv_specs(), capacity, vocab_size=vocab_size, hidden_size=model().hidden_size, kv_dtype=F32
+    )
 
 
 def zero_state(capacity: Capacity, vocab_size: int = CONFIG["vocab_size"]) -> DeviceState:

@@ -18,6 +18,7 @@ from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.server.app import make_app
 from jaxserve.server.lifecycle import HttpServer
 from jaxserve.server.server_state import LoadedModel, ServerState
+from jaxserve.text.grammars.checking import GrammarChecker
 from tests.server.fake_engine import FakeEngine
 from tests.server.tiny import TEMPLATE, VOCAB_SIZE, TinyTemplate, tiny_tokenizer
 
@@ -45,7 +46,7 @@ def make_state(
     state = ServerState(ServerConfig(served_model_name=MODEL, **config), EngineConfig())
     fake = FakeEngine(VOCAB_SIZE, **(engine or {}))
     tokenizer = tiny_tokenizer(template)
-    state.set_loaded(LoadedModel(fake, tokenizer, TinyTemplate(tokenizer), template or ""))
+    state.set_loaded(LoadedModel(fake, tokenizer, TinyTemplate(tokenizer), template or "", GrammarChecker(tokenizer)))
     return state, fake
 
 
@@ -59,6 +60,9 @@ async def over_asgi(*args: Any, **settings: Any) -> AsyncIterator[ServerUnderTes
     await engine.shutdown()
     state.tokenizer_threads.shutdown()
     state.large_tokenizer_threads.shutdown()
+    state.grammar_threads.shutdown()
+    if state.loaded is not None:
+        state.loaded.grammars.close()
 
 
 @contextlib.asynccontextmanager
@@ -79,6 +83,9 @@ async def over_socket(*args: Any, **settings: Any) -> AsyncIterator[ServerUnderT
     await engine.shutdown()
     state.tokenizer_threads.shutdown()
     state.large_tokenizer_threads.shutdown()
+    state.grammar_threads.shutdown()
+    if state.loaded is not None:
+        state.loaded.grammars.close()
 
 
 Start = Callable[..., AbstractAsyncContextManager[ServerUnderTest]]

@@ -19,8 +19,7 @@ from jaxserve.engine.scheduling.request import Request
 from jaxserve.engine.scheduling.request_table import RequestTable
 from jaxserve.engine.speculation.speculation import Speculation
 from jaxserve.errors import ConfigError
-from jaxserve.step_plan import Capacity, Chunk, Draw, DraftRead, PageCopy, SlotOpen, StepPlan
-
+from jaxserve.step_plan import Capacity, Chunk, DraftRead, Draw, PageCopy, SlotOpen, StepPlan
 
 # Forced tokens of a request, from which on they make a chunk, and how many of them at most.
 _MIN_RUN, _MAX_RUN = 3, 64
@@ -304,7 +303,11 @@ class Planner:
             if count > (room := -planned % page_size):
                 # Each other request may need a page for its next step
                 count = min(count, room + max(0, rank.num_available_pages - rows[chunk.rank]) * page_size)
-            if count <= 0 or request.grammar is not None or (self._most_read and not self._read_for_drafts(rank, request, reads)):
+            if (
+                count <= 0
+                or request.grammar is not None
+                or (self._most_read and not self._read_for_drafts(rank, request, reads))
+            ):
                 continue
             total += count
             request.plan_drafts(count)

@@ -32,7 +32,6 @@ from jaxserve.engine.scheduling.scheduler_stats import SchedulerStats
 from jaxserve.engine.speculation.speculation import Speculation
 from jaxserve.step_plan import Capacity, Chunk, DrawResult, StepPlan, StepResult
 
-
 # Seconds that a step waits for grammars at most, while the device still computes the one before.
 _GRAMMAR_WAIT = 0.005
 
@@ -52,9 +51,8 @@ class Scheduler:
     On each rank, a step has at most `max_num_batched_tokens` tokens, of which at most `chunked_prefill_size` and at
     most `max_prefill_tokens` belong to prompts. Beyond the free slots, at most `max_queued_requests` may wait (None: no
     limit). `random_seed` determines the seeds of requests without one. Each rank keeps pages evicted from its prefix
-    cache in `num_host_pages` pages of host memory, by KV group (none if empty). Without `grammars`, requests that have one
-    are rejected. `clock` returns seconds and measures
-    queue time.
+    cache in `num_host_pages` pages of host memory, by KV group (none if empty). Without `grammars`, requests that have
+    one are rejected. `clock` returns seconds and measures queue time.
     Raises `ConfigError` if a limit is so low that nothing could ever run.
     """
 
@@ -282,9 +280,17 @@ class Scheduler:
         return self._table.check()
 
     def _add_tokens(
-        self, request: Request, tokens: list[int], logprobs: list[TokenLogprobs] | None = None
+        self,
+        request: Request,
+        tokens: list[int],
+        logprobs: list[TokenLogprobs] | None = None,
+        *,
+        complete: bool = False,
     ) -> TokenEvent:
-        """Add tokens to the output, up to one that ends it, and return the event that reports them."""
+        """Add tokens to the output, up to one that ends it, and return the event that reports them.
+
+        If the output is `complete`, it ends after them.
+        """
         outputs = request.output_ids
         reason = stop_id = None
         for count, token in enumerate(tokens, 1):
@@ -297,6 +303,8 @@ class Scheduler:
                 tokens = tokens[:count]
                 break
         self._stats.generation_tokens += len(tokens)
+        if complete and reason is None:
+            reason = FinishReason.STOP
         if reason is not None:
             return self._finish(request, reason, tokens, stop_id, logprobs)
         if not request.wants_logprobs and request.queue_seconds is None:
@@ -334,17 +342,10 @@ class Scheduler:
             error = f"the grammar can't be followed any further: {found.error}"
             self._events.append(request.last_event(FinishReason.ERROR, [], error=error))
             return
-        if found.forced:
-            forced = list(found.forced)
-            event = self._add_tokens(request, forced)
+        if found.forced or found.complete:
+            self._events.append(self._add_tokens(request, list(found.forced), complete=found.complete))
             request.num_planned_outputs = len(request.output_ids)
-            if event.finish_reason is None and found.complete:
-                event = self._finish(request, FinishReason.STOP, event.token_ids)
-            self._events.append(event)
-        elif found.complete:
-            self._events.append(self._finish(request, FinishReason.STOP))
-        if request.phase is Phase.RUNNING:
-            request.allowed = found.tokens
+        request.allowed = found.tokens
 
     def _count_drafts(self, request: Request, chunk: Chunk, compared: tuple[int, int]) -> None:
         """Count a chunk's draft, and take back what was planned for the tokens that were rejected."""

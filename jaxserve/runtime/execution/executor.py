@@ -131,9 +131,7 @@ class DeviceExecutor:
         for key in (*keys, *keys):
             if isinstance(key, batches.StepKey):
                 shape = batches.step_shape(key, self._capacity)
-                jax.block_until_ready(
-                    self._commands.step(key, batches.pack_step(_NO_REQUESTS, shape, self._capacity))
-                )
+                jax.block_until_ready(self._commands.step(key, batches.pack_step(_NO_REQUESTS, shape, self._capacity)))
             elif isinstance(key, DraftKey):
                 jax.block_until_ready(self._commands.step(key, pack_nothing(key, self._capacity)))
             elif isinstance(key, DrawKey):

@@ -42,8 +42,8 @@ COUNT_MASK = 2**15 - 1
 class SamplingRows:
     """The sampling parameters by slot. Stop ids may not be drawn while the sequence is shorter than `min_len`.
 
-    `fill_len` is no parameter, but the number of tokens that were known when the slot was opened. `constrained` says that
-    a grammar decides which tokens may be drawn.
+    `fill_len` is no parameter, but the number of tokens that were known when the slot was opened. `constrained` says
+    that a grammar decides which tokens may be drawn.
     """
 
     ints: Int[Array, "slots ints"]
@@ -75,8 +75,8 @@ class DeviceState:
     parameters, penalty counts and, with speculation, drafts; and how many tokens each expert of a mixture has computed.
 
     `hidden` is the hidden state of the last token of each slot that a grammar constrains, from which its next one is
-    drawn. `counts` says how often each token was output; its sign bit is set for tokens of the prompt. Rows of slots without
-    penalties hold anything, as only penalties read them.
+    drawn. `counts` says how often each token was output; its sign bit is set for tokens of the prompt. Rows of slots
+    without penalties hold anything, as only penalties read them.
     """
 
     kv: KVPools

@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from jaxserve.api_types import EngineInfo, EngineRequest, SamplingParams
+from jaxserve.api_types import EngineInfo, EngineRequest, SamplingParams, StructuredOutputs
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.errors import ContextLengthError
 from jaxserve.server.http.fields import MAX_SEQUENCES
@@ -142,6 +142,18 @@ def max_output_tokens(
     return wanted
 
 
+async def compile_grammar(state: ServerState, loaded: LoadedModel, asked: tuple[str, StructuredOutputs] | None) -> str:
+    """Return the grammar of a form that a field asks for, or "" if none does.
+
+    Raises `InvalidRequestError` naming the field if the form can't be expressed or is too complex.
+    """
+    if asked is None:
+        return ""
+    field, outputs = asked
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(state.grammar_threads, lambda: loaded.grammars.grammar(outputs, param=field))
+
+
 class QueueOptions(Protocol):
     """The fields of a request that change how the engine queues and caches it."""
 
@@ -154,12 +166,16 @@ def engine_requests(
     request_id: str,
     prompts: list[list[int]],
     samplings: list[SamplingParams],
+    grammars: list[str],
     options: QueueOptions,
 ) -> list[EngineRequest]:
-    """Return `n` requests for each prompt, in the order of the choices: prompt index * n + sample."""
+    """Return `n` requests for each prompt, in the order of the choices: prompt index * n + sample.
+
+    `grammars` are those of the prompts' outputs, "" for none.
+    """
     return [
         request
-        for number, (ids, sampling) in enumerate(zip(prompts, samplings))
+        for number, (ids, sampling, grammar) in enumerate(zip(prompts, samplings, grammars, strict=True))
         for request in requests.sample_requests(
             f"{request_id}-{number}",
             ids,
@@ -168,5 +184,6 @@ def engine_requests(
             loaded.engine.info,
             priority=options.priority,
             cache_salt=options.cache_salt,
+            grammar=grammar,
         )
     ]

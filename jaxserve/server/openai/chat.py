@@ -8,7 +8,13 @@ from dataclasses import dataclass
 import msgspec
 
 from jaxserve.server.generation.generation import Generation
-from jaxserve.server.generation.prompts import check_prompt, encode_texts, engine_requests, max_output_tokens
+from jaxserve.server.generation.prompts import (
+    check_prompt,
+    compile_grammar,
+    encode_texts,
+    engine_requests,
+    max_output_tokens,
+)
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.sse import DONE, EventStream
 from jaxserve.server.openai.chat_messages import render_prompt
@@ -24,6 +30,7 @@ from jaxserve.server.openai.responses import (
     ChatResponse,
     total_usage,
 )
+from jaxserve.server.openai.structured_fields import structured_outputs
 from jaxserve.server.server_state import ServerState
 from jaxserve.text.output import OutputDelta
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
@@ -34,6 +41,7 @@ async def chat_completions(state: ServerState, exchange: HttpExchange, request: 
     loaded = state.require_loaded()
     request.check_supported()
     requested_limit, logprobs = request.max_output_tokens(), request.num_logprobs()
+    grammar = await compile_grammar(state, loaded, structured_outputs(request))
     text = await render_prompt(state, loaded, request.messages, request)
     # By default none are added, since a template writes its own special tokens.
     (ids,) = await encode_texts(
@@ -43,7 +51,7 @@ async def chat_completions(state: ServerState, exchange: HttpExchange, request: 
     limit = max_output_tokens(len(ids), requested_limit, None, loaded.engine.info, param="messages")
     sampling = request.sampling(max_tokens=limit, logprobs=logprobs)
     response_id = request.response_id("chatcmpl")
-    requests = engine_requests(loaded, request.engine_request_id(response_id), [ids], [sampling], request)
+    requests = engine_requests(loaded, request.engine_request_id(response_id), [ids], [sampling], [grammar], request)
     generation = Generation(state, loaded, requests, exchange.arrival)
     responder = _ChatResponder(
         *(loaded.tokenizer, request, ids, sampling.n, response_id, state.model_name, int(time.time()))

@@ -11,6 +11,7 @@ from jaxserve.api_types import SamplingParams, TokenLogprobs
 from jaxserve.server.generation.generation import Generation
 from jaxserve.server.generation.prompts import (
     check_prompt,
+    compile_grammar,
     encode_texts,
     engine_requests,
     max_output_tokens,
@@ -23,6 +24,7 @@ from jaxserve.server.openai.chunks import ChunkEncoder
 from jaxserve.server.openai.logprobs import completion_logprobs, extend, prompt_logprobs, prompt_offsets
 from jaxserve.server.openai.protocol import CompletionRequest
 from jaxserve.server.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, total_usage
+from jaxserve.server.openai.structured_fields import structured_outputs
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.output import OutputDelta
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
@@ -53,8 +55,9 @@ async def completions(state: ServerState, exchange: HttpExchange, request: Compl
     request.check_supported()
     prompts, echoed, offsets = await _prompts(state, loaded, request)
     samplings = _samplings(loaded, request, prompts)
+    grammars = [await compile_grammar(state, loaded, structured_outputs(request))] * len(prompts)
     response_id = request.response_id("cmpl")
-    requests = engine_requests(loaded, request.engine_request_id(response_id), prompts, samplings, request)
+    requests = engine_requests(loaded, request.engine_request_id(response_id), prompts, samplings, grammars, request)
     n = samplings[0].n
     choices = [
         _ChoiceState(index, engine_request.prompt_ids, echoed[index // n], offsets[index // n])

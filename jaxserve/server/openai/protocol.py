@@ -38,7 +38,7 @@ from jaxserve.server.http.fields import (
     refuse_unsupported_fields,
     requires,
 )
-from jaxserve.server.openai.unsupported_fields import UnsupportedOpenAIFields
+from jaxserve.server.openai.structured_fields import StructuredFields
 from jaxserve.text.stop_regex import check_patterns
 
 ROLES = ("system", "developer", "user", "assistant")
@@ -61,7 +61,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class SamplingFields(UnsupportedOpenAIFields, kw_only=True, forbid_unknown_fields=True):
+class SamplingFields(StructuredFields, kw_only=True, forbid_unknown_fields=True):
     """The fields that completions and chat have in common. Null always means the default.
 
     Among waiting requests, a higher `priority` is served first; it may preempt a running request with a lower one.

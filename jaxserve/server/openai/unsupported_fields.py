@@ -57,7 +57,6 @@ class UnsupportedOpenAIFields(UnsupportedFields, kw_only=True, forbid_unknown_fi
 
     store: NullOrFalse = None
     service_tier: Annotated[Any, accepts_only("auto", "default")] = None
-    response_format: Annotated[Any, accepts_only({"type": "text"})] = None
 
     use_beam_search: NullOrFalse = None
     length_penalty: NullOrOne = None
@@ -68,13 +67,6 @@ class UnsupportedOpenAIFields(UnsupportedFields, kw_only=True, forbid_unknown_fi
     allowed_token_ids: Null = None
     bad_words: NullOrEmptyList = None
     spaces_between_special_tokens: NullOrTrue = None
-    structured_outputs: Null = None
-    guided_json: Null = None
-    guided_regex: Null = None
-    guided_choice: NullOrEmptyList = None
-    guided_grammar: Null = None
-    guided_decoding_backend: Null = None
-    guided_whitespace_pattern: Null = None
     logits_processors: NullOrEmptyList = None
     kv_transfer_params: NullOrEmptyObject = None
     ec_transfer_params: NullOrEmptyObject = None
@@ -88,10 +80,6 @@ class UnsupportedOpenAIFields(UnsupportedFields, kw_only=True, forbid_unknown_fi
     return_mm_kwargs: NullOrTrue = None
     routed_experts_prompt_start: NullOrZero = None
 
-    regex: Null = None
-    ebnf: Null = None
-    json_schema: Null = None
-    structural_tag: Null = None
     custom_params: NullOrEmptyObject = None
     sampling_seed: Null = None
     return_cached_tokens_details: NullOrFalse = None
@@ -140,10 +128,6 @@ class UnsupportedGenerateFields(UnsupportedFields, kw_only=True, forbid_unknown_
 class UnsupportedSamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields of `sampling_params` in `/generate`."""
 
-    json_schema: Null = None
-    regex: Null = None
-    ebnf: Null = None
-    structural_tag: Null = None
     custom_params: NullOrEmptyObject = None
     spaces_between_special_tokens: NullOrTrue = None
     beam_width: NullOrOne = None

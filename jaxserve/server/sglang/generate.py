@@ -17,6 +17,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.server.generation.generation import Generation
 from jaxserve.server.generation.prompts import (
     check_prompt,
+    compile_grammar,
     encode_texts,
     engine_requests,
     max_output_tokens,
@@ -25,6 +26,7 @@ from jaxserve.server.generation.prompts import (
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.sse import EventStream
 from jaxserve.server.openai.logprobs import LOGPROB_FLOOR
+from jaxserve.server.openai.structured_fields import structured_outputs
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.server.sglang.generate_protocol import GenerateOutput, GenerateRequest, GenerateSampling, MetaInfo
 from jaxserve.text.output import OutputDelta
@@ -69,9 +71,14 @@ async def generate(state: ServerState, exchange: HttpExchange, request: Generate
         _sampling(loaded, request, where, params, prompt, param)
         for (where, params), prompt in zip(sampling_params, prompts, strict=True)
     ]
+    grammars = {
+        where: await compile_grammar(state, loaded, structured_outputs(params, f"{where}."))
+        for where, params in request.samplings.items()
+    }
+    of_prompts = [grammars[where] for where, _ in sampling_params]
     response_id = request.rid or uuid.uuid4().hex
     # A request with the client's id may already be open, so the engine gets a unique one.
-    requests = engine_requests(loaded, f"generate-{uuid.uuid4().hex}", prompts, samplings, request)
+    requests = engine_requests(loaded, f"generate-{uuid.uuid4().hex}", prompts, samplings, of_prompts, request)
     outputs = [_Output(engine_request.prompt_ids) for engine_request in requests]
     generation = Generation(state, loaded, requests, exchange.arrival)
     responder = _GenerateResponder(loaded.tokenizer, request, outputs, response_id, exchange.arrival)

@@ -24,6 +24,7 @@ from jaxserve.server.http.fields import (
     requires,
 )
 from jaxserve.server.openai.protocol import PROMPT_IDS, PROMPT_TEXT, SamplingFields, prompt_schema
+from jaxserve.server.openai.structured_fields import StructuredSamplingFields
 from jaxserve.server.openai.unsupported_fields import UnsupportedGenerateFields, UnsupportedSamplingFields
 
 # SGLang's field names, and their names in `SamplingFields`.
@@ -35,7 +36,7 @@ _OPENAI_NAMES = {
 }
 
 
-class GenerateSampling(UnsupportedSamplingFields, kw_only=True, forbid_unknown_fields=True):
+class GenerateSampling(StructuredSamplingFields, kw_only=True, forbid_unknown_fields=True):
     """The object `sampling_params`. Null always means the default."""
 
     max_new_tokens: TokenLimit | None = None

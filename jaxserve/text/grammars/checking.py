@@ -45,11 +45,16 @@ class GrammarChecker:
         self._answers: OrderedDict[str, str] = OrderedDict()
         self._lock, self._free = threading.Lock(), threading.Semaphore(MAX_CHILDREN)
 
-    def grammar(self, outputs: StructuredOutputs) -> str:
-        """Return the grammar of a form, checked. Raises `InvalidRequestError` for one that can't be compiled."""
-        text = grammar_of(outputs)
+    def grammar(self, outputs: StructuredOutputs, *, param: str = "structured_outputs") -> str:
+        """Return the grammar of a form, checked.
+
+        Raises `InvalidRequestError` naming `param` if llguidance can't express it or compile it within the limits.
+        """
+        try:
+            text = grammar_of(outputs)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise InvalidRequestError(f"{param} can't be used: {error}", param=param) from error
         if answer := self._answer(text):
-            param = f"structured_outputs.{outputs.form[0]}"
             raise InvalidRequestError(f"{param} can't be used: {answer}", param=param)
         return text
 
@@ -146,9 +151,10 @@ def _main() -> None:
             grammar = _FRAMES.read(requests.read)[1].decode(errors="surrogatepass")
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
             matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
-            if not matcher.is_error() and not matcher.is_stopped():
-                matcher.compute_bitmask()
-            error = matcher.get_error() if matcher.is_error() else ""
+            begins = matcher.is_error() or matcher.is_stopped() or any(matcher.compute_bitmask())
+            error = "" if begins else "no token of the vocabulary begins a match"
+            if matcher.is_error():
+                error = matcher.get_error()
             signal.setitimer(signal.ITIMER_PROF, 0)
             answers.write(_FRAMES.encode(error[:2000].encode(errors="replace")))
             answers.flush()

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve.api_types import StructuredOutputs
-from jaxserve.errors import InvalidRequestError
 
 MAX_CHARACTERS = 1 << 18
 
@@ -23,18 +22,12 @@ _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$]")
 
 
 def grammar_of(outputs: StructuredOutputs) -> str:
-    """Return the grammar of llguidance. Raises `InvalidRequestError` with the name of the form that is at fault."""
+    """Return the grammar of llguidance. Raises `ValueError`, `TypeError`, `KeyError` or `RecursionError`."""
     name, value = outputs.form
-    param = f"structured_outputs.{name}"
     size = len(value) if isinstance(value, str) else len(json.dumps(value))
     if size > MAX_CHARACTERS:
-        raise InvalidRequestError(
-            f"{param} has {size} characters; at most {MAX_CHARACTERS} are supported", param=param
-        )
-    try:
-        return _FORMS[name](value, outputs)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise InvalidRequestError(f"{param} can't be used: {error}", param=param) from error
+        raise ValueError(f"it has {size} characters; at most {MAX_CHARACTERS} are supported")
+    return _FORMS[name](value, outputs)
 
 
 def _json(value: Any, outputs: StructuredOutputs) -> str:

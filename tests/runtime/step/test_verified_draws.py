@@ -125,6 +125,7 @@ def _state(opened: SlotOpen, drafts: np.ndarray) -> DeviceState:
             bias_values=each(bias_values, np.float32),
         ),
         counts=each(counts, np.int16),
+        hidden=jnp.zeros((slots, VOCAB)),
         expert_tokens=None,
         drafts=Drafts(jnp.asarray(drafts, jnp.int32), jnp.full(slots, MOST, jnp.int32), None),
     )

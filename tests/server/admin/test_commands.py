@@ -35,15 +35,21 @@ FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("/generate", {"input_ids": [5]}, GenerateRequest.__struct_fields__),
 ]
 
+# This engine follows no grammars.
+STRUCTURED = {
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_grammar", "guided_choice"),
+    *("json_schema", "regex", "ebnf", "structural_tag"),
+}
+
 
 def _bodies() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield bodies with an odd value in every field of every route, alone and in a list."""
     for odd in ODD:
         for path, always, names in FIELDS:
             for name in names:
-                if name != "model":
+                if name != "model" and name not in STRUCTURED:
                     yield path, always | {name: odd}
-        for name in GenerateSampling.__struct_fields__:
+        for name in set(GenerateSampling.__struct_fields__) - STRUCTURED:
             yield "/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 2, name: odd}}
         for path, name in (("/detokenize", "tokens"), ("/v1/completions", "prompt"), ("/generate", "input_ids")):
             yield path, {name: [5, odd]}
