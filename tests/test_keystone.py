@@ -19,6 +19,7 @@ import jax
 import msgspec
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 from safetensors.numpy import save_file
 
 from jaxserve.api_types import (
@@ -32,6 +33,7 @@ from jaxserve.api_types import (
 )
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.core.loop import EngineLoop
+from jaxserve.engine.grammar.grammars import Allowed, Grammars, RequestGrammar
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family, parse_model_config
 from jaxserve.runtime.devices.device import DeviceFacts
@@ -41,6 +43,9 @@ from jaxserve.runtime.sizing.deployment import deploy
 from jaxserve.runtime.step import batch as batches
 from jaxserve.runtime.step.batch import StepKey
 from jaxserve.step_plan import Capacity, SlotOpen, StepPlan
+from jaxserve.text.grammars.vocabulary import load_vocabulary
+from jaxserve.text.tokenizers.tokenizer import Tokenizer
+from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
 from jaxserve.weights.arrays import flatten
 from jaxserve.weights.dummy import dummy_params
 from jaxserve.worker import build_engine
@@ -50,7 +55,7 @@ from tests.drafts import ForcedDrafts, draft_any_lengths
 from tests.models.forward import cpu_mesh, prompt_logits
 from tests.runtime import plain_sampling
 from tests.selection import grid
-from tests.tiny_model import CONFIG, write_tiny_model
+from tests.tiny_model import CONFIG, byte_tokenizer, write_tiny_model
 from tests.weights.conftest import random_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -284,12 +289,48 @@ def _together(events: list[TokenEvent]) -> Answer:
     return Answer(tokens, logprobs, events[0].prompt_logprobs, last)
 
 
+_TOKENIZER = Tokenizer(TokenizerParts(byte_tokenizer("<s>", "</s>"), (257,), 256, {}, {}))
+_GRAMMARS = Grammars(lambda: load_vocabulary(_TOKENIZER))
+_REGEXES = "[a-z]{3,30}", "(red|green|blue)(, (red|green|blue)){0,3}", "[0-9]*", 'a{2}"[xy]":[^z]{1,9}the end of it'
+
+
+def _followed(request: EngineRequest) -> RequestGrammar:
+    """The grammar of a request before its first token, to be followed token by token."""
+    sampling = request.sampling
+    grammar = RequestGrammar(
+        request.grammar,
+        stop_ids=request.stop_ids,
+        min_tokens=sampling.min_tokens,
+        ignore_eos=False,
+        one_by_one=True,
+    )
+    _GRAMMARS.submit([grammar])
+    return grammar
+
+
+def _next(grammar: RequestGrammar) -> Allowed:
+    assert grammar.job is not None
+    grammar.job.result()
+    found = grammar.next()
+    assert found is not None
+    assert found.error is None
+    return found
+
+
+def _allowed(grammar: RequestGrammar, size: int) -> np.ndarray:
+    """Whether each of `size` tokens may be drawn next."""
+    bits = np.unpackbits(np.frombuffer(_next(grammar).tokens, np.uint8), bitorder="little")
+    return np.pad(bits, (0, max(0, size - len(bits))))[:size] != 0
+
+
 def _check(request: EngineRequest, answer: Answer, context: int, model: dict[str, Any] = FULL) -> None:
     """A greedy request against the naive recompute: its tokens, log probabilities and how it ended."""
     sampling, prompt, tokens = request.sampling, request.prompt_ids, answer.tokens
     logits = _naive_logits(prompt + tokens, model)
     if model is LONGROPE and len(prompt) <= SHORT < len(logits):
         logits[:SHORT] = _naive_logits((prompt + tokens)[:SHORT], model)
+    grammar = _followed(request) if request.grammar else None
+    complete = False
     for i, token in enumerate(tokens):
         opened = SlotOpen(
             slot=0,
@@ -301,13 +342,20 @@ def _check(request: EngineRequest, answer: Answer, context: int, model: dict[str
             output_ids=tokens[:i],
         )
         edited = plain_sampling.adjusted(logits[len(prompt) - 1 + i], opened)
+        if grammar is not None:
+            edited = np.where(_allowed(grammar, len(edited)), edited, -np.inf)
         assert edited[token] >= edited.max() - TOLERANCE, (request, i)
+        if grammar is not None and grammar.push(token):
+            _GRAMMARS.submit([grammar])
+    if grammar is not None:
+        found = _next(grammar)
+        complete = found.complete
     ended_by_stop = bool(tokens) and tokens[-1] in request.stop_ids and len(tokens) > sampling.min_tokens
     early = [i for i, token in enumerate(tokens[:-1]) if token in request.stop_ids and i >= sampling.min_tokens]
     assert not early
     if answer.last.finish_reason is not FinishReason.ABORT:
-        assert answer.last.finish_reason is (FinishReason.STOP if ended_by_stop else FinishReason.LENGTH)
-        assert ended_by_stop or len(tokens) == min(sampling.max_tokens, context - len(prompt))
+        assert answer.last.finish_reason is (FinishReason.STOP if ended_by_stop or complete else FinishReason.LENGTH)
+        assert ended_by_stop or complete or len(tokens) == min(sampling.max_tokens, context - len(prompt))
     _check_logprobs(request, answer, _naive_logprobs(logits))
 
 
@@ -364,7 +412,9 @@ def _random_request(rng: random.Random, number: int, context: int, earlier: list
         {"frequency_penalty": 0.7, "logit_bias": {rng.randrange(VOCAB): 2.0}},
         {"min_tokens": min(4, max_tokens)},
     ]
+    grammar = LLMatcher.grammar_from_regex(_REGEXES[number // 4 % len(_REGEXES)]) if number % 4 == 3 else ""
     return EngineRequest(
+        grammar=grammar,
         request_id=f"r{number}",
         prompt_ids=_random_prompt(rng, context - 1, earlier),
         priority=rng.choice([0, 0, 1]),

@@ -70,6 +70,8 @@ def run_alone(request: EngineRequest, max_model_len: int) -> Expected:
         if token in request.stop_ids and len(outputs) > sampling.min_tokens:
             reason, stop_id = FinishReason.STOP, token
             break
+    if grammar is not None and reason is FinishReason.LENGTH and _allowed(grammar).complete:
+        reason = FinishReason.STOP
     prompt = request.prompt_ids
     return Expected(
         token_ids=outputs,

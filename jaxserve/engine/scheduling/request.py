@@ -202,7 +202,7 @@ class Request:
         return (
             self.phase is Phase.RUNNING
             and self.allowed is None
-            and self.num_planned_tokens == self.num_known_tokens
+            and (self.num_planned_tokens == self.num_known_tokens or len(self.output_ids) >= self.max_new_tokens)
             and not self.needs_prompt_logprobs
         )
 

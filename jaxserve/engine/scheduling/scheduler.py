@@ -188,7 +188,7 @@ class Scheduler:
             if request.phase is not Phase.RUNNING or draw.token is not None:
                 continue
             assert request.grammar is not None
-            events.append(self._add_tokens(request, [token], result.logprobs.get(index)))
+            events.append(self._add_tokens(request, [token], result.logprobs.get(index), complete=None))
             if request.phase is Phase.RUNNING:
                 self._awaiting[request.request_id] = request
                 if request.grammar.push(token):
@@ -285,14 +285,15 @@ class Scheduler:
         tokens: list[int],
         logprobs: list[TokenLogprobs] | None = None,
         *,
-        complete: bool = False,
+        complete: bool | None = False,
     ) -> TokenEvent:
         """Add tokens to the output, up to one that ends it, and return the event that reports them.
 
-        If the output is `complete`, it ends after them.
+        If the output is `complete`, it ends after them; None means that its grammar has not said so yet.
         """
         outputs = request.output_ids
         reason = stop_id = None
+        count, num_tokens = 0, len(tokens)
         for count, token in enumerate(tokens, 1):
             outputs.append(token)
             if token in request.stop_ids and len(outputs) > request.min_tokens:
@@ -303,8 +304,8 @@ class Scheduler:
                 tokens = tokens[:count]
                 break
         self._stats.generation_tokens += len(tokens)
-        if complete and reason is None:
-            reason = FinishReason.STOP
+        if reason is not FinishReason.STOP and complete is not False and count == num_tokens:
+            reason = FinishReason.STOP if complete else None
         if reason is not None:
             return self._finish(request, reason, tokens, stop_id, logprobs)
         if not request.wants_logprobs and request.queue_seconds is None:
@@ -336,7 +337,11 @@ class Scheduler:
                 self._use(request, found)
 
     def _use(self, request: Request, found: Allowed) -> None:
-        """Let a request go on as its grammar says."""
+        """Let a request go on as its grammar says. At its limit, that decides only why it ends."""
+        if len(request.output_ids) >= request.max_new_tokens:
+            ends = found.complete and not found.forced
+            self._events.append(self._finish(request, FinishReason.STOP if ends else FinishReason.LENGTH))
+            return
         if found.error is not None:
             self._table.finish(request)
             error = f"the grammar can't be followed any further: {found.error}"
