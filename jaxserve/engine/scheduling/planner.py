@@ -10,9 +10,10 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxserve.engine.scheduling.admission import NewTokenRatio
+from jaxserve.engine.scheduling.forced_runs import ForcedRuns
 from jaxserve.engine.scheduling.prefill import PrefillChooser
 from jaxserve.engine.scheduling.rank import Rank
 from jaxserve.engine.scheduling.request import Request
@@ -21,23 +22,27 @@ from jaxserve.engine.speculation.speculation import Speculation
 from jaxserve.errors import ConfigError
 from jaxserve.step_plan import Capacity, Chunk, DraftRead, Draw, PageCopy, SlotOpen, StepPlan
 
-# Forced tokens of a request, from which on they make a chunk, and how many of them at most.
-_MIN_RUN, _MAX_RUN = 3, 64
+# The most forced tokens that a step computes of a request.
+_MAX_RUN = 64
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Drawing:
-    """Of a step, the draws within grammars with their requests, and the requests with a chunk of forced tokens."""
+    """Of a step, the draws within grammars with their requests, and the requests with a run of forced tokens.
 
+    Until it is known whether runs are computed `one_by_one`, they wait in `forced`, by rank.
+    """
+
+    forced: list[list[Request]]
     draws: list[Draw] = dataclasses.field(default_factory=list)
     requests: list[Request] = dataclasses.field(default_factory=list)
-    forced: list[Request] = dataclasses.field(default_factory=list)
+    one_by_one: bool = False
 
 
 class Planner:
     """Plans within `capacity` and the limits of `Scheduler`. Raises `ConfigError` for limits below 1.
 
-    `prefills` chooses the prompt chunks, and which waiting requests start.
+    `prefills` chooses the prompt chunks, and which waiting requests start; `runs` how forced tokens are computed.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Planner:
         self._rotation_length = capacity.rotation_length
         self._no_pages: tuple[tuple[int, ...], ...] = ((),) * len(capacity.pages_by_group)
         self._step_tokens = min(max_num_batched_tokens, capacity.token_buckets[-1])
+        self.runs = ForcedRuns(capacity)
         self.prefills = PrefillChooser(
             table,
             capacity,
@@ -88,21 +94,17 @@ class Planner:
         chunks: list[Chunk] = []
         requests: list[Request] = []
         opens: list[SlotOpen] = []
-        drawing = Drawing()
+        drawing = Drawing([[] for _ in table.ranks])
         greedy = True
         decodes = []
         for rank in table.ranks:
             rank.cache.tier.save_added()
             before = len(chunks)
-            greedy = self._plan_decodes(rank, chunks, requests, drawing) and greedy
+            greedy = self._plan_decodes(rank, rank.decoding.values(), chunks, requests, drawing) and greedy
             decodes.append(len(chunks) - before)
         num_decodes = len(chunks)
-        for request in drawing.forced:
-            if (left := self._step_tokens - decodes[request.rank]) > 0:
-                chunk = self._forced_chunk(request, min(left, _MAX_RUN), len(drawing.forced))
-                decodes[chunk.rank] += chunk.length
-                chunks.append(chunk)
-                requests.append(request)
+        if any(drawing.forced):
+            num_decodes = self._plan_forced(decodes, chunks, requests, drawing)
         num_forced = len(chunks) - num_decodes
         for request, length in self.prefills.choose(decodes, opens, admit=admit):
             chunk = self._prefill_chunk(request, length)
@@ -163,7 +165,14 @@ class Planner:
                 loads += [(group, rank.index, slot, page) for group, slot, page in loaded]
         return saves, loads
 
-    def _plan_decodes(self, rank: Rank, chunks: list[Chunk], requests: list[Request], drawing: Drawing) -> bool:
+    def _plan_decodes(
+        self,
+        rank: Rank,
+        decoding: Iterable[Request],
+        chunks: list[Chunk],
+        requests: list[Request],
+        drawing: Drawing,
+    ) -> bool:
         """Append a chunk for each decoding request of a rank; return whether all of them are greedy.
 
         Of requests with a grammar, those whose next token is known or can be drawn.
@@ -171,7 +180,7 @@ class Planner:
         page_size, index, no_pages = self._page_size, rank.index, self._no_pages
         greedy = True
         ending = []
-        for request in rank.decoding.values():
+        for request in decoding:
             outputs, most = request.num_planned_outputs + 1, request.max_new_tokens
             position = request.num_planned_tokens
             constrained = request.grammar is not None
@@ -213,14 +222,11 @@ class Planner:
         return greedy
 
     def _plan_draw(self, request: Request, drawing: Drawing) -> bool:
-        """Plan how a request with a grammar gets its next token; return whether it is a decode of this step then.
-
-        A short run of forced tokens is set one by one, as decodes; a longer one makes a chunk of its own.
-        """
+        """Plan how a request with a grammar gets its next token; return whether it is a decode of this step then."""
         assert request.slot is not None
         run = request.num_known_tokens - request.num_planned_tokens
-        if run >= _MIN_RUN:
-            drawing.forced.append(request)
+        if run > 1 and not drawing.one_by_one:
+            drawing.forced[request.rank].append(request)
         elif run > 0:
             [token] = request.tokens(request.num_planned_tokens, request.num_planned_tokens + 1)
             drawing.draws.append(Draw(rank=request.rank, slot=request.slot, token=token))
@@ -234,10 +240,35 @@ class Planner:
             return True
         return False
 
-    def _forced_chunk(self, request: Request, most: int, num_forced: int) -> Chunk:
-        """Plan at most `most` tokens that a grammar left no choice for, on pages that no other request may need."""
-        rank, start = self._table.ranks[request.rank], request.num_planned_tokens
-        length = min(request.num_known_tokens - start, most)
+    def _plan_forced(self, decodes: list[int], chunks: list[Chunk], requests: list[Request], drawing: Drawing) -> int:
+        """Plan the runs of forced tokens that wait, and add to `decodes[r]`; return the number of decodes of all ranks.
+
+        A run makes a chunk of its own, or its next token a decode.
+        """
+        ranks = list(zip(self._table.ranks, drawing.forced))
+        runs = [
+            [min(request.num_known_tokens - request.num_planned_tokens, _MAX_RUN) for request in forced]
+            for forced in drawing.forced
+        ]
+        fits = max(own + sum(run) for own, run in zip(decodes, runs)) <= self._step_tokens
+        if not fits or not self.runs.together(decodes, runs):
+            drawing.one_by_one = True
+            for rank, forced in ranks:
+                self._plan_decodes(rank, forced, chunks, requests, drawing)
+                decodes[rank.index] += len(forced)
+            return len(chunks)
+        num_decodes = len(chunks)
+        for rank, forced in ranks:
+            for request, run in zip(forced, runs[rank.index]):
+                chunk = self._forced_chunk(rank, request, run, len(forced))
+                decodes[rank.index] += chunk.length
+                chunks.append(chunk)
+                requests.append(request)
+        return num_decodes
+
+    def _forced_chunk(self, rank: Rank, request: Request, length: int, num_forced: int) -> Chunk:
+        """Plan at most `length` tokens that a grammar left no choice for, on pages that no other request may need."""
+        start = request.num_planned_tokens
         if length > (room := -start % self._page_size):
             spare = rank.num_available_pages - len(rank.decoding) - num_forced
             length = min(length, room + max(0, spare) * self._page_size + (not room))

@@ -104,6 +104,7 @@ class Scheduler:
         self._random = random.Random(random_seed)
         self._in_flight: deque[_Planned] = deque()
         self._committed_at = 0.0
+        self._times_steps = speculation is not None or grammars is not None
         self._events: list[TokenEvent] = []
         self._num_arrived = 0
         self._stats = SchedulerStats(capacity)
@@ -168,7 +169,7 @@ class Scheduler:
             assert not table.waiting or waits, "requests wait, nothing runs, and none may start"
             return None
         plan, requests, drawing = planned
-        now = 0.0 if self._speculation is None else self._clock()
+        now = self._clock() if self._times_steps else 0.0
         self._in_flight.append(_Planned(plan, requests, drawing, now))
         if plan.num_decodes:
             self._ratio.decay()
@@ -200,8 +201,8 @@ class Scheduler:
         """Process the result of the oldest plan in flight; drop tokens of requests that have ended meanwhile."""
         planned, requests, _, planned_at = self._in_flight.popleft()
         assert planned is plan, "plans are committed in the order they were made"
-        if self._speculation is not None and plan.chunks:
-            self._time_step(plan, planned_at, self._speculation)
+        if self._times_steps and plan.chunks:
+            self._time_step(plan, planned_at)
         self._stats.num_steps += 1
         events = self.take_events()
         logprobs = result.logprobs
@@ -366,12 +367,15 @@ class Scheduler:
         if request.slot is not None:
             self._ranks[request.rank].give_up_rejected(request)
 
-    def _time_step(self, plan: StepPlan, planned_at: float, speculation: Speculation) -> None:
-        """Measure how long a step of decodes took since the one before, or since it was planned."""
+    def _time_step(self, plan: StepPlan, planned_at: float) -> None:
+        """Measure how long a step took since the one before, or since it was planned."""
         now, ranks = self._clock(), len(self._ranks)
-        if plan.num_decodes == len(plan.chunks) and not plan.draft_reads:
+        seconds = now - max(planned_at, self._committed_at)
+        if self._grammars is not None:
+            self._planner.runs.count_step(plan, seconds)
+        if self._speculation is not None and plan.num_decodes == len(plan.chunks) and not plan.draft_reads:
             rows, tokens = plan.max_rank_rows(ranks), plan.max_rank_tokens(ranks)
-            speculation.count_step(rows, tokens, now - max(planned_at, self._committed_at), plan.draft_steps)
+            self._speculation.count_step(rows, tokens, seconds, plan.draft_steps)
         self._committed_at = now
 
     def _finish(

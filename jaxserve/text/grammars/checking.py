@@ -73,7 +73,10 @@ class GrammarChecker:
         with self._free:
             with self._lock:
                 child = self._idle.pop() if self._idle else None
-            if child is None or child.poll() is not None:
+            if child is not None and child.poll() is not None:
+                _end(child)
+                child = None
+            if child is None:
                 child = self._spawn()
             answer = _ask(child, grammar)
             with self._lock:
@@ -145,7 +148,7 @@ def _main() -> None:
     with contextlib.suppress(EOFError):
         tokens, cpu_seconds = pickle.loads(_FRAMES.read(requests.read)[1])
         assert isinstance(tokens, Tokens)
-        vocabulary = make_vocabulary(tokens, lambda _: [])
+        vocabulary = make_vocabulary(tokens, lambda text: vocabulary.greedy_tokenize(text))
         host.limit_memory(MEMORY_BYTES)
         while True:
             grammar = _FRAMES.read(requests.read)[1].decode(errors="surrogatepass")

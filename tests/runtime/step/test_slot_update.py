@@ -120,6 +120,7 @@ def test_the_sampling_row(used: DeviceState) -> None:
         "min_len": 7,
         "logprobs": 1,
         "fill_len": 3,
+        "constrained": 0,
         "temperature": 0.5,
         "top_p": 0.25,
         "min_p": 0.125,

@@ -1,0 +1,125 @@
+"""Which texts each form allows, with a vocabulary of single bytes; choices and regular expressions against `re`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+
+from jaxserve.api_types import StructuredOutputs
+from jaxserve.text.grammars.formats import MAX_CHARACTERS, grammar_of
+from jaxserve.text.grammars.vocabulary import load_vocabulary
+from tests.selection import examples
+from tests.server.tiny import END_ID, tiny_tokenizer
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name"],
+}
+LARK = 'start: greeting " " NAME\ngreeting: "hello" | "bye"\nNAME: /[A-Z][a-z]+/'
+GBNF = 'root ::= greeting " " name\ngreeting ::= "hello" | "bye"\nname ::= [A-Z] [a-z]+'
+TAG: dict[str, Any] = {
+    "structures": [{"begin": "<call=f>", "schema": PERSON, "end": "</call>"}],
+    "triggers": ["<call="],
+}
+
+
+@functools.cache
+def vocabulary() -> LLTokenizer:
+    return load_vocabulary(tiny_tokenizer())
+
+
+def accepts(outputs: StructuredOutputs, text: str) -> bool:
+    """Return whether a text, and nothing after it, is an output of the form."""
+    matcher = LLMatcher(vocabulary(), grammar_of(outputs), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    data = text.encode()
+    return matcher.try_consume_tokens([*data, END_ID]) > len(data) or (
+        matcher.reset() and matcher.try_consume_tokens(list(data)) == len(data) and matcher.is_accepting()
+    )
+
+
+@pytest.mark.parametrize(
+    ("outputs", "good", "bad"),
+    [
+        ({"json": PERSON}, ['{"name": "Ann", "age": 3}', '{"name":"é"}', '{\n  "name" : "" }'], ['{"age": 3}', "[]"]),
+        ({"json": json.dumps(PERSON)}, ['{"name":"Ann"}'], ['{"name": 3}', '{"name":"Ann"} ']),
+        ({"json": True}, ["3", "null", '{"a":[]}'], ["nil"]),
+        ({"json_object": True}, ["{}", '{"a": [1, {"b": null}]}'], ["[]", "1", '{"a": }', "{} "]),
+        ({"json": PERSON, "disable_any_whitespace": True}, ['{"name":"Ann"}'], ['{"name": "Ann"}']),
+        ({"json": PERSON, "whitespace_pattern": " {0,3}"}, ['{"name":   ""}'], ['{"name":    ""}', '{\t"name":""}']),
+        ({"json": PERSON}, ['{"name":"Ann","more":1}'], []),
+        ({"json": PERSON, "disable_additional_properties": True}, ['{"name":"Ann"}'], ['{"name":"Ann","more":1}']),
+        ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"enum": [1, "x"]}}}}, ["1", '"x"'], ["2"]),
+        ({"json": {"anyOf": [{"type": "null"}, {"const": {"a": 1}}]}}, ["null", '{"a": 1}'], ['{"a": 2}']),
+        ({"json": {"type": "string", "format": "date"}}, ['"2024-02-29"'], ['"2024-13-01"', '"today"']),
+        ({"regex": "[ab]{2}|c"}, ["ab", "c"], ["abc", "", "cc"]),
+        ({"regex": "^ab?$"}, ["a", "ab"], ["^a", "a$"]),
+        ({"regex": r"a\$"}, ["a$"], ["a", r"a\$"]),
+        ({"choice": ("red", "red wine", "1+1=2 (or not)")}, ["red", "red wine", "1+1=2 (or not)"], ["red ", "111=2"]),
+        ({"grammar": LARK}, ["hello Ann", "bye Bob"], ["hello ann", "Ann"]),
+        ({"grammar": GBNF}, ["hello Ann", "bye Bob"], ["hello ann", "Ann"]),
+        (
+            {"structural_tag": TAG},
+            ["no call", '<call=f>{"name":"a"}</call> and <call=f>{"name":"b"}</call>'],
+            ["<call=g>", "<call=f>{}</call>"],
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_form_allows(outputs: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    form = StructuredOutputs(**outputs)
+    assert [text for text in good if not accepts(form, text)] == []
+    assert [text for text in bad if accepts(form, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("outputs", "error"),
+    [
+        ({"json": "{"}, "Expecting property name"),
+        ({"json": "3"}, "a JSON schema is an object"),
+        ({"choice": ()}, "at least one text"),
+        ({"grammar": "neither of them"}, "neither Lark nor GBNF"),
+        ({"structural_tag": {"type": "structural_tag"}}, "only tags with `structures` and `triggers`"),
+        ({"structural_tag": TAG | {"triggers": ["<tool"]}}, "no trigger begins '<call=f>'"),
+        ({"regex": "a" * (MAX_CHARACTERS + 1)}, "at most 262144 are supported"),
+    ],
+)
+def test_what_is_no_form(outputs: dict[str, Any], error: str) -> None:
+    with pytest.raises((ValueError, TypeError, KeyError), match=error):
+        grammar_of(StructuredOutputs(**outputs))
+
+
+@settings(max_examples=examples(50), deadline=None)
+@given(
+    st.lists(
+        st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=8), min_size=1, max_size=4
+    ),
+    st.data(),
+)
+def test_choices_are_taken_as_they_are(choices: list[str], data: st.DataObject) -> None:
+    form = StructuredOutputs(choice=tuple(choices))
+    other = data.draw(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8))
+    for text in [*choices, other]:
+        assert accepts(form, text) == (text in choices)
+
+
+# Regular expressions that Python and Rust read alike.
+ATOMS = st.sampled_from(["a", "b", "c", "[ab]", "[^a]", ".", r"\.", "é", "(?:ab|c)", "x"])
+REPEATS = st.sampled_from(["", "", "?", "*", "+", "{2}", "{1,3}", "{0,2}"])
+SEQUENCES = st.lists(st.builds(str.__add__, ATOMS, REPEATS), min_size=1, max_size=4).map("".join)
+REGEXES = st.lists(SEQUENCES, min_size=1, max_size=3).map("|".join)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(REGEXES, st.lists(st.text("abcxé.\n", max_size=6), min_size=1, max_size=10))
+def test_regular_expressions_match_what_python_matches(pattern: str, texts: list[str]) -> None:
+    form = StructuredOutputs(regex=pattern)
+    for text in texts:
+        assert accepts(form, text) == (re.fullmatch(pattern, text) is not None), (pattern, text)
