@@ -6,17 +6,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxserve.api_types import SamplingParams
+    from jaxserve.api_types import SamplingParams, StructuredOutputs
     from jaxserve.config.schema import EngineConfig
     from jaxserve.llm import LLM
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "EngineConfig", "SamplingParams", "StructuredOutputs", "__version__"]
 
 _MODULES = {
     "LLM": "jaxserve.llm",
     "SamplingParams": "jaxserve.api_types",
+    "StructuredOutputs": "jaxserve.api_types",
     "EngineConfig": "jaxserve.config.schema",
 }
 

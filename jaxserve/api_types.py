@@ -324,6 +324,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
       others for a request of higher priority.
     - `num_drafts` times, a request's draft was verified. Of their `draft_tokens`, `accepted_tokens` became output, and
       `accepted_by_position[i]` drafts had token i accepted. Without speculation all are 0, and the last is ().
+    - Of the `generation_tokens`, grammars forced `forced_tokens`, without a draw.
     - `step_tokens` is the sum over all steps; `steps_by_tokens` counts the steps in each of `STEP_TOKEN_BUCKETS`, and
       last those beyond.
     - Only metrics sent on request have `decode_steps_by_rows`; `integrity_errors`, the faults that the integrity check
@@ -361,6 +362,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_by_position: tuple[int, ...] = ()
+    forced_tokens: int = 0
     step_tokens: int = 0
     steps_by_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKEN_BUCKETS) + 1)
     compiles_after_ready: int = 0

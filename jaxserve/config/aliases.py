@@ -11,7 +11,11 @@ import dataclasses
 import types
 from collections.abc import Callable, Mapping
 
-from jaxserve.config.speculative_config import read_num_draft_tokens, read_speculative_config
+from jaxserve.config.foreign_forms import (
+    read_num_draft_tokens,
+    read_speculative_config,
+    read_structured_outputs_config,
+)
 from jaxserve.errors import ConfigError
 
 
@@ -97,6 +101,14 @@ _NO_TREES = ChoiceAlias(
 _OWN_TOKENS = ChoiceAlias(RefusedName("a request's drafts come from all of its own tokens; leave it out"))
 _EXACT = "only what the model draws too is accepted, so that answers never change"
 _EXACT_THRESHOLD = ChoiceAlias(RefusedName(_EXACT), dict.fromkeys(("1", "1.0"), InForce(_EXACT)))
+_GRAMMAR_BACKEND = ChoiceAlias(
+    RefusedName("outputs of a given form are held by llguidance, with every model; leave it out"),
+    dict.fromkeys(("auto", "guidance", "llguidance"), InForce("outputs of a given form are held by llguidance")),
+)
+_FORM_OF_A_REQUEST = SwitchAlias(
+    on=RefusedName("a request asks for it, in its own `structured_outputs`; leave the flag out"),
+    off=InForce("a request asks for it, in its own `structured_outputs`"),
+)
 _FOR_BOTH_MODELS = ChoiceAlias(RefusedName("the model's own setting counts for what drafts too; leave it out"))
 
 _PRIORITIES = SwitchAlias(
@@ -241,6 +253,17 @@ ALIASES: Mapping[str, Alias] = types.MappingProxyType(
         "speculative_draft_model_revision": ChoiceAlias(RefusedName("give the folder of the revision as the model")),
         "speculative_token_map": ChoiceAlias(
             RefusedName("a head's own checkpoint tells which tokens it drafts (d2t); leave it out")
+        ),
+        "guided_decoding_backend": _GRAMMAR_BACKEND,
+        "grammar_backend": _GRAMMAR_BACKEND,
+        "structured_outputs_config": ReadAlias(
+            read_structured_outputs_config, "vLLM's mapping, as JSON or in YAML: backend may be auto or guidance"
+        ),
+        "guided_decoding_disable_any_whitespace": _FORM_OF_A_REQUEST,
+        "guided_decoding_disable_additional_properties": _FORM_OF_A_REQUEST,
+        "constrained_json_disable_any_whitespace": _FORM_OF_A_REQUEST,
+        "constrained_json_whitespace_pattern": ChoiceAlias(
+            RefusedName("a request asks for it: `whitespace_pattern` in its `structured_outputs`; leave the flag out")
         ),
         "use_v2_block_manager": SwitchAlias(
             on=InForce("the KV cache always has pages that requests share"),

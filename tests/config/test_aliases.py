@@ -130,3 +130,36 @@ def test_a_foreign_switch_may_set_one_of_our_settings() -> None:
 def test_a_switch_must_be_true_or_false() -> None:
     with pytest.raises(ConfigError, match="must be true or false, got 'yes'"):
         load_config([GivenSetting("enable_metrics", "yes", "yaml", "x.yaml:1: enable_metrics")])
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("guided_decoding_backend", "auto"),
+        ("grammar_backend", "llguidance"),
+        ("structured_outputs_config", '{"backend": "guidance", "disable_fallback": false, "reasoning_parser": null}'),
+        ("structured_outputs_config", {"backend": "auto"}),
+    ],
+)
+def test_grammars_are_held_by_llguidance(written: str, value: object) -> None:
+    loaded = load_config([flag(written, value)])
+    assert [value for value in loaded.values if value.source != "default"] == []
+    assert ["held by llguidance" in note for note in loaded.notes] == [True]
+
+
+@pytest.mark.parametrize(
+    ("written", "value", "says"),
+    [
+        ("grammar_backend", "xgrammar", "held by llguidance, with every model; leave it out"),
+        ("guided_decoding_backend", "outlines", "held by llguidance"),
+        ("structured_outputs_config", '{"backend": "xgrammar"}', "held by llguidance"),
+        ("structured_outputs_config", '{"disable_any_whitespace": true}', "a request asks for it"),
+        ("structured_outputs_config", '{"backed": "auto"}', "did you mean backend"),
+        ("structured_outputs_config", "auto", "is not valid JSON"),
+        ("constrained_json_whitespace_pattern", " ?", "`whitespace_pattern` in its `structured_outputs`"),
+        ("guided_decoding_disable_any_whitespace", True, "a request asks for it"),
+    ],
+)
+def test_how_grammars_are_held_is_no_choice_of_the_server(written: str, value: object, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_config([flag(written, value)])

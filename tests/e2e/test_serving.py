@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
 import psutil
+import pydantic
 import pytest
 
 from tests.e2e.server_process import ServerProcess, has_jax, serving
@@ -71,8 +73,74 @@ def test_only_the_engine_has_jax(server: ServerProcess) -> None:
     assert [has_jax(child.pid) for child in psutil.Process(server.process.pid).children()].count(True) == 1
 
 
+class Person(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=12)
+    age: int = pydantic.Field(ge=0, le=120)
+    likes: Literal["tea", "coffee"]
+
+
+PERSON: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "Make up a person."}],
+    "response_format": Person,
+    "max_tokens": 200,
+    "temperature": 2,
+}
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_an_answer_in_the_form_of_a_class_streamed_or_not(client: openai.OpenAI, seed: int) -> None:
+    whole = client.chat.completions.parse(**PERSON, seed=seed)
+    assert whole.choices[0].finish_reason == "stop"
+    assert isinstance(whole.choices[0].message.parsed, Person)
+    with client.chat.completions.stream(**PERSON, seed=seed) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == whole.choices[0].message.content
+    assert final.choices[0].message.parsed == whole.choices[0].message.parsed
+
+
+def test_samples_in_a_form(server: ServerProcess) -> None:
+    async def ask() -> openai.types.Completion:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300) as client:
+            form = {"structured_outputs": {"regex": "(red|green) [0-9]{3}"}}
+            return await client.completions.create(
+                model=MODEL, prompt="A color:", n=8, temperature=1, max_tokens=20, logprobs=2, extra_body=form
+            )
+
+    answer = asyncio.run(ask())
+    texts = [choice.text for choice in answer.choices]
+    assert all(re.fullmatch("(red|green) [0-9]{3}", text) for text in texts), texts
+    assert len(set(texts)) > 1
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert "".join(choice.logprobs.tokens or []) == choice.text
+
+
+def test_a_grammar_that_explodes_delays_nobody(server: ServerProcess) -> None:
+    patterns = [{"pattern": f"[a-z]{{3}}{letter}[0-9]*"} for letter in "abcdefghijklmnopqrst"]
+    exploding = {"type": "json_schema", "json_schema": {"schema": {"type": "string", "allOf": patterns}}}
+
+    async def both() -> tuple[httpx.Response, int]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
+            body = {"messages": [{"role": "user", "content": "x"}], "response_format": exploding}
+            slow = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+            answered = 0
+            while not slow.done():
+                for form in ({}, {"guided_regex": "[a-z]{5}"}):
+                    body = {"prompt": "a", "max_tokens": 4, **form}
+                    (await client.post("/v1/completions", json=body)).raise_for_status()
+                    answered += 1
+            return await slow, answered
+
+    refused, answered = asyncio.run(both())
+    assert refused.status_code == 400
+    assert "it takes more than 5 s to compile" in refused.json()["error"]["message"]
+    assert answered > 4
+
+
 def test_a_third_hangs_up_and_nothing_leaks(server: ServerProcess) -> None:
     rng = random.Random(0)
+    form = {"json": {"type": "array", "items": {"enum": ["one", "two", 3]}, "minItems": 2}}
 
     async def one(client: openai.AsyncOpenAI, index: int) -> int:
         prompt = [rng.randrange(100, 40000) for _ in range(rng.randrange(1, 300))]
@@ -82,7 +150,7 @@ def test_a_third_hangs_up_and_nothing_leaks(server: ServerProcess) -> None:
             max_tokens=rng.randrange(2, 60),
             stream=True,
             temperature=rng.choice([0, 1]),
-            extra_body={"ignore_eos": True},
+            extra_body={"ignore_eos": True} | ({"structured_outputs": form} if index % 2 else {}),
         )
         events = 0
         async with stream:

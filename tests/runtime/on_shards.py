@@ -157,7 +157,11 @@ def sampler() -> None:
                 logits[row, rng.integers(VOCAB)] = 40.0  # one shard has all the weight
         rows, counts, lengths = _rows(opened)
         rows.ints[:, sampling.INTS.index("logprobs")] = 1
-        given = (logits, rows, counts, lengths)
+        bits = rng.random((len(DRAWN), VOCAB)) < (1.0 if batch % 4 else 0.2)
+        bits[:, batch] = True
+        allowed = np.packbits(bits, axis=1, bitorder="little")
+        allowed = np.pad(allowed, ((0, 0), (0, -allowed.shape[1] % 4))).view(np.int32)
+        given = (logits, rows, counts, lengths, allowed)
         alone = _on(1, sample_all)(*given)
         for together in (_on(4, sample_all)(*given), _on(4, sample_all_by_triton)(*given)):
             np.testing.assert_array_equal(alone[0], together[0])
@@ -170,7 +174,7 @@ def sampler() -> None:
 def _on(count: int, sample: Callable[..., Any]) -> Callable[..., Any]:
     split, whole = PartitionSpec(None, TENSOR_AXES), PartitionSpec()
     mesh = make_mesh(jax.devices(), tensor=count)
-    specs = (split, whole, split, whole)
+    specs = (split, whole, split, whole, whole)
     return jax.jit(jax.shard_map(sample, mesh=mesh, in_specs=specs, out_specs=whole, check_vma=False))
 
 

@@ -207,6 +207,7 @@ class Scheduler:
         events = self.take_events()
         logprobs = result.logprobs
         running = Phase.RUNNING
+        num_tokens = 0
         for index, (request, chunk, tokens) in enumerate(zip(requests, plan.chunks, result.tokens, strict=True)):
             if request.phase is not running:
                 continue
@@ -215,14 +216,27 @@ class Scheduler:
                 self._count_drafts(request, chunk, result.drafts[index])
             if request.prompt_logprobs is not None:
                 request.add_prompt_logprobs(result.prompt_logprobs.get(index, []))
-            if request.num_computed_tokens == request.num_prompt_tokens and not request.is_prompt_counted:
+            if not request.is_prompt_counted and request.num_computed_tokens == request.num_prompt_tokens:
                 request.is_prompt_counted = True
                 self._stats.prompt_tokens += request.num_prompt_tokens
                 if request.max_new_tokens == 0:
                     events.append(self._finish(request, FinishReason.LENGTH))
             if not tokens:
                 continue
-            events.append(self._add_tokens(request, tokens, logprobs.get(index)))
+            outputs = request.output_ids
+            if (
+                len(tokens) == 1
+                and len(outputs) + 1 < request.max_new_tokens
+                and tokens[0] not in request.stop_ids
+                and not request.wants_logprobs
+                and request.queue_seconds is None
+            ):  # nearly always, nothing ends and nothing else is reported
+                outputs.append(tokens[0])
+                num_tokens += 1
+                events.append(TokenEvent(request.request_id, tokens))
+            else:
+                events.append(self._add_tokens(request, tokens, logprobs.get(index)))
+        self._stats.generation_tokens += num_tokens
         return events
 
     def take_events(self) -> list[TokenEvent]:
@@ -349,8 +363,10 @@ class Scheduler:
             self._events.append(request.last_event(FinishReason.ERROR, [], error=error))
             return
         if found.forced or found.complete:
+            before = len(request.output_ids)
             self._events.append(self._add_tokens(request, list(found.forced), complete=found.complete))
             request.num_planned_outputs = len(request.output_ids)
+            self._stats.forced_tokens += len(request.output_ids) - before
         request.allowed = found.tokens
 
     def _count_drafts(self, request: Request, chunk: Chunk, compared: tuple[int, int]) -> None:

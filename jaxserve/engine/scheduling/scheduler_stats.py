@@ -28,6 +28,7 @@ class SchedulerStats:
         self.num_priority_preemptions = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
+        self.forced_tokens = 0
         self.cache_query_tokens = 0
         self.cache_hit_tokens = 0
         self.step_tokens = 0
@@ -76,6 +77,7 @@ class SchedulerStats:
             num_retractions=self.num_retractions,
             prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,
+            forced_tokens=self.forced_tokens,
             cache_query_tokens=self.cache_query_tokens,
             cache_hit_tokens=self.cache_hit_tokens,
             num_host_pages=sum(tier.num_pages for tier in tiers),

@@ -61,7 +61,7 @@ class Defaults:
     row_multiple: int
 
 
-_CPU = Defaults(running=32, chunk=512, smallest_bucket=64, max_fine=None, row_multiple=1)
+_CPU = Defaults(running=32, chunk=512, smallest_bucket=16, max_fine=None, row_multiple=1)
 _ACCELERATOR = Defaults(running=256, chunk=2048, smallest_bucket=256, max_fine=160, row_multiple=8)
 _PROMPT_LOGPROB_TOKENS = 128
 

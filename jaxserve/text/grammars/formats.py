@@ -5,6 +5,7 @@ Owns the translation only: `checking` finds out whether llguidance can compile t
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -17,6 +18,10 @@ MAX_CHARACTERS = 1 << 18
 # Without a bound, a model that likes blanks never leaves them.
 _WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,40}"
 _JSON_OBJECT: dict[str, Any] = {"type": "object"}
+# What maps names to schemas in a schema, and what holds values.
+_BY_NAME = {"properties", "patternProperties", "$defs", "definitions"}
+_VALUES = {"const", "enum", "default", "examples", "required"}
+_MAX_REFERENCES = 20
 # Characters with a meaning in the regular expressions of Rust.
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$]")
 
@@ -38,8 +43,7 @@ def _json(value: Any, outputs: StructuredOutputs) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise ValueError("a JSON schema is an object")
-    if outputs.disable_additional_properties:
-        schema = _closed(schema)
+    schema = _prepared(schema, schema, outputs)
     whitespace = outputs.whitespace_pattern or _WHITESPACE
     options: dict[str, Any] = {"whitespace_flexible": not outputs.disable_any_whitespace}
     if not outputs.disable_any_whitespace:
@@ -47,16 +51,74 @@ def _json(value: Any, outputs: StructuredOutputs) -> str:
     return LLMatcher.grammar_from_json_schema(schema, defaults=options)  # type: ignore[arg-type]
 
 
-def _closed(schema: Any) -> Any:
-    """Return the schema with objects that have no other properties than those it names."""
+def _prepared(schema: Any, root: dict[str, Any], outputs: StructuredOutputs) -> Any:
+    """Return a schema of the document `root` as llguidance is to read it.
+
+    A `oneOf` becomes `anyOf` where its schemas exclude each other, which llguidance does not see through references.
+    Objects may be closed to properties that their schema doesn't name.
+    """
     if isinstance(schema, list):
-        return [_closed(part) for part in schema]
+        return [_prepared(part, root, outputs) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {key: _closed(part) for key, part in schema.items()}
-    if isinstance(found.get("properties"), dict):
+    found: dict[str, Any] = {}
+    for key, part in schema.items():
+        if key in _BY_NAME and isinstance(part, dict):
+            found[key] = {name: _prepared(one, root, outputs) for name, one in part.items()}
+        else:
+            found[key] = part if key in _VALUES else _prepared(part, root, outputs)
+    if outputs.disable_additional_properties and isinstance(found.get("properties"), dict):
         found.setdefault("additionalProperties", False)
+    one_of = schema.get("oneOf")
+    if isinstance(one_of, list) and "anyOf" not in found:
+        schemas = [_resolved(one, root) for one in one_of]
+        if all(_exclude_each_other(one, other) for one, other in itertools.combinations(schemas, 2)):
+            found["anyOf"] = found.pop("oneOf")
     return found
+
+
+def _resolved(schema: Any, root: Any) -> dict[str, Any]:
+    """Return the schema that a reference within `root` means."""
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(schema, dict) or "$ref" not in schema:
+            break
+        pointer, schema = str(schema["$ref"]), root
+        for part in pointer.removeprefix("#").split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(name) if isinstance(schema, dict) else None
+    return schema if isinstance(schema, dict) and "$ref" not in schema else {}
+
+
+def _exclude_each_other(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether no value can match both schemas, as far as types and the values they name show."""
+    if _have_no_common(_types(one), _types(other)) or _have_no_common(_named_values(one), _named_values(other)):
+        return True
+    if one.get("type") != "object" or other.get("type") != "object":
+        return False
+    own, theirs = one.get("properties", {}), other.get("properties", {})
+    shared = set(one.get("required", ())).intersection(other.get("required", ()), own, theirs)
+    return any(_have_no_common(_named_values(own[name]), _named_values(theirs[name])) for name in shared)
+
+
+def _have_no_common(one: set[Any] | None, other: set[Any] | None) -> bool:
+    return one is not None and other is not None and one.isdisjoint(other)
+
+
+def _types(schema: dict[str, Any]) -> set[Any] | None:
+    """Return the types that a schema allows, or None for all."""
+    types = schema.get("type")
+    if not isinstance(types, (str, list)):
+        return None
+    return {"number" if name == "integer" else name for name in ([types] if isinstance(types, str) else types)}
+
+
+def _named_values(schema: Any) -> set[Any] | None:
+    """Return the values that a schema allows, each with its type, or None if it doesn't name them all."""
+    if not isinstance(schema, dict) or not ("const" in schema or isinstance(schema.get("enum"), list)):
+        return None
+    values = [schema["const"]] if "const" in schema else schema["enum"]
+    known = all(isinstance(value, (str, int, type(None))) for value in values)
+    return {(type(value), value) for value in values} if known else None
 
 
 def _json_object(_: Any, outputs: StructuredOutputs) -> str:

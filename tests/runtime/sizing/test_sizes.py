@@ -37,7 +37,7 @@ def test_defaults_of_a_cpu() -> None:
     assert sizes.capacity.max_model_len == 64
     assert sizes.capacity.num_pages == 32 * 64 // 16
     assert sizes.chunked_prefill_size == sizes.max_prefill_tokens == sizes.max_num_batched_tokens == 64
-    assert sizes.capacity.token_buckets == (64,)
+    assert sizes.capacity.token_buckets == (16, 32, 64)
 
 
 ABSURD = [0, -1, 1, 2**16, 2**31 - 1, 2**31, 10**11, 10**30, 1e-300, 1e308, math.nan, math.inf, -math.inf]
@@ -108,7 +108,7 @@ def test_no_chunking_means_a_step_holds_the_longest_prompt() -> None:
 def test_budgets_bound_each_other() -> None:
     sizes = _resolve(chunked_prefill_size=40, max_prefill_tokens=10, max_num_batched_tokens=20, max_running_requests=4)
     assert (sizes.chunked_prefill_size, sizes.max_prefill_tokens, sizes.max_num_batched_tokens) == (20, 10, 20)
-    assert sizes.capacity.token_buckets == (20,)
+    assert sizes.capacity.token_buckets == (16, 20)
     assert _resolve(chunked_prefill_size=8).max_prefill_tokens == 8
     assert _resolve(chunked_prefill_size=10**6).chunked_prefill_size == 64
 

@@ -33,9 +33,11 @@ DRAWS = 4096
 CPU = KernelTarget("cpu")
 
 
-def sample_all(logits: Any, params: SamplingRows, counts: Any, lengths: Any) -> tuple[Any, Logprobs]:
+def sample_all(
+    logits: Any, params: SamplingRows, counts: Any, lengths: Any, allowed: Any = None
+) -> tuple[Any, Logprobs]:
     """Return a token of each slot, and its log probabilities."""
-    rows = Rows(jnp.arange(len(logits)), lengths, jnp.ones(len(logits), bool))
+    rows = Rows(jnp.arange(len(logits)), lengths, jnp.ones(len(logits), bool), allowed=allowed)
     return sampling.sample(logits, params, counts, rows, CPU)
 
 
@@ -370,6 +372,40 @@ def test_triton_draws_what_the_cpu_draws(logits: np.ndarray) -> None:
     for mine, wanted in zip((found.chosen, found.top), (expected[1].chosen, expected[1].top)):
         np.testing.assert_allclose(np.asarray(mine)[asked], np.asarray(wanted)[asked], atol=1e-5)
     np.testing.assert_array_equal(np.asarray(found.top_ids)[asked], np.asarray(expected[1].top_ids)[asked])
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        pytest.param(_sample, id="cpu"),
+        pytest.param(_sample_by_xla, id="xla"),
+        pytest.param(_sample_by_triton, id="triton"),
+    ],
+)
+def test_only_allowed_tokens_are_drawn(logits: np.ndarray, sample: Callable[..., Any]) -> None:
+    """As if the model gave the others no chance, but log probabilities are the model's own."""
+    shapes: list[dict[str, Any]] = [
+        {"logprobs": 3},
+        {"temperature": 0.0},
+        {"top_k": 3, "repetition_penalty": 1.5},
+        {"top_p": 0.5, "min_tokens": 9},
+        {"logit_bias": {3: 100.0}, "temperature": 0.0},
+    ]
+    opened = [opening(0, [1], [2, 2], seed=i, stop_ids=(5,), **shapes[i % 5]) for i in range(100)]
+    rng = np.random.default_rng(0)
+    allowed = rng.random((100, VOCAB)) < rng.choice([0.01, 0.5], (100, 1))
+    allowed[:, 9] = True  # at least one
+    allowed[::7] = np.arange(VOCAB) == 599
+    words = np.packbits(allowed, axis=1, bitorder="little")
+    words = np.pad(words, ((0, 0), (0, -words.shape[1] % 4))).view(np.int32)
+    many = np.stack([rng.permutation(logits) for _ in opened])
+    rows = _rows(opened)
+    tokens, found = sample(many, *rows, words)
+    expected, _ = sample(np.where(allowed, many, -np.inf), *rows)
+    np.testing.assert_array_equal(tokens, expected)
+    assert np.take_along_axis(allowed, np.asarray(tokens)[:, None], axis=1).all()
+    free = np.asarray(_logprobs(many, np.asarray(tokens)).chosen)
+    np.testing.assert_allclose(np.asarray(found.chosen)[::5], free[::5], atol=1e-5)
 
 
 def test_a_vast_range_of_logits() -> None:

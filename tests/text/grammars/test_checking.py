@@ -41,6 +41,8 @@ def test_what_compiles_is_returned(checker: GrammarChecker) -> None:
         ({"json": {"$ref": "https://example.com/schema"}}, "does not fetch"),
         ({"json": {"type": "string", "minLength": 5, "maxLength": 2}}, "[Ll]ength"),
         ({"grammar": "start: missing"}, "missing"),
+        ({"json": {"oneOf": [{"type": "integer", "minimum": 1}, {"type": "integer", "maximum": 3}]}}, "oneOf"),
+        ({"json": {"oneOf": [{"properties": {"a": {"const": 1}}}, {"properties": {"a": {"const": 2}}}]}}, "oneOf"),
     ],
 )
 def test_what_does_not_compile_is_refused_with_the_reason(

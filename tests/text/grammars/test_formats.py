@@ -23,6 +23,19 @@ PERSON: dict[str, Any] = {
     "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
     "required": ["name"],
 }
+# As pydantic writes a union of classes that a field tells apart.
+UNION: dict[str, Any] = {
+    "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
+    "discriminator": {"propertyName": "kind"},
+    "$defs": {
+        "A": {
+            "type": "object",
+            "properties": {"kind": {"const": "a"}, "x": {"type": "integer"}},
+            "required": ["kind", "x"],
+        },
+        "B": {"type": "object", "properties": {"kind": {"enum": ["b", "bb"]}}, "required": ["kind"]},
+    },
+}
 LARK = 'start: greeting " " NAME\ngreeting: "hello" | "bye"\nNAME: /[A-Z][a-z]+/'
 GBNF = 'root ::= greeting " " name\ngreeting ::= "hello" | "bye"\nname ::= [A-Z] [a-z]+'
 TAG: dict[str, Any] = {
@@ -59,6 +72,9 @@ def accepts(outputs: StructuredOutputs, text: str) -> bool:
         ({"json": PERSON, "disable_additional_properties": True}, ['{"name":"Ann"}'], ['{"name":"Ann","more":1}']),
         ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"enum": [1, "x"]}}}}, ["1", '"x"'], ["2"]),
         ({"json": {"anyOf": [{"type": "null"}, {"const": {"a": 1}}]}}, ["null", '{"a": 1}'], ['{"a": 2}']),
+        ({"json": UNION}, ['{"kind": "a", "x": 1}', '{"kind":"b"}'], ['{"kind":"c"}', "{}"]),
+        ({"json": {"const": {"properties": {"a": 1}}}, "disable_additional_properties": True},
+         ['{"properties": {"a": 1}}'], ['{"properties":{"a":1},"additionalProperties":false}']),
         ({"json": {"type": "string", "format": "date"}}, ['"2024-02-29"'], ['"2024-13-01"', '"today"']),
         ({"regex": "[ab]{2}|c"}, ["ab", "c"], ["abc", "", "cc"]),
         ({"regex": "^ab?$"}, ["a", "ab"], ["^a", "a$"]),

@@ -1,6 +1,7 @@
-"""Reads the settings of speculative decoding that other engines write in forms of their own.
+"""Reads the settings that other engines write in forms of their own.
 
-These are vLLM's `--speculative-config`, a mapping that has several of ours in it, and SGLang's count of draft tokens.
+These are vLLM's mappings `--speculative-config` and `--structured-outputs-config`, which have several settings in them,
+and SGLang's count of draft tokens.
 """
 
 from __future__ import annotations
@@ -68,34 +69,55 @@ _REFUSED: Mapping[str, str] = types.MappingProxyType(
 )  # fmt: skip
 
 
+_IN_REQUESTS = "a request asks for it, in its own `structured_outputs`; leave it out"
+_OF_GRAMMARS: Mapping[str, str] = types.MappingProxyType(
+    {
+        "disable_fallback": "there is one backend, and nothing falls back to it; leave it out",
+        "reasoning_parser": "reasoning parsers are not built yet",
+        "enable_in_reasoning": "reasoning parsers are not built yet",
+    }
+    | dict.fromkeys(("disable_any_whitespace", "disable_additional_properties"), _IN_REQUESTS)
+)
+
+
 def read_speculative_config(value: object, place: str) -> dict[str, object]:
-    """Return the settings in vLLM's `speculative_config`, a mapping or its JSON, by our names or those of its flags.
+    """Return the settings in vLLM's `speculative_config`, by our names or those of its flags. Raises `ConfigError`."""
+    return _read(value, place, _SETTINGS, _REFUSED, '{"method": "ngram", "num_speculative_tokens": 5}')
+
+
+def read_structured_outputs_config(value: object, place: str) -> dict[str, object]:
+    """Return the settings in vLLM's `structured_outputs_config`, by the names of its flags. Raises `ConfigError`."""
+    return _read(value, place, {"backend": "guided_decoding_backend"}, _OF_GRAMMARS, '{"backend": "auto"}')
+
+
+def _read(
+    value: object, place: str, settings: Mapping[str, str], refused: Mapping[str, str], example: str
+) -> dict[str, object]:
+    """Return the settings in a mapping or its JSON.
 
     Keys whose value is null are left out, as are those not supported that are false. Raises `ConfigError`.
     """
+    example = f"write it like '{example}'"
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{place} is not valid JSON: {error}; {_EXAMPLE}") from None
+            raise ConfigError(f"{place} is not valid JSON: {error}; {example}") from None
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{place} must be a mapping, got {value!r}; {_EXAMPLE}")
+        raise ConfigError(f"{place} must be a mapping, got {value!r}; {example}")
     found: dict[str, object] = {}
     for key, given in value.items():
         if given is None:
             continue
-        if key in _SETTINGS:
-            found[_SETTINGS[key]] = given
-        elif key not in _REFUSED:
-            raise ConfigError(f"{place}: {key} is not a known key{nearest(str(key), {*_SETTINGS, *_REFUSED})}")
+        if key in settings:
+            found[settings[key]] = given
+        elif key not in refused:
+            raise ConfigError(f"{place}: {key} is not a known key{nearest(str(key), {*settings, *refused})}")
         elif given is not False:
-            raise ConfigError(f"{place}: {key}={given} is refused: {_REFUSED[key]}")
+            raise ConfigError(f"{place}: {key}={given} is refused: {refused[key]}")
     return found
-
-
-_EXAMPLE = """write it like '{"method": "ngram", "num_speculative_tokens": 5}'"""
 
 
 def read_num_draft_tokens(value: object, place: str) -> dict[str, object]:
