@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import string
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -117,7 +118,7 @@ def test_samples_in_a_form(server: ServerProcess) -> None:
 
 
 def test_a_grammar_that_explodes_delays_nobody(server: ServerProcess) -> None:
-    patterns = [{"pattern": f"[a-z]{{3}}{letter}[0-9]*"} for letter in "abcdefghijklmnopqrst"]
+    patterns = [{"pattern": f"[a-z]{{3}}{letter}[0-9]*"} for letter in string.ascii_lowercase]
     exploding = {"type": "json_schema", "json_schema": {"schema": {"type": "string", "allOf": patterns}}}
 
     async def both() -> tuple[httpx.Response, int]:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 _KEPT_GRAMMARS = 64
 _KEPT_MATCHERS = 16
 _MAX_THREADS = 4
-# A request that took longer for a token is no longer waited for, and goes to threads for such requests.
+# A request that needs more processor time for a token is no longer waited for, and goes to threads for such requests.
 _SLOW_SECONDS = 0.01
-# One that needs more processor time for a token ends, if its grammar was compiled before.
+# One that needs more than this ends, if its grammar was compiled before.
 _MAX_SECONDS = 1.0
 
 
@@ -129,14 +129,15 @@ class Grammars:
 
     def _follow_all(self, grammars: Sequence[RequestGrammar]) -> None:
         for grammar in grammars:
-            start, own_start = time.perf_counter(), time.thread_time()
+            start = time.thread_time()
             was_compiled = grammar.matcher is not None
             try:
                 grammar.found = self._follow(grammar)
             except Exception as error:  # a vocabulary that can't be loaded; llguidance itself raises nothing
                 grammar.found = Allowed(error=f"{type(error).__name__}: {error}")
-            grammar.is_slow = was_compiled and time.perf_counter() - start > _SLOW_SECONDS
-            if was_compiled and time.thread_time() - own_start > _MAX_SECONDS:
+            seconds = time.thread_time() - start
+            grammar.is_slow = was_compiled and seconds > _SLOW_SECONDS
+            if was_compiled and seconds > _MAX_SECONDS:
                 grammar.found = Allowed(error=f"it takes more than {_MAX_SECONDS:g} s to find the next token")
 
     def _follow(self, grammar: RequestGrammar) -> Allowed:

@@ -32,8 +32,8 @@ from jaxserve.engine.scheduling.scheduler_stats import SchedulerStats
 from jaxserve.engine.speculation.speculation import Speculation
 from jaxserve.step_plan import Capacity, Chunk, DrawResult, StepPlan, StepResult
 
-# Seconds that a step waits for grammars at most, while the device still computes the one before.
-_GRAMMAR_WAIT = 0.005
+# A step waits for grammars while the one before still runs: about half as long as a step takes, in these limits.
+_LEAST_WAIT, _MOST_WAIT = 0.005, 0.05
 
 
 class _Planned(NamedTuple):
@@ -103,7 +103,7 @@ class Scheduler:
         self._max_queued_requests = max_queued_requests
         self._random = random.Random(random_seed)
         self._in_flight: deque[_Planned] = deque()
-        self._committed_at = 0.0
+        self._committed_at = self._step_seconds = 0.0
         self._times_steps = speculation is not None or grammars is not None
         self._events: list[TokenEvent] = []
         self._num_arrived = 0
@@ -342,7 +342,8 @@ class Scheduler:
         assert self._grammars is not None
         idle = not self._in_flight and all(request.grammar is not None for request in self._table.running)
         waiting = [one.grammar for one in self._awaiting.values() if one.grammar is not None and one.awaits_allowed]
-        self._grammars.wait(waiting, _GRAMMAR_WAIT, also_slow=idle)
+        seconds = min(max(_LEAST_WAIT, self._step_seconds / 2), _MOST_WAIT)
+        self._grammars.wait(waiting, seconds, also_slow=idle)
         for request in list(self._awaiting.values()):
             assert request.grammar is not None
             if request.phase is Phase.FINISHED:
@@ -386,7 +387,7 @@ class Scheduler:
     def _time_step(self, plan: StepPlan, planned_at: float) -> None:
         """Measure how long a step took since the one before, or since it was planned."""
         now, ranks = self._clock(), len(self._ranks)
-        seconds = now - max(planned_at, self._committed_at)
+        self._step_seconds = seconds = now - max(planned_at, self._committed_at)
         if self._grammars is not None:
             self._planner.runs.count_step(plan, seconds)
         if self._speculation is not None and plan.num_decodes == len(plan.chunks) and not plan.draft_reads:

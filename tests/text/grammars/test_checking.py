@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from tests.server.tiny import tiny_tokenizer
 pytestmark = pytest.mark.process
 
 # Each pattern alone is small; whether a text matches all of them takes hours to find out.
-EXPLODING = {"allOf": [{"type": "string", "pattern": f"[a-z]{{3}}{letter}[0-9]*"} for letter in "abcdefghijklmnopqrst"]}
+EXPLODING = {"allOf": [{"type": "string", "pattern": f"[a-z]{{3}}{letter}[0-9]*"} for letter in string.ascii_lowercase]}
 FINE = StructuredOutputs(json={"type": "integer"})
 
 
