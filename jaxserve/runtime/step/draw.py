@@ -25,14 +25,14 @@ from jaxserve.layers.embedding import shard_index
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family
 from jaxserve.runtime.devices.mesh import partitions
-from jaxserve.runtime.step.buckets import smallest_fitting
+from jaxserve.runtime.step.buckets import smallest_fitting, token_buckets
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
 from jaxserve.runtime.step.sampling import Logprobs, Rows
 from jaxserve.runtime.step.state import DeviceState, all_ranks, one_rank
 from jaxserve.runtime.step.step import StepContext, gathered, sample_rows
 from jaxserve.step_plan import Capacity, Draw
 
-_GROWTH = 8
+_SMALLEST = 8
 _WORD = 32
 
 
@@ -55,12 +55,8 @@ class DrawOutput:
 
 
 def draw_keys(capacity: Capacity) -> list[DrawKey]:
-    """Return the keys of the programs: few sizes, as rows without a request cost little."""
-    sizes = {capacity.num_slots}
-    size = 1
-    while size < capacity.num_slots:
-        sizes.add(size)
-        size *= _GROWTH
+    """Return the keys of the programs: for one row, and for 8 doubled. On a CPU, rows without a request cost much."""
+    sizes = {1, *token_buckets(capacity.num_slots, smallest=_SMALLEST)}
     return [DrawKey(size) for size in sorted(sizes)]
 
 
