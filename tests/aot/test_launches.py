@@ -25,6 +25,7 @@ from jaxserve.runtime.sizing.deployment import Deployment, deploy
 from jaxserve.runtime.sizing.prediction import predict
 from jaxserve.runtime.speculation.draft_model import DraftKey
 from jaxserve.runtime.step.batch import StepKey
+from jaxserve.runtime.step.draw import DrawKey
 from tests.aot.deployments import LLAMA_8B_TWO_LAYERS
 from tests.draft_heads import HEADS
 from tests.selection import grid
@@ -35,7 +36,8 @@ GREEDY, FULL = StepKey("decode", 64, True), StepKey("decode", 64, False)
 MIXED = StepKey("mixed", 2048, False)
 PROMPT_LOGPROBS = StepKey("prompt_logprobs", 512, False)
 VERIFY = StepKey("verify", 64, False)
-KEYS = (GREEDY, FULL, MIXED, PROMPT_LOGPROBS, VERIFY, "update")
+DRAW = DrawKey(8)
+KEYS = (GREEDY, FULL, MIXED, PROMPT_LOGPROBS, VERIFY, DRAW, "update")
 TARGETS = ("nvidia-h200", "nvidia-a100-80", "nvidia-l4", "nvidia-b200")
 # Four products, two norms, the kernel of new tokens, attention to all tokens, and that between the MLP's products;
 # a mixed step has a kernel for decodes and one for chunks.
@@ -43,8 +45,8 @@ TARGETS = ("nvidia-h200", "nvidia-a100-80", "nvidia-l4", "nvidia-b200")
 LAUNCHES_A_LAYER = {GREEDY: 9, VERIFY: 9, MIXED: 10}
 
 QUICK = {
-    ("nvidia-h200", 1): (FULL, MIXED, PROMPT_LOGPROBS, VERIFY, "update"),
-    ("nvidia-h200", 4): (FULL,),
+    ("nvidia-h200", 1): (FULL, MIXED, PROMPT_LOGPROBS, VERIFY, DRAW, "update"),
+    ("nvidia-h200", 4): (FULL, DRAW),
     ("nvidia-a100-80", 1): (FULL,),
     ("nvidia-l4", 1): (MIXED,),
     ("nvidia-b200", 1): (FULL,),
