@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _KEPT_GRAMMARS = 64
 _KEPT_MATCHERS = 16
 _MAX_THREADS = 4
+_SLOW_THREADS = 2
 # A request that needs more processor time for a token is no longer waited for, and goes to threads for such requests.
 _SLOW_SECONDS = 0.01
 # One that needs more than this ends, if its grammar was compiled before.
@@ -62,7 +63,7 @@ class RequestGrammar:
         self.unread: list[int] = []
         self.found = Allowed()
         self.job: Future[None] | None = None
-        self.is_slow = True  # until it has been compiled
+        self.is_slow = False
         self._queue: list[int] = []
 
     def next(self) -> Allowed | None:
@@ -96,10 +97,13 @@ class Grammars:
         self._kept: OrderedDict[str, list[LLMatcher]] = OrderedDict()
         self._num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(self._num_threads, "jaxserve-grammar")
-        self._slow_threads = ThreadPoolExecutor(-(-self._num_threads // 2), "jaxserve-slow-grammar")
+        self._slow_threads = ThreadPoolExecutor(_SLOW_THREADS, "jaxserve-slow-grammar")
 
     def submit(self, grammars: Sequence[RequestGrammar]) -> None:
-        """Find out what may follow the tokens pushed to these grammars."""
+        """Find out what may follow the tokens pushed to these grammars. One that must be compiled counts as slow."""
+        for grammar in grammars:
+            if grammar.matcher is None:
+                grammar.is_slow = grammar.text not in self._kept
         quick = [grammar for grammar in grammars if not grammar.is_slow]
         size = -(-len(quick) // self._num_threads) or 1
         for at in range(0, len(quick), size):

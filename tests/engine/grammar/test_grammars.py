@@ -107,6 +107,15 @@ def test_matchers_are_used_again_from_their_start(grammars: Grammars) -> None:
         assert _follow(grammars, again, *encode("bbb")).complete
 
 
+def test_only_what_must_be_compiled_is_slow_at_first(grammars: Grammars) -> None:
+    text = REGEX("[ab]{4}")
+    _follow(grammars, _grammar(text))
+    grammars._slow_threads.shutdown()
+    assert _follow(grammars, _grammar(text)).error is None
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        grammars.submit([_grammar(REGEX("[ab]{5}"))])
+
+
 def test_a_slow_one_is_not_waited_for_and_ends(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     follow = Grammars._follow
 
