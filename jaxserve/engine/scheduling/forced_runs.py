@@ -10,15 +10,8 @@ import bisect
 import math
 from collections.abc import Sequence
 
-from jaxserve.engine.speculation.step_costs import StepCosts
+from jaxserve.engine.speculation.step_costs import FREE_TOKENS, StepCosts
 from jaxserve.step_plan import Capacity, StepPlan
-
-# A step with runs that was never measured is assumed to grow with the root of its tokens beyond these.
-_FREE_TOKENS = 8
-
-# What a step with runs costs is assumed to be less by this factor each time so many steps have passed without one.
-_STALE_STEPS = 200
-_STALE_BONUS = 0.8
 
 
 class ForcedRuns:
@@ -50,11 +43,9 @@ class ForcedRuns:
         if decode is None:
             return False
         key = self._mixed_key(max(own + sum(run) for own, run in zip(decodes, runs)))
-        mixed = self._costs.of(key)
-        if mixed is None:
-            mixed = decode * math.sqrt(max(key[1] / _FREE_TOKENS, 1.0))
-        else:
-            mixed *= _STALE_BONUS ** (self._costs.age(key) // _STALE_STEPS)
+        mixed = self._costs.hoped(key)
+        if mixed is None:  # grows with the root of its tokens: between reading weights and multiplying
+            mixed = decode * math.sqrt(max(key[1] / FREE_TOKENS, 1.0))
         return mixed - decode < num_left * decode / (sum(decodes) + sum(rows))
 
     def _decode_key(self, rows: int) -> tuple[str, int]:

@@ -18,7 +18,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from jaxserve.engine.speculation.step_costs import StepCosts
+from jaxserve.engine.speculation.step_costs import FREE_TOKENS, STALE_STEPS, StepCosts
 from jaxserve.step_plan import Capacity
 
 # The weight of a draft token in the acceptance of its request, and in that which new requests are assumed to have.
@@ -32,22 +32,12 @@ _LEVELS = 16
 # Drafts must promise this much more tokens a second, as measurements are noisy.
 _WORTH = 1.03
 
-# A step that was never measured is assumed to grow with the root of its tokens beyond those of a smaller one: between
-# reading weights and multiplying by them. Up to so many tokens, it takes as long as a decode step.
-_FREE_TOKENS = 8
-
 # Draft tokens with a lower chance of acceptance are not verified, even if the program has room for them. The limit for
 # a draft model is below its lowest level, because only verifying shows whether its drafts have become better.
 _UNLIKELY, _UNLIKELY_OF_A_MODEL = 1 / _LEVELS, 0.03
 
 # The room that a step with prompts has for drafts costs only their logits, about a tenth of a decode of a large batch.
 _WORTH_LOGITS = 0.25
-
-# A decode step is measured again after this many steps without one. The cost of any other size is multiplied by the
-# bonus each time this many steps have passed without it, down to the cost of a decode step. So one slow measurement
-# does not rule out a size for good.
-_STALE_STEPS = 200
-_STALE_BONUS = 0.8
 
 
 class Drafting(Protocol):
@@ -109,17 +99,17 @@ class Speculation:
             return None
         decode = self._decode_key(rows)
         decode_seconds = self._costs.of(decode)
-        if decode_seconds is None or self._costs.age(decode) > _STALE_STEPS:
+        if decode_seconds is None or self._costs.age(decode) > STALE_STEPS:
             return None
         levels = list(zip(*map(self._count_levels, ranks)))
         if not self._by_model and not any(map(any, levels[1:])):
             return None  # no draft token is likely enough
         total = sum(map(len, ranks))
         best, best_lengths = _WORTH * total / decode_seconds, None
-        if self._by_model and self._steps_without > _STALE_STEPS:
+        if self._by_model and self._steps_without > STALE_STEPS:
             best = 0.0
         draft_seconds = self._draft_cost * decode_seconds
-        known_size, known_seconds = max(rows, _FREE_TOKENS), decode_seconds
+        known_size, known_seconds = max(rows, FREE_TOKENS), decode_seconds
         for size in self._verify_buckets[bisect.bisect_right(self._verify_buckets, rows) :]:
             for steps in self._draft_steps:
                 gained, lengths, tokens = self._fill(levels, list(map(len, ranks)), size, steps)
@@ -127,12 +117,11 @@ class Speculation:
                     continue  # these drafts fit a smaller step, which would run instead
                 drafting = steps * draft_seconds
                 seconds = self._costs.of((size, steps))
-                if seconds is None:
+                if seconds is None:  # grows with the root of its tokens: between reading weights and multiplying
                     seconds = known_seconds * math.sqrt(max(size / known_size, 1.0)) + drafting
                 else:
                     known_size, known_seconds = size, max(seconds - drafting, decode_seconds)
-                    shorter = _STALE_BONUS ** (self._costs.age((size, steps)) // _STALE_STEPS)
-                    seconds = max(seconds * shorter, decode_seconds)
+                    seconds = max(self._costs.hoped((size, steps)) or 0.0, decode_seconds)
                 rate = (total + gained) / seconds
                 if rate > best:
                     best, best_lengths = rate, lengths

@@ -8,6 +8,14 @@ from collections import deque
 # The median of the last few durations: a step that was held up does not count.
 _REMEMBERED = 5
 
+# Each time this many steps have passed without a program, it is hoped to take less by this factor: so one slow
+# measurement does not rule it out for good.
+STALE_STEPS = 200
+_STALE_BONUS = 0.8
+
+# A step of up to this many tokens is assumed to take as long as a decode step, until it is measured.
+FREE_TOKENS = 8
+
 
 class StepCosts:
     """The seconds that a step of each program takes, `key` being any name of a program."""
@@ -29,6 +37,11 @@ class StepCosts:
     def of(self, key: object) -> float | None:
         """Return the seconds of a step, or None if none was measured."""
         return self._medians.get(key)
+
+    def hoped(self, key: object) -> float | None:
+        """Return the seconds of a step, less if it was measured long ago, or None if it never was."""
+        seconds = self._medians.get(key)
+        return None if seconds is None else seconds * _STALE_BONUS ** (self.age(key) // STALE_STEPS)
 
     def age(self, key: object) -> int:
         """Return how many steps ago the program was measured last."""

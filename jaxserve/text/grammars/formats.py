@@ -21,7 +21,9 @@ _JSON_OBJECT: dict[str, Any] = {"type": "object"}
 # What maps names to schemas in a schema, and what holds values.
 _BY_NAME = {"properties", "patternProperties", "$defs", "definitions"}
 _VALUES = {"const", "enum", "default", "examples", "required"}
+# A chain of references, and the schemas of a `oneOf` that are compared, each with all others.
 _MAX_REFERENCES = 20
+_MAX_COMPARED = 64
 # Characters with a meaning in the regular expressions of Rust.
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$]")
 
@@ -70,7 +72,7 @@ def _prepared(schema: Any, root: dict[str, Any], outputs: StructuredOutputs) -> 
     if outputs.disable_additional_properties and isinstance(found.get("properties"), dict):
         found.setdefault("additionalProperties", False)
     one_of = schema.get("oneOf")
-    if isinstance(one_of, list) and "anyOf" not in found:
+    if isinstance(one_of, list) and len(one_of) <= _MAX_COMPARED and "anyOf" not in found:
         schemas = [_resolved(one, root) for one in one_of]
         if all(_exclude_each_other(one, other) for one, other in itertools.combinations(schemas, 2)):
             found["anyOf"] = found.pop("oneOf")

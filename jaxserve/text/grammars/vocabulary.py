@@ -40,8 +40,21 @@ def make_vocabulary(tokens: Tokens, encode: Callable[[str], list[int]]) -> LLTok
 
 
 def load_vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
-    """Return llguidance's vocabulary of a tokenizer."""
-    return make_vocabulary(tokens_of(tokenizer), lambda text: tokenizer.encode(text, add_special_tokens=False))
+    """Return llguidance's vocabulary of a tokenizer.
+
+    It encodes forced text as the tokenizer does within a text: where that would add anything, as SentencePiece adds a
+    blank before a text, llguidance's own longest tokens are taken instead.
+    """
+    tokens = tokens_of(tokenizer)
+
+    def encode(text: str) -> list[int]:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if b"".join(tokens.tokens[index] for index in ids) == text.encode():
+            return ids
+        return list(vocabulary.greedy_tokenize(text))
+
+    vocabulary = make_vocabulary(tokens, encode)
+    return vocabulary
 
 
 class _Wrapped:

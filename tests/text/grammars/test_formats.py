@@ -112,6 +112,13 @@ def test_what_is_no_form(outputs: dict[str, Any], error: str) -> None:
         grammar_of(StructuredOutputs(**outputs))
 
 
+def test_a_long_list_of_alternatives_takes_no_time_to_compare() -> None:
+    """Each with all others would be millions of comparisons: beyond a limit it is left as it is, and refused."""
+    alternatives = {"oneOf": [{"type": "integer", "const": value} for value in range(4000)]}
+    assert "anyOf" not in grammar_of(StructuredOutputs(json=alternatives))
+    assert "oneOf" not in grammar_of(StructuredOutputs(json={"oneOf": alternatives["oneOf"][:64]}))
+
+
 @settings(max_examples=examples(50), deadline=None)
 @given(
     st.lists(
