@@ -8,11 +8,11 @@ rank has its own token budget and pages. The scheduler retracts requests beforeh
 from __future__ import annotations
 
 import bisect
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from jaxserve.engine.scheduling.admission import NewTokenRatio
+from jaxserve.engine.scheduling.drawing import Drawing, plan_run
 from jaxserve.engine.scheduling.forced_runs import ForcedRuns
 from jaxserve.engine.scheduling.prefill import PrefillChooser
 from jaxserve.engine.scheduling.rank import Rank
@@ -20,23 +20,7 @@ from jaxserve.engine.scheduling.request import Request
 from jaxserve.engine.scheduling.request_table import RequestTable
 from jaxserve.engine.speculation.speculation import Speculation
 from jaxserve.errors import ConfigError
-from jaxserve.step_plan import Capacity, Chunk, DraftRead, Draw, PageCopy, SlotOpen, StepPlan
-
-# The most forced tokens that a step computes of a request.
-_MAX_RUN = 64
-
-
-@dataclasses.dataclass
-class Drawing:
-    """Of a step, the draws within grammars with their requests, and the requests with a run of forced tokens.
-
-    Until it is known whether runs are computed `one_by_one`, they wait in `forced`, by rank.
-    """
-
-    forced: list[list[Request]]
-    draws: list[Draw] = dataclasses.field(default_factory=list)
-    requests: list[Request] = dataclasses.field(default_factory=list)
-    one_by_one: bool = False
+from jaxserve.step_plan import Capacity, Chunk, DraftRead, PageCopy, SlotOpen, StepPlan
 
 
 class Planner:
@@ -185,7 +169,7 @@ class Planner:
             position = request.num_planned_tokens
             constrained = request.grammar is not None
             if constrained:
-                if not self._plan_draw(request, drawing):
+                if not drawing.plan(request):
                     continue
                 outputs = request.num_planned_outputs
                 if outputs == most and position == request.num_known_tokens:
@@ -221,35 +205,13 @@ class Planner:
             rank.advance(request, last=True)
         return greedy
 
-    def _plan_draw(self, request: Request, drawing: Drawing) -> bool:
-        """Plan how a request with a grammar gets its next token; return whether it is a decode of this step then."""
-        assert request.slot is not None
-        run = request.num_known_tokens - request.num_planned_tokens
-        if run > 1 and not drawing.one_by_one:
-            drawing.forced[request.rank].append(request)
-        elif run > 0:
-            [token] = request.tokens(request.num_planned_tokens, request.num_planned_tokens + 1)
-            drawing.draws.append(Draw(rank=request.rank, slot=request.slot, token=token))
-            drawing.requests.append(request)
-            return True
-        elif run == 0 and request.allowed is not None:
-            drawing.draws.append(Draw(rank=request.rank, slot=request.slot, allowed=request.allowed))
-            drawing.requests.append(request)
-            request.allowed = None
-            request.num_planned_outputs += 1
-            return True
-        return False
-
     def _plan_forced(self, decodes: list[int], chunks: list[Chunk], requests: list[Request], drawing: Drawing) -> int:
         """Plan the runs of forced tokens that wait, and add to `decodes[r]`; return the number of decodes of all ranks.
 
         A run makes a chunk of its own, or its next token a decode.
         """
         ranks = list(zip(self._table.ranks, drawing.forced))
-        runs = [
-            [min(request.num_known_tokens - request.num_planned_tokens, _MAX_RUN) for request in forced]
-            for forced in drawing.forced
-        ]
+        runs = drawing.run_lengths()
         fits = max(own + sum(run) for own, run in zip(decodes, runs)) <= self._step_tokens
         if not fits or not self.runs.together(decodes, runs):
             drawing.one_by_one = True
@@ -260,32 +222,11 @@ class Planner:
         num_decodes = len(chunks)
         for rank, forced in ranks:
             for request, run in zip(forced, runs[rank.index]):
-                chunk = self._forced_chunk(rank, request, run, len(forced))
+                chunk = plan_run(rank, request, run, len(forced), self._page_size)
                 decodes[rank.index] += chunk.length
                 chunks.append(chunk)
                 requests.append(request)
         return num_decodes
-
-    def _forced_chunk(self, rank: Rank, request: Request, length: int, num_forced: int) -> Chunk:
-        """Plan at most `length` tokens that a grammar left no choice for, on pages that no other request may need."""
-        start = request.num_planned_tokens
-        if length > (room := -start % self._page_size):
-            spare = rank.num_available_pages - len(rank.decoding) - num_forced
-            length = min(length, room + max(0, spare) * self._page_size + (not room))
-        assert request.slot is not None
-        chunk = Chunk(
-            request_id=request.request_id,
-            slot=request.slot,
-            rank=rank.index,
-            start=start,
-            length=length,
-            tokens=request.tokens(start, start + length),
-            new_pages=rank.extend(request, start + length),
-            logits=1,
-            sample=False,
-        )
-        request.num_planned_tokens = start + length
-        return chunk
 
     def _choose_drafts(
         self, speculation: Speculation, chunks: Sequence[Chunk], decoding: Sequence[Request]

@@ -217,6 +217,20 @@ class Request:
         assert self.prompt_logprobs is not None
         self.prompt_logprobs.extend(found[: self.num_prompt_tokens - len(self.prompt_logprobs)])
 
+    def add_outputs(self, tokens: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
+        """Add tokens to the output, up to one that ends it.
+
+        Returns those added, why the output ends with the last of them, and which stop token that is.
+        """
+        outputs = self.output_ids
+        for count, token in enumerate(tokens, 1):
+            outputs.append(token)
+            if token in self.stop_ids and len(outputs) > self.min_tokens:
+                return tokens[:count], FinishReason.STOP, token
+            if len(outputs) >= self.max_new_tokens:
+                return tokens[:count], FinishReason.LENGTH, None
+        return tokens, None, None
+
     def reset_progress(self) -> None:
         """Return to WAITING with no computed tokens; at the next start all known tokens are fill tokens."""
         self.phase = Phase.WAITING

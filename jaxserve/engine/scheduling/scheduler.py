@@ -22,6 +22,7 @@ from jaxserve.engine.kv_cache.page_pool import PagePool
 from jaxserve.engine.kv_cache.radix_cache import RadixCache
 from jaxserve.engine.kv_cache.window_pages import WindowPages
 from jaxserve.engine.scheduling import admission
+from jaxserve.engine.scheduling.awaiting import AwaitingRequests
 from jaxserve.engine.scheduling.planner import Planner
 from jaxserve.engine.scheduling.policy import Policy, WaitingQueue
 from jaxserve.engine.scheduling.rank import Rank
@@ -31,9 +32,6 @@ from jaxserve.engine.scheduling.retraction import Retraction
 from jaxserve.engine.scheduling.scheduler_stats import SchedulerStats
 from jaxserve.engine.speculation.speculation import Speculation
 from jaxserve.step_plan import Capacity, Chunk, DrawResult, StepPlan, StepResult
-
-# A step waits for grammars while the one before still runs: about half as long as a step takes, in these limits.
-_LEAST_WAIT, _MOST_WAIT = 0.005, 0.05
 
 
 class _Planned(NamedTuple):
@@ -98,8 +96,7 @@ class Scheduler:
             speculation=speculation,
         )
         self._speculation = speculation
-        self._grammars = grammars
-        self._awaiting: dict[str, Request] = {}
+        self._awaiting = None if grammars is None else AwaitingRequests(grammars)
         self._max_queued_requests = max_queued_requests
         self._random = random.Random(random_seed)
         self._in_flight: deque[_Planned] = deque()
@@ -124,7 +121,7 @@ class Scheduler:
                 request,
                 f"queue full: {self.num_waiting} requests wait and --max-queued-requests is {limit}; try again later",
             )
-        if request.grammar and self._grammars is None:
+        if request.grammar and self._awaiting is None:
             return _rejection(request, "this engine follows no grammars")
         sampling = request.sampling
         if sampling.seed is None:
@@ -142,9 +139,8 @@ class Scheduler:
             grammar=_grammar(request),
         )
         self._table.add(added)
-        if added.grammar is not None and self._grammars is not None:
-            self._awaiting[added.request_id] = added
-            self._grammars.submit([added.grammar])
+        if added.grammar is not None and self._awaiting is not None:
+            self._awaiting.add(added)
         return None
 
     def abort(self, request_id: str) -> TokenEvent | None:
@@ -156,7 +152,9 @@ class Scheduler:
         """Return the next step, or None if there is nothing to compute before a step in flight is committed."""
         table = self._table
         if self._awaiting:
-            self._use_allowed()
+            idle = not self._in_flight and all(request.grammar is not None for request in table.running)
+            for request, found in self._awaiting.take(self._step_seconds, idle=idle):
+                self._use(request, found)
         for rank in self._ranks:
             rank.release_planned()
         num_retracted = self._retraction.retract(self._events, in_flight=bool(self._in_flight))
@@ -183,18 +181,18 @@ class Scheduler:
         """Process what the draws of the newest plan drew; drop tokens of requests that have ended meanwhile."""
         planned = self._in_flight[-1]
         assert planned.plan is plan, "draws are committed before the next step is planned"
-        assert self._grammars is not None
-        events, pushed = self.take_events(), []
+        assert self._awaiting is not None
+        events, drawn = self.take_events(), []
         for index, (request, draw, token) in enumerate(zip(planned.drawing, plan.draws, result.tokens, strict=True)):
             if request.phase is not Phase.RUNNING or draw.token is not None:
                 continue
-            assert request.grammar is not None
-            events.append(self._add_tokens(request, [token], result.logprobs.get(index), complete=None))
-            if request.phase is Phase.RUNNING:
-                self._awaiting[request.request_id] = request
-                if request.grammar.push(token):
-                    pushed.append(request.grammar)
-        self._grammars.submit(pushed)
+            tokens, reason, stop_id = request.add_outputs([token])
+            if reason is FinishReason.LENGTH:
+                reason = None  # its grammar says whether the output is complete
+            events.append(self._report(request, tokens, reason, stop_id, result.logprobs.get(index)))
+            if reason is None:
+                drawn.append((request, token))
+        self._awaiting.push(drawn)
         return events
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
@@ -235,7 +233,7 @@ class Scheduler:
                 num_tokens += 1
                 events.append(TokenEvent(request.request_id, tokens))
             else:
-                events.append(self._add_tokens(request, tokens, logprobs.get(index)))
+                events.append(self._report(request, *request.add_outputs(tokens), logprobs.get(index)))
         self._stats.generation_tokens += num_tokens
         return events
 
@@ -294,33 +292,16 @@ class Scheduler:
         """Return the inconsistencies found in pages, slots and queues, as sentences."""
         return self._table.check()
 
-    def _add_tokens(
+    def _report(
         self,
         request: Request,
         tokens: list[int],
+        reason: FinishReason | None,
+        stop_id: int | None = None,
         logprobs: list[TokenLogprobs] | None = None,
-        *,
-        complete: bool | None = False,
     ) -> TokenEvent:
-        """Add tokens to the output, up to one that ends it, and return the event that reports them.
-
-        If the output is `complete`, it ends after them; None means that its grammar has not said so yet.
-        """
-        outputs = request.output_ids
-        reason = stop_id = None
-        count, num_tokens = 0, len(tokens)
-        for count, token in enumerate(tokens, 1):
-            outputs.append(token)
-            if token in request.stop_ids and len(outputs) > request.min_tokens:
-                reason, stop_id = FinishReason.STOP, token
-            elif len(outputs) >= request.max_new_tokens:
-                reason = FinishReason.LENGTH
-            if reason is not None:
-                tokens = tokens[:count]
-                break
+        """Return the event that reports tokens added to the output, which may end the request."""
         self._stats.generation_tokens += len(tokens)
-        if reason is not FinishReason.STOP and complete is not False and count == num_tokens:
-            reason = FinishReason.STOP if complete else None
         if reason is not None:
             return self._finish(request, reason, tokens, stop_id, logprobs)
         if not request.wants_logprobs and request.queue_seconds is None:
@@ -334,24 +315,6 @@ class Scheduler:
             queue_seconds=queue_seconds,
         )
 
-    def _use_allowed(self) -> None:
-        """Let requests go on whose grammar was followed meanwhile; wait for those that take no longer than a moment.
-
-        If the device has nothing to do, also for others, so that the caller needn't ask again at once.
-        """
-        assert self._grammars is not None
-        idle = not self._in_flight and all(request.grammar is not None for request in self._table.running)
-        waiting = [one.grammar for one in self._awaiting.values() if one.grammar is not None and one.awaits_allowed]
-        seconds = min(max(_LEAST_WAIT, self._step_seconds / 2), _MOST_WAIT)
-        self._grammars.wait(waiting, seconds, also_slow=idle)
-        for request in list(self._awaiting.values()):
-            assert request.grammar is not None
-            if request.phase is Phase.FINISHED:
-                del self._awaiting[request.request_id]
-            elif request.awaits_allowed and (found := request.grammar.next()) is not None:
-                del self._awaiting[request.request_id]
-                self._use(request, found)
-
     def _use(self, request: Request, found: Allowed) -> None:
         """Let a request go on as its grammar says. At its limit, that decides only why it ends."""
         if len(request.output_ids) >= request.max_new_tokens:
@@ -364,10 +327,12 @@ class Scheduler:
             self._events.append(request.last_event(FinishReason.ERROR, [], error=error))
             return
         if found.forced or found.complete:
-            before = len(request.output_ids)
-            self._events.append(self._add_tokens(request, list(found.forced), complete=found.complete))
+            tokens, reason, stop_id = request.add_outputs(list(found.forced))
+            if found.complete and len(tokens) == len(found.forced) and stop_id is None:
+                reason = FinishReason.STOP
+            self._events.append(self._report(request, tokens, reason, stop_id))
             request.num_planned_outputs = len(request.output_ids)
-            self._stats.forced_tokens += len(request.output_ids) - before
+            self._stats.forced_tokens += len(tokens)
         request.allowed = found.tokens
 
     def _count_drafts(self, request: Request, chunk: Chunk, compared: tuple[int, int]) -> None:
@@ -388,7 +353,7 @@ class Scheduler:
         """Measure how long a step took since the one before, or since it was planned."""
         now, ranks = self._clock(), len(self._ranks)
         self._step_seconds = seconds = now - max(planned_at, self._committed_at)
-        if self._grammars is not None:
+        if self._awaiting is not None:
             self._planner.runs.count_step(plan, seconds)
         if self._speculation is not None and plan.num_decodes == len(plan.chunks) and not plan.draft_reads:
             rows, tokens = plan.max_rank_rows(ranks), plan.max_rank_tokens(ranks)
@@ -405,8 +370,8 @@ class Scheduler:
     ) -> TokenEvent:
         """Remove a request from the table and return its last event."""
         self._table.finish(request)
-        if request.grammar is not None and self._grammars is not None:
-            self._grammars.release(request.grammar)
+        if request.grammar is not None and self._awaiting is not None:
+            self._awaiting.release(request)
         return request.last_event(reason, list(token_ids), stop_id=stop_id, logprobs=logprobs)
 
 
