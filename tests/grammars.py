@@ -90,8 +90,9 @@ class _InTurn(ThreadPoolExecutor):
 
 def follow_in_turn(loop: EngineLoop) -> EngineLoop:
     """Let an engine wait for each grammar, so that a test's schedule depends on nothing but its seed."""
-    grammars = loop._scheduler._grammars
-    assert grammars is not None
+    awaiting = loop._scheduler._awaiting
+    assert awaiting is not None
+    grammars = awaiting._grammars
     grammars._threads = grammars._slow_threads = _InTurn()
     return loop
 

@@ -321,6 +321,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "of the model's templates"
         ),
     ] = None
+    tool_call_parser: Annotated[
+        str | None,
+        Meta(description="how the model writes calls of tools, such as hermes or mistral; default: its template says"),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        Meta(description="how the model marks reasoning, such as deepseek_r1; default: its template says"),
+    ] = None
     max_body_bytes: Annotated[int, Meta(description="maximum size of a request body; larger ones are answered 413")] = (
         16 * 2**20
     )

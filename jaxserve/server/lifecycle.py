@@ -42,6 +42,7 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig) -
     """Start the engine and meanwhile read the tokenizer. If either raises, end both and raise its error."""
     from jaxserve.engine.client import launch_engine
     from jaxserve.model_source import resolve
+    from jaxserve.text.answers.formats import choose_formats
     from jaxserve.text.chat_template import ChatTemplate
     from jaxserve.text.chat_template_files import choose_chat_template
     from jaxserve.text.grammars.checking import GrammarChecker
@@ -60,7 +61,12 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig) -
         chat_template = TemplateProcess(template, tokenizer.special_tokens)
         if template is not None:
             await chat_template.start()
-        return LoadedModel(await launching, tokenizer, chat_template, template or "", GrammarChecker(tokenizer))
+        formats = choose_formats(
+            template or "", calls=server_config.tool_call_parser, reasoning=server_config.reasoning_parser
+        )
+        logger.info("calls of tools are read as %s, reasoning as %s", formats.calls, formats.reasoning or "none")
+        grammars = GrammarChecker(tokenizer)
+        return LoadedModel(await launching, tokenizer, chat_template, template or "", grammars, formats)
     except BaseException:
         if chat_template is not None:
             await chat_template.close()

@@ -22,6 +22,7 @@ from jaxserve.server.errors import UnavailableError
 if TYPE_CHECKING:
     from jaxserve.engine.client import Engine
     from jaxserve.observability.engine_metrics import Reading
+    from jaxserve.text.answers.formats import AnswerFormats
     from jaxserve.text.chat_template import Message
     from jaxserve.text.grammars.checking import GrammarChecker
     from jaxserve.text.tokenizers.tokenizer import Tokenizer
@@ -56,7 +57,7 @@ class PromptRenderer(Protocol):
 class LoadedModel:
     """A running engine with its tokenizer and chat template; `template_source` is empty for a model without one.
 
-    `grammars` checks the grammars of requests.
+    `grammars` checks the grammars of requests; `formats` are those of the model's answers.
     """
 
     engine: Engine
@@ -64,6 +65,7 @@ class LoadedModel:
     chat_template: PromptRenderer
     template_source: str
     grammars: GrammarChecker
+    formats: AnswerFormats
 
 
 class ServerState:

@@ -8,6 +8,7 @@ Templates run in Jinja's immutable sandbox, configured as in transformers, since
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -20,11 +21,13 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.text.template_tools import CALL_FORMS, CallForm, calls_in_text, described_in_text
 
 type Message = Mapping[str, Any]
 
 type _ContentFormat = Literal["text", "parts", "both"]
 
+_CALL: dict[str, Any] = {"name": "jaxserve_probe", "arguments": {"jaxserve": "probe"}}
 _PROBES = ("jaxserve-probe", "jaxserve-second")
 _END_MARK = "jaxserve-the-message-goes-on "
 _PRINTED_PARTS = ("'type': 'text'", '"type": "text"')
@@ -60,36 +63,43 @@ class ChatTemplate:
 
         A message's content is a text or a list of `{"type": "text", "text": …}` parts. A template that supports lists
         gets them unchanged; any other gets their texts joined by line feeds. Rendering a message of each form shows
-        once for each role whether it does. With `continue_final_message`, the prompt ends where the last message ends.
+        once for each role whether it does. A template that knows no tools gets them, their calls and results as text.
+        With `continue_final_message`, the prompt ends where the last message ends.
         Raises `InvalidRequestError` with the template's own message if the template fails.
         """
         if self._template is None:
             raise InvalidRequestError(
                 "this model has no chat template: use /v1/completions, or start with --chat-template FILE"
             )
+        if tools and self._tools_variable is None:
+            messages = described_in_text(messages, tools)
+        elif tools:
+            kwargs = {str(self._tools_variable): tools, **kwargs}
+        if any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
+            form = self._call_form
+            messages = calls_in_text(messages) if form is None else [form.apply(message) for message in messages]
         prepared = [self._prepare(message) for message in messages]
         if not continue_final_message:
-            return self._render(prepared, tools, add_generation_prompt, kwargs)
+            return self._render(prepared, add_generation_prompt, kwargs)
         if add_generation_prompt:
             raise InvalidRequestError(
                 "continue_final_message and add_generation_prompt can't both be true", param="continue_final_message"
             )
-        return self._render_unfinished(prepared, tools, kwargs)
+        return self._render_unfinished(prepared, kwargs)
 
     def _render(
         self,
         messages: list[dict[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
         kwargs: Mapping[str, Any],
     ) -> str:
         assert self._template is not None
         variables = {
             **self._special_tokens,
+            "tools": None,
+            "documents": None,
             **kwargs,
             "messages": messages,
-            "tools": tools,
-            "documents": kwargs.get("documents"),
             "add_generation_prompt": add_generation_prompt,
         }
         try:
@@ -111,9 +121,7 @@ class ChatTemplate:
                 f"the chat template failed on these messages: {error}", param="messages"
             ) from error
 
-    def _render_unfinished(
-        self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, kwargs: Mapping[str, Any]
-    ) -> str:
+    def _render_unfinished(self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any]) -> str:
         if not messages or not messages[-1].get("content"):
             raise InvalidRequestError(
                 "continue_final_message needs a last message with content", param="continue_final_message"
@@ -124,7 +132,7 @@ class ChatTemplate:
             last["content"] = content + _END_MARK
         else:
             last["content"] = [*content[:-1], {**content[-1], "text": content[-1]["text"] + _END_MARK}]
-        rendered = self._render([*messages[:-1], last], tools, False, kwargs)
+        rendered = self._render([*messages[:-1], last], False, kwargs)
         end = rendered.rfind(_END_MARK.rstrip())
         if end < 0:
             raise InvalidRequestError(
@@ -133,6 +141,34 @@ class ChatTemplate:
             )
         # A template that trims the space at the mark's end would also have trimmed the end of the message
         return rendered[:end] if rendered.startswith(_END_MARK, end) else rendered[:end].rstrip()
+
+    @functools.cached_property
+    def _tools_variable(self) -> str | None:
+        """The variable from which this template reads tools; None if it shows none."""
+        tools = [{"type": "function", "function": {"name": _CALL["name"], "description": "x", "parameters": {}}}]
+        question = self._prepare({"role": "user", "content": "x"})
+        names = ("tools", "xml_tools")
+        return next((name for name in names if _CALL["name"] in self._try([question], {name: tools})), None)
+
+    @functools.cached_property
+    def _call_form(self) -> CallForm | None:
+        """The first form of calls that this template shows; None if it shows none."""
+        question = self._prepare({"role": "user", "content": "x"})
+        call = {"id": "jaxserve0", "type": "function", "function": _CALL}  # some want nine characters
+        asking = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = self._prepare({"role": "tool", "content": "x", "tool_call_id": call["id"], "name": _CALL["name"]})
+        for form in CALL_FORMS:
+            shown = self._try([question, form.apply(asking), result])
+            if _CALL["name"] in shown and str(_CALL["arguments"]) not in shown and "None" not in shown:
+                return form
+        return None
+
+    def _try(self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any] | None = None) -> str:
+        """Return the prompt of a conversation, without its answer's beginning, or "" if the template refuses it."""
+        try:
+            return self._render(messages, False, kwargs or {})
+        except InvalidRequestError:
+            return ""
 
     def _prepare(self, message: Message) -> dict[str, Any]:
         content, role = message.get("content"), str(message.get("role"))
@@ -152,24 +188,21 @@ class ChatTemplate:
             as_parts = self._probe(role, [{"type": "text", "text": probe} for probe in _PROBES])
             # A template that supports only texts prints a list in Python's or JSON's notation, and some read only the
             # first part
-            if as_parts is None or not all(probe in as_parts for probe in _PROBES):
+            if not all(probe in as_parts for probe in _PROBES):
                 found: _ContentFormat = "text"
             elif any(printed in as_parts for printed in _PRINTED_PARTS):
                 found = "text"
             else:
-                found = "both" if as_text is not None and _PROBES[0] in as_text else "parts"
+                found = "both" if _PROBES[0] in as_text else "parts"
             self._content_formats[role] = found
         return self._content_formats[role]
 
-    def _probe(self, role: str, content: object) -> str | None:
+    def _probe(self, role: str, content: object) -> str:
         messages: list[dict[str, Any]] = [{"role": role, "content": content}]
         if role != "user":  # most templates want a question after a system message, and one before an answer
             question = {"role": "user", "content": self._prepare({"role": "user", "content": "x"})["content"]}
             messages.insert(1 if role == "system" else 0, question)
-        try:
-            return self._render(messages, None, False, {})
-        except InvalidRequestError:
-            return None
+        return self._try(messages)
 
 
 def _part_text(part: object) -> str:

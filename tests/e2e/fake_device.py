@@ -23,6 +23,7 @@ from jaxserve.observability import log
 from jaxserve.server.lifecycle import serve
 from jaxserve.server.server_state import LoadedModel
 from jaxserve.step_plan import Capacity, StepPlan
+from jaxserve.text.answers.formats import choose_formats
 from jaxserve.text.grammars.checking import GrammarChecker
 from tests.engine.fake_executor import VOCAB, FakeExecutor
 from tests.server.tiny import TEMPLATE, TinyTemplate, tiny_tokenizer
@@ -95,7 +96,9 @@ async def load(engine_config: EngineConfig, server_config: ServerConfig) -> Load
     """A tokenizer of bytes, and the engine process."""
     tokenizer = tiny_tokenizer()
     engine = await launch_engine(engine_config, module="tests.e2e.fake_device")
-    return LoadedModel(engine, tokenizer, TinyTemplate(tokenizer), TEMPLATE, GrammarChecker(tokenizer))
+    return LoadedModel(
+        engine, tokenizer, TinyTemplate(tokenizer), TEMPLATE, GrammarChecker(tokenizer), choose_formats(TEMPLATE)
+    )
 
 
 if __name__ == "__main__":

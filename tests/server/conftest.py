@@ -18,6 +18,7 @@ from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.server.app import make_app
 from jaxserve.server.lifecycle import HttpServer
 from jaxserve.server.server_state import LoadedModel, ServerState
+from jaxserve.text.answers.formats import choose_formats
 from jaxserve.text.grammars.checking import GrammarChecker
 from tests.server.fake_engine import FakeEngine
 from tests.server.tiny import TEMPLATE, VOCAB_SIZE, TinyTemplate, tiny_tokenizer
@@ -46,7 +47,18 @@ def make_state(
     state = ServerState(ServerConfig(served_model_name=MODEL, **config), EngineConfig())
     fake = FakeEngine(VOCAB_SIZE, **(engine or {}))
     tokenizer = tiny_tokenizer(template)
-    state.set_loaded(LoadedModel(fake, tokenizer, TinyTemplate(tokenizer), template or "", GrammarChecker(tokenizer)))
+    state.set_loaded(
+        LoadedModel(
+            fake,
+            tokenizer,
+            TinyTemplate(tokenizer),
+            template or "",
+            GrammarChecker(tokenizer),
+            choose_formats(
+                template or "", calls=state.config.tool_call_parser, reasoning=state.config.reasoning_parser
+            ),
+        )
+    )
     return state, fake
 
 

@@ -15,6 +15,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.observability import log
 from jaxserve.server.lifecycle import serve
 from jaxserve.server.server_state import LoadedModel
+from jaxserve.text.answers.formats import choose_formats
 from jaxserve.text.grammars.checking import GrammarChecker
 from tests.server.fake_engine import FakeEngine
 from tests.server.tiny import TEMPLATE, VOCAB_SIZE, TinyTemplate, tiny_tokenizer
@@ -33,7 +34,9 @@ async def load(engine_config: EngineConfig, server_config: ServerConfig) -> Load
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGUSR1, engine.die, "engine process ended with code -9")
     loop.add_signal_handler(signal.SIGUSR2, engine.release)
-    return LoadedModel(engine, tokenizer, TinyTemplate(tokenizer), TEMPLATE, GrammarChecker(tokenizer))
+    return LoadedModel(
+        engine, tokenizer, TinyTemplate(tokenizer), TEMPLATE, GrammarChecker(tokenizer), choose_formats(TEMPLATE)
+    )
 
 
 scenario, drain_timeout = sys.argv[1], float(sys.argv[2])

@@ -134,14 +134,14 @@ async def test_other_requests_go_on_while_a_form_is_checked(server: ServerUnderT
     loaded = server.state.loaded
     assert loaded is not None
     started, ended = asyncio.Event(), asyncio.Event()
-    loop, grammar = asyncio.get_running_loop(), loaded.grammars.grammar
+    loop, grammar = asyncio.get_running_loop(), loaded.grammars.check
 
     def slow(*args: Any, **options: Any) -> str:
         loop.call_soon_threadsafe(started.set)
         asyncio.run_coroutine_threadsafe(ended.wait(), loop).result()
         return grammar(*args, **options)
 
-    loaded.grammars.grammar = slow  # type: ignore[method-assign]
+    loaded.grammars.check = slow  # type: ignore[method-assign]
     slow_one = asyncio.create_task(server.http.post("/v1/completions", json={"prompt": "x", "guided_regex": "a"}))
     await started.wait()
     assert (await server.http.post("/v1/completions", json={"prompt": "x"})).status_code == 200

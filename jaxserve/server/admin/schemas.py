@@ -75,6 +75,10 @@ class _ModelLimits:
                 return {
                     "propertyNames": {"enum": sorted(template_words(self._template).difference(RESERVED_ARGUMENTS))}
                 }
+            case "reasoning_effort" if self._template is not None and not template_words(self._template).intersection(
+                ("reasoning_effort", "enable_thinking")
+            ):
+                return {"enum": [None]}
             case "documents" if self._template is not None and "documents" not in template_words(self._template):
                 return {"maxItems": 0}
         return {}

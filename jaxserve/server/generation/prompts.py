@@ -17,6 +17,7 @@ from jaxserve.server.errors import ContextLengthError
 from jaxserve.server.http.fields import MAX_SEQUENCES
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text import requests
+from jaxserve.text.grammars.formats import grammar_of
 
 # Work on up to this many characters or ids runs on the event loop: a thread would cost more.
 _SHORT = 4096
@@ -150,8 +151,13 @@ async def compile_grammar(state: ServerState, loaded: LoadedModel, asked: tuple[
     if asked is None:
         return ""
     field, outputs = asked
+    return await check_grammar(state, loaded, lambda: grammar_of(outputs), param=field)
+
+
+async def check_grammar(state: ServerState, loaded: LoadedModel, make: Callable[[], str], *, param: str) -> str:
+    """Return the grammar that `make` returns, or "" if it is that, as `compile_grammar` does."""
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(state.grammar_threads, lambda: loaded.grammars.grammar(outputs, param=field))
+    return await loop.run_in_executor(state.grammar_threads, lambda: loaded.grammars.check(make, param=param))
 
 
 class QueueOptions(Protocol):

@@ -28,6 +28,7 @@ type LoadBound = Literal[
     "model",
     "priority",
     "prompt_ids",
+    "reasoning_effort",
     "stop_ids",
     "template_arguments",
     "token_count",

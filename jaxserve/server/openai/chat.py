@@ -7,16 +7,18 @@ from dataclasses import dataclass
 
 import msgspec
 
+from jaxserve.api_types import StructuredOutputs, Usage
 from jaxserve.server.generation.generation import Generation
 from jaxserve.server.generation.prompts import (
+    check_grammar,
     check_prompt,
-    compile_grammar,
     encode_texts,
     engine_requests,
     max_output_tokens,
 )
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.sse import DONE, EventStream
+from jaxserve.server.openai.answers import AnswerPlan, AnswerState, answer_grammar, plan_answer
 from jaxserve.server.openai.chat_messages import render_prompt
 from jaxserve.server.openai.chunks import ChunkEncoder
 from jaxserve.server.openai.logprobs import chat_logprobs
@@ -26,14 +28,18 @@ from jaxserve.server.openai.responses import (
     ChatChunkChoice,
     ChatDelta,
     ChatLogprobs,
-    ChatMessage,
     ChatResponse,
+    UsageInfo,
     total_usage,
 )
 from jaxserve.server.openai.structured_fields import structured_outputs
-from jaxserve.server.server_state import ServerState
+from jaxserve.server.openai.tools import ToolUse, tool_use
+from jaxserve.server.server_state import LoadedModel, ServerState
+from jaxserve.text.grammars.formats import grammar_of
 from jaxserve.text.output import OutputDelta
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
+
+_NOTHING = ChatDelta()
 
 
 async def chat_completions(state: ServerState, exchange: HttpExchange, request: ChatRequest) -> None:
@@ -41,8 +47,11 @@ async def chat_completions(state: ServerState, exchange: HttpExchange, request: 
     loaded = state.require_loaded()
     request.check_supported()
     requested_limit, logprobs = request.max_output_tokens(), request.num_logprobs()
-    grammar = await compile_grammar(state, loaded, structured_outputs(request))
-    text = await render_prompt(state, loaded, request.messages, request)
+    tools = tool_use(request.tools, request.tool_choice, several=request.parallel_tool_calls is not False)
+    text = await render_prompt(
+        *(state, loaded, request.messages, request, None if tools is None else tools.shown, request.reasoning_effort)
+    )
+    grammar = await _compile_grammar(state, loaded, tools, structured_outputs(request), text)
     # By default none are added, since a template writes its own special tokens.
     (ids,) = await encode_texts(
         state, loaded, [text], add_special_tokens=request.add_special_tokens is True, param="messages"
@@ -50,14 +59,42 @@ async def chat_completions(state: ServerState, exchange: HttpExchange, request: 
     check_prompt(ids, loaded.engine.info, param="messages")
     limit = max_output_tokens(len(ids), requested_limit, None, loaded.engine.info, param="messages")
     sampling = request.sampling(max_tokens=limit, logprobs=logprobs)
+    plan = plan_answer(
+        loaded,
+        tools,
+        text,
+        separates_reasoning=request.separate_reasoning is not False,
+        shows_reasoning=request.include_reasoning is not False,
+    )
+    if plan.formats and loaded.formats.shows_special_tokens(loaded.tokenizer):
+        sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
     response_id = request.response_id("chatcmpl")
     requests = engine_requests(loaded, request.engine_request_id(response_id), [ids], [sampling], [grammar], request)
     generation = Generation(state, loaded, requests, exchange.arrival)
     responder = _ChatResponder(
-        *(loaded.tokenizer, request, ids, sampling.n, response_id, state.model_name, int(time.time()))
+        *(loaded.tokenizer, request, plan, ids, sampling.n, response_id, state.model_name, int(time.time()))
     )
     with state.abortable((response_id, *request.client_ids, exchange.request_id), generation):
         await (responder.stream if request.stream else responder.respond)(generation, exchange)
+
+
+async def _compile_grammar(
+    state: ServerState,
+    loaded: LoadedModel,
+    tools: ToolUse | None,
+    asked: tuple[str, StructuredOutputs] | None,
+    prompt: str,
+) -> str:
+    """Return the grammar of answers to `prompt`, or "". Raises `InvalidRequestError` naming the field at fault."""
+    field, outputs = asked or ("tools", None)
+    if outputs is None and tools is None:
+        return ""
+
+    def compose() -> str:
+        form = "" if outputs is None else grammar_of(outputs)
+        return answer_grammar(loaded, tools, form, prompt)
+
+    return await check_grammar(state, loaded, compose, param=field)
 
 
 @dataclass
@@ -66,6 +103,7 @@ class _ChatResponder:
 
     tokenizer: Tokenizer
     request: ChatRequest
+    plan: AnswerPlan
     prompt_ids: list[int]
     n: int
     response_id: str
@@ -75,9 +113,11 @@ class _ChatResponder:
     async def respond(self, generation: Generation, exchange: HttpExchange) -> None:
         """Send one JSON response when all sequences have ended."""
         deltas: list[list[OutputDelta]] = [[] for _ in range(self.n)]
+        answers = [AnswerState(self.plan) for _ in range(self.n)]
 
         async def on_delta(index: int, delta: OutputDelta) -> None:
             deltas[index].append(delta)
+            answers[index].push(delta)
 
         usages = await generation.run(on_delta)
         await exchange.respond(
@@ -85,13 +125,19 @@ class _ChatResponder:
                 id=self.response_id,
                 created=self.created,
                 model=self.model,
-                choices=[self._choice(index, parts) for index, parts in enumerate(deltas)],
-                usage=total_usage(usages, self.n),
+                choices=[
+                    self._choice(index, parts, answer) for index, (parts, answer) in enumerate(zip(deltas, answers))
+                ],
+                usage=self._usage(usages, answers),
                 prompt_token_ids=self.prompt_ids if self.request.return_token_ids else msgspec.UNSET,
             )
         )
 
-    def _choice(self, index: int, parts: list[OutputDelta]) -> ChatChoice:
+    def _usage(self, usages: list[Usage], answers: list[AnswerState]) -> UsageInfo:
+        reasoning = sum(answer.num_reasoning_tokens for answer in answers) if self.plan.reasons else None
+        return total_usage(usages, self.n, reasoning)
+
+    def _choice(self, index: int, parts: list[OutputDelta], answer: AnswerState) -> ChatChoice:
         end = parts[-1]
         assert end.finish_reason is not None
         logprobs = None
@@ -99,9 +145,9 @@ class _ChatResponder:
             logprobs = ChatLogprobs([entry for part in parts for entry in self._logprobs(part).content])
         return ChatChoice(
             index=index,
-            message=ChatMessage("assistant", "".join(part.text for part in parts)),
+            message=answer.message(),
             logprobs=logprobs,
-            finish_reason=end.finish_reason.value,
+            finish_reason=answer.finish_reason(end.finish_reason),
             stop_reason=end.stop_reason,
             matched_stop=end.matched_stop,
             token_ids=[token for part in parts for token in part.token_ids]
@@ -113,7 +159,7 @@ class _ChatResponder:
         return chat_logprobs(self.tokenizer, delta.logprobs)
 
     async def stream(self, generation: Generation, exchange: HttpExchange) -> None:
-        """Send server-sent events: the role, then text as it arrives, then the finish reason."""
+        """Send server-sent events: the role, then parts of the message as they arrive, then the finish reason."""
         head = {"id": self.response_id, "object": "chat.completion.chunk", "created": self.created, "model": self.model}
         encoder = ChunkEncoder(
             head | {"system_fingerprint": None},
@@ -124,6 +170,7 @@ class _ChatResponder:
             prompt_tokens=[len(self.prompt_ids)] * self.n if self.request.continuous_usage else None,
         )
         plain = not self.request.logprobs and not self.request.return_token_ids
+        answers = [AnswerState(self.plan) for _ in range(self.n)]
         opened: set[int] = set()
         out = EventStream(exchange.send)
 
@@ -134,28 +181,32 @@ class _ChatResponder:
                 opening = ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
                 events = encoder.choice_chunk(opening, self.prompt_ids if self.request.return_token_ids else None)
             encoder.count_tokens(index, delta)
-            if delta.finish_reason is not None or not plain:
-                if delta.text or delta.logprobs or delta.token_ids or delta.finish_reason is not None:
-                    events += encoder.choice_chunk(self._content(index, delta))
-            elif delta.text:
-                events += encoder.text_chunk(index, delta.text)
+            answer = answers[index]
+            added = answer.push(delta)
+            if added.reasoning_content or added.tool_calls or delta.finish_reason is not None or not plain:
+                if added != _NOTHING or delta.logprobs or delta.token_ids or delta.finish_reason is not None:
+                    events += encoder.choice_chunk(self._chunk(index, delta, added, answer))
+            elif added.content:
+                events += encoder.text_chunk(index, added.content)
             if events:
                 await out.write(events)
 
         async with out:
             usages = await generation.run(on_delta)
-            end = encoder.usage_chunk(total_usage(usages, self.n)) if self.request.include_usage else b""
+            end = encoder.usage_chunk(self._usage(usages, answers)) if self.request.include_usage else b""
             await out.finish(end + DONE)
 
-    def _content(self, index: int, delta: OutputDelta) -> ChatChunkChoice:
+    def _chunk(self, index: int, delta: OutputDelta, added: ChatDelta, answer: AnswerState) -> ChatChunkChoice:
         """Return the new part of a choice. Its last text has the finish reason, as vLLM's clients expect."""
+        if added == _NOTHING and delta.finish_reason is None:
+            added.content = ""
         choice = ChatChunkChoice(
             index=index,
-            delta=ChatDelta(content=delta.text) if delta.text or delta.finish_reason is None else ChatDelta(),
+            delta=added,
             logprobs=self._logprobs(delta) if self.request.logprobs and delta.logprobs else None,
             token_ids=delta.token_ids if self.request.return_token_ids else msgspec.UNSET,
         )
         if delta.finish_reason is not None:
-            choice.finish_reason = delta.finish_reason.value
+            choice.finish_reason = answer.finish_reason(delta.finish_reason)
             choice.stop_reason, choice.matched_stop = delta.stop_reason, delta.matched_stop
         return choice

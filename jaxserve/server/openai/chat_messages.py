@@ -12,7 +12,7 @@ import msgspec
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.generation.prompts import run_off_event_loop
 from jaxserve.server.http.decoding import validation_error
-from jaxserve.server.openai.protocol import ROLES, UNSUPPORTED_MESSAGE_FIELDS, MessageFields
+from jaxserve.server.openai.protocol import ROLES, UNSUPPORTED_MESSAGE_FIELDS, MessageCall, MessageFields
 from jaxserve.server.server_state import LoadedModel, ServerState
 
 RESERVED_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
@@ -28,7 +28,12 @@ class ChatOptions(Protocol):
 
 
 async def render_prompt(
-    state: ServerState, loaded: LoadedModel, messages: list[dict[str, Any]], options: ChatOptions
+    state: ServerState,
+    loaded: LoadedModel,
+    messages: list[dict[str, Any]],
+    options: ChatOptions,
+    tools: list[dict[str, Any]] | None = None,
+    reasoning_effort: str | None = None,
 ) -> str:
     """Return the prompt text. Raises `InvalidRequestError` for messages or options that the template can't express."""
     source = loaded.template_source
@@ -44,19 +49,29 @@ async def render_prompt(
         prepared,
         add_generation_prompt=not continues if options.add_generation_prompt is None else options.add_generation_prompt,
         continue_final_message=continues,
-        **(_template_arguments(options, source) if source else {}),
+        tools=tools,
+        **(_template_arguments(options, reasoning_effort, source) if source else {}),
     )
 
 
-def _template_arguments(options: ChatOptions, source: str) -> dict[str, Any]:
+def _template_arguments(options: ChatOptions, reasoning_effort: str | None, source: str) -> dict[str, Any]:
     arguments = dict(options.chat_template_kwargs or {})
-    words = template_words(source) if arguments else ()
+    words = template_words(source) if arguments or reasoning_effort else ()
     for name in arguments:
         param = f"chat_template_kwargs.{name[:100]}"
         if name in RESERVED_ARGUMENTS:
             raise InvalidRequestError(f"{param}: {name} is a field of the request, not of the template", param=param)
         if name not in words:
             raise InvalidRequestError(f"{param}: this model's chat template does not use it", param=param)
+    if reasoning_effort is not None and "reasoning_effort" in words:
+        arguments.setdefault("reasoning_effort", reasoning_effort)
+    elif reasoning_effort is not None and "enable_thinking" in words:
+        arguments.setdefault("enable_thinking", reasoning_effort != "none")
+    elif reasoning_effort is not None:
+        raise InvalidRequestError(
+            "reasoning_effort: this model's chat template has neither that nor enable_thinking",
+            param="reasoning_effort",
+        )
     if options.documents:
         if "documents" not in template_words(source):
             raise InvalidRequestError("documents: this model's chat template does not use them", param="documents")
@@ -92,7 +107,30 @@ def _prepare(number: int, given: dict[str, Any], source: str) -> dict[str, Any]:
     others = {
         name: value for name, value in given.items() if name not in UNSUPPORTED_MESSAGE_FIELDS and value is not None
     }
-    return {**others, "role": role, "content": _content(where, message)}
+    prepared = {**others, "role": role, "content": _content(where, message)}
+    if message.tool_calls:
+        if role != "assistant":
+            raise InvalidRequestError(
+                f"{where}.tool_calls: only messages of the assistant have calls", param=f"{where}.tool_calls"
+            )
+        prepared["tool_calls"] = [
+            _call(f"{where}.tool_calls[{number}]", call) for number, call in enumerate(message.tool_calls)
+        ]
+    else:
+        prepared.pop("tool_calls", None)
+    return prepared
+
+
+def _call(where: str, call: MessageCall) -> dict[str, Any]:
+    """Return a call as most templates expect it, with its arguments as an object."""
+    arguments = call.function.arguments
+    if not isinstance(arguments, dict):
+        try:
+            arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+            param = f"{where}.function.arguments"
+            raise InvalidRequestError(f"{param} must be the JSON text of an object: {error}", param=param) from error
+    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _content(where: str, message: MessageFields) -> str | list[dict[str, str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -39,11 +39,12 @@ from jaxserve.server.http.fields import (
     requires,
 )
 from jaxserve.server.openai.structured_fields import StructuredFields
+from jaxserve.server.openai.tools import ToolChoice, Tools
 from jaxserve.text.stop_regex import check_patterns
 
-ROLES = ("system", "developer", "user", "assistant")
-# Fields of a message that are not passed to chat templates yet.
-UNSUPPORTED_MESSAGE_FIELDS = ("audio", "function_call", "tool_calls", "tool_call_id")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Fields of a message that are not passed to chat templates.
+UNSUPPORTED_MESSAGE_FIELDS = ("audio", "function_call")
 
 # Fields with the same name here and in `SamplingParams`.
 _SAMPLING_FIELDS = (
@@ -204,6 +205,21 @@ class ContentPart(msgspec.Struct):
     text: str | None = None
 
 
+class MessageFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """The function of a call, with its arguments as an object or as JSON text of one."""
+
+    name: str
+    arguments: dict[str, Any] | str | None = None
+
+
+class MessageCall(msgspec.Struct):
+    """A call in a message of the assistant."""
+
+    function: MessageFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
 class MessageFields(msgspec.Struct):
     """The fields of a chat message that the server checks; the chat template gets its other keys unchanged."""
 
@@ -214,10 +230,24 @@ class MessageFields(msgspec.Struct):
     annotations: Any = None
     audio: Any = None
     function_call: Any = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
+    tool_calls: list[MessageCall] | None = None
+    tool_call_id: str | None = None
 
 
+_TOOL_CALL = {
+    "type": "object",
+    "properties": {
+        "id": {"type": ["string", "null"]},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "arguments": {"type": ["object", "null"]}},
+            "required": ["name"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["function"],
+}
 _TEXT_PART = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
@@ -231,6 +261,8 @@ _MESSAGE_SCHEMA = {
         "role": {"enum": list(ROLES)},
         "content": {"anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": _TEXT_PART}]},
         "name": {"type": ["string", "null"]},
+        "tool_calls": {"anyOf": [{"type": "null"}, {"type": "array", "items": _TOOL_CALL}]},
+        "tool_call_id": {"type": ["string", "null"]},
     }
     | {name: {"enum": [None, []]} for name in UNSUPPORTED_MESSAGE_FIELDS},
     "required": ["role"],
@@ -243,15 +275,29 @@ CONTINUE_FINAL_MESSAGE = {
     "anyOf": [{"properties": {"continue_final_message": {"enum": [None, False]}}}, {"properties": _CONTINUABLE}]
 }
 Messages = Annotated[list[dict[str, Any]], explicit_schema({"type": "array", "items": _MESSAGE_SCHEMA, "minItems": 1})]
+ReasoningEffort = Annotated[
+    Literal["none", "minimal", "low", "medium", "high", "xhigh"],
+    msgspec.Meta(extra_json_schema=bound_at_load("reasoning_effort")),
+]
 TemplateArguments = Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=bound_at_load("template_arguments"))]
 Documents = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=bound_at_load("documents"))]
 
 
 class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """The body of `/v1/chat/completions`. Reasoning is not parsed: it stays in the content."""
+    """The body of `/v1/chat/completions`.
+
+    `reasoning_effort` is passed to the chat template, or switches its `enable_thinking`. Reasoning comes apart from the
+    content unless `separate_reasoning` is false, or not at all if `include_reasoning` is.
+    """
 
     conditions: ClassVar[tuple[dict[str, Any], ...]] = (
         *SamplingFields.conditions,
+        {
+            "anyOf": [
+                {"properties": {"tool_choice": {"enum": [None, "none", "auto"]}}},
+                {"required": ["tools"], "properties": {"tools": {"type": "array", "minItems": 1}}},
+            ]
+        },
         requires("top_logprobs", [None, 0], "logprobs"),
         CONTINUE_FINAL_MESSAGE,
     )
@@ -266,11 +312,15 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
     documents: Documents | None = None
 
-    tools: NullOrEmptyList = None
-    tool_choice: Annotated[Any, accepts_only("none", "auto")] = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+
     functions: NullOrEmptyList = None
     function_call: Annotated[Any, accepts_only("none", "auto")] = None
-    reasoning_effort: Null = None
     modalities: Annotated[Any, accepts_only(["text"])] = None
     audio: Null = None
     prediction: Null = None
@@ -279,12 +329,10 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
 
     chat_template: Null = None
     echo: NullOrFalse = None
-    include_reasoning: NullOrTrue = None
     media_io_kwargs: NullOrEmptyObject = None
     mm_processor_kwargs: NullOrEmptyObject = None
     return_prompt_text: NullOrFalse = None
 
-    separate_reasoning: Annotated[Any, accepts_only(True, False)] = None
     stream_reasoning: NullOrTrue = None
     reasoning: Null = None
     task: Null = None

@@ -15,6 +15,12 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """The number of output tokens up to the end of the reasoning."""
+
+    reasoning_tokens: int = 0
+
+
 class UsageInfo(msgspec.Struct):
     """The token counts of one request: all its choices together, but each prompt only once, whatever its `n`."""
 
@@ -22,15 +28,22 @@ class UsageInfo(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
-def total_usage(usages: list[Usage], n: int) -> UsageInfo:
+def total_usage(usages: list[Usage], n: int, reasoning_tokens: int | None = None) -> UsageInfo:
     """Return the counts of a request from those of its sequences, in the order of the choices, `n` per prompt."""
     prompts = usages[::n]
     prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
     completion_tokens = sum(usage.completion_tokens for usage in usages)
     cached = sum(usage.cached_tokens for usage in prompts)
-    return UsageInfo(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptTokensDetails(cached))
+    return UsageInfo(
+        prompt_tokens,
+        completion_tokens,
+        prompt_tokens + completion_tokens,
+        PromptTokensDetails(cached),
+        msgspec.UNSET if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens),
+    )
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -95,12 +108,32 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class FunctionCall(msgspec.Struct):
+    """A function and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    """A call of a tool."""
+
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(msgspec.Struct):
-    """The assistant's message."""
+    """The assistant's message: its content is null if there are only calls or reasoning.
+
+    `reasoning_content` is there with models that reason, null if they did not.
+    """
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -128,11 +161,29 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
+class FunctionDelta(msgspec.Struct):
+    """The new part of a call: the name comes first, then the arguments in pieces."""
+
+    arguments: str
+    name: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class CallDelta(msgspec.Struct):
+    """The new part of the call number `index`; its first one has the id and the name."""
+
+    index: int
+    function: FunctionDelta
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
+
+
 class ChatDelta(msgspec.Struct, omit_defaults=True):
     """The new part of a message."""
 
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallDelta] | None = None
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 
 from jaxserve import host
 from jaxserve.api_types import MAX_LEXER_STATES, StructuredOutputs
@@ -50,11 +51,17 @@ class GrammarChecker:
 
         Raises `InvalidRequestError` naming `param` if llguidance can't express it or compile it within the limits.
         """
+        return self.check(lambda: grammar_of(outputs), param=param)
+
+    def check(self, make: Callable[[], str], *, param: str) -> str:
+        """Return the grammar that `make` returns, checked; "" is none. `make` may raise as `grammar_of` does."""
         try:
-            text = grammar_of(outputs)
+            text = make()
+        except InvalidRequestError:
+            raise
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise InvalidRequestError(f"{param} can't be used: {error}", param=param) from error
-        if answer := self._answer(text):
+        if text and (answer := self._answer(text)):
             raise InvalidRequestError(f"{param} can't be used: {answer}", param=param)
         return text
 

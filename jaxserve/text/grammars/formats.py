@@ -37,6 +37,14 @@ def grammar_of(outputs: StructuredOutputs) -> str:
     return _FORMS[name](value, outputs)
 
 
+def schema_of(value: Any, outputs: StructuredOutputs | None = None) -> dict[str, Any]:
+    """Return a JSON schema as llguidance is to read it, with the blanks that it allows. Raises as `grammar_of`."""
+    schema: dict[str, Any] = json.loads(_json(value, outputs or StructuredOutputs(json={})))["grammars"][0][
+        "json_schema"
+    ]
+    return schema
+
+
 def _json(value: Any, outputs: StructuredOutputs) -> str:
     from llguidance import LLMatcher
 
@@ -178,7 +186,7 @@ def _structural_tag(value: Any, outputs: StructuredOutputs) -> str:
         trigger = next((one for one in tag["triggers"] if begin.startswith(one)), None)
         if trigger is None:
             raise ValueError(f"no trigger begins {begin!r}")
-        schema = json.loads(_json(structure.get("schema", {}), outputs))["grammars"][0]["json_schema"]
+        schema = schema_of(structure.get("schema", {}), outputs)
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=structure["end"]))
     return StructTag.to_grammar(tags, assume_special=False)
 

@@ -130,6 +130,11 @@ class Tokenizer:
         text = joined.decode(errors="replace")
         return text.removeprefix(" ") if byte_table.strips_leading_space else text
 
+    def special_id(self, text: str) -> int | None:
+        """Return the id of the special token that is written so, or None; texts of answers leave these out."""
+        token_id = self._backend.token_to_id(text)
+        return token_id if token_id in self.skipped_ids else None
+
     def has_token(self, token_id: int) -> bool:
         """Return whether the id is a token: a model's vocabulary may be padded beyond the tokenizer's."""
         return self._backend.id_to_token(token_id) is not None

@@ -96,7 +96,7 @@ CONDITIONAL_FIELDS = {
     *("messages", "text", "input_ids", "prompt", "sampling_params", "stream_options"),
     # Texts in languages of their own: tests/server/test_structured_outputs.py
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_grammar", "guided_choice"),
-    *("json_schema", "regex", "ebnf", "structural_tag"),
+    *("tools", "tool_choice", "json_schema", "regex", "ebnf", "structural_tag"),
 }
 OUTPUT_LIMITS = {"max_tokens", "max_completion_tokens", "min_tokens"}
 

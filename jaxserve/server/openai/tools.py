@@ -1,0 +1,109 @@
+"""The fields of a chat that offer tools, and what they ask for: which functions, which calls, and in which form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from jaxserve.errors import InvalidRequestError
+
+MAX_TOOLS = 128
+_FUNCTION_NAME = "^[a-zA-Z0-9_./:-]{1,256}$"
+
+FunctionName = Annotated[str, Meta(pattern=_FUNCTION_NAME)]
+
+
+class Function(msgspec.Struct, forbid_unknown_fields=True):
+    """A function that the model may call. `parameters` is the JSON schema of its arguments; without it, it has none.
+
+    With `strict`, arguments always match the schema, whatever `tool_choice` is.
+    """
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True):
+    """A tool; functions are the only type."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
+    """The choice of one function, which is always called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of a request: as templates want them, and the schemas of those that may be called by name.
+
+    With `required`, the answer is nothing but calls; of one tool that was `named`, if so. One call if not `several`.
+    """
+
+    shown: list[dict[str, Any]]
+    schemas: dict[str, dict[str, Any]]
+    required: bool
+    named: bool
+    strict: bool
+    several: bool
+
+
+def tool_use(tools: list[Tool] | None, choice: ToolChoice | None, *, several: bool) -> ToolUse | None:
+    """Return how a request uses tools, or None if it offers none or chooses none.
+
+    Raises `InvalidRequestError` for a choice that the tools don't offer, and for two functions of one name.
+    """
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequestError("tool_choice asks for a call, but there are no tools", param="tool_choice")
+        return None
+    names = [tool.function.name for tool in tools]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            param = f"tools[{number}].function.name"
+            raise InvalidRequestError(f"{param}: {name!r} is the name of another function too", param=param)
+    if choice == "none":
+        return None
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    if named is not None and named not in names:
+        param = "tool_choice.function.name"
+        raise InvalidRequestError(f"{param}: no tool is called {named[:100]!r}", param=param)
+    return ToolUse(
+        shown=[_shown(tool.function) for tool in tools],
+        schemas={tool.function.name: _schema(tool.function) for tool in tools if named in (None, tool.function.name)},
+        required=choice == "required" or named is not None,
+        named=named is not None,
+        strict=any(tool.function.strict for tool in tools),
+        several=several and named is None,
+    )
+
+
+def _shown(function: Function) -> dict[str, Any]:
+    """Return a tool for a template: the fields that were given, except `strict`, which the model need not know."""
+    fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
+    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
+
+
+def _schema(function: Function) -> dict[str, Any]:
+    if function.parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return {"type": "object"} | function.parameters

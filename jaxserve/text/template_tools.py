@@ -1,0 +1,100 @@
+"""Tools in conversations: what templates want of calls, and a form for templates that know no tools.
+
+Then the first message describes the tools, as Hermes' models read them, and calls and results become plain text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+_PROMPT = """You may call functions. These are described here:
+<tools>
+{tools}
+</tools>
+
+To call a function, write its name and its arguments as a JSON object between two tags, for each call anew:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"an argument's name": "its value"}}}}
+</tool_call>"""
+
+
+class CallForm(NamedTuple):
+    """How a template wants calls: with arguments as JSON text or as objects, in messages with no content or an empty
+    one."""
+
+    arguments_as_text: bool
+    null_content: bool
+
+    def apply(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message in this form; arguments that are no objects stay as they are."""
+        calls = message.get("tool_calls")
+        if not calls:
+            return dict(message)
+        converted = []
+        for call in calls:
+            function = dict(call["function"])
+            arguments = function.get("arguments")
+            if self.arguments_as_text and not isinstance(arguments, str):
+                function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+            elif not self.arguments_as_text and isinstance(arguments, str):
+                with contextlib.suppress(ValueError):
+                    function["arguments"] = json.loads(arguments or "{}")
+            converted.append({**call, "function": function})
+        content = message.get("content") or (None if self.null_content else "")
+        return {**message, "content": content, "tool_calls": converted}
+
+
+CALL_FORMS = [CallForm(as_text, null) for null in (False, True) for as_text in (False, True)]
+"""All forms, the usual one first."""
+
+
+def described_in_text(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the messages with the tools in the system message, or in the first message of the user."""
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    prompt = _PROMPT.format(tools=lines)
+    found = [dict(message) for message in messages]
+    system = next((message for message in found if message.get("role") == "system"), None)
+    first = system or next((message for message in found if message.get("role") == "user"), None)
+    if first is None:
+        return [{"role": "system", "content": prompt}, *found]
+    text = first.get("content") or ""
+    if isinstance(text, str):
+        first["content"] = f"{text}\n\n{prompt}" if first is system else f"{prompt}\n\n{text}"
+    else:
+        part = {"type": "text", "text": prompt}
+        first["content"] = [*text, part] if first is system else [part, *text]
+    return found
+
+
+def calls_in_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with calls in the text of the assistant, and results in that of the user."""
+    found: list[dict[str, Any]] = []
+    after_tool = False
+    for message in messages:
+        changed = dict(message)
+        if message.get("role") == "tool":
+            text = f"<tool_response>\n{_text(message.get('content'))}\n</tool_response>"
+            if after_tool:
+                found[-1]["content"] += f"\n{text}"
+                continue
+            changed = {"role": "user", "content": text}
+        elif changed.pop("tool_calls", None):
+            parts = [_text(message.get("content"))]
+            for call in CallForm(arguments_as_text=True, null_content=False).apply(message)["tool_calls"]:
+                name, arguments = json.dumps(call["function"]["name"]), call["function"]["arguments"]
+                parts.append(f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>')
+            changed["content"] = "\n".join(filter(None, parts))
+        after_tool = message.get("role") == "tool"
+        found.append(changed)
+    return found
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "\n".join(part.get("text", "") if isinstance(part, Mapping) else str(part) for part in content)
+    return content or ""

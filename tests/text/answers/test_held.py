@@ -1,0 +1,150 @@
+"""Answers that grammars hold, drawn at random, are read as calls whose arguments match their schemas."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from jaxserve.api_types import StructuredOutputs
+from jaxserve.text.answers.answer import whole
+from jaxserve.text.answers.formats import AnswerFormats
+from jaxserve.text.answers.held import either, whole_answer
+from jaxserve.text.answers.held_calls import calls_grammar, held_calls, held_form, tagged_calls_grammar
+from jaxserve.text.answers.reader import Part
+from jaxserve.text.answers.reasoning import thinking
+from jaxserve.text.grammars.formats import grammar_of
+from jaxserve.text.grammars.vocabulary import load_vocabulary
+from jaxserve.text.tokenizers.tokenizer import Tokenizer
+from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
+from tests.tiny_model import byte_tokenizer
+
+SPECIAL = ["<eos>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "</seed:think>"]
+TOOLS: dict[str, Any] = {
+    "weather": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Köln", "Bonn"]}, "days": {"$ref": "#/$defs/Days"}},
+        "required": ["city"],
+        "additionalProperties": False,
+        "$defs": {"Days": {"type": "integer", "minimum": 1, "maximum": 14}},
+    },
+    "weather.now-1": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+HERMES = AnswerFormats("hermes", "")
+MISTRAL = AnswerFormats("mistral", "")
+FORM = StructuredOutputs(
+    json={"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+)
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(TokenizerParts(byte_tokenizer(*SPECIAL), (256,), None, {}, {}))
+
+
+@functools.cache
+def vocabulary() -> LLTokenizer:
+    return load_vocabulary(tokenizer())
+
+
+def drawn(grammar: str, rng: random.Random, wanted: str = "", most: int = 600) -> str:
+    """Return an output of a grammar: first the text `wanted`, then tokens that are drawn among those allowed."""
+    matcher = LLMatcher(vocabulary(), grammar, log_level=0)
+    ids = tokenizer().encode(wanted, add_special_tokens=False)
+    assert matcher.consume_tokens(ids), (matcher.get_error(), wanted)
+    while not matcher.is_stopped() and len(ids) < most:
+        mask = matcher.compute_bitmask()
+        allowed = [token for token in range(256 + len(SPECIAL)) if mask[token // 8] >> token % 8 & 1]
+        token = rng.choice(allowed)
+        assert matcher.consume_tokens([token])
+        ids.append(token)
+    assert matcher.is_stopped(), "it does not end"
+    return tokenizer().decode([token for token in ids if token != 256], skip_special_tokens=False)
+
+
+def check_calls(parts: list[Part]) -> list[str]:
+    """Return the functions that are called, after checking their arguments."""
+    names = []
+    for name, arguments in zip(parts[::2], parts[1::2], strict=True):
+        assert (name.kind, arguments.kind) == ("call", "arguments"), parts
+        jsonschema.validate(json.loads(arguments.text), TOOLS[name.text])
+        names.append(name.text)
+    return names
+
+
+@pytest.mark.parametrize("formats", [HERMES, MISTRAL])
+def test_held_calls_are_valid(formats: AnswerFormats):
+    rng, form = random.Random(1), held_form(formats)
+    several = calls_grammar(form, TOOLS, several=True)
+    one = calls_grammar(form, {"weather": TOOLS["weather"]}, several=False)
+    found = [check_calls(whole([held_calls(form)], drawn(several, rng, most=4000))) for _ in range(40)]
+    assert {name for names in found for name in names} == set(TOOLS)
+    assert max(map(len, found)) > 1
+    for _ in range(20):
+        assert check_calls(whole([held_calls(form)], drawn(one, rng))) == ["weather"]
+
+
+def test_calls_as_of_hermes_are_read_by_its_format_too():
+    text = drawn(calls_grammar(held_form(HERMES), TOOLS, several=True), random.Random(2), most=4000)
+    assert whole([HERMES.read_calls(TOOLS)], text) == whole([held_calls(held_form(HERMES))], text)
+
+
+def test_a_tag_in_free_text_begins_a_valid_call():
+    grammar = tagged_calls_grammar(TOOLS)
+    matcher = LLMatcher(vocabulary(), grammar, log_level=0)
+    text = 'Well <b>, <tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call> and'
+    assert matcher.consume_tokens(tokenizer().encode(text))
+    assert matcher.is_accepting()
+    matcher.reset()
+    assert not matcher.consume_tokens(tokenizer().encode('<tool_call>\n{"name": "storm'))
+
+
+def test_a_form_or_calls():
+    rng = random.Random(3)
+    calls = calls_grammar(held_form(HERMES), TOOLS, several=False)
+    grammar = either(grammar_of(FORM), calls)
+    assert json.loads(drawn(grammar, rng, "{"))["a"] in (True, False)
+    assert len(check_calls(whole([HERMES.read_calls(TOOLS)], drawn(grammar, rng, "<")))) == 1
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "inside", "begin", "thought"),
+    [
+        ("deepseek_r1", False, "<think>a { </thin", "a { </thin"),
+        ("deepseek_r1", False, "<think>", ""),
+        ("deepseek_r1", True, "a { ", "a {"),
+        ("granite", False, "Here is my thought process: x Here is", "x Here is"),
+        ("seed_oss", True, "special ", "special"),
+    ],
+)
+def test_a_form_begins_after_reasoning(reasoning: str, inside: bool, begin: str, thought: str):
+    formats, rng = AnswerFormats("hermes", reasoning), random.Random(4)
+    marks = formats.thinking
+    assert marks is not None
+    grammar = whole_answer(grammar_of(FORM), formats, tokenizer(), inside=inside)
+    text = drawn(grammar, rng, begin + marks.ends[0])
+    parts = whole([thinking(marks, inside=inside)], text)
+    assert parts[0] == ("reasoning", thought) if thought else parts[0].kind == "content"
+    assert json.loads(parts[-1].text)["a"] in (True, False)
+    if not inside:
+        assert json.loads(drawn(grammar, rng, "{"))["a"] in (True, False)
+
+
+def test_a_form_is_in_the_final_channel():
+    formats, rng = AnswerFormats("gpt_oss", "gpt_oss"), random.Random(5)
+    tools = calls_grammar(held_form(formats), TOOLS, several=False)
+    for form, formats_of_content in ((grammar_of(FORM), []), (tools, [held_calls(held_form(formats))])):
+        grammar = whole_answer(form, formats, tokenizer(), inside=False)
+        for begin in ("<|channel|>analysis<|message|>hm { x<|end|>", "<|channel|>final<|message|>"):
+            parts = whole([formats.read_calls(TOOLS), *formats_of_content], drawn(grammar, rng, begin))
+            if "analysis" in begin:
+                assert parts.pop(0) == ("reasoning", "hm { x")
+            if formats_of_content:
+                assert len(check_calls(parts)) == 1
+            else:
+                assert json.loads(parts[0].text)["a"] in (True, False)
