@@ -256,6 +256,20 @@ ALIASES: Mapping[str, Alias] = types.MappingProxyType(
         ),
         "guided_decoding_backend": _GRAMMAR_BACKEND,
         "grammar_backend": _GRAMMAR_BACKEND,
+        "enable_auto_tool_choice": SwitchAlias(
+            on=InForce("a request that offers tools may have calls in its answer"),
+            off=RefusedName("calls are read in the answers to requests that offer tools; leave the flag out"),
+        ),
+        "exclude_tools_when_tool_choice_none": SwitchAlias(
+            on=InForce("with tool_choice none the model sees no tools"),
+            off=RefusedName("with tool_choice none the model sees no tools; leave the flag out"),
+        ),
+        "enable_reasoning": SwitchAlias(
+            on=InForce("reasoning comes apart from the content"),
+            off=RefusedName("a request leaves reasoning in the content by separate_reasoning: false"),
+        ),
+        "tool_parser_plugin": ChoiceAlias(RefusedName("only the formats of --tool-call-parser are supported")),
+        "tool_server": ChoiceAlias(RefusedName("the server calls no tools itself; clients do")),
         "structured_outputs_config": ReadAlias(
             read_structured_outputs_config, "vLLM's mapping, as JSON or in YAML: backend may be auto or guidance"
         ),

@@ -73,8 +73,7 @@ _IN_REQUESTS = "a request asks for it, in its own `structured_outputs`; leave it
 _OF_GRAMMARS: Mapping[str, str] = types.MappingProxyType(
     {
         "disable_fallback": "there is one backend, and nothing falls back to it; leave it out",
-        "reasoning_parser": "reasoning parsers are not built yet",
-        "enable_in_reasoning": "reasoning parsers are not built yet",
+        "enable_in_reasoning": "a form of the answer begins after the reasoning; leave it out",
     }
     | dict.fromkeys(("disable_any_whitespace", "disable_additional_properties"), _IN_REQUESTS)
 )
@@ -87,7 +86,8 @@ def read_speculative_config(value: object, place: str) -> dict[str, object]:
 
 def read_structured_outputs_config(value: object, place: str) -> dict[str, object]:
     """Return the settings in vLLM's `structured_outputs_config`, by the names of its flags. Raises `ConfigError`."""
-    return _read(value, place, {"backend": "guided_decoding_backend"}, _OF_GRAMMARS, '{"backend": "auto"}')
+    settings = {"backend": "guided_decoding_backend", "reasoning_parser": "reasoning_parser"}
+    return _read(value, place, settings, _OF_GRAMMARS, '{"backend": "auto"}')
 
 
 def _read(

@@ -280,8 +280,15 @@ def _any_of(marks: Sequence[str]) -> re.Pattern[str]:
 
 def _held_back(text: str, marks: Sequence[str]) -> int:
     """Return the length of the longest end of `text` that may begin one of `marks`."""
-    longest = max(map(len, marks), default=0)
-    for start in range(max(0, len(text) - longest + 1), len(text)):
-        if any(mark.startswith(text[start:]) for mark in marks):
-            return len(text) - start
-    return 0
+    if not marks:
+        return 0
+    longest, beginning = _beginning_of(marks)
+    found = beginning.search(text, max(0, len(text) - longest))
+    return 0 if found is None else len(text) - found.start()
+
+
+@functools.cache
+def _beginning_of(marks: Sequence[str]) -> tuple[int, re.Pattern[str]]:
+    """Return the most characters that a part of a mark has, and the pattern of a part at the end of a text."""
+    beginnings = {mark[:length] for mark in marks for length in range(1, len(mark))}
+    return max(map(len, marks)) - 1, re.compile(rf"(?:{'|'.join(map(re.escape, beginnings))})\Z")
