@@ -124,12 +124,17 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, using the model's chat template. Raises as `generate` does."""
+        """Answer one conversation or several, using the model's chat template. Raises as `generate` does.
+
+        The template shows `tools`, in OpenAI's form; calls are in the text, as the model writes them.
+        """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         options = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
+            "tools": tools,
             **(chat_template_kwargs or {}),
         }
         texts = [self._render(conversation, options) for conversation in conversations]  # type: ignore[arg-type]

@@ -177,6 +177,11 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     (open_end,) = llm.chat(CHAT, GREEDY, use_tqdm=False, add_generation_prompt=False)
     assert open_end.prompt == "user: hi\n"
     assert llm.encode_chat(CHAT) == output.prompt_token_ids
+    tool = {"type": "function", "function": {"name": "weather"}}
+    length = len(llm.encode_chat(CHAT, tools=[tool]))
+    assert length > len(output.prompt_token_ids)
+    with pytest.raises(InvalidRequestError, match=f"the prompt has {length} tokens"):
+        llm.chat(CHAT, GREEDY, use_tqdm=False, tools=[tool])
 
 
 def test_a_stream_is_the_whole_in_pieces(llm: LLM) -> None:

@@ -12,7 +12,6 @@ from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.fields import (
     ModelName,
     Null,
-    NullOrEmptyList,
     NullOrEmptyObject,
     NullOrEmptyText,
     NullOrFalse,
@@ -22,10 +21,11 @@ from jaxserve.server.http.fields import (
 )
 from jaxserve.server.openai.chat_messages import render_prompt
 from jaxserve.server.openai.protocol import CONTINUE_FINAL_MESSAGE, Documents, Messages, TemplateArguments
+from jaxserve.server.openai.tools import Tools, tool_use
 from jaxserve.server.server_state import ServerState
 from jaxserve.text.requests import check_ids
 
-_CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents")
+_CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents", "tools")
 # Without messages, the fields of a chat must have no effect.
 _CHAT_FIELDS_NEED_MESSAGES = {
     "anyOf": [
@@ -54,7 +54,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     documents: Documents | None = None
     return_token_strs: bool | None = None
 
-    tools: NullOrEmptyList = None
+    tools: Tools | None = None
+
     chat_template: Null = None
     mm_processor_kwargs: NullOrEmptyObject = None
     media_io_kwargs: NullOrEmptyObject = None
@@ -116,7 +117,8 @@ async def tokenize(state: ServerState, exchange: HttpExchange, request: Tokenize
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequestError("Give one of prompt and messages", param="prompt")
     if request.messages is not None:
-        text = await render_prompt(state, loaded, request.messages, request)
+        tools = tool_use(request.tools, None, several=True)
+        text = await render_prompt(state, loaded, request.messages, request, tools.shown if tools else None)
         add_special_tokens = request.add_special_tokens is True
     else:
         for name in _CHAT_FIELDS:

@@ -126,6 +126,8 @@ async def test_tools_are_described_in_the_prompt():
     async with over_asgi(engine=writes("ok")) as server:
         await ask(server, tools=[{**WEATHER, "function": WEATHER["function"] | {"strict": None}}])
         prompt = tiny_tokenizer().decode(server.engine.submitted[0].prompt_ids)
+        counted = await server.http.post("/tokenize", json={"messages": HELLO, "tools": [WEATHER]})
+    assert counted.json()["tokens"] == server.engine.submitted[0].prompt_ids
     assert '{"type": "function", "function": {"name": "weather", "description": "Says it.", "parameters"' in prompt
     assert prompt.index("weather") < prompt.index("hello")
     assert "strict" not in prompt
