@@ -120,7 +120,7 @@ class AnswerState:
         return added
 
     def _add(self, part: Part, added: ChatDelta) -> None:
-        if part.kind == "content":
+        if part.kind == "content" or (part.kind == "reasoning" and not self._plan.reasons):
             self._content.append(part.text)
             added.content = (added.content or "") + part.text
         elif part.kind == "reasoning":

@@ -43,10 +43,11 @@ def either(one: str, other: str) -> str:
 
 
 def _with_parts(lark: str, **grammars: str) -> str:
-    """Return the grammar `lark`, in which others have names."""
+    """Return the grammar `lark`, in which others, in JSON or in Lark, have names."""
     parts: list[dict[str, object]] = [{"lark_grammar": lark}]
     for name, grammar in grammars.items():
-        first, *others = json.loads(grammar)["grammars"]
+        is_lark = not grammar.startswith("{")
+        first, *others = [{"lark_grammar": grammar}] if is_lark else json.loads(grammar)["grammars"]
         parts += [{**first, "name": name}, *others]
     return json.dumps({"grammars": parts})
 

@@ -41,7 +41,7 @@ GLM45 = Markup(
     ("<tool_call>",),
     "</tool_call>",
     re.compile(r"\s*([\w.\-/]{1,256})\s*((?:<arg_key>.*)?)$", re.DOTALL),
-    re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|$)", re.DOTALL),
+    re.compile(r"<arg_key>([^<]{1,256})</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|$)", re.DOTALL),
 )
 
 

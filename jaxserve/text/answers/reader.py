@@ -18,6 +18,8 @@ Kind = Literal["reasoning", "content", "call", "arguments"]
 
 _OUTSIDE_STRING = re.compile(r'["{}\[\]]')
 _INSIDE_STRING = re.compile(r'"|\\.', re.DOTALL)
+# Each JSON text that never ends is read to the end of the answer: after this many, the rest is content.
+_MAX_UNCLOSED = 16
 _SPACE = re.compile(r"\s*")
 
 
@@ -45,6 +47,7 @@ class Reader:
         self._text = ""
         self._ended = False
         self._num_read = 0
+        self._num_unclosed = 0
 
     def feed(self, text: str, *, last: bool = False) -> None:
         """Add text that has arrived."""
@@ -148,7 +151,7 @@ class Reader:
         """Read the JSON object or list that comes next; None if there is none: then nothing is read."""
         while not self._text and not self._ended:
             yield
-        if not self._text.startswith(("{", "[")):
+        if not self._text.startswith(("{", "[")) or self._num_unclosed > _MAX_UNCLOSED:
             return None
         at = depth = 0
         in_string = False
@@ -161,6 +164,7 @@ class Reader:
                 self._drop(at)
                 return value
             if self._ended:
+                self._num_unclosed += 1
                 return None
             yield
 

@@ -343,5 +343,8 @@ async def test_harmony_has_reasoning_calls_and_forms():
         assert choice["message"]["reasoning_content"] == "Hm."
         assert choice["message"]["content"] is None
         assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Köln"}'}
+        together = (await ask_both_ways(server, tools=TOOLS, separate_reasoning=False))["message"]
+        assert together["content"] == "Hm."
+        assert together["tool_calls"]
         await ask(server, tools=TOOLS, tool_choice="required")
         assert "start: analysis? final" in server.engine.submitted[-1].grammar

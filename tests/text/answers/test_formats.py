@@ -122,6 +122,7 @@ MALFORMED = [
     ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "arguments": ' + '{"a": ' * 100_000),
+    ("hermes", '<tool_call>{ "a": ' * 4000),
     ("hermes", " a <tool_cal"),
     ("mistral", "a [TOOL_CALLS]f[ARGS]oops"),
     ("mistral", "[TOOL_CALLS][]"),
@@ -139,6 +140,7 @@ MALFORMED = [
     ("qwen3_coder", "<tool_call>\nf(1)\n</tool_call>"),
     ("qwen3_coder", "<tool_call>\n<function=f>\nno parameter\n</function>\n</tool_call>"),
     ("glm45", "<tool_call>f what?</tool_call>"),
+    ("glm45", "<tool_call>f" + "<arg_key>" * 8000),
     ("minimax_m2", "<minimax:tool_call>x</minimax:tool_call>"),
 ]
 FORMATS: dict[str, Format] = {name: AnswerFormats(name, "").read_calls(TOOLS) for name in _CALLS} | {

@@ -104,6 +104,15 @@ def test_a_tag_in_free_text_begins_a_valid_call():
     assert not matcher.consume_tokens(tokenizer().encode('<tool_call>\n{"name": "storm'))
 
 
+def test_a_tag_after_reasoning_begins_a_valid_call():
+    formats = AnswerFormats("hermes", "deepseek_r1")
+    grammar = whole_answer(tagged_calls_grammar(TOOLS), formats, tokenizer(), inside=True)
+    text = '<tool_call>\n{"name": "storm</think>Ok <tool_call>\n{"name": "weather'
+    matcher = LLMatcher(vocabulary(), grammar, log_level=0)
+    assert matcher.consume_tokens(tokenizer().encode(text)), matcher.get_error()
+    assert not matcher.consume_tokens(tokenizer().encode("_"))
+
+
 def test_a_form_or_calls():
     rng = random.Random(3)
     calls = calls_grammar(held_form(HERMES), TOOLS, several=False)
