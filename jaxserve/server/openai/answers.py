@@ -14,10 +14,16 @@ from jaxserve.server.openai.responses import CallDelta, ChatDelta, ChatMessage, 
 from jaxserve.server.openai.tools import ToolUse
 from jaxserve.server.server_state import LoadedModel
 from jaxserve.text.answers.answer import Answer
-from jaxserve.text.answers.formats import HARMONY, HERMES
+from jaxserve.text.answers.formats import HARMONY
 from jaxserve.text.answers.harmony import harmony
 from jaxserve.text.answers.held import either, whole_answer
-from jaxserve.text.answers.held_calls import calls_grammar, held_calls, held_form, tagged_calls_grammar
+from jaxserve.text.answers.held_calls import (
+    calls_grammar,
+    can_hold_free_calls,
+    free_calls_grammar,
+    held_calls,
+    held_form,
+)
 from jaxserve.text.answers.reader import Format, Part
 from jaxserve.text.answers.reasoning import thinking
 from jaxserve.text.output import OutputDelta
@@ -72,17 +78,18 @@ def answer_grammar(loaded: LoadedModel, tools: ToolUse | None, form: str, prompt
                 "tool_choice asks for a call, and another field for a form of the answer; it can have one",
                 param="tool_choice",
             )
-        form = calls_grammar(held_form(names), tools.schemas, several=tools.several)
+        form = calls_grammar(held_form(names), tools.schemas, loaded.tokenizer, several=tools.several)
     elif tools is not None and (form or tools.strict):
-        if names.calls != HERMES:
+        if not can_hold_free_calls(names):
             what = "a form of the answer" if form else "strict"
             raise InvalidRequestError(
-                f"tools: {what} needs tool_choice none, required or a function with this model, whose calls are "
-                f"written as {names.calls}: only calls as of hermes can be held in an answer that may have none",
+                f"tools: {what} needs tool_choice none, required or a function with this model: calls in its format, "
+                f"{names.calls}, can't be held yet in an answer that may have none",
                 param="tools",
             )
-        calls = calls_grammar(held_form(names), tools.schemas, several=tools.several)
-        form = either(form, calls) if form else tagged_calls_grammar(tools.schemas)
+        make = calls_grammar if form else free_calls_grammar
+        calls = make(held_form(names), tools.schemas, loaded.tokenizer, several=tools.several)
+        form = either(form, calls) if form else calls
     marks = names.thinking
     if not form or (marks is not None and _ends_with(prompt, marks.ends)):
         return form

@@ -1,17 +1,21 @@
 """Calls that a grammar holds: their form, the grammar, and how the calls are read while they are written.
 
-They are written as the model does it, where that is JSON between marks of ordinary text; else as a JSON list.
+They are written as the model does it, where that is JSON between marks; else as a JSON list.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxserve.text.answers.formats import HERMES, AnswerFormats
 from jaxserve.text.answers.reader import Format, Reader, Steps
 from jaxserve.text.grammars.formats import schema_of
+from jaxserve.text.tokenizers.tokenizer import Tokenizer
+
+_MARK = re.compile(r"(<[^<>\s]+>|\[TOOL_CALLS\])")
 
 
 class Form(NamedTuple):
@@ -27,12 +31,30 @@ class Form(NamedTuple):
 
 
 _LIST = Form("[", '{"name": "', '", "arguments": ', "}", ", ", "]")
-_TAGS = Form("", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", "")
+_FORMS = {
+    HERMES: Form("", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", ""),
+    "granite": _LIST._replace(opening="<|tool_call|>["),
+    "phi4_mini_json": _LIST._replace(opening="<|tool_call|>[", closing="]<|/tool_call|>"),
+    "mistral": _LIST._replace(opening="[TOOL_CALLS]["),
+    "deepseek_v3": Form(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        "\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+        "\n",
+        "<｜tool▁calls▁end｜>",
+    ),
+}
 
 
 def held_form(formats: AnswerFormats) -> Form:
     """Return the form of a model's calls."""
-    return _TAGS if formats.calls == HERMES else _LIST
+    return _FORMS.get(formats.calls, _LIST)
+
+
+def can_hold_free_calls(formats: AnswerFormats) -> bool:
+    """Return whether `free_calls_grammar` knows how this model writes calls."""
+    return formats.calls in _FORMS
 
 
 def held_calls(form: Form) -> Format:
@@ -53,36 +75,53 @@ def held_calls(form: Form) -> Format:
     return read
 
 
-def calls_grammar(form: Form, tools: Mapping[str, Any], *, several: bool) -> str:
+def calls_grammar(form: Form, tools: Mapping[str, Any], tokenizer: Tokenizer, *, several: bool) -> str:
     """Return the grammar of one call or `several` of `tools`, JSON schemas of the arguments by function."""
-    rules = [f"call_{number}" for number in range(len(tools))]
-    lines = [
-        f"start: {_quoted(form.opening)} call" + (f" ({_quoted(form.between)} call)*" if several else ""),
-        "call: " + " | ".join(rules),
-    ]
-    if form.closing:
-        lines[0] += f" {_quoted(form.closing)}"
-    for rule, (name, schema) in zip(rules, tools.items()):
-        begin = _quoted(form.begin + name + form.middle)
-        lines.append(f"{rule}: {begin} %json {json.dumps(schema_of(schema))} {_quoted(form.end)}")
-    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines).replace('"" ', "") + "\n"}]})
+    return _lark("start: calls", _call_rules(form, tools, tokenizer, several=several))
 
 
-def tagged_calls_grammar(tools: Mapping[str, Any]) -> str:
-    """Return the grammar of any text, in which a call as Hermes writes it is one of `tools`."""
+def free_calls_grammar(form: Form, tools: Mapping[str, Any], tokenizer: Tokenizer, *, several: bool) -> str:
+    """Return the grammar of any text, in which what begins like a call is one of `tools`."""
     from llguidance import StructTag
 
+    mark = _MARK.findall(form.opening + form.begin)[0]
+    if tokenizer.special_id(mark) is not None:  # then no text can begin a call
+        rules = _call_rules(form, tools, tokenizer, several=several)
+        return _lark("start: text? calls?", ["text: /(.|\\n)+/", *rules])
     tags = [
         StructTag(
-            trigger="<tool_call>",
-            begin=_TAGS.begin + name + _TAGS.middle,
+            trigger=mark,
+            begin=form.opening + form.begin + name + form.middle,
             grammar=schema_of(schema),
-            end=_TAGS.end,
+            end=form.end + form.closing,
         )
         for name, schema in tools.items()
     ]
     return StructTag.to_grammar(tags, assume_special=False)
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text)
+def _call_rules(form: Form, tools: Mapping[str, Any], tokenizer: Tokenizer, *, several: bool) -> list[str]:
+    """Return the rules of `calls` in Lark."""
+
+    def literal(text: str) -> str:
+        """Return a text, in which special tokens are tokens."""
+        found = []
+        for piece in filter(None, _MARK.split(text)):
+            special = tokenizer.special_id(piece)
+            found.append(json.dumps(piece) if special is None else f"<[{special}]>")
+        return " ".join(found)
+
+    more = f" ({literal(form.between)} call)*" if several else ""
+    numbers = range(len(tools))
+    rules = [
+        f"calls: {literal(form.opening)} call{more} {literal(form.closing)}",
+        "call: " + " | ".join(f"call_{number}" for number in numbers),
+    ]
+    for number, (name, schema) in zip(numbers, tools.items()):
+        begin, end = literal(form.begin + name + form.middle), literal(form.end)
+        rules.append(f"call_{number}: {begin} %json {json.dumps(schema_of(schema))} {end}")
+    return rules
+
+
+def _lark(start: str, rules: list[str]) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join([start, *rules]) + "\n"}]})

@@ -243,7 +243,7 @@ async def test_strict_functions_hold_the_calls_in_a_free_answer():
         choice = await ask_both_ways(server, tools=[strict])
         assert "weather" in server.engine.submitted[0].grammar
     assert choice["message"]["content"] == "Ok."
-    async with over_asgi(engine=writes("x"), tool_call_parser="mistral") as server:
+    async with over_asgi(engine=writes("x"), tool_call_parser="pythonic") as server:
         error = (await ask(server, status=400, tools=[strict]))["error"]
     assert error["param"] == "tools"
     assert "strict needs tool_choice none, required" in error["message"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxserve.errors import ConfigError
 from jaxserve.text.answers.answer import Answer, whole
 from jaxserve.text.answers.formats import _CALLS, _REASONING, AnswerFormats, choose_formats
-from jaxserve.text.answers.held_calls import _LIST, _TAGS, held_calls
+from jaxserve.text.answers.held_calls import _FORMS, _LIST, held_calls
 from jaxserve.text.answers.reader import Format, Part
 from jaxserve.text.answers.reasoning import GRANITE, THINK, thinking
 
@@ -148,7 +148,8 @@ FORMATS: dict[str, Format] = {name: AnswerFormats(name, "").read_calls(TOOLS) fo
     "inside": thinking(THINK, inside=True),
     "granite_thinking": thinking(GRANITE, inside=False),
     "held list": held_calls(_LIST),
-    "held tags": held_calls(_TAGS),
+    "held tags": held_calls(_FORMS["hermes"]),
+    "held sections": held_calls(_FORMS["deepseek_v3"]),
 }
 FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "\n", " ", "{", "}", GOOD, f"[{GOOD}]", '"', "\\", "[", "]", "[f(a=1)]", "é"),

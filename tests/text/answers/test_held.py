@@ -15,7 +15,7 @@ from jaxserve.api_types import StructuredOutputs
 from jaxserve.text.answers.answer import whole
 from jaxserve.text.answers.formats import AnswerFormats
 from jaxserve.text.answers.held import either, whole_answer
-from jaxserve.text.answers.held_calls import calls_grammar, held_calls, held_form, tagged_calls_grammar
+from jaxserve.text.answers.held_calls import calls_grammar, free_calls_grammar, held_calls, held_form
 from jaxserve.text.answers.reader import Part
 from jaxserve.text.answers.reasoning import thinking
 from jaxserve.text.grammars.formats import grammar_of
@@ -24,7 +24,16 @@ from jaxserve.text.tokenizers.tokenizer import Tokenizer
 from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
 from tests.tiny_model import byte_tokenizer
 
-SPECIAL = ["<eos>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "</seed:think>"]
+SPECIAL = [
+    *("<eos>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "</seed:think>", "[TOOL_CALLS]"),
+    *(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁sep｜>",
+    ),
+]
 TOOLS: dict[str, Any] = {
     "weather": {
         "type": "object",
@@ -36,7 +45,8 @@ TOOLS: dict[str, Any] = {
     "weather.now-1": {"type": "object", "properties": {}, "additionalProperties": False},
 }
 HERMES = AnswerFormats("hermes", "")
-MISTRAL = AnswerFormats("mistral", "")
+LIST = AnswerFormats("pythonic", "")
+NATIVE = [AnswerFormats(name, "") for name in ("hermes", "granite", "phi4_mini_json", "mistral", "deepseek_v3")]
 FORM = StructuredOutputs(
     json={"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 )
@@ -77,11 +87,11 @@ def check_calls(parts: list[Part]) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("formats", [HERMES, MISTRAL])
+@pytest.mark.parametrize("formats", [*NATIVE, LIST])
 def test_held_calls_are_valid(formats: AnswerFormats):
     rng, form = random.Random(1), held_form(formats)
-    several = calls_grammar(form, TOOLS, several=True)
-    one = calls_grammar(form, {"weather": TOOLS["weather"]}, several=False)
+    several = calls_grammar(form, TOOLS, tokenizer(), several=True)
+    one = calls_grammar(form, {"weather": TOOLS["weather"]}, tokenizer(), several=False)
     found = [check_calls(whole([held_calls(form)], drawn(several, rng, most=4000))) for _ in range(40)]
     assert {name for names in found for name in names} == set(TOOLS)
     assert max(map(len, found)) > 1
@@ -89,13 +99,27 @@ def test_held_calls_are_valid(formats: AnswerFormats):
         assert check_calls(whole([held_calls(form)], drawn(one, rng))) == ["weather"]
 
 
-def test_calls_as_of_hermes_are_read_by_its_format_too():
-    text = drawn(calls_grammar(held_form(HERMES), TOOLS, several=True), random.Random(2), most=4000)
-    assert whole([HERMES.read_calls(TOOLS)], text) == whole([held_calls(held_form(HERMES))], text)
+@pytest.mark.parametrize("formats", NATIVE)
+def test_held_calls_are_read_by_the_format_of_the_model_too(formats: AnswerFormats):
+    form = held_form(formats)
+    text = drawn(calls_grammar(form, TOOLS, tokenizer(), several=True), random.Random(2), most=4000)
+    assert whole([formats.read_calls(TOOLS)], text) == whole([held_calls(form)], text)
+
+
+@pytest.mark.parametrize("formats", NATIVE)
+def test_calls_in_a_free_answer_are_valid(formats: AnswerFormats):
+    form, rng = held_form(formats), random.Random(6)
+    grammar = free_calls_grammar(form, TOOLS, tokenizer(), several=True)
+    for begin in ("", "Well <b> [x] "):
+        text = drawn(grammar, rng, begin + form.opening + form.begin)
+        content, *calls = whole([formats.read_calls(TOOLS)], text)
+        if begin:
+            assert content.text.startswith(begin.rstrip())
+        assert len(check_calls((calls if begin else [content, *calls])[:2])) == 1
 
 
 def test_a_tag_in_free_text_begins_a_valid_call():
-    grammar = tagged_calls_grammar(TOOLS)
+    grammar = free_calls_grammar(held_form(HERMES), TOOLS, tokenizer(), several=True)
     matcher = LLMatcher(vocabulary(), grammar, log_level=0)
     text = 'Well <b>, <tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call> and'
     assert matcher.consume_tokens(tokenizer().encode(text))
@@ -106,7 +130,9 @@ def test_a_tag_in_free_text_begins_a_valid_call():
 
 def test_a_tag_after_reasoning_begins_a_valid_call():
     formats = AnswerFormats("hermes", "deepseek_r1")
-    grammar = whole_answer(tagged_calls_grammar(TOOLS), formats, tokenizer(), inside=True)
+    grammar = whole_answer(
+        free_calls_grammar(held_form(HERMES), TOOLS, tokenizer(), several=True), formats, tokenizer(), inside=True
+    )
     text = '<tool_call>\n{"name": "storm</think>Ok <tool_call>\n{"name": "weather'
     matcher = LLMatcher(vocabulary(), grammar, log_level=0)
     assert matcher.consume_tokens(tokenizer().encode(text)), matcher.get_error()
@@ -115,7 +141,7 @@ def test_a_tag_after_reasoning_begins_a_valid_call():
 
 def test_a_form_or_calls():
     rng = random.Random(3)
-    calls = calls_grammar(held_form(HERMES), TOOLS, several=False)
+    calls = calls_grammar(held_form(HERMES), TOOLS, tokenizer(), several=False)
     grammar = either(grammar_of(FORM), calls)
     assert json.loads(drawn(grammar, rng, "{"))["a"] in (True, False)
     assert len(check_calls(whole([HERMES.read_calls(TOOLS)], drawn(grammar, rng, "<")))) == 1
@@ -146,7 +172,7 @@ def test_a_form_begins_after_reasoning(reasoning: str, inside: bool, begin: str,
 
 def test_a_form_is_in_the_final_channel():
     formats, rng = AnswerFormats("gpt_oss", "gpt_oss"), random.Random(5)
-    tools = calls_grammar(held_form(formats), TOOLS, several=False)
+    tools = calls_grammar(held_form(formats), TOOLS, tokenizer(), several=False)
     for form, formats_of_content in ((grammar_of(FORM), []), (tools, [held_calls(held_form(formats))])):
         grammar = whole_answer(form, formats, tokenizer(), inside=False)
         for begin in ("<|channel|>analysis<|message|>hm { x<|end|>", "<|channel|>final<|message|>"):
