@@ -16,7 +16,7 @@ from jaxserve.server.server_state import LoadedModel
 from jaxserve.text.answers.answer import Answer
 from jaxserve.text.answers.formats import HARMONY
 from jaxserve.text.answers.harmony import harmony
-from jaxserve.text.answers.held import either, whole_answer
+from jaxserve.text.answers.held import channels_grammar, either, whole_answer
 from jaxserve.text.answers.held_calls import (
     calls_grammar,
     can_hold_free_calls,
@@ -55,14 +55,13 @@ def plan_answer(
     names = loaded.formats
     reasons = bool(names.reasoning) and separates_reasoning
     formats: list[Format] = []
-    if reasons and names.reasoning == HARMONY:
-        formats.append(harmony)
-    elif reasons and names.thinking is not None:
-        formats.append(thinking(names.thinking, inside=_ends_with(prompt, names.thinking.begins)))
-    if tools is not None and tools.required:
-        formats.append(held_calls(held_form(names)))
-    elif tools is not None and not (names.calls == HARMONY and harmony in formats):
-        formats.append(names.read_calls(tools.schemas))
+    if reasons or tools is not None:  # calls come after the reasoning, wherever that is reported
+        if names.reasoning == HARMONY:
+            formats.append(harmony)
+        elif names.thinking is not None:
+            formats.append(thinking(names.thinking, inside=_ends_with(prompt, names.thinking.begins)))
+    if tools is not None and not names.in_channels:
+        formats.append(held_calls(held_form(names)) if tools.required else names.read_calls(tools.schemas))
     return AnswerPlan(tuple(formats), tools, reasons, shows_reasoning, short_ids=names.calls == "mistral")
 
 
@@ -72,12 +71,17 @@ def answer_grammar(loaded: LoadedModel, tools: ToolUse | None, form: str, prompt
     Raises `InvalidRequestError` for what does not go together.
     """
     names = loaded.formats
+    if tools is not None and tools.required and form:
+        raise InvalidRequestError(
+            "tool_choice asks for a call, and another field for a form of the answer; it can have one",
+            param="tool_choice",
+        )
+    if names.in_channels:
+        if not form and (tools is None or not (tools.required or tools.strict)):
+            return ""
+        schemas = {} if tools is None else tools.schemas
+        return channels_grammar(form, schemas, loaded.tokenizer, required=tools is not None and tools.required)
     if tools is not None and tools.required:
-        if form:
-            raise InvalidRequestError(
-                "tool_choice asks for a call, and another field for a form of the answer; it can have one",
-                param="tool_choice",
-            )
         form = calls_grammar(held_form(names), tools.schemas, loaded.tokenizer, several=tools.several)
     elif tools is not None and (form or tools.strict):
         if not can_hold_free_calls(names):

@@ -104,6 +104,11 @@ class AnswerFormats(NamedTuple):
         return any(tokenizer.special_id(mark) is not None for mark in marks)
 
     @property
+    def in_channels(self) -> bool:
+        """Whether calls and reasoning are messages of one format, that of gpt-oss."""
+        return self.calls == self.reasoning == HARMONY
+
+    @property
     def thinking(self) -> Thinking | None:
         """The marks around reasoning, if it has any."""
         return _REASONING[self.reasoning] if self.reasoning else None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from jaxserve.text.answers.formats import HARMONY, AnswerFormats
 from jaxserve.text.answers.harmony import CHANNEL, END, MESSAGE, START
+from jaxserve.text.grammars.formats import schema_of
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/]")
@@ -17,13 +20,8 @@ def whole_answer(grammar: str, formats: AnswerFormats, tokenizer: Tokenizer, *, 
     """Return the grammar of an answer that is in `grammar` after reasoning, which may be left out unless the answer
     begins `inside` of it."""
     if formats.reasoning == HARMONY:
-        start, channel, message, end = (_mark(text, tokenizer) for text in (START, CHANNEL, MESSAGE, END))
-        lark = (
-            "start: analysis? final\n"
-            f'analysis: {channel} "analysis" {message} {_ANY} {end} {start} "assistant"\n'
-            f'final: {channel} "final" {message} @answer\n'
-        )
-    elif (thinking := formats.thinking) is not None:
+        return channels_grammar(grammar, {}, tokenizer, required=False)
+    if (thinking := formats.thinking) is not None:
         lark = f"start: {'thinking' if inside else 'thinking?'} @answer\nthinking: reasoning /\\s{{0,2}}/\n"
         special = [text for text in thinking.ends if tokenizer.special_id(text) is not None]
         begins = "" if inside else f" ({' | '.join(_mark(text, tokenizer) for text in thinking.begins)})"
@@ -35,6 +33,23 @@ def whole_answer(grammar: str, formats: AnswerFormats, tokenizer: Tokenizer, *, 
     else:
         return grammar
     return _with_parts(lark, answer=grammar)
+
+
+def channels_grammar(form: str, tools: Mapping[str, Any], tokenizer: Tokenizer, *, required: bool) -> str:
+    """Return the grammar of an answer of gpt-oss, which may begin with analysis: a final message in the grammar `form`,
+    or any if that is "", or a call of one of `tools`; with `required`, only such a call."""
+    start, channel, message, end = (_mark(text, tokenizer) for text in (START, CHANNEL, MESSAGE, END))
+    constrain = _mark("<|constrain|>", tokenizer)
+    answers = [] if required else ["final"]
+    answers += [f"call_{number}" for number in range(len(tools))]
+    lark = f'start: analysis? ({" | ".join(answers)})\nanalysis: {channel} "analysis" {message} {_ANY} {end} '
+    lark += f'{start} "assistant"\n'
+    if not required:
+        lark += f'final: {channel} "final" {message} {"@answer" if form else _ANY}\n'
+    for number, (name, schema) in enumerate(tools.items()):
+        to = json.dumps(f"commentary to=functions.{name} ")
+        lark += f'call_{number}: {channel} {to} {constrain} "json" {message} %json {json.dumps(schema_of(schema))}\n'
+    return _with_parts(lark, **({"answer": form} if form and not required else {}))
 
 
 def either(one: str, other: str) -> str:

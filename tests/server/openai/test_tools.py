@@ -302,6 +302,10 @@ async def test_reasoning_comes_apart(template: str, text: str, reasoning: str | 
 
 async def test_calls_after_reasoning():
     async with over_asgi(template=THINKS, engine=writes(f"<think>Hm.</think>\n\n{CALL}")) as server:
+        for choice in ("auto", "required"):
+            together = await ask_both_ways(server, tools=TOOLS, tool_choice=choice, separate_reasoning=False)
+            assert together["message"]["content"] == "Hm."
+            assert len(together["message"]["tool_calls"]) == 1
         message = (await ask_both_ways(server, tools=TOOLS))["message"]
     assert message["reasoning_content"] == "Hm."
     assert message["content"] is None
@@ -347,4 +351,8 @@ async def test_harmony_has_reasoning_calls_and_forms():
         assert together["content"] == "Hm."
         assert together["tool_calls"]
         await ask(server, tools=TOOLS, tool_choice="required")
-        assert "start: analysis? final" in server.engine.submitted[-1].grammar
+        assert "start: analysis? (call_0 | call_1)" in server.engine.submitted[-1].grammar
+        await ask(server, tools=TOOLS, response_format={"type": "json_object"})
+        assert "start: analysis? (final | call_0 | call_1)" in server.engine.submitted[-1].grammar
+        await ask(server, response_format={"type": "json_object"})
+        assert "start: analysis? (final)" in server.engine.submitted[-1].grammar

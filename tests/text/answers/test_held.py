@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from jaxserve.api_types import StructuredOutputs
 from jaxserve.text.answers.answer import whole
 from jaxserve.text.answers.formats import AnswerFormats
-from jaxserve.text.answers.held import either, whole_answer
+from jaxserve.text.answers.held import channels_grammar, either, whole_answer
 from jaxserve.text.answers.held_calls import calls_grammar, free_calls_grammar, held_calls, held_form
 from jaxserve.text.answers.reader import Part
 from jaxserve.text.answers.reasoning import thinking
@@ -170,16 +170,28 @@ def test_a_form_begins_after_reasoning(reasoning: str, inside: bool, begin: str,
         assert json.loads(drawn(grammar, rng, "{"))["a"] in (True, False)
 
 
-def test_a_form_is_in_the_final_channel():
+def test_a_form_is_in_the_final_channel_and_a_call_in_its_own():
     formats, rng = AnswerFormats("gpt_oss", "gpt_oss"), random.Random(5)
-    tools = calls_grammar(held_form(formats), TOOLS, tokenizer(), several=False)
-    for form, formats_of_content in ((grammar_of(FORM), []), (tools, [held_calls(held_form(formats))])):
-        grammar = whole_answer(form, formats, tokenizer(), inside=False)
-        for begin in ("<|channel|>analysis<|message|>hm { x<|end|>", "<|channel|>final<|message|>"):
-            parts = whole([formats.read_calls(TOOLS), *formats_of_content], drawn(grammar, rng, begin))
-            if "analysis" in begin:
+    for form in (grammar_of(FORM), ""):
+        grammar = channels_grammar(form, {} if form else TOOLS, tokenizer(), required=not form)
+        analysis = "<|channel|>analysis<|message|>hm { x<|end|>"
+        for begin in (analysis, "<|channel|>final<|message|>" if form else "<|channel|>commentary"):
+            parts = whole([formats.read_calls(TOOLS)], drawn(grammar, rng, begin))
+            if begin is analysis:
                 assert parts.pop(0) == ("reasoning", "hm { x")
-            if formats_of_content:
-                assert len(check_calls(parts)) == 1
-            else:
+            if form:
                 assert json.loads(parts[0].text)["a"] in (True, False)
+            else:
+                assert len(check_calls(parts)) == 1
+
+
+def test_a_free_answer_in_channels_may_be_a_call():
+    rng = random.Random(7)
+    for form in (grammar_of(FORM), ""):
+        grammar = channels_grammar(form, TOOLS, tokenizer(), required=False)
+        matcher = LLMatcher(vocabulary(), grammar, log_level=0)
+        text = '{"a": true}' if form else "Any text"
+        assert matcher.consume_tokens(tokenizer().encode(f"<|channel|>final<|message|>{text}"))
+        assert matcher.is_accepting()
+        called = drawn(grammar, rng, "<|channel|>commentary to=functions.weather ")
+        assert check_calls(whole([AnswerFormats("gpt_oss", "gpt_oss").read_calls(TOOLS)], called)) == ["weather"]
