@@ -72,7 +72,8 @@ def described_in_text(
 
 
 def calls_in_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with calls in the text of the assistant, and results in that of the user."""
+    """Return the messages as texts only: a call is part of the assistant's text, and a result is a message of the
+    user."""
     found: list[dict[str, Any]] = []
     after_tool = False
     for message in messages:

@@ -6,7 +6,6 @@ import asyncio
 import random
 import re
 import string
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import httpx
@@ -15,7 +14,7 @@ import psutil
 import pydantic
 import pytest
 
-from tests.e2e.server_process import ServerProcess, has_jax, serving
+from tests.e2e.server_process import ServerProcess, has_jax
 from tests.selection import examples, grid
 
 pytestmark = pytest.mark.process
@@ -33,18 +32,6 @@ SCRIPTS = {
     "korean": "옛날 옛적에 한 나무꾼이",
     "thai": "กาลครั้งหนึ่งนานมาแล้ว 🙂👩‍👩‍👧",
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with serving() as process:
-        yield process
-
-
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def test_it_answers(client: openai.OpenAI) -> None:

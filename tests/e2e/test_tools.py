@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
@@ -13,7 +12,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, Too
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
-from tests.e2e.server_process import ServerProcess, serving
+from tests.e2e.server_process import ServerProcess
 
 pytestmark = pytest.mark.process
 
@@ -46,18 +45,6 @@ ASKING: dict[str, Any] = {
     "max_tokens": 100,
     "temperature": 2,
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with serving() as process:
-        yield process
-
-
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 @pytest.fixture

@@ -36,9 +36,9 @@ class AwaitingRequests:
         self._grammars.submit(pushed)
 
     def take(self, step_seconds: float, *, idle: bool) -> list[tuple[Request, Allowed]]:
-        """Return the requests whose next tokens are needed and known, after a moment's wait for those that are quick.
+        """Return the requests that can go on, and what their grammars allow. Waits a moment for quick grammars.
 
-        If the device is `idle`, slow ones are waited for too, so that the caller needn't ask again at once.
+        If the device is `idle`, it waits for slow ones too, so that the caller needn't ask again at once.
         """
         waiting = [_grammar_of(request) for request in self._awaiting.values() if request.awaits_allowed]
         seconds = min(max(_LEAST_WAIT, step_seconds / 2), _MOST_WAIT)

@@ -138,7 +138,7 @@ class AnswerState:
             if self._plan.shows_reasoning:
                 self._reasoning.append(part.text)
                 added.reasoning_content = (added.reasoning_content or "") + part.text
-        elif self._plan.tools is None:  # calls of tools that nobody offered
+        elif self._plan.tools is None:  # a call, though the request has no tools
             self._add(Part("content", part.text), added)
         else:
             self._num_calls += part.kind == "call"

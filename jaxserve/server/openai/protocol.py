@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -38,13 +38,16 @@ from jaxserve.server.http.fields import (
     refuse_unsupported_fields,
     requires,
 )
+from jaxserve.server.openai.message_fields import (
+    CONTINUE_FINAL_MESSAGE,
+    Documents,
+    Messages,
+    ReasoningEffort,
+    TemplateArguments,
+)
 from jaxserve.server.openai.structured_fields import StructuredFields
 from jaxserve.server.openai.tools import ToolChoice, Tools
 from jaxserve.text.stop_regex import check_patterns
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-# Fields of a message that are not passed to chat templates.
-UNSUPPORTED_MESSAGE_FIELDS = ("audio", "function_call")
 
 # Fields with the same name here and in `SamplingParams`.
 _SAMPLING_FIELDS = (
@@ -196,91 +199,6 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
 
     suffix: NullOrEmptyText = None
     prompt_embeds: Null = None
-
-
-class ContentPart(msgspec.Struct):
-    """One part of a message's content; only parts of type `text` are supported."""
-
-    type: str
-    text: str | None = None
-
-
-class MessageFunction(msgspec.Struct, forbid_unknown_fields=True):
-    """The function of a call, with its arguments as an object or as JSON text of one."""
-
-    name: str
-    arguments: dict[str, Any] | str | None = None
-
-
-class MessageCall(msgspec.Struct):
-    """A call in a message of the assistant."""
-
-    function: MessageFunction
-    id: str | None = None
-    type: Literal["function"] = "function"
-
-
-class MessageFields(msgspec.Struct):
-    """The fields of a chat message that the server checks; the chat template gets its other keys unchanged."""
-
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    refusal: Any = None
-    annotations: Any = None
-    audio: Any = None
-    function_call: Any = None
-    tool_calls: list[MessageCall] | None = None
-    tool_call_id: str | None = None
-
-
-_TOOL_CALL = {
-    "type": "object",
-    "properties": {
-        "id": {"type": ["string", "null"]},
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {"name": {"type": "string"}, "arguments": {"type": ["object", "null"]}},
-            "required": ["name"],
-            "additionalProperties": False,
-        },
-    },
-    "required": ["function"],
-}
-_TEXT_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-_ASSISTANT_ROLE = {"properties": {"role": {"const": "assistant"}}}
-_HAS_CONTENT = {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]}
-_MESSAGE_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "role": {"enum": list(ROLES)},
-        "content": {"anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": _TEXT_PART}]},
-        "name": {"type": ["string", "null"]},
-        "tool_calls": {"anyOf": [{"type": "null"}, {"type": "array", "items": _TOOL_CALL}]},
-        "tool_call_id": {"type": ["string", "null"]},
-    }
-    | {name: {"enum": [None, []]} for name in UNSUPPORTED_MESSAGE_FIELDS},
-    "required": ["role"],
-    "anyOf": [_ASSISTANT_ROLE, _HAS_CONTENT],
-}
-_NONEMPTY_TEXT = {"properties": {"content": {"type": "string", "minLength": 1}}, "required": ["content"]}
-# Only the last message is continued, but a schema can only constrain all messages.
-_CONTINUABLE = {"add_generation_prompt": {"enum": [None, False]}, "messages": {"items": _NONEMPTY_TEXT}}
-CONTINUE_FINAL_MESSAGE = {
-    "anyOf": [{"properties": {"continue_final_message": {"enum": [None, False]}}}, {"properties": _CONTINUABLE}]
-}
-Messages = Annotated[list[dict[str, Any]], explicit_schema({"type": "array", "items": _MESSAGE_SCHEMA, "minItems": 1})]
-ReasoningEffort = Annotated[
-    Literal["none", "minimal", "low", "medium", "high", "xhigh"],
-    msgspec.Meta(extra_json_schema=bound_at_load("reasoning_effort")),
-]
-TemplateArguments = Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=bound_at_load("template_arguments"))]
-Documents = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=bound_at_load("documents"))]
 
 
 class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):

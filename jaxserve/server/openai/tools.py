@@ -54,9 +54,11 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools of a request: as templates want them, and the schemas of those that may be called by name.
+    """The tools that a request uses. Templates get `shown`. `schemas` has the arguments' JSON schema of each function
+    that may be called.
 
-    With `required`, the answer is nothing but calls; of one tool that was `named`, if so. One call if not `several`.
+    With `required`, the answer has only calls. `named`: the request names the one function to call. `strict`: calls are
+    held to their schemas in any answer. Without `several`, there is at most one call.
     """
 
     shown: list[dict[str, Any]]

@@ -20,7 +20,7 @@ from jaxserve.server.http.fields import (
     refuse_unsupported_fields,
 )
 from jaxserve.server.openai.chat_messages import render_prompt
-from jaxserve.server.openai.protocol import CONTINUE_FINAL_MESSAGE, Documents, Messages, TemplateArguments
+from jaxserve.server.openai.message_fields import CONTINUE_FINAL_MESSAGE, Documents, Messages, TemplateArguments
 from jaxserve.server.openai.tools import Tools, tool_use
 from jaxserve.server.server_state import ServerState
 from jaxserve.text.requests import check_ids

@@ -15,11 +15,11 @@ class Answer:
 
     @property
     def reasoning_end(self) -> int:
-        """The number of characters up to the end of the reasoning; more than there are before that."""
+        """The number of characters up to the end of the reasoning, as `Reader` counts them."""
         return max((parser.reasoning_end for parser in self._parsers), default=0)
 
     def push(self, text: str, *, last: bool = False) -> list[Part]:
-        """Return the parts that `text` adds; with `last`, also those that were held back."""
+        """Return the parts that `text` adds. The text is the `last` of the answer, or more may follow."""
         parts = [Part("content", text)] if text else []
         for parser in self._parsers:
             found: list[Part] = []
@@ -27,14 +27,3 @@ class Answer:
                 found += parser.push(part.text) if part.kind == "content" else [part]
             parts = found + parser.push("", last=True) if last else found
         return parts
-
-
-def whole(formats: Sequence[Format], text: str) -> list[Part]:
-    """Return the parts of a whole answer, neighbours of one kind joined."""
-    joined: list[Part] = []
-    for part in Answer(formats).push(text, last=True):
-        if joined and joined[-1].kind == part.kind and part.kind != "call":
-            joined[-1] = Part(part.kind, joined[-1].text + part.text)
-        else:
-            joined.append(part)
-    return joined

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxserve.text.answers.formats import HARMONY, AnswerFormats
 from jaxserve.text.answers.harmony import CHANNEL, END, MESSAGE, START
+from jaxserve.text.answers.held_calls import lark_text
 from jaxserve.text.grammars.formats import schema_of
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
@@ -24,9 +25,9 @@ def whole_answer(grammar: str, formats: AnswerFormats, tokenizer: Tokenizer, *, 
     if (thinking := formats.thinking) is not None:
         lark = f"start: {'thinking' if inside else 'thinking?'} @answer\nthinking: reasoning /\\s{{0,2}}/\n"
         special = [text for text in thinking.ends if tokenizer.special_id(text) is not None]
-        begins = "" if inside else f" ({' | '.join(_mark(text, tokenizer) for text in thinking.begins)})"
+        begins = "" if inside else f" ({' | '.join(lark_text(text, tokenizer) for text in thinking.begins)})"
         if special:
-            lark += f"reasoning:{begins} {_ANY} ({' | '.join(_mark(text, tokenizer) for text in special)})\n"
+            lark += f"reasoning:{begins} {_ANY} ({' | '.join(lark_text(text, tokenizer) for text in special)})\n"
         else:
             ends = "|".join(_SPECIAL.sub(r"\\\g<0>", text) for text in thinking.ends)
             lark += f"reasoning:{begins} rest\nrest[lazy]: /(.|\\n)*({ends})/\n"
@@ -38,8 +39,8 @@ def whole_answer(grammar: str, formats: AnswerFormats, tokenizer: Tokenizer, *, 
 def channels_grammar(form: str, tools: Mapping[str, Any], tokenizer: Tokenizer, *, required: bool) -> str:
     """Return the grammar of an answer of gpt-oss, which may begin with analysis: a final message in the grammar `form`,
     or any if that is "", or a call of one of `tools`; with `required`, only such a call."""
-    start, channel, message, end = (_mark(text, tokenizer) for text in (START, CHANNEL, MESSAGE, END))
-    constrain = _mark("<|constrain|>", tokenizer)
+    start, channel, message, end = (lark_text(text, tokenizer) for text in (START, CHANNEL, MESSAGE, END))
+    constrain = lark_text("<|constrain|>", tokenizer)
     answers = [] if required else ["final"]
     answers += [f"call_{number}" for number in range(len(tools))]
     lark = f'start: analysis? ({" | ".join(answers)})\nanalysis: {channel} "analysis" {message} {_ANY} {end} '
@@ -65,9 +66,3 @@ def _with_parts(lark: str, **grammars: str) -> str:
         first, *others = [{"lark_grammar": grammar}] if is_lark else json.loads(grammar)["grammars"]
         parts += [{**first, "name": name}, *others]
     return json.dumps({"grammars": parts})
-
-
-def _mark(text: str, tokenizer: Tokenizer) -> str:
-    """Return a mark as Lark has it: a token if it is a special one, else its text."""
-    special = tokenizer.special_id(text)
-    return json.dumps(text) if special is None else f"<[{special}]>"

@@ -18,9 +18,9 @@ from jaxserve.text.tokenizers.tokenizer import Tokenizer
 _MARK = re.compile(r"(<[^<>\s]+>|\[TOOL_CALLS\])")
 
 
-class Form(NamedTuple):
-    """The texts around calls: before all, before each name, before the arguments, after them, between calls, after
-    all."""
+class CallText(NamedTuple):
+    """The texts around calls and in them: `opening`, then for each call `begin`, its name, `middle`, its arguments and
+    `end`, with `between` from one call to the next; then `closing`."""
 
     opening: str
     begin: str
@@ -30,13 +30,13 @@ class Form(NamedTuple):
     closing: str
 
 
-_LIST = Form("[", '{"name": "', '", "arguments": ', "}", ", ", "]")
+_LIST = CallText("[", '{"name": "', '", "arguments": ', "}", ", ", "]")
 _FORMS = {
-    HERMES: Form("", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", ""),
+    HERMES: CallText("", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", ""),
     "granite": _LIST._replace(opening="<|tool_call|>["),
     "phi4_mini_json": _LIST._replace(opening="<|tool_call|>[", closing="]<|/tool_call|>"),
     "mistral": _LIST._replace(opening="[TOOL_CALLS]["),
-    "deepseek_v3": Form(
+    "deepseek_v3": CallText(
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
         "\n```json\n",
@@ -47,7 +47,7 @@ _FORMS = {
 }
 
 
-def held_form(formats: AnswerFormats) -> Form:
+def held_form(formats: AnswerFormats) -> CallText:
     """Return the form of a model's calls."""
     return _FORMS.get(formats.calls, _LIST)
 
@@ -57,7 +57,7 @@ def can_hold_free_calls(formats: AnswerFormats) -> bool:
     return formats.calls in _FORMS
 
 
-def held_calls(form: Form) -> Format:
+def held_calls(form: CallText) -> Format:
     """Return the format of an answer that is nothing but calls in this form, perhaps cut off."""
 
     def read(reader: Reader) -> Steps[None]:
@@ -75,12 +75,12 @@ def held_calls(form: Form) -> Format:
     return read
 
 
-def calls_grammar(form: Form, tools: Mapping[str, Any], tokenizer: Tokenizer, *, several: bool) -> str:
+def calls_grammar(form: CallText, tools: Mapping[str, Any], tokenizer: Tokenizer, *, several: bool) -> str:
     """Return the grammar of one call or `several` of `tools`, JSON schemas of the arguments by function."""
     return _lark("start: calls", _call_rules(form, tools, tokenizer, several=several))
 
 
-def free_calls_grammar(form: Form, tools: Mapping[str, Any], tokenizer: Tokenizer, *, several: bool) -> str:
+def free_calls_grammar(form: CallText, tools: Mapping[str, Any], tokenizer: Tokenizer, *, several: bool) -> str:
     """Return the grammar of any text, in which what begins like a call is one of `tools`."""
     from llguidance import StructTag
 
@@ -100,27 +100,27 @@ def free_calls_grammar(form: Form, tools: Mapping[str, Any], tokenizer: Tokenize
     return StructTag.to_grammar(tags, assume_special=False)
 
 
-def _call_rules(form: Form, tools: Mapping[str, Any], tokenizer: Tokenizer, *, several: bool) -> list[str]:
+def _call_rules(form: CallText, tools: Mapping[str, Any], tokenizer: Tokenizer, *, several: bool) -> list[str]:
     """Return the rules of `calls` in Lark."""
-
-    def literal(text: str) -> str:
-        """Return a text, in which special tokens are tokens."""
-        found = []
-        for piece in filter(None, _MARK.split(text)):
-            special = tokenizer.special_id(piece)
-            found.append(json.dumps(piece) if special is None else f"<[{special}]>")
-        return " ".join(found)
-
-    more = f" ({literal(form.between)} call)*" if several else ""
+    more = f" ({lark_text(form.between, tokenizer)} call)*" if several else ""
     numbers = range(len(tools))
     rules = [
-        f"calls: {literal(form.opening)} call{more} {literal(form.closing)}",
+        f"calls: {lark_text(form.opening, tokenizer)} call{more} {lark_text(form.closing, tokenizer)}",
         "call: " + " | ".join(f"call_{number}" for number in numbers),
     ]
     for number, (name, schema) in zip(numbers, tools.items()):
-        begin, end = literal(form.begin + name + form.middle), literal(form.end)
+        begin, end = lark_text(form.begin + name + form.middle, tokenizer), lark_text(form.end, tokenizer)
         rules.append(f"call_{number}: {begin} %json {json.dumps(schema_of(schema))} {end}")
     return rules
+
+
+def lark_text(text: str, tokenizer: Tokenizer) -> str:
+    """Return a text with marks as Lark has it: the marks that are special tokens are tokens."""
+    found = []
+    for piece in filter(None, _MARK.split(text)):
+        special = tokenizer.special_id(piece)
+        found.append(json.dumps(piece) if special is None else f"<[{special}]>")
+    return " ".join(found)
 
 
 def _lark(start: str, rules: list[str]) -> str:

@@ -37,7 +37,8 @@ type Format = Callable[[Reader], Steps[None]]
 class Reader:
     """The text that has arrived and was not read yet, and the parts found so far.
 
-    `reasoning_end` is the number of characters read up to the end of the reasoning; endless before that.
+    `reasoning_end` is the number of characters up to the end of the reasoning: 0 without any, and more than any text
+    has while it goes on.
     """
 
     def __init__(self) -> None:
@@ -195,7 +196,7 @@ class Parser:
 
     @property
     def reasoning_end(self) -> int:
-        """The number of characters up to the end of the reasoning; more than there are before that."""
+        """See `Reader`."""
         return self._reader.reasoning_end
 
     def push(self, text: str, *, last: bool = False) -> list[Part]:

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.errors import ConfigError
-from jaxserve.text.answers.answer import Answer, whole
+from jaxserve.text.answers.answer import Answer
 from jaxserve.text.answers.formats import _CALLS, _REASONING, AnswerFormats, choose_formats
 from jaxserve.text.answers.held_calls import _FORMS, _LIST, held_calls
 from jaxserve.text.answers.reader import Format, Part
 from jaxserve.text.answers.reasoning import GRANITE, THINK, thinking
+from tests.text.answers.parts import joined, whole
 
 TOOLS: dict[str, Any] = {
     "f": {
@@ -169,16 +170,6 @@ def in_pieces(formats: list[Format], text: str, cuts: list[int]) -> list[Part]:
     for start, end in zip([0, *ends], ends):
         parts += answer.push(text[start:end])
     return joined(parts + answer.push("", last=True))
-
-
-def joined(parts: list[Part]) -> list[Part]:
-    found: list[Part] = []
-    for part in parts:
-        if found and found[-1].kind == part.kind and part.kind != "call":
-            found[-1] = Part(part.kind, found[-1].text + part.text)
-        else:
-            found.append(part)
-    return found
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), CASES)

@@ -12,7 +12,6 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from jaxserve.api_types import StructuredOutputs
-from jaxserve.text.answers.answer import whole
 from jaxserve.text.answers.formats import AnswerFormats
 from jaxserve.text.answers.held import channels_grammar, either, whole_answer
 from jaxserve.text.answers.held_calls import calls_grammar, free_calls_grammar, held_calls, held_form
@@ -22,6 +21,7 @@ from jaxserve.text.grammars.formats import grammar_of
 from jaxserve.text.grammars.vocabulary import load_vocabulary
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
+from tests.text.answers.parts import whole
 from tests.tiny_model import byte_tokenizer
 
 SPECIAL = [
