@@ -6,6 +6,7 @@ It owns the shape of the tree and nothing else: its users own the pages and deci
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterator
 
 Key = tuple[int, ...]
@@ -157,13 +158,15 @@ def walk(node: RadixNode, tokens: list[int], limit: int, page_size: int) -> Iter
 class LruHeap:
     """Nodes that may be evicted, the least recently used first.
 
-    Push a node whenever it may have become evictable; `is_evictable` is checked again when the node is popped.
+    Push a node whenever it may have become evictable; `is_evictable` is checked again when the node is popped. Of nodes
+    that were used at the same time, the one that was pushed first comes first.
     """
 
     def __init__(self, is_evictable: Callable[[RadixNode], bool]) -> None:
         self._is_evictable = is_evictable
         self._entries: list[tuple[int, int, RadixNode]] = []
         self._compact_at = _MIN_COMPACT_SIZE
+        self._pushes = itertools.count()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -172,11 +175,10 @@ class LruHeap:
         """Add a node if it is evictable."""
         if not self._is_evictable(node):
             return
-        heapq.heappush(self._entries, (node.last_used, id(node), node))
+        heapq.heappush(self._entries, (node.last_used, next(self._pushes), node))
         if len(self._entries) > self._compact_at:
-            nodes = {node for _, _, node in self._entries if self._is_evictable(node)}
-            self._entries = [(node.last_used, id(node), node) for node in nodes]
-            heapq.heapify(self._entries)
+            nodes = dict.fromkeys(node for _, _, node in sorted(self._entries) if self._is_evictable(node))
+            self._entries = sorted((node.last_used, next(self._pushes), node) for node in nodes)
             self._compact_at = 2 * len(self._entries) + _MIN_COMPACT_SIZE
 
     def pop(self) -> RadixNode | None:

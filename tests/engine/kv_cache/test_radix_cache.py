@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -7,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from jaxserve.engine.kv_cache.host_tier import HostTier, WritePolicy
 from jaxserve.engine.kv_cache.page_pool import PagePool
 from jaxserve.engine.kv_cache.radix_cache import RadixCache
-from jaxserve.engine.kv_cache.radix_node import RadixNode
+from jaxserve.engine.kv_cache.radix_node import LruHeap, RadixNode
 from tests.selection import examples
 
 SIZE = 2
@@ -148,6 +150,16 @@ def test_the_heap_of_leaves_stays_bounded() -> None:
         _keep(pool, cache, [i % 5, 1])
     assert len(cache._evictable) < 3000
     assert cache.evict(99) == 5
+
+
+def test_nodes_that_were_used_at_the_same_time_are_evicted_in_the_order_of_their_pushes() -> None:
+    """So that a schedule depends on the requests alone, not on where Python keeps the nodes."""
+    heap = LruHeap(lambda _: True)
+    nodes = [RadixNode(None, [], [number]) for number in range(1500)]
+    shuffled = random.Random(0).sample(nodes, len(nodes))
+    for node in shuffled:  # past the size at which the heap is rebuilt
+        heap.push(node)
+    assert [heap.pop() for _ in nodes] == shuffled
 
 
 class CacheMachine(RuleBasedStateMachine):
