@@ -31,8 +31,12 @@ E2E_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+HTTP_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 N_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 TOKEN_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+
+# Any other would be a label that clients choose.
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 # Second names of some histograms, used by other engines' dashboards.
 _SECOND_NAMES = {
@@ -87,10 +91,32 @@ class Metrics:
             registry=self.registry,
         )
         self.finished = {reason: finished.labels(model_name, reason.value) for reason in FinishReason}
+        labels = ["model_name", "handler", "method"]
+        self._http_requests = Counter(
+            f"{PREFIX}http_requests",
+            "Answered HTTP requests by route and status, which is none if the client had gone",
+            [*labels, "status"],
+            registry=self.registry,
+        )
+        self._http_seconds = Histogram(
+            f"{PREFIX}http_request_duration_seconds",
+            "From a request's head to the end of its answer, by route",
+            labels,
+            buckets=HTTP_BUCKETS,
+            registry=self.registry,
+        )
+        self._model_name = model_name
 
     def clock(self, arrival: float, request: EngineRequest) -> SequenceClock:
         """Return the clock of a sequence that is submitted now; its request arrived at `arrival` (`perf_counter()`)."""
         return SequenceClock(self, arrival, request)
+
+    def record_http(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """Record an HTTP request to the route `handler`; `status` is 0 if no answer was begun."""
+        method = method if method in _METHODS else "other"
+        group = f"{status // 100}xx" if status else "none"
+        self._http_requests.labels(self._model_name, handler, method, group).inc()
+        self._http_seconds.labels(self._model_name, handler, method).observe(seconds)
 
     @property
     def generation_throughput(self) -> float:

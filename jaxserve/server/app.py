@@ -73,14 +73,14 @@ def make_app(state: ServerState) -> Router:
             documents[is_loaded] = msgspec.Raw(openapi_document(operations, state))
         await exchange.respond(documents[is_loaded])
 
-    routes = [Route("/openapi.json", BodilessEndpoint(state, openapi), methods=["GET"])]
+    routes = [Route("/openapi.json", BodilessEndpoint("/openapi.json", state, openapi), methods=["GET"])]
     for path, handle_bodiless in {item.path: handle for item, handle in _BODILESS}.items():
         methods = [item.method for item, _ in _BODILESS if item.path == path]
-        routes.append(Route(path, BodilessEndpoint(state, handle_bodiless), methods=methods))
+        routes.append(Route(path, BodilessEndpoint(path, state, handle_bodiless), methods=methods))
     for item, handle in _POSTS:
         assert item.body is not None
-        routes.append(Route(item.path, JsonEndpoint(state, item.body, handle), methods=["POST"]))
-    middleware = [Middleware(RequestId)]
+        routes.append(Route(item.path, JsonEndpoint(item.path, state, item.body, handle), methods=["POST"]))
+    middleware = [Middleware(RequestId, record=state.metrics.record_http)]
     if state.config.api_key is not None:
         middleware.append(Middleware(BearerAuth, api_key=state.config.api_key))
     return _App(routes, redirect_slashes=False, middleware=middleware)

@@ -26,7 +26,8 @@ class JsonEndpoint[T: msgspec.Struct]:
     If the type has a static method `preprocess_body` (bytes to bytes), it is applied before decoding.
     """
 
-    def __init__(self, state: ServerState, body: type[T], handle: JsonHandler[T]) -> None:
+    def __init__(self, path: str, state: ServerState, body: type[T], handle: JsonHandler[T]) -> None:
+        self.path = path
         self._state = state
         self._handle = handle
         self._decoder = msgspec.json.Decoder(body)
@@ -53,7 +54,8 @@ class JsonEndpoint[T: msgspec.Struct]:
 class BodilessEndpoint:
     """A route without a request body. It answers in every phase of the server."""
 
-    def __init__(self, state: ServerState, handle: BodilessHandler) -> None:
+    def __init__(self, path: str, state: ServerState, handle: BodilessHandler) -> None:
+        self.path = path
         self._state = state
         self._handle = handle
 

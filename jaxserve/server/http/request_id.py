@@ -1,10 +1,11 @@
-"""Request ids: a response carries the client's `X-Request-Id`, or a new one if the client sent none."""
+"""What every request gets: an id, which is the client's `X-Request-Id` or a new one, and a record of its answer."""
 
 from __future__ import annotations
 
 import logging
 import time
 import uuid
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,10 +16,15 @@ _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 
 
 class RequestId:
-    """Puts an id into the scope's state and on the response. At log level debug, also logs one line per request."""
+    """Puts an id into the scope's state and on the response, and records the request once it is answered.
 
-    def __init__(self, app: ASGIApp) -> None:
+    `record` gets the path of its route ("none" without one), its method, status (0 if none was sent) and seconds. At
+    log level debug, also logs one line per request.
+    """
+
+    def __init__(self, app: ASGIApp, record: Callable[[str, str, int, float], None]) -> None:
         self.app = app
+        self._record = record
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -37,10 +43,13 @@ class RequestId:
                 message["headers"] = [*message.get("headers", ()), header]
             await send(message)
 
-        await self.app(scope, receive, send_with_id)
-        if logger.isEnabledFor(logging.DEBUG) and scope["path"] not in _QUIET_PATHS:
-            elapsed = time.perf_counter() - started
-            logger.debug("%s %s %d %.3f s %s", scope["method"], scope["path"], status, elapsed, request_id)
+        try:
+            await self.app(scope, receive, send_with_id)
+        finally:
+            if scope["path"] not in _QUIET_PATHS:
+                elapsed = time.perf_counter() - started
+                self._record(getattr(scope.get("endpoint"), "path", "none"), scope["method"], status, elapsed)
+                logger.debug("%s %s %d %.3f s %s", scope["method"], scope["path"], status, elapsed, request_id)
 
 
 def _client_request_id(scope: Scope) -> str | None:

@@ -262,6 +262,45 @@ def test_engine_metrics():
     }, "each has a test here"
 
 
+async def test_requests_by_route():
+    """Paths and methods that clients make up are no labels; probes and scrapes don't count."""
+    async with over_asgi(api_key="k") as server:
+        http = server.http
+        key = {"authorization": "Bearer k"}
+        for body in ({"prompt": "a"}, {"prompt": "b", "stream": True}, {}):
+            await http.post("/v1/completions", json=body, headers=key)
+        await http.post("/v1/completions", json={})
+        await http.get("/v1/models/tiny", headers=key)
+        await http.request("BREW", "/v1/models", headers=key)
+        for path in ("/nothing/here", "/health", "/metrics", "/openapi.json"):
+            await http.get(path, headers=key)
+        server.engine.hold()
+        held = asyncio.ensure_future(http.post("/generate", json={"text": "a"}, headers=key))
+        await server.engine.wait_for(lambda: len(server.engine.submitted) == 3)
+        held.cancel()
+        await asyncio.gather(held, return_exceptions=True)
+        await server.state.idle.wait()
+        found = await scrape(server)
+    expected = {
+        ("/v1/completions", "POST", "2xx"): 2,
+        ("/v1/completions", "POST", "4xx"): 1,
+        ("/v1/models/{model:path}", "GET", "2xx"): 1,
+        ("/v1/models", "other", "4xx"): 1,
+        ("none", "GET", "4xx"): 1,
+        ("none", "POST", "4xx"): 1,
+        ("/openapi.json", "GET", "2xx"): 1,
+        ("/generate", "POST", "none"): 1,
+    }
+    counted = {
+        tuple(re.findall(r'="([^"]*)"', name)): value
+        for name, value in found.items()
+        if name.startswith("jaxserve:http_requests_total")
+    }
+    assert counted == expected
+    name = 'jaxserve:http_request_duration_seconds_count{handler="/v1/completions",method="POST"}'
+    assert found[name] == 3
+
+
 def test_metrics_before_the_engine_is_loaded():
     found = samples(Metrics("tiny", lambda: None).render().decode())
     assert found["jaxserve:num_requests_running"] == 0
