@@ -19,8 +19,8 @@ from jaxserve.text.answers.harmony import harmony
 from jaxserve.text.answers.held import channels_grammar, either, whole_answer
 from jaxserve.text.answers.held_calls import (
     calls_grammar,
-    can_hold_free_calls,
     free_calls_grammar,
+    free_form,
     held_calls,
     held_form,
 )
@@ -84,15 +84,8 @@ def answer_grammar(loaded: LoadedModel, tools: ToolUse | None, form: str, prompt
     if tools is not None and tools.required:
         form = calls_grammar(held_form(names), tools.schemas, loaded.tokenizer, several=tools.several)
     elif tools is not None and (form or tools.strict):
-        if not can_hold_free_calls(names):
-            what = "a form of the answer" if form else "strict"
-            raise InvalidRequestError(
-                f"tools: {what} needs tool_choice none, required or a function with this model: calls in its format, "
-                f"{names.calls}, can't be held yet in an answer that may have none",
-                param="tools",
-            )
         make = calls_grammar if form else free_calls_grammar
-        calls = make(held_form(names), tools.schemas, loaded.tokenizer, several=tools.several)
+        calls = make(free_form(names), tools.schemas, loaded.tokenizer, several=tools.several)
         form = either(form, calls) if form else calls
     marks = names.thinking
     if not form or (marks is not None and _ends_with(prompt, marks.ends)):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 
-from jaxserve.text.answers.reader import Kind, Reader, Steps, is_object
+from jaxserve.text.answers.json_text import is_object
+from jaxserve.text.answers.reader import Kind, Reader, Steps
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 _ENDS = (END, "<|return|>", "<|call|>")
+MARKS = (START, CHANNEL, MESSAGE, *_ENDS)
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.\-]{1,256})")
 # What a limit of tokens may leave of a header.
@@ -19,7 +21,7 @@ def harmony(reader: Reader) -> Steps[None]:
     mark, shown = "", set[Kind]()
     while True:
         if mark not in (START, CHANNEL):
-            _, mark = yield from reader.copy("content", START, CHANNEL, MESSAGE, *_ENDS)
+            _, mark = yield from reader.copy("content", *MARKS)
             if not mark:
                 return
             if mark in _ENDS:

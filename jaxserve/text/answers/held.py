@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.text.answers.formats import HARMONY, AnswerFormats
-from jaxserve.text.answers.harmony import CHANNEL, END, MESSAGE, START
-from jaxserve.text.answers.held_calls import lark_text
+from jaxserve.text.answers.harmony import CHANNEL, END, MARKS, MESSAGE, START
+from jaxserve.text.answers.lark import any_of, lark_text, with_parts, without
 from jaxserve.text.grammars.formats import schema_of
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
-
-_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/]")
-_ANY = r"/(.|\n)*/"
 
 
 def whole_answer(grammar: str, formats: AnswerFormats, tokenizer: Tokenizer, *, inside: bool) -> str:
@@ -27,13 +23,13 @@ def whole_answer(grammar: str, formats: AnswerFormats, tokenizer: Tokenizer, *, 
         special = [text for text in thinking.ends if tokenizer.special_id(text) is not None]
         begins = "" if inside else f" ({' | '.join(lark_text(text, tokenizer) for text in thinking.begins)})"
         if special:
-            lark += f"reasoning:{begins} {_ANY} ({' | '.join(lark_text(text, tokenizer) for text in special)})\n"
+            lark += f"reasoning:{begins} TEXT ({' | '.join(lark_text(text, tokenizer) for text in special)})\n"
+            lark += f"TEXT: {without(thinking.ends)}\n"
         else:
-            ends = "|".join(_SPECIAL.sub(r"\\\g<0>", text) for text in thinking.ends)
-            lark += f"reasoning:{begins} rest\nrest[lazy]: /(.|\\n)*({ends})/\n"
+            lark += f"reasoning:{begins} rest\nrest[lazy]: /(?s:.*)({any_of(thinking.ends)})/\n"
     else:
         return grammar
-    return _with_parts(lark, answer=grammar)
+    return with_parts(lark, answer=grammar)
 
 
 def channels_grammar(form: str, tools: Mapping[str, Any], tokenizer: Tokenizer, *, required: bool) -> str:
@@ -43,26 +39,16 @@ def channels_grammar(form: str, tools: Mapping[str, Any], tokenizer: Tokenizer, 
     constrain = lark_text("<|constrain|>", tokenizer)
     answers = [] if required else ["final"]
     answers += [f"call_{number}" for number in range(len(tools))]
-    lark = f'start: analysis? ({" | ".join(answers)})\nanalysis: {channel} "analysis" {message} {_ANY} {end} '
-    lark += f'{start} "assistant"\n'
+    lark = f'start: analysis? ({" | ".join(answers)})\nanalysis: {channel} "analysis" {message} TEXT {end} '
+    lark += f'{start} "assistant"\nTEXT: {without(MARKS)}\n'
     if not required:
-        lark += f'final: {channel} "final" {message} {"@answer" if form else _ANY}\n'
+        lark += f'final: {channel} "final" {message} {"@answer" if form else "TEXT"}\n'
     for number, (name, schema) in enumerate(tools.items()):
         to = json.dumps(f"commentary to=functions.{name} ")
         lark += f'call_{number}: {channel} {to} {constrain} "json" {message} %json {json.dumps(schema_of(schema))}\n'
-    return _with_parts(lark, **({"answer": form} if form and not required else {}))
+    return with_parts(lark, **({"answer": form} if form and not required else {}))
 
 
 def either(one: str, other: str) -> str:
     """Return the grammar of an answer that is in one of two."""
-    return _with_parts("start: @one | @other\n", one=one, other=other)
-
-
-def _with_parts(lark: str, **grammars: str) -> str:
-    """Return the grammar `lark`, in which others, in JSON or in Lark, have names."""
-    parts: list[dict[str, object]] = [{"lark_grammar": lark}]
-    for name, grammar in grammars.items():
-        is_lark = not grammar.startswith("{")
-        first, *others = [{"lark_grammar": grammar}] if is_lark else json.loads(grammar)["grammars"]
-        parts += [{**first, "name": name}, *others]
-    return json.dumps({"grammars": parts})
+    return with_parts("start: @one | @other\n", one=one, other=other)

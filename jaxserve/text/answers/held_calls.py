@@ -6,21 +6,24 @@ They are written as the model does it, where that is JSON between marks; else as
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxserve.text.answers.formats import HERMES, AnswerFormats
+from jaxserve.text.answers.held_parameters import ParameterText, parameter_rules
+from jaxserve.text.answers.lark import ANY, MARK, lark_text, without
 from jaxserve.text.answers.reader import Format, Reader, Steps
 from jaxserve.text.grammars.formats import schema_of
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
-_MARK = re.compile(r"(<[^<>\s]+>|\[TOOL_CALLS\])")
-
 
 class CallText(NamedTuple):
     """The texts around calls and in them: `opening`, then for each call `begin`, its name, `middle`, its arguments and
-    `end`, with `between` from one call to the next; then `closing`."""
+    `end`, with `between` from one call to the next; then `closing`.
+
+    Arguments are JSON, or written as `parameters`. A call is read wherever one of `marks` is, or where the answer
+    begins as the regular expression `answer` says.
+    """
 
     opening: str
     begin: str
@@ -28,14 +31,20 @@ class CallText(NamedTuple):
     end: str
     between: str
     closing: str
+    marks: tuple[str, ...] = ()
+    answer: str = ""
+    parameters: ParameterText | None = None
 
 
 _LIST = CallText("[", '{"name": "', '", "arguments": ', "}", ", ", "]")
+_FUNCTION_STOPS = ("</parameter>", "<parameter=", "</function>")
 _FORMS = {
-    HERMES: CallText("", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", ""),
-    "granite": _LIST._replace(opening="<|tool_call|>["),
-    "phi4_mini_json": _LIST._replace(opening="<|tool_call|>[", closing="]<|/tool_call|>"),
-    "mistral": _LIST._replace(opening="[TOOL_CALLS]["),
+    HERMES: CallText("", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", "", ("<tool_call>",)),
+    "granite": _LIST._replace(opening="<|tool_call|>[", marks=("<|tool_call|>", "<tool_call>")),
+    "phi4_mini_json": _LIST._replace(
+        opening="<|tool_call|>[", closing="]<|/tool_call|>", marks=("<|tool_call|>", "functools")
+    ),
+    "mistral": _LIST._replace(opening="[TOOL_CALLS][", marks=("[TOOL_CALLS]",)),
     "deepseek_v3": CallText(
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
@@ -43,18 +52,55 @@ _FORMS = {
         "\n```<｜tool▁call▁end｜>",
         "\n",
         "<｜tool▁calls▁end｜>",
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+    ),
+    "llama3_json": _LIST._replace(
+        opening="", middle='", "parameters": ', between="; ", closing="", answer=r"(<\|python_tag\|>)?\s*[\[{]"
+    ),
+    "pythonic": CallText(
+        *("[", "", "(", ")", ", ", "]"),
+        answer=r"(<\|python_start\|>)?\s*\[",
+        parameters=ParameterText("", "=", "", ", "),
+    ),
+    "qwen3_coder": CallText(
+        *("", "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", "\n", ""),
+        marks=("<tool_call>", "<function="),
+        parameters=ParameterText("<parameter=", ">\n", "\n</parameter>\n", stops=(*_FUNCTION_STOPS, "</tool_call>")),
+    ),
+    "seed_oss": CallText(
+        *("", "<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>", "\n", ""),
+        marks=("<seed:tool_call>",),
+        parameters=ParameterText("<parameter=", ">", "</parameter>\n", stops=(*_FUNCTION_STOPS, "</seed:tool_call>")),
+    ),
+    "minimax_m2": CallText(
+        *("<minimax:tool_call>\n", '<invoke name="', '">\n', "</invoke>\n", "", "</minimax:tool_call>"),
+        marks=("<minimax:tool_call>",),
+        parameters=ParameterText(
+            '<parameter name="',
+            '">',
+            "</parameter>\n",
+            stops=("</parameter>", "<parameter name=", "</invoke>", "</minimax:tool_call>"),
+        ),
+    ),
+    "glm45": CallText(
+        *("", "<tool_call>", "\n", "</tool_call>", "\n", ""),
+        marks=("<tool_call>",),
+        parameters=ParameterText(
+            "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", stops=("</arg_value>", "</tool_call>")
+        ),
     ),
 }
 
 
 def held_form(formats: AnswerFormats) -> CallText:
-    """Return the form of a model's calls."""
-    return _FORMS.get(formats.calls, _LIST)
+    """Return the form of a model's calls in an answer that has nothing else: its own, or JSON."""
+    form = _FORMS.get(formats.calls, _LIST)
+    return form if form.parameters is None else _LIST
 
 
-def can_hold_free_calls(formats: AnswerFormats) -> bool:
-    """Return whether `free_calls_grammar` knows how this model writes calls."""
-    return formats.calls in _FORMS
+def free_form(formats: AnswerFormats) -> CallText:
+    """Return the form of a model's calls in an answer that may have none: its own."""
+    return _FORMS[formats.calls]
 
 
 def held_calls(form: CallText) -> Format:
@@ -76,28 +122,30 @@ def held_calls(form: CallText) -> Format:
 
 
 def calls_grammar(form: CallText, tools: Mapping[str, Any], tokenizer: Tokenizer, *, several: bool) -> str:
-    """Return the grammar of one call or `several` of `tools`, JSON schemas of the arguments by function."""
+    """Return the grammar of one call or `several` of `tools`, JSON schemas of the arguments by function.
+
+    Raises `ValueError` for what can't be held.
+    """
     return _lark("start: calls", _call_rules(form, tools, tokenizer, several=several))
 
 
 def free_calls_grammar(form: CallText, tools: Mapping[str, Any], tokenizer: Tokenizer, *, several: bool) -> str:
-    """Return the grammar of any text, in which what begins like a call is one of `tools`."""
-    from llguidance import StructTag
-
-    mark = _MARK.findall(form.opening + form.begin)[0]
-    if tokenizer.special_id(mark) is not None:  # then no text can begin a call
-        rules = _call_rules(form, tools, tokenizer, several=several)
-        return _lark("start: text? calls?", ["text: /(.|\\n)+/", *rules])
-    tags = [
-        StructTag(
-            trigger=mark,
-            begin=form.opening + form.begin + name + form.middle,
-            grammar=schema_of(schema),
-            end=form.end + form.closing,
-        )
-        for name, schema in tools.items()
-    ]
-    return StructTag.to_grammar(tags, assume_special=False)
+    """Return the grammar of any text, in which what is read as a call is one of `tools`. Raises as `calls_grammar`."""
+    if form.answer:  # calls are all of an answer
+        other = rf"TEXT: {ANY} & ~/\s*{form.answer}(?s:.*)/"
+        return _lark("start: calls | TEXT", [other, *_call_rules(form, tools, tokenizer, several=several)])
+    text = f"TEXT: {without(form.marks)}"
+    beginning = form.opening or form.begin
+    mark = MARK.match(beginning)
+    assert mark is not None
+    if tokenizer.special_id(mark[0]) is not None:
+        return _lark("start: TEXT calls?", [text, *_call_rules(form, tools, tokenizer, several=several)])
+    # Text and a mark that is no token of its own must be one terminal: else the text would take the mark for text.
+    rest = beginning[mark.end() :]
+    form = form._replace(opening=rest) if form.opening else form._replace(begin=rest)
+    rules = _call_rules(form, tools, tokenizer, several=several and bool(form.closing))
+    head = f"HEAD: {without(form.marks)} {json.dumps(mark[0])}"
+    return _lark(f"start: (HEAD calls){'*' if several else '?'} TEXT", [text, head, *rules])
 
 
 def _call_rules(form: CallText, tools: Mapping[str, Any], tokenizer: Tokenizer, *, several: bool) -> list[str]:
@@ -110,17 +158,13 @@ def _call_rules(form: CallText, tools: Mapping[str, Any], tokenizer: Tokenizer, 
     ]
     for number, (name, schema) in zip(numbers, tools.items()):
         begin, end = lark_text(form.begin + name + form.middle, tokenizer), lark_text(form.end, tokenizer)
-        rules.append(f"call_{number}: {begin} %json {json.dumps(schema_of(schema))} {end}")
+        if form.parameters is None:
+            arguments = f"%json {json.dumps(schema_of(schema))}"
+        else:
+            arguments = f"arguments_{number}"
+            rules += parameter_rules(form.parameters, name, schema, arguments, tokenizer)
+        rules.append(f"call_{number}: {begin} {arguments} {end}")
     return rules
-
-
-def lark_text(text: str, tokenizer: Tokenizer) -> str:
-    """Return a text with marks as Lark has it: the marks that are special tokens are tokens."""
-    found = []
-    for piece in filter(None, _MARK.split(text)):
-        special = tokenizer.special_id(piece)
-        found.append(json.dumps(piece) if special is None else f"<[{special}]>")
-    return " ".join(found)
 
 
 def _lark(start: str, rules: list[str]) -> str:

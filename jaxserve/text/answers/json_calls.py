@@ -6,7 +6,8 @@ import json
 import re
 from collections.abc import Collection
 
-from jaxserve.text.answers.reader import Format, Reader, Steps, elements, is_object, members
+from jaxserve.text.answers.json_text import elements, is_object, members
+from jaxserve.text.answers.reader import Format, Reader, Steps
 
 _NAME = re.compile(r"[\w.\-/]{1,256}")
 _NAME_BEGINNING = re.compile(r"[\w.\-/]{0,256}")

@@ -7,41 +7,47 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jaxserve.text.answers.json_text import follow, json_type, skip_space
+from jaxserve.text.answers.parameters import parameter_schema, types_of
 from jaxserve.text.answers.reader import Format, Reader, Steps
-
-# References that are followed to find the types of a parameter.
-_MAX_REFERENCES = 20
 
 
 class Markup(NamedTuple):
-    """How calls are written: what begins and ends them, a pattern of one call, and one of a parameter within it."""
+    """How calls are written: what begins and ends them, patterns of the beginning of a call, of its end and of the
+    beginning of a parameter, and what ends the value of a parameter."""
 
     begins: tuple[str, ...]
     end: str
     call: re.Pattern[str]
+    call_end: re.Pattern[str]
     parameter: re.Pattern[str]
+    value_end: re.Pattern[str]
 
 
-def _parameters_by_name(tag: str) -> re.Pattern[str]:
-    """Return the pattern of `<parameter=name>value</parameter>`; the last part is missing sometimes."""
-    return re.compile(rf"<parameter{tag}>(.*?)(?:</parameter>|(?=<parameter)|$)", re.DOTALL)
-
-
-_FUNCTION = re.compile(r"<function=([^>\n]{1,256})>(.*?)(?:</function>|$)", re.DOTALL)
-_PARAMETER = _parameters_by_name(r"=([^>\n]{1,256})")
-QWEN3_CODER = Markup(("<tool_call>", "<function="), "</tool_call>", _FUNCTION, _PARAMETER)
-SEED_OSS = Markup(("<seed:tool_call>",), "</seed:tool_call>", _FUNCTION, _PARAMETER)
+_PYTHON_NAMES = {"true": "true", "false": "false", "none": "null", "null": "null"}
+# Models leave out an end mark sometimes.
+_FUNCTION = re.compile(r"\s*<function=([^>\n]{1,256})>")
+_FUNCTION_END = re.compile(r"\s*(?:</function>|\Z)")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]{1,256})>")
+_PARAMETER_END = re.compile(r"</parameter>|(?=<parameter=)|(?=</function>)|\Z")
+_FUNCTIONS = (_FUNCTION, _FUNCTION_END, _PARAMETER, _PARAMETER_END)
+QWEN3_CODER = Markup(("<tool_call>", "<function="), "</tool_call>", *_FUNCTIONS)
+SEED_OSS = Markup(("<seed:tool_call>",), "</seed:tool_call>", *_FUNCTIONS)
 MINIMAX_M2 = Markup(
     ("<minimax:tool_call>",),
     "</minimax:tool_call>",
-    re.compile(r"<invoke name=\"?([^>\"\n]{1,256})\"?>(.*?)(?:</invoke>|$)", re.DOTALL),
-    _parameters_by_name(r" name=\"?([^>\"\n]{1,256})\"?"),
+    re.compile(r"\s*<invoke name=\"?([^>\"\n]{1,256})\"?>"),
+    re.compile(r"\s*(?:</invoke>|\Z)"),
+    re.compile(r"\s*<parameter name=\"?([^>\"\n]{1,256})\"?>"),
+    re.compile(r"</parameter>|(?=<parameter name=)|(?=</invoke>)|\Z"),
 )
 GLM45 = Markup(
     ("<tool_call>",),
     "</tool_call>",
-    re.compile(r"\s*([\w.\-/]{1,256})\s*((?:<arg_key>.*)?)$", re.DOTALL),
-    re.compile(r"<arg_key>([^<]{1,256})</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|$)", re.DOTALL),
+    re.compile(r"\s*([\w.\-/]{1,256})\s*(?=<arg_key>|\Z)"),
+    re.compile(r"\s*\Z"),
+    re.compile(r"\s*<arg_key>([^<]{1,256})</arg_key>\s*<arg_value>"),
+    re.compile(r"</arg_value>|\Z"),
 )
 
 
@@ -75,77 +81,52 @@ def markup(form: Markup, tools: Mapping[str, Any]) -> Format:
 def _calls(form: Markup, text: str, tools: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the calls in a text that holds nothing else; else none."""
     found = []
-    at = 0
-    for call in form.call.finditer(text):
-        if text[at : call.start()].strip():
-            return []
-        at = call.end()
-        name, body = call[1].strip(), call[2]
-        if form.parameter.sub("", body).strip():
-            return []
+    at, holds_json = 0, True
+    while call := form.call.match(text, at):
+        name, at = call[1].strip(), call.end()
         schema = tools.get(name)
-        arguments = {
-            key.strip(): _value(value, _parameter(schema, key.strip())) for key, value in form.parameter.findall(body)
-        }
-        found.append((name, _dump(arguments)))
+        arguments: dict[str, str] = {}
+        while parameter := form.parameter.match(text, at):
+            key, at = parameter[1].strip(), parameter.end()
+            types = types_of(parameter_schema(schema, key), schema)
+            taken = None
+            if holds_json and types & {"object", "array"}:
+                taken = _take_json(text, at, form.value_end)
+                holds_json = taken is not None  # else looking again and again would take quadratic time
+            arguments[key], at = taken or _take_value(text, at, form.value_end, types)
+        end = form.call_end.match(text, at)
+        if end is None:
+            return []
+        at = end.end()
+        members = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in arguments.items())
+        found.append((name, f"{{{', '.join(members)}}}"))
     return [] if text[at:].strip() else found
 
 
-def _dump(arguments: dict[str, Any]) -> str:
-    try:
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        text.encode()
-    except (ValueError, RecursionError):
-        return json.dumps({name: str(value) for name, value in arguments.items()})
-    return text
+def _take_json(text: str, at: int, end: re.Pattern[str]) -> tuple[str, int] | None:
+    """Return the object or list at `at`, in which no mark counts, and where the text after it begins."""
+    start = skip_space(text, at)
+    if not text.startswith(("{", "["), start):
+        return None
+    stop, depth, _ = follow(text, start)
+    ended = end.match(text, skip_space(text, stop))
+    if depth or ended is None or json_type(text[start:stop]) is None:
+        return None
+    return text[start:stop], ended.end()
 
 
-def _parameter(schema: Any, name: str) -> Any:
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    found = properties.get(name, {}) if isinstance(properties, Mapping) else {}
-    for _ in range(_MAX_REFERENCES):
-        reference = found.get("$ref") if isinstance(found, Mapping) else None
-        if not isinstance(reference, str) or not reference.startswith("#/"):
-            break
-        found = schema
-        for part in reference[2:].split("/"):
-            found = found.get(part, {}) if isinstance(found, Mapping) else {}
-    return found
+def _take_value(text: str, at: int, end: re.Pattern[str], types: set[str]) -> tuple[str, int]:
+    """Return the value at `at` in JSON, and where the text after it begins.
 
-
-def _value(text: str, schema: Any) -> Any:
-    """Return a value as its schema wants it: as JSON if that has one of its types, else as text."""
-    text = text.removeprefix("\n").removesuffix("\n")
-    types = _types(schema)
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        lowered = text.strip().lower()
-        named = {"true": True, "false": False, "none": None, "null": None}  # as Python writes them
-        return named[lowered] if lowered in named and "string" not in types and types else text
-    if not types or isinstance(value, str):
-        return text if not types or "string" in types else value
-    return value if _type_of(value) & types or "string" not in types else text
-
-
-def _types(schema: Any) -> set[str]:
-    """Return the types that a schema names, through `anyOf` and `oneOf`; none if it names none."""
-    if not isinstance(schema, Mapping):
-        return set()
-    named = schema.get("type", [])
-    types = {named} if isinstance(named, str) else {one for one in named if isinstance(one, str)}
-    for key in ("anyOf", "oneOf", "allOf"):
-        for one in schema.get(key, ()) if isinstance(schema.get(key), list) else ():
-            types |= _types(one)
-    for value in schema.get("enum", ()) if isinstance(schema.get("enum"), list) else ():
-        types |= _type_of(value)
-    return types
-
-
-def _type_of(value: Any) -> set[str]:
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int | float):
-        return {"number", "integer"} if isinstance(value, int) else {"number"}
-    names = {str: "string", list: "array", dict: "object", type(None): "null"}
-    return {names[type(value)]}
+    It stays as it stands if that is JSON of one of its types, or if these don't have texts; else it is a text.
+    """
+    ended = end.search(text, at)
+    assert ended is not None
+    value = text[at : ended.start()].removeprefix("\n").removesuffix("\n")
+    found = json_type(value)
+    stands = None
+    if types and "string" not in types:
+        stands = value.strip() if found is not None else _PYTHON_NAMES.get(value.strip().lower())
+    elif found != "string" and (found in types or (found == "integer" and "number" in types)):
+        stands = value.strip()
+    return json.dumps(value, ensure_ascii=False) if stands is None else stands, ended.end()

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 import warnings
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Iterable
 
 from jaxserve.text.answers.reader import Format, Reader, Steps
 
 _OPENING = re.compile(r"\[\s*([A-Za-z_][\w.]*)\(")
 _BEGINNING = re.compile(r"\[?\s*([A-Za-z_][\w.]*)?\(?")
 _BEGIN, _END = "<|python_start|>", "<|python_end|>"
-_NAMES = {"true": True, "false": False, "null": None}
+_NAMES = ("true", "false", "null")
 _MAX_CHARACTERS = 1 << 17
 
 
@@ -55,25 +55,31 @@ def _call(node: ast.expr) -> tuple[str, str]:
     """Return the function and the arguments of a call. Raises `ValueError` or `TypeError` if it is none."""
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("not a call with named arguments")
-    arguments = {_name(keyword.arg): _value(keyword.value) for keyword in node.keywords}
-    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    text.encode()  # raises for half a surrogate pair
-    return ast.unparse(node.func), text
+    arguments = _object((keyword.arg, keyword.value) for keyword in node.keywords)
+    arguments.encode()  # raises for half a surrogate pair
+    return ast.unparse(node.func), arguments
 
 
-def _value(node: ast.expr) -> Any:
-    """Return the value of a literal, in which JSON's names count too."""
+def _json(node: ast.expr) -> str:
+    """Return a literal in JSON, whose names count too."""
     match node:
         case ast.Name(id=name) if name in _NAMES:
-            return _NAMES[name]
+            return name
         case ast.List(elts=elements) | ast.Tuple(elts=elements):
-            return [_value(element) for element in elements]
+            return f"[{', '.join(map(_json, elements))}]"
         case ast.Dict(keys=keys, values=values):
-            return {_name(getattr(key, "value", None)): _value(value) for key, value in zip(keys, values)}
-    return ast.literal_eval(node)
+            return _object((getattr(key, "value", None), value) for key, value in zip(keys, values))
+    value = ast.literal_eval(node)
+    if isinstance(value, float) and math.isinf(value):  # JSON has numbers that Python's floats haven't
+        return "1e999" if value > 0 else "-1e999"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def _name(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError("not the name of an argument")
-    return value
+def _object(members: Iterable[tuple[object, ast.expr]]) -> str:
+    """Return an object in JSON; of members with the same name, the last one counts."""
+    named: dict[str, str] = {}
+    for name, value in members:
+        if not isinstance(name, str):
+            raise ValueError("not the name of an argument")
+        named[name] = _json(value)
+    return f"{{{', '.join(f'{json.dumps(name, ensure_ascii=False)}: {value}' for name, value in named.items())}}}"

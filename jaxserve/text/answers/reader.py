@@ -8,16 +8,15 @@ still become a mark of the format is held back.
 from __future__ import annotations
 
 import functools
-import json
 import re
 import sys
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+from jaxserve.text.answers.json_text import follow, json_type
 
 Kind = Literal["reasoning", "content", "call", "arguments"]
 
-_OUTSIDE_STRING = re.compile(r'["{}\[\]]')
-_INSIDE_STRING = re.compile(r'"|\\.', re.DOTALL)
 # Each JSON text that never ends is read to the end of the answer: after this many, the rest is content.
 _MAX_UNCLOSED = 16
 _SPACE = re.compile(r"\s*")
@@ -157,10 +156,10 @@ class Reader:
         at = depth = 0
         in_string = False
         while True:
-            at, depth, in_string = _follow_json(self._text, at, depth, in_string)
+            at, depth, in_string = follow(self._text, at, depth, in_string)
             if not depth:
                 value = self._text[:at]
-                if not _is_json(value):
+                if json_type(value) is None:
                     return None
                 self._drop(at)
                 return value
@@ -175,7 +174,7 @@ class Reader:
             yield
         depth, in_string = 0, False
         while self._text.startswith("{") or depth:
-            at, depth, in_string = _follow_json(self._text, 0, depth, in_string)
+            at, depth, in_string = follow(self._text, 0, depth, in_string)
             self.add(kind, self._text[:at])
             self._drop(at)
             if not depth or self._ended:
@@ -204,78 +203,6 @@ class Parser:
         self._reader.feed(text, last=last)
         next(self._steps, None)
         return self._reader.take_parts()
-
-
-def members(text: str) -> dict[str, str]:
-    """Return the JSON texts of the members of a JSON object, as they stand. Raises `ValueError` if it is none."""
-    found: dict[str, str] = {}
-    if not text.startswith("{"):
-        raise ValueError("not an object")
-    at = _skip(text, 1)
-    while text[at : at + 1] != "}":
-        name, at = _DECODER.raw_decode(text, at)
-        start = _skip(text, _skip(text, at) + 1)
-        _, at = _DECODER.raw_decode(text, start)
-        found[str(name)] = text[start:at]
-        at = _skip(text, at)
-        if text[at : at + 1] == ",":
-            at = _skip(text, at + 1)
-    return found
-
-
-def elements(text: str) -> list[str]:
-    """Return the JSON texts of the elements of a JSON list, as they stand; of anything else, only itself."""
-    if not text.startswith("["):
-        return [text]
-    found = []
-    at = _skip(text, 1)
-    while text[at : at + 1] != "]":
-        _, end = _DECODER.raw_decode(text, at)
-        found.append(text[at:end])
-        at = _skip(text, end)
-        if text[at : at + 1] == ",":
-            at = _skip(text, at + 1)
-    return found
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-# Values are read to find where they end: numbers may have any length.
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_int=len, parse_float=len)
-
-
-def is_object(text: str) -> bool:
-    """Return whether the text is a JSON object."""
-    return text.startswith("{") and _is_json(text)
-
-
-def _is_json(text: str) -> bool:
-    try:
-        _DECODER.decode(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _follow_json(text: str, at: int, depth: int, in_string: bool) -> tuple[int, int, bool]:
-    """Follow a JSON text to the end of its value, where `depth` is 0, or of what is there."""
-    while found := (_INSIDE_STRING if in_string else _OUTSIDE_STRING).search(text, at):
-        at = found.end()
-        if found[0] == '"':
-            in_string = not in_string
-        elif not in_string:
-            depth += 1 if found[0] in "{[" else -1
-            if not depth:
-                return at, depth, in_string
-    return len(text) - (in_string and text.endswith("\\")), depth, in_string
-
-
-def _skip(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    assert found is not None
-    return found.end()
 
 
 @functools.cache

@@ -243,10 +243,17 @@ async def test_strict_functions_hold_the_calls_in_a_free_answer():
         choice = await ask_both_ways(server, tools=[strict])
         assert "weather" in server.engine.submitted[0].grammar
     assert choice["message"]["content"] == "Ok."
-    async with over_asgi(engine=writes("x"), tool_call_parser="pythonic") as server:
-        error = (await ask(server, status=400, tools=[strict]))["error"]
-    assert error["param"] == "tools"
-    assert "strict needs tool_choice none, required" in error["message"]
+    schema = {"type": "object", "properties": {"city": {"type": "string", "pattern": "^K"}}}
+    strict["function"] |= {"parameters": schema}
+    for parser, field in (("qwen3_coder", "auto"), ("pythonic", "auto"), ("qwen3_coder", "required")):
+        refused = (parser, field) == ("qwen3_coder", "auto")
+        async with over_asgi(engine=writes("x"), tool_call_parser=parser) as server:
+            body = await ask(server, status=400 if refused else 200, tools=[strict], tool_choice=field)
+            if refused:
+                assert body["error"]["param"] == "tools"
+                assert "weather.city: pattern can't be held in calls in the model's format" in body["error"]["message"]
+            else:
+                assert "weather" in server.engine.submitted[0].grammar
 
 
 async def test_a_form_of_the_answer_leaves_room_for_calls():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import re
 from typing import Any
 
 import jsonschema
@@ -14,18 +15,19 @@ from llguidance import LLMatcher, LLTokenizer
 from jaxserve.api_types import StructuredOutputs
 from jaxserve.text.answers.formats import AnswerFormats
 from jaxserve.text.answers.held import channels_grammar, either, whole_answer
-from jaxserve.text.answers.held_calls import calls_grammar, free_calls_grammar, held_calls, held_form
+from jaxserve.text.answers.held_calls import calls_grammar, free_calls_grammar, free_form, held_calls, held_form
 from jaxserve.text.answers.reader import Part
 from jaxserve.text.answers.reasoning import thinking
 from jaxserve.text.grammars.formats import grammar_of
 from jaxserve.text.grammars.vocabulary import load_vocabulary
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
+from tests.selection import examples
 from tests.text.answers.parts import whole
 from tests.tiny_model import byte_tokenizer
 
 SPECIAL = [
-    *("<eos>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "</seed:think>", "[TOOL_CALLS]"),
+    *("<eos>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "</seed:think>", "[TOOL_CALLS]", "</arg_value>"),
     *(
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁calls▁end｜>",
@@ -47,6 +49,43 @@ TOOLS: dict[str, Any] = {
 HERMES = AnswerFormats("hermes", "")
 LIST = AnswerFormats("pythonic", "")
 NATIVE = [AnswerFormats(name, "") for name in ("hermes", "granite", "phi4_mini_json", "mistral", "deepseek_v3")]
+# What parameters that are written one at a time can ask for.
+PARAMETERS: dict[str, Any] = {
+    "search": {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string", "description": "What to find"},
+            "kind": {"$ref": "#/$defs/Kind"},
+            "count": {"type": "integer", "minimum": 3},
+            "words": {"type": "array", "items": {"type": "string"}, "maxItems": 2},
+            "place": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]},
+            "note": {"type": ["string", "null"]},
+            "either": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}, "maxItems": 2}]},
+            "least": {"anyOf": [{"type": "number", "minimum": 0, "maximum": 9}, {"type": "string"}]},
+            "named": {"enum": ["5 x", "a b", 7, None, "</b>"]},
+            "free": {},
+        },
+        "required": ["kind", "words"],
+        "additionalProperties": False,
+        "$defs": {
+            "Kind": {"type": "string", "enum": ["web", "web page", "tool"]},
+            "Place": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 4}, "far": {"type": "boolean"}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    "now": {"type": "object", "properties": {}, "additionalProperties": False},
+    "wait": {
+        "type": "object",
+        "properties": {"hours": {"type": "integer"}, "minutes": {"type": "integer"}, "why": {"type": "string"}},
+        "additionalProperties": False,
+    },
+}
+BY_PARAMETER = [AnswerFormats(name, "") for name in ("qwen3_coder", "seed_oss", "minimax_m2", "glm45", "pythonic")]
+LLAMA = AnswerFormats("llama3_json", "")
 FORM = StructuredOutputs(
     json={"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 )
@@ -77,14 +116,39 @@ def drawn(grammar: str, rng: random.Random, wanted: str = "", most: int = 600) -
     return tokenizer().decode([token for token in ids if token != 256], skip_special_tokens=False)
 
 
-def check_calls(parts: list[Part]) -> list[str]:
+def check_calls(parts: list[Part], tools: dict[str, Any] = TOOLS) -> list[str]:
     """Return the functions that are called, after checking their arguments."""
     names = []
     for name, arguments in zip(parts[::2], parts[1::2], strict=True):
         assert (name.kind, arguments.kind) == ("call", "arguments"), parts
-        jsonschema.validate(json.loads(arguments.text), TOOLS[name.text])
+        jsonschema.validate(json.loads(arguments.text), tools[name.text])
         names.append(name.text)
     return names
+
+
+def drawn_call(grammar: str, rng: random.Random, wanted: str, end: str) -> str:
+    """Return an output of a grammar that begins as wanted and ends where it may.
+
+    Where the text `end` is allowed, it is often taken: it ends texts that single bytes hardly ever would.
+    """
+    matcher = LLMatcher(vocabulary(), grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer().encode(wanted, add_special_tokens=False)
+    assert matcher.consume_tokens(ids), wanted
+    ending = tokenizer().encode(end, add_special_tokens=False)
+    while not matcher.is_accepting() and len(ids) < 3000:
+        if ending and rng.random() < 0.2:
+            count = matcher.try_consume_tokens(ending)
+            if count == len(ending):
+                ids += ending
+                continue
+            matcher.rollback(count)
+        mask = matcher.compute_bitmask()
+        allowed = [token for token in range(256 + len(SPECIAL)) if mask[token // 8] >> token % 8 & 1]
+        ids.append(rng.choice(allowed))
+        assert matcher.consume_tokens(ids[-1:])
+    assert matcher.is_accepting(), "it does not end"
+    return tokenizer().decode(ids, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("formats", [*NATIVE, LIST])
@@ -116,6 +180,68 @@ def test_calls_in_a_free_answer_are_valid(formats: AnswerFormats):
         if begin:
             assert content.text.startswith(begin.rstrip())
         assert len(check_calls((calls if begin else [content, *calls])[:2])) == 1
+
+
+@pytest.mark.parametrize("formats", [*BY_PARAMETER, LLAMA], ids=lambda formats: formats.calls)
+@pytest.mark.parametrize("free", [True, False])
+def test_parameters_match_their_schemas(formats: AnswerFormats, free: bool):
+    form, rng = free_form(formats), random.Random(8)
+    assert form.parameters is not None or formats is LLAMA
+    end = form.parameters.end if form.parameters is not None else ""
+    make = free_calls_grammar if free else calls_grammar
+    before = "Well, <b> " if free and form.marks else ""
+
+    def draw(tools: dict[str, Any], name: str) -> set[str]:
+        grammar = make(form, tools, tokenizer(), several=False)
+        text = drawn_call(grammar, rng, before + form.opening + form.begin + name + form.middle, end)
+        parts = whole([formats.read_calls(tools)], text)
+        if before:
+            assert parts.pop(0) == ("content", before.rstrip()), text
+        assert check_calls(parts, tools) == [name], text
+        return set(json.loads(parts[1].text))
+
+    for name in PARAMETERS["search"]["properties"]:
+        for _ in range(examples(30, 3)):
+            draw({"search": PARAMETERS["search"] | {"required": [name]}}, "search")
+    assert draw(PARAMETERS, "now") == set()
+    assert len(set().union(*(draw(PARAMETERS, "wait") for _ in range(10)))) > 1
+
+
+@pytest.mark.parametrize(
+    ("schema", "error"),
+    [
+        ({"minProperties": 1}, "f: minProperties can't be held"),
+        ({"properties": {"a": {"type": "string", "maxLength": 3}}}, "f.a: maxLength can't be held"),
+        ({"properties": {"a": {"enum": ["x", 1], "pattern": "x"}}}, "f.a: pattern can't be held"),
+        ({"properties": {"a": {"oneOf": [{"type": "string"}, {"type": "null"}]}}}, "f.a: oneOf can't be held"),
+        ({"properties": {"a": {"enum": ["5", 7]}}}, "f.a: calls in the model's format can't have '5' as a text"),
+        ({"properties": {"a": {"const": "x</parameter>"}}}, "f.a: calls in the model's format can't have 'x</"),
+        ({"properties": {"a b": {}}}, "f.a b: calls in the model's format can't have a parameter of this name"),
+        ({"properties": {"a": False}}, "f.a: its schema must be an object that matches some value"),
+        ({"properties": {"a": {"anyOf": [3]}}}, "f.a: its schema must be an object that matches some value"),
+    ],
+)
+def test_what_parameters_cannot_ask_for_is_refused_by_name(schema: dict[str, Any], error: str):
+    form = free_form(AnswerFormats("qwen3_coder", ""))
+    with pytest.raises(ValueError, match=re.escape(error)):
+        free_calls_grammar(form, {"f": schema}, tokenizer(), several=True)
+
+
+def test_marks_within_json_are_no_marks():
+    value = '["</parameter>", "</function>"]'
+    text = f"<tool_call><function=search><parameter=words>{value}</parameter></function></tool_call>"
+    assert whole([AnswerFormats("qwen3_coder", "").read_calls(PARAMETERS)], text) == [
+        ("call", "search"),
+        ("arguments", f'{{"words": {value}}}'),
+    ]
+
+
+def test_spelled_marks_begin_no_call_where_marks_are_tokens():
+    """A text may spell a mark by other tokens, and is read as if it were one."""
+    form = free_form(AnswerFormats("mistral", ""))
+    matcher = LLMatcher(vocabulary(), free_calls_grammar(form, TOOLS, tokenizer(), several=True), log_level=0)
+    spelled = list(b"Ok [TOOL_CALLS]")
+    assert matcher.try_consume_tokens(spelled) == len(spelled) - 1
 
 
 def test_a_tag_in_free_text_begins_a_valid_call():
