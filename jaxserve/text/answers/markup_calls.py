@@ -25,7 +25,6 @@ class Markup(NamedTuple):
 
 
 _PYTHON_NAMES = {"true": "true", "false": "false", "none": "null", "null": "null"}
-# Models leave out an end mark sometimes.
 _FUNCTION = re.compile(r"\s*<function=([^>\n]{1,256})>")
 _FUNCTION_END = re.compile(r"\s*(?:</function>|\Z)")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]{1,256})>")
@@ -65,7 +64,7 @@ def markup(form: Markup, tools: Mapping[str, Any]) -> Format:
                 end, opening = "</function>", ""
             body, ended = yield from reader.take_until(end)
             inside = body if opening else mark + body
-            calls = _calls(form, inside, tools)
+            calls = _calls(form, inside, tools, cut=not ended)
             for name, arguments in calls:
                 reader.add_call(name, arguments)
             if not calls:
@@ -78,8 +77,11 @@ def markup(form: Markup, tools: Mapping[str, Any]) -> Format:
     return read
 
 
-def _calls(form: Markup, text: str, tools: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the calls in a text that holds nothing else; else none."""
+def _calls(form: Markup, text: str, tools: Mapping[str, Any], *, cut: bool) -> list[tuple[str, str]]:
+    """Return the calls in a text that holds nothing else; else none.
+
+    Models leave out end marks sometimes; but where the text may be `cut` off, a call without one may lack arguments.
+    """
     found = []
     at, holds_json = 0, True
     while call := form.call.match(text, at):
@@ -95,7 +97,7 @@ def _calls(form: Markup, text: str, tools: Mapping[str, Any]) -> list[tuple[str,
                 holds_json = taken is not None  # else looking again and again would take quadratic time
             arguments[key], at = taken or _take_value(text, at, form.value_end, types)
         end = form.call_end.match(text, at)
-        if end is None:
+        if end is None or (cut and not end[0].strip()):
             return []
         at = end.end()
         members = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in arguments.items())

@@ -140,6 +140,11 @@ MALFORMED = [
     ("pythonic", "[f(a=" + "(" * 3000),
     ("qwen3_coder", "<tool_call>\nf(1)\n</tool_call>"),
     ("qwen3_coder", "<tool_call>\n<function=f>\nno parameter\n</function>\n</tool_call>"),
+    # Cut off, so that arguments may be missing
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1"),
+    ("qwen3_coder", "<function=f>\n<parameter=a>\n1\n</parameter>"),
+    ("minimax_m2", '<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter>'),
+    ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>"),
     ("glm45", "<tool_call>f what?</tool_call>"),
     ("glm45", "<tool_call>f" + "<arg_key>" * 8000),
     ("minimax_m2", "<minimax:tool_call>x</minimax:tool_call>"),
