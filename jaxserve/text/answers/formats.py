@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxserve.errors import ConfigError
+from jaxserve.text.answers.gemma4 import gemma4
 from jaxserve.text.answers.harmony import harmony
 from jaxserve.text.answers.json_calls import bare_json, deepseek_v3, marked_json, mistral
 from jaxserve.text.answers.markup_calls import GLM45, MINIMAX_M2, QWEN3_CODER, SEED_OSS, markup
-from jaxserve.text.answers.pythonic import pythonic
+from jaxserve.text.answers.pythonic import olmo3, pythonic
 from jaxserve.text.answers.reader import Format
-from jaxserve.text.answers.reasoning import GRANITE, SEED_THINK, THINK, Thinking
+from jaxserve.text.answers.reasoning import GEMMA_THOUGHT, GRANITE, SEED_THINK, THINK, Thinking
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 HARMONY = "gpt_oss"
@@ -27,6 +28,8 @@ _CALLS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
     "deepseek_v3": lambda _: deepseek_v3,
     "llama3_json": bare_json,
     "pythonic": pythonic,
+    "olmo3": lambda _: olmo3,
+    "gemma4": lambda _: gemma4,
     "qwen3_coder": functools.partial(markup, QWEN3_CODER),
     "seed_oss": functools.partial(markup, SEED_OSS),
     "minimax_m2": functools.partial(markup, MINIMAX_M2),
@@ -40,6 +43,7 @@ _REASONING: dict[str, Thinking | None] = {
     "minimax_m2": THINK,
     "seed_oss": SEED_THINK,
     "granite": GRANITE,
+    "gemma4": GEMMA_THOUGHT,
     HARMONY: None,
 }
 # Other names of the same formats, after "-" has become "_".
@@ -73,6 +77,8 @@ _CALLS_BY_MARK = {
     "<|/tool_call|>": "phi4_mini_json",
     "<|tool_call|>": "granite",
     "<tool_call>": HERMES,
+    "<|tool_call>": "gemma4",
+    "<function_calls>": "olmo3",
     "<|python_start|>": "pythonic",
     "func_name1(": "pythonic",
     "<|python_tag|>": "llama3_json",
@@ -80,6 +86,7 @@ _CALLS_BY_MARK = {
 }
 _REASONING_BY_MARK = {
     "<|channel|>": HARMONY,
+    "<|channel>": "gemma4",
     "<seed:think>": "seed_oss",
     "</think>": "deepseek_r1",
     "<think>": "deepseek_r1",

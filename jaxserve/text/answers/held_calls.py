@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jaxserve.text.answers import gemma4
 from jaxserve.text.answers.formats import HERMES, AnswerFormats
 from jaxserve.text.answers.held_parameters import ParameterText, parameter_rules
 from jaxserve.text.answers.lark import ANY, MARK, lark_text, without
@@ -38,6 +39,7 @@ class CallText(NamedTuple):
 
 _LIST = CallText("[", '{"name": "', '", "arguments": ', "}", ", ", "]")
 _FUNCTION_STOPS = ("</parameter>", "<parameter=", "</function>")
+_PYTHON = ParameterText("", "=", "", ", ")
 _FORMS = {
     HERMES: CallText("", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", "", ("<tool_call>",)),
     "granite": _LIST._replace(opening="<|tool_call|>[", marks=("<|tool_call|>", "<tool_call>")),
@@ -60,7 +62,17 @@ _FORMS = {
     "pythonic": CallText(
         *("[", "", "(", ")", ", ", "]"),
         answer=r"(<\|python_start\|>)?\s*\[",
-        parameters=ParameterText("", "=", "", ", "),
+        parameters=_PYTHON,
+    ),
+    "olmo3": CallText(
+        *("<function_calls>", "", "(", ")", "\n", "</function_calls>"),
+        marks=("<function_calls>",),
+        parameters=_PYTHON,
+    ),
+    "gemma4": CallText(
+        *("", f"{gemma4.BEGIN}call:", "{", f"}}{gemma4.END}", "", ""),
+        marks=(gemma4.BEGIN,),
+        parameters=ParameterText("", ":", "", ",", stops=(gemma4.QUOTE, gemma4.END), quote=gemma4.QUOTE),
     ),
     "qwen3_coder": CallText(
         *("", "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", "\n", ""),

@@ -18,7 +18,8 @@ from jaxserve.text.grammars.formats import schema_of
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 _NAME = re.compile(r"[\w.\-]{1,256}")
-_PYTHON_NAME = re.compile(r"[^\W\d]\w{0,255}")
+_PYTHON_NAME = re.compile(r"[A-Za-z_]\w{0,255}")
+_PYTHON_FUNCTION = re.compile(r"[A-Za-z_][\w.]{0,255}")
 _COMBINED = ("$dynamicRef", "$ref", "allOf", "anyOf", "if", "not", "oneOf")
 _REFUSED_OF_TEXTS = frozenset((*_COMBINED, "format", "maxLength", "minLength", "pattern"))
 _REFUSED_OF_ARGUMENTS = frozenset((
@@ -42,7 +43,8 @@ _MAX_DEPTH = 20
 class ParameterText(NamedTuple):
     """The texts around a parameter: `begin`, its name, `middle`, its value, `end`; and `between` two of them.
 
-    A text as a value ends where one of `stops` begins. Without `stops`, texts are JSON and names are Python's.
+    A text as a value is between two `quote`, and ends where one of `stops` begins. Without `stops`, texts are JSON and
+    names are Python's.
     """
 
     begin: str
@@ -50,6 +52,7 @@ class ParameterText(NamedTuple):
     end: str
     between: str = ""
     stops: tuple[str, ...] = ()
+    quote: str = ""
 
 
 def parameter_rules(
@@ -62,6 +65,8 @@ def parameter_rules(
     """
     arguments = resolved(schema, schema)
     _refuse(arguments, _REFUSED_OF_ARGUMENTS, function)
+    if not form.stops and not _PYTHON_FUNCTION.fullmatch(function):
+        raise ValueError(f"{function}: calls in the model's format can't have a function of this name")
     required = list(dict.fromkeys(arguments.get("required") or ()))
     names = [*required, *(name for name in arguments.get("properties") or () if name not in required)]
     rules = []
@@ -94,7 +99,7 @@ def _values(
 
     `text` is the name of the terminal of any text.
     """
-    end = lark_text(form.end, tokenizer)
+    quote, end = lark_text(form.quote, tokenizer), lark_text(form.end, tokenizer)
     definitions = {key: root[key] for key in _DEFINITIONS if key in root}
     types = types_of(schema, root)
     if not form.stops or (types and "string" not in types):
@@ -110,25 +115,29 @@ def _values(
         if "enum" in one or "const" in one:
             for value in _named_values(one):
                 if isinstance(value, str):
-                    alternatives.append(f"{_literal(value, types, form, where)} {end}")
+                    alternatives.append(f"{quote} {_literal(value, types, form, where)} {quote} {end}")
                 else:
                     special.append({**one, "enum": [value]})
         elif not kinds or "string" in kinds:
             has_text = True
         else:
             (special if one.keys() - _ANNOTATIONS - {"type"} else plain).append(one)
-    if in_json := special if has_text else special + plain:  # any text may be a plain value
+    if has_text and not form.quote:  # any text may be a plain value
+        plain = []
+    if in_json := special + plain:
         alternatives.append(f"%json {json.dumps(schema_of({**definitions, 'anyOf': in_json}))} {end}")
     if not has_text:
         return alternatives, []
     terminal = without(form.stops)
-    if beginnings := "|".join(sorted({_BEGINNINGS[kind] for one in special for kind in types_of(one, root)})):
+    beginnings = "|".join(sorted({_BEGINNINGS[kind] for one in special for kind in types_of(one, root)}))
+    if beginnings and not form.quote:
         terminal = rf"({terminal} & ~/\s*({beginnings})(?s:.*)/)"
-    mark = MARK.search(form.end)
+    after = form.quote + form.end
+    mark = MARK.search(after)
     assert mark is not None
     stop = mark.end() if tokenizer.special_id(mark[0]) is None else mark.start()
-    terminal = f"{text}: {terminal} {json.dumps(form.end[:stop]) if stop else ''}"
-    return [*alternatives, f"{text} {lark_text(form.end[stop:], tokenizer)}"], [terminal]
+    terminal = f"{text}: {terminal} {json.dumps(after[:stop]) if stop else ''}"
+    return [*alternatives, f"{quote} {text} {lark_text(after[stop:], tokenizer)}"], [terminal]
 
 
 def _options(schema: Any, root: dict[str, Any], where: str, depth: int = 0) -> Iterator[dict[str, Any]]:
@@ -159,7 +168,8 @@ def _literal(value: str, types: set[str], form: ParameterText, where: str) -> st
     """Return a text as a value; it must not be read as something else, of another of the parameter's `types`."""
     found = json_type(value)
     other = found != "string" and (found in types or (found == "integer" and "number" in types))
-    if other or value != value.strip("\n") or any(stop in value for stop in form.stops):
+    unclear = not form.quote and (other or value != value.strip("\n"))
+    if unclear or any(stop in value for stop in form.stops):
         raise ValueError(f"{where}: calls in the model's format can't have {value!r} as a text")
     return json.dumps(value)
 

@@ -1,4 +1,5 @@
-"""The format of Llama 4 and others: the answer is nothing but a Python list of calls, `[f(a=1), g(b="x")]`."""
+"""Formats whose calls are Python's: that of Llama 4 and others, an answer that is nothing but a list of calls,
+`[f(a=1), g(b="x")]`, and that of OLMo 3, lines between marks."""
 
 from __future__ import annotations
 
@@ -38,20 +39,35 @@ def pythonic(names: Collection[str]) -> Format:
     return read
 
 
-def _calls(text: str, names: Collection[str]) -> list[tuple[str, str]]:
-    """Return the calls in a text that holds nothing else; else none."""
+def olmo3(reader: Reader) -> Steps[None]:
+    """OLMo 3's calls: Python's, a line for each, between `<function_calls>` and its end."""
+    while True:
+        blanks, mark = yield from reader.copy("content", "<function_calls>")
+        if not mark:
+            return
+        text, ended = yield from reader.take_until("</function_calls>")
+        calls = _calls(text, None)
+        for name, arguments in calls:
+            reader.add_call(name, arguments)
+        if not calls:
+            reader.add("content", blanks + mark + text + ended)
+
+
+def _calls(text: str, names: Collection[str] | None) -> list[tuple[str, str]]:
+    """Return the calls, of `names` if given, in a text that holds nothing but a list of them, or lines; else none."""
     if len(text) > _MAX_CHARACTERS:
         return []
     try:
         with warnings.catch_warnings(action="ignore"):  # of escapes that mean nothing
-            body = ast.parse(text.strip(), mode="eval").body
-        calls = [_call(node) for node in body.elts] if isinstance(body, ast.List) else []
+            lines = [getattr(line, "value", None) for line in ast.parse(text.strip()).body]
+        nodes = lines[0].elts if len(lines) == 1 and isinstance(lines[0], ast.List) else lines
+        calls = [_call(node) for node in nodes]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return []
-    return calls if all(name in names for name, _ in calls) else []
+    return calls if names is None or all(name in names for name, _ in calls) else []
 
 
-def _call(node: ast.expr) -> tuple[str, str]:
+def _call(node: ast.AST | None) -> tuple[str, str]:
     """Return the function and the arguments of a call. Raises `ValueError` or `TypeError` if it is none."""
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("not a call with named arguments")

@@ -16,6 +16,7 @@ class Thinking(NamedTuple):
 
 THINK = Thinking(("<think>",), ("</think>",))
 SEED_THINK = Thinking(("<seed:think>",), ("</seed:think>",))
+GEMMA_THOUGHT = Thinking(("<|channel>thought",), ("<channel|>",))
 GRANITE = Thinking(
     ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
 )

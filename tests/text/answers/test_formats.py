@@ -15,7 +15,7 @@ from jaxserve.text.answers.answer import Answer
 from jaxserve.text.answers.formats import _CALLS, _REASONING, AnswerFormats, choose_formats
 from jaxserve.text.answers.held_calls import _FORMS, _LIST, held_calls
 from jaxserve.text.answers.reader import Format, Part
-from jaxserve.text.answers.reasoning import GRANITE, THINK, thinking
+from jaxserve.text.answers.reasoning import GEMMA_THOUGHT, GRANITE, THINK, thinking
 from tests.text.answers.parts import joined, whole
 
 TOOLS: dict[str, Any] = {
@@ -84,6 +84,21 @@ CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
         "<function=f>\n<parameter=n>\nnull\n</parameter>\n<parameter=either>\n[1]\n<parameter=flag>True</function>",
         [CALL, ("arguments", '{"n": null, "either": [1], "flag": true}')],
     ),
+    ("olmo3", "Ok. <function_calls>f(a=1)\nget.w()</function_calls>", [("content", "Ok."), CALL, ONE, MORE, EMPTY]),
+    ("olmo3", '<function_calls>f(s="a\\nb", n=null)', [CALL, ("arguments", '{"s": "a\\nb", "n": null}')]),
+    ("gemma4", "Ok.<|tool_call>call:f{a:1}<tool_call|>", [("content", "Ok."), CALL, ONE]),
+    (
+        "gemma4",
+        '<|tool_call>call:f{s:<|"|>a, "b": {c} <|"|>,n:-1.5,either:[<|"|>x<|"|>,null,{k: true}]}<tool_call|>'
+        "<|tool_call>call:get.w{}<tool_call|>",
+        [
+            CALL,
+            ("arguments", '{"s": "a, \\"b\\": {c} ", "n": -1.5, "either": ["x", null, {"k": true}]}'),
+            MORE,
+            EMPTY,
+        ],
+    ),
+    ("gemma4", '<|tool_call>call:f{"s": "a, b", n: north}', [CALL, ("arguments", '{"s": "a, b", "n": "north"}')]),
     (
         "seed_oss",
         "<seed:tool_call>\n<function=f>\n<parameter=s>x</parameter>\n</function>\n</seed:tool_call>",
@@ -140,6 +155,12 @@ MALFORMED = [
     ("pythonic", "[f(a=" + "(" * 3000),
     ("qwen3_coder", "<tool_call>\nf(1)\n</tool_call>"),
     ("qwen3_coder", "<tool_call>\n<function=f>\nno parameter\n</function>\n</tool_call>"),
+    ("olmo3", "<function_calls>f(a=1)\na = 2</function_calls>"),
+    ("olmo3", "<function_calls></function_calls>"),
+    ("gemma4", "<|tool_call>call:f{a:1"),
+    ("gemma4", "<|tool_call>call:f{a 1}<tool_call|>"),
+    ("gemma4", "<|tool_call>f{a:1}<tool_call|>"),
+    ("gemma4", '<|tool_call>call:f{s:<|"|>x}<tool_call|>'),
     # Cut off, so that arguments may be missing
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1"),
     ("qwen3_coder", "<function=f>\n<parameter=a>\n1\n</parameter>"),
@@ -153,6 +174,7 @@ FORMATS: dict[str, Format] = {name: AnswerFormats(name, "").read_calls(TOOLS) fo
     "think": thinking(THINK, inside=False),
     "inside": thinking(THINK, inside=True),
     "granite_thinking": thinking(GRANITE, inside=False),
+    "gemma_thinking": thinking(GEMMA_THOUGHT, inside=False),
     "held list": held_calls(_LIST),
     "held tags": held_calls(_FORMS["hermes"]),
     "held sections": held_calls(_FORMS["deepseek_v3"]),
@@ -164,6 +186,7 @@ FRAGMENTS = [
     *("</arg_value>", '<invoke name="f">', "</invoke>", "<minimax:tool_call>", "</minimax:tool_call>", "; ", ", "),
     *("<|channel|>", "final", "analysis", "<|message|>", "<|end|>", "<|start|>", "assistant", " to=functions.f "),
     *("<think>", "</think>", "Here is my thought process:", "Here is my response:", "<|python_tag|>", "f(", "="),
+    *("<|tool_call>", "call:", "<tool_call|>", '<|"|>', "<function_calls>", "</function_calls>", "f{", "a:", ","),
     *('[{"name": "', 'f", "arguments": ', '<tool_call>\n{"name": "f", "arguments": {}', "\n</tool_call>"),
 ]
 
@@ -263,6 +286,8 @@ def test_a_template_tells_its_formats():
         "Environment: ipython": ("llama3_json", ""),
         "<|start|><|channel|>": ("gpt_oss", "gpt_oss"),
         "<seed:tool_call><seed:think><function=": ("seed_oss", "seed_oss"),
+        "<|tool_call>call:<|channel>thought": ("gemma4", "gemma4"),
+        "<functions><function_calls>": ("olmo3", ""),
         "nothing": ("hermes", ""),
     }.items():
         assert choose_formats(template) == expected

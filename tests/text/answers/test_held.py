@@ -28,6 +28,7 @@ from tests.tiny_model import byte_tokenizer
 
 SPECIAL = [
     *("<eos>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "</seed:think>", "[TOOL_CALLS]", "</arg_value>"),
+    *("<|tool_call>", '<|"|>'),
     *(
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁calls▁end｜>",
@@ -84,7 +85,10 @@ PARAMETERS: dict[str, Any] = {
         "additionalProperties": False,
     },
 }
-BY_PARAMETER = [AnswerFormats(name, "") for name in ("qwen3_coder", "seed_oss", "minimax_m2", "glm45", "pythonic")]
+BY_PARAMETER = [
+    AnswerFormats(name, "")
+    for name in ("qwen3_coder", "seed_oss", "minimax_m2", "glm45", "pythonic", "olmo3", "gemma4")
+]
 LLAMA = AnswerFormats("llama3_json", "")
 FORM = StructuredOutputs(
     json={"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
@@ -187,7 +191,7 @@ def test_calls_in_a_free_answer_are_valid(formats: AnswerFormats):
 def test_parameters_match_their_schemas(formats: AnswerFormats, free: bool):
     form, rng = free_form(formats), random.Random(8)
     assert form.parameters is not None or formats is LLAMA
-    end = form.parameters.end if form.parameters is not None else ""
+    end = form.parameters.quote + form.parameters.end if form.parameters is not None else ""
     make = free_calls_grammar if free else calls_grammar
     before = "Well, <b> " if free and form.marks else ""
 
