@@ -52,9 +52,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """The form that an output must have; exactly one of the first six fields says it. The names are vLLM's.
 
     `json` is a JSON schema, as an object or as text, and `json_object` asks for any object. `grammar` is Lark or GBNF.
-    `structural_tag` has `structures` and `triggers`. JSON may have blanks of `whitespace_pattern` between its parts, by
-    default at most two or a line break and an indentation, or none with `disable_any_whitespace`. With
-    `disable_additional_properties`, objects have only properties that the schema names.
+    `structural_tag` has a `format`, or `structures` and `triggers`. JSON may have blanks of `whitespace_pattern`
+    between its parts, by default at most two or a line break and an indentation, or none with `disable_any_whitespace`.
+    With `disable_additional_properties`, objects have only properties that the schema names.
     Raises `InvalidRequestError` unless exactly one form is given.
     """
 

@@ -75,7 +75,7 @@ async def test_a_form_reaches_the_engine(
     [
         ({"response_format": {"type": "xml"}}, None, "enum value"),
         ({"response_format": {"type": "json_schema"}}, None, "`json_schema` is missing"),
-        ({"response_format": {"type": "structural_tag"}}, None, "`structures` and `triggers` are needed"),
+        ({"response_format": {"type": "structural_tag"}}, None, "`format`, or `structures` and `triggers`, are needed"),
         ({"response_format": {"type": "json_object", "schema": {}}}, None, "schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strange"}}}},

@@ -36,18 +36,20 @@ class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """OpenAI's form of an output; `structures` and `triggers` belong to SGLang's and vLLM's `structural_tag`."""
+    """OpenAI's form of an output, and `structural_tag` of vLLM and SGLang, which has a `format`, or `structures` and
+    `triggers`."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.type == "json_schema" and self.json_schema is None:
             raise ValueError("`json_schema` is missing")
-        if self.type == "structural_tag" and (self.structures is None or self.triggers is None):
-            raise ValueError("`structures` and `triggers` are needed")
+        if self.type == "structural_tag" and self.format is None and None in (self.structures, self.triggers):
+            raise ValueError("`format`, or `structures` and `triggers`, are needed")
 
 
 class StructuredSamplingFields(UnsupportedSamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -107,5 +109,6 @@ def _of_response_format(given: ResponseFormat) -> StructuredOutputs | None:
     if given.type == "json_schema" and given.json_schema is not None and given.json_schema.schema is not None:
         return StructuredOutputs(json=given.json_schema.schema)
     if given.type == "structural_tag":
-        return StructuredOutputs(structural_tag={"structures": given.structures, "triggers": given.triggers})
+        older = {"structures": given.structures, "triggers": given.triggers}
+        return StructuredOutputs(structural_tag=older if given.format is None else {"format": given.format})
     return None if given.type == "text" else StructuredOutputs(json_object=True)

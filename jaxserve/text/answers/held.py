@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxserve.text.answers.formats import HARMONY, AnswerFormats
 from jaxserve.text.answers.harmony import CHANNEL, END, MARKS, MESSAGE, START
-from jaxserve.text.answers.lark import any_of, lark_text, with_parts, without
 from jaxserve.text.grammars.formats import schema_of
+from jaxserve.text.grammars.lark import any_of, lark_text, with_parts, without
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 

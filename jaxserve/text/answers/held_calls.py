@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from jaxserve.text.answers import gemma4
 from jaxserve.text.answers.formats import HERMES, AnswerFormats
 from jaxserve.text.answers.held_parameters import ParameterText, parameter_rules
-from jaxserve.text.answers.lark import ANY, MARK, lark_text, without
 from jaxserve.text.answers.reader import Format, Reader, Steps
 from jaxserve.text.grammars.formats import schema_of
+from jaxserve.text.grammars.lark import ANY, MARK, lark_text, without
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 

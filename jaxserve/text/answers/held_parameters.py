@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxserve.text.answers.json_text import json_type, type_of
-from jaxserve.text.answers.lark import MARK, lark_text, without
 from jaxserve.text.answers.parameters import parameter_schema, resolved, types_of
 from jaxserve.text.grammars.formats import schema_of
+from jaxserve.text.grammars.lark import MARK, lark_text, without
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 _NAME = re.compile(r"[\w.\-]{1,256}")

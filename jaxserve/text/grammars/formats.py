@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve.api_types import StructuredOutputs
+from jaxserve.text.grammars.structural_tags import structural_tag
 
 MAX_CHARACTERS = 1 << 18
 
@@ -174,21 +175,8 @@ def _grammar(value: str, _: StructuredOutputs) -> str:
 
 
 def _structural_tag(value: Any, outputs: StructuredOutputs) -> str:
-    """Tags of SGLang and vLLM: text up to a trigger, then one of the tags that begin with it."""
-    from llguidance import StructTag
-
     tag = json.loads(value) if isinstance(value, str) else value
-    if not isinstance(tag, dict) or "structures" not in tag or "triggers" not in tag:
-        raise ValueError("only tags with `structures` and `triggers` are supported")
-    tags = []
-    for structure in tag["structures"]:
-        begin = structure["begin"]
-        trigger = next((one for one in tag["triggers"] if begin.startswith(one)), None)
-        if trigger is None:
-            raise ValueError(f"no trigger begins {begin!r}")
-        schema = schema_of(structure.get("schema", {}), outputs)
-        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=structure["end"]))
-    return StructTag.to_grammar(tags, assume_special=False)
+    return structural_tag(tag, lambda schema: schema_of(schema, outputs), lambda text: _grammar(text, outputs))
 
 
 _FORMS: dict[str, Callable[[Any, StructuredOutputs], str]] = {

@@ -43,6 +43,20 @@ TAG: dict[str, Any] = {
     "triggers": ["<call="],
 }
 
+HELLO = {"type": "const_string", "value": "hello"}
+NUMBER = {"type": "json_schema", "json_schema": {"type": "integer"}}
+THOUGHT = {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>"}
+TAGS = [
+    {"begin": "<f=n>", "content": NUMBER, "end": "</f>"},
+    {"begin": "<f=w>", "content": {"type": "regex", "pattern": "[a-z/]+"}, "end": ["/w", "</f>"]},
+]
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<f="], "tags": TAGS}
+SEPARATED = {"type": "tags_with_separator", "tags": TAGS, "separator": ", "}
+
+
+def tagged(form: dict[str, Any]) -> dict[str, Any]:
+    return {"structural_tag": {"type": "structural_tag", "format": form}}
+
 
 @functools.cache
 def vocabulary() -> LLTokenizer:
@@ -87,6 +101,21 @@ def accepts(outputs: StructuredOutputs, text: str) -> bool:
             ["no call", '<call=f>{"name":"a"}</call> and <call=f>{"name":"b"}</call>'],
             ["<call=g>", "<call=f>{}</call>"],
         ),
+        (tagged(HELLO), ["hello"], ["hello ", ""]),
+        (tagged({"type": "sequence", "elements": [THOUGHT, HELLO]}), ["<think>a </b></think>hello"],
+         ["hello", "<think>a</think>b</think>hello"]),
+        (tagged({"type": "or", "elements": [HELLO, NUMBER, {"type": "grammar", "grammar": GBNF}]}),
+         ["hello", "12", "bye Bob"], ["hello12"]),
+        (tagged(TRIGGERED), ["", "text", "a <f=n>3</f> b<f=w>a/b/w c"], ["<f=x", "<f=n>x", "<f=w>a"]),
+        (tagged(TRIGGERED | {"at_least_one": True}), ["<f=n>3</f>", "<f=n>3</f> b"], ["", "a<f=n>3</f>"]),
+        (tagged(TRIGGERED | {"stop_after_first": True}), ["", "a <f=n>3</f>"], ["<f=n>3</f> b"]),
+        (tagged(TRIGGERED | {"stop_after_first": True, "at_least_one": True}), ["<f=n>3</f>"], ["", "<f=n>3</f>."]),
+        (tagged(TRIGGERED | {"excludes": ["no"]}), ["n <f=n>3</f>"], ["no", "<f=n>3</f> no"]),
+        (tagged(SEPARATED), ["", "<f=n>1</f>, <f=w>x</f>"], ["<f=n>1</f>, ", "<f=n>1</f><f=n>2</f>"]),
+        (tagged(SEPARATED | {"at_least_one": True, "stop_after_first": True}), ["<f=n>1</f>"],
+         ["", "<f=n>1</f>, <f=n>1</f>"]),
+        (tagged({"type": "tag", "begin": "<a>", "content": TRIGGERED, "end": "</a>"}),
+         ["<a></a>", "<a>b<f=n>3</f>c</a>"], ["<a>b", "<a></a></a>"]),
     ],
 )  # fmt: skip
 def test_what_a_form_allows(outputs: dict[str, Any], good: list[str], bad: list[str]) -> None:
@@ -102,7 +131,13 @@ def test_what_a_form_allows(outputs: dict[str, Any], good: list[str], bad: list[
         ({"json": "3"}, "a JSON schema is an object"),
         ({"choice": ()}, "at least one text"),
         ({"grammar": "neither of them"}, "neither Lark nor GBNF"),
-        ({"structural_tag": {"type": "structural_tag"}}, "only tags with `structures` and `triggers`"),
+        ({"structural_tag": {"type": "structural_tag"}}, "has a `format`, or `structures` and `triggers`"),
+        (
+            tagged({"type": "qwen_xml_parameter"}),
+            "'qwen_xml_parameter' is not supported; it can be one of const_string",
+        ),
+        (tagged({"type": "sequence", "elements": [{"type": "any_text"}, HELLO]}), "free text must come last"),
+        (tagged({"type": "const_string", "value": 3}), "3 should be a text"),
         ({"structural_tag": TAG | {"triggers": ["<tool"]}}, "no trigger begins '<call=f>'"),
         ({"regex": "a" * (MAX_CHARACTERS + 1)}, "at most 262144 are supported"),
     ],
