@@ -109,8 +109,8 @@ def _values(
     plain: list[Any] = []
     has_text = False
     for one in _options(schema, root, where):
-        kinds = types_of(one, root)
-        if not kinds or "string" in kinds:
+        is_text = "string" in (types_of(one, root) or {"string"})
+        if is_text:
             _refuse(one, _REFUSED_OF_TEXTS, where)
         if "enum" in one or "const" in one:
             for value in _named_values(one):
@@ -118,7 +118,7 @@ def _values(
                     alternatives.append(f"{quote} {_literal(value, types, form, where)} {quote} {end}")
                 else:
                     special.append({**one, "enum": [value]})
-        elif not kinds or "string" in kinds:
+        elif is_text:
             has_text = True
         else:
             (special if one.keys() - _ANNOTATIONS - {"type"} else plain).append(one)
@@ -128,16 +128,24 @@ def _values(
         alternatives.append(f"%json {json.dumps(schema_of({**definitions, 'anyOf': in_json}))} {end}")
     if not has_text:
         return alternatives, []
+    kinds = set().union(*(types_of(one, root) for one in special)) if not form.quote else set()
+    terminal, after = _any_text(form, kinds, tokenizer)
+    return [*alternatives, f"{quote} {text} {after}"], [f"{text}: {terminal}"]
+
+
+def _any_text(form: ParameterText, kinds: set[str], tokenizer: Tokenizer) -> tuple[str, str]:
+    """Return the terminal of any text that doesn't begin like JSON of one of these types, and what follows it.
+
+    The text and a mark after it that is no token of its own are one terminal: else the text would take it for text.
+    """
     terminal = without(form.stops)
-    beginnings = "|".join(sorted({_BEGINNINGS[kind] for one in special for kind in types_of(one, root)}))
-    if beginnings and not form.quote:
+    if beginnings := "|".join(sorted({_BEGINNINGS[kind] for kind in kinds})):
         terminal = rf"({terminal} & ~/\s*({beginnings})(?s:.*)/)"
     after = form.quote + form.end
     mark = MARK.search(after)
     assert mark is not None
     stop = mark.end() if tokenizer.special_id(mark[0]) is None else mark.start()
-    terminal = f"{text}: {terminal} {json.dumps(after[:stop]) if stop else ''}"
-    return [*alternatives, f"{quote} {text} {lark_text(after[stop:], tokenizer)}"], [terminal]
+    return f"{terminal} {json.dumps(after[:stop]) if stop else ''}", lark_text(after[stop:], tokenizer)
 
 
 def _options(schema: Any, root: dict[str, Any], where: str, depth: int = 0) -> Iterator[dict[str, Any]]:

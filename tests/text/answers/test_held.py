@@ -155,7 +155,7 @@ def drawn_call(grammar: str, rng: random.Random, wanted: str, end: str) -> str:
     return tokenizer().decode(ids, skip_special_tokens=False)
 
 
-@pytest.mark.parametrize("formats", [*NATIVE, LIST])
+@pytest.mark.parametrize("formats", [*NATIVE, LLAMA, LIST])
 def test_held_calls_are_valid(formats: AnswerFormats):
     rng, form = random.Random(1), held_form(formats)
     several = calls_grammar(form, TOOLS, tokenizer(), several=True)
@@ -167,7 +167,7 @@ def test_held_calls_are_valid(formats: AnswerFormats):
         assert check_calls(whole([held_calls(form)], drawn(one, rng))) == ["weather"]
 
 
-@pytest.mark.parametrize("formats", NATIVE)
+@pytest.mark.parametrize("formats", [*NATIVE, LLAMA])
 def test_held_calls_are_read_by_the_format_of_the_model_too(formats: AnswerFormats):
     form = held_form(formats)
     text = drawn(calls_grammar(form, TOOLS, tokenizer(), several=True), random.Random(2), most=4000)
