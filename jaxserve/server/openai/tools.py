@@ -55,14 +55,15 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 @dataclass(frozen=True)
 class ToolUse:
     """The tools that a request uses. Templates get `shown`. `schemas` has the arguments' JSON schema of each function
-    that may be called.
+    that may be called; `free_schemas` are those that calls in an answer which may have none are held to.
 
-    With `required`, the answer has only calls. `named`: the request names the one function to call. `strict`: calls are
-    held to their schemas in any answer. Without `several`, there is at most one call.
+    With `required`, the answer has only calls. `named`: the request names the one function to call. `strict`: calls in
+    any answer are held. Without `several`, there is at most one call.
     """
 
     shown: list[dict[str, Any]]
     schemas: dict[str, dict[str, Any]]
+    free_schemas: dict[str, dict[str, Any]]
     required: bool
     named: bool
     strict: bool
@@ -89,9 +90,11 @@ def tool_use(tools: list[Tool] | None, choice: ToolChoice | None, *, several: bo
     if named is not None and named not in names:
         param = "tool_choice.function.name"
         raise InvalidRequestError(f"{param}: no tool is called {named[:100]!r}", param=param)
+    functions = [tool.function for tool in tools if named in (None, tool.function.name)]
     return ToolUse(
         shown=[_shown(tool.function) for tool in tools],
-        schemas={tool.function.name: _schema(tool.function) for tool in tools if named in (None, tool.function.name)},
+        schemas={function.name: _schema(function) for function in functions},
+        free_schemas={function.name: _free_schema(function) for function in functions},
         required=choice == "required" or named is not None,
         named=named is not None,
         strict=any(tool.function.strict for tool in tools),
@@ -109,3 +112,12 @@ def _schema(function: Function) -> dict[str, Any]:
     if function.parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     return {"type": "object"} | function.parameters
+
+
+def _free_schema(function: Function) -> dict[str, Any]:
+    """Return the schema of a function that is strict; of another one, only the names of its parameters."""
+    schema = _schema(function)
+    if function.strict:
+        return schema
+    properties = schema.get("properties")
+    return {"type": "object", "properties": {name: {} for name in properties} if isinstance(properties, dict) else {}}

@@ -124,15 +124,18 @@ class AnswerFormats(NamedTuple):
 def choose_formats(template: str, *, calls: str | None = None, reasoning: str | None = None) -> AnswerFormats:
     """Return the formats with these names (`--tool-call-parser`, `--reasoning-parser`), or those of a chat template.
 
-    Raises `ConfigError` for an unknown name. Calls of a template that knows none are written as Hermes does.
+    Raises `ConfigError` for an unknown name, and for the calls of gpt-oss beside other reasoning, which share its
+    channels. Calls of a template that knows none are written as Hermes does.
     """
+    call_name = "" if calls is None else _named(calls, _CALLS, _CALL_NAMES, "--tool-call-parser")
+    thought_name = "" if reasoning is None else _named(reasoning, _REASONING, _REASONING_NAMES, "--reasoning-parser")
+    if call_name == HARMONY and thought_name not in ("", HARMONY):
+        raise ConfigError(f"--tool-call-parser {calls} needs --reasoning-parser {HARMONY}, or none")
+    if HARMONY in (call_name, thought_name):
+        return AnswerFormats(call_name or HARMONY, HARMONY)
     return AnswerFormats(
-        _named(calls, _CALLS, _CALL_NAMES, "--tool-call-parser")
-        if calls is not None
-        else next((name for mark, name in _CALLS_BY_MARK.items() if mark in template), HERMES),
-        _named(reasoning, _REASONING, _REASONING_NAMES, "--reasoning-parser")
-        if reasoning is not None
-        else next((name for mark, name in _REASONING_BY_MARK.items() if mark in template), ""),
+        call_name or next((name for mark, name in _CALLS_BY_MARK.items() if mark in template), HERMES),
+        thought_name or next((name for mark, name in _REASONING_BY_MARK.items() if mark in template), ""),
     )
 
 

@@ -256,6 +256,18 @@ async def test_strict_functions_hold_the_calls_in_a_free_answer():
                 assert "weather" in server.engine.submitted[0].grammar
 
 
+async def test_functions_beside_a_strict_one_have_any_arguments():
+    strict = {**WEATHER, "function": WEATHER["function"] | {"strict": True}}
+    schema = {"type": "object", "properties": {"a": {"not": {}, "type": "string", "pattern": "x"}}, "minProperties": 1}
+    loose = {"type": "function", "function": {"name": "loose", "parameters": schema}}
+    for parser in ("hermes", "qwen3_coder", "gpt_oss"):
+        async with over_asgi(engine=writes("x"), tool_call_parser=parser) as server:
+            await ask(server, tools=[strict, loose])
+            grammar = server.engine.submitted[0].grammar
+        assert "loose" in grammar
+        assert "minProperties" not in grammar
+
+
 async def test_a_form_of_the_answer_leaves_room_for_calls():
     async with over_asgi(engine=writes('{"a": 1}')) as server:
         choice = await ask_both_ways(server, tools=TOOLS, response_format={"type": "json_object"})

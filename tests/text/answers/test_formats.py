@@ -299,5 +299,8 @@ def test_a_format_has_the_names_that_other_engines_give_it():
     assert set(_REASONING) >= {"deepseek_r1", "qwen3", "glm45", "granite"}
     with pytest.raises(ConfigError, match="--tool-call-parser jamba is unknown; it can be one of deepseek_v3"):
         choose_formats("", calls="jamba")
+    assert choose_formats("", calls="openai") == choose_formats("", reasoning="gpt_oss") == ("gpt_oss", "gpt_oss")
+    with pytest.raises(ConfigError, match="--tool-call-parser harmony needs --reasoning-parser gpt_oss, or none"):
+        choose_formats("", calls="harmony", reasoning="qwen3")
     with pytest.raises(ConfigError, match="--reasoning-parser x is unknown"):
         choose_formats("", reasoning="x")
