@@ -1,4 +1,5 @@
-"""Server-sent events on plain ASGI. Owns one response from its first event to its last; knows no engine and no model.
+"""Server-sent events on plain ASGI, each of them JSON. Owns one response from its first event to its last; knows no
+engine and no model.
 
 The status line is not sent before the first event, so that a request refused by the engine (queue full, engine dead)
 still gets its own status; a later error is sent as an event and ends the stream.
@@ -13,6 +14,9 @@ from starlette.types import Send
 from jaxserve.server.errors import to_http_error
 
 DONE = b"data: [DONE]\n\n"
+
+# What some clients take for the end of a line, though only CR and LF end one in an event: NEL, LS and PS.
+_LINE_BREAKS = {b"\xc2\x85": b"\\u0085", b"\xe2\x80\xa8": b"\\u2028", b"\xe2\x80\xa9": b"\\u2029"}
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -49,14 +53,22 @@ class EventStream:
         """Send `events` now; wait only while the client's connection is full."""
         if not self._started:
             await self._start()
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        await self._send({"type": "http.response.body", "body": _escaped(events), "more_body": True})
 
     async def finish(self, events: bytes = DONE) -> None:
         """Send the last events and end the response."""
         if not self._started:
             await self._start()
-        await self._send({"type": "http.response.body", "body": events, "more_body": False})
+        await self._send({"type": "http.response.body", "body": _escaped(events), "more_body": False})
 
     async def _start(self) -> None:
         self._started = True
         await self._send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+
+
+def _escaped(events: bytes) -> bytes:
+    """Return events whose texts have no line breaks but escaped ones."""
+    for character, escape in _LINE_BREAKS.items():
+        if character in events:
+            events = events.replace(character, escape)
+    return events

@@ -25,6 +25,10 @@ _VALUES = {"const", "enum", "default", "examples", "required"}
 # A chain of references, and the schemas of a `oneOf` that are compared, each with all others.
 _MAX_REFERENCES = 20
 _MAX_COMPARED = 64
+# A `]` directly after the beginning of a class is a part of it.
+_PATTERN_PARTS = re.compile(r"\\.|\[\^?\]?|\]|[^\\\[\]]+|\\\Z", re.DOTALL)
+# Unicode 15 is that of Python 3.12.
+_PORTABLE = {r"\d": "0-9", r"\w": r"[\w&&\p{age=15.0}]"}
 # Characters with a meaning in the regular expressions of Rust.
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$]")
 
@@ -139,7 +143,26 @@ def _json_object(_: Any, outputs: StructuredOutputs) -> str:
 def _regex(value: str, _: StructuredOutputs) -> str:
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_regex(_without_anchors(value))
+    return LLMatcher.grammar_from_regex(portable(_without_anchors(value)))
+
+
+def portable(pattern: str) -> str:
+    """Return a pattern whose `\\d` and `\\w` take no characters but those which Python's do, whose Unicode is older.
+
+    Digits are ASCII's, as elsewhere than in Python. Within `[^…]` they stay as they are: there more is less.
+    """
+    found = []
+    in_class = negated = False
+    for part in _PATTERN_PARTS.findall(pattern):
+        if part.startswith("[") and not in_class:
+            in_class, negated = True, part.startswith("[^")
+        elif part == "]":
+            in_class = negated = False
+        elif part in _PORTABLE and not negated:
+            part = _PORTABLE[part]
+            part = part if in_class or part.startswith("[") else f"[{part}]"
+        found.append(part)
+    return "".join(found)
 
 
 def _without_anchors(pattern: str) -> str:
@@ -176,7 +199,9 @@ def _grammar(value: str, _: StructuredOutputs) -> str:
 
 def _structural_tag(value: Any, outputs: StructuredOutputs) -> str:
     tag = json.loads(value) if isinstance(value, str) else value
-    return structural_tag(tag, lambda schema: schema_of(schema, outputs), lambda text: _grammar(text, outputs))
+    return structural_tag(
+        tag, lambda schema: schema_of(schema, outputs), lambda text: _grammar(text, outputs), portable
+    )
 
 
 _FORMS: dict[str, Callable[[Any, StructuredOutputs], str]] = {

@@ -17,13 +17,18 @@ _SLASH = re.compile(r"\\.|/", re.DOTALL)
 _MAX_DEPTH = 32
 
 
-def structural_tag(value: Any, schema_of: Callable[[Any], dict[str, Any]], grammar_of: Callable[[str], str]) -> str:
+def structural_tag(
+    value: Any,
+    schema_of: Callable[[Any], dict[str, Any]],
+    grammar_of: Callable[[str], str],
+    regex_of: Callable[[str], str],
+) -> str:
     """Return the grammar of a structural tag.
 
-    `schema_of` and `grammar_of` make llguidance's schemas and grammars of what clients write. Raises `ValueError`,
-    `TypeError` or `KeyError` for what it can't express.
+    The functions make llguidance's schemas, grammars and regular expressions of what clients write. Raises
+    `ValueError`, `TypeError` or `KeyError` for what it can't express.
     """
-    return _StructuralTag(schema_of, grammar_of).lark(_format(value))
+    return _StructuralTag(schema_of, grammar_of, regex_of).lark(_format(value))
 
 
 def _format(value: Any) -> Any:
@@ -49,7 +54,13 @@ class _StructuralTag:
     free text would not know where it ends.
     """
 
-    def __init__(self, schema_of: Callable[[Any], dict[str, Any]], grammar_of: Callable[[str], str]) -> None:
+    def __init__(
+        self,
+        schema_of: Callable[[Any], dict[str, Any]],
+        grammar_of: Callable[[str], str],
+        regex_of: Callable[[str], str],
+    ) -> None:
+        self._regex_of = regex_of
         self._schema_of = schema_of
         self._grammar_of = grammar_of
         self._terminals: list[str] = []
@@ -83,7 +94,7 @@ class _StructuralTag:
         return f"%json {json.dumps(self._schema_of(form['json_schema']))}{_follow(ends)}"
 
     def _regex(self, form: dict[str, Any], ends: Sequence[str] | None) -> str:
-        pattern = _SLASH.sub(lambda found: r"\/" if found[0] == "/" else found[0], form["pattern"])
+        pattern = _SLASH.sub(lambda found: r"\/" if found[0] == "/" else found[0], self._regex_of(form["pattern"]))
         # With what follows in the same terminal, it need not be the longest text that matches.
         return self._terminal(f"/(?:{pattern})/{_follow(ends)}")
 

@@ -90,6 +90,8 @@ def accepts(outputs: StructuredOutputs, text: str) -> bool:
         ({"json": {"const": {"properties": {"a": 1}}}, "disable_additional_properties": True},
          ['{"properties": {"a": 1}}'], ['{"properties":{"a":1},"additionalProperties":false}']),
         ({"json": {"type": "string", "format": "date"}}, ['"2024-02-29"'], ['"2024-13-01"', '"today"']),
+        ({"regex": r"\d[\w-]\w[^\w]"}, ["1-é.", "2éa ", "3aa\n"], ["٣aaa", "1\U000116d3a.", "1a\U000116d3.", "1aaé"]),
+        ({"regex": r"[]\d][^]\d]\\d"}, ["]a\\d", "1a\\d"], ["٣a\\d", "]]\\d", "1٣\\d"]),
         ({"regex": "[ab]{2}|c"}, ["ab", "c"], ["abc", "", "cc"]),
         ({"regex": "^ab?$"}, ["a", "ab"], ["^a", "a$"]),
         ({"regex": r"a\$"}, ["a$"], ["a", r"a\$"]),
