@@ -79,14 +79,13 @@ def answer_grammar(loaded: LoadedModel, tools: ToolUse | None, form: str, prompt
     if names.in_channels:
         if not form and (tools is None or not (tools.required or tools.strict)):
             return ""
-        required = tools is not None and tools.required
-        schemas = {} if tools is None else tools.schemas if required else tools.free_schemas
-        return channels_grammar(form, schemas, loaded.tokenizer, required=required)
+        schemas = {} if tools is None else tools.schemas
+        return channels_grammar(form, schemas, loaded.tokenizer, required=tools is not None and tools.required)
     if tools is not None and tools.required:
         form = calls_grammar(held_form(names), tools.schemas, loaded.tokenizer, several=tools.several)
     elif tools is not None and (form or tools.strict):
         make = calls_grammar if form else free_calls_grammar
-        calls = make(free_form(names), tools.free_schemas, loaded.tokenizer, several=tools.several)
+        calls = make(free_form(names), tools.schemas, loaded.tokenizer, several=tools.several)
         form = either(form, calls) if form else calls
     marks = names.thinking
     if not form or (marks is not None and _ends_with(prompt, marks.ends)):

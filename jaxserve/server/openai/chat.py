@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from jaxserve.api_types import StructuredOutputs, Usage
+from jaxserve.errors import InvalidRequestError
 from jaxserve.server.generation.generation import Generation
 from jaxserve.server.generation.prompts import (
     check_grammar,
@@ -90,11 +91,17 @@ async def _compile_grammar(
     if outputs is None and tools is None:
         return ""
 
-    def compose() -> str:
+    def compose(tools: ToolUse | None) -> str:
         form = "" if outputs is None else grammar_of(outputs)
         return answer_grammar(loaded, tools, form, prompt)
 
-    return await check_grammar(state, loaded, compose, param=field)
+    try:
+        return await check_grammar(state, loaded, lambda: compose(tools), param=field)
+    except InvalidRequestError:
+        loosened = None if tools is None else tools.loosened()
+        if loosened is None:
+            raise
+    return await check_grammar(state, loaded, lambda: compose(loosened), param=field)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -55,19 +55,27 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 @dataclass(frozen=True)
 class ToolUse:
     """The tools that a request uses. Templates get `shown`. `schemas` has the arguments' JSON schema of each function
-    that may be called; `free_schemas` are those that calls in an answer which may have none are held to.
+    that may be called.
 
-    With `required`, the answer has only calls. `named`: the request names the one function to call. `strict`: calls in
-    any answer are held. Without `several`, there is at most one call.
+    With `required`, the answer has only calls. `named`: the request names the one function to call. `strict`: the
+    functions whose calls are held in any answer. Without `several`, there is at most one call.
     """
 
     shown: list[dict[str, Any]]
     schemas: dict[str, dict[str, Any]]
-    free_schemas: dict[str, dict[str, Any]]
     required: bool
     named: bool
-    strict: bool
+    strict: frozenset[str]
     several: bool
+
+    def loosened(self) -> ToolUse | None:
+        """Return the same with any arguments for functions that aren't strict; None if all must be held as they are."""
+        if self.required or self.strict >= self.schemas.keys():
+            return None
+        return replace(
+            self,
+            schemas={name: one if name in self.strict else _only_names(one) for name, one in self.schemas.items()},
+        )
 
 
 def tool_use(tools: list[Tool] | None, choice: ToolChoice | None, *, several: bool) -> ToolUse | None:
@@ -94,10 +102,9 @@ def tool_use(tools: list[Tool] | None, choice: ToolChoice | None, *, several: bo
     return ToolUse(
         shown=[_shown(tool.function) for tool in tools],
         schemas={function.name: _schema(function) for function in functions},
-        free_schemas={function.name: _free_schema(function) for function in functions},
         required=choice == "required" or named is not None,
         named=named is not None,
-        strict=any(tool.function.strict for tool in tools),
+        strict=frozenset(function.name for function in functions if function.strict),
         several=several and named is None,
     )
 
@@ -114,10 +121,7 @@ def _schema(function: Function) -> dict[str, Any]:
     return {"type": "object"} | function.parameters
 
 
-def _free_schema(function: Function) -> dict[str, Any]:
-    """Return the schema of a function that is strict; of another one, only the names of its parameters."""
-    schema = _schema(function)
-    if function.strict:
-        return schema
+def _only_names(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that has the parameters of another one, with any values."""
     properties = schema.get("properties")
     return {"type": "object", "properties": {name: {} for name in properties} if isinstance(properties, dict) else {}}
