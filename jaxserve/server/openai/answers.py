@@ -68,7 +68,7 @@ def plan_answer(
 def answer_grammar(loaded: LoadedModel, tools: ToolUse | None, form: str, prompt: str) -> str:
     """Return the grammar of answers to a prompt: of their `form`, of calls, or of both; "" if anything may follow.
 
-    Raises `InvalidRequestError` for what does not go together.
+    Raises `InvalidRequestError` for what does not go together, and `ValueError` for what can't be held.
     """
     names = loaded.formats
     if tools is not None and tools.required and form:

@@ -1,6 +1,7 @@
 """Calls that a grammar holds: their form, the grammar, and how the calls are read while they are written.
 
-They are written as the model does it, where that is JSON between marks; else as a JSON list.
+In an answer that may have none, they are written as the model does it. An answer that must have some is nothing but
+calls: in the model's form where their arguments are JSON, else as a JSON list.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 from jaxserve.text.answers import gemma4
 from jaxserve.text.answers.formats import HERMES, AnswerFormats
 from jaxserve.text.answers.held_parameters import ParameterText, parameter_rules
+from jaxserve.text.answers.markup_calls import GLM45, MINIMAX_M2, QWEN3_CODER, SEED_OSS
 from jaxserve.text.answers.reader import Format, Reader, Steps
 from jaxserve.text.grammars.formats import schema_of
 from jaxserve.text.grammars.lark import ANY, MARK, lark_text, without
@@ -76,17 +78,17 @@ _FORMS = {
     ),
     "qwen3_coder": CallText(
         *("", "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", "\n", ""),
-        marks=("<tool_call>", "<function="),
+        marks=QWEN3_CODER.begins,
         parameters=ParameterText("<parameter=", ">\n", "\n</parameter>\n", stops=(*_FUNCTION_STOPS, "</tool_call>")),
     ),
     "seed_oss": CallText(
         *("", "<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>", "\n", ""),
-        marks=("<seed:tool_call>",),
+        marks=SEED_OSS.begins,
         parameters=ParameterText("<parameter=", ">", "</parameter>\n", stops=(*_FUNCTION_STOPS, "</seed:tool_call>")),
     ),
     "minimax_m2": CallText(
         *("<minimax:tool_call>\n", '<invoke name="', '">\n', "</invoke>\n", "", "</minimax:tool_call>"),
-        marks=("<minimax:tool_call>",),
+        marks=MINIMAX_M2.begins,
         parameters=ParameterText(
             '<parameter name="',
             '">',
@@ -96,7 +98,7 @@ _FORMS = {
     ),
     "glm45": CallText(
         *("", "<tool_call>", "\n", "</tool_call>", "\n", ""),
-        marks=("<tool_call>",),
+        marks=GLM45.begins,
         parameters=ParameterText(
             "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", stops=("</arg_value>", "</tool_call>")
         ),

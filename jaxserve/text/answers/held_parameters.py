@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxserve.text.answers.json_text import json_type, type_of
-from jaxserve.text.answers.parameters import parameter_schema, resolved, types_of
-from jaxserve.text.grammars.formats import schema_of
+from jaxserve.text.answers.parameters import parameter_schema, types_of
+from jaxserve.text.grammars.formats import resolved, schema_of
 from jaxserve.text.grammars.lark import MARK, lark_text, without
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
@@ -100,10 +100,9 @@ def _values(
     `text` is the name of the terminal of any text.
     """
     quote, end = lark_text(form.quote, tokenizer), lark_text(form.end, tokenizer)
-    definitions = {key: root[key] for key in _DEFINITIONS if key in root}
     types = types_of(schema, root)
     if not form.stops or (types and "string" not in types):
-        return [f"%json {json.dumps(schema_of({**definitions, 'anyOf': [schema]}))} {end}"], []
+        return [f"{_json([schema], root, where)} {end}"], []
     alternatives: list[str] = []
     special: list[Any] = []  # values in JSON of which not all of their type are allowed
     plain: list[Any] = []
@@ -125,12 +124,21 @@ def _values(
     if has_text and not form.quote:  # any text may be a plain value
         plain = []
     if in_json := special + plain:
-        alternatives.append(f"%json {json.dumps(schema_of({**definitions, 'anyOf': in_json}))} {end}")
+        alternatives.append(f"{_json(in_json, root, where)} {end}")
     if not has_text:
         return alternatives, []
     kinds = set().union(*(types_of(one, root) for one in special)) if not form.quote else set()
     terminal, after = _any_text(form, kinds, tokenizer)
     return [*alternatives, f"{quote} {text} {after}"], [f"{text}: {terminal}"]
+
+
+def _json(schemas: list[Any], root: dict[str, Any], where: str) -> str:
+    """Return JSON of one of these schemas in Lark, with the definitions that they may refer to."""
+    definitions = {key: root[key] for key in _DEFINITIONS if key in root}
+    text = json.dumps(schema_of({**definitions, "anyOf": schemas}))
+    if '"$ref": "#"' in text:  # it would mean the document made here
+        raise ValueError(f"{where}: a reference to the whole schema can't be held in calls in the model's format")
+    return f"%json {text}"
 
 
 def _any_text(form: ParameterText, kinds: set[str], tokenizer: Tokenizer) -> tuple[str, str]:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.text.answers.json_text import type_of
+from jaxserve.text.grammars.formats import resolved
 
-# References that are followed, and schemas within schemas that are looked at.
+# Schemas within schemas that are looked at.
 _MAX_DEPTH = 20
 
 
@@ -18,18 +19,6 @@ def parameter_schema(arguments: Any, name: str) -> Any:
         return {}
     properties, others = arguments.get("properties"), arguments.get("additionalProperties", {})
     return properties[name] if isinstance(properties, Mapping) and name in properties else others
-
-
-def resolved(schema: Any, root: Any) -> Any:
-    """Follow the references of a schema in the document `root`."""
-    for _ in range(_MAX_DEPTH):
-        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(reference, str) or not reference.startswith("#/"):
-            break
-        schema = root
-        for part in reference[2:].split("/"):
-            schema = schema.get(part, {}) if isinstance(schema, Mapping) else {}
-    return schema
 
 
 def types_of(schema: Any, root: Any, depth: int = 0) -> set[str]:

@@ -86,22 +86,27 @@ def _prepared(schema: Any, root: dict[str, Any], outputs: StructuredOutputs) -> 
         found.setdefault("additionalProperties", False)
     one_of = schema.get("oneOf")
     if isinstance(one_of, list) and len(one_of) <= _MAX_COMPARED and "anyOf" not in found:
-        schemas = [_resolved(one, root) for one in one_of]
-        if all(_exclude_each_other(one, other) for one, other in itertools.combinations(schemas, 2)):
+        schemas = [resolved(one, root) for one in one_of]
+        known = all(isinstance(one, dict) for one in schemas)
+        if known and all(_exclude_each_other(one, other) for one, other in itertools.combinations(schemas, 2)):
             found["anyOf"] = found.pop("oneOf")
     return found
 
 
-def _resolved(schema: Any, root: Any) -> dict[str, Any]:
-    """Return the schema that a reference within `root` means."""
+def resolved(schema: Any, root: Any) -> Any:
+    """Follow the references of a schema within the document `root`; one that leads elsewhere stays as it is."""
     for _ in range(_MAX_REFERENCES):
-        if not isinstance(schema, dict) or "$ref" not in schema:
+        pointer = schema.get("$ref") if isinstance(schema, dict) else None
+        if not isinstance(pointer, str) or not pointer.startswith("#/"):
             break
-        pointer, schema = str(schema["$ref"]), root
-        for part in pointer.removeprefix("#").split("/")[1:]:
+        found = root
+        for part in pointer[2:].split("/"):
             name = part.replace("~1", "/").replace("~0", "~")
-            schema = schema.get(name) if isinstance(schema, dict) else None
-    return schema if isinstance(schema, dict) and "$ref" not in schema else {}
+            found = found.get(name) if isinstance(found, dict) else None
+        if found is None:
+            break
+        schema = found
+    return schema
 
 
 def _exclude_each_other(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -149,7 +154,7 @@ def _regex(value: str, _: StructuredOutputs) -> str:
 def portable(pattern: str) -> str:
     """Return a pattern whose `\\d` and `\\w` take no characters but those which Python's do, whose Unicode is older.
 
-    Digits are ASCII's, as elsewhere than in Python. Within `[^…]` they stay as they are: there more is less.
+    Digits are ASCII's, as in most other languages. Within `[^…]` both stay as they are: to leave out more is safe.
     """
     found = []
     in_class = negated = False

@@ -104,7 +104,7 @@ class _StructuralTag:
         return f"@{name}{_follow(ends)}"
 
     def _any_text(self, form: dict[str, Any], ends: Sequence[str] | None) -> str:
-        return self._free(form.get("excludes", ()), ends)
+        return self._free(_texts(form.get("excludes", [])), ends)
 
     def _sequence(self, form: dict[str, Any], ends: Sequence[str] | None) -> str:
         *others, last = form["elements"]
@@ -118,12 +118,12 @@ class _StructuralTag:
 
     def _inside(self, tag: dict[str, Any]) -> str:
         """Return what follows the beginning of a tag, up to its end."""
-        ends = [tag["end"]] if isinstance(tag["end"], str) else tag["end"]
+        ends = [tag["end"]] if isinstance(tag["end"], str) else _texts(tag["end"])
         return self._expression(tag["content"], [end for end in ends if end])
 
     def _triggered_tags(self, form: dict[str, Any], ends: Sequence[str] | None) -> str:
-        triggers, tags = form["triggers"], form["tags"]
-        excluded = [*form.get("excludes", ()), *triggers]
+        triggers, tags = _texts(form["triggers"]), form["tags"]
+        excluded = [*_texts(form.get("excludes", [])), *triggers]
         by_trigger: dict[str, list[str]] = {}
         for tag in tags:
             trigger = next((one for one in triggers if one and tag["begin"].startswith(one)), None)
@@ -165,6 +165,12 @@ def _text(value: str) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r} should be a text")
     return json.dumps(value)
+
+
+def _texts(value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise TypeError(f"{value!r} should be a list of texts")
+    return value
 
 
 def _follow(ends: Sequence[str] | None) -> str:

@@ -221,6 +221,8 @@ def test_parameters_match_their_schemas(formats: AnswerFormats, free: bool):
         ({"properties": {"a": {"enum": ["5", 7]}}}, "f.a: calls in the model's format can't have '5' as a text"),
         ({"properties": {"a": {"const": "x</parameter>"}}}, "f.a: calls in the model's format can't have 'x</"),
         ({"properties": {"a b": {}}}, "f.a b: calls in the model's format can't have a parameter of this name"),
+        ({"properties": {"a": {"type": "array", "items": {"$ref": "#"}}}}, "f.a: a reference to the whole schema"),
+        ({"properties": {"a": {"$ref": "http://x/y"}}}, "f.a: $ref can't be held"),
         ({"properties": {"a": False}}, "f.a: its schema must be an object that matches some value"),
         ({"properties": {"a": {"anyOf": [3]}}}, "f.a: its schema must be an object that matches some value"),
     ],

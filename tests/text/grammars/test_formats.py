@@ -140,6 +140,7 @@ def test_what_a_form_allows(outputs: dict[str, Any], good: list[str], bad: list[
         ),
         (tagged({"type": "sequence", "elements": [{"type": "any_text"}, HELLO]}), "free text must come last"),
         (tagged({"type": "const_string", "value": 3}), "3 should be a text"),
+        (tagged({"type": "any_text", "excludes": "no"}), "'no' should be a list of texts"),
         ({"structural_tag": TAG | {"triggers": ["<tool"]}}, "no trigger begins '<call=f>'"),
         ({"regex": "a" * (MAX_CHARACTERS + 1)}, "at most 262144 are supported"),
     ],
