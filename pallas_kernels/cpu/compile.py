@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import jax
 
+from pallas_kernels.cpu import tile_registers
 from pallas_kernels.cpu.emit import Module
 
 _LOCK = threading.Lock()
@@ -120,10 +121,11 @@ def cpu_name() -> str:
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    """Return the features of this machine's CPU, by LLVM's names."""
+    """Return the features of this machine's CPU that this process may use, by LLVM's names."""
     import llvmlite.binding as llvm
 
-    return frozenset(name for name, there in llvm.get_host_cpu_features().items() if there)
+    features = frozenset(name for name, there in llvm.get_host_cpu_features().items() if there)
+    return features if tile_registers.permitted() else features - tile_registers.FEATURES
 
 
 def _capsule(address: int) -> Any:

@@ -11,7 +11,8 @@ import dataclasses
 from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
 from pallas_kernels.cpu.types import I32, I64, PTR
-from pallas_kernels.quantized_matmul.cpu.kernel import products_of
+from pallas_kernels.quantized_matmul.cpu.amx_tiles import AmxTiles
+from pallas_kernels.quantized_matmul.cpu.kernel import products_of, tiles_of
 from pallas_kernels.quantized_matmul.cpu.layout import BLOCK, INTEGERS, STRIP, Format, run_bytes
 from pallas_kernels.quantized_matmul.cpu.numbers import PairProducts
 from pallas_kernels.quantized_matmul.cpu.tiles import Product, Tiles, sums_by_block
@@ -40,10 +41,10 @@ class GroupedMatmul:
     def write(self, module: Module, features: frozenset[str]) -> None:
         """See `cpu.Kernel`."""
         products = self.products(features)
-        tiles = Tiles(module, self.format, products, by_factors=self.factors)
+        tiles = tiles_of(module, self.format, products, by_factors=self.factors)
         handler(module, self.name, 5 if self.factors else 4, 1, lambda call: self._share(call, tiles, products))
 
-    def _share(self, call: Call, tiles: Tiles, products: PairProducts) -> None:
+    def _share(self, call: Call, tiles: Tiles | AmxTiles, products: PairProducts) -> None:
         f = call.function
         x, weight, starts, tokens = call.arguments[:4]
         in_dim, strips = x.dim(1), weight.dim(1)

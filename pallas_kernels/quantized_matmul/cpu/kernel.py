@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from pallas_kernels.cpu import tile_registers
 from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
 from pallas_kernels.cpu.types import I64, PTR
+from pallas_kernels.quantized_matmul.cpu.amx_numbers import TileProducts
+from pallas_kernels.quantized_matmul.cpu.amx_tiles import AmxTiles
 from pallas_kernels.quantized_matmul.cpu.integers import I16Products
 from pallas_kernels.quantized_matmul.cpu.layout import BLOCK, INTEGERS, STRIP, Format, run_bytes
 from pallas_kernels.quantized_matmul.cpu.numbers import BF16Products, F32Products, PairProducts
@@ -37,10 +40,10 @@ class PackedMatmul:
     def write(self, module: Module, features: frozenset[str]) -> None:
         """See `cpu.Kernel`."""
         products = self.products(features)
-        tiles = Tiles(module, self.format, products, by_factors=self.factors, rounds=self.rounds)
+        tiles = tiles_of(module, self.format, products, by_factors=self.factors, rounds=self.rounds)
         handler(module, self.name, 3 if self.factors else 2, 1, lambda call: self._share(call, tiles, products))
 
-    def _share(self, call: Call, tiles: Tiles, products: PairProducts) -> None:
+    def _share(self, call: Call, tiles: Tiles | AmxTiles, products: PairProducts) -> None:
         f = call.function
         x, weight = call.arguments[:2]
         tokens, in_dim, strips = x.dim(0), x.dim(1), weight.dim(0)
@@ -72,7 +75,22 @@ class PackedMatmul:
 def products_of(features: frozenset[str], format: Format) -> PairProducts:
     """Return how a CPU with these features multiplies pairs of a format."""
     if {"avx512bf16", "avx512bw"} <= features:
-        return BF16Products()
+        has_tiles = tile_registers.FEATURES | {"avx512fp16"} <= features
+        return TileProducts() if has_tiles else BF16Products()
     if "avx512f" in features or "avx2" not in features or format not in INTEGERS:
         return F32Products(has_tables="avx512f" in features)
     return I16Products(format)
+
+
+def tiles_of(
+    module: Module,
+    format: Format,
+    products: PairProducts,
+    *,
+    by_factors: bool,
+    rounds: bool = False,
+) -> Tiles | AmxTiles:
+    """Add the functions of the tiles of such products."""
+    if isinstance(products, TileProducts):
+        return AmxTiles(module, format, products, by_factors=by_factors, rounds=rounds)
+    return Tiles(module, format, products, by_factors=by_factors, rounds=rounds)

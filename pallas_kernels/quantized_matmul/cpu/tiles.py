@@ -21,7 +21,7 @@ from pallas_kernels.quantized_matmul.cpu.layout import BLOCK, INTEGERS, STRIP, F
 from pallas_kernels.quantized_matmul.cpu.numbers import LANES, PARTS, SUMS, PairProducts
 
 _ITEM_BYTES = 1 << 16
-_LINE_BYTES = 64
+LINE_BYTES = 64
 _PREFETCHED_BYTES = 1 << 12
 """How far ahead the strips of a tile are fetched: alone, a core has too few reads under way for the memory's speed.
 
@@ -52,7 +52,7 @@ class Product:
         return [getattr(self, field.name) for field in dataclasses.fields(self)]
 
 
-_KINDS = [PTR, PTR, PTR, PTR, I64, I64]
+KINDS = [PTR, PTR, PTR, PTR, I64, I64]
 
 
 class Tiles:
@@ -89,12 +89,13 @@ class Tiles:
         product: Product,
         strips: tuple[Value, Value],
         rows: tuple[Value, Value],
-        source: Callable[[Value], Value] = lambda row: row,
+        source: Callable[[Value], Value] | None = None,
     ) -> None:
         """Multiply the strips from `strips[0]` to before `strips[1]` by such rows; strips stay in the cache.
 
-        `source` returns which row of `x` belongs to a row of `out`.
+        `source` returns which row of `x` belongs to a row of `out`, if it isn't the same.
         """
+        source = source or (lambda row: row)
         first, stop = strips
         begin, end = rows
         most = self._rows[-1]
@@ -139,7 +140,7 @@ class Tiles:
 
     def _write_tile(self, module: Module, rows: int, strips: int) -> str:
         """Write a tile's function, of a product, whether it is the first to read the strips, and both rows."""
-        f = module.function(f"tile_{rows}x{strips}", [*_KINDS, I1, *[I64] * (2 * rows)])
+        f = module.function(f"tile_{rows}x{strips}", [*KINDS, I1, *[I64] * (2 * rows)])
         product, reads_first, places = Product(*f.arguments[:6]), f.arguments[6], f.arguments[7:]
         sources, targets = places[:rows], places[rows:]
         zeros, none = ([f.constant(kind, 0)] * (rows * strips) for kind in (SUMS, self._products.sums))
@@ -164,7 +165,7 @@ class Tiles:
 
     def _write_panel(self, module: Module) -> str:
         """Write a panel's function, of a product, whether it is the first to read the strips, and rows of `x`."""
-        f = module.function("panel", [*_KINDS, I1, PTR, I64])
+        f = module.function("panel", [*KINDS, I1, PTR, I64])
         product, (reads_first, sources, rows) = Product(*f.arguments[:6]), f.arguments[6:]
         most, strips = self._rows[-1], self._strips
         row_bytes, part_bytes = strips * SUMS.nbytes, BLOCK // PARTS // 2 * strips * LANES.nbytes
@@ -218,7 +219,7 @@ class Tiles:
         skipped = f.select(at + blocks_ahead < blocks, f.constant(I64, 0), blocks * ((strips - 1) * self._run_bytes))
         # A tile whose strips are in the cache fetches what it reads at once: less work than a branch
         ahead = f.select(reads_first, skipped + blocks_ahead * self._run_bytes, 0)
-        for line in range(self._number_bytes, self._run_bytes, _LINE_BYTES):
+        for line in range(self._number_bytes, self._run_bytes, LINE_BYTES):
             for run in runs:
                 f.prefetch(f.at(run, ahead + line))
         return runs, ahead
@@ -235,7 +236,7 @@ class Tiles:
         size = self._number_bytes // PARTS
         parts = [f.at(run, part * size) for run in runs]
         by_strip = [self._products.weight_pairs(f, one, self._format) for one in parts]
-        for line, numbers in zip(itertools.count(0, _LINE_BYTES), zip(*by_strip, strict=True)):
+        for line, numbers in zip(itertools.count(0, LINE_BYTES), zip(*by_strip, strict=True)):
             if line < size:
                 for one in parts:
                     f.prefetch(f.at(one, ahead + line))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.activation.cpu import GatedSilu
-from pallas_kernels.cpu import Kernel, cpu_features, refusal
+from pallas_kernels.cpu import Kernel, cpu_features, refusal, tile_registers
 from pallas_kernels.cpu.compile import optimized
 from pallas_kernels.grouped_matmul.cpu.kernel import GroupedMatmul
 from pallas_kernels.ngram_lookup.cpu import ProposeByNgrams
@@ -97,6 +97,14 @@ def test_a_kernel_calls_only_existing_functions_on_a_mac(kernel: Kernel) -> None
 
 def test_this_cpu_has_features() -> None:
     assert cpu_features()
+
+
+def test_features_that_the_system_refuses_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_registers, "permitted", lambda: False)
+    cpu_features.cache_clear()
+    refused = cpu_features()
+    cpu_features.cache_clear()
+    assert not refused & tile_registers.FEATURES
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from pallas_kernels.quantized_matmul.cpu.integers import I16Products
 from pallas_kernels.quantized_matmul.layout import FP4_VALUES, unpack_numbers
 from pallas_kernels.target import CPU
 from tests.pallas_kernels.grouped_matmul.cases import CASES, Case, make_case
-from tests.pallas_kernels.quantized_matmul.cpu.paths import Emulated, Integers, Plain
+from tests.pallas_kernels.quantized_matmul.cpu.paths import Emulated, EmulatedTiles, Integers, Plain
 from tests.selection import grid
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,18 @@ class IntegerGrouped(Integers, GroupedMatmul):
     pass
 
 
-KERNELS = {"best": GroupedMatmul, "plain": PlainGrouped, "bf16": EmulatedGrouped, "integers": IntegerGrouped}
+@dataclasses.dataclass(frozen=True)
+class EmulatedTilesGrouped(EmulatedTiles, GroupedMatmul):
+    pass
+
+
+KERNELS = {
+    "best": GroupedMatmul,
+    "plain": PlainGrouped,
+    "bf16": EmulatedGrouped,
+    "integers": IntegerGrouped,
+    "tiles": EmulatedTilesGrouped,
+}
 # Each kernel takes a second to compile: `make test` has one of every format, and of every way to multiply.
 QUICK = {
     ("bf16-up", "best"),
@@ -66,6 +77,7 @@ QUICK = {
     ("fp4-many-rows", "bf16"),
     ("fp8-blocks", "best"),
     ("fp8-token-down", "plain"),
+    ("fp8-blocks", "tiles"),
 }
 TABLE = grid(itertools.product(CASES, KERNELS), lambda one: (one[0].name, one[1]) in QUICK)
 

@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.cpu import call
+from pallas_kernels.cpu import call, cpu_features
+from pallas_kernels.cpu.tile_registers import FEATURES
 from pallas_kernels.quantized_matmul import (
     BLOCK,
     FACTORS,
@@ -27,7 +28,7 @@ from pallas_kernels.quantized_matmul.cpu.kernel import PackedMatmul
 from pallas_kernels.quantized_matmul.cpu.layout import BITS, INTEGERS, Format
 from pallas_kernels.quantized_matmul.cpu.reorder import reorder_inputs
 from pallas_kernels.quantized_matmul.layout import FP4_VALUES
-from tests.pallas_kernels.quantized_matmul.cpu.paths import Emulated, Integers, Plain
+from tests.pallas_kernels.quantized_matmul.cpu.paths import Emulated, EmulatedTiles, Integers, Plain
 
 pytestmark = pytest.mark.slow
 
@@ -76,6 +77,11 @@ class IntegerMatmul(Integers, PackedMatmul):
     pass
 
 
+@dataclasses.dataclass(frozen=True)
+class EmulatedTilesMatmul(EmulatedTiles, PackedMatmul):
+    pass
+
+
 def plain(
     x: jax.Array, weight: PackedWeight, kernel: type[PackedMatmul] = PlainMatmul, out_dtype: Any = jnp.float32
 ) -> jax.Array:
@@ -91,6 +97,10 @@ def integers(x: jax.Array, weight: PackedWeight, out_dtype: Any = jnp.float32) -
     return plain(x, weight, IntegerMatmul, out_dtype)
 
 
+def tiles(x: jax.Array, weight: PackedWeight, out_dtype: Any = jnp.float32) -> jax.Array:
+    return plain(x, weight, EmulatedTilesMatmul, out_dtype)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_unpacking_returns_the_packed_values(format: Format) -> None:
     packed, dense = weights(format, 48, 96)
@@ -103,11 +113,12 @@ def test_unpacking_returns_the_packed_values(format: Format) -> None:
     np.testing.assert_array_equal(unpack(outer.reshape(48, 96)), unpack(packed))
 
 
-@pytest.mark.parametrize("product", [quantized_matmul, plain, bf16, integers])
+@pytest.mark.parametrize("product", [quantized_matmul, plain, bf16, integers, tiles])
 @pytest.mark.parametrize("format", FORMATS)
 # Fewer strips than a tile, whole tiles, and a remainder; the same of rows; several items; several panels
 @pytest.mark.parametrize(
-    ("tokens", "out_dim", "in_dim"), [(1, 16, 32), (4, 64, 64), (7, 80, 96), (19, 2080, 576), (139, 144, 64)]
+    ("tokens", "out_dim", "in_dim"),
+    [(1, 16, 32), (4, 64, 64), (7, 80, 96), (12, 48, 352), (19, 2080, 576), (139, 144, 64)],
 )
 def test_it_equals_the_dense_product(product, format: Format, tokens: int, out_dim: int, in_dim: int) -> None:
     packed, dense = weights(format, out_dim, in_dim)
@@ -120,13 +131,23 @@ def test_it_equals_the_dense_product(product, format: Format, tokens: int, out_d
     np.testing.assert_array_equal(rounded, given.astype(jnp.bfloat16))
 
 
+@pytest.mark.parametrize("product", [quantized_matmul, tiles])
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_row_does_not_depend_on_other_rows(format: Format) -> None:
+def test_a_row_does_not_depend_on_other_rows(product: Any, format: Format) -> None:
     packed, _ = weights(format, 320, 576)
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((16, 576)), jnp.bfloat16)
-    many = np.asarray(jax.jit(quantized_matmul)(x, packed))
-    for count in (5, 8):
-        np.testing.assert_array_equal(jax.jit(quantized_matmul)(x[3 : 3 + count], packed), many[3 : 3 + count])
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((40, 576)), jnp.bfloat16)
+    many = np.asarray(jax.jit(product)(x, packed))
+    for count in (1, 3, 5, 8, 12, 16, 17):
+        np.testing.assert_array_equal(jax.jit(product)(x[3 : 3 + count], packed), many[3 : 3 + count])
+
+
+@pytest.mark.skipif(not cpu_features() >= FEATURES, reason="this CPU has no tile registers")
+@pytest.mark.parametrize("format", FORMATS)
+def test_tile_registers_sum_in_the_order_of_the_manual(format: Format) -> None:
+    packed, _ = weights(format, 80, 576)
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.standard_normal((21, 576)) * np.exp2(rng.integers(-30, 30, (21, 576))), jnp.bfloat16)
+    np.testing.assert_array_equal(jax.jit(quantized_matmul)(x, packed), jax.jit(tiles)(x, packed))
 
 
 @pytest.mark.parametrize("format", INTEGERS)

@@ -1,0 +1,301 @@
+"""Tiles of a product with a packed weight on a CPU with tile registers (AMX): 16 rows of `x` and a strip of outputs.
+
+One instruction multiplies a block of inputs of a tile, 16 times as fast as those of vectors. So unpacking numbers and
+scaling sums take most of the time. Scales and minima are applied as in `tiles`. A row is summed in a fixed order,
+whatever other rows there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+from pallas_kernels.cpu.emit import Function, Module, Value
+from pallas_kernels.cpu.tile_registers import ROW_BYTES, ROWS, TILE_BYTES, TileRegisters
+from pallas_kernels.cpu.types import F32, I64, PTR
+from pallas_kernels.quantized_matmul.cpu.amx_numbers import RowProducts, TileProducts
+from pallas_kernels.quantized_matmul.cpu.layout import BLOCK, INTEGERS, STRIP, Format, number_bytes, run_bytes
+from pallas_kernels.quantized_matmul.cpu.numbers import LANES, PARTS, SUMS
+from pallas_kernels.quantized_matmul.cpu.tiles import KINDS, LINE_BYTES, Product, Tiles
+
+_ITEM_BYTES, _ITEM_ROWS, _ITEM_STRIPS = 1 << 16, 64, 4
+_PREFETCHED_BYTES = 1 << 12
+_STREAMED_ROWS, _ANY_ROWS = (4, 8, ROWS), (1 << 63) - 1
+_RING, _AHEAD = 8, 2
+"""Blocks whose numbers or sums are kept, and how far ahead numbers are unpacked; the former is a power of two."""
+_INPUT_BYTES = 2
+
+
+class AmxTiles:
+    """The functions of all tiles of a format, as `Tiles`.
+
+    Each takes a product that begins with its first row and strip, and the numbers of rows and of strips.
+    """
+
+    def __init__(
+        self, module: Module, format: Format, products: TileProducts, *, by_factors: bool, rounds: bool = False
+    ) -> None:
+        self._format, self._products, self._registers = format, products, products.registers
+        self._rounds, self._out_bytes = rounds, 2 if rounds else 4
+        self._has_minima = format in INTEGERS
+        self._has_own = by_factors or self._has_minima
+        self._run_bytes, self._number_bytes = run_bytes(format), number_bytes(format)
+        self._row = None
+        if format != "bf16":
+            self._row = Tiles(module, format, RowProducts(), by_factors=by_factors, rounds=rounds)
+        self._functions = dict(self._write_functions(module))
+
+    def strips_of_item(self, f: Function, strip_bytes: Value, rows: Value) -> Value:
+        """See `Tiles.strips_of_item`."""
+        worth = f.constant(I64, _ITEM_BYTES) // (rows // _ITEM_ROWS + 1)
+        return (worth // strip_bytes // _ITEM_STRIPS + 1) * _ITEM_STRIPS
+
+    def multiply(
+        self,
+        f: Function,
+        product: Product,
+        strips: tuple[Value, Value],
+        rows: tuple[Value, Value],
+        source: Callable[[Value], Value] | None = None,
+    ) -> None:
+        """See `Tiles.multiply`."""
+        multiply_tiles = functools.partial(self._multiply_tiles, f, product, strips, rows, source)
+        if self._row is None:
+            multiply_tiles()
+            return
+        multiply_row = functools.partial(self._row.multiply, f, product, strips, rows, source)
+        f.when((rows[1] - rows[0]).equals(1), multiply_row, multiply_tiles)
+
+    def _multiply_tiles(
+        self,
+        f: Function,
+        product: Product,
+        strips: tuple[Value, Value],
+        rows: tuple[Value, Value],
+        source: Callable[[Value], Value] | None,
+    ) -> None:
+        (first, stop), (begin, end) = strips, rows
+        count, blocks = end - begin, product.in_dim // BLOCK
+        x_bytes, own_bytes = product.in_dim * _INPUT_BYTES, blocks * F32.nbytes
+        gathered = []
+
+        def rows_of(data: Value, row_bytes: Value) -> Value:
+            if source is None:
+                return f.at(data, begin * row_bytes)
+            to = f.call("malloc", PTR, count * row_bytes)
+            gathered.append(to)
+
+            def copy(i: Value) -> None:
+                f.call("memcpy", PTR, f.at(to, i * row_bytes), f.at(data, source(begin + i) * row_bytes), row_bytes)
+
+            f.loop(count, copy)
+            return to
+
+        x = rows_of(product.x, x_bytes)
+        by_block = rows_of(product.by_block, own_bytes) if self._has_own else product.by_block
+        weight = f.at(product.weight, blocks * first * self._run_bytes)
+        out = f.at(product.out, (product.out_dim * begin + first * STRIP) * self._out_bytes)
+        whole = dataclasses.replace(product, x=x, by_block=by_block, weight=weight, out=out)
+        registers = self._registers(f, f.minimum(count, ROWS))
+        registers.configure()
+
+        def call(name: str) -> None:
+            f.call(name, None, *whole.values, count, stop - first)
+
+        for fewer, (most, name) in zip((0, *self._functions), self._functions.items()):
+            f.when((count > fewer) & (count <= most), functools.partial(call, name))
+        registers.release()
+        for data in gathered:
+            f.call("free", None, data)
+
+    def _write_functions(self, module: Module) -> Iterator[tuple[int, str]]:
+        """Write the functions; yield them with the most rows of each."""
+        if self._format == "bf16":
+            yield _ANY_ROWS, self._write_dense(module)
+            return
+        for rows in _STREAMED_ROWS:
+            yield rows, self._write_stream(module, rows)
+        yield _ANY_ROWS, self._write_tiles(module)
+
+    def _write_stream(self, module: Module, rows: int) -> str:
+        """Write the function of at most `rows` rows, one tile.
+
+        Numbers are unpacked a few blocks ahead, in the next strip too: what was just stored can't be loaded at once,
+        and so reading from memory never pauses.
+        """
+        f, product, count, strips = self._function(module, f"stream_{rows}")
+        registers = self._registers(f, count)
+        numbers, sums = f.stack(_RING * TILE_BYTES), f.stack(_RING * TILE_BYTES)
+        blocks = product.in_dim // BLOCK
+        places = [f.minimum(count - 1, i) for i in range(rows)]  # a row that isn't there is the last one again
+
+        def unpack(at: Value) -> None:
+            self._unpack(f, f.at(product.weight, at * self._run_bytes), f.at(numbers, _slot(at)))
+
+        def multiply_strip(strip: Value) -> None:
+            def multiply_block(block: Value, *totals: Value) -> list[Value]:
+                at = blocks * strip + block
+                f.when(at + _AHEAD < blocks * strips, lambda: unpack(at + _AHEAD))
+                of_block = f.at(sums, _slot(at))
+                x = f.at(product.x, block * ROW_BYTES)
+                self._multiply_block(registers, x, product.in_dim * _INPUT_BYTES, f.at(numbers, _slot(at)), of_block)
+                of_rows = [f.at(of_block, row * ROW_BYTES) for row in places]
+                own = [f.at(product.by_block, (blocks * row + block) * F32.nbytes) for row in places]
+                return self._add_scaled(f, totals, of_rows, f.at(product.weight, at * self._run_bytes), own)
+
+            totals = f.loop(blocks, multiply_block, *[f.constant(SUMS, 0)] * rows)
+            for total, row in zip(totals, places):
+                self._store(f, total, product, row, strip)
+
+        f.loop(f.minimum(blocks * strips, _AHEAD), unpack)
+        f.loop(strips, multiply_strip)
+        f.ret()
+        return f.name
+
+    def _write_tiles(self, module: Module) -> str:
+        """Write the function of several tiles: the numbers of a strip are unpacked for all.
+
+        Sums are scaled some blocks after they were stored, for the same reason as in `_write_stream`.
+        """
+        f, product, count, strips = self._function(module, "tiles")
+        blocks = product.in_dim // BLOCK
+        registers = self._registers(f, f.constant(I64, ROWS))
+        numbers, sums = f.call("malloc", PTR, blocks * TILE_BYTES), f.stack(_RING * TILE_BYTES)
+
+        def multiply_strip(strip: Value) -> None:
+            weight = f.at(product.weight, blocks * strip * self._run_bytes)
+
+            def unpack(at: Value) -> None:
+                self._unpack(f, f.at(weight, at * self._run_bytes), f.at(numbers, at * TILE_BYTES))
+
+            def multiply_tile(place: Value) -> None:
+                row = f.minimum(place, count - ROWS)  # the last tile has rows of the one before, so that it is whole
+                x, row_bytes = f.at(product.x, product.in_dim * row * _INPUT_BYTES), product.in_dim * _INPUT_BYTES
+
+                def multiply_some(start: Value, *totals: Value) -> list[Value]:
+                    stop = f.minimum(start + _RING, blocks)
+
+                    def multiply_block(block: Value) -> None:
+                        inputs, right = f.at(x, block * ROW_BYTES), f.at(numbers, block * TILE_BYTES)
+                        self._multiply_block(registers, inputs, row_bytes, right, f.at(sums, _slot(block)))
+
+                    def add_block(block: Value, *totals: Value) -> list[Value]:
+                        of_rows = [f.at(sums, _slot(block) + i * ROW_BYTES) for i in range(ROWS)]
+                        own = [f.at(product.by_block, (blocks * (row + i) + block) * F32.nbytes) for i in range(ROWS)]
+                        return self._add_scaled(f, totals, of_rows, f.at(weight, block * self._run_bytes), own)
+
+                    f.loop(stop, multiply_block, start=start)
+                    return f.loop(stop, add_block, *totals, start=start)
+
+                totals = f.loop(blocks, multiply_some, *[f.constant(SUMS, 0)] * ROWS, step=_RING)
+                for i, total in enumerate(totals):
+                    self._store(f, total, product, row + i, strip)
+
+            f.loop(blocks, unpack)
+            f.loop(count, multiply_tile, step=ROWS)
+
+        f.loop(strips, multiply_strip)
+        f.call("free", None, numbers)
+        f.ret()
+        return f.name
+
+    def _write_dense(self, module: Module) -> str:
+        """Write the function of bfloat16 weights, which registers load as they are, and where sums stay."""
+        f, product, count, strips = self._function(module, "dense")
+        registers, sums = self._registers(f, f.minimum(count, ROWS)), f.stack(TILE_BYTES)
+        blocks = product.in_dim // BLOCK
+
+        def multiply_strips(width: int, strip: Value) -> None:
+            used = registers.SUMS[:width]
+            weights = [f.at(product.weight, blocks * (strip + number) * TILE_BYTES) for number in used]
+
+            def multiply_tile(place: Value) -> None:
+                row = f.maximum(f.minimum(place, count - ROWS), 0)
+                # A tile whose strips are in the cache fetches what it reads at once: less work than a branch
+                ahead = f.select(place.equals(0), f.constant(I64, _PREFETCHED_BYTES // width), 0)
+
+                def multiply_block(block: Value) -> None:
+                    x = f.at(product.x, (product.in_dim * row + block * BLOCK) * _INPUT_BYTES)
+                    registers.load(registers.LEFT, x, product.in_dim * _INPUT_BYTES)
+                    for number, weight, right in zip(used, weights, itertools.cycle(registers.RIGHT)):
+                        run = f.at(weight, block * TILE_BYTES)
+                        for line in range(0, TILE_BYTES, LINE_BYTES):
+                            f.prefetch(f.at(run, ahead + line))
+                        registers.load(right, run)
+                        registers.add_products(number, right)
+
+                for number in used:
+                    registers.clear(number)
+                f.loop(blocks, multiply_block)
+                for number in used:
+                    store_tile(row, number, strip + number)
+
+            f.loop(count, multiply_tile, step=ROWS)
+
+        def store_tile(row: Value, number: int, strip: Value) -> None:
+            if not self._rounds:
+                out = f.at(product.out, (product.out_dim * row + strip * STRIP) * F32.nbytes)
+                registers.store(number, out, product.out_dim * F32.nbytes)
+                return
+            registers.store(number, sums)
+            rows = f.minimum(count - row, ROWS)
+            f.loop(rows, lambda i: self._store(f, f.load(SUMS, sums, i * ROW_BYTES), product, row + i, strip))
+
+        most = len(registers.SUMS)
+        whole = strips - strips % most
+        f.loop(whole, functools.partial(multiply_strips, most), step=most)
+        f.loop(strips, functools.partial(multiply_strips, 1), start=whole)
+        f.ret()
+        return f.name
+
+    def _function(self, module: Module, name: str) -> tuple[Function, Product, Value, Value]:
+        """Return a new function, and its product, number of rows, and number of strips."""
+        f = module.function(name, [*KINDS, I64, I64])
+        *fields, count, strips = f.arguments
+        return f, Product(*fields), count, strips
+
+    def _unpack(self, f: Function, run: Value, to: Value) -> None:
+        """Store the numbers of a run as a register of `RIGHT`."""
+        for line in range(0, self._run_bytes, LINE_BYTES):
+            f.prefetch(f.at(run, _PREFETCHED_BYTES + line))
+        size = self._number_bytes // PARTS
+        parts = (self._products.weight_pairs(f, f.at(run, part * size), self._format) for part in range(PARTS))
+        for pair, (number,) in enumerate(itertools.chain.from_iterable(parts)):
+            f.store(number, to, pair * LANES.nbytes)
+
+    def _multiply_block(self, registers: TileRegisters, x: Value, row_bytes: Value, numbers: Value, to: Value) -> None:
+        """Store the sums of one block of a tile's inputs `x`, whose rows are `row_bytes` apart."""
+        sums, right = registers.SUMS[0], registers.RIGHT[0]
+        registers.load(registers.LEFT, x, row_bytes)
+        registers.load(right, numbers)
+        registers.clear(sums)
+        registers.add_products(sums, right)
+        registers.store(sums, to)
+
+    def _add_scaled(
+        self, f: Function, totals: Sequence[Value], sums: Sequence[Value], run: Value, own: Sequence[Value]
+    ) -> list[Value]:
+        """Return the totals of rows with their sums of a block, scaled by the factors of its run and their `own`."""
+        scale = f.load(SUMS, run, self._number_bytes)
+        minimum = f.load(SUMS, run, self._number_bytes + SUMS.nbytes) if self._has_minima else None
+        made = []
+        for total, of_row, own_of_row in zip(totals, sums, own):
+            factor, spread = scale, f.broadcast(f.load(F32, own_of_row), STRIP) if self._has_own else None
+            if spread is not None and minimum is not None:
+                total = f.fma(minimum, spread, total)
+            elif spread is not None:
+                factor = scale * spread
+            made.append(f.fma(factor, f.load(SUMS, of_row), total))
+        return made
+
+    def _store(self, f: Function, total: Value, product: Product, row: Value, strip: Value) -> None:
+        """Store the total of a row and a strip."""
+        number = self._products.to_bf16(f, total) if self._rounds else total
+        f.store(number, product.out, (product.out_dim * row + strip * STRIP) * self._out_bytes)
+
+
+def _slot(at: Value) -> Value:
+    """Return where the numbers or sums of a block are in a ring."""
+    return (at & (_RING - 1)) * TILE_BYTES
