@@ -253,7 +253,7 @@ class Function:
         body: Callable[..., Sequence[Value] | Value | None],
         *carried: Value,
         start: Value | int = 0,
-        step: int = 1,
+        step: Value | int = 1,
     ) -> list[Value]:
         """Run `body(i, *carried)` for each `i`; it returns the next carried values. Returns the last ones."""
         first = start if isinstance(start, Value) else self.constant(I64, start)

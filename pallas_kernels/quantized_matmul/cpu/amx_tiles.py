@@ -23,8 +23,9 @@ from pallas_kernels.quantized_matmul.cpu.tiles import KINDS, LINE_BYTES, Product
 _ITEM_BYTES, _ITEM_ROWS, _ITEM_STRIPS = 1 << 16, 64, 4
 _PREFETCHED_BYTES = 1 << 12
 _STREAMED_ROWS, _ANY_ROWS = (4, 8, ROWS), (1 << 63) - 1
-_RING, _AHEAD = 8, 2
-"""Blocks whose numbers or sums are kept, and how far ahead numbers are unpacked; the former is a power of two."""
+_RING, _AHEAD = 4, 2
+"""Blocks whose numbers and sums a stream keeps, and how far ahead it unpacks; the former is a power of two."""
+_CHUNK, _PANEL_ROWS = 9, 64
 _INPUT_BYTES = 2
 
 
@@ -155,49 +156,70 @@ class AmxTiles:
         return f.name
 
     def _write_tiles(self, module: Module) -> str:
-        """Write the function of several tiles: the numbers of a strip are unpacked for all.
+        """Write the function of several tiles.
 
-        Sums are scaled some blocks after they were stored, for the same reason as in `_write_stream`.
+        The numbers of a chunk of a strip, the sums of a tile and the totals of a panel of rows fit in a first cache, so
+        that only inputs come from the second. Sums are scaled some blocks after they were stored, for the same reason
+        as in `_write_stream`.
         """
         f, product, count, strips = self._function(module, "tiles")
-        blocks = product.in_dim // BLOCK
+        blocks, row_bytes = product.in_dim // BLOCK, product.in_dim * _INPUT_BYTES
         registers = self._registers(f, f.constant(I64, ROWS))
-        numbers, sums = f.call("malloc", PTR, blocks * TILE_BYTES), f.stack(_RING * TILE_BYTES)
+        numbers, sums = (f.stack(_CHUNK * TILE_BYTES) for _ in range(2))
+        all_totals = f.stack(_PANEL_ROWS * SUMS.nbytes)
+        chunks = (blocks + _CHUNK - 1) // _CHUNK
+        size = (blocks + chunks - 1) // chunks
+
+        def first_row(tile: Value) -> Value:
+            return f.minimum(tile, count - ROWS)  # the last tile has rows of the one before, so that it is whole
+
+        def multiply_panel(strip: Value, first: Value) -> None:
+            stop = f.minimum(first + _PANEL_ROWS, count)
+
+            def totals_of(tile: Value) -> list[Value]:
+                return [f.at(all_totals, (tile - first + i) * SUMS.nbytes) for i in range(ROWS)]
+
+            def multiply_chunk(start: Value) -> None:
+                some = f.minimum(blocks - start, size)
+                weight = f.at(product.weight, (blocks * strip + start) * self._run_bytes)
+
+                def unpack(at: Value) -> None:
+                    self._unpack(f, f.at(weight, at * self._run_bytes), f.at(numbers, at * TILE_BYTES))
+
+                def multiply_tile(tile: Value) -> None:
+                    row = first_row(tile)
+                    x = f.at(product.x, row_bytes * row + start * ROW_BYTES)
+
+                    def multiply_block(at: Value) -> None:
+                        right, to = (f.at(tiles, at * TILE_BYTES) for tiles in (numbers, sums))
+                        self._multiply_block(registers, f.at(x, at * ROW_BYTES), row_bytes, right, to)
+
+                    def add_block(at: Value, *totals: Value) -> list[Value]:
+                        of_rows = [f.at(sums, at * TILE_BYTES + i * ROW_BYTES) for i in range(ROWS)]
+                        places = [(blocks * (row + i) + start + at) * F32.nbytes for i in range(ROWS)]
+                        own = [f.at(product.by_block, place) for place in places]
+                        return self._add_scaled(f, totals, of_rows, f.at(weight, at * self._run_bytes), own)
+
+                    f.loop(some, multiply_block)
+                    before = [f.load(SUMS, to) for to in totals_of(tile)]
+                    for total, to in zip(f.loop(some, add_block, *before), totals_of(tile)):
+                        f.store(total, to)
+
+                f.loop(some, unpack)
+                f.loop(stop, multiply_tile, start=first, step=ROWS)
+
+            def store_tile(tile: Value) -> None:
+                for i, total in enumerate(totals_of(tile)):
+                    self._store(f, f.load(SUMS, total), product, first_row(tile) + i, strip)
+
+            f.loop(_PANEL_ROWS, lambda i: f.store(f.constant(SUMS, 0), all_totals, i * SUMS.nbytes))
+            f.loop(blocks, multiply_chunk, step=size)
+            f.loop(stop, store_tile, start=first, step=ROWS)
 
         def multiply_strip(strip: Value) -> None:
-            weight = f.at(product.weight, blocks * strip * self._run_bytes)
-
-            def unpack(at: Value) -> None:
-                self._unpack(f, f.at(weight, at * self._run_bytes), f.at(numbers, at * TILE_BYTES))
-
-            def multiply_tile(place: Value) -> None:
-                row = f.minimum(place, count - ROWS)  # the last tile has rows of the one before, so that it is whole
-                x, row_bytes = f.at(product.x, product.in_dim * row * _INPUT_BYTES), product.in_dim * _INPUT_BYTES
-
-                def multiply_some(start: Value, *totals: Value) -> list[Value]:
-                    stop = f.minimum(start + _RING, blocks)
-
-                    def multiply_block(block: Value) -> None:
-                        inputs, right = f.at(x, block * ROW_BYTES), f.at(numbers, block * TILE_BYTES)
-                        self._multiply_block(registers, inputs, row_bytes, right, f.at(sums, _slot(block)))
-
-                    def add_block(block: Value, *totals: Value) -> list[Value]:
-                        of_rows = [f.at(sums, _slot(block) + i * ROW_BYTES) for i in range(ROWS)]
-                        own = [f.at(product.by_block, (blocks * (row + i) + block) * F32.nbytes) for i in range(ROWS)]
-                        return self._add_scaled(f, totals, of_rows, f.at(weight, block * self._run_bytes), own)
-
-                    f.loop(stop, multiply_block, start=start)
-                    return f.loop(stop, add_block, *totals, start=start)
-
-                totals = f.loop(blocks, multiply_some, *[f.constant(SUMS, 0)] * ROWS, step=_RING)
-                for i, total in enumerate(totals):
-                    self._store(f, total, product, row + i, strip)
-
-            f.loop(blocks, unpack)
-            f.loop(count, multiply_tile, step=ROWS)
+            f.loop(count, functools.partial(multiply_panel, strip), step=_PANEL_ROWS)
 
         f.loop(strips, multiply_strip)
-        f.call("free", None, numbers)
         f.ret()
         return f.name
 
