@@ -7,9 +7,10 @@ memory once. Experts without rows aren't read.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from pallas_kernels.cpu.emit import Function, Module, Value
-from pallas_kernels.cpu.ffi import Call, handler
+from pallas_kernels.cpu.ffi import Buffer, Call, handler
 from pallas_kernels.cpu.types import I32, I64, PTR
 from pallas_kernels.quantized_matmul.cpu.amx_tiles import AmxTiles
 from pallas_kernels.quantized_matmul.cpu.kernel import products_of, tiles_of
@@ -55,6 +56,12 @@ class GroupedMatmul:
             by_block = call.arguments[4].data if self.factors else f.constant(PTR, 0)
         touched, num_touched = _touched_experts(f, starts.data, weight.dim(0))
         inputs = products.prepare_inputs(f, x.data, x.dim(0) * in_dim, by_block)
+        rows, of_rows, gathered = inputs, by_block, []
+        if isinstance(tiles, AmxTiles):  # rows of a tile must be equally far apart
+            gather = functools.partial(_gather_rows, f, starts.data, weight.dim(0), tokens)
+            rows = gather(inputs, in_dim * 2)
+            of_rows = gather(by_block, in_dim // BLOCK * 4) if has_minima or self.factors else by_block
+            gathered = [rows] if of_rows is by_block else [rows, of_rows]
         strip_bytes = weight.dim(2) * run_bytes(self.format)
         per_item = tiles.strips_of_item(f, strip_bytes, tokens.dim(0) // f.maximum(num_touched, 1))
         per_expert = (strips + per_item - 1) // per_item
@@ -69,12 +76,14 @@ class GroupedMatmul:
 
             product = Product(x, by_block, of_expert, out, in_dim, strips * STRIP)
             stop = f.minimum(first + per_item, strips)
-            tiles.multiply(f, product, (first, stop), (begin, end), lambda row: _load_index(f, tokens, row))
+            source = None if gathered else functools.partial(_load_index, f, tokens)
+            tiles.multiply(f, product, (first, stop), (begin, end), source)
 
         out = call.results[0].data
-        pointers = [inputs, by_block, weight.data, starts.data, tokens.data, touched, out]
+        pointers = [rows, of_rows, weight.data, starts.data, tokens.data, touched, out]
         call.parallel_for(num_touched * per_expert, [*pointers, in_dim, strips, strip_bytes, per_item], work)
-        f.call("free", None, touched)
+        for data in (touched, *gathered):
+            f.call("free", None, data)
         products.free_inputs(f, inputs)
         if has_minima:
             f.call("free", None, by_block)
@@ -90,6 +99,18 @@ def _touched_experts(f: Function, starts: Value, experts: Value) -> tuple[Value,
         return count + f.convert("zext", has_rows, I64)
 
     return touched, f.loop(experts, look, f.constant(I64, 0))[0]
+
+
+def _gather_rows(f: Function, starts: Value, experts: Value, tokens: Buffer, data: Value, row_bytes: Value) -> Value:
+    """Return the rows of `data` of each row's token; the caller frees the memory. Rows of no expert are left out."""
+    rows = f.call("malloc", PTR, tokens.dim(0) * row_bytes)
+
+    def copy(row: Value) -> None:
+        token = _load_index(f, tokens.data, row)
+        f.call("memcpy", PTR, f.at(rows, row * row_bytes), f.at(data, token * row_bytes), row_bytes)
+
+    f.loop(_load_index(f, starts, experts), copy, start=_load_index(f, starts, f.constant(I64, 0)))
+    return rows
 
 
 def _load_index(f: Function, indices: Value, at: Value) -> Value:

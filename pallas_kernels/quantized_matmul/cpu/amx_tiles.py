@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.tile_registers import ROW_BYTES, ROWS, TILE_BYTES, TileRegisters
-from pallas_kernels.cpu.types import F32, I64, PTR
+from pallas_kernels.cpu.types import F32, I64
 from pallas_kernels.quantized_matmul.cpu.amx_numbers import RowProducts, TileProducts
 from pallas_kernels.quantized_matmul.cpu.layout import BLOCK, INTEGERS, STRIP, Format, number_bytes, run_bytes
 from pallas_kernels.quantized_matmul.cpu.numbers import LANES, PARTS, SUMS
@@ -61,44 +61,30 @@ class AmxTiles:
         rows: tuple[Value, Value],
         source: Callable[[Value], Value] | None = None,
     ) -> None:
-        """See `Tiles.multiply`."""
-        multiply_tiles = functools.partial(self._multiply_tiles, f, product, strips, rows, source)
+        """See `Tiles.multiply`; `source` must be None, as registers load rows that are equally far apart."""
+        assert source is None
         if self._row is None:
-            multiply_tiles()
+            self._multiply_tiles(f, product, strips, rows)
             return
-        multiply_row = functools.partial(self._row.multiply, f, product, strips, rows, source)
-        f.when((rows[1] - rows[0]).equals(1), multiply_row, multiply_tiles)
+        multiply_tiles = functools.partial(self._multiply_tiles, f, product, strips, rows)
+        f.when(
+            (rows[1] - rows[0]).equals(1),
+            functools.partial(self._row.multiply, f, product, strips, rows),
+            multiply_tiles,
+        )
 
     def _multiply_tiles(
-        self,
-        f: Function,
-        product: Product,
-        strips: tuple[Value, Value],
-        rows: tuple[Value, Value],
-        source: Callable[[Value], Value] | None,
+        self, f: Function, product: Product, strips: tuple[Value, Value], rows: tuple[Value, Value]
     ) -> None:
         (first, stop), (begin, end) = strips, rows
         count, blocks = end - begin, product.in_dim // BLOCK
-        x_bytes, own_bytes = product.in_dim * _INPUT_BYTES, blocks * F32.nbytes
-        gathered = []
-
-        def rows_of(data: Value, row_bytes: Value) -> Value:
-            if source is None:
-                return f.at(data, begin * row_bytes)
-            to = f.call("malloc", PTR, count * row_bytes)
-            gathered.append(to)
-
-            def copy(i: Value) -> None:
-                f.call("memcpy", PTR, f.at(to, i * row_bytes), f.at(data, source(begin + i) * row_bytes), row_bytes)
-
-            f.loop(count, copy)
-            return to
-
-        x = rows_of(product.x, x_bytes)
-        by_block = rows_of(product.by_block, own_bytes) if self._has_own else product.by_block
-        weight = f.at(product.weight, blocks * first * self._run_bytes)
-        out = f.at(product.out, (product.out_dim * begin + first * STRIP) * self._out_bytes)
-        whole = dataclasses.replace(product, x=x, by_block=by_block, weight=weight, out=out)
+        whole = dataclasses.replace(
+            product,
+            x=f.at(product.x, product.in_dim * begin * _INPUT_BYTES),
+            by_block=f.at(product.by_block, blocks * begin * F32.nbytes) if self._has_own else product.by_block,
+            weight=f.at(product.weight, blocks * first * self._run_bytes),
+            out=f.at(product.out, (product.out_dim * begin + first * STRIP) * self._out_bytes),
+        )
         registers = self._registers(f, f.minimum(count, ROWS))
         registers.configure()
 
@@ -108,8 +94,6 @@ class AmxTiles:
         for fewer, (most, name) in zip((0, *self._functions), self._functions.items()):
             f.when((count > fewer) & (count <= most), functools.partial(call, name))
         registers.release()
-        for data in gathered:
-            f.call("free", None, data)
 
     def _write_functions(self, module: Module) -> Iterator[tuple[int, str]]:
         """Write the functions; yield them with the most rows of each."""
