@@ -21,11 +21,14 @@ from pallas_kernels.quantized_matmul.cpu.numbers import LANES, PARTS, SUMS
 from pallas_kernels.quantized_matmul.cpu.tiles import KINDS, LINE_BYTES, Product, Tiles
 
 _ITEM_BYTES, _ITEM_ROWS, _ITEM_STRIPS = 1 << 16, 64, 4
+"""A thread takes about so many bytes of weights at a time, fewer if there are more rows; a multiple of the strips."""
 _PREFETCHED_BYTES = 1 << 12
 _STREAMED_ROWS, _ANY_ROWS = (4, 8, ROWS), (1 << 63) - 1
+"""The most rows of each function for one tile, and of the one for several."""
 _RING, _AHEAD = 4, 2
 """Blocks whose numbers and sums a stream keeps, and how far ahead it unpacks; the former is a power of two."""
 _CHUNK, _PANEL_ROWS = 9, 64
+"""The most blocks, and rows, that several tiles share in the first cache."""
 _INPUT_BYTES = 2
 
 
@@ -76,6 +79,7 @@ class AmxTiles:
     def _multiply_tiles(
         self, f: Function, product: Product, strips: tuple[Value, Value], rows: tuple[Value, Value]
     ) -> None:
+        """Multiply by the function for so many rows, with this thread's registers."""
         (first, stop), (begin, end) = strips, rows
         count, blocks = end - begin, product.in_dim // BLOCK
         whole = dataclasses.replace(
@@ -283,7 +287,10 @@ class AmxTiles:
     def _add_scaled(
         self, f: Function, totals: Sequence[Value], sums: Sequence[Value], run: Value, own: Sequence[Value]
     ) -> list[Value]:
-        """Return the totals of rows with their sums of a block, scaled by the factors of its run and their `own`."""
+        """Return the totals of rows with their sums of a block, scaled by its run's scales, and minima if it has them.
+
+        `sums` are where each row's are, `own` where its factor for the block is, or the sum of its inputs for minima.
+        """
         scale = f.load(SUMS, run, self._number_bytes)
         minimum = f.load(SUMS, run, self._number_bytes + SUMS.nbytes) if self._has_minima else None
         made = []

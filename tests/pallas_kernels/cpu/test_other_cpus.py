@@ -99,12 +99,14 @@ def test_this_cpu_has_features() -> None:
     assert cpu_features()
 
 
-def test_features_that_the_system_refuses_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_registers, "permitted", lambda: False)
+@pytest.mark.parametrize("permitted", [True, False])
+def test_features_that_the_system_refuses_are_not_used(permitted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: dict.fromkeys((*tile_registers.FEATURES, "fma"), True))
+    monkeypatch.setattr(tile_registers, "permitted", lambda: permitted)
     cpu_features.cache_clear()
-    refused = cpu_features()
+    given = cpu_features()
     cpu_features.cache_clear()
-    assert not refused & tile_registers.FEATURES
+    assert given == (tile_registers.FEATURES | {"fma"} if permitted else {"fma"})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels.cpu import call, cpu_features
-from pallas_kernels.cpu.tile_registers import FEATURES
 from pallas_kernels.quantized_matmul import (
     BLOCK,
     FACTORS,
@@ -24,6 +23,7 @@ from pallas_kernels.quantized_matmul import (
     quantized_matmul,
     unpack,
 )
+from pallas_kernels.quantized_matmul.cpu.amx_numbers import TileProducts
 from pallas_kernels.quantized_matmul.cpu.kernel import PackedMatmul
 from pallas_kernels.quantized_matmul.cpu.layout import BITS, INTEGERS, Format
 from pallas_kernels.quantized_matmul.cpu.reorder import reorder_inputs
@@ -141,9 +141,10 @@ def test_a_row_does_not_depend_on_other_rows(product: Any, format: Format) -> No
         np.testing.assert_array_equal(jax.jit(product)(x[3 : 3 + count], packed), many[3 : 3 + count])
 
 
-@pytest.mark.skipif(not cpu_features() >= FEATURES, reason="this CPU has no tile registers")
 @pytest.mark.parametrize("format", FORMATS)
 def test_tile_registers_sum_in_the_order_of_the_manual(format: Format) -> None:
+    if not isinstance(PackedMatmul(format).products(cpu_features()), TileProducts):
+        pytest.skip("this CPU has no tile registers")
     packed, _ = weights(format, 80, 576)
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.standard_normal((21, 576)) * np.exp2(rng.integers(-30, 30, (21, 576))), jnp.bfloat16)
