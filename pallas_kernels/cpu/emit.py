@@ -211,9 +211,9 @@ class Function:
         """Round to the nearest bfloat16; for CPUs with `avx512bf16`."""
         return self.call("llvm.x86.avx512bf16.cvtneps2bf16.512", BF16.times(numbers.type.lanes), numbers)
 
-    def prefetch(self, pointer: Value) -> None:
-        """Prefetch a cache line that will be read soon."""
-        read, near, data = (self.constant(I32, number) for number in (0, 3, 1))
+    def prefetch(self, pointer: Value, cache: int = 1) -> None:
+        """Prefetch a cache line that will be read soon into the first cache or a later one."""
+        read, near, data = (self.constant(I32, number) for number in (0, 4 - cache, 1))
         self.call("llvm.prefetch.p0", None, pointer, read, near, data)
 
     def stack(self, nbytes: int) -> Value:

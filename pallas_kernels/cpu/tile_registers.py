@@ -65,13 +65,13 @@ class TileRegisters:
         """Store a register; its rows begin `row_bytes` apart."""
         self._move("llvm.x86.tilestored64", number, pointer, row_bytes)
 
-    def add_products(self, sums: int, right: int) -> None:
-        """Add the product of `LEFT` and a register of `RIGHT` to one of `SUMS`.
+    def add_products(self, sums: int, right: int, left: int = LEFT) -> None:
+        """Add the product of two registers to a third, which has as many rows as `left`; `right` is one of `RIGHT`.
 
         Products of first and of second neighbours are summed each in order, from zero, then added to each other and
         to the sum. Numbers below the normal range count as zero.
         """
-        self._function.call("llvm.x86.tdpbf16ps", None, *map(self._register, (sums, self.LEFT, right)))
+        self._function.call("llvm.x86.tdpbf16ps", None, *map(self._register, (sums, left, right)))
 
     def _move(self, instruction: str, number: int, pointer: Value, row_bytes: Value | int) -> None:
         f = self._function

@@ -197,7 +197,7 @@ def _share_work(
     zero = f.constant(I64, 0)
     (chunks,) = f.loop(shared.num_decodes, lambda row, count: count + num_chunks(f, facts, shared, row), zero)
     tiles = zero if facts.decode_only else num_tiles(f, facts, shared, num_seqs)
-    chunk_bytes = shared.kv_heads * (8 + partial_bytes(facts))
+    chunk_bytes = shared.kv_heads * (8 + partial_bytes(facts, features))
     tasks = f.call("malloc", PTR, chunks * (chunk_bytes + TASK_BYTES) + tiles * TASK_BYTES + 64)
     tile_tasks = f.at(tasks, chunks * TASK_BYTES)
     counters = f.at(tile_tasks, tiles * TASK_BYTES)

@@ -7,7 +7,7 @@ nothing, not even rounding.
 
 A block of keys is laid out with tokens side by side, a block of values with its dimensions side by side, once for all
 rows. Then both products are the same loop, whose sums stay in registers. If the CPU multiplies bfloat16, a word holds
-two neighbours along the sum; otherwise everything is float32.
+two neighbours along the sum; otherwise everything is float32. In words, a block is also what tile registers take.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from pallas_kernels.cpu import maths
 from pallas_kernels.cpu.emit import Function, Value
-from pallas_kernels.cpu.types import F32, I32, I64
+from pallas_kernels.cpu.tile_registers import FEATURES, ROW_BYTES, ROWS, TileRegisters
+from pallas_kernels.cpu.types import F32, I16, I32, I64
 from pallas_kernels.paged_attention.cpu.tiles import (
     HALVES,
     LANES,
@@ -39,18 +40,20 @@ from pallas_kernels.paged_attention.cpu.tiles import (
 CHUNK = 512
 """Tokens that are summed separately, so that threads can share a long row."""
 STRIP = 6
-"""The most rows that are computed together. AVX-512 has registers for their sums."""
+"""The most rows that are computed together without tile registers. AVX-512 has registers for their sums."""
+Prefetch = Callable[[Value, Value, int], None]
 # The peak of a row that saw no token: below any logit, but far above masked ones, whose weights so become 0.
 _UNSEEN = MASKED / 10
-_WIDE = 4
-BLOCK = _WIDE * LANES
+WIDE = 4
+BLOCK = WIDE * LANES
 
 
 class BlockScratch(NamedTuple):
     """One row of the batch and one KV head, and scratch memory for a block of it.
 
     `offsets` are the offsets in the pool of the block's groups of 16 tokens. `sees_from` is the first position that any
-    query sees. With `exact`, bfloat16 is multiplied without conversion. Registers hold `sums` vectors of sums.
+    query sees. With `exact`, bfloat16 is multiplied without conversion: by `tiles`, if the CPU has tile registers.
+    Others hold `sums` vectors of sums.
     """
 
     shared: SharedOperands
@@ -60,10 +63,17 @@ class BlockScratch(NamedTuple):
     sees_from: Value
     keys: Value
     values: Value
+    logits: Value
     weights: Value
     offsets: Value
     exact: bool
+    tiles: TileRegisters | None
     sums: int
+
+
+def most_rows(facts: CpuAttention, features: frozenset[str]) -> int:
+    """Return the most rows that are computed together."""
+    return ROWS if _has_tiles(facts, features) else STRIP
 
 
 def make_scratch(
@@ -74,14 +84,26 @@ def make_scratch(
     head: Value,
     sees_from: Value,
     features: frozenset[str],
+    rows: int,
 ) -> BlockScratch:
-    """Allocate a block's memory on the stack of `f`."""
-    exact = facts.dtype == facts.kv_dtype == "bfloat16" and "avx512bf16" in features
+    """Allocate memory on the stack of `f` for a block, `rows` rows of which are computed together."""
+    exact = _is_exact(facts, features)
     size = 2 if exact else 4
     keys, values = (f.stack(BLOCK * facts.head_dim * size) for _ in range(2))
-    weights, offsets = f.stack(STRIP * BLOCK * size), f.stack(BLOCK // LANES * 8)
-    sums = STRIP * _WIDE if "avx512f" in features else STRIP
-    return BlockScratch(shared, facts, row, head, sees_from, keys, values, weights, offsets, exact, sums)
+    logits, weights = f.stack(rows * BLOCK * 4), f.stack(rows * BLOCK * size)
+    offsets = f.stack(BLOCK // LANES * 8)
+    tiles = TileRegisters(f, f.constant(I64, rows)) if _has_tiles(facts, features) else None
+    sums = STRIP * WIDE if "avx512f" in features else STRIP
+    return BlockScratch(shared, facts, row, head, sees_from, keys, values, logits, weights, offsets, exact, tiles, sums)
+
+
+def _is_exact(facts: CpuAttention, features: frozenset[str]) -> bool:
+    return facts.dtype == facts.kv_dtype == "bfloat16" and "avx512bf16" in features
+
+
+def _has_tiles(facts: CpuAttention, features: frozenset[str]) -> bool:
+    """Return whether tile registers multiply: heads must fill their rows."""
+    return _is_exact(facts, features) and facts.head_dim * 2 % ROW_BYTES == 0 and features >= FEATURES
 
 
 def query_bytes(scratch: BlockScratch) -> int:
@@ -137,42 +159,63 @@ def write_output(f: Function, state: Value, sink: Value, out: Value, facts: CpuA
     store_row(f, [f.load(VECTOR, state, 64 * i) * share for i in range(facts.vectors)], out, facts.dtype)
 
 
+def find_tokens(f: Function, scratch: BlockScratch, at: Value, end: Value) -> None:
+    """Find tokens `at` to `end` in the pool."""
+
+    def group(i: Value) -> None:
+        offset = token_offset(f, scratch.shared, scratch.facts, scratch.row, scratch.head, at + i * LANES)
+        f.store(offset, scratch.offsets, i * 8)
+
+    f.loop((end - at + (LANES - 1)) // LANES, group, start=first_seen(f, scratch, at) // LANES)
+
+
 def lay_out_keys(f: Function, scratch: BlockScratch, at: Value, end: Value) -> None:
-    """Lay out the keys of tokens `at` to `end` for the product with queries."""
+    """Lay out the keys of tokens `at` to `end` for the product with queries; call `find_tokens` before."""
     facts, shared = scratch.facts, scratch.shared
 
     def group(i: Value) -> None:
-        offset = token_offset(f, shared, facts, scratch.row, scratch.head, at + i * LANES)
-        f.store(offset, scratch.offsets, i * 8)
-        _lay_out_group(f, f.at(shared.keys, offset), f.at(scratch.keys, i * 64), facts, scratch.exact)
+        keys = f.at(shared.keys, f.load(I64, scratch.offsets, i * 8))
+        _lay_out_group(f, keys, f.at(scratch.keys, i * 64), facts, scratch.exact)
 
-    f.loop((end - at + (LANES - 1)) // LANES, group, start=_first_seen(f, scratch, at) // LANES)
+    f.loop((end - at + (LANES - 1)) // LANES, group, start=first_seen(f, scratch, at) // LANES)
 
 
-def lay_out_values(f: Function, scratch: BlockScratch, at: Value, end: Value) -> None:
-    """Lay out their values for the product with weights; call `lay_out_keys` before."""
+def lay_out_values(f: Function, scratch: BlockScratch, at: Value, end: Value, prefetch: Prefetch | None = None) -> None:
+    """Lay out their values for the product with weights; call `find_tokens` before. See `advance` for `prefetch`."""
+    facts, shared = scratch.facts, scratch.shared
+    row_bytes = facts.head_dim * 4
 
     def step(k: Value, masked: bool) -> Sequence[Value]:
-        for i, column in enumerate(_values(f, scratch, at, end, k, range(scratch.facts.vectors), masked)):
-            f.store(column, scratch.values, k * (scratch.facts.head_dim * 4) + 64 * i)
+        for i, column in enumerate(value_vectors(f, scratch, at, end, k, range(facts.vectors), masked)):
+            f.store(column, scratch.values, k * row_bytes + 64 * i)
+        if prefetch is not None:
+            nbytes = 2 * facts.kv_row_bytes
+            prefetch(shared.values, k * nbytes, nbytes)
         return ()
 
-    _each_step(f, scratch, at, end, step)
+    def clear(k: Value) -> None:
+        for i in range(facts.vectors):
+            f.store(f.constant(WORDS, 0), scratch.values, k * row_bytes + 64 * i)
+
+    each_step(f, scratch, at, end, step)
+    if scratch.tiles is not None:  # which multiply all tokens of a block
+        f.loop(first_seen(f, scratch, at) // 2, clear)
+        f.loop(f.constant(I64, BLOCK // 2), clear, start=(end - at + 1) // 2)
 
 
-def _first_seen(f: Function, scratch: BlockScratch, at: Value) -> Value:
+def first_seen(f: Function, scratch: BlockScratch, at: Value) -> Value:
     """Return the index of the first token of a block that any query sees."""
     return f.constant(I64, 0) if scratch.facts.window is None else f.maximum(scratch.sees_from, at) - at
 
 
-def _each_step(
+def each_step(
     f: Function, scratch: BlockScratch, at: Value, end: Value, body: Callable[..., Sequence[Value]], *carried: Value
 ) -> list[Value]:
     """Run `body(step, masked, *carried)` for each token of a block that any query sees.
 
     If bfloat16 is multiplied without conversion, a step is a pair of neighbours; of a `masked` pair, one may be unseen.
     """
-    first, count = _first_seen(f, scratch, at), end - at
+    first, count = first_seen(f, scratch, at), end - at
 
     def run(start: Value, stop: Value, masked: bool, before: Sequence[Value]) -> list[Value]:
         return f.loop(stop, lambda k, *values: body(k, masked, *values), *before, start=start)
@@ -188,7 +231,7 @@ def _each_step(
     return run(f.maximum(whole, count // 2), stop, True, done)
 
 
-def _values(
+def value_vectors(
     f: Function, scratch: BlockScratch, at: Value, end: Value, step: Value, columns: range, masked: bool
 ) -> Iterator[Value]:
     """Yield the vectors `columns` of a step's values. Values that no query sees may be NaN and become zeros."""
@@ -200,19 +243,23 @@ def _values(
         for i in columns:
             yield from load_row(f, f.at(rows[0], i * LANES * facts.kv_bytes), facts.kv_dtype, LANES)
         return
-    lanes = [lane // 2 + LANES * (lane % 2) for lane in range(2 * LANES)]
+    # Two columns at once, if there are as many: a whole register of each token, and one instruction for each column
+    at_once = 2 if len(columns) % 2 == 0 else 1
+    kind = I16.times(LANES * at_once)
     seen = []
     for i in range(per_step):
         position = at + token + i
         mask = position < end
         if facts.window is not None:
             mask = mask & (position >= scratch.sees_from)
-        seen.append(f.broadcast(mask, LANES))
-    for i in columns:
-        pair = [f.load(HALVES, row, 32 * i) for row in rows]
+        seen.append(f.broadcast(mask, kind.lanes))
+    for i in columns[::at_once]:
+        pair = [f.load(kind, row, 32 * i) for row in rows]
         if masked:
             pair = [f.select(mask, half, 0) for mask, half in zip(seen, pair, strict=True)]
-        yield f.shuffle(pair[0], pair[1], lanes)
+        for first in range(0, kind.lanes, LANES):
+            places = range(first, first + LANES)
+            yield f.shuffle(pair[0], pair[1], [place + side for place in places for side in (0, kind.lanes)])
 
 
 def _lay_out_group(f: Function, tokens: Value, to: Value, facts: CpuAttention, exact: bool) -> None:
@@ -233,97 +280,12 @@ def _lay_out_group(f: Function, tokens: Value, to: Value, facts: CpuAttention, e
             f.store(column, to, (first + i) * (BLOCK * 4))
 
 
-def advance(
-    f: Function,
-    scratch: BlockScratch,
-    queries: Value,
-    states: Value,
-    query_positions: Sequence[Value],
-    at: Value,
-    end: Value,
-    prefetch: Callable[[Value, Value, int], None] | None = None,
-) -> None:
-    """Add a block whose keys are laid out to the states of consecutive rows of queries at `query_positions`.
-
-    Without `prefetch`, its values must be laid out too. With it, values are read from the pool, and each step of both
-    products calls `prefetch(pool, first byte, bytes)` for its part of a block: a core has only some reads under way.
-    """
-    facts, exact = scratch.facts, scratch.exact
-    size = 2 if exact else 4
-    words = f.constant(I64, facts.head_dim * size // 4)
-    together = max(1, min(_WIDE, scratch.sums // len(query_positions)))
-
-    def keys(k: Value, columns: range) -> list[Value]:
-        return [f.load(WORDS if exact else VECTOR, scratch.keys, k * (BLOCK * 4) + 64 * i) for i in columns]
-
-    def multiply(left: Value, stride: int, k: Value, columns: Sequence[Value], sums: Sequence[Value]) -> list[Value]:
-        """Add the products of word `k` of each row, broadcast to every lane, with the columns."""
-        out = []
-        for r in range(len(query_positions)):
-            word = f.broadcast(f.load(I32 if exact else F32, left, k * 4 + r * stride), LANES)
-            for column, total in zip(columns, sums[r * len(columns) :], strict=False):
-                out.append(f.dot_bf16(column, word, total) if exact else f.fma(column, word, total))
-        return out
-
-    stride = query_bytes(scratch)
-
-    logits: list[list[Value]] = [[] for _ in query_positions]
-    for first in range(0, _WIDE, together):
-        columns = range(first, min(first + together, _WIDE))
-
-        def word(k: Value, *sums: Value, columns: range = columns) -> list[Value]:
-            if prefetch is not None and columns.start == 0:
-                nbytes = BLOCK * facts.kv_row_bytes // (facts.head_dim * size // 4)
-                prefetch(scratch.shared.keys, k * nbytes, nbytes)
-            return multiply(queries, stride, k, keys(k, columns), sums)
-
-        sums = f.loop(words, word, *[zero(f)] * (len(columns) * len(logits)))
-        for r, own in enumerate(logits):
-            own += sums[r * len(columns) : (r + 1) * len(columns)]
-    keeps = []
-    for r, position in enumerate(query_positions):
-        state = f.at(states, r * state_bytes(facts))
-        keep, shares = _softmax_weights(f, logits[r], state, at, position, facts)
-        keeps.append(keep)
-        for i, share in enumerate(shares):
-            if exact:
-                f.store(f.to_bf16(share), scratch.weights, r * BLOCK * 2 + 32 * i)
-            else:
-                f.store(share, scratch.weights, r * BLOCK * 4 + 64 * i)
-    for first in range(0, facts.vectors, together):
-        columns = range(first, min(first + together, facts.vectors))
-
-        def in_pool(k: Value, masked: bool, *sums: Value, columns: range = columns) -> list[Value]:
-            if columns.start == 0 and prefetch is not None:
-                nbytes = facts.kv_row_bytes * (2 if exact else 1)
-                prefetch(scratch.shared.values, k * nbytes, nbytes)
-            values = list(_values(f, scratch, at, end, k, columns, masked))
-            return multiply(scratch.weights, BLOCK * size, k, values, sums)
-
-        def laid_out(k: Value, *sums: Value, columns: range = columns) -> list[Value]:
-            kind, row = WORDS if exact else VECTOR, k * (facts.head_dim * 4)
-            values = [f.load(kind, scratch.values, row + 64 * i) for i in columns]
-            return multiply(scratch.weights, BLOCK * size, k, values, sums)
-
-        places = [f.at(states, r * state_bytes(facts) + 64 * i) for r in range(len(query_positions)) for i in columns]
-        start = [f.load(VECTOR, place) * keeps[i // len(columns)] for i, place in enumerate(places)]
-        if prefetch is not None:
-            done = _each_step(f, scratch, at, end, in_pool, *start)
-        else:
-            begin, count = _first_seen(f, scratch, at), end - at
-            if exact:
-                begin, count = begin // 2, (count + 1) // 2
-            done = f.loop(count, laid_out, *start, start=begin)
-        for place, total in zip(places, done, strict=True):
-            f.store(total, place)
-
-
-def _softmax_weights(
+def softmax_weights(
     f: Function, logits: list[Value], state: Value, at: Value, query_position: Value, facts: CpuAttention
 ) -> tuple[Value, list[Value]]:
     """Update a row's peak and total; return the factor that rescales its sums, and the weights of a block's tokens."""
     seen = []
-    for i in range(_WIDE):
+    for i in range(WIDE):
         position = positions(f, at + i * LANES)
         mask = position <= splat(f, query_position)
         if facts.window is not None:

@@ -7,20 +7,28 @@ on the row alone, and one long row keeps every core busy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import NamedTuple
 
 from pallas_kernels.cpu.emit import Function, Value
+from pallas_kernels.cpu.tile_registers import ROWS
 from pallas_kernels.cpu.types import I64
+from pallas_kernels.paged_attention.cpu.advance import (
+    advance,
+    advance_tiles,
+    lay_out_queries,
+    multiply_keys_in_pool,
+)
 from pallas_kernels.paged_attention.cpu.blocks import (
     BLOCK,
     CHUNK,
-    STRIP,
-    advance,
+    Prefetch,
+    find_tokens,
     lay_out_keys,
     lay_out_values,
     make_scratch,
     merge_state,
+    most_rows,
     query_bytes,
     reset_state,
     state_bytes,
@@ -49,9 +57,9 @@ class _RowQueries(NamedTuple):
     sees_from: Value
 
 
-def partial_bytes(facts: CpuAttention) -> int:
+def partial_bytes(facts: CpuAttention, features: frozenset[str]) -> int:
     """Return the size of an item's result: the states of its query heads."""
-    return _padded_heads(facts) * state_bytes(facts)
+    return _padded_heads(facts, features) * state_bytes(facts)
 
 
 def num_chunks(f: Function, facts: CpuAttention, shared: SharedOperands, row: Value) -> Value:
@@ -86,9 +94,13 @@ def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
     # Offsets in the pool of the tokens that are read next, by groups of 16
     ahead = f.stack(_GROUPS * 8)
     # The loop over heads replaces the head
-    scratch = make_scratch(f, shared, facts, row, share, sees_from, features)
-    queries = f.stack(_padded_heads(facts) * query_bytes(scratch))
-    live, strip = own_queries.number * facts.group, _strip_heads(facts)
+    strip, item_bytes = _strip_heads(facts, features), partial_bytes(facts, features)
+    scratch = make_scratch(f, shared, facts, row, share, sees_from, features, strip)
+    heads = _padded_heads(facts, features)
+    queries, columns = (f.stack(n * query_bytes(scratch)) for n in (heads, heads // strip * ROWS))
+    live = own_queries.number * facts.group
+    # With tile registers there is little time between reads: more of them under way than a first cache takes
+    cache = 1 if scratch.tiles is None else 2
     strips = (live + (strip - 1)) // strip
     head_bytes = facts.head_dim * facts.q_bytes
     token_bytes = shared.kv_heads * (facts.group * head_bytes)
@@ -97,7 +109,7 @@ def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
 
     def decode_head(head: Value) -> None:
         own = scratch._replace(head=head)
-        states = f.at(shared.partials, (index * shared.kv_heads + head) * partial_bytes(facts))
+        states = f.at(shared.partials, (index * shared.kv_heads + head) * item_bytes)
         first_offset = own_queries.token * token_bytes + head * (facts.group * head_bytes)
 
         def offset_of(g: Value) -> Value:
@@ -107,9 +119,15 @@ def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
         def store_head(g: Value) -> None:
             store_query(f, own, f.at(shared.q, offset_of(g)), f.at(queries, g * query_bytes(own)))
 
+        def lay_out_strip(s: Value) -> None:
+            of_strip = f.at(queries, s * (strip * query_bytes(own)))
+            lay_out_queries(f, own, of_strip, strip, f.at(columns, s * (ROWS * query_bytes(own))))
+
         f.loop(live, store_head)
         f.loop(strips * strip, lambda g: store_query(f, own, None, f.at(queries, g * query_bytes(own))), start=live)
         f.loop(strips * strip, lambda r: reset_state(f, f.at(states, r * state_bytes(facts)), facts))
+        if own.tiles is not None:
+            f.loop(strips, lay_out_strip)
 
         def block(at: Value) -> None:
             stays = at + BLOCK < end
@@ -131,19 +149,35 @@ def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
                 group_bytes = LANES * facts.kv_row_bytes
                 offset = f.load(I64, ahead, first // group_bytes * 8) + first % group_bytes
                 for line in range(0, nbytes, _LINE):
-                    f.prefetch(f.at(pool, offset + line))
+                    f.prefetch(f.at(pool, offset + line), cache)
 
-            lay_out_keys(f, own, at, stop)
+            find_tokens(f, own, at, stop)
 
-            def attend_strip(s: Value, prefetch: Callable[[Value, Value, int], None] | None = None) -> None:
+            def attend_strip(s: Value, prefetch_next: Prefetch | None = None) -> None:
                 first = s * strip
                 rows = f.at(states, first * state_bytes(facts))
-                query_positions = [length - own_queries.number + (first + r) // facts.group for r in range(strip)]
-                advance(f, own, f.at(queries, first * query_bytes(own)), rows, query_positions, at, stop, prefetch)
 
-            if facts.max_queries is None:
+                def position_of(r: Value) -> Value:
+                    return length - own_queries.number + (first + r) // facts.group
+
+                if own.tiles is None:
+                    of_strip = f.at(queries, first * query_bytes(own))
+                    advance(f, own, of_strip, rows, strip, position_of, at, stop, prefetch_next)
+                    return
+                side_by_side = f.at(columns, s * (ROWS * query_bytes(own)))
+                multiply = functools.partial(
+                    multiply_keys_in_pool, f, own, own.tiles, side_by_side, strip, at, stop, prefetch
+                )
+                advance_tiles(f, own, own.tiles, multiply, rows, strip, position_of, at)
+
+            if own.tiles is not None:
+                lay_out_values(f, own, at, stop, prefetch)
+                f.loop(strips, attend_strip)
+            elif facts.max_queries is None:
+                lay_out_keys(f, own, at, stop)
                 f.loop(strips, lambda s: attend_strip(s, prefetch))
             else:
+                lay_out_keys(f, own, at, stop)
                 attend_strip(f.constant(I64, 0), prefetch)
 
                 def attend_others() -> None:
@@ -153,16 +187,18 @@ def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
                 f.when(strips > 1, attend_others)
             # The groups that were not prefetched beside a token of this block
             groups = (stop - at + (LANES - 1)) // LANES
-            f.loop(
-                _GROUPS, lambda i: _fetch(f, shared, row, next_head, next_at + i * LANES, next_end, facts), start=groups
-            )
+
+            def fetch_group(i: Value) -> None:
+                _fetch(f, shared, row, next_head, next_at + i * LANES, next_end, facts, cache)
+
+            f.loop(_GROUPS, fetch_group, start=groups)
 
         f.loop(end, block, start=begin, step=BLOCK)
         counter = f.at(shared.counters, (first_task * shared.kv_heads + head) * 8)
 
         def merge_chunks() -> None:
-            first = f.at(shared.partials, (first_task * shared.kv_heads + head) * partial_bytes(facts))
-            stride = shared.kv_heads * partial_bytes(facts)
+            first = f.at(shared.partials, (first_task * shared.kv_heads + head) * item_bytes)
+            stride = shared.kv_heads * item_bytes
 
             def query_head(g: Value) -> None:
                 state = f.at(first, g * state_bytes(facts))
@@ -175,8 +211,12 @@ def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
         f.when((f.fetch_add(counter, 1) + 1).equals(chunks), merge_chunks)
 
     for i in range(_GROUPS):
-        _fetch(f, shared, row, first_head, begin + i * LANES, end, facts)
+        _fetch(f, shared, row, first_head, begin + i * LANES, end, facts, cache)
+    if scratch.tiles is not None:
+        scratch.tiles.configure()
     f.loop(last_head, decode_head, start=first_head)
+    if scratch.tiles is not None:
+        scratch.tiles.release()
 
 
 def _row_queries(f: Function, facts: CpuAttention, shared: SharedOperands, row: Value) -> _RowQueries:
@@ -191,33 +231,39 @@ def _row_queries(f: Function, facts: CpuAttention, shared: SharedOperands, row: 
     return _RowQueries(token, count, length, sees_from)
 
 
-def _strip_heads(facts: CpuAttention) -> int:
+def _strip_heads(facts: CpuAttention, features: frozenset[str]) -> int:
     """Return the number of query heads that are computed together: those of a row in about equal parts."""
     heads = facts.group * (facts.max_queries or 1)
-    return -(-heads // -(-heads // STRIP))
+    return -(-heads // -(-heads // most_rows(facts, features)))
 
 
-def _padded_heads(facts: CpuAttention) -> int:
+def _padded_heads(facts: CpuAttention, features: frozenset[str]) -> int:
     """Return the number of query heads of the largest row, padded to whole strips."""
-    heads = facts.group * (facts.max_queries or 1)
-    return -(-heads // _strip_heads(facts)) * _strip_heads(facts)
+    heads, strip = facts.group * (facts.max_queries or 1), _strip_heads(facts, features)
+    return -(-heads // strip) * strip
 
 
 def _fetch(
-    f: Function, shared: SharedOperands, row: Value, head: Value, position: Value, end: Value, facts: CpuAttention
+    f: Function,
+    shared: SharedOperands,
+    row: Value,
+    head: Value,
+    position: Value,
+    end: Value,
+    facts: CpuAttention,
+    cache: int,
 ) -> None:
     """Prefetch 16 tokens that will be read soon: pages are too short for a CPU's own prefetcher."""
 
     def fetch() -> None:
         offset = token_offset(f, shared, facts, row, head, position)
 
-        f.loop(LANES, lambda i: _fetch_token(f, shared, offset + i * facts.kv_row_bytes, facts))
+        def fetch_token(i: Value) -> None:
+            for pool in (shared.keys, shared.values):
+                token = f.at(pool, offset + i * facts.kv_row_bytes)
+                for line in range(0, facts.kv_row_bytes, _LINE):
+                    f.prefetch(f.at(token, line), cache)
+
+        f.loop(LANES, fetch_token)
 
     f.when(position < end, fetch)
-
-
-def _fetch_token(f: Function, shared: SharedOperands, offset: Value, facts: CpuAttention) -> None:
-    for pool in (shared.keys, shared.values):
-        token = f.at(pool, offset)
-        for line in range(0, facts.kv_row_bytes, _LINE):
-            f.prefetch(f.at(token, line))

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from pallas_kernels.cpu.emit import Function, Value
 from pallas_kernels.cpu.types import I64
+from pallas_kernels.paged_attention.cpu.advance import advance, advance_tiles, multiply_keys
 from pallas_kernels.paged_attention.cpu.blocks import (
     BLOCK,
     CHUNK,
-    STRIP,
     BlockScratch,
-    advance,
+    find_tokens,
     lay_out_keys,
     lay_out_values,
     make_scratch,
     merge_state,
+    most_rows,
     query_bytes,
     reset_state,
     state_bytes,
@@ -79,9 +81,9 @@ def prefill(
     first = int_at(f, shared.kv_lens, row) - (to_token - from_token) + offset
     count = f.minimum(to_token - from_token - offset, _tile_queries(facts))
     sees_from = f.constant(I64, 0) if facts.window is None else f.maximum(first - (facts.window - 1), 0)
-    scratch = make_scratch(f, shared, facts, row, head, sees_from, features)
     # With fewer registers than AVX-512's, the sums of several rows would lie in memory
-    strip = STRIP if "avx512f" in features else 1
+    strip = most_rows(facts, features) if "avx512f" in features else 1
+    scratch = make_scratch(f, shared, facts, row, head, sees_from, features, strip)
     rows = -(-_tile_queries(facts) * facts.group // strip) * strip
     memory = [f.stack(rows * size) for size in (query_bytes(scratch), state_bytes(facts), state_bytes(facts))]
     tile = _QueryTile(first, count, strip, (count * facts.group + (strip - 1)) // strip, *memory)
@@ -90,6 +92,8 @@ def prefill(
     _store_queries(f, tile, scratch, f.at(shared.q, own), stride)
     end = first + count
     first_chunk = sees_from // CHUNK
+    if scratch.tiles is not None:
+        scratch.tiles.configure()
 
     def chunk(c: Value) -> None:
         is_first = c.equals(first_chunk)
@@ -104,6 +108,8 @@ def prefill(
         f.when(is_first, lambda: None, lambda: _merge(f, tile, facts))
 
     f.loop((end + (CHUNK - 1)) // CHUNK, chunk, start=first_chunk)
+    if scratch.tiles is not None:
+        scratch.tiles.release()
 
     def write(r: Value) -> None:
         own_head = r % facts.group
@@ -141,6 +147,7 @@ def _store_queries(f: Function, tile: _QueryTile, scratch: BlockScratch, q: Valu
 def _block(f: Function, tile: _QueryTile, scratch: BlockScratch, states: Value, at: Value, end: Value) -> None:
     """Add a block to all rows that see any of it."""
     group = scratch.facts.group
+    find_tokens(f, scratch, at, end)
     lay_out_keys(f, scratch, at, end)
     lay_out_values(f, scratch, at, end)
 
@@ -150,8 +157,16 @@ def _block(f: Function, tile: _QueryTile, scratch: BlockScratch, states: Value, 
         own = f.at(states, begin * state_bytes(scratch.facts))
 
         def attend() -> None:
-            query_positions = [tile.first + (begin + r) // group for r in range(tile.strip_rows)]
-            advance(f, scratch, queries, own, query_positions, at, end)
+            rows = tile.strip_rows
+
+            def position_of(r: Value) -> Value:
+                return tile.first + (begin + r) // group
+
+            if scratch.tiles is None:
+                advance(f, scratch, queries, own, rows, position_of, at, end)
+            else:
+                multiply = functools.partial(multiply_keys, f, scratch, scratch.tiles, queries)
+                advance_tiles(f, scratch, scratch.tiles, multiply, own, rows, position_of, at)
 
         f.when(tile.first + (begin + (tile.strip_rows - 1)) // group >= at, attend)
 

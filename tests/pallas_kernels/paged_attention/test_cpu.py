@@ -12,12 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cpu import cpu_features, tile_registers
 from pallas_kernels.cpu.emit import Module
 from pallas_kernels.paged_attention import Backend, BackendName, PagedKV, kv_layout, paged_attention
 from pallas_kernels.paged_attention.cpu import backend as cpu
+from pallas_kernels.paged_attention.cpu import blocks
 from pallas_kernels.paged_attention.cpu.blocks import CHUNK
 from tests.pallas_kernels.paged_attention import test_paged_attention as suite
 from tests.pallas_kernels.paged_attention.cases import CASES, Case, make_batch
+from tests.pallas_kernels.quantized_matmul.cpu.paths import EmulatedRegisters
 from tests.selection import grid
 
 pytestmark = pytest.mark.slow
@@ -39,6 +42,18 @@ class WithoutFeatures(cpu.PagedAttention):
         super().write(module, frozenset())
 
 
+@dataclasses.dataclass(frozen=True)
+class EmulatedTiles(cpu.PagedAttention):
+    """The kernel for a CPU with tile registers, where `EmulatedRegisters` take their place."""
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}_tiles"
+
+    def write(self, module: Module, features: frozenset[str]) -> None:
+        super().write(module, features | tile_registers.FEATURES)
+
+
 @pytest.fixture
 def _old_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cpu, "PagedAttention", WithoutFeatures)
@@ -52,6 +67,25 @@ def _old_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_cpu_without_bfloat16_computes_the_same(name: str) -> None:
     case = dataclasses.replace(TABLE[name], dtype="bfloat16")
     suite._check(case, make_batch(case), "cpu")
+
+
+@pytest.mark.skipif("avx512bf16" not in cpu_features(), reason="registers are emulated by AVX512_BF16")
+@pytest.mark.parametrize(
+    "case",
+    [LONG, dataclasses.replace(LONG, window=CHUNK + 100, sinks=True), TABLE["decode-everything"]],
+    ids=["long", "window", "decode"],
+)
+def test_tile_registers_compute_what_their_manual_says(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = dataclasses.replace(case, dtype="bfloat16")
+    batch = make_batch(case)
+    if cpu_features() >= tile_registers.FEATURES:
+        by_hardware = suite._run(case, batch, "cpu")[0]
+    monkeypatch.setattr(cpu, "PagedAttention", EmulatedTiles)
+    monkeypatch.setattr(blocks, "TileRegisters", EmulatedRegisters)
+    suite._compiled.cache_clear()
+    suite._check(case, batch, "cpu")
+    if cpu_features() >= tile_registers.FEATURES:
+        np.testing.assert_array_equal(suite._bits(suite._run(case, batch, "cpu")[0]), suite._bits(by_hardware))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

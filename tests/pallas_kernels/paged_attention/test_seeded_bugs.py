@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels.cpu import cpu_features
+from pallas_kernels.cpu import cpu_features, tile_registers
 from pallas_kernels.paged_attention import BackendName
 from pallas_kernels.paged_attention import __name__ as PACKAGE
 from tests.pallas_kernels.paged_attention import test_paged_attention as suite
@@ -28,6 +28,7 @@ BATCH = Case("batch", ((150, 1), (40, 1), (70, 33), (20, 20)), 2)
 WINDOW = dataclasses.replace(BATCH, window=20)
 # An odd number of tokens, from an odd position on: for CPUs that multiply pairs of bfloat16
 PAIRS = Case("pairs", ((151, 1), (41, 1), (71, 33), (21, 21)), 2, dtype="bfloat16", window=20)
+TILES = Case("tiles", ((151, 1), (70, 33)), 1, dtype="bfloat16")
 FEW = Case("few", ((150, 5), (40, 1), (70, 3)), 0, max_queries=5)
 # The last queries are in another split than the first ones.
 STRADDLES = Case("straddles", ((258, 4),), 0, max_queries=4)
@@ -103,7 +104,7 @@ SEEDS = [
     Seed("scale-of-values-left-out", "triton", "triton.prefill", "kv_scale(pool, 1, kv_head)", "1.0", FP8),
     Seed("off-by-one-page", "cpu", "cpu.tiles", "position // facts.page_size)", "(position + 1) // facts.page_size)"),
     Seed("place-of-another-layer", "cpu", "cpu.tiles", " + shared.first_entry", ""),
-    Seed("one-token-too-many", "cpu", "cpu.decode", "[length - own", "[length + 1 - own"),
+    Seed("one-token-too-many", "cpu", "cpu.decode", "return length - own", "return length + 1 - own"),
     Seed(
         "a-draft-sees-the-next",
         "cpu",
@@ -113,6 +114,7 @@ SEEDS = [
         FEW,
     ),
     Seed("a-neighbour-beyond-the-end", "cpu", "cpu.blocks", "mask = position < end", "mask = position <= end", PAIRS),
+    Seed("weights-left-out", "cpu", "cpu.advance", "BLOCK // 2, columns)", "BLOCK // 4, columns)", TILES),
     Seed("a-chunk-left-out", "cpu", "cpu.decode", "stride), facts), start=1)", "stride), facts), start=2)", LONG),
     Seed(
         "a-chunk-not-rescaled",
@@ -142,7 +144,7 @@ SEEDS = [
     Seed(
         "old-sums-not-rescaled",
         "cpu",
-        "cpu.blocks",
+        "cpu.advance",
         "f.load(VECTOR, place) * keeps[i // len(columns)]",
         "f.load(VECTOR, place)",
     ),
@@ -185,6 +187,8 @@ QUICK = ("triton-off-by-one-page", "cpu-not-causal", "cpu-window-one-too-wide")
 def test_a_seeded_bug_is_found(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
     if seed.case is PAIRS and "avx512bf16" not in cpu_features():
         pytest.skip("this CPU multiplies bfloat16 as float32, one token at a time")
+    if seed.case is TILES and not cpu_features() >= tile_registers.FEATURES:
+        pytest.skip("this CPU has no tile registers")
     _plant(seed, monkeypatch)
     with pytest.raises(AssertionError, match=r"Not equal to tolerance|Arrays are not equal"):
         suite._check(seed.case, make_batch(seed.case), seed.backend)

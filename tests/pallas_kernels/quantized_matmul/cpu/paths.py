@@ -83,14 +83,14 @@ class EmulatedRegisters(TileRegisters):
     def store(self, number: int, pointer: Value, row_bytes: Value | int = ROW_BYTES) -> None:
         self._copy(number, lambda row: (self._tiles[number], row * ROW_BYTES), lambda row: (pointer, row * row_bytes))
 
-    def add_products(self, sums: int, right: int) -> None:
+    def add_products(self, sums: int, right: int, left: int = TileRegisters.LEFT) -> None:
         f = self._function
 
         def multiply_row(row: Value) -> None:
             def multiply_pair(pair: Value, even: Value, odd: Value) -> list[Value]:
-                left = f.broadcast(f.load(I32, self._tiles[self.LEFT], row * ROW_BYTES + pair * I32.nbytes), STRIP)
+                own = f.broadcast(f.load(I32, self._tiles[left], row * ROW_BYTES + pair * I32.nbytes), STRIP)
                 (a, b), (c, d) = (
-                    pairs_from_bf16(f, one) for one in (left, f.load(LANES, self._tiles[right], pair * ROW_BYTES))
+                    pairs_from_bf16(f, one) for one in (own, f.load(LANES, self._tiles[right], pair * ROW_BYTES))
                 )
                 return [f.fma(a, c, even), f.fma(b, d, odd)]
 
@@ -98,12 +98,14 @@ class EmulatedRegisters(TileRegisters):
             at = row * ROW_BYTES
             f.store(f.load(SUMS, self._tiles[sums], at) + (even + odd), self._tiles[sums], at)
 
-        f.loop(self._rows, multiply_row)
+        f.loop(self._rows_of(left), multiply_row)
 
     def _copy(self, number: int, source: Callable[..., Any], target: Callable[..., Any]) -> None:
         f = self._function
-        rows = ROWS if number in self.RIGHT else self._rows
-        f.loop(rows, lambda row: f.store(f.load(LANES, *source(row)), *target(row)))
+        f.loop(self._rows_of(number), lambda row: f.store(f.load(LANES, *source(row)), *target(row)))
+
+    def _rows_of(self, number: int) -> Value | int:
+        return ROWS if number in self.RIGHT else self._rows
 
 
 class EmulatedTileProducts(TileProducts):
