@@ -188,7 +188,6 @@ def multiply_keys_in_pool(
     sums, keys, others = tiles.RIGHT
     products = f.stack(BLOCK * ROW_BYTES)
     first, stop = first_seen(f, scratch, at) // LANES, (end - at + (LANES - 1)) // LANES
-
     steps = facts.kv_row_bytes // ROW_BYTES
 
     def multiply_group(i: Value) -> None:
