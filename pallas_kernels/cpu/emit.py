@@ -192,6 +192,10 @@ class Function:
         fenced = self.call(f"llvm.arithmetic.fence.v{kind.lanes}f32", kind, self.convert("bitcast", numbers, kind))
         return self.convert("bitcast", fenced, numbers.type)
 
+    def opaque(self, pointer: Value) -> Value:
+        """Return the same pointer, of which LLVM knows nothing: it computes those that follow one after another."""
+        return self._emit(PTR, f'call ptr asm "", "=r,0"(ptr {pointer.ref})')
+
     def at(self, pointer: Value, offset: Value | int) -> Value:
         """Return a pointer `offset` bytes further."""
         offset = offset if isinstance(offset, Value) else self.constant(I64, offset)

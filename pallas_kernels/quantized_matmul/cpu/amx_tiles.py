@@ -27,8 +27,8 @@ _STREAMED_ROWS, _ANY_ROWS = (4, 8, ROWS), (1 << 63) - 1
 """The most rows of each function for one tile, and of the one for several."""
 _RING, _AHEAD = 4, 2
 """Blocks whose numbers and sums a stream keeps, and how far ahead it unpacks; the former is a power of two."""
-_CHUNK, _PANEL_ROWS = 9, 64
-"""The most blocks, and rows, that several tiles share in the first cache."""
+_PAIR, _CHUNK, _PANEL_ROWS = 2, 2, 64
+"""The strips, and the most blocks and rows, that several tiles share in the first cache, half of which is another's."""
 _INPUT_BYTES = 2
 
 
@@ -146,70 +146,86 @@ class AmxTiles:
     def _write_tiles(self, module: Module) -> str:
         """Write the function of several tiles.
 
-        The numbers of a chunk of a strip, the sums of a tile and the totals of a panel of rows fit in a first cache, so
-        that only inputs come from the second. Sums are scaled some blocks after they were stored, for the same reason
-        as in `_write_stream`.
+        Two strips share what is loaded of `x`. The numbers of a chunk of both, the sums of a tile and the totals of a
+        panel of rows fit in a first cache, so that only inputs come from the second.
         """
         f, product, count, strips = self._function(module, "tiles")
+        whole = strips - strips % _PAIR
+        f.loop(whole, functools.partial(self._multiply_panels, f, product, count, _PAIR), step=_PAIR)
+        f.loop(strips, functools.partial(self._multiply_panels, f, product, count, 1), start=whole)
+        f.ret()
+        return f.name
+
+    def _multiply_panels(self, f: Function, product: Product, count: Value, width: int, strip: Value) -> None:
+        """Multiply `width` strips, from `strip` on, by all rows."""
         blocks, row_bytes = product.in_dim // BLOCK, product.in_dim * _INPUT_BYTES
         registers = self._registers(f, f.constant(I64, ROWS))
-        numbers, sums = (f.stack(_CHUNK * TILE_BYTES) for _ in range(2))
-        all_totals = f.stack(_PANEL_ROWS * SUMS.nbytes)
-        chunks = (blocks + _CHUNK - 1) // _CHUNK
-        size = (blocks + chunks - 1) // chunks
+        used = registers.SUMS[:width]
+        numbers, sums = (f.stack(width * _CHUNK * TILE_BYTES) for _ in range(2))
+        all_totals = f.stack(_PANEL_ROWS * width * SUMS.nbytes)
 
         def first_row(tile: Value) -> Value:
             return f.minimum(tile, count - ROWS)  # the last tile has rows of the one before, so that it is whole
 
-        def multiply_panel(strip: Value, first: Value) -> None:
+        def multiply_panel(first: Value) -> None:
             stop = f.minimum(first + _PANEL_ROWS, count)
 
-            def totals_of(tile: Value) -> list[Value]:
-                return [f.at(all_totals, (tile - first + i) * SUMS.nbytes) for i in range(ROWS)]
+            def totals_of(tile: Value, number: int) -> list[Value]:
+                of_tile = f.at(all_totals, (tile - first) * (width * SUMS.nbytes))
+                return [f.at(of_tile, (number * ROWS + i) * SUMS.nbytes) for i in range(ROWS)]
 
             def multiply_chunk(start: Value) -> None:
-                some = f.minimum(blocks - start, size)
-                weight = f.at(product.weight, (blocks * strip + start) * self._run_bytes)
+                some = f.minimum(blocks - start, _CHUNK)
+                weights = [f.at(product.weight, (blocks * (strip + i) + start) * self._run_bytes) for i in used]
+
+                def slots(tiles: Value, at: Value) -> list[Value]:
+                    return [f.at(tiles, (at * width + i) * TILE_BYTES) for i in used]
 
                 def unpack(at: Value) -> None:
-                    self._unpack(f, f.at(weight, at * self._run_bytes), f.at(numbers, at * TILE_BYTES))
+                    for weight, to in zip(weights, slots(numbers, at)):
+                        self._unpack(f, f.at(weight, at * self._run_bytes), to, _PREFETCHED_BYTES // width)
 
                 def multiply_tile(tile: Value) -> None:
                     row = first_row(tile)
                     x = f.at(product.x, row_bytes * row + start * ROW_BYTES)
 
                     def multiply_block(at: Value) -> None:
-                        right, to = (f.at(tiles, at * TILE_BYTES) for tiles in (numbers, sums))
-                        self._multiply_block(registers, f.at(x, at * ROW_BYTES), row_bytes, right, to)
+                        registers.load(registers.LEFT, f.at(x, at * ROW_BYTES), row_bytes)
+                        for number, right, tile in zip(used, itertools.cycle(registers.RIGHT), slots(numbers, at)):
+                            registers.load(right, tile)
+                            registers.clear(number)
+                            registers.add_products(number, right)
+                        for number, to in zip(used, slots(sums, at)):
+                            registers.store(number, to)
 
-                    def add_block(at: Value, *totals: Value) -> list[Value]:
-                        of_rows = [f.at(sums, at * TILE_BYTES + i * ROW_BYTES) for i in range(ROWS)]
-                        places = [(blocks * (row + i) + start + at) * F32.nbytes for i in range(ROWS)]
-                        own = [f.at(product.by_block, place) for place in places]
-                        return self._add_scaled(f, totals, of_rows, f.at(weight, at * self._run_bytes), own)
+                    def add_block(number: int, at: Value, *totals: Value) -> list[Value]:
+                        of_block = slots(sums, at)[number]
+                        of_rows = [f.at(of_block, i * ROW_BYTES) for i in range(ROWS)]
+                        own = [f.opaque(f.at(product.by_block, (blocks * row + start + at) * F32.nbytes))]
+                        for _ in range(1, ROWS):
+                            own.append(f.opaque(f.at(own[-1], blocks * F32.nbytes)))
+                        return self._add_scaled(f, totals, of_rows, f.at(weights[number], at * self._run_bytes), own)
 
                     f.loop(some, multiply_block)
-                    before = [f.load(SUMS, to) for to in totals_of(tile)]
-                    for total, to in zip(f.loop(some, add_block, *before), totals_of(tile)):
-                        f.store(total, to)
+                    for number in used:
+                        places = totals_of(tile, number)
+                        before = [f.load(SUMS, place) for place in places]
+                        for total, place in zip(f.loop(some, functools.partial(add_block, number), *before), places):
+                            f.store(total, place)
 
                 f.loop(some, unpack)
                 f.loop(stop, multiply_tile, start=first, step=ROWS)
 
             def store_tile(tile: Value) -> None:
-                for i, total in enumerate(totals_of(tile)):
-                    self._store(f, f.load(SUMS, total), product, first_row(tile) + i, strip)
+                for number in used:
+                    for i, place in enumerate(totals_of(tile, number)):
+                        self._store(f, f.load(SUMS, place), product, first_row(tile) + i, strip + number)
 
-            f.loop(_PANEL_ROWS, lambda i: f.store(f.constant(SUMS, 0), all_totals, i * SUMS.nbytes))
-            f.loop(blocks, multiply_chunk, step=size)
+            f.loop(_PANEL_ROWS * width, lambda i: f.store(f.constant(SUMS, 0), all_totals, i * SUMS.nbytes))
+            f.loop(blocks, multiply_chunk, step=_CHUNK)
             f.loop(stop, store_tile, start=first, step=ROWS)
 
-        def multiply_strip(strip: Value) -> None:
-            f.loop(count, functools.partial(multiply_panel, strip), step=_PANEL_ROWS)
-
-        f.loop(strips, multiply_strip)
-        f.ret()
-        return f.name
+        f.loop(count, multiply_panel, step=_PANEL_ROWS)
 
     def _write_dense(self, module: Module) -> str:
         """Write the function of bfloat16 weights, which registers load as they are, and where sums stay."""
@@ -266,10 +282,10 @@ class AmxTiles:
         *fields, count, strips = f.arguments
         return f, Product(*fields), count, strips
 
-    def _unpack(self, f: Function, run: Value, to: Value) -> None:
-        """Store the numbers of a run as a register of `RIGHT`."""
+    def _unpack(self, f: Function, run: Value, to: Value, ahead: int = _PREFETCHED_BYTES) -> None:
+        """Store the numbers of a run as a register of `RIGHT`; fetch what lies `ahead`, in bytes."""
         for line in range(0, self._run_bytes, LINE_BYTES):
-            f.prefetch(f.at(run, _PREFETCHED_BYTES + line))
+            f.prefetch(f.at(run, ahead + line))
         size = self._number_bytes // PARTS
         parts = (self._products.weight_pairs(f, f.at(run, part * size), self._format) for part in range(PARTS))
         for pair, (number,) in enumerate(itertools.chain.from_iterable(parts)):
