@@ -43,6 +43,18 @@ class WithoutFeatures(cpu.PagedAttention):
 
 
 @dataclasses.dataclass(frozen=True)
+class WithoutTiles(cpu.PagedAttention):
+    """The kernel for this CPU without tile registers."""
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}_vectors"
+
+    def write(self, module: Module, features: frozenset[str]) -> None:
+        super().write(module, features - tile_registers.FEATURES)
+
+
+@dataclasses.dataclass(frozen=True)
 class EmulatedTiles(cpu.PagedAttention):
     """The kernel for a CPU with tile registers, where `EmulatedRegisters` take their place."""
 
@@ -55,16 +67,17 @@ class EmulatedTiles(cpu.PagedAttention):
 
 
 @pytest.fixture
-def _old_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(cpu, "PagedAttention", WithoutFeatures)
+def _other_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(cpu, "PagedAttention", request.param)
     suite._compiled.cache_clear()
     yield
     suite._compiled.cache_clear()
 
 
-@pytest.mark.usefixtures("_old_cpu")
+@pytest.mark.usefixtures("_other_cpu")
+@pytest.mark.parametrize("_other_cpu", [WithoutFeatures, WithoutTiles], indirect=True)
 @pytest.mark.parametrize("name", grid(CORNERS, lambda name: name in ("everything", "decodes-that-share-in-bf16")))
-def test_a_cpu_without_bfloat16_computes_the_same(name: str) -> None:
+def test_a_cpu_with_less_computes_the_same(name: str) -> None:
     case = dataclasses.replace(TABLE[name], dtype="bfloat16")
     suite._check(case, make_batch(case), "cpu")
 
@@ -95,7 +108,12 @@ def test_the_chunks_of_a_long_row_are_merged(dtype: str, more: dict[str, Any]) -
     suite._check(case, make_batch(case), "cpu")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.usefixtures("_other_cpu")
+@pytest.mark.parametrize(
+    ("dtype", "_other_cpu"),
+    [("float32", cpu.PagedAttention), ("bfloat16", cpu.PagedAttention), ("bfloat16", WithoutTiles)],
+    indirect=["_other_cpu"],
+)
 @pytest.mark.parametrize("more", [{}, {"window": CHUNK + 100, "sinks": True, "soft_cap": 9.0}], ids=["plain", "window"])
 def test_a_token_has_the_same_bits_in_prefill_and_decode(dtype: str, more: dict[str, Any]) -> None:
     """Compare the last token of a prefill chunk, a chunk of one token, a decode, and the last of a few queries."""
