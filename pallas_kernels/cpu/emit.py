@@ -193,7 +193,10 @@ class Function:
         return self.convert("bitcast", fenced, numbers.type)
 
     def opaque(self, pointer: Value) -> Value:
-        """Return the same pointer, of which LLVM knows nothing: it computes those that follow one after another."""
+        """Return the same pointer, from an instruction that does nothing and that LLVM can't look into.
+
+        Of pointers at equal distances, LLVM computes each by a product; if all are opaque, it adds the distance.
+        """
         return self._emit(PTR, f'call ptr asm "", "=r,0"(ptr {pointer.ref})')
 
     def at(self, pointer: Value, offset: Value | int) -> Value:

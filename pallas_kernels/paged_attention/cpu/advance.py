@@ -116,15 +116,14 @@ def advance_tiles(
     f: Function,
     scratch: BlockScratch,
     tiles: TileRegisters,
-    multiply_keys: Callable[[], None],
     states: Value,
     rows: int,
     position_of: Callable[[Value], Value],
     at: Value,
 ) -> None:
-    """Do the same by tile registers, after `multiply_keys`, which stores logits; values must be laid out.
+    """Add a block whose logits are stored and whose values are laid out to the states of rows, as `advance` does.
 
-    Products take all tokens of a block, some of which have no weight.
+    The product with values takes all tokens of the block; those that a row doesn't see have the weight 0.
     """
     facts = scratch.facts
 
@@ -137,7 +136,6 @@ def advance_tiles(
         for i in range(facts.vectors):
             f.store(f.load(VECTOR, state, 64 * i) * keep, state, 64 * i)
 
-    multiply_keys()
     f.loop(f.constant(I64, rows), weigh)
     for first in range(0, facts.vectors, WIDE):
         columns = range(first, min(first + WIDE, facts.vectors))
@@ -181,10 +179,11 @@ def multiply_keys_in_pool(
 ) -> None:
     """Store the products of rows of queries that are laid out with keys `at` to `end` as logits.
 
-    For few rows: the products are transposed instead of the keys, which are multiplied as they are, 16 tokens at once.
-    See `advance` for `prefetch`.
+    For few rows: keys are multiplied as they lie in the pool, 16 tokens at once, and the products are transposed, which
+    is less than the keys. See `advance` for `prefetch`.
     """
     facts = scratch.facts
+    # Rows are tokens here, and only these registers always have 16
     sums, keys, others = tiles.RIGHT
     products = f.stack(BLOCK * ROW_BYTES)
     first, stop = first_seen(f, scratch, at) // LANES, (end - at + (LANES - 1)) // LANES
@@ -220,9 +219,9 @@ def _multiply(
     words: int,
     columns: range,
 ) -> None:
-    """Add the products of `words` words of each row with some vectors of columns.
+    """Add the products of `words` words of each row of `left` with the vectors `columns` of `right` to `SUMS`.
 
-    `left` and `right` are where rows and the matrix are, and the bytes of a row.
+    `left` and `right` are pointers, each with the bytes of a row.
     """
     (rows, row_bytes), (matrix, matrix_bytes) = left, right
 

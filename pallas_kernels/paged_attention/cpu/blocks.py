@@ -7,7 +7,7 @@ nothing, not even rounding.
 
 A block of keys is laid out with tokens side by side, a block of values with its dimensions side by side, once for all
 rows. Then both products are the same loop, whose sums stay in registers. If the CPU multiplies bfloat16, a word holds
-two neighbours along the sum; otherwise everything is float32. In words, a block is also what tile registers take.
+two neighbours along the sum; otherwise everything is float32. Tile registers take blocks of such words as they are.
 """
 
 from __future__ import annotations
@@ -86,13 +86,18 @@ def make_scratch(
     features: frozenset[str],
     rows: int,
 ) -> BlockScratch:
-    """Allocate memory on the stack of `f` for a block, `rows` rows of which are computed together."""
+    """Allocate memory on the stack of `f` for a block, `rows` rows of which are computed together.
+
+    If the CPU has tile registers, set their shapes; the caller must release them.
+    """
     exact = _is_exact(facts, features)
     size = 2 if exact else 4
     keys, values = (f.stack(BLOCK * facts.head_dim * size) for _ in range(2))
     logits, weights = f.stack(rows * BLOCK * 4), f.stack(rows * BLOCK * size)
     offsets = f.stack(BLOCK // LANES * 8)
     tiles = TileRegisters(f, f.constant(I64, rows)) if _has_tiles(facts, features) else None
+    if tiles is not None:
+        tiles.configure()
     sums = STRIP * WIDE if "avx512f" in features else STRIP
     return BlockScratch(shared, facts, row, head, sees_from, keys, values, logits, weights, offsets, exact, tiles, sums)
 

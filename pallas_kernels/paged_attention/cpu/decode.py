@@ -7,7 +7,6 @@ on the row alone, and one long row keeps every core busy.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 from pallas_kernels.cpu.emit import Function, Value
@@ -93,8 +92,8 @@ def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
     begin, end = f.maximum(start, sees_from & -BLOCK), f.minimum(start + CHUNK, length)
     # Offsets in the pool of the tokens that are read next, by groups of 16
     ahead = f.stack(_GROUPS * 8)
-    # The loop over heads replaces the head
     strip, item_bytes = _strip_heads(facts, features), partial_bytes(facts, features)
+    # The loop over heads replaces the head
     scratch = make_scratch(f, shared, facts, row, share, sees_from, features, strip)
     heads = _padded_heads(facts, features)
     queries, columns = (f.stack(n * query_bytes(scratch)) for n in (heads, heads // strip * ROWS))
@@ -163,12 +162,10 @@ def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
                 if own.tiles is None:
                     of_strip = f.at(queries, first * query_bytes(own))
                     advance(f, own, of_strip, rows, strip, position_of, at, stop, prefetch_next)
-                    return
-                side_by_side = f.at(columns, s * (ROWS * query_bytes(own)))
-                multiply = functools.partial(
-                    multiply_keys_in_pool, f, own, own.tiles, side_by_side, strip, at, stop, prefetch
-                )
-                advance_tiles(f, own, own.tiles, multiply, rows, strip, position_of, at)
+                else:
+                    side_by_side = f.at(columns, s * (ROWS * query_bytes(own)))
+                    multiply_keys_in_pool(f, own, own.tiles, side_by_side, strip, at, stop, prefetch)
+                    advance_tiles(f, own, own.tiles, rows, strip, position_of, at)
 
             if own.tiles is not None:
                 lay_out_values(f, own, at, stop, prefetch)
@@ -212,8 +209,6 @@ def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
 
     for i in range(_GROUPS):
         _fetch(f, shared, row, first_head, begin + i * LANES, end, facts, cache)
-    if scratch.tiles is not None:
-        scratch.tiles.configure()
     f.loop(last_head, decode_head, start=first_head)
     if scratch.tiles is not None:
         scratch.tiles.release()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 from pallas_kernels.cpu.emit import Function, Value
@@ -92,8 +91,6 @@ def prefill(
     _store_queries(f, tile, scratch, f.at(shared.q, own), stride)
     end = first + count
     first_chunk = sees_from // CHUNK
-    if scratch.tiles is not None:
-        scratch.tiles.configure()
 
     def chunk(c: Value) -> None:
         is_first = c.equals(first_chunk)
@@ -165,8 +162,8 @@ def _block(f: Function, tile: _QueryTile, scratch: BlockScratch, states: Value, 
             if scratch.tiles is None:
                 advance(f, scratch, queries, own, rows, position_of, at, end)
             else:
-                multiply = functools.partial(multiply_keys, f, scratch, scratch.tiles, queries)
-                advance_tiles(f, scratch, scratch.tiles, multiply, own, rows, position_of, at)
+                multiply_keys(f, scratch, scratch.tiles, queries)
+                advance_tiles(f, scratch, scratch.tiles, own, rows, position_of, at)
 
         f.when(tile.first + (begin + (tile.strip_rows - 1)) // group >= at, attend)
 

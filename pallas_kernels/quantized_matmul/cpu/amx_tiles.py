@@ -28,7 +28,8 @@ _STREAMED_ROWS, _ANY_ROWS = (4, 8, ROWS), (1 << 63) - 1
 _RING, _AHEAD = 4, 2
 """Blocks whose numbers and sums a stream keeps, and how far ahead it unpacks; the former is a power of two."""
 _PAIR, _CHUNK, _PANEL_ROWS = 2, 2, 64
-"""The strips, and the most blocks and rows, that several tiles share in the first cache, half of which is another's."""
+"""The strips, and the most blocks and rows, that several tiles share. They fit in half of a first cache: the other half
+may be that of another thread of the core."""
 _INPUT_BYTES = 2
 
 
@@ -191,8 +192,8 @@ class AmxTiles:
 
                     def multiply_block(at: Value) -> None:
                         registers.load(registers.LEFT, f.at(x, at * ROW_BYTES), row_bytes)
-                        for number, right, tile in zip(used, itertools.cycle(registers.RIGHT), slots(numbers, at)):
-                            registers.load(right, tile)
+                        for number, right, of_strip in zip(used, itertools.cycle(registers.RIGHT), slots(numbers, at)):
+                            registers.load(right, of_strip)
                             registers.clear(number)
                             registers.add_products(number, right)
                         for number, to in zip(used, slots(sums, at)):

@@ -30,37 +30,30 @@ TABLE = {case.name: case for case in CASES}
 CORNERS = ("heads-9-of-3-dim-96-page-32", "heads-2-of-2-dim-80-first-layer", "decode-everything", "everything")
 
 
-@dataclasses.dataclass(frozen=True)
-class WithoutFeatures(cpu.PagedAttention):
-    """The kernel for a CPU without optional features."""
+class OtherCpu(cpu.PagedAttention):
+    """The kernel for another CPU than this one."""
 
     @property
     def name(self) -> str:
-        return f"{super().name}_old"
+        return f"{super().name}_{type(self).__name__}"
+
+
+class WithoutFeatures(OtherCpu):
+    """The kernel for a CPU without optional features."""
 
     def write(self, module: Module, features: frozenset[str]) -> None:
         super().write(module, frozenset())
 
 
-@dataclasses.dataclass(frozen=True)
-class WithoutTiles(cpu.PagedAttention):
+class WithoutTiles(OtherCpu):
     """The kernel for this CPU without tile registers."""
-
-    @property
-    def name(self) -> str:
-        return f"{super().name}_vectors"
 
     def write(self, module: Module, features: frozenset[str]) -> None:
         super().write(module, features - tile_registers.FEATURES)
 
 
-@dataclasses.dataclass(frozen=True)
-class EmulatedTiles(cpu.PagedAttention):
+class EmulatedTiles(OtherCpu):
     """The kernel for a CPU with tile registers, where `EmulatedRegisters` take their place."""
-
-    @property
-    def name(self) -> str:
-        return f"{super().name}_tiles"
 
     def write(self, module: Module, features: frozenset[str]) -> None:
         super().write(module, features | tile_registers.FEATURES)
