@@ -8,19 +8,24 @@
 
 Each section is a process with a time limit. A section that fails, hangs or runs out of memory is reported and keeps its
 rows, and the others continue. After every section all rows so far are in benchmarks/results/<device>/device.json, each
-with what it was predicted to be, where something predicts it. At the end the script prints one table, with a ratio for
-each figure that has a reference.
+with what it was predicted to be, where something predicts it; sections.log beside it has all that sections wrote to
+stderr, and the stacks of one that hung. At the end the script prints one table, with a ratio for each figure that has a
+reference. Compiled programs and tuned products are kept for further calls.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import hashlib
 import importlib
 import importlib.util
 import json
+import logging
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,27 +40,30 @@ RATES = "machine.rates"
 # The sections (module.function under device_sections), the most telling first, and the seconds that each needs. Time
 # beyond their sum is divided alike; a section for which too little is left is left to a further call.
 SECTIONS = {
-    RATES: 40,
-    "options.steps": 240,
-    "kernels.correctness": 50,
+    RATES: 25,
+    "kernels.correctness": 80,
+    "engine.llama_3_1_8b": 190,
+    "engine.llama_3_1_8b_fp8": 190,
+    "engine.gpt_oss_20b": 190,
     "kernels.decode": 70,
     "kernels.prefill": 60,
-    "engine.llama_3_1_8b": 400,
-    "quantized.correctness": 60,
-    "quantized.products": 60,
-    "experts.correctness": 60,
-    "experts.products": 60,
-    "engine.llama_3_1_8b_int4": 200,
-    "engine.llama_3_1_8b_fp8": 200,
+    "options.steps": 180,
+    "experts.correctness": 50,
+    "quantized.correctness": 50,
+    "engine.llama_3_1_8b_int4": 190,
     "programs.dispatch": 60,
+    "quantized.products": 60,
+    "experts.products": 60,
     "engine.llama_3_2_1b": 120,
+    "kernels.every_case": 120,
     "engine.gemma_3_4b": 180,
     "engine.qwen3_0_6b": 120,
-    "kernels.every_case": 240,
     "peer.transformers": 120,
 }
 # The least share of its seconds with which a section is worth starting.
 _ENOUGH = 0.6
+# The share of its time that a section may plan with, and that of this after which it shows where it hangs.
+_OWN_SHARE, _STACKS = 0.9, 1.08
 NEEDED = {
     "msgspec": "msgspec", "zmq": "pyzmq", "jaxtyping": "jaxtyping", "flax": "flax", "psutil": "psutil", "tqdm": "tqdm",
     "yaml": "pyyaml", "safetensors": "safetensors", "gguf": "gguf", "huggingface_hub": "huggingface-hub",
@@ -73,22 +81,29 @@ def main() -> int:
                         help="run the sections that are missing in the JSON of this device and these sources under DIR "
                              "(default: --results), and keep its rows")  # fmt: skip
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder for JSON files")
+    parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "jaxserve-device-programs",
+                        help="folder for compiled programs and tuned products (default %(default)s)")  # fmt: skip
     parser.add_argument("--interpret-tiny", action="store_true", help="a dry run on a CPU: kernels are interpreted")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--part", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.section is not None:
-        return run_section(arguments.section, arguments.rows, arguments.seconds, arguments.interpret_tiny)
+        return run_section(arguments)
     return run_all(arguments)
 
 
-def run_section(name: str, rows: Path, seconds: float, tiny: bool) -> int:
-    """Run a section in its own process; it appends its rows to a file as it finds them."""
+def run_section(arguments: argparse.Namespace) -> int:
+    """Run a section, or a part of it, in its own process; it appends its rows to a file as it finds them."""
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(_STACKS * arguments.seconds)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     from device_sections.run import SectionRun
 
-    module, function = name.split(".")
-    run = SectionRun(name, rows, time.monotonic() + seconds, tiny)
+    module, function = arguments.section.split(".")
+    end, tiny = time.monotonic() + arguments.seconds, arguments.interpret_tiny
+    run = SectionRun(arguments.section, arguments.rows, arguments.cache, end, tiny, arguments.part)
     getattr(importlib.import_module(f"device_sections.{module}"), function)(run)
     return 0
 
@@ -102,8 +117,11 @@ def run_all(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         if arguments.wheels is not None:
             environment["PYTHONPATH"] = install(arguments.wheels, Path(scratch) / "packages")
-        rows = Path(scratch) / "rows.jsonl"
+        rows, log = Path(scratch) / "rows.jsonl", Path(scratch) / "sections.log"
         rows.touch()
+        cache = Path(scratch) / "programs" if arguments.interpret_tiny else arguments.cache
+        command = [sys.executable, __file__, "--rows", str(rows), "--cache", str(cache)]
+        command += ["--interpret-tiny"] if arguments.interpret_tiny else []
         found: dict[str, Any] = {"device": "unknown", "sources": sources(), "done": [], "faults": []}
         # The rates are always measured: they name the device, and other sections compare with them.
         waiting = [RATES, *(name for name in arguments.only if name != RATES)]
@@ -114,7 +132,7 @@ def run_all(arguments: argparse.Namespace) -> int:
             if seconds is None:
                 print(f"{name}: left to another call with --resume, only {left:.0f} s remain", file=sys.stderr)
                 continue
-            fault = one_section(name, rows, seconds, arguments.interpret_tiny, environment)
+            fault = one_section(name, command, seconds, log, environment)
             if fault is None:
                 found["done"].append(name)
             else:
@@ -130,6 +148,7 @@ def run_all(arguments: argparse.Namespace) -> int:
             if not arguments.interpret_tiny:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps(found, indent=1))
+                shutil.copy(log, path.with_name(log.name))
     print_table(found["device"], found["rows"], found["faults"], arguments.interpret_tiny)
     return 1 if found["faults"] else 0
 
@@ -174,26 +193,30 @@ def sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def one_section(name: str, rows: Path, seconds: float, tiny: bool, environment: dict[str, str]) -> str | None:
-    """Run a section; return why it failed, or None. It limits its own time; if it hangs, it is killed a little
-    later."""
+def one_section(name: str, command: list[str], seconds: float, log: Path, environment: dict[str, str]) -> str | None:
+    """Run a section, whose stderr is added to `log`; return why it failed, or None.
+
+    It limits its own time; if it hangs, it is killed a little later, with its parts.
+    """
     if seconds < 1:
         return "no time was left"
     print(f"== {name}, at most {seconds:.0f} s", file=sys.stderr, flush=True)
-    command = [sys.executable, __file__, "--section", name, "--rows", str(rows), "--seconds", str(seconds * 0.9)]
-    process = subprocess.Popen(
-        [*command, *(["--interpret-tiny"] if tiny else [])], env=environment, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        _, errors = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        return f"ended after {seconds:.0f} s"
-    if process.returncode == 0:
+    with log.open("a+") as errors:
+        print(f"== {name}, at most {seconds:.0f} s", file=errors, flush=True)
+        start = errors.tell()
+        argv = [*command, "--section", name, "--seconds", str(_OWN_SHARE * seconds)]
+        process = subprocess.Popen(argv, env=environment, stderr=errors, start_new_session=True)
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return f"ended after {seconds:.0f} s"
+        errors.seek(start)
+        lines = [line.strip() for line in errors if line.strip()]
+    if code == 0:
         return None
-    lines = [line for line in errors.strip().splitlines() if line.strip()]
-    return f"exit code {process.returncode}: {lines[-1] if lines else 'it printed nothing'}"
+    return f"exit code {code}: {lines[-1] if lines else 'it printed nothing'}"
 
 
 def install(wheels: Path, folder: Path) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from device_sections.models import write_model
+from device_sections.models import AWQ, FP8, write_model
 from device_sections.prediction import limits, step_seconds
 from device_sections.run import SectionRun
 from jaxserve.api_types import EngineRequest, SamplingParams
@@ -18,9 +18,17 @@ from jaxserve.engine.client import InProcessEngine
 from jaxserve.runtime.devices.device import facts_of_device
 from jaxserve.runtime.sizing.deployment import Deployment, deploy, read_model
 
-# (prompt tokens, output tokens, requests)
-_WORKLOADS = ((128, 128, 1024), (1000, 1000, 512), (2048, 128, 512))
-_STEPS = ((128, 1024), (1, 1024), (32, 1024), (64, 1024), (256, 1024), (64, 4096), (128, 4096))
+# (prompt tokens, output tokens, requests), the most telling first; likewise (rows, tokens of each) of decode steps.
+_WORKLOADS = ((1000, 1000, 512), (128, 128, 1024), (2048, 128, 512))
+_FIRST_STEP, *_STEPS = (128, 1024), (1, 1024), (32, 1024), (256, 1024), (64, 4096), (128, 4096)
+_LEAST_SECONDS = 10
+# Output tokens a second of TensorRT-LLM, from its performance overviews, by device, model and workload.
+_TENSORRT_LLM = {
+    ("H100", "Llama-3.1-8B fp8"): {(128, 128): 28312, (1000, 1000): 15220, (2048, 128): 3450},
+    ("H200", "Llama-3.1-8B fp8"): {(128, 128): 27911, (1000, 1000): 17744, (2048, 128): 3538},
+    ("H100", "gpt-oss-20b"): {(1000, 1000): 11557},
+    ("H200", "gpt-oss-20b"): {(1000, 1000): 13858},
+}
 
 
 def qwen3_0_6b(run: SectionRun) -> None:
@@ -40,12 +48,17 @@ def llama_3_1_8b(run: SectionRun) -> None:
 
 def llama_3_1_8b_int4(run: SectionRun) -> None:
     """Measure Llama-3.1-8B's shape in W4A16, as an AWQ checkpoint has it."""
-    _model(run, "Llama-3.1-8B", {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True})
+    _model(run, "Llama-3.1-8B", AWQ)
 
 
 def llama_3_1_8b_fp8(run: SectionRun) -> None:
-    """Measure Llama-3.1-8B's shape in fp8, with a scale for each token of the inputs."""
-    _model(run, "Llama-3.1-8B", {"quant_method": "fp8", "activation_scheme": "dynamic"})
+    """Measure Llama-3.1-8B's shape in fp8, with a scale for each token of the inputs, and with an fp8 KV cache."""
+    _model(run, "Llama-3.1-8B", FP8, kv_cache_dtype="auto" if run.device.platform == "cpu" else "fp8_e4m3")
+
+
+def gpt_oss_20b(run: SectionRun) -> None:
+    """Measure gpt-oss-20b's shape, with experts in MXFP4."""
+    _model(run, "gpt-oss-20b")
 
 
 def gemma_3_4b(run: SectionRun) -> None:
@@ -53,16 +66,17 @@ def gemma_3_4b(run: SectionRun) -> None:
     _model(run, "Gemma-3-4B")
 
 
-def _model(run: SectionRun, name: str, quantization: dict[str, Any] | None = None) -> None:
+def _model(run: SectionRun, name: str, quantization: dict[str, Any] | None = None, **options: Any) -> None:
+    """Measure a decode step, the first workload, then other steps and workloads while there is time."""
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(name, run.tiny, Path(folder), quantization)
-        settings: dict[str, Any] = {"model": model, "load_format": "dummy"}
-        settings |= {"disable_radix_cache": True, "log_level": "warning", "program_cache_dir": str(run.cache)}
+        settings: dict[str, Any] = {"model": model, "load_format": "dummy", **options}
+        settings |= {"disable_radix_cache": True, "program_cache_dir": str(run.cache)}
         if run.tiny:
             settings |= {"max_running_requests": 4, "cuda_graph_bs": (4,), "max_total_tokens": 1024,
                          "chunked_prefill_size": 32}  # fmt: skip
         else:
-            settings |= {"max_running_requests": 256, "cuda_graph_bs": (1, 32, 64, 128, 256),
+            settings |= {"max_running_requests": 512, "cuda_graph_bs": (1, 32, 128, 256, 384, 512),
                          "chunked_prefill_size": 8192}  # fmt: skip
         config = EngineConfig(**settings)
         engine = InProcessEngine.start(config)
@@ -72,14 +86,26 @@ def _model(run: SectionRun, name: str, quantization: dict[str, Any] | None = Non
             for phase, seconds in engine.info.startup_seconds.items():
                 run.row(f"{name} start: {phase}", seconds, "s", note=f"attention: {engine.info.attention_backend}")
             made = deploy(config, read_model(config.model), facts_of_device(run.device))
-            for batch, context in ((2, 32),) if run.tiny else _STEPS:
-                if run.left > 15 and batch * (context + 64) <= engine.info.num_pages * engine.info.page_size:
+            steps, workloads = (_STEPS, _WORKLOADS) if not run.tiny else (((1, 32),), ((16, 8, 4),))
+            _decode_step(run, engine, name, *((2, 32) if run.tiny else _FIRST_STEP), made)
+            _throughput(run, engine, name, *workloads[0], made)
+            _peak_memory(run, name)
+            for batch, context in steps:
+                if run.left > _LEAST_SECONDS and batch * (context + 64) <= engine.info.num_pages * config.page_size:
                     _decode_step(run, engine, name, batch, context, made)
-            for prompt, output, count in ((16, 8, 4),) if run.tiny else _WORKLOADS:
-                if run.left > 15:
-                    _throughput(run, engine, name, prompt, output, count, made)
+            for workload in workloads[1:]:
+                if run.left > _LEAST_SECONDS:
+                    _throughput(run, engine, name, *workload, made)
         finally:
             engine.close()
+
+
+def _peak_memory(run: SectionRun, name: str) -> None:
+    """Report the most memory that was in use, beside all that XLA may allocate."""
+    stats = run.device.memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        limit = stats.get("bytes_limit", 0) / 2**30
+        run.row(f"{name}: peak memory", stats["peak_bytes_in_use"] / 2**30, "GiB", note=f"of {limit:.1f} GiB")
 
 
 def _requests(engine: InProcessEngine, count: int, prompt: int, output: int) -> list[str]:
@@ -129,17 +155,21 @@ def _throughput(
     run: SectionRun, engine: InProcessEngine, name: str, prompt: int, output: int, count: int, made: Deployment
 ) -> None:
     """Measure all requests submitted at once; if time runs out, the output until then."""
+    before = engine.stats().num_retractions
     names = _requests(engine, count, prompt, output)
     tokens, start = 0, time.perf_counter()
     while engine.has_work and run.left > 5:
         tokens += sum(len(event.token_ids) for event in engine.step())
     seconds = time.perf_counter() - start
-    note = "" if not engine.has_work else f"stopped after {seconds:.0f} s"
+    note = f"{count} requests" + (f", stopped after {seconds:.0f} s" if engine.has_work else "")
     engine.abort(names)
     while engine.has_work:
         engine.step()
-    predicted = _predicted_throughput(run, made, prompt, output, count)
-    run.row(f"{name} offline {prompt}/{output}: output", tokens / seconds, "tok/s", predicted=predicted, note=note)
+    note += f", {engine.stats().num_retractions - before} retractions"
+    known = (found for (device, of), found in _TENSORRT_LLM.items() if device in run.device.device_kind and of == name)
+    run.row(f"{name} offline {prompt}/{output}: output", tokens / seconds, "tok/s",
+            reference=next(known, {}).get((prompt, output)),
+            predicted=_predicted_throughput(run, made, prompt, output, count), note=note)  # fmt: skip
 
 
 def _predicted_throughput(run: SectionRun, made: Deployment, prompt: int, output: int, count: int) -> float | None:

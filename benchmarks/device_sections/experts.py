@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -30,32 +31,33 @@ _TOKENS = (1, 8, 64, 2048)
 _LARGE = 2048
 # Products in turn, each of other experts: so few of them are in a cache.
 _TURNS = 8
-_TINY_CASES = 2
+
+
+def check_defaults(run: SectionRun) -> None:
+    """Compare the default backend with float64 on every case of the test suite, and routing with XLA's."""
+    target = target_of(run.device)
+    chosen = choose_backend(CASES[0].outputs, CASES[0].inputs, CASES[0].scheme, target).name
+    _compare(run, _BACKENDS["cpu"][0] if chosen == "reference" else chosen)
+    with run.reporting("routing"):
+        logits = jax.random.normal(jax.random.key(0), (4 if run.tiny else 500, 128))
+        found, expected = (jax.jit(_route, static_argnums=1)(logits, of) for of in (target, CPU))
+        same = [bool((a == b).all()) for a, b in zip(found, expected, strict=True)]
+        run.row("routing: arrays as XLA's", sum(same), "arrays", reference=len(same), goal=1)
 
 
 def correctness(run: SectionRun) -> None:
-    """Compare kernels with float64 on every case of the test suite that they support here, and routing with XLA's."""
-    target = target_of(run.device)
-    for name in _BACKENDS.get(target.platform, ("mosaic_gpu", "triton")):
-        wrong: list[str] = []
-        refused, right, skipped = 0, 0, 0
-        for case in CASES:
-            if backend_module(name).refusal(case.outputs, case.inputs, case.scheme, target) is not None:
-                refused += 1
-            elif run.left < 5 or (run.tiny and right + len(wrong) >= _TINY_CASES):
-                skipped += 1
-            elif (fault := _fault(case, Backend(name, target))) is None:
-                right += 1
-            else:
-                wrong.append(f"{case}: {fault}")
-        note = f"{refused} refused, {skipped} not tried"
-        run.row(f"{name}: cases right", right, "cases", reference=right + len(wrong) or None, goal=1, note=note)
-        for fault in wrong:
-            run.row(f"{name}: wrong", 0, "", note=fault)
-    logits = jax.random.normal(jax.random.key(0), (4 if run.tiny else 500, 128))
-    found, expected = (jax.jit(_route, static_argnums=1)(logits, of) for of in (target, CPU))
-    same = [bool((a == b).all()) for a, b in zip(found, expected, strict=True)]
-    run.row("routing: arrays as XLA's", sum(same), "arrays", reference=len(same), goal=1)
+    """Compare every kernel with float64 on every case that it supports here, each in a process of its own."""
+    if not run.part:
+        run.in_processes(_BACKENDS.get(target_of(run.device).platform, ("mosaic_gpu", "triton")))
+    else:
+        _compare(run, run.part)
+
+
+def _compare(run: SectionRun, name: Any) -> None:
+    target, module = target_of(run.device), backend_module(name)
+    taken = [case for case in CASES if module.refusal(case.outputs, case.inputs, case.scheme, target) is None]
+    checks = {str(case): functools.partial(_fault, case, Backend(name, target)) for case in taken}
+    run.compare(f"experts, {name}", checks, len(CASES) - len(taken))
 
 
 def _route(logits: jax.Array, target: KernelTarget) -> list[jax.Array]:
@@ -67,11 +69,8 @@ def _fault(case: Case, backend: Backend) -> str | None:
     x, weight, groups, bias, expected, allowed = make_case(case, backend)
     options: dict[str, Any] = {"bias": bias, "gate": case.gate, "of_tokens": case.of_tokens}
     options |= {"target": backend.target, "backend": backend}
-    try:
-        out = jax.jit(lambda *arguments: grouped_matmul(*arguments, **options))(x, weight, groups)
-        found = np.asarray(out, np.float64)[: len(expected)]
-    except Exception as error:  # the errors of compilers have no common base class
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    out = jax.jit(lambda *arguments: grouped_matmul(*arguments, **options))(x, weight, groups)
+    found = np.asarray(out, np.float64)[: len(expected)]
     if (np.abs(found - expected) <= allowed).all():
         return None
     return f"error {np.nanmax(np.abs(found - expected) / allowed):.1e} of what is allowed"
@@ -103,11 +102,12 @@ def _measure(run: SectionRun, name: str, experts: Experts, choices: int, target:
         if run.left < 5 or (backend.name == "reference" and not run.tiny):
             run.row(f"{label}: not tried", 0, "", note="no time was left" if run.left < 5 else "no kernel takes it")
             continue
-        step, x, read = make_step(experts, tokens, choices, turns, backend)
-        seconds, _ = seconds_per_call(step, x, calls=3 if run.tiny else 20)
-        note = f"{seconds / turns * 1e6:.1f} us"
-        if tokens < _LARGE:
-            run.row(label, read * nbytes / seconds / 1e9, "GB/s", reference=run.found(COPY), note=note)
-        else:
-            rate = 2 * turns * tokens * choices * experts.out_dim * experts.in_dim / seconds / 1e12
-            run.row(label, rate, "TFLOP/s", reference=run.found(MATMUL), note=note)
+        with run.reporting(label):
+            step, x, read = make_step(experts, tokens, choices, turns, backend)
+            seconds, _ = seconds_per_call(step, x, calls=3 if run.tiny else 20)
+            note = f"{seconds / turns * 1e6:.1f} us"
+            if tokens < _LARGE:
+                run.row(label, read * nbytes / seconds / 1e9, "GB/s", reference=run.found(COPY), note=note)
+            else:
+                rate = 2 * turns * tokens * choices * experts.out_dim * experts.in_dim / seconds / 1e12
+                run.row(label, rate, "TFLOP/s", reference=run.found(MATMUL), note=note)

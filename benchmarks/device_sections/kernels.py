@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from device_sections import experts, quantized, sampling, small_model
 from device_sections.machine import COPY, MATMUL
 from device_sections.run import SectionRun, seconds_per_call
 from pallas_kernels.paged_attention import (
@@ -19,85 +20,101 @@ from pallas_kernels.paged_attention import (
     BackendName,
     KernelTarget,
     Problem,
+    choose_backend,
     kv_layout,
     paged_attention,
     target_of,
 )
 from pallas_kernels.paged_attention.backends import backend_module
 from pallas_kernels.paged_attention.layout import as_pool_rows
+from pallas_kernels.tune.task import random_array
 from tests.pallas_kernels.paged_attention import naive
 from tests.pallas_kernels.paged_attention.cases import CASES, Batch, Case, make_batch
 
 # Heads of a Llama-3.1-8B.
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 _TOLERANCE = {"float32": 2e-3, "bfloat16": 3e-2}
-_TINY_CASES = 2
 _LLAMA_LIKE: dict[str, Any] = {"heads": 8, "kv_heads": 2, "head_dim": 128, "page_size": 64, "dtype": "bfloat16"}
 _VARIED = [
     case
     for kv_dtype in (None, "float8_e4m3fn")
     for case in (
-        Case("decode", ((300, 1), (17, 1), (129, 1)), 3, decode_only=True, kv_dtype=kv_dtype, **_LLAMA_LIKE),
-        Case("prefill", ((130, 130), (140, 12), (300, 70)), 0, kv_dtype=kv_dtype, **_LLAMA_LIKE),
+        Case(
+            f"decode {kv_dtype or 'bfloat16'}",
+            ((300, 1), (17, 1), (129, 1)),
+            3,
+            decode_only=True,
+            kv_dtype=kv_dtype,
+            **_LLAMA_LIKE,
+        ),
+        Case(
+            f"prefill {kv_dtype or 'bfloat16'}", ((130, 130), (140, 12), (300, 70)), 0, kv_dtype=kv_dtype, **_LLAMA_LIKE
+        ),
     )
 ]
 _BF16, _FP8 = np.dtype(jnp.bfloat16), np.dtype(jnp.float8_e4m3fn)
 
 
 def correctness(run: SectionRun) -> None:
-    """Compare every backend with float64 on a few cases of the shapes that are measured."""
-    _compare(run, lambda name, target: _VARIED)
+    """Check the kernels that serve by default, and a small model that uses them, each in a process of its own."""
+    parts: dict[str, Callable[[SectionRun], None]] = {
+        "attention": _default_attention,
+        "products": quantized.check_defaults,
+        "experts": experts.check_defaults,
+        "sampling": sampling.check,
+        "model": small_model.check,
+    }
+    if run.part:
+        parts[run.part](run)
+    else:
+        run.in_processes(list(parts))
+
+
+def _default_attention(run: SectionRun) -> None:
+    """Compare the default backend with float64 on every case of the test suite, those that are measured first."""
+    name = choose_backend(target_of(run.device), _problem(_VARIED[0])).name
+    _compare(run, name, [*_VARIED, *_cases(name, target_of(run.device))])
 
 
 def every_case(run: SectionRun) -> None:
-    """Compare every backend with float64 on every case of the test suite, and every set of block sizes on a few."""
-    _compare(run, _cases)
+    """Compare the other backends with float64 on every case of the test suite, and every set of block sizes of every
+    backend on a few; each backend in a process of its own."""
     target = target_of(run.device)
-    for name in get_args(BackendName):
-        if hasattr(backend_module(name), "candidates"):
-            _variants(run, name, target)
+    if not run.part:
+        run.in_processes([name for name in get_args(BackendName) if refusal_of(name, _VARIED[0], target) is None])
+        return
+    name: Any = run.part
+    if choose_backend(target, _problem(_VARIED[0])).name != name:
+        _compare(run, name, [*_VARIED, *_cases(name, target)])
+    if hasattr(backend_module(name), "candidates"):
+        _variants(run, name, target)
 
 
-def _compare(run: SectionRun, cases_of: Callable[[BackendName, KernelTarget], Iterable[Case]]) -> None:
-    """Run the cases that each backend supports here, without interpretation."""
+def _compare(run: SectionRun, name: BackendName, cases: Sequence[Case]) -> None:
+    """Run the cases that a backend supports here, without interpretation."""
     target = target_of(run.device)
-    for name in get_args(BackendName):
-        refused, wrong, right, skipped = 0, [], 0, 0
-        for case in cases_of(name, target):
-            if backend_module(name).refusal(_problem(case), target) is not None:
-                refused += 1
-            elif run.left < 5 or (run.tiny and right + len(wrong) >= _TINY_CASES):
-                skipped += 1
-            elif (fault := _fault(case, name, run)) is None:
-                right += 1
-            else:
-                wrong.append(f"{case}: {fault}")
-        note = f"{refused} refused, {skipped} not tried"
-        run.row(f"{name}: cases right", right, "cases", reference=right + len(wrong) or None, goal=1, note=note)
-        for fault in wrong:
-            run.row(f"{name}: wrong", 0, "", note=fault)
+    taken = [case for case in cases if refusal_of(name, case, target) is None]
+    checks = {str(case): functools.partial(_fault, case, name, run) for case in taken}
+    run.compare(f"attention, {name}", checks, len(cases) - len(taken))
+
+
+def refusal_of(name: BackendName, case: Case, target: KernelTarget) -> str | None:
+    """Return why a backend doesn't take a case, or None."""
+    return backend_module(name).refusal(_problem(case), target)
 
 
 def _variants(run: SectionRun, name: BackendName, target: KernelTarget) -> None:
     """Check every set of block sizes that tuning may choose on one case of each kind."""
+    module: Any = backend_module(name)
     for case in _VARIED:
-        kind, problem = case.name, _problem(case)
-        if backend_module(name).refusal(problem, target) is not None:
+        kind, problem = case.name.partition(" ")[0], _problem(case)
+        if module.refusal(problem, target) is not None:
             continue
-        right, unbuilt, wrong = 0, 0, []
-        module: Any = backend_module(name)
-        for blocks in module.candidates(kind, problem, target)[: 1 if run.tiny else None]:
-            if run.left < 5:
-                break
+        checks = {}
+        for blocks in module.candidates(kind, problem, target):
             chosen = frozenset((kind, part, int(size)) for part, size in blocks.items())
-            fault = _fault(case, name, run, chosen)
-            right, unbuilt = right + (fault is None), unbuilt + (fault is not None and not fault.startswith("error "))
-            wrong += [f"{blocks}: {fault}"] if fault is not None and fault.startswith("error ") else []
-        tried, label = right + len(wrong), f"{name}: {kind}{_over(problem.kv_dtype)} variants"
-        run.row(f"{label} right", right, "variants", reference=tried or None, goal=1,
-                note=f"{unbuilt} don't build")  # fmt: skip
-        for fault in wrong:
-            run.row(f"{label} wrong", 0, "", note=fault)
+            checks[str(blocks)] = functools.partial(_fault, case, name, run, chosen)
+        run.compare(f"attention, {name}: {kind}{_over(problem.kv_dtype)} variants", checks, 0)
 
 
 def _cases(name: BackendName, target: KernelTarget) -> Iterator[Case]:
@@ -117,20 +134,18 @@ def _problem(case: Case) -> Problem:
 def _fault(
     case: Case, name: BackendName, run: SectionRun, blocks: frozenset[tuple[str, str, int]] = frozenset()
 ) -> str | None:
-    try:
-        batch = make_batch(case)
-        scale = case.head_dim**-0.5 if case.scale is None else case.scale
-        options = {"scale": scale, "window": case.window, "soft_cap": case.soft_cap, "decode_only": case.decode_only}
-        target = dataclasses.replace(target_of(run.device), blocks=blocks)
-        call = jax.jit(functools.partial(paged_attention, **options, backend=Backend(name, target=target)))
-        rest = (batch.page_table, batch.query_starts, batch.kv_lens, np.int32(batch.num_decodes))
-        kv = _pool_of(case, batch, _layout_platform(name, run))
-        out, _ = call(batch.q, batch.k, batch.v, kv, np.int32(case.layer), *rest, np.int32(batch.num_seqs),
-                      sinks=batch.sinks)  # fmt: skip
-        expected = naive.attention(case, batch)
-        error = float(np.abs(np.asarray(out)[: len(expected)].astype(np.float64) - expected).max(initial=0.0))
-    except Exception as error:  # a kernel that can't run counts as wrong
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+    batch = make_batch(case)
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    options = {"scale": scale, "window": case.window, "soft_cap": case.soft_cap, "decode_only": case.decode_only}
+    options |= {"max_queries": case.max_queries}
+    target = dataclasses.replace(target_of(run.device), blocks=blocks)
+    call = jax.jit(functools.partial(paged_attention, **options, backend=Backend(name, target=target)))
+    rest = (batch.page_table, batch.query_starts, batch.kv_lens, np.int32(batch.num_decodes))
+    kv = _pool_of(case, batch, _layout_platform(name, run))
+    out, _ = call(batch.q, batch.k, batch.v, kv, np.int32(case.layer), *rest, np.int32(batch.num_seqs),
+                  sinks=batch.sinks)  # fmt: skip
+    expected = naive.attention(case, batch)
+    error = float(np.abs(np.asarray(out)[: len(expected)].astype(np.float64) - expected).max(initial=0.0))
     return None if error <= _TOLERANCE[case.dtype] else f"error {error:.3g}"
 
 
@@ -167,12 +182,11 @@ def decode(run: SectionRun) -> None:
             if run.left < 10:
                 return
             label = f"{name} decode{_over(kv_dtype)} {batch} x {context}, page {page_size}"
-            seconds = _seconds(run, label, name, [(context, 1)] * batch, page_size, kv_dtype, decode_only=True)
-            if seconds is None:
-                continue
-            read = batch * context * KV_HEADS * HEAD_DIM * 2 * kv_dtype.itemsize
-            goal = 0.8 if kv_dtype == _BF16 else None
-            run.row(label, read / seconds / 1e9, "GB/s", reference=run.found(COPY), goal=goal)
+            with run.reporting(label):
+                seconds = _measure(run, name, [(context, 1)] * batch, page_size, kv_dtype, decode_only=True)
+                read = batch * context * KV_HEADS * HEAD_DIM * 2 * kv_dtype.itemsize
+                goal = 0.8 if kv_dtype == _BF16 else None
+                run.row(label, read / seconds / 1e9, "GB/s", reference=run.found(COPY), goal=goal)
 
 
 def prefill(run: SectionRun) -> None:
@@ -184,12 +198,11 @@ def prefill(run: SectionRun) -> None:
             if run.left < 10:
                 return
             label = f"{name} prefill{_over(kv_dtype)} {length}, page {page_size}"
-            seconds = _seconds(run, label, name, [(length, length)], page_size, kv_dtype, decode_only=False)
-            if seconds is None:
-                continue
-            rate = 4 * HEADS * HEAD_DIM * length * length / 2 / seconds / 1e12
-            note = "goal: 450 TFLOP/s" if kv_dtype == _BF16 and not run.tiny else ""
-            run.row(label, rate, "TFLOP/s", reference=run.found(MATMUL), note=note)
+            with run.reporting(label):
+                seconds = _measure(run, name, [(length, length)], page_size, kv_dtype, decode_only=False)
+                rate = 4 * HEADS * HEAD_DIM * length * length / 2 / seconds / 1e12
+                note = "goal: 450 TFLOP/s" if kv_dtype == _BF16 and not run.tiny else ""
+                run.row(label, rate, "TFLOP/s", reference=run.found(MATMUL), note=note)
 
 
 def _over(kv_dtype: np.dtype) -> str:
@@ -205,32 +218,16 @@ def _usable(run: SectionRun, kv_dtype: np.dtype) -> Iterator[BackendName]:
     yield from [name for name in able if name != "reference"] or able
 
 
-def _seconds(
-    run: SectionRun,
-    label: str,
-    name: BackendName,
-    rows: list[tuple[int, int]],
-    page_size: int,
-    kv_dtype: np.dtype,
-    *,
-    decode_only: bool,
-) -> float | None:
-    """Return the seconds of a call; if it fails, report that and return None."""
-    try:
-        return _measure(run, name, rows, page_size, kv_dtype, decode_only)
-    except Exception as error:  # the errors of compilers have no common base class
-        run.row(f"{label}: failed", 0, "", note=f"{type(error).__name__}: {str(error).splitlines()[0][:160]}")
-        return None
-
-
 def _measure(
     run: SectionRun,
     name: BackendName,
     rows: list[tuple[int, int]],
     page_size: int,
     kv_dtype: np.dtype,
+    *,
     decode_only: bool,
 ) -> float:
+    """Return the seconds of a call."""
     used = [-(-length // page_size) for length, _ in rows]
     layout = kv_layout(
         num_layers=1,
@@ -242,15 +239,15 @@ def _measure(
         platform=_layout_platform(name, run),
     )
     scales = jnp.ones((2, 1, KV_HEADS), jnp.float32) if kv_dtype == _FP8 else None
-    kv = layout.paged_kv(*(jnp.zeros(shape, layout.dtype) for shape in (layout.shape, layout.values_shape)), scales)
+    kv = layout.paged_kv(*(random_array(shape, layout.dtype) for shape in (layout.shape, layout.values_shape)), scales)
     ids = np.random.default_rng(0).permutation(sum(used)).astype(np.int32)
     page_table = np.zeros((len(rows), max(used)), np.int32)
     for row, pages in enumerate(np.split(ids, np.cumsum(used)[:-1])):
         page_table[row, : len(pages)] = pages
     new = [count for _, count in rows]
     starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
-    queries = jax.random.normal(jax.random.key(0), (sum(new), HEADS, HEAD_DIM), jnp.bfloat16)
-    fresh = jnp.ones((sum(new), KV_HEADS, HEAD_DIM), jnp.bfloat16)
+    queries = random_array((sum(new), HEADS, HEAD_DIM), jnp.bfloat16)
+    fresh = random_array((sum(new), KV_HEADS, HEAD_DIM), jnp.bfloat16)
     lengths = np.array([length for length, _ in rows], np.int32)
     facts = jax.device_put((np.int32(0), page_table, starts, lengths, np.int32(len(rows) if decode_only else 0),
                             np.int32(len(rows))))  # fmt: skip

@@ -37,7 +37,7 @@ from jaxserve.weights.dummy import dummy_params
 
 MODEL = "Llama-3.1-8B"
 # What each variant changes of the deployment's own options; None leaves an option to XLA.
-_LOOPS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION,COLLECTIVES_KERNEL"
+_LOOPS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
 _VARIANTS: Mapping[str, Mapping[str, str | None]] = {
     "as served": {},
     "with rematerialization": {"xla_disable_hlo_passes": None},

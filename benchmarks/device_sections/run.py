@@ -1,35 +1,45 @@
-"""The interface of a section: its rows, its time limit, and the rows of earlier sections."""
+"""The interface of a section: its rows, its time limit, the rows of earlier sections, and its parts."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 
+# What a check of `compare` needs at least.
+_SECONDS_A_CHECK = 5
+_NOT_TRIED = "not tried"
+
 
 @dataclasses.dataclass(frozen=True)
 class SectionRun:
-    """The run of one section. `rows` is the file of all rows so far; `tiny` requests a dry run of a few seconds."""
+    """The run of one section, or of a `part` of it. `rows` is the file of all rows so far.
+
+    `cache` is the folder for compiled programs, which sections and calls share. `tiny` requests a dry run of a few
+    seconds.
+    """
 
     section: str
     rows: Path
+    cache: Path
     end: float
     tiny: bool
+    part: str = ""
 
     @property
     def left(self) -> float:
         """The seconds left to the section."""
         return self.end - time.monotonic()
-
-    @property
-    def cache(self) -> Path:
-        """The folder for compiled programs, which the sections of a run share."""
-        return self.rows.parent / "programs"
 
     @property
     def device(self) -> Any:
@@ -49,14 +59,66 @@ class SectionRun:
     ) -> None:
         """Append a figure, with the reference to compare it with and what it was predicted to be."""
         found = {"section": self.section, "name": name, "value": value, "unit": unit}
+        compared = {"reference": reference, "goal": goal, "predicted": predicted}
         with self.rows.open("a") as file:
-            compared = {"reference": reference, "goal": goal, "predicted": predicted}
             file.write(json.dumps({**found, **compared, "note": note}) + "\n")
 
     def found(self, name: str) -> float | None:
         """Return a figure of an earlier section, or None if it is missing."""
         rows = map(json.loads, self.rows.read_text().splitlines())
         return next((row["value"] for row in rows if row["name"] == name), None)
+
+    @contextlib.contextmanager
+    def reporting(self, label: str) -> Iterator[None]:
+        """Report an error of the block in a row of its own instead of raising it."""
+        try:
+            yield
+        except Exception as error:  # the errors of compilers have no common base class
+            self.row(f"{label}: failed", 0, "", goal=1, note=first_line(error))
+
+    def in_processes(self, parts: Sequence[str]) -> None:
+        """Run the section once for each part, each in a process of its own, several at once.
+
+        A fault of CUDA makes everything fail that its process does later. Raises `RuntimeError` if a part failed.
+        """
+        base = [sys.executable, sys.argv[0], "--section", self.section, "--rows", str(self.rows)]
+        base += ["--cache", str(self.cache), "--seconds", str(self.left), *(["--interpret-tiny"] if self.tiny else [])]
+        shared = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+        def run(part: str) -> int:
+            return subprocess.run([*base, "--part", part], env=shared, check=False).returncode
+
+        with ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 4)) as pool:
+            failed = [f"{part} ({code})" for part, code in zip(parts, pool.map(run, parts)) if code != 0]
+        if failed:
+            raise RuntimeError(f"parts that failed, with their exit codes: {', '.join(failed)}")
+
+    def compare(self, label: str, checks: Mapping[str, Callable[[], str | None]], refused: int) -> None:
+        """Run checks, which return what they found wrong, in threads, as each compiles; report how many were right."""
+
+        def run(name: str) -> str | None:
+            if self.left < _SECONDS_A_CHECK:
+                return _NOT_TRIED
+            try:
+                return checks[name]()
+            except Exception as error:  # the errors of compilers have no common base class
+                return first_line(error)
+
+        names = list(checks)[: 2 if self.tiny else None]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            faults = dict(zip(names, pool.map(run, names)))
+        skipped = len(checks) - len(names) + list(faults.values()).count(_NOT_TRIED)
+        wrong = {name: fault for name, fault in faults.items() if fault not in (None, _NOT_TRIED)}
+        tried = len(checks) - skipped
+        note = f"{refused} refused, {skipped} not tried"
+        self.row(f"{label}: cases right", tried - len(wrong), "cases", reference=tried or None, goal=1, note=note)
+        for name, fault in wrong.items():
+            self.row(f"{label}: wrong", 0, "", note=f"{name}: {fault}")
+
+
+def first_line(error: Exception) -> str:
+    """Return the type and the first line of an error."""
+    return f"{type(error).__name__}: {str(error).partition('\n')[0][:200]}"
 
 
 def seconds_per_call(step: Callable[[Any], Any], state: Any, *, calls: int) -> tuple[float, Any]:

@@ -8,6 +8,7 @@ copy. The values are therefore not independent draws, which is good enough for b
 from __future__ import annotations
 
 import math
+import os
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -55,7 +56,7 @@ def dummy_reader(abstract: Any, seed: int) -> WeightReader:
                 part[:] = block[start : start + part.size]
                 done += part.size
 
-    return WeightReader(fill, tuple(range(len(leaves))))
+    return WeightReader(fill, tuple(range(len(leaves))), os.cpu_count() or 1)
 
 
 def _as_type(values: np.ndarray[Any, Any], dtype: np.dtype) -> np.ndarray[Any, Any]:

@@ -19,12 +19,12 @@ BackendName = Literal["reference", "xla", "triton", "mosaic_gpu", "mosaic_tpu"]
 # Best first; the reference supports everything. XLA takes few schemes, and of its products times those of cuBLASLt and
 # kernels of its own on the device that they are compiled for.
 #
-# On Hopper, mosaic_gpu comes before triton. These are estimates from its machine code for an H200; no device has
-# measured them. At one row, a scheduler issues 700 instructions for 16 KiB of 4-bit weights, which take 880 cycles to
-# arrive, with 112 KiB in flight and the same share for each core: 80 to 90 % of the memory's speed in large products.
-# At 64 rows, the tensor cores take 1,020 cycles for as much. At 2,048 rows, a warpgroup issues 270 instructions besides
-# products that take 512 cycles, during those of another one: 600 to 700 TFLOP/s.
-_ON_GPUS: tuple[BackendName, ...] = ("xla", "mosaic_gpu", "triton")
+# On Hopper, mosaic_gpu should be faster than triton by its machine code for an H200, but no device has proved it yet.
+# At one row, a scheduler issues 700 instructions for 16 KiB of 4-bit weights, which take 880 cycles to arrive, with
+# 112 KiB in flight and the same share for each core: 80 to 90 % of the memory's speed in large products. At 64 rows,
+# the tensor cores take 1,020 cycles for as much. At 2,048 rows, a warpgroup issues 270 instructions besides products
+# that take 512 cycles, during those of another one: 600 to 700 TFLOP/s.
+_ON_GPUS: tuple[BackendName, ...] = ("xla", "triton", "mosaic_gpu")
 _PREFERRED: dict[str, tuple[BackendName, ...]] = {"cuda": _ON_GPUS, "gpu": _ON_GPUS, "tpu": ("xla", "mosaic_tpu")}
 
 

@@ -23,7 +23,7 @@ from pallas_kernels.paged_attention import (
 )
 from pallas_kernels.paged_attention.backends import backend_module
 from pallas_kernels.paged_attention.tuning import facts
-from pallas_kernels.tune.task import Task, seconds_a_step
+from pallas_kernels.tune.task import Task, random_array, seconds_a_step
 from pallas_kernels.tuning import Kind
 
 # (query heads, KV heads, head size): Llama 8B and 70B, Qwen3 0.6B, Llama 1B and SmolLM2, Phi, Gemma.
@@ -99,7 +99,7 @@ def make_step(backend: Backend, problem: Problem, workload: Workload) -> tuple[C
     )
     fp8 = problem.kv_dtype == jnp.float8_e4m3fn
     scales = jnp.full((2, 1, problem.kv_heads), 0.02, jnp.float32) if fp8 else None
-    keys, values = (jnp.ones(shape, layout.dtype) for shape in (layout.shape, layout.values_shape))
+    keys, values = (random_array(shape, layout.dtype) for shape in (layout.shape, layout.values_shape))
     kv = layout.paged_kv(keys, values, scales)
     arrays = (
         normal(problem.heads),

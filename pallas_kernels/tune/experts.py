@@ -19,7 +19,7 @@ from pallas_kernels.grouped_matmul.tuning import Experts
 from pallas_kernels.quantized_matmul import Backend, QuantizedWeight, Scheme, make_weight
 from pallas_kernels.quantized_matmul.backends import BackendName
 from pallas_kernels.target import KernelTarget
-from pallas_kernels.tune.task import Task, seconds_a_step
+from pallas_kernels.tune.task import Task, random_array, seconds_a_step
 from pallas_kernels.tuning import Kind
 
 
@@ -68,15 +68,11 @@ def tasks(backend: BackendName, target: KernelTarget, *, tiny: bool) -> Iterator
 
 
 def make_experts(experts: Experts, backend: Backend) -> Any:
-    """Return a weight of ones."""
-
-    def ones(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        return jnp.ones(shape, jnp.int8).astype(dtype)
-
+    """Return a random weight."""
     shape = experts.count, experts.out_dim, experts.in_dim
     if experts.scheme is None:
-        return ones(shape, jnp.bfloat16)
-    flat = make_weight((experts.count * experts.out_dim, experts.in_dim), experts.scheme, backend, ones)
+        return random_array(shape, jnp.bfloat16)
+    flat = make_weight((experts.count * experts.out_dim, experts.in_dim), experts.scheme, backend, random_array)
     return flat.reshape(*shape)
 
 
@@ -99,7 +95,7 @@ def make_step(
             x = x + out[: len(x), :1] * jnp.asarray(1e-6, x.dtype)
         return x
 
-    x = jnp.ones((tokens if experts.gated else tokens * choices, experts.in_dim), jnp.bfloat16)
+    x = random_array((tokens if experts.gated else tokens * choices, experts.in_dim), jnp.bfloat16)
     return lambda x: multiply(x, weight, groups), x, sum(len(np.unique(one)) for one in chosen)
 
 

@@ -14,7 +14,7 @@ from pallas_kernels.quantized_matmul import Backend, QuantizedWeight, Scheme, ma
 from pallas_kernels.quantized_matmul.backends import BackendName, backend_module
 from pallas_kernels.quantized_matmul.tuning import facts
 from pallas_kernels.target import KernelTarget
-from pallas_kernels.tune.task import Task, seconds_a_step
+from pallas_kernels.tune.task import Task, random_array, seconds_a_step
 from pallas_kernels.tuning import Kind
 
 # (outputs, inputs) of qkv, output, gate and up, down: Llama 8B, and one of four shards of a 70B.
@@ -52,10 +52,7 @@ def tasks(backend: BackendName, target: KernelTarget, *, tiny: bool) -> Iterator
 def _seconds(
     backend: BackendName, shape: tuple[int, int], scheme: Scheme, rows: int, turns: int, target: KernelTarget
 ) -> float:
-    def ones(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        return jnp.ones(shape, jnp.int8).astype(dtype)
-
-    weights = [make_weight(shape, scheme, Backend(backend, target), ones) for _ in range(turns)]
+    weights = [make_weight(shape, scheme, Backend(backend, target), random_array) for _ in range(turns)]
 
     @jax.jit
     def multiply(x: jax.Array, weights: list[QuantizedWeight]) -> jax.Array:
@@ -65,5 +62,5 @@ def _seconds(
             x = x + out[:, :1] * jnp.asarray(1e-6, x.dtype)
         return x
 
-    x = jnp.ones((rows, shape[1]), jnp.bfloat16)
+    x = random_array((rows, shape[1]), jnp.bfloat16)
     return seconds_a_step(lambda x: multiply(x, weights), x, turns) / turns

@@ -208,7 +208,7 @@ class ProgramBuilder:
             "compiler": getattr(device.client, "platform_version", ""),
             "cpu": cpu_fact() if device.platform == "cpu" else "",
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-            "python": platform.python_version(),
+            "python": ".".join(platform.python_version_tuple()[:2]),
             "sources": source_hash(),
             "weights": {dotted(path): weight.form for path, weight in held_weights(self.param_specs).items()},
         }

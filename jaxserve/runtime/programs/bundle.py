@@ -130,13 +130,8 @@ class _LoadError(Exception):
 
 
 def _comparable(facts: Mapping[str, Any], manifest: BundleManifest) -> dict[str, Any]:
-    """Return the facts that must be equal.
-
-    A description of a device names platform and compiler differently from the device, and another machine may have
-    another patch release of Python.
-    """
+    """Return the facts that must be equal. A description of a device names platform and compiler differently."""
     if not manifest.target:
         return dict(facts)
     attention = {**facts["attention"], "target": {**facts["attention"]["target"], "platform": ""}}
-    python = str(facts.get("python")).rpartition(".")[0]
-    return {**facts, "attention": attention, "compiler": "", "python": python}
+    return {**facts, "attention": attention, "compiler": ""}

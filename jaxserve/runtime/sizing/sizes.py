@@ -50,8 +50,8 @@ class Defaults:
     """The default sizes of a platform: requests that run at once, tokens of a prefill chunk and of the smallest mixed
     program, and the size up to which decode programs are finely spaced.
 
-    `row_multiple` divides the rows of each decode program: a product of fewer than 8 rows takes an accelerator as long
-    as one of 8, and XLA adds kernels that pad it.
+    `row_multiple` divides the rows of each program that decodes or draws: a product of fewer than 8 rows takes an
+    accelerator as long as one of 8, and XLA adds kernels that pad it.
     """
 
     running: int
@@ -154,6 +154,7 @@ def resolve_sizes(
         else (),
         draft_read_buckets=tuple(sorted({min(_FEW_READ, largest), largest})) if drafting else (),
         max_unread=2 + drafts if config.speculative_method in HEADS else 2,
+        least_drawn=defaults.row_multiple,
     )
     prefill = min(config.max_prefill_tokens or chunk, largest)
     return Sizes(capacity, min(chunk, largest), prefill, largest, footprint, longest, pool.memory_bound)

@@ -8,6 +8,7 @@ first start has to compile for it.
 from __future__ import annotations
 
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,11 @@ def measure_temp_memory(deployment: Deployment, builder: ProgramBuilder, cache_d
 
 
 def largest_programs(deployment: Deployment) -> list[ProgramKey]:
-    """Return the largest step program of each kind, and that of KV scales, which has a pool of its own."""
-    ascending = sorted(deployment.step_keys, key=lambda key: key.size)
-    others = [key for key in deployment.program_keys if key == KV_SCALES_KEY]
-    return [*{(key.kind, key.greedy): key for key in ascending}.values(), *others]
+    """Return the largest program of each kind, and that of KV scales, which has a pool of its own."""
+    keys = deployment.program_keys
+    ascending = sorted((key for key in keys if not isinstance(key, str)), key=lambda key: key.size)
+    largest = {re.sub(r"\d+", "", str(key)): key for key in ascending}
+    return [*largest.values(), *(key for key in keys if key == KV_SCALES_KEY)]
 
 
 def _read(path: Path | None) -> TempMemory | None:

@@ -55,8 +55,10 @@ class DrawOutput:
 
 
 def draw_keys(capacity: Capacity) -> list[DrawKey]:
-    """Return the keys of the programs: for one row, and for 8 doubled. On a CPU, rows without a request cost much."""
-    sizes = {1, *token_buckets(capacity.num_slots, smallest=_SMALLEST)}
+    """Return the keys of the programs: for 8 rows doubled, and on a CPU, where rows without a request cost much, for
+    one. On a GPU, the product of one row and the head takes a copy of the head in float32."""
+    least = capacity.least_drawn
+    sizes = {least, *token_buckets(max(capacity.num_slots, least), smallest=_SMALLEST)}
     return [DrawKey(size) for size in sorted(sizes)]
 
 

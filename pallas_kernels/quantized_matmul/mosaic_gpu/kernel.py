@@ -138,7 +138,7 @@ class MosaicGpuMatmul:
                     plgpu.copy_smem_to_gmem(rounded.at[warpgroup], target)
                 else:
                     sums = total if self.interpret else scalars(total)
-                    plgpu.store(target.transpose((1, 0)), sums, optimized=False)
+                    target.transpose((1, 0))[...] = sums
                 return carry
 
             for i in range(plan.stages - 1):

@@ -65,12 +65,12 @@ def test_a_product_is_that_of_float64_but_for_the_rounding_of_its_sums(name: Bac
 @pytest.mark.parametrize(
     ("platform", "capability", "scheme", "name"),
     [
-        ("cuda", (9, 0), Scheme("int4", 128), "mosaic_gpu"),
+        ("cuda", (9, 0), Scheme("int4", 128), "triton"),
         ("cuda", (9, 0), Scheme("fp8", activations="token"), "xla"),
-        ("cuda", (9, 0), Scheme("fp8", 128, activations="group"), "mosaic_gpu"),
+        ("cuda", (9, 0), Scheme("fp8", 128, activations="group"), "triton"),
         ("cuda", (8, 9), Scheme("int4", 128, zeros=True), "triton"),
         ("cuda", (8, 9), Scheme("fp8", 128, activations="group"), "triton"),
-        ("cuda", (9, 0), Scheme("fp8"), "mosaic_gpu"),
+        ("cuda", (9, 0), Scheme("fp8"), "triton"),
         ("cuda", (8, 9), Scheme("int8"), "triton"),
         ("cuda", (8, 0), Scheme("fp8", activations="token"), "triton"),
         ("cuda", (8, 0), Scheme("int8", activations="token"), "xla"),

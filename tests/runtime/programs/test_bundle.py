@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +113,10 @@ def test_the_pool_size_is_that_of_the_bundle_unless_it_is_set(whole: Path) -> No
 
 
 def _as_for_target(manifest: dict[str, Any]) -> None:
-    """Describe platform and compiler as a target does, and not as the attached device, and another Python."""
+    """Describe platform and compiler as a target does, and not as the attached device."""
     manifest["target"] = "nvidia-h200"
     manifest["facts"]["compiler"] = "NVIDIA H200"
     manifest["facts"]["attention"]["target"]["platform"] = "cuda"
-    manifest["facts"]["python"] = platform.python_version().rpartition(".")[0] + ".99"
 
 
 def test_a_bundle_for_a_target_may_name_platform_and_compiler_differently(whole: Path, tmp_path: Path) -> None:
