@@ -5,6 +5,7 @@
     python benchmarks/device.py --resume            # in a further call: the sections that are left
     python benchmarks/device.py --wheels DIR        # wheels of packages that are missing on the machine
     python benchmarks/device.py --interpret-tiny    # a dry run of every section on a CPU, without measuring
+    python benchmarks/device.py --compile-for nvidia-h100    # the engines' programs, for a device that isn't here
 
 Each section is a process with a time limit. A section that fails, hangs or runs out of memory is reported and keeps its
 rows, and the others continue. After every section all rows so far are in benchmarks/results/<device>/device.json, each
@@ -19,7 +20,6 @@ import argparse
 import faulthandler
 import hashlib
 import importlib
-import importlib.util
 import json
 import logging
 import os
@@ -42,15 +42,15 @@ RATES = "machine.rates"
 SECTIONS = {
     RATES: 25,
     "kernels.correctness": 80,
-    "engine.llama_3_1_8b": 190,
-    "engine.llama_3_1_8b_fp8": 190,
-    "engine.gpt_oss_20b": 190,
+    "engine.llama_3_1_8b": 150,
+    "engine.llama_3_1_8b_fp8": 150,
+    "engine.gpt_oss_20b": 165,
     "kernels.decode": 70,
-    "kernels.prefill": 60,
+    "kernels.prefill": 40,
     "options.steps": 180,
-    "experts.correctness": 50,
-    "quantized.correctness": 50,
-    "engine.llama_3_1_8b_int4": 190,
+    "experts.correctness": 40,
+    "quantized.correctness": 60,
+    "engine.llama_3_1_8b_int4": 150,
     "programs.dispatch": 60,
     "quantized.products": 60,
     "experts.products": 60,
@@ -64,19 +64,14 @@ SECTIONS = {
 _ENOUGH = 0.6
 # The share of its time that a section may plan with, and that of this after which it shows where it hangs.
 _OWN_SHARE, _STACKS = 0.9, 1.08
-NEEDED = {
-    "msgspec": "msgspec", "zmq": "pyzmq", "jaxtyping": "jaxtyping", "flax": "flax", "psutil": "psutil", "tqdm": "tqdm",
-    "yaml": "pyyaml", "safetensors": "safetensors", "gguf": "gguf", "huggingface_hub": "huggingface-hub",
-    "prometheus_client": "prometheus-client",
-}  # fmt: skip
 
 
 def main() -> int:
-    """Run the command; return 1 if a section failed."""
+    """Run the command; return 1 if a section failed, or a program doesn't build."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the whole run (default 9)")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="run only these sections")
-    parser.add_argument("--wheels", type=Path, help="folder with wheels of packages missing here")
+    parser.add_argument("--wheels", type=Path, help="folder with wheels of what is missing here")
     parser.add_argument("--resume", type=Path, nargs="?", const=Path(), metavar="DIR",
                         help="run the sections that are missing in the JSON of this device and these sources under DIR "
                              "(default: --results), and keep its rows")  # fmt: skip
@@ -84,6 +79,8 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "jaxserve-device-programs",
                         help="folder for compiled programs and tuned products (default %(default)s)")  # fmt: skip
     parser.add_argument("--interpret-tiny", action="store_true", help="a dry run on a CPU: kernels are interpreted")
+    parser.add_argument("--compile-for", metavar="TARGET", help="compile programs of the engines' sections, as "
+                        "`jaxserve compile --target` does, and run nothing")  # fmt: skip
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
@@ -91,6 +88,10 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.section is not None:
         return run_section(arguments)
+    if arguments.compile_for is not None:
+        from device_sections import engine
+
+        return 0 if engine.compile_for(arguments.compile_for) else 1
     return run_all(arguments)
 
 
@@ -220,11 +221,9 @@ def one_section(name: str, command: list[str], seconds: float, log: Path, enviro
 
 
 def install(wheels: Path, folder: Path) -> str:
-    """Install the missing packages from a folder of wheels, and return the PYTHONPATH to import them from."""
-    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        options = ["--no-index", "--find-links", str(wheels), "--target", str(folder), "--no-deps", "-q"]
-        subprocess.run([sys.executable, "-m", "pip", "install", *options, *missing], check=True)
+    """Install a folder of wheels, and return the PYTHONPATH to import them from."""
+    options = ["--no-index", "--no-deps", "--no-compile", "--target", str(folder), "-q"]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, *map(str, wheels.glob("*.whl"))], check=True)
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 

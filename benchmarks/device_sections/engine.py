@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from device_sections.models import AWQ, FP8, write_model
 from device_sections.prediction import limits, step_seconds
 from device_sections.run import SectionRun
 from jaxserve.api_types import EngineRequest, SamplingParams
+from jaxserve.cli.common.table import format_table
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.client import InProcessEngine
 from jaxserve.runtime.devices.device import facts_of_device
+from jaxserve.runtime.programs.program_set import ProgramKey
+from jaxserve.runtime.sizing import aot
 from jaxserve.runtime.sizing.deployment import Deployment, deploy, read_model
 
 # (prompt tokens, output tokens, requests), the most telling first; likewise (rows, tokens of each) of decode steps.
 _WORKLOADS = ((1000, 1000, 512), (128, 128, 1024), (2048, 128, 512))
-_FIRST_STEP, *_STEPS = (128, 1024), (1, 1024), (32, 1024), (256, 1024), (64, 4096), (128, 4096)
+_STEPS = (128, 1024), (1, 1024), (32, 1024), (256, 1024), (64, 4096), (128, 4096)
 _LEAST_SECONDS = 10
 # Output tokens a second of TensorRT-LLM, from its performance overviews, by device, model and workload.
 _TENSORRT_LLM = {
@@ -31,73 +38,104 @@ _TENSORRT_LLM = {
 }
 
 
-def qwen3_0_6b(run: SectionRun) -> None:
-    """Measure Qwen3-0.6B's shape."""
-    _model(run, "Qwen3-0.6B")
+@dataclasses.dataclass(frozen=True)
+class EngineSection:
+    """A section that measures the engine with a model's shape and dummy weights, quantized if it says how.
+
+    `options` are those of `EngineConfig` that no other model has.
+    """
+
+    model: str
+    quantization: dict[str, Any] | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The name of the model in rows."""
+        return f"{self.model} {self.quantization['quant_method']}" if self.quantization else self.model
+
+    def config(self, folder: Path, tiny: bool) -> EngineConfig:
+        """Write the model to a folder; return the settings of its engine."""
+        sizes: dict[str, Any] = {"max_running_requests": 512, "cuda_graph_bs": (1, 32, 128, 256, 384, 512),
+                                 "chunked_prefill_size": 8192, **self.options}  # fmt: skip
+        if tiny:
+            sizes = {"max_running_requests": 4, "cuda_graph_bs": (4,), "max_total_tokens": 1024,
+                     "chunked_prefill_size": 32}  # fmt: skip
+        model = write_model(self.model, tiny, folder, self.quantization)
+        return EngineConfig(model=model, load_format="dummy", disable_radix_cache=True, **sizes)
+
+    def __call__(self, run: SectionRun) -> None:
+        """Measure a decode step, the first workload, then other steps and workloads while there is time."""
+        with tempfile.TemporaryDirectory() as folder:
+            config = msgspec.structs.replace(
+                self.config(Path(folder), run.tiny), program_cache_dir=str(run.cache), log_level="info"
+            )
+            # Before anything asks for the device: it decides how much of its memory XLA takes.
+            engine = InProcessEngine.start(config)
+            try:
+                self._measure(run, engine, config)
+            finally:
+                engine.close()
+
+    def _measure(self, run: SectionRun, engine: InProcessEngine, config: EngineConfig) -> None:
+        for phase, seconds in engine.info.startup_seconds.items():
+            run.row(f"{self.name} start: {phase}", seconds, "s", note=f"attention: {engine.info.attention_backend}")
+        made = deploy(config, read_model(config.model), facts_of_device(run.device))
+        step, *steps = ((2, 32), (1, 32)) if run.tiny else _STEPS
+        workload, *workloads = ((16, 8, 4),) if run.tiny else _WORKLOADS
+        _decode_step(run, engine, self.name, *step, made)
+        _throughput(run, engine, self.name, *workload, made)
+        _peak_memory(run, self.name)
+        for batch, context in steps:
+            if run.left > _LEAST_SECONDS and batch * (context + 64) <= engine.info.num_pages * config.page_size:
+                _decode_step(run, engine, self.name, batch, context, made)
+        for workload in workloads:
+            if run.left > _LEAST_SECONDS:
+                _throughput(run, engine, self.name, *workload, made)
 
 
-def llama_3_2_1b(run: SectionRun) -> None:
-    """Measure Llama-3.2-1B's shape."""
-    _model(run, "Llama-3.2-1B")
+llama_3_1_8b = EngineSection("Llama-3.1-8B")
+# With a scale for each token of the inputs, and with an fp8 KV cache.
+llama_3_1_8b_fp8 = EngineSection("Llama-3.1-8B", FP8, {"kv_cache_dtype": "fp8_e4m3"})
+gpt_oss_20b = EngineSection("gpt-oss-20b")
+llama_3_1_8b_int4 = EngineSection("Llama-3.1-8B", AWQ)
+llama_3_2_1b = EngineSection("Llama-3.2-1B")
+gemma_3_4b = EngineSection("Gemma-3-4B")
+qwen3_0_6b = EngineSection("Qwen3-0.6B")
 
 
-def llama_3_1_8b(run: SectionRun) -> None:
-    """Measure Llama-3.1-8B's shape."""
-    _model(run, "Llama-3.1-8B")
+def compile_for(target: str) -> bool:
+    """Compile the smallest and the largest program of each kind of every section's engine for a target that isn't
+    here, print what came of it, and return whether all are good."""
+    sections = {name: value for name, value in globals().items() if isinstance(value, EngineSection)}
+    lines, good = [], True
+    for name, section in sections.items():
+        with tempfile.TemporaryDirectory() as folder:
+            deployment = aot.deploy_on_target(section.config(Path(folder), tiny=False), target)
+        builder, start = aot.builder_for_target(deployment, target), time.perf_counter()
+        reports = list(aot.compile_programs(builder, _extremes(deployment.program_keys)))
+        faults = [f"{report.name}: {report.fault}" for report in reports if report.fault]
+        largest = max(reports, key=lambda report: report.temp_bytes)
+        lines.append(
+            (
+                name,
+                f"{len(reports) - len(faults)} of {len(reports)}",
+                f"{time.perf_counter() - start:.0f}",
+                f"{largest.temp_bytes / 2**20:,.0f} ({largest.name})",
+                "; ".join(faults),
+            )
+        )
+        good = good and not faults
+    header = ("section", f"programs good for {target}", "seconds", "most temp MiB", "faults")
+    print(format_table(header, lines, left=(0, 4)))
+    return good
 
 
-def llama_3_1_8b_int4(run: SectionRun) -> None:
-    """Measure Llama-3.1-8B's shape in W4A16, as an AWQ checkpoint has it."""
-    _model(run, "Llama-3.1-8B", AWQ)
-
-
-def llama_3_1_8b_fp8(run: SectionRun) -> None:
-    """Measure Llama-3.1-8B's shape in fp8, with a scale for each token of the inputs, and with an fp8 KV cache."""
-    _model(run, "Llama-3.1-8B", FP8, kv_cache_dtype="auto" if run.device.platform == "cpu" else "fp8_e4m3")
-
-
-def gpt_oss_20b(run: SectionRun) -> None:
-    """Measure gpt-oss-20b's shape, with experts in MXFP4."""
-    _model(run, "gpt-oss-20b")
-
-
-def gemma_3_4b(run: SectionRun) -> None:
-    """Measure Gemma-3-4B's shape, which has two KV groups and heads of 256."""
-    _model(run, "Gemma-3-4B")
-
-
-def _model(run: SectionRun, name: str, quantization: dict[str, Any] | None = None, **options: Any) -> None:
-    """Measure a decode step, the first workload, then other steps and workloads while there is time."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = write_model(name, run.tiny, Path(folder), quantization)
-        settings: dict[str, Any] = {"model": model, "load_format": "dummy", **options}
-        settings |= {"disable_radix_cache": True, "program_cache_dir": str(run.cache)}
-        if run.tiny:
-            settings |= {"max_running_requests": 4, "cuda_graph_bs": (4,), "max_total_tokens": 1024,
-                         "chunked_prefill_size": 32}  # fmt: skip
-        else:
-            settings |= {"max_running_requests": 512, "cuda_graph_bs": (1, 32, 128, 256, 384, 512),
-                         "chunked_prefill_size": 8192}  # fmt: skip
-        config = EngineConfig(**settings)
-        engine = InProcessEngine.start(config)
-        if quantization is not None:
-            name = f"{name} {quantization['quant_method']}"
-        try:
-            for phase, seconds in engine.info.startup_seconds.items():
-                run.row(f"{name} start: {phase}", seconds, "s", note=f"attention: {engine.info.attention_backend}")
-            made = deploy(config, read_model(config.model), facts_of_device(run.device))
-            steps, workloads = (_STEPS, _WORKLOADS) if not run.tiny else (((1, 32),), ((16, 8, 4),))
-            _decode_step(run, engine, name, *((2, 32) if run.tiny else _FIRST_STEP), made)
-            _throughput(run, engine, name, *workloads[0], made)
-            _peak_memory(run, name)
-            for batch, context in steps:
-                if run.left > _LEAST_SECONDS and batch * (context + 64) <= engine.info.num_pages * config.page_size:
-                    _decode_step(run, engine, name, batch, context, made)
-            for workload in workloads[1:]:
-                if run.left > _LEAST_SECONDS:
-                    _throughput(run, engine, name, *workload, made)
-        finally:
-            engine.close()
+def _extremes(keys: Sequence[ProgramKey]) -> list[ProgramKey]:
+    """Return the smallest and the largest program of each kind."""
+    ascending = sorted((key for key in keys if not isinstance(key, str)), key=lambda key: key.size)
+    by_kind = [(re.sub(r"\d+", "", str(key)), key) for key in ascending]
+    return list({*dict(by_kind).values(), *dict(reversed(by_kind)).values()})
 
 
 def _peak_memory(run: SectionRun, name: str) -> None:

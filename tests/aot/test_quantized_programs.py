@@ -21,12 +21,12 @@ pytestmark = pytest.mark.aot
 DECODE, MIXED = StepKey("decode", DECODE_ROWS, True), StepKey("mixed", MIXED_TOKENS, False)
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
-CUBLAS, MOSAIC, TRITON = "cublas lt matmul f8", "quantized_matmul (mosaic gpu)", "quantized_matmul (triton)"
+CUBLAS, TRITON = "cublas lt matmul f8", "quantized_matmul (triton)"
 FORMATS: dict[str, tuple[dict[str, Any], str]] = {
     "fp8": (FP8, CUBLAS),
-    "fp8 blocks": ({**FP8, "weight_block_size": [128, 128]}, MOSAIC),
-    "awq": (AWQ, MOSAIC),
-    "gptq, act-order": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, MOSAIC),
+    "fp8 blocks": ({**FP8, "weight_block_size": [128, 128]}, TRITON),
+    "awq": (AWQ, TRITON),
+    "gptq, act-order": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, TRITON),
 }
 CASES = [(name, key) for name in FORMATS for key in (DECODE, MIXED)]
 LAYERS = LLAMA_8B_TWO_LAYERS["num_hidden_layers"]

@@ -147,7 +147,9 @@ class MosaicGpuGroupedMatmul:
                     expert, first, _ = lax.while_loop(passed, step, (expert, first, first + tiles_of(expert, count)))
                 return expert, first
 
-            def for_each_tile(take: Callable[[_Tile], None]) -> None:
+            def for_each_tile(take: Callable[[_Tile], None]) -> jax.Array:
+                """Take the program's tiles, and return their number."""
+
                 def step(state: Any) -> Any:
                     before, number, expert, first = state
                     # Tiles of the same outputs are neighbours: what one reads of the weight, others find in the cache.
@@ -159,9 +161,8 @@ class MosaicGpuGroupedMatmul:
                     return before + 1, number, *seek(number, expert, first)
 
                 nothing = jnp.int32(0)
-                lax.while_loop(
-                    lambda state: state[2] < experts, step, (nothing, program, *seek(program, nothing, nothing))
-                )
+                state = nothing, program, *seek(program, nothing, nothing)
+                return lax.while_loop(lambda state: state[2] < experts, step, state)[0]
 
             def load(tile: _Tile) -> None:
                 def load_block(block: jax.Array, carry: tuple[()]) -> tuple[()]:
@@ -228,9 +229,10 @@ class MosaicGpuGroupedMatmul:
 
                 return lax.fori_loop(0, blocks, step, products.zero_sums())
 
+            matrix = lax.div(warpgroup, jnp.int32(pairs))
+            pair = warpgroup - matrix * pairs
+
             def multiply(tile: _Tile) -> None:
-                matrix = lax.div(warpgroup, jnp.int32(pairs))
-                pair = warpgroup - matrix * pairs
                 result = tile.output * own + pair * TILE_ROWS
                 first = tile.expert * outputs + matrix * results + result
                 # The last tile of outputs may have less of them; what belongs to others is left out at the end.
@@ -301,12 +303,21 @@ class MosaicGpuGroupedMatmul:
 
             @pl.when(warpgroup == plan.warpgroups)
             def _load() -> None:
-                for_each_tile(load)
+                loaded = for_each_tile(load) * blocks
+
+                def drain(position: jax.Array, carry: tuple[()]) -> tuple[()]:
+                    plgpu.barrier_wait(free.at[lax.rem(position, jnp.int32(stages))])
+                    return carry
+
+                # A program ends once nobody arrives at its barriers any more.
+                lax.fori_loop(jnp.maximum(loaded - stages, 0), loaded, drain, ())
 
             @pl.when(warpgroup < plan.warpgroups)
             def _multiply() -> None:
-                for_each_tile(multiply)
+                count = for_each_tile(multiply)
                 plgpu.wait_smem_to_gmem(0)
+                if gate is not None:
+                    pl.when((matrix == 1) & (count > 0))(lambda: plgpu.barrier_wait(ups_read.at[pair]))
 
         constant = jnp.asarray(self.unpacking.constant) if self.unpacking else None
         operand_types = products.operands(stages, plan.warpgroups, x.dtype, numbers.dtype)

@@ -16,10 +16,12 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.sampling.triton.parameters import Columns, SlotTable
-from pallas_kernels.sampling.triton.rows import TILE, Ref, barrier, compiler_params
+from pallas_kernels.sampling.triton.rows import NUM_WARPS, Ref, barrier, compiler_params
 
-_TILES = 4
-_PART = TILE * _TILES
+# Lanes of a tile, 8 a thread: with more, compilers spill.
+_TILE = 8 * 32 * NUM_WARPS
+_TILES = 8
+_PART = _TILE * _TILES
 
 
 class Edits(NamedTuple):
@@ -105,7 +107,7 @@ def _edit(
         return lax.fori_loop(0, most, add, jnp.zeros(ids.shape, jnp.int32))
 
     def penalize(tile: jax.Array, _: None) -> None:
-        ids = part * _PART + tile * TILE + lax.iota(jnp.int32, TILE)
+        ids = part * _PART + tile * _TILE + lax.iota(jnp.int32, _TILE)
         inside = ids < vocab
         x = plgpu.load(logits.at[row, ids], mask=inside, other=0.0)
         counts = plgpu.load(edits.counts.at[slot, ids], mask=inside & is_penalized, other=0).astype(jnp.int32)

@@ -70,7 +70,6 @@ def test_the_kernel_rounds_whole_sums(case: Case) -> None:
 
 BUGS = {
     "a-row-of-the-next-expert-is-written": ("tile.rows & -(2 * size)", "(tile.rows + 1) & -(2 * size)"),
-    "rows-end-too-late": ("start_of(expert + 1) - row, tokens)", "start_of(expert + 1) + 1 - row, tokens)"),
     "rows-end-too-early": ("start_of(expert + 1) - row, tokens)", "start_of(expert + 1) - 1 - row, tokens)"),
     "the-weight-of-the-next-expert": ("pl.ds(tile.expert * outputs +", "pl.ds((tile.expert + 1) * outputs +"),
     "the-scale-of-the-first-expert": ("first = tile.expert * outputs +", "first = tile.expert * 0 +"),
