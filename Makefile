@@ -18,7 +18,10 @@ UNOPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=0
 PLUGINS := jax-cuda12-plugin jax-cuda12-pjrt jax-cuda13-plugin jax-cuda13-pjrt libtpu
 OTHER_PLUGINS = $(foreach name,$(PLUGINS),$(if $(findstring $(EXTRA),$(name)),,$(name)))
 
-.PHONY: help install run test test-full test-aot check bench look
+# The oldest jax that pyproject.toml admits, which GPU machines may have.
+OLDEST := $(shell sed -n 's/^ *"jax>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+
+.PHONY: help install run test test-full test-aot test-oldest check bench look
 look:
 
 help:
@@ -27,6 +30,7 @@ help:
 	@echo 'make run        install, fetch the default model, serve it on port $(PORT) (PORT=), show an answer'
 	@echo 'make test       the tests: every promise, on the corners of the large tables; 10 to 30 minutes on two cores'
 	@echo 'make test-aot   compile for GPUs and TPUs that are not here, in .venv-aot (a download of about 5 GB)'
+	@echo 'make test-oldest  with jax $(OLDEST): compiles for GPUs, and the quick tests (another 5 GB)'
 	@echo 'make test-full  all of both: whole tables, long budgets, every mesh shape; an hour and more'
 	@echo 'make check      lint, types and the quick tests (scripts/check)'
 	@echo 'make bench      measure the server on this machine'
@@ -43,6 +47,12 @@ test: .venv/.installed-dev
 
 test-aot: .venv-aot/.installed
 	JAX_PLATFORMS=cpu .venv-aot/bin/python -m pytest -n 2 -m 'aot and not grid' tests/aot
+
+# Before a commit that changes device code.
+test-oldest: .venv-oldest/.installed
+	JAX_PLATFORMS=cpu .venv-oldest/bin/python -m pytest -n 2 -m 'aot and not grid' tests/aot -k 'not tpu and not v6e'
+	JAX_PLATFORMS=cpu .venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m 'not slow and not process and not grid and not aot' \
+	    tests/pallas_kernels tests/layers tests/models tests/runtime
 
 test-full: .venv/.installed-dev .venv-aot/.installed
 	@.venv/bin/jaxserve pull
@@ -80,4 +90,10 @@ endef
 	@scripts/make-venv .venv-aot
 	.venv-aot/bin/python $(PIP) -q -e '.[test,cuda13,tpu]'
 	@.venv-aot/bin/python $(COMPILE) .venv-aot/lib >/dev/null 2>&1 || true
+	@touch $@
+
+.venv-oldest/.installed: pyproject.toml scripts/make-venv
+	@scripts/make-venv .venv-oldest
+	.venv-oldest/bin/python $(PIP) -q -e '.[test,cuda13]' jax==$(OLDEST) jaxlib==$(OLDEST)
+	@.venv-oldest/bin/python $(COMPILE) .venv-oldest/lib >/dev/null 2>&1 || true
 	@touch $@

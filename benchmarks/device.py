@@ -120,6 +120,7 @@ def run_all(arguments: argparse.Namespace) -> int:
             environment["PYTHONPATH"] = install(arguments.wheels, Path(scratch) / "packages")
         rows, log = Path(scratch) / "rows.jsonl", Path(scratch) / "sections.log"
         rows.touch()
+        log.touch()
         cache = Path(scratch) / "programs" if arguments.interpret_tiny else arguments.cache
         command = [sys.executable, __file__, "--rows", str(rows), "--cache", str(cache)]
         command += ["--interpret-tiny"] if arguments.interpret_tiny else []

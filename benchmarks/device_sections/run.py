@@ -105,7 +105,9 @@ class SectionRun:
                 return first_line(error)
 
         names = list(checks)[: 2 if self.tiny else None]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        # Interpreters of kernels share state.
+        threads = 1 if self.device.platform == "cpu" else os.cpu_count()
+        with ThreadPoolExecutor(threads) as pool:
             faults = dict(zip(names, pool.map(run, names)))
         skipped = len(checks) - len(names) + list(faults.values()).count(_NOT_TRIED)
         wrong = {name: fault for name, fault in faults.items() if fault not in (None, _NOT_TRIED)}

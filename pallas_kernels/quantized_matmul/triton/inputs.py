@@ -19,7 +19,7 @@ Ref = Any
 _WARP = 32
 _VALUES_A_THREAD = 16
 _MOST_WARPS = 16
-# Adding it rounds a float32 to a whole number, half to even.
+# Adding it rounds a float32 to a whole number, half to even, which is then what its bits have more than those of this.
 _ROUNDING = np.float32(1.5 * 2**23)
 
 
@@ -65,7 +65,7 @@ def _kernel(
     scale = jnp.maximum(jnp.abs(values).max(axis=1) / largest, smallest_scale)
     scaled = jnp.clip(values / scale[:, None], -largest, largest)
     if numbers.dtype == jnp.int8:
-        scaled = (scaled + _ROUNDING) - _ROUNDING
+        scaled = lax.bitcast_convert_type(scaled + _ROUNDING, jnp.int32) - _ROUNDING.view(np.int32)
     plgpu.store(numbers.at[row, at], scaled.astype(numbers.dtype), mask=mask)
     groups = lax.iota(jnp.int32, tile[0])
     plgpu.store(scales.at[groups, row], scale, mask=groups * group < inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,15 @@ def test_the_manifest_describes_the_bundle(whole: Path) -> None:
     assert manifest.pool_tokens == CAPACITY.num_pages * CAPACITY.page_size
     assert {"model", "sizes", "jax", "jaxlib", "device", "XLA_FLAGS", "sources"} <= set(manifest.facts)
     assert manifest.facts["jax"] == jax.__version__
+
+
+def test_another_patch_release_of_python_loads_it(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    major, minor, patch = platform.python_version_tuple()
+    monkeypatch.setattr(platform, "python_version_tuple", lambda: (major, minor, f"{patch}9"))
+    assert load_bundle(whole, read_manifest(whole), builder(), [UPDATE_KEY]) is not None
+    monkeypatch.setattr(platform, "python_version_tuple", lambda: (major, f"{minor}9", patch))
+    with pytest.raises(ConfigError, match=rf"python is '{major}\.{minor}' in the bundle and '{major}\.{minor}9' here"):
+        load_bundle(whole, read_manifest(whole), builder(), [UPDATE_KEY])
 
 
 def test_the_programs_of_a_bundle_run(whole: Path) -> None:

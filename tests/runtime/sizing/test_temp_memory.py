@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from jaxserve.config.schema import DEFAULT_MEM_FRACTION, EngineConfig
-from jaxserve.runtime.devices.device import DeviceFacts
+from jaxserve.runtime.devices.device import DeviceFacts, facts_of_target
 from jaxserve.runtime.sizing import temp_memory
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
 from jaxserve.runtime.sizing.memory import InsufficientMemoryError
-from jaxserve.runtime.sizing.temp_memory import TempMemory, size_pool_by_compiler, with_temp_memory
+from jaxserve.runtime.sizing.temp_memory import TempMemory, largest_programs, size_pool_by_compiler, with_temp_memory
 from pallas_kernels.paged_attention import KernelTarget
 from tests.runtime.tiny import mesh, model
 
@@ -52,7 +52,7 @@ def test_the_pool_takes_the_memory_that_programs_leave_and_the_figure_is_kept(
     figure = msgspec.json.decode(kept.read_bytes(), type=TempMemory)
     assert footprint.activations == figure.with_margin
 
-    [largest] = [key for key in made.step_keys if str(key) == figure.program]
+    [largest] = [key for key in made.program_keys if str(key) == figure.program]
     analysis = made.builder(mesh()).compile(largest).memory_analysis()
     assert analysis is not None
     assert analysis.temp_size_in_bytes <= footprint.activations, "for the pool it ended up with"
@@ -61,6 +61,18 @@ def test_the_pool_takes_the_memory_that_programs_leave_and_the_figure_is_kept(
 
     assert size_pool_by_compiler(_deploy(BOUND), mesh(), tmp_path) == made
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(("target", "draws"), [("cpu", ["draw-1"]), ("nvidia-h200", [])])
+def test_programs_that_draw_count_and_have_one_row_on_a_cpu_only(target: str, draws: list[str]) -> None:
+    config = msgspec.structs.replace(CONFIG, max_running_requests=16, cuda_graph_bs=(4,), dtype="bfloat16")
+    device = DeviceFacts(KernelTarget("cpu"), PLENTY) if target == "cpu" else facts_of_target(target)
+    made = deploy(config, model(), device)
+    names = [str(key) for key in made.program_keys if str(key).startswith("draw-")]
+    assert names == [*draws, "draw-8", "draw-16"]
+    largest = {str(key) for key in largest_programs(made)}
+    assert {"draw-16", "decode-16-greedy", "decode-16-full", "mixed-64-full"} <= largest
+    assert not {"draw-8", "decode-8-greedy", "update"} & largest
 
 
 def test_an_unreadable_figure_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
