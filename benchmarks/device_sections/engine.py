@@ -211,9 +211,11 @@ def _throughput(
 
 
 def _predicted_throughput(run: SectionRun, made: Deployment, prompt: int, output: int, count: int) -> float | None:
-    """Return output tokens per second if prompts run at the roofline and all slots decode at the predicted speed."""
-    batch = min(count, made.capacity.num_slots)
-    step = step_seconds(run, made, decodes=batch, context=prompt + output // 2)
+    """Return output tokens per second if prompts run at the roofline and as many requests as the pool holds, at half
+    of their output, decode at the predicted speed."""
+    context = prompt + output // 2
+    batch = min(count, made.capacity.num_slots, made.capacity.num_pages * made.capacity.page_size // context)
+    step = step_seconds(run, made, decodes=batch, context=context)
     limit = limits(run, made)
     rate = None if limit is None else limit.prefill_tokens_per_second(prompt)
     if step is None or rate is None:

@@ -15,15 +15,13 @@ BackendName = Literal["reference", "cpu", "triton", "mosaic_tpu", "mosaic_gpu"]
 
 # What `auto` tries, best first; the last one supports everything.
 #
-# On Hopper that is triton before mosaic_gpu. These are estimates from the machine code for an H200 and heads as in
-# Llama-3.1-8B; no device has measured them.
-# - Decode: three programs a core keep at least 96 KiB in flight, where 36 KiB hide 1 us of latency at 4.8 TB/s, and the
-#   start of one's item hides behind the others. mosaic_gpu has one program a core and dead ones where few rows decode,
-#   and XLA writes the tokens and combines the parts.
-# - Prefill, per two tiles of 128 x 64: tensor cores take 2,048 cycles. triton issues 2,250 instructions a scheduler;
-#   both its warpgroups wait for QK and meet at barriers, so most of the softmax is exposed: 350 to 430 TFLOP/s.
-#   mosaic_gpu issues 1,070, and its warpgroups run apart: 480 to 580. But XLA packs its queries and unpacks its output:
-#   0.1 GB and 5 launches a layer at 2,048 tokens, about 35 us. It wins only for prompts of more than 3,500 tokens.
+# On Hopper that is triton before mosaic_gpu, by what an H100 measured with the heads of Llama-3.1-8B:
+# - Decode: both read keys and values at 0.9 to 1.0 of a copy's speed from 4,096 tokens on; at 1,024, triton at 0.71 to
+#   0.90 and mosaic_gpu at 0.63 to 0.83. mosaic_gpu has one program a core and dead ones where few rows decode, and XLA
+#   writes the tokens and combines the parts.
+# - Prefill: 213 and 145 TFLOP/s at 2,048 tokens, 270 and 258 at 4,096, 303 and 380 at 8,192, 317 and 475 at 16,384. In
+#   triton both warpgroups wait for QK and meet at barriers; in mosaic_gpu they run apart, but XLA packs its queries and
+#   unpacks its output. So it wins only for long prompts.
 _PREFERRED: dict[str, tuple[BackendName, ...]] = {
     "cuda": ("triton", "reference"),
     "gpu": ("triton", "reference"),
