@@ -43,7 +43,7 @@ SECTIONS = {
     RATES: 25,
     "kernels.correctness": 80,
     "engine.llama_3_1_8b": 150,
-    "engine.llama_3_1_8b_fp8": 150,
+    "engine.llama_3_1_8b_fp8": 165,
     "engine.gpt_oss_20b": 165,
     "kernels.decode": 70,
     "kernels.prefill": 40,
@@ -61,9 +61,9 @@ SECTIONS = {
     "peer.transformers": 120,
 }
 # The least share of its seconds with which a section is worth starting.
-_ENOUGH = 0.6
+_ENOUGH = 0.8
 # The share of its time that a section may plan with, and that of this after which it shows where it hangs.
-_OWN_SHARE, _STACKS = 0.9, 1.08
+_OWN_SHARE, _STACKS = 0.93, 1.04
 
 
 def main() -> int:

@@ -97,7 +97,8 @@ class EngineSection:
 llama_3_1_8b = EngineSection("Llama-3.1-8B")
 # With a scale for each token of the inputs, and with an fp8 KV cache.
 llama_3_1_8b_fp8 = EngineSection("Llama-3.1-8B", FP8, {"kv_cache_dtype": "fp8_e4m3"})
-gpt_oss_20b = EngineSection("gpt-oss-20b")
+# With few programs: compiling takes most of its start.
+gpt_oss_20b = EngineSection("gpt-oss-20b", options={"cuda_graph_bs": (8, 128, 512)})
 llama_3_1_8b_int4 = EngineSection("Llama-3.1-8B", AWQ)
 llama_3_2_1b = EngineSection("Llama-3.2-1B")
 gemma_3_4b = EngineSection("Gemma-3-4B")
