@@ -169,8 +169,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     that verify drafts, of at most `max_drafts` tokens each; there are none without speculation. With a draft model,
     `draft_buckets` are row counts of steps that make drafts, and `draft_read_buckets` token counts of those that read
     tokens; drafting itself reads the last `max_unread` tokens of a sequence. A sequence of more than `rotation_length`
-    tokens has another rotary embedding than a shorter one, from its first token on. No program that draws within a
-    grammar has fewer than `least_drawn` rows.
+    tokens has another rotary embedding than a shorter one, from its first token on. Programs that draw within a
+    grammar have at least `smallest_draw` rows.
     """
 
     num_slots: int
@@ -189,7 +189,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     draft_buckets: tuple[int, ...] = ()
     draft_read_buckets: tuple[int, ...] = ()
     max_unread: int = 2
-    least_drawn: int = 1
+    smallest_draw: int = 1
 
     @property
     def verifies_beside_prompts(self) -> bool:

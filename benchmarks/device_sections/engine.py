@@ -67,9 +67,8 @@ class EngineSection:
     def __call__(self, run: SectionRun) -> None:
         """Measure a decode step, the first workload, then other steps and workloads while there is time."""
         with tempfile.TemporaryDirectory() as folder:
-            config = msgspec.structs.replace(
-                self.config(Path(folder), run.tiny), program_cache_dir=str(run.cache), log_level="info"
-            )
+            config = self.config(Path(folder), run.tiny)
+            config = msgspec.structs.replace(config, program_cache_dir=str(run.cache))
             # Before anything asks for the device: it decides how much of its memory XLA takes.
             engine = InProcessEngine.start(config)
             try:

@@ -71,7 +71,7 @@ def correctness(run: SectionRun) -> None:
 
 
 def _default_attention(run: SectionRun) -> None:
-    """Compare the default backend with float64 on every case of the test suite, those that are measured first."""
+    """Compare the default backend with float64 on every case of the test suite; shapes that are measured come first."""
     name = choose_backend(target_of(run.device), _problem(_VARIED[0])).name
     _compare(run, name, [*_VARIED, *_cases(name, target_of(run.device))])
 
@@ -81,7 +81,7 @@ def every_case(run: SectionRun) -> None:
     backend on a few; each backend in a process of its own."""
     target = target_of(run.device)
     if not run.part:
-        run.in_processes([name for name in get_args(BackendName) if refusal_of(name, _VARIED[0], target) is None])
+        run.in_processes([name for name in get_args(BackendName) if _refusal(name, _VARIED[0], target) is None])
         return
     name: Any = run.part
     if choose_backend(target, _problem(_VARIED[0])).name != name:
@@ -93,12 +93,12 @@ def every_case(run: SectionRun) -> None:
 def _compare(run: SectionRun, name: BackendName, cases: Sequence[Case]) -> None:
     """Run the cases that a backend supports here, without interpretation."""
     target = target_of(run.device)
-    taken = [case for case in cases if refusal_of(name, case, target) is None]
+    taken = [case for case in cases if _refusal(name, case, target) is None]
     checks = {str(case): functools.partial(_fault, case, name, run) for case in taken}
     run.compare(f"attention, {name}", checks, len(cases) - len(taken))
 
 
-def refusal_of(name: BackendName, case: Case, target: KernelTarget) -> str | None:
+def _refusal(name: BackendName, case: Case, target: KernelTarget) -> str | None:
     """Return why a backend doesn't take a case, or None."""
     return backend_module(name).refusal(_problem(case), target)
 

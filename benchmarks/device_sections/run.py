@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-# What a check of `compare` needs at least.
+# A check of `compare` is started only with this much time left.
 _SECONDS_A_CHECK = 5
 _NOT_TRIED = "not tried"
 

@@ -154,7 +154,7 @@ def resolve_sizes(
         else (),
         draft_read_buckets=tuple(sorted({min(_FEW_READ, largest), largest})) if drafting else (),
         max_unread=2 + drafts if config.speculative_method in HEADS else 2,
-        least_drawn=defaults.row_multiple,
+        smallest_draw=defaults.row_multiple,
     )
     prefill = min(config.max_prefill_tokens or chunk, largest)
     return Sizes(capacity, min(chunk, largest), prefill, largest, footprint, longest, pool.memory_bound)

@@ -55,10 +55,13 @@ class DrawOutput:
 
 
 def draw_keys(capacity: Capacity) -> list[DrawKey]:
-    """Return the keys of the programs: for 8 rows doubled, and on a CPU, where rows without a request cost much, for
-    one. On a GPU, the product of one row and the head takes a copy of the head in float32."""
-    least = capacity.least_drawn
-    sizes = {least, *token_buckets(max(capacity.num_slots, least), smallest=_SMALLEST)}
+    """Return the keys of the programs: for the smallest number of rows, and for 8 doubled.
+
+    The smallest is 1 on a CPU, where rows without a request cost much, and 8 elsewhere: on a GPU, the product of one
+    row and the head takes a copy of the head in float32.
+    """
+    smallest = capacity.smallest_draw
+    sizes = {smallest, *token_buckets(max(capacity.num_slots, smallest), smallest=_SMALLEST)}
     return [DrawKey(size) for size in sorted(sizes)]
 
 

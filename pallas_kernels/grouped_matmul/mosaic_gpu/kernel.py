@@ -309,7 +309,7 @@ class MosaicGpuGroupedMatmul:
                     plgpu.barrier_wait(free.at[lax.rem(position, jnp.int32(stages))])
                     return carry
 
-                # A program ends once nobody arrives at its barriers any more.
+                # Warpgroups may not arrive at barriers of a program that has ended.
                 lax.fori_loop(jnp.maximum(loaded - stages, 0), loaded, drain, ())
 
             @pl.when(warpgroup < plan.warpgroups)

@@ -19,7 +19,8 @@ Ref = Any
 _WARP = 32
 _VALUES_A_THREAD = 16
 _MOST_WARPS = 16
-# Adding it rounds a float32 to a whole number, half to even, which is then what its bits have more than those of this.
+# Adding it rounds a float32 to a whole number, half to even: the difference of their bits, as integers. A difference of
+# floats would be simplified by XLA, which interprets the kernel on a CPU.
 _ROUNDING = np.float32(1.5 * 2**23)
 
 
