@@ -30,7 +30,7 @@ help:
 	@echo 'make run        install, fetch the default model, serve it on port $(PORT) (PORT=), show an answer'
 	@echo 'make test       the tests: every promise, on the corners of the large tables; 10 to 30 minutes on two cores'
 	@echo 'make test-aot   compile for GPUs and TPUs that are not here, in .venv-aot (a download of about 5 GB)'
-	@echo 'make test-oldest  with jax $(OLDEST): compiles for GPUs, and the quick tests (another 5 GB)'
+	@echo 'make test-oldest  with jax $(OLDEST): compiles for GPUs, interpreted kernels, quick tests (another 5 GB)'
 	@echo 'make test-full  all of both: whole tables, long budgets, every mesh shape; an hour and more'
 	@echo 'make check      lint, types and the quick tests (scripts/check)'
 	@echo 'make bench      measure the server on this machine'
@@ -51,8 +51,9 @@ test-aot: .venv-aot/.installed
 # Before a commit that changes device code.
 test-oldest: .venv-oldest/.installed
 	JAX_PLATFORMS=cpu .venv-oldest/bin/python -m pytest -n 2 -m 'aot and not grid' tests/aot -k 'not tpu and not v6e'
+	JAX_PLATFORMS=cpu .venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m 'not grid and not aot' tests/pallas_kernels
 	JAX_PLATFORMS=cpu .venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m 'not slow and not process and not grid and not aot' \
-	    tests/pallas_kernels tests/layers tests/models tests/runtime
+	    tests/layers tests/models tests/runtime
 
 test-full: .venv/.installed-dev .venv-aot/.installed
 	@.venv/bin/jaxserve pull
