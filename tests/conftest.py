@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ["tests.proved.plugin"]
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # Threads of XLA's that wait in Mosaic GPU's interpreter would leave none on a small machine to those they wait for.

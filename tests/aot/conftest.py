@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import pytest
 
 from jaxserve.cli.common.table import format_range, format_table
 from jaxserve.runtime.programs.inspection import KernelReport
+from tests.proved.table import digest
 
 HEADER = (
     "target", "model", "program", "seconds", "temp MiB", "alias MiB",
@@ -49,9 +51,11 @@ def _kib(size: int | None) -> float | None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _cpu_only() -> None:
-    """Don't use an accelerator even if there is one."""
+def _settings() -> None:
+    """Use no accelerator even if there is one; and let a kernel's text be the same in any folder."""
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    jax.config.update("jax_hlo_source_file_canonicalization_regex", ".*/(?=pallas_kernels/)")
 
 
 @pytest.fixture
@@ -60,9 +64,17 @@ def report(request: pytest.FixtureRequest) -> Callable[[Row], None]:
     return lambda row: request.node.user_properties.append(("row", row.cells()))
 
 
+@pytest.fixture
+def compared_with(request: pytest.FixtureRequest) -> Callable[[Any], None]:
+    """A function that takes what a case compares its programs with, if that isn't in its sources: call it before."""
+    return lambda value: dict(request.node.user_properties).get("proves", []).append(digest(repr(value)))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     tests = [one for outcome in ("passed", "failed") for one in terminalreporter.stats.get(outcome, [])]
     rows = [cells for test in tests for name, cells in test.user_properties if name == "row"]
+    if proved := terminalreporter.config.pluginmanager.get_plugin("proved-cases"):
+        rows += proved.rows
     if rows:
         terminalreporter.section("programs compiled for devices that are not here")
         terminalreporter.write_line(format_table(HEADER, rows, left=(0, 1, 2)))

@@ -7,6 +7,7 @@ Programs are compiled with two of the eighty layers, as the others are identical
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -52,14 +53,22 @@ CASES = grid(((*mesh, key) for mesh in MESHES for key in KEYS), _is_quick)
 
 
 @pytest.mark.parametrize(("target", "data", "tensor", "key"), CASES, ids=str)
-def test_its_programs(target: str, data: int, tensor: int, key: ProgramKey, report: Callable[[Row], None]) -> None:
+def test_its_programs(
+    target: str,
+    data: int,
+    tensor: int,
+    key: ProgramKey,
+    report: Callable[[Row], None],
+    compared_with: Callable[[Any], None],
+) -> None:
+    whole = deployed(target, LLAMA_70B, tensor=tensor, data=data)
+    compared_with(whole.sizes.footprint)
     builder = deployment(target, {**LLAMA_70B, "num_hidden_layers": LAYERS}, tensor=tensor, data=data)
     read, compiled = compile_and_inspect(builder, key)
     name = f"Llama-3.1-70B, {LAYERS} layers, {data} x {tensor}"
     report(Row(target, name, str(key), read.seconds, read.temp_bytes, read.alias_bytes, read.own_kernels))
     assert read.fault is None
     assert read.alias_bytes >= device_bytes(builder.state_specs, builder.mesh.shape)
-    whole = deployed(target, LLAMA_70B, tensor=tensor, data=data)
     assert read.temp_bytes <= whole.sizes.footprint.activations
     if key in (UPDATE_KEY, ADJUST_KEY):
         assert read.collectives == {}

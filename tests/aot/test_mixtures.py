@@ -97,9 +97,17 @@ QUICK = (
 
 
 @pytest.mark.parametrize(("target", "name", "key", "mesh"), grid(CASES, QUICK.__contains__), ids=str)
-def test_programs(target: str, name: str, key: StepKey, mesh: dict[str, Any], report: Callable[[Row], None]) -> None:
-    read, text = compiled(target, name, key, **mesh)
+def test_programs(
+    target: str,
+    name: str,
+    key: StepKey,
+    mesh: dict[str, Any],
+    report: Callable[[Row], None],
+    compared_with: Callable[[Any], None],
+) -> None:
     made = deployed(target, name, **mesh)
+    compared_with(made.sizes.footprint)
+    read, text = compiled(target, name, key, **mesh)
     described = f"{name}, {LAYERS} layers, {made.data} x {made.tensor}, experts in {made.divided.expert_parts}"
     report(Row(target, described, str(key), read.seconds, read.temp_bytes, read.alias_bytes, read.own_kernels))
     assert read.temp_bytes <= made.sizes.footprint.activations
