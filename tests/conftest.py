@@ -4,11 +4,10 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["tests.proved.plugin"]
+pytest_plugins = ["tests.budgets", "tests.proved.plugin"]
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -28,13 +27,3 @@ def _log_as_found() -> Iterator[None]:
     logger.handlers[:], logger.level, logger.propagate = [], logging.NOTSET, True
     yield
     logger.handlers[:], logger.level, logger.propagate = before
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files with processes first, then slow ones: the last files are short, so that no worker runs on alone."""
-    ranks = {"process": 0, "slow": 1}
-    rank: dict[Path, int] = {}
-    for item in items:
-        own = min((ranks[mark.name] for mark in item.iter_markers() if mark.name in ranks), default=2)
-        rank[item.path] = min(own, rank.get(item.path, 2))
-    items.sort(key=lambda item: rank[item.path])

@@ -11,14 +11,22 @@ import pytest
 FULL = os.environ.get("JAXSERVE_TESTS") == "full"
 
 
-def grid(values: Iterable[Any], quick: Callable[[Any], bool]) -> list[Any]:
+def grid(
+    values: Iterable[Any], quick: Callable[[Any], bool], interpreted: Callable[[Any], bool] = lambda value: False
+) -> list[Any]:
     """Return the parameters of a test. Those that aren't `quick` are marked `grid`: only `make test-full` runs them."""
-    return [value if quick(value) else _marked(value) for value in values]
+    return [_marked(value, {"grid": not quick(value), "interpreted": interpreted(value)}) for value in values]
 
 
-def _marked(value: Any) -> Any:
+def _marked(value: Any, marks: dict[str, bool]) -> Any:
     values = value if isinstance(value, tuple) else (value,)
-    return pytest.param(*values, marks=pytest.mark.grid)
+    chosen = [getattr(pytest.mark, name) for name, has in marks.items() if has]
+    return pytest.param(*values, marks=chosen) if chosen else value
+
+
+def is_interpreted(backend: str) -> bool:
+    """Whether a backend's kernels are interpreted here."""
+    return backend in ("triton", "mosaic_gpu", "mosaic_tpu")
 
 
 def examples(full: int, quick: int | None = None) -> int:

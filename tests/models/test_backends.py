@@ -26,7 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.interpreted
 @pytest.mark.parametrize("name", grid(MODELS, "all biases".__eq__))
 def test_a_gpus_kernels_give_the_same_logits(name: str) -> None:
     config = parse_model_config(MODELS[name])
@@ -43,7 +43,7 @@ QUICK = ("gemma2", "exaone4", "ministral3")
 """Caps and windows; layers without rotation, norms of heads; scaled queries."""
 
 
-@pytest.mark.slow
+@pytest.mark.interpreted
 @pytest.mark.parametrize("name", grid(FOLDERS, QUICK.__contains__))
 def test_a_gpus_kernels_give_hugging_faces_logits(name: str) -> None:
     for logits, expected in golden_logits(name, 1, Backend("triton")):

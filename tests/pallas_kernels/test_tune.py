@@ -26,6 +26,7 @@ H200 = KernelTarget("cuda", "NVIDIA H200", (9, 0))
 
 
 @pytest.mark.grid
+@pytest.mark.interpreted
 def test_a_dry_run_writes_a_table(tmp_path: Path) -> None:
     path = tmp_path / "new" / "table.json"
     assert tune.main(["--interpret-tiny", "--output", str(path)]) == 0
@@ -36,6 +37,7 @@ def test_a_dry_run_writes_a_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.grid
+@pytest.mark.interpreted
 def test_a_dry_run_of_products_writes_what_their_kernel_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "nvidia-h200.json"
     assert tune.main(["--kernel", "products", "--interpret-tiny", "--output", str(path)]) == 0
@@ -48,6 +50,7 @@ def test_a_dry_run_of_products_writes_what_their_kernel_reads(tmp_path: Path, mo
 
 
 @pytest.mark.grid
+@pytest.mark.interpreted
 def test_a_dry_run_of_experts_writes_what_their_kernel_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "nvidia-h200.json"
     assert tune.main(["--kernel", "experts", "--interpret-tiny", "--output", str(path)]) == 0

@@ -36,6 +36,9 @@ OURS = ("jaxserve", "pallas_kernels", "tests")
 READERS = re.compile(r"tests/|jaxserve/(cli|runtime/(programs|sizing|devices))/|pallas_kernels/gpu_code/")
 """Sources that size programs and read what the compiler made of them. What the others make is in a program's text."""
 
+RUNNERS = re.compile(r"tests/(conftest|selection|budgets|proved/.*)\.")
+"""Sources that choose cases, count and order them: no case depends on them."""
+
 Entry = dict[str, Any]
 Case = dict[str, Any]
 
@@ -47,7 +50,9 @@ def digest(value: Any) -> str:
 
 def sources(file: str) -> tuple[str, str]:
     """Return a hash of all sources of a file of tests, and one of those that check a program."""
-    hashes = {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest() for path in _closure(ROOT / file)}
+    hashes = {
+        str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest() for path in _closure(ROOT / file)
+    }
     return digest(hashes), digest({name: one for name, one in hashes.items() if READERS.match(name)})
 
 
@@ -116,7 +121,9 @@ class Table:
         environments = {name: one for name, one in sorted(self._environments.items()) if name in used}
         text = json.dumps({"environments": environments, "files": files}, indent=1)
         # A case is one line.
-        text = re.sub(r"\{\s+\"programs\".*?\}", lambda found: re.sub(r"\s*\n\s*", " ", found[0]), text, flags=re.DOTALL)
+        text = re.sub(
+            r"\{\s+\"programs\".*?\}", lambda found: re.sub(r"\s*\n\s*", " ", found[0]), text, flags=re.DOTALL
+        )
         self._path.write_text(text + "\n")
 
     def _cases(self, file: str, name: str, expected: str) -> dict[str, Case]:
@@ -136,7 +143,7 @@ def _closure(test: Path) -> set[Path]:
     left = [test, *(folder / "conftest.py" for folder in test.parents if ROOT in folder.parents)]
     while left:
         path = left.pop()
-        if path not in found and path.exists() and path != PATH:
+        if path not in found and path.exists() and not RUNNERS.match(str(path.relative_to(ROOT))):
             found.add(path)
             left += _leads_to(path)
     return found

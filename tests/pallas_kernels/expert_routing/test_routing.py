@@ -60,6 +60,12 @@ def _by_triton(logits: Any, correction: Any, routing: Routing) -> tuple[jax.Arra
     return triton.choose_experts(logits, correction, routing, interpret=True)
 
 
+CHOOSERS = [
+    pytest.param(reference.choose_experts, id="reference"),
+    pytest.param(_by_triton, id="triton", marks=pytest.mark.interpreted),
+]
+
+
 def _logits(case: Case) -> tuple[np.ndarray, np.ndarray | None]:
     """Return logits, some tokens' with many equal ones, of -inf, or huge; and the correction."""
     rng = np.random.default_rng(sum(case.name.encode()))
@@ -105,7 +111,7 @@ def _flushed(x: np.ndarray) -> np.ndarray:
     return np.where(x < np.finfo(np.float32).tiny, np.float32(0), x)
 
 
-@pytest.mark.parametrize("chooser", [reference.choose_experts, _by_triton], ids=["reference", "triton"])
+@pytest.mark.parametrize("chooser", CHOOSERS)
 @pytest.mark.parametrize("case", grid(CASES, lambda case: case.name in QUICK), ids=str)
 def test_tokens_choose_the_experts_of_highest_score(chooser: Chooser, case: Case) -> None:
     logits, correction = _logits(case)
@@ -117,7 +123,7 @@ def test_tokens_choose_the_experts_of_highest_score(chooser: Chooser, case: Case
         np.testing.assert_allclose(weights[token], of_expected, rtol=1e-5, atol=1e-30)
 
 
-@pytest.mark.parametrize("chooser", [reference.choose_experts, _by_triton], ids=["reference", "triton"])
+@pytest.mark.parametrize("chooser", CHOOSERS)
 def test_rows_that_are_no_numbers_change_no_other_row(chooser: Chooser) -> None:
     """Rows of a step that no token has may hold anything; they must still choose experts that there are."""
     logits = np.random.default_rng(0).standard_normal((3, 12)).astype(np.float32)

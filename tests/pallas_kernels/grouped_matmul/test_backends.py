@@ -29,6 +29,7 @@ QUICK = ("bf16-up", "bf16-absent", "bf16-up-clamped", "int4-up", "fp8-blocks", "
 TABLE = grid(itertools.product(REFUSED, CASES), lambda one: one[1].name in QUICK)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(("name", "case"), TABLE, ids=str)
 def test_rows_are_those_of_float64_but_for_the_rounding_of_sums(name: BackendName, case: Case) -> None:
     refusal = backend_module(name).refusal(case.outputs, case.inputs, case.scheme, CPU)

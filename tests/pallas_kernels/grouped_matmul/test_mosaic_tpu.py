@@ -41,7 +41,7 @@ def test_the_work_list_has_each_tile_of_an_expert_once(rows: int, experts: int) 
 # 384 outputs are whole tiles, of 200 the last tile is a part
 @pytest.mark.parametrize("out", [384, 200])
 @pytest.mark.parametrize("scheme", [None, Scheme("int4", 32, zeros=True)], ids=["bf16", "int4"])
-@pytest.mark.slow
+@pytest.mark.interpreted
 def test_outputs_are_cut_into_tiles(scheme: Scheme | None, out: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes seconds for several tiles."""
     monkeypatch.setattr(backend, "_TILE_BYTES", 2**14)

@@ -70,6 +70,7 @@ def _rows(x: Any, weight: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(grouped_matmul(jnp.asarray(x), weight, groups, **options)), np.sort(ids[:, 0])
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("types", [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float16")], ids=str)
 def test_types_that_differ_are_multiplied_exactly(types: tuple[str, str]) -> None:
     rng = np.random.default_rng(0)
@@ -81,6 +82,7 @@ def test_types_that_differ_are_multiplied_exactly(types: tuple[str, str]) -> Non
     np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     "case",
     [

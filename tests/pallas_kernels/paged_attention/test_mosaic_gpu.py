@@ -25,7 +25,7 @@ from tests.pallas_kernels.paged_attention import test_paged_attention as suite
 from tests.pallas_kernels.paged_attention.cases import CASES, Case, make_batch
 from tests.selection import grid
 
-pytestmark = [suite.pytestmark, pytest.mark.slow]
+pytestmark = [suite.pytestmark, pytest.mark.interpreted]
 
 CORNERS = (
     "decode",

@@ -22,7 +22,7 @@ from tests.pallas_kernels.paged_attention import test_paged_attention as suite
 from tests.pallas_kernels.paged_attention.cases import Case, make_batch
 from tests.selection import grid
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.interpreted
 
 PACKAGE = "pallas_kernels.paged_attention"
 SMALL = KernelTarget(

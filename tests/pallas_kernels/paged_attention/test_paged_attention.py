@@ -27,7 +27,7 @@ from pallas_kernels.paged_attention.backends import backend_module
 from pallas_kernels.paged_attention.layout import as_pool_rows
 from tests.pallas_kernels.paged_attention import naive
 from tests.pallas_kernels.paged_attention.cases import CASES, CORNERS, CORNERS_OF_INTERPRETED, Batch, Case, make_batch
-from tests.selection import examples, grid
+from tests.selection import examples, grid, is_interpreted
 
 BACKENDS = get_args(BackendName)
 
@@ -128,9 +128,10 @@ def _check(case: Case, batch: Batch, backend: BackendName, platform: str = "") -
 def _case_marks(case: Case, backend: BackendName) -> list[pytest.MarkDecorator]:
     """More of the corners run on the backend that runs here; an interpreter takes seconds for each."""
     # `test_mosaic_gpu.py` has corners of its own.
+    own = [pytest.mark.interpreted] if is_interpreted(backend) else []
     if backend == "mosaic_gpu" or case.name not in (CORNERS if backend == "cpu" else CORNERS_OF_INTERPRETED):
-        return [pytest.mark.grid]
-    return [] if backend == "cpu" else [pytest.mark.slow]
+        return [pytest.mark.grid, *own]
+    return own
 
 
 PAIRS = [
@@ -183,7 +184,7 @@ def _ragged(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", grid(BACKENDS, lambda name: name == "cpu"))
+@pytest.mark.parametrize("backend", grid(BACKENDS, "cpu".__eq__, is_interpreted))
 def test_drawn_batches_equal_dense_attention(backend: BackendName) -> None:
     interpreted = Backend(backend, target=target_of(jax.devices()[0])).interpret
 
@@ -197,7 +198,7 @@ def test_drawn_batches_equal_dense_attention(backend: BackendName) -> None:
     check()
 
 
-@pytest.mark.parametrize("backend", grid(BACKENDS, lambda name: name in ("cpu", "triton")))
+@pytest.mark.parametrize("backend", grid(BACKENDS, lambda name: name in ("cpu", "triton"), is_interpreted))
 def test_a_row_does_not_depend_on_other_rows(backend: BackendName) -> None:
     """Compare bits: a row is summed over its own pages in their own order, however long other rows are."""
     case = Case("company", ((40, 1), (180, 1), (100, 30)), 2, head_dim=16, pad_rows=_ROWS - 3, pad_tokens=_TOKENS - 32)
@@ -215,7 +216,7 @@ def test_a_row_does_not_depend_on_other_rows(backend: BackendName) -> None:
     np.testing.assert_array_equal(_bits(_run(alone, lonely, backend)[0][0]), _bits(together[0]))
 
 
-@pytest.mark.slow
+@pytest.mark.interpreted
 @pytest.mark.parametrize("window", [None, 140])
 def test_a_query_does_not_depend_on_queries_packed_with_it(window: int | None) -> None:
     """Compare bits where the queries of a row see different numbers of splits."""

@@ -167,6 +167,7 @@ def _pool(case: Case, batch: Batch) -> PagedKV:
     return PagedKV(jnp.asarray(batch.keys), jnp.asarray(batch.values), case.num_layers, scales)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("variant", grid(VARIANTS, lambda variant: str(variant) in QUICK), ids=str)
 def test_queries_and_pool_equal_numpys(variant: Variant) -> None:
     case, (batch, new) = variant.case, _inputs(variant)
@@ -186,7 +187,7 @@ def test_queries_and_pool_equal_numpys(variant: Variant) -> None:
         np.testing.assert_array_equal(_bits(np.asarray(found)[:, ~written]), _bits(before[:, ~written]))
 
 
-@pytest.mark.slow
+@pytest.mark.interpreted
 @pytest.mark.parametrize("backend", grid(["triton", "mosaic_gpu"], lambda name: name == "triton"))
 @pytest.mark.parametrize("variant", grid(WHOLE, lambda variant: str(variant) in ("everything", "few-queries")), ids=str)
 def test_the_output_equals_that_of_separate_queries_and_keys(variant: Variant, backend: BackendName) -> None:

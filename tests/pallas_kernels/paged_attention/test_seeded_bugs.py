@@ -20,7 +20,7 @@ from pallas_kernels.paged_attention import BackendName
 from pallas_kernels.paged_attention import __name__ as PACKAGE
 from tests.pallas_kernels.paged_attention import test_paged_attention as suite
 from tests.pallas_kernels.paged_attention.cases import Case, make_batch
-from tests.selection import grid
+from tests.selection import grid, is_interpreted
 
 pytestmark = pytest.mark.slow
 
@@ -183,7 +183,9 @@ def _plant(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
 QUICK = ("triton-off-by-one-page", "cpu-not-causal", "cpu-window-one-too-wide")
 
 
-@pytest.mark.parametrize("seed", grid(SEEDS, lambda seed: str(seed) in QUICK), ids=str)
+@pytest.mark.parametrize(
+    "seed", grid(SEEDS, lambda seed: str(seed) in QUICK, lambda seed: is_interpreted(seed.backend)), ids=str
+)
 def test_a_seeded_bug_is_found(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
     if seed.case is PAIRS and "avx512bf16" not in cpu_features():
         pytest.skip("this CPU multiplies bfloat16 as float32, one token at a time")
@@ -197,7 +199,7 @@ def test_a_seeded_bug_is_found(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     "case", grid([BATCH, WINDOW, FP8, LONG], lambda case: case is BATCH), ids=["batch", "window", "fp8", "long"]
 )
-@pytest.mark.parametrize("backend", sorted({seed.backend for seed in SEEDS}))
+@pytest.mark.parametrize("backend", grid(sorted({seed.backend for seed in SEEDS}), bool, is_interpreted))
 def test_without_a_seed_the_cases_pass(backend: BackendName, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     suite._skip_refused(case, backend)
     _plant(Seed("none", backend, f"{backend}.backend", "def refusal(", "def refusal("), monkeypatch)

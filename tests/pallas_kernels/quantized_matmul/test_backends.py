@@ -13,7 +13,7 @@ from pallas_kernels.quantized_matmul import Backend, Scheme, choose_backend, qua
 from pallas_kernels.quantized_matmul.backends import BackendName, backend_module
 from pallas_kernels.target import CPU, KernelTarget
 from tests.pallas_kernels.quantized_matmul.cases import CASES, Case, make_product
-from tests.selection import grid
+from tests.selection import grid, is_interpreted
 
 REFUSED: dict[BackendName, frozenset[str]] = {
     "reference": frozenset(),
@@ -48,7 +48,11 @@ QUICK = (
     "fp8-float16",
     "fp8-blocks",
 )
-TABLE = grid(itertools.product(REFUSED, CASES), lambda one: one[0] in ("reference", "xla") or one[1].name in QUICK)
+TABLE = grid(
+    itertools.product(REFUSED, CASES),
+    lambda one: not is_interpreted(one[0]) or one[1].name in QUICK,
+    lambda one: is_interpreted(one[0]),
+)
 
 
 @pytest.mark.parametrize(("name", "case"), TABLE, ids=str)

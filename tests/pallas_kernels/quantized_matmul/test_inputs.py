@@ -16,6 +16,7 @@ from pallas_kernels.target import CPU, KernelTarget
 from tests.pallas_kernels.quantized_matmul.cases import Case, make_product
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("numbers", ["int8", "fp8"])
 @pytest.mark.parametrize(("inputs", "group"), [(384, None), (200, None), (384, 64), (320, 32)])
@@ -37,6 +38,7 @@ def test_one_pass_gives_the_numbers_and_the_factors_of_two(
     np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
 
 
+@pytest.mark.interpreted
 def test_rows_that_the_kernel_adds_are_dropped_from_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_has_kernel", lambda *_: True)
     added: list[int] = []

@@ -8,6 +8,8 @@ import pytest
 from pallas_kernels.sampling.triton import Columns, Edits, SlotTable, edit_logits
 from pallas_kernels.sampling.triton.edit import _PART
 
+pytestmark = pytest.mark.interpreted
+
 COLUMNS = Columns(("min_len",), ("repetition_penalty", "frequency_penalty", "presence_penalty"))
 COUNT_MASK, IN_PROMPT = 2**15 - 1, -(2**15)
 # Two parts; ids of the other shard come before and after those of this one.

@@ -15,7 +15,7 @@ from pallas_kernels.sampling import draw_tokens, reference
 from pallas_kernels.sampling.triton import Columns, SlotTable, draw, top_logits
 from pallas_kernels.sampling.triton.rows import LIST, TILE
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.interpreted
 
 COLUMNS = Columns(("top_k",), ("temperature", "top_p", "min_p"))
 ROWS = 24

@@ -208,7 +208,7 @@ def test_adjusted_logits_are_exact() -> None:
     [
         pytest.param(_sample, id="kernel"),
         pytest.param(_sample_by_xla, id="xla"),
-        pytest.param(_sample_by_triton, id="triton", marks=pytest.mark.grid),
+        pytest.param(_sample_by_triton, id="triton", marks=[pytest.mark.grid, pytest.mark.interpreted]),
     ],
 )
 def test_draws_follow_the_distribution(logits: np.ndarray, sample: Callable[..., Any], options: dict[str, Any]) -> None:
@@ -343,6 +343,7 @@ def test_only_nvidia_gpus_from_ampere_on_use_triton(target: KernelTarget, expect
     assert sampling.uses_triton(target) is expected
 
 
+@pytest.mark.interpreted
 def test_triton_draws_what_the_cpu_draws(logits: np.ndarray) -> None:
     """With each kind of edit, at all positions around `min_len`, with slots in another order than rows."""
     shapes: list[dict[str, Any]] = [
@@ -379,7 +380,7 @@ def test_triton_draws_what_the_cpu_draws(logits: np.ndarray) -> None:
     [
         pytest.param(_sample, id="cpu"),
         pytest.param(_sample_by_xla, id="xla"),
-        pytest.param(_sample_by_triton, id="triton"),
+        pytest.param(_sample_by_triton, id="triton", marks=pytest.mark.interpreted),
     ],
 )
 def test_only_allowed_tokens_are_drawn(logits: np.ndarray, sample: Callable[..., Any]) -> None:

@@ -50,7 +50,7 @@ def product(case: Case, out_dtype: object = jnp.float32) -> tuple[np.ndarray, np
     return np.asarray(out, np.float64)[: len(expected)], expected, allowed
 
 
-@pytest.mark.slow  # The interpreter takes seconds for the steps of several programs.
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     "case", grid(TABLE, lambda case: case.name in ("bf16-one-token", "fp4-half-block-up", "fp8-blocks-down")), ids=str
 )
@@ -61,7 +61,7 @@ def test_rows_are_those_of_float64_but_for_the_rounding_of_sums(case: Case, caps
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
-@pytest.mark.slow  # See above.
+@pytest.mark.interpreted
 @pytest.mark.parametrize("case", grid((Case("rounded", tokens=4, experts=3, inputs=64),), lambda case: False), ids=str)
 def test_the_kernel_rounds_whole_sums(case: Case) -> None:
     found, expected, allowed = product(case, jnp.bfloat16)
@@ -83,7 +83,7 @@ BUGS = {
 SPOILT = Case("int4-spoilt", INT4, tokens=9, experts=3, inputs=1792, gate=Gate(), of_tokens=True, out=128)
 
 
-@pytest.mark.slow  # See above.
+@pytest.mark.interpreted
 @pytest.mark.parametrize("bug", grid(BUGS, lambda bug: bug == "the-scale-of-the-first-expert"))
 def test_a_case_finds_a_bug(bug: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Each bug is put into a copy of the kernel's source."""

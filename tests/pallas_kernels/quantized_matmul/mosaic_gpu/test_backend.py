@@ -66,7 +66,7 @@ def multiply(case: Case, sizes: dict[str, int] | None, out_dtype: Any = jnp.floa
     return np.asarray(out, np.float64), expected, magnitude
 
 
-@pytest.mark.slow
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("case", "sizes"),
     grid(CASES, lambda one: one[0].name in ("wide", "int4-shared", "int8-zeros", "fp4-row", "fp8-blocks")),
@@ -80,7 +80,7 @@ def test_a_product_is_that_of_float64_but_for_the_rounding_of_its_sums(
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.interpreted
 def test_whole_sums_are_rounded_by_the_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     case = Case("rounded", Scheme("int4", 128), rows=40, out=(320,), inputs=128)
     out, expected, magnitude = multiply(case, {**DIVIDED, "tokens": 16}, jnp.bfloat16)
@@ -102,7 +102,7 @@ BUGS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.interpreted
 @pytest.mark.parametrize("bug", grid(BUGS, lambda bug: bug == "read-before-it-arrived"))
 def test_the_cases_find_a_bug(bug: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Each bug is put into a copy of the kernel's source."""

@@ -1,0 +1,156 @@
+"""What tests may cost: a plugin that holds them to it, and that spreads them over the processes of a run.
+
+A case that starts processes, interprets kernels or compiles many programs has a marker that says so (`CONTRIBUTING.md`),
+and a file of such cases has a budget in `budgets.json`: the seconds that its cases of `make test` took together on two
+quiet cores. `test_budgets.py` asks that every such file has one, and that they add up to ten minutes. Time itself is
+never asserted, as machines differ: the closing lines name files that took far more of a run than their part.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing.process
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+BUDGETS: dict[str, float] = json.loads(Path(__file__).with_name("budgets.json").read_text())
+COSTS = {"process", "interpreted", "slow"}
+LEFT_OUT = {"grid", "aot"}
+"""Markers of what `make test` leaves out."""
+PROGRAMS = 60
+"""A case without a marker compiles fewer; the first one in a process compiles dozens of single operations."""
+
+TOGETHER = {f"tests/e2e/test_{name}.py": "default model" for name in ("serving", "tools", "speculation")}
+"""Files whose cases share a server, and so run in one process."""
+APART = {"tests/test_keystone.py", "tests/engine/test_keystone.py"}
+"""Files that are too long for one process: each test of theirs may run in another one."""
+
+costs: dict[str, set[str]] = {}
+"""The files of this run and the markers of their cases, but for those that `make test` leaves out."""
+_counts: Counter[str] = Counter()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort files by their budget, longest first, so that the last ones are short and no process runs on alone."""
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        costs.setdefault(_file(item), set()).update(marks & COSTS if not marks & LEFT_OUT else set())
+    items.sort(key=lambda item: -BUDGETS.get(_file(item), 0.0))
+
+
+class ByFile(LoadScopeScheduling):
+    """Gives a process of pytest-xdist a whole file at a time, but for those `TOGETHER` and `APART`."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, case = nodeid.partition("::")
+        return nodeid.partition("[")[0] if file in APART else TOGETHER.get(file, file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """Count from now on: modules of tests may compile something when they are imported."""
+    if not _counts:
+        _counts["ready"] = 1
+        _count_processes()
+        _count_compiles()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[_BEFORE] = _counts.copy()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a case that costs what its markers don't say."""
+    result = yield
+    spent, marks = _counts - item.stash[_BEFORE], {mark.name for mark in item.iter_markers()}
+    where = "see 'What a test may cost' in CONTRIBUTING.md"
+    if spent["processes"] and "process" not in marks:
+        pytest.fail(f"{spent['processes']} processes were started: give this case the marker `process`; {where}")
+    if spent["interpreted"] and not marks & {"interpreted", "aot"}:
+        pytest.fail(f"{spent['interpreted']} kernels were interpreted: use the marker `interpreted`; {where}")
+    if spent["programs"] > PROGRAMS and not marks & COSTS:
+        pytest.fail(f"{spent['programs']} programs were compiled: compile fewer, or use the marker `slow`; {where}")
+    return result
+
+
+_BEFORE = pytest.StashKey[Counter[str]]()
+
+
+def _count_processes() -> None:
+    def audit(event: str, _: Any) -> None:
+        if event == "subprocess.Popen":
+            _counts["processes"] += 1
+
+    sys.addaudithook(audit)
+    start = multiprocessing.process.BaseProcess.start
+    multiprocessing.process.BaseProcess.start = _counting(start, "processes")  # type: ignore[method-assign]
+
+
+def _count_compiles() -> None:
+    import jax
+    from jax.experimental import pallas
+    from jax.experimental.pallas import mosaic_gpu
+
+    def note(event: str, _: float, **__: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            _counts["programs"] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    if jax.default_backend() == "cpu":
+        pallas.pallas_call = _counting(pallas.pallas_call, "interpreted")
+        mosaic_gpu.kernel = _counting(mosaic_gpu.kernel, "interpreted")
+
+
+def _counting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def counting(*arguments: Any, **options: Any) -> Any:
+        _counts[name] += 1
+        return function(*arguments, **options)
+
+    return counting
+
+
+class Seconds:
+    """What files took, in the process that prints."""
+
+    def __init__(self) -> None:
+        self.by_file: defaultdict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.by_file[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Name files that took more than twice what the others did of their budgets, and ten seconds more."""
+        known = {file: seconds for file, seconds in self.by_file.items() if file in BUDGETS}
+        if not known:
+            return
+        factor = sum(known.values()) / sum(BUDGETS[file] for file in known)
+        for file, seconds in sorted(self.by_file.items(), key=lambda one: -one[1]):
+            part = factor * BUDGETS.get(file, 2.0)
+            if seconds > 2 * part + 10:
+                terminalreporter.write_line(
+                    f"{file} took {seconds:.0f} s; by its budget in tests/budgets.json, {part:.0f} s of this run"
+                )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Seconds(), "seconds")
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
