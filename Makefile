@@ -11,9 +11,13 @@ COMPILE := -m compileall -q -j 0 -x "/(tests|transformers/models)/"
 # What `make install` has found last: cpu, cuda12, cuda13 or tpu; and the packages that make jax use another one.
 EXTRA = $(shell cat .venv/.accelerator)
 # Tests run in three processes, a file in one of them: some wait for processes of their own, so more than two cores'.
-WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
+WORKERS := -n 3 --dist loadfile
 # The programs of tests take longer to compile than to run. `make test-full` compiles them as a server does.
 UNOPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=0
+# Whether cases that were proved for the same input are left out, and those that pass are noted: write, read or ignore.
+PROVED ?= write
+# Which fourteenth of what `make test` leaves out `make test-part` runs: a number, or that of the day.
+PART ?= today
 
 PLUGINS := jax-cuda12-plugin jax-cuda12-pjrt jax-cuda13-plugin jax-cuda13-pjrt libtpu
 OTHER_PLUGINS = $(foreach name,$(PLUGINS),$(if $(findstring $(EXTRA),$(name)),,$(name)))
@@ -21,17 +25,18 @@ OTHER_PLUGINS = $(foreach name,$(PLUGINS),$(if $(findstring $(EXTRA),$(name)),,$
 # The oldest jax that pyproject.toml admits, which GPU machines may have.
 OLDEST := $(shell sed -n 's/^ *"jax>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 
-.PHONY: help install run test test-full test-aot test-oldest check bench look
+.PHONY: help install run test test-full test-part test-aot test-oldest check bench look
 look:
 
 help:
 	@echo 'make install    .venv with jaxserve in it, and the jax for the GPU or TPU it finds (PYTHON=/path/to/python3.12'
 	@echo '                to choose one, ACCELERATOR=cpu, cuda12, cuda13 or tpu to choose what jax is for)'
 	@echo 'make run        install, fetch the default model, serve it on port $(PORT) (PORT=), show an answer'
-	@echo 'make test       the tests: every promise, on the corners of the large tables; 10 to 30 minutes on two cores'
-	@echo 'make test-aot   compile for GPUs and TPUs that are not here, in .venv-aot (a download of about 5 GB)'
+	@echo 'make test       the tests: every promise, on the corners of the large tables; TESTTIME on two cores'
+	@echo 'make test-aot   compile for GPUs and TPUs that are not here, in .venv-aot (5 GB, if it has to be installed)'
+	@echo 'make test-part  a fourteenth of what these leave out, another one each day (PART=); PARTTIME'
 	@echo 'make test-oldest  with jax $(OLDEST): compiles for GPUs, interpreted kernels, quick tests (another 5 GB)'
-	@echo 'make test-full  all of both: whole tables, long budgets, every mesh shape; an hour and more'
+	@echo 'make test-full  all of both: whole tables, long budgets, every mesh shape; hours'
 	@echo 'make check      lint, types and the quick tests (scripts/check)'
 	@echo 'make bench      measure the server on this machine'
 
@@ -43,22 +48,35 @@ run: .venv/.installed
 
 test: .venv/.installed-dev
 	@.venv/bin/jaxserve pull
-	$(UNOPTIMIZED) .venv/bin/pytest $(WORKERS) -m 'not aot and not grid'
+	$(UNOPTIMIZED) .venv/bin/pytest $(WORKERS) --proved=$(PROVED) -m 'not aot and not grid'
 
-test-aot: .venv-aot/.installed
-	JAX_PLATFORMS=cpu .venv-aot/bin/python -m pytest -n 2 -m 'aot and not grid' tests/aot
+# Nothing is installed if all cases are proved for what would be.
+test-aot:
+	@scripts/make-venv .venv-aot
+	@if [ $(PROVED) = ignore ] || ! .venv-aot/bin/python -m tests.proved.table tests/aot test cuda13 tpu; then \
+	    $(MAKE) --no-print-directory test-aot-here; fi
+
+test-aot-here: .venv-aot/.installed
+	JAX_PLATFORMS=cpu .venv-aot/bin/python -m pytest -n 2 --proved=$(PROVED) -m 'aot and not grid' tests/aot
 
 # Before a commit that changes device code.
 test-oldest: .venv-oldest/.installed
 	JAX_PLATFORMS=cpu .venv-oldest/bin/python -m pytest -n 2 -m 'aot and not grid' tests/aot -k 'not tpu and not v6e'
 	JAX_PLATFORMS=cpu .venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m 'not grid and not aot' tests/pallas_kernels
-	JAX_PLATFORMS=cpu .venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m 'not slow and not process and not grid and not aot' \
+	JAX_PLATFORMS=cpu .venv-oldest/bin/python -m pytest -n 2 --dist loadfile --quick tests/layers tests/models tests/runtime
+	JAX_PLATFORMS=cpu .venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m 'interpreted and not grid' \
 	    tests/layers tests/models tests/runtime
 
 test-full: .venv/.installed-dev .venv-aot/.installed
 	@.venv/bin/jaxserve pull
 	JAXSERVE_TESTS=full .venv/bin/pytest $(WORKERS) -m 'not aot'
 	JAX_PLATFORMS=cpu .venv-aot/bin/python -m pytest -n 2 -m aot tests/aot
+
+# A few files of each kind at a time, so that all of it is seen within two weeks.
+test-part: .venv/.installed-dev .venv-aot/.installed
+	@.venv/bin/jaxserve pull
+	JAXSERVE_TESTS=full .venv/bin/pytest $(WORKERS) --part=$(PART) -m 'grid and not aot'
+	JAX_PLATFORMS=cpu .venv-aot/bin/python -m pytest -n 2 --part=$(PART) -m 'grid and aot' tests/aot
 
 check: .venv/.installed-dev
 	scripts/check

@@ -1,17 +1,19 @@
 """What tests may cost: a plugin that holds them to it, and that spreads them over the processes of a run.
 
-A case that starts processes, interprets kernels or compiles many programs has a marker that says so (`CONTRIBUTING.md`),
-and a file of such cases has a budget in `budgets.json`: the seconds that its cases of `make test` took together on two
-quiet cores. `test_budgets.py` asks that every such file has one, and that they add up to ten minutes. Time itself is
-never asserted, as machines differ: the closing lines name files that took far more of a run than their part.
+A case that starts processes, interprets kernels or compiles many programs has a marker that says so, and a file of such
+cases has a budget in `budgets.json`: the seconds that its cases of `make test` took together on two quiet cores.
+`test_budgets.py` asks that every such file has one, and that they add up to ten minutes. Time itself is never asserted,
+as machines differ: the closing lines name files that took far more of a run than their part. More in CONTRIBUTING.md.
 """
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 import multiprocessing.process
 import sys
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +29,8 @@ LEFT_OUT = {"grid", "aot"}
 PROGRAMS = 60
 """A case without a marker compiles fewer; the first one in a process compiles dozens of single operations."""
 
+PARTS = 14
+
 TOGETHER = {f"tests/e2e/test_{name}.py": "default model" for name in ("serving", "tools", "speculation")}
 """Files whose cases share a server, and so run in one process."""
 APART = {"tests/test_keystone.py", "tests/engine/test_keystone.py"}
@@ -37,20 +41,30 @@ costs: dict[str, set[str]] = {}
 _counts: Counter[str] = Counter()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="run only cases without a marker that says what they cost")
+    parser.addoption("--part", help=f"run one of {PARTS} parts of the cases: a number, or 'today' for that of the day")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sort files by their budget, longest first, so that the last ones are short and no process runs on alone."""
     for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
+        marks = _marks(item)
         costs.setdefault(_file(item), set()).update(marks & COSTS if not marks & LEFT_OUT else set())
+    if config.getoption("--quick"):
+        items[:] = [item for item in items if not _marks(item) & (COSTS | LEFT_OUT)]
     items.sort(key=lambda item: -BUDGETS.get(_file(item), 0.0))
+    if (asked := config.getoption("--part")) is not None:
+        part = (datetime.date.today().toordinal() if asked == "today" else int(asked)) % PARTS
+        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % PARTS == part]
 
 
 class ByFile(LoadScopeScheduling):
     """Gives a process of pytest-xdist a whole file at a time, but for those `TOGETHER` and `APART`."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file, _, case = nodeid.partition("::")
+        file = nodeid.partition("::")[0]
         return nodeid.partition("[")[0] if file in APART else TOGETHER.get(file, file)
 
 
@@ -76,7 +90,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Fail a case that costs what its markers don't say."""
     result = yield
-    spent, marks = _counts - item.stash[_BEFORE], {mark.name for mark in item.iter_markers()}
+    spent, marks = _counts - item.stash[_BEFORE], _marks(item)
     where = "see 'What a test may cost' in CONTRIBUTING.md"
     if spent["processes"] and "process" not in marks:
         pytest.fail(f"{spent['processes']} processes were started: give this case the marker `process`; {where}")
@@ -150,6 +164,10 @@ class Seconds:
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Seconds(), "seconds")
+
+
+def _marks(item: pytest.Item) -> set[str]:
+    return {mark.name for mark in item.iter_markers()}
 
 
 def _file(item: pytest.Item) -> str:

@@ -25,6 +25,7 @@ from tests.drafts import draft_any_lengths
 from tests.test_keystone import (
     FULL,
     GROUPS,
+    GROUPS_OF_EXPERTS,
     MIXTURE,
     WINDOWED,
     _check,
@@ -56,12 +57,18 @@ MODELS = {
     "mixture": MIXTURE,
     "ragged": MIXTURE,
     "windows": WINDOWED,
+    "groups-mixture": GROUPS_OF_EXPERTS,
+    "groups-ragged": GROUPS_OF_EXPERTS,
 }
+RAGGED: dict[str, Any] = {"all2all_backend": "ragged_all_to_all", "enable_dp_attention": True}
+TWO_POOLS: dict[str, Any] = {"swa_full_tokens_ratio": 0.5}
 MORE: dict[str, dict[str, Any]] = {
     "ngram": {"speculative_method": "ngram", "num_speculative_tokens": 3},
     "draft": {"speculative_method": "draft", "num_speculative_tokens": 3},
-    "groups": {"swa_full_tokens_ratio": 0.5},
-    "ragged": {"all2all_backend": "ragged_all_to_all", "enable_dp_attention": True},
+    "groups": TWO_POOLS,
+    "ragged": RAGGED,
+    "groups-mixture": TWO_POOLS,
+    "groups-ragged": TWO_POOLS | RAGGED,
 }
 # With these, all that may happen does.
 SEEDS = {"ngram": 3, "draft": 1}

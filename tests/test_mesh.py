@@ -33,19 +33,34 @@ SHAPES += [
 ]
 SHAPES += ["1x1-windows", "2x2-windows"]
 SHAPES += [f"{shape}-ragged" for shape in ("2x2e4", "2x4e4", "8x1e8")]
+# Experts in layers of two KV groups
+SHAPES += ["1x1-groups-mixture", "2x4e4-groups-ragged"]
 SHAPES += ["2x2-ngram", "1x2-draft", "2x2-draft"]
 # Programs this small take longer to compile than to run.
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
 
-QUICK = ("1x1", "2x2", "2x2-draft", "1x1-groups", "2x2-groups", "1x1-mixture", "2x4e4-ragged")
+QUICK = ("1x1", "2x2-draft", "1x1-groups-mixture", "2x4e4-groups-ragged")
+"""Together they have all that the others have, but for dense layers among those with experts, and shared experts."""
+
+
+# (data x tensor, processes): one rank over both processes, one rank in each, one shard of a rank in each.
+CASES = [("1x2", 2), ("2x2", 2), ("2x2", 4), ("2x2e4-mixture", 2), ("2x2-draft", 2)]
+
+
+def _alone(shape: str) -> str:
+    """Return the shape of one device that has the same model."""
+    return re.sub("-(ngram|draft)$", "", re.sub("^[^-]*", "1x1", shape)).replace("ragged", "mixture")
 
 
 @pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest) -> dict[str, Any]:
     """The results by shape, up to the first shape that failed, and the log."""
-    asked = {item.name for item in request.session.items if item.path == request.path}
-    shapes = [shape for shape in SHAPES if shape in QUICK or any(f"[{shape}]" in name for name in asked)]
+    names = [item.name for item in request.session.items if item.path == request.path]
+    asked = {shape for shape in SHAPES for name in names if name.endswith(f"[{shape}]")}
+    asked |= {shape for shape, nnodes in CASES for name in names if name.endswith(f"[{shape} on {nnodes}]")}
+    compared = {_alone(shape) for shape in asked}
+    shapes = [shape for shape in SHAPES if shape in asked | compared]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
     command = [sys.executable, "-m", "tests.keystone_on_meshes", *shapes]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
@@ -57,17 +72,13 @@ def served(request: pytest.FixtureRequest) -> dict[str, Any]:
 def test_tokens_are_those_of_one_device(shape: str, served: dict[str, Any]) -> None:
     assert shape in served, served["log"][-5000:]
     found = served[shape]
-    alone = re.sub("-(ngram|draft)$", "", re.sub("^[^-]*", "1x1", shape)).replace("ragged", "mixture")
+    alone = _alone(shape)
     assert found["tokens"] == served[alone]["tokens"]
     assert min(found["aborted"], found["hits"], found["loaded"]) > 0, "a case never occurred"
     assert found["preempted"] > 0
     if shape.endswith("draft"):
         assert found["accepted"] == found["drafted"] > 100, "the model drafts for itself, so it is always right"
     assert found["compiles"] == 0 or shape == alone, "only the naive recompute of a model's first shape may compile"
-
-
-# (data x tensor, processes): one rank over both processes, one rank in each, one shard of a rank in each.
-CASES = [("1x2", 2), ("2x2", 2), ("2x2", 4), ("2x2e4-mixture", 2), ("2x2-draft", 2)]
 
 
 def _run(model: Path, shape: str, nnodes: int) -> dict[str, Any]:
@@ -97,8 +108,8 @@ def _run(model: Path, shape: str, nnodes: int) -> dict[str, Any]:
 def test_processes_give_the_tokens_of_one_device(
     shape: str, nnodes: int, tmp_path: Path, served: dict[str, Any]
 ) -> None:
-    mesh, _, kind = shape.partition("-")
+    kind = shape.partition("-")[2]
     write_model(tmp_path, MODELS[kind])
     found = _run(tmp_path, shape, nnodes)
-    assert found["tokens"] == served[shape.replace(mesh, "1x1").removesuffix("-draft")]["tokens"]
+    assert found["tokens"] == served[_alone(shape)]["tokens"]
     assert min(found["aborted"], found["hits"], found["loaded"], found["preempted"]) > 0, "a case never occurred"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +71,23 @@ def write_tiny_model(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def of_this_run(folders: pytest.TempPathFactory) -> Path:
+    """Return the folder that all processes of a test run share."""
+    own = folders.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Let no other process of this run into a folder: the second one finds the programs that the first has compiled."""
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def tiny_settings(folders: pytest.TempPathFactory) -> dict[str, Any]:
     """Settings of a tiny model, by name. One folder a test run: its programs are compiled once for all tests."""
-    own = folders.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "tiny-model"
+    folder = of_this_run(folders) / "tiny-model"
     if not folder.exists():
         with contextlib.suppress(OSError):  # another worker of pytest-xdist was faster
             write_tiny_model(folders.mktemp("tiny-model")).rename(folder)

@@ -291,7 +291,8 @@ class ParamSpecs:
 
     def _spec(self, *dims: tuple[int, str | None], init: Initializer = "normal", **layout: Any) -> Any:
         sizes, axes = zip(*dims)
-        return ParamSpec(sizes, self._dtype, axes, init, scale=sizes[-1] ** -0.5, **layout)
+        spec = ParamSpec(sizes, self._dtype, axes, init, **layout)
+        return dataclasses.replace(spec, scale=spec.stored_shape[-1] ** -0.5)
 
 
 def _viewed(name: str, shape: tuple[int, ...], view: View | None, quantized: View | None) -> TensorPart:

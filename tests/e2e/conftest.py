@@ -1,4 +1,4 @@
-"""The default model, served by a process of its own for each file of tests."""
+"""The default model, served by one process for all files of tests that ask it; answers never depend on drafts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from tests.e2e.server_process import ServerProcess, serving
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
-    with serving() as process:
+    with serving("--speculative-method", "ngram") as process:
         yield process
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 # Fewer programs than the default, so that the first start on a new machine is shorter.
-SMALL = ["--max-running-requests", "8", "--cuda-graph-bs", "2", "8", "--context-length", "1024",
+SMALL = ["--max-running-requests", "8", "--cuda-graph-bs", "8", "--context-length", "1024",
          "--chunked-prefill-size", "64"]  # fmt: skip
 
 

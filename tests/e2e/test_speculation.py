@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import httpx
 import openai
 import pytest
 
-from tests.e2e.server_process import ServerProcess, serving
+from tests.e2e.server_process import ServerProcess
 
 pytestmark = pytest.mark.process
 
 MODEL = "smollm2-135m-instruct"
 PROMPT = "red green blue black white\n" * 6 + "red green"
-FLAGS = "--speculative-method", "ngram", "--max-running-requests", "4", "--context-length", "512"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with serving(*FLAGS) as process:
-        yield process
-
-
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def _accepted(server: ServerProcess) -> int:

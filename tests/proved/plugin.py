@@ -23,8 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--proved",
         choices=("write", "read", "ignore"),
         default="ignore",
-        help=f"take cases that were proved for the same input from {PATH.relative_to(ROOT)}, or run them all (default); "
-        "'write' adds those that pass now",
+        help=f"take cases that were proved for the same input from {PATH.relative_to(ROOT)}, and add to it those that "
+        "pass now ('write') or not ('read'); by default, all are run",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,8 +12,11 @@ import pytest
 from pallas_kernels.ngram_lookup import NgramIndex, NgramLookup
 from pallas_kernels.ngram_lookup.reference import look_up, remember
 
-SLOTS, LENGTH = 3, 64
+SLOTS, LENGTH, MOST = 3, 64, 16
 LOOKUP = NgramLookup(max_drafts=4, longest=3, shortest=2)
+
+
+_remember, _look_up = (jax.jit(one, static_argnames="lookup") for one in (remember, look_up))
 
 
 def _index(entries: int = 512, namespaces: tuple[int, ...] = (7,) * SLOTS) -> NgramIndex:
@@ -27,12 +31,14 @@ def _index(entries: int = 512, namespaces: tuple[int, ...] = (7,) * SLOTS) -> Ng
 
 
 def _added(index: NgramIndex, slot: int, tokens: list[int], start: int = 0) -> NgramIndex:
-    places = jnp.arange(start, start + len(tokens), dtype=jnp.int32)
-    return remember(index, jnp.full(len(tokens), slot, jnp.int32), places, jnp.asarray(tokens, jnp.int32), LOOKUP)
+    """Add tokens in a call of `MOST`, as in a program; the others have no slot."""
+    slots, padded = np.full(MOST, -1, np.int32), np.zeros(MOST, np.int32)
+    slots[: len(tokens)], padded[: len(tokens)] = slot, tokens
+    return _remember(index, slots, np.arange(start, start + MOST, dtype=np.int32), padded, lookup=LOOKUP)
 
 
 def _drafts(index: NgramIndex, slot: int) -> list[int]:
-    tokens, counts = look_up(index, jnp.asarray([slot], jnp.int32), LOOKUP)
+    tokens, counts = _look_up(index, np.array([slot], np.int32), lookup=LOOKUP)
     return np.asarray(tokens)[0, : int(counts[0])].tolist()
 
 

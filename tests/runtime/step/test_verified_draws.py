@@ -7,6 +7,7 @@ fixed, so that each run of the tests finds the same.
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from jaxserve.step_plan import SlotOpen
 from pallas_kernels.paged_attention import KernelTarget
 from tests.runtime import plain_sampling
 from tests.runtime.tiny import on_mesh, opening
+from tests.selection import grid
 
 pytestmark = pytest.mark.slow
 
@@ -178,9 +180,13 @@ def drawing() -> Any:
     return on_mesh(_draw)
 
 
-@pytest.mark.parametrize("step_kind", ["verify", "mixed"])
-@pytest.mark.parametrize("kind", ["right", "random", "likeliest", "least likely"])
-@pytest.mark.parametrize("name", OPTIONS)
+KINDS = ("right", "random", "likeliest", "least likely")
+CASES = itertools.product(OPTIONS, KINDS, ("verify", "mixed"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "step_kind"), grid(CASES, lambda case: case[1] == "random" or case[0] in ("penalties", "min_p"))
+)
 def test_drafts_leave_the_distribution_as_it_is(drawing: Any, name: str, kind: str, step_kind: str) -> None:
     opened = _opened(name)
     drafts = _drafts(kind, opened, drawing)
