@@ -16,12 +16,11 @@ from jaxserve.layers.batch import KVLayer, TokenBatch
 from jaxserve.layers.rope import Rotation
 from pallas_kernels.paged_attention import Backend, BackendName, PagedKV, kv_layout
 from tests.models.forward import cpu_mesh
-from tests.selection import grid, is_interpreted
 
 TOKENS, DIM, KV_HEADS, GROUP, HEAD_DIM, PAGES = 24, 48, 2, 3, 16, 4
 EPS = 1e-6
 # Triton's kernels are interpreted here, which takes seconds.
-BACKENDS = ["reference", "cpu", pytest.param("triton", marks=pytest.mark.slow)]
+BACKENDS = ["reference", "cpu", pytest.param("triton", marks=pytest.mark.interpreted)]
 
 
 def _normal(seed: int, *shape: int) -> jax.Array:
@@ -78,7 +77,7 @@ def _pool() -> PagedKV:
 LAYER = KVLayer(jnp.int32(1), 0)
 
 
-@pytest.mark.parametrize("name", grid(BACKENDS, bool, is_interpreted))
+@pytest.mark.parametrize("name", BACKENDS)
 def test_a_layer_reuses_the_keys_and_values_of_an_earlier_one(name: BackendName) -> None:
     backend = Backend(name)
     expected, kv = _attend(_params(GROUP + 2), _pool(), LAYER, backend=backend)
@@ -89,7 +88,7 @@ def test_a_layer_reuses_the_keys_and_values_of_an_earlier_one(name: BackendName)
         np.testing.assert_array_equal(pool, before)
 
 
-@pytest.mark.parametrize("name", grid(BACKENDS, bool, is_interpreted))
+@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("keys_as_values", [False, True])
 @pytest.mark.parametrize("norm_values", [False, True])
 def test_values_are_normalized_or_keys(name: BackendName, keys_as_values: bool, norm_values: bool) -> None:

@@ -15,6 +15,7 @@ FAKE = (sys.executable, "-m", "tests.e2e.fake_device", "serve", "--model", "fake
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.process
 def test_startup_by_phase(tmp_path: Path) -> None:
     start = measure_startup([], tmp_path / "log", timeout=120, command=FAKE)
     assert start.num_compiled_programs == 0
@@ -22,6 +23,7 @@ def test_startup_by_phase(tmp_path: Path) -> None:
     assert start.api == pytest.approx(start.total - start.engine["engine"])
 
 
+@pytest.mark.process
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:
     with pytest.raises(BenchRunError, match="before it was ready"):
         measure_startup(["--page-size", "3"], tmp_path / "log", timeout=120, command=FAKE)

@@ -68,6 +68,7 @@ def test_candidates_skipped_for_time_are_listed(tmp_path: Path) -> None:
     assert yaml.safe_load(text) == {"max_running_requests": 16}
 
 
+@pytest.mark.process
 def test_without_time_there_is_no_profile(tmp_path: Path) -> None:
     assert tune(tmp_path, "--minutes", "0.02") == (2, "")
 

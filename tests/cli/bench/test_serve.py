@@ -19,6 +19,8 @@ from jaxserve.cli.main import main
 from tests.bench.known_server import ROOT, in_a_process
 from tests.bench.word_tokenizer import write_folder
 
+pytestmark = pytest.mark.process
+
 IDS = ["--dataset-name", "random-ids", "--vocab-size", "100", "--random-input-len", "6"]
 
 

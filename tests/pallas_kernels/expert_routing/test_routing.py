@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels.expert_routing import Routing, choose_experts, group_by_expert, reference, triton
 from pallas_kernels.target import CPU
-from tests.selection import grid
+from tests.selection import grid, is_interpreted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,7 @@ GROUPS = [
 ]
 
 
-@pytest.mark.parametrize("way", ["reference", "triton"])
+@pytest.mark.parametrize("way", grid(["reference", "triton"], bool, is_interpreted))
 @pytest.mark.parametrize(
     ("tokens", "choices", "experts", "spread"), grid(GROUPS, lambda one: one in (GROUPS[0], *GROUPS[2:5]))
 )

@@ -84,7 +84,7 @@ def test_layers_with_windows_share_the_pages_of_whole_sequences(tmp_path: Path) 
     drafting = _deploy(tmp_path, {**GROUPS, "max_position_embeddings": 64}).drafting
     assert drafting is not None
     assert drafting.model is not None
-    assert [(spec.num_layers, spec.window) for spec in drafting.model.kv_specs()] == [(4, None)]
+    assert [(spec.num_layers, spec.window) for spec in drafting.model.kv_specs()] == [(3, None)]
 
 
 def _deploy_head(folder: Path, method: str, head: dict[str, Any], model: dict[str, Any], **options: Any) -> Deployment:

@@ -146,7 +146,7 @@ def test_a_row_does_not_depend_on_other_rows(product: Any, format: Format) -> No
     packed, _ = weights(format, 320, 576)
     x = jnp.asarray(np.random.default_rng(1).standard_normal((40, 576)), jnp.bfloat16)
     many = np.asarray(jax.jit(product)(x, packed))
-    for count in (1, 3, 5, 8, 12, 16, 17):
+    for count in (1, 5, 12, 17):
         np.testing.assert_array_equal(jax.jit(product)(x[3 : 3 + count], packed), many[3 : 3 + count])
 
 
