@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import json
 import multiprocessing.process
 import sys
@@ -22,7 +23,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-BUDGETS: dict[str, float] = json.loads(Path(__file__).with_name("budgets.json").read_text())
+BUDGETS: dict[str, int] = json.loads(Path(__file__).with_name("budgets.json").read_text())
 COSTS = {"process", "interpreted", "slow"}
 LEFT_OUT = {"grid", "aot"}
 """Markers of what `make test` leaves out."""
@@ -31,8 +32,8 @@ PROGRAMS = 100
 
 PARTS = 14
 
-TOGETHER = {f"tests/e2e/test_{name}.py": "default model" for name in ("serving", "tools", "speculation")}
-"""Files whose cases share a server, and so run in one process."""
+TOGETHER = "tests/e2e/default_model/"
+"""A folder whose files share a server, and so run in one process."""
 APART = {"tests/test_keystone.py", "tests/engine/test_keystone.py"}
 """Files that are too long for one process: each test of theirs may run in another one."""
 
@@ -54,7 +55,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         costs.setdefault(_file(item), set()).update(marks & COSTS if not marks & LEFT_OUT else set())
     if config.getoption("--quick"):
         items[:] = [item for item in items if not _marks(item) & (COSTS | LEFT_OUT)]
-    items.sort(key=lambda item: -BUDGETS.get(_file(item), 0.0))
+    seconds = Counter[str]()
+    for file, budget in BUDGETS.items():
+        seconds[_unit(file)] += budget
+    items.sort(key=lambda item: (-seconds[_unit(_file(item))], _unit(_file(item))))
     if (asked := config.getoption("--part")) is not None:
         part = (datetime.date.today().toordinal() if asked == "today" else int(asked)) % PARTS
         items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % PARTS == part]
@@ -65,7 +69,7 @@ class ByFile(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return nodeid.partition("[")[0] if file in APART else TOGETHER.get(file, file)
+        return nodeid.partition("[")[0] if file in APART else _unit(file)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
@@ -74,8 +78,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 
 
 def pytest_collection_finish() -> None:
-    """Count from now on: modules of tests may compile something when they are imported."""
+    """Count from now on: modules of tests may compile something when they are imported.
+
+    What there is now stays: the garbage collector needn't look at it again.
+    """
     if not _counts:
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(100_000, 20, 20)
         _counts["ready"] = 1
         _count_processes()
         _count_compiles()
@@ -174,6 +184,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _marks(item: pytest.Item) -> set[str]:
     return {mark.name for mark in item.iter_markers()}
+
+
+def _unit(file: str) -> str:
+    """Return what a file is run together with."""
+    return TOGETHER if file.startswith(TOGETHER) else file
 
 
 def _file(item: pytest.Item) -> str:

@@ -44,7 +44,7 @@ def _requests() -> list[tuple[list[int], SamplingParams]]:
     rng = random.Random(4)
     shared = [rng.randrange(256) for _ in range(100)]
     requests = []
-    for i in range(examples(32, 12)):
+    for i in range(examples(32, 9)):
         own = [rng.randrange(256) for _ in range(rng.choice((1, 5, 17, 60, 300)))]
         params = SamplingParams(
             max_tokens=rng.choice((8, 60)), seed=i, logprobs=3, ignore_eos=True, n=1 + i % 2, **SHAPES[i % len(SHAPES)]

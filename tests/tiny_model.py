@@ -78,9 +78,9 @@ def of_this_run(folders: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Let no other process of this run into a folder: the second one finds the programs that the first has compiled."""
-    with (folder / "lock").open("w") as file:
+def locked(folder: Path, name: str) -> Iterator[None]:
+    """Let one process of this run at a time do what has this name: others find the programs that it has compiled."""
+    with (folder / f"{name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -1,4 +1,4 @@
-"""Checks what meshes of four CPU devices compute; test_shards.py runs it in a subprocess, one named check at a time."""
+"""Checks what meshes of four CPU devices compute; test_shards.py runs named checks in a subprocess."""
 
 from __future__ import annotations
 
@@ -203,5 +203,7 @@ def _collectives(builder: ProgramBuilder, key: StepKey) -> list[tuple[str, int]]
 
 if __name__ == "__main__":
     assert len(jax.devices()) == 4, jax.devices()
-    {check.__name__: check for check in (step, sampler, collectives, kv_scales, empty_group)}[sys.argv[1]]()
+    checks = {check.__name__: check for check in (step, sampler, collectives, kv_scales, empty_group)}
+    for name in sys.argv[1:]:
+        checks[name]()
     print("as it should be")

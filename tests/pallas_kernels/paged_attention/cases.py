@@ -298,8 +298,6 @@ CORNERS = CORNERS_OF_INTERPRETED | {
     "decodes-that-share-everything",
     "decodes-that-share-in-bf16",
     "decodes-that-share-page-128",
-    "heads-8-of-1-dim-256-page-128",
-    "decode-heads-8-of-1-dim-256-window-cap",
     "decode-heads-8-of-1-dim-512-window-cap",
     "decode-window-16",
     "prefill-window-16",

@@ -1,4 +1,4 @@
-"""The default model, served by one process for all files of tests that ask it; answers never depend on drafts."""
+"""The default model, served by one process for all files of tests in this folder; answers never depend on drafts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.server_process import ServerProcess, serving
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server() -> Iterator[ServerProcess]:
     with serving("--speculative-method", "ngram") as process:
         yield process

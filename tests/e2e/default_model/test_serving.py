@@ -150,7 +150,7 @@ def test_a_third_hangs_up_and_nothing_leaks(server: ServerProcess) -> None:
 
     async def crowd() -> list[int]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300) as client:
-            return await asyncio.gather(*(one(client, index) for index in range(examples(64, 24))))
+            return await asyncio.gather(*(one(client, index) for index in range(examples(64, 15))))
 
     assert all(asyncio.run(crowd()))
     # The last hang-ups are under way when the crowd has gone: ask until they have arrived.
