@@ -27,7 +27,6 @@ from jaxserve.runtime.speculation.draft_model import DraftKey
 from jaxserve.runtime.step.batch import StepKey
 from jaxserve.runtime.step.draw import DrawKey
 from tests.aot.deployments import LLAMA_8B_TWO_LAYERS
-from tests.draft_heads import HEADS
 from tests.selection import grid
 
 pytestmark = pytest.mark.aot
@@ -106,7 +105,7 @@ def test_a_decode_step_is_near_its_roofline(key: StepKey) -> None:
 
 DRAFTS: dict[str, dict[str, Any]] = {
     "draft": {"num_hidden_layers": 1, "hidden_size": 2048, "head_dim": 64},
-    "eagle": {"num_hidden_layers": 1, **HEADS["eagle"]},
+    "eagle": {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle"]},
     "eagle3": {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000},
 }
 MADE_BY = grid(
