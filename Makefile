@@ -72,7 +72,7 @@ test-full: .venv/.installed-dev .venv-aot/.installed
 	JAXSERVE_TESTS=full .venv/bin/pytest $(WORKERS) -m 'not aot'
 	JAX_PLATFORMS=cpu .venv-aot/bin/python -m pytest -n 2 -m aot tests/aot
 
-# A few files of each kind at a time, so that all of it is seen within two weeks.
+# Another fourteenth of the cases each day, so that all of them are seen within two weeks.
 test-part: .venv/.installed-dev .venv-aot/.installed
 	@.venv/bin/jaxserve pull
 	JAXSERVE_TESTS=full .venv/bin/pytest $(WORKERS) --part=$(PART) -m 'grid and not aot'
