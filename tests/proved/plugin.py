@@ -41,7 +41,6 @@ class Proved:
         self._table = Table(environment(installed()))
         self._taken: dict[str, Case] = {}
         self._passed: defaultdict[tuple[str, str], dict[str, Case]] = defaultdict(dict)
-        self._failed: set[str] = set()
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -75,8 +74,6 @@ class Proved:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """In the process that writes: remember what passed."""
         properties = dict(report.user_properties)
-        if report.failed:
-            self._failed.add(report.nodeid)
         if report.when != "call" or "proves" not in properties:
             return
         file, _, case = report.nodeid.partition("::")
@@ -91,13 +88,15 @@ class Proved:
         """A worker has ended: what it left out, all of them left out."""
         self._taken |= node.workeroutput.get("taken", {})
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """Write what passed, if nothing failed and files ran whole: an entry stands for all cases of its file."""
         if hasattr(self._config, "workeroutput"):
             self._config.workeroutput["taken"] = self._taken
-        elif self._config.getoption("--proved") == "write" and self._passed:
+            return
+        whole = not self._config.option.keyword and not any("::" in argument for argument in self._config.args)
+        if self._config.getoption("--proved") == "write" and self._passed and exitstatus == 0 and whole:
             for (file, tested), passed in self._passed.items():
-                whole = {case: one for case, one in passed.items() if f"{file}::{case}" not in self._failed}
-                self._table.add(file, tested, whole)
+                self._table.add(file, tested, passed)
             self._table.write()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
