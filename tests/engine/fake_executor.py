@@ -3,7 +3,8 @@
 The next token is a hash of every token so far, read back through the slot's own page table from the pages as they are
 now. So a wrong page, position, slot, order or token in a plan gives wrong tokens, and a page that was freed too
 early shows too. Of a KV group with a window, it reads only what the queries of a step see, and mixes in what differs.
-Its state comes only from plans, and it checks each plan against `Capacity`.
+Its state comes only from plans, and it checks each plan against `Capacity`. A sequence that starts with more tokens
+than `rotation_length` writes other values into its pages, which only such sequences may read.
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ class _Slot:
     num_outputs: int
     last_token: int | None = None
     hidden: list[int] | None = None  # what the last step saw, if a grammar constrains the slot
+    rotation: int = 0  # what is added to the values of its tokens
 
 
 class FakeExecutor:
@@ -155,8 +157,10 @@ class FakeExecutor:
             assert opened.num_cached_tokens == columns * self.capacity.page_size
             assert len(opened.cached_pages) == len(self.capacity.pages_by_group)
             tables = [[-1] * (columns - len(pages)) + list(pages) for pages in opened.cached_pages]
+            length = self.capacity.rotation_length
+            is_long = length is not None and len(opened.prompt_ids) + len(opened.output_ids) > length
             self._slots[opened.rank, opened.slot] = _Slot(
-                opened, tables, opened.num_cached_tokens, len(opened.output_ids)
+                opened, tables, opened.num_cached_tokens, len(opened.output_ids), rotation=VOCAB if is_long else 0
             )
         for chunk in plan.chunks:
             assert len({len(pages) for pages in chunk.new_pages}) == 1, "groups get pages for different tokens"
@@ -243,14 +247,16 @@ class FakeExecutor:
         if not self.capacity.max_drafts:
             assert {len(table) for table in slot.tables} == {pages}
         for token in tokens:
-            for kv, table in zip(pools, slot.tables):
-                kv[table[slot.length // size]][slot.length % size] = token
+            self._write(chunk, slot.length, token)
             slot.length += 1
         result.tokens.append([])
         accepted, rejected = 0, False
         while True:
             seen, *windows = (
-                [kv[table[i // size]][i % size] for i in range(self._first_seen(group, start), slot.length)]
+                [
+                    kv[table[i // size]][i % size] - slot.rotation
+                    for i in range(self._first_seen(group, start), slot.length)
+                ]
                 for group, (kv, table) in enumerate(zip(pools, slot.tables))
             )
             for window in windows:
@@ -271,11 +277,11 @@ class FakeExecutor:
                 break
             rejected = self._random.random() < 0.3
             draft = VOCAB - 1 - token if rejected else token
-            for kv, table in zip(pools, slot.tables):
-                kv[table[slot.length // size]][slot.length % size] = draft
             if rejected:
-                self._write_rejected(chunk, start, draft)
+                for position in range(slot.length, start + chunk.length):  # the program computes those after it, too
+                    self._write(chunk, position, draft)
                 break
+            self._write(chunk, slot.length, draft)
             accepted += 1
             slot.length += 1
         if self.capacity.max_drafts:
@@ -286,12 +292,12 @@ class FakeExecutor:
                 logprobs_of(seen[: chunk.start + i + 1], token) for i, token in enumerate(following)
             ]
 
-    def _write_rejected(self, chunk: Chunk, start: int, token: int) -> None:
-        """Write the drafts that a program computes after a rejected one."""
+    def _write(self, chunk: Chunk, position: int, token: int) -> None:
         slot, size = self._slots[chunk.rank, chunk.slot], self.capacity.page_size
-        for position in range(slot.length, start + chunk.length):
-            for kv, table in zip(self._pools[chunk.rank], slot.tables):
-                kv[table[position // size]][position % size] = token
+        length = self.capacity.rotation_length
+        assert length is None or slot.rotation or position < length, "a sequence grows past the length of its rotation"
+        for kv, table in zip(self._pools[chunk.rank], slot.tables):
+            kv[table[position // size]][position % size] = token + slot.rotation
 
     def _check_drafts_beside_prompts(self, plan: StepPlan, total: int) -> None:
         """Check that they need no larger program, and that it draws enough tokens."""

@@ -172,9 +172,12 @@ class Planner:
                 if not drawing.plan(request):
                     continue
                 outputs = request.num_planned_outputs
-                if outputs == most and position == request.num_known_tokens:
-                    ending.append(request)
-                    continue
+                if position == request.num_known_tokens:  # its next token is drawn by this step
+                    if outputs == most:
+                        ending.append(request)
+                        continue
+                    if position == self._rotation_length and not request.is_long:
+                        continue  # with that token, it starts again
             elif outputs > most:  # it may end by drafts in flight
                 continue
             slot = request.slot
