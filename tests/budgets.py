@@ -44,7 +44,7 @@ _counts: Counter[str] = Counter()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="run only cases without a marker that says what they cost")
-    parser.addoption("--part", help=f"run one of {PARTS} parts of the cases: a number, or 'today' for that of the day")
+    parser.addoption("--part", help=f"run one of {PARTS} parts of the cases chosen: a number, or 'today'")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -127,7 +127,7 @@ def _count_processes() -> None:
 def _is_costly(command: Any) -> bool:
     """Whether a command is a server, an engine, or a test's own process; others are gone in a fraction of a second."""
     words = [command] if isinstance(command, str | bytes) else [str(word) for word in command]
-    return any(word == "serve" or str(word).startswith(("jaxserve.engine.", "tests.")) for word in words)
+    return any(word == "serve" or str(word).startswith(("jaxserve.worker", "jaxserve.engine.", "tests.")) for word in words)
 
 
 def _count_compiles() -> None:

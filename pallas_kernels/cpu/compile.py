@@ -1,8 +1,8 @@
 """Compiles kernels for this machine's CPU and registers them by name, so that XLA finds them.
 
 A kernel is a frozen description that can write itself as LLVM IR. Tracing a program registers the kernels it calls.
-Before a program that another process compiled is loaded, its kernels must be registered. Compiled code stays for the
-life of the process, because XLA keeps its address.
+Before a program that another process compiled is loaded, its kernels must be registered, from the code that is kept
+with it. Code stays for the life of the process, because XLA keeps its address.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pallas_kernels.cpu import tile_registers
 from pallas_kernels.cpu.emit import Module
 
 _LOCK = threading.Lock()
-_KERNELS: dict[str, Kernel] = {}
+_KERNELS: dict[str, tuple[Kernel, bytes]] = {}
 _ENGINES: list[Any] = []
 
 
@@ -69,33 +69,47 @@ def kernel_or_fallback(kernel: Callable[..., Any], fallback: Callable[..., Any],
     return jax.lax.platform_dependent(*operands, cpu=kernel, default=fallback)
 
 
-def register(kernel: Kernel) -> None:
-    """Compile a kernel and register it with XLA, once in a process."""
+def register(kernel: Kernel, code: bytes | None = None) -> None:
+    """Register a kernel with XLA, once in a process: with the code that `kernels_in` returned, or compiled now.
+
+    Code is of the CPU, the features and the sources that it was compiled for.
+    """
     with _LOCK:
         if kernel.name in _KERNELS:
             return
-        jax.ffi.register_ffi_target(kernel.name, _compile(kernel), platform="cpu")
-        _KERNELS[kernel.name] = kernel
+        if code is None:
+            machine = _machine()
+            code = machine.emit_object(optimized(kernel, machine, cpu_features()))
+        jax.ffi.register_ffi_target(kernel.name, _linked(kernel.name, code), platform="cpu")
+        _KERNELS[kernel.name] = kernel, code
 
 
-def kernels_in(program: str) -> list[Kernel]:
-    """Return the kernels that the text of a compiled program names: a process that loads it must register them."""
+def kernels_in(program: str) -> list[tuple[Kernel, bytes]]:
+    """Return the kernels that the text of a compiled program names, with their code: a process that loads it must
+    register them."""
     with _LOCK:
-        return [kernel for name, kernel in sorted(_KERNELS.items()) if f'"{name}"' in program]
+        return [known for name, known in sorted(_KERNELS.items()) if f'"{name}"' in program]
 
 
-def _compile(kernel: Kernel) -> Any:
+def _machine() -> Any:
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    machine = llvm.Target.from_default_triple().create_target_machine(
+    return llvm.Target.from_default_triple().create_target_machine(
         cpu=cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
     )
-    engine = llvm.create_mcjit_compiler(optimized(kernel, machine, cpu_features()), machine)
+
+
+def _linked(name: str, code: bytes) -> Any:
+    """Load an object file into this process and return the capsule of its function `name`."""
+    import llvmlite.binding as llvm
+
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     _ENGINES.append(engine)
-    return _capsule(engine.get_function_address(kernel.name))
+    return _capsule(engine.get_function_address(name))
 
 
 def optimized(kernel: Kernel, machine: Any, features: frozenset[str]) -> Any:

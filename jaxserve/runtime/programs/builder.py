@@ -168,7 +168,7 @@ class ProgramBuilder:
         return builder
 
     def store(self, compiled: jax.stages.Compiled, path: Path) -> None:
-        """Write an executable, and our own CPU kernels that it calls: `load` compiles those again."""
+        """Write an executable, and the code of our own CPU kernels that it calls."""
         payload, _, _ = serialize_executable.serialize(compiled)
         text = compiled.as_text() if self.mesh.devices.flat[0].platform == "cpu" else None
         write_private(path, pickle.dumps((kernels_in(text or ""), payload)))
@@ -181,8 +181,8 @@ class ProgramBuilder:
         in_tree, out_tree = self._trees(key)
         devices = list(self.mesh.devices.flat)
         kernels, payload = pickle.loads(read_trusted(path))
-        for kernel in kernels:
-            register(kernel)
+        for kernel, code in kernels:
+            register(kernel, code)
         return serialize_executable.deserialize_and_load(
             payload, in_tree, out_tree, backend=devices[0].client, execution_devices=devices
         )
