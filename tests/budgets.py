@@ -127,7 +127,9 @@ def _count_processes() -> None:
 def _is_costly(command: Any) -> bool:
     """Whether a command is a server, an engine, or a test's own process; others are gone in a fraction of a second."""
     words = [command] if isinstance(command, str | bytes) else [str(word) for word in command]
-    return any(word == "serve" or str(word).startswith(("jaxserve.worker", "jaxserve.engine.", "tests.")) for word in words)
+    return any(
+        word == "serve" or str(word).startswith(("jaxserve.worker", "jaxserve.engine.", "tests.")) for word in words
+    )
 
 
 def _count_compiles() -> None:

@@ -25,12 +25,13 @@ class AnyLengths(Speculation):
     def __init__(self, capacity: Capacity, rng: random.Random) -> None:
         super().__init__(capacity)
         self._random, self._capacity = rng, capacity
+        self.paused = False
 
     def choose(self, ranks: Sequence[Sequence[Drafting]]) -> list[int] | None:
         rows = max(map(len, ranks))
         assert rows
         most = min(self._capacity.max_drafts, self._capacity.verify_buckets[-1] // rows - 1)
-        if most < 1 or self._random.random() < 0.2:
+        if most < 1 or self.paused or self._random.random() < 0.2:
             return None
         return [self._random.randint(0, most) for _ in range(16)]
 
@@ -77,7 +78,8 @@ class ForcedDrafts:
         return self._step(key, packed)
 
 
-def draft_any_lengths(loop: EngineLoop, rng: random.Random) -> None:
-    """Let an engine verify drafts of random lengths."""
-    scheduler = loop._scheduler
-    scheduler._speculation = scheduler._planner._speculation = AnyLengths(loop._executor.capacity, rng)
+def draft_any_lengths(loop: EngineLoop, rng: random.Random) -> AnyLengths:
+    """Let an engine verify drafts of random lengths; return what chooses them."""
+    scheduler, lengths = loop._scheduler, AnyLengths(loop._executor.capacity, rng)
+    scheduler._speculation = scheduler._planner._speculation = lengths
+    return lengths

@@ -62,9 +62,11 @@ MODELS = {
 }
 RAGGED: dict[str, Any] = {"all2all_backend": "ragged_all_to_all", "enable_dp_attention": True}
 TWO_POOLS: dict[str, Any] = {"swa_full_tokens_ratio": 0.5}
+FEW_ROWS: dict[str, Any] = {"max_running_requests": 2, "cuda_graph_bs": (2,)}
+"""A program for each power of two rows makes drafts."""
 MORE: dict[str, dict[str, Any]] = {
     "ngram": {"speculative_method": "ngram", "num_speculative_tokens": 3},
-    "draft": {"speculative_method": "draft", "num_speculative_tokens": 3},
+    "draft": {"speculative_method": "draft", "num_speculative_tokens": 3} | FEW_ROWS,
     "groups": TWO_POOLS,
     "ragged": RAGGED,
     "groups-mixture": TWO_POOLS,
@@ -88,7 +90,7 @@ def settings(model: str, shape: str, **more: Any) -> EngineConfig:
         "device": "cpu",
         "disable_program_cache": True,
     }
-    return EngineConfig(model=model, dp_size=data, tp_size=tensor, **common, **SETTINGS, **more)
+    return EngineConfig(model=model, dp_size=data, tp_size=tensor, **common, **SETTINGS | more)
 
 
 def serve_on_mesh(

@@ -102,7 +102,7 @@ GROUPS_OF_EXPERTS = FULL | {
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention"],
 }
-DEEP = {"num_hidden_layers": 5}
+DEEP = {"num_hidden_layers": 4}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30)
 CPU = DeviceFacts(KernelTarget("cpu"), 2**34)
 # Models for each kind of head
@@ -570,7 +570,8 @@ def test_a_draft_model_follows_its_sequences(build: Build, tmp_path: Path, name:
         speculative_model=str(folder),
         num_speculative_tokens=drafts,
         disable_overlap_schedule=order == "in-turn",
-        cuda_graph_bs=(8,),
+        max_running_requests=4,
+        cuda_graph_bs=(4,),
     )
     rng = random.Random(f"{name} {drafts} {order}")
     draft_any_lengths(loop, rng)
@@ -612,16 +613,14 @@ def test_a_head_drafts_from_what_the_model_has_seen(
     """Each greedy draft is what the head makes of the whole sequence, computed in one go."""
     model = HEADED[method]
     settings = write_target_and_head(tmp_path, model, method)
-    # Those of the first model are there for other settings, too.
-    plain, _ = build(name, model=settings["model"], **{} if model is FULL else {"cuda_graph_bs": (8,)})
     cached = name != "tiny-pool"
     settings |= {"disable_overlap_schedule": order == "in-turn", "disable_radix_cache": not cached}
-    settings |= {"num_speculative_tokens": drafts, "cuda_graph_bs": (8,)}
+    settings |= {"num_speculative_tokens": drafts, "max_running_requests": 2, "cuda_graph_bs": (2,)}
     loop, info = build(name, **settings)
     config = EngineConfig(dtype="float32", **SETTINGS[name] | settings)
     naive = NaiveDrafts(deploy(config, parse_model_config(model), CPU), loop, LONGEST)
     rng = random.Random(f"{method} {name} {drafts} {order}")
-    draft_any_lengths(loop, rng)
+    lengths = draft_any_lengths(loop, rng)
     watched = WatchedDrafts(loop)
     sequences: list[list[int]] = []
     right = [0, 0]
@@ -630,7 +629,9 @@ def test_a_head_drafts_from_what_the_model_has_seen(
         requests = [msgspec.structs.replace(one, sampling=GREEDY) if i % 2 else one for i, one in enumerate(requests)]
         sampled = sampled_requests(rng)[:8]
         requests += [msgspec.structs.replace(request, request_id=f"s{i}") for i, request in enumerate(sampled)]
-        expected = _run(plain, requests)
+        lengths.paused = True
+        expected = _run(loop, requests)
+        lengths.paused = False
         sequences = [one.prompt_ids + expected[one.request_id].tokens for one in requests]
         watched.made.clear()
         answers = _run(loop, requests, rng, abort_chance=0.1)
@@ -647,7 +648,7 @@ def test_a_head_drafts_from_what_the_model_has_seen(
     assert stats.num_preemptions > 0 or name != "tiny-pool"
     assert stats.cache_hit_tokens > 0 or not cached
     # The head may have read a page in the cache with another token after it.
-    assert right[1] > 30
+    assert right[1] > 20
     assert right[0] <= cached * right[1] / 10
 
 
