@@ -14,7 +14,7 @@ FULL = os.environ.get("JAXSERVE_TESTS") == "full"
 def grid(
     values: Iterable[Any], quick: Callable[[Any], bool], interpreted: Callable[[Any], bool] = lambda value: False
 ) -> list[Any]:
-    """Return the parameters of a test. Those that aren't `quick` are marked `grid`: only `make test-full` runs them."""
+    """Return the parameters of a test. Those that aren't `quick` are marked `grid`: `make test` leaves them out."""
     return [_marked(value, {"grid": not quick(value), "interpreted": interpreted(value)}) for value in values]
 
 

@@ -41,6 +41,13 @@ class Proved:
         self._table = Table(environment(installed()))
         self._taken: dict[str, Case] = {}
         self._passed: defaultdict[tuple[str, str], dict[str, Case]] = defaultdict(dict)
+        self._partial: set[str] = set()
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        """Note the files of which `-k` or `-m` leaves out provable cases."""
+        self._partial |= {
+            item.nodeid.partition("::")[0] for item in items if _is_provable(item) and item.nodeid not in self._taken
+        }
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -87,16 +94,18 @@ class Proved:
     def pytest_testnodedown(self, node: Any) -> None:
         """A worker has ended: what it left out, all of them left out."""
         self._taken |= node.workeroutput.get("taken", {})
+        self._partial |= node.workeroutput.get("partial", set())
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """Write what passed, if nothing failed and files ran whole: an entry stands for all cases of its file."""
         if hasattr(self._config, "workeroutput"):
-            self._config.workeroutput["taken"] = self._taken
+            self._config.workeroutput |= {"taken": self._taken, "partial": self._partial}
             return
-        whole = not self._config.option.keyword and not any("::" in argument for argument in self._config.args)
+        whole = not any("::" in argument for argument in self._config.args)
         if self._config.getoption("--proved") == "write" and self._passed and exitstatus == 0 and whole:
             for (file, tested), passed in self._passed.items():
-                self._table.add(file, tested, passed)
+                if file not in self._partial:
+                    self._table.add(file, tested, passed)
             self._table.write()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
