@@ -8,7 +8,7 @@ from jaxserve.cli.main import main
 BATCH = ["bench", "latency", "--batch-size", "3", "--input-len", "8", "--output-len", "6", "--num-iters", "2"]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_output_and_json_file(tiny_flags, tmp_path: Path, capsys) -> None:
     path, profiles = tmp_path / "result.json", tmp_path / "profiles"
     more = ["--num-iters-warmup", "1", "--breakdown", "--output-json", str(path), "--profile-dir", str(profiles)]
