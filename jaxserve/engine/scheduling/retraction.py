@@ -60,12 +60,13 @@ class Retraction:
         length = self._capacity.rotation_length
         if length is None:
             return 0
-        decoding = [request for rank in self._table.ranks for request in rank.decoding.values() if not request.is_long]
         # With a grammar, the next token can be known long after those before it, or together with others
         grown = [
             request
-            for request in decoding
+            for rank in self._table.ranks
+            for request in rank.decoding.values()
             if (request.num_planned_tokens + 1 if request.grammar is None else request.num_known_tokens) > length
+            and not request.is_long
         ]
         if grown and in_flight:
             return None
