@@ -173,3 +173,17 @@ def test_when_one_is_missing_those_that_joined_are_told(port: int) -> None:
         server.wait_for_all()
     with pytest.raises(ConfigError, match=r"node rank 0 at .* says: node rank 2 of nnodes=3 did not join"):
         follower.result(60)
+
+
+def test_only_settings_that_change_no_token_may_differ(port: int) -> None:
+    of_a_process = {
+        "node_rank",
+        "dist_init_addr",
+        "dist_timeout",
+        "log_level",
+        "watchdog_timeout",
+        "decode_log_interval",
+    }
+    folders = {"program_cache_dir", "disable_program_cache", "profile_dir"}
+    shared = handshake.shared_facts(config(port=port))
+    assert set(EngineConfig.__struct_fields__) - shared.keys() == of_a_process | folders
