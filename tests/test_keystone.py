@@ -591,7 +591,7 @@ def test_a_draft_model_follows_its_sequences(build: Build, tmp_path: Path, name:
                 assert (answer.tokens, answer.last.finish_reason) == (other.tokens, other.last.finish_reason)
     stats = loop.stats(check=True)
     assert stats.num_preemptions > 0 or name != "tiny-pool"
-    assert stats.cache_hit_tokens > 0 or name in ("longrope", "tiny-pool")
+    assert stats.cache_hit_tokens > 0 or name in ("longrope", "tiny-pool", "windowed")
     assert stats.accepted_tokens > 50
     assert stats.accepted_tokens == stats.draft_tokens
 
@@ -648,7 +648,7 @@ def test_a_head_drafts_from_what_the_model_has_seen(
     assert stats.num_preemptions > 0 or name != "tiny-pool"
     assert stats.cache_hit_tokens > 0 or not cached
     # The head may have read a page in the cache with another token after it.
-    assert right[1] > 20
+    assert right[1] > 10
     assert right[0] <= cached * right[1] / 10
 
 
