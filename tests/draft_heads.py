@@ -136,6 +136,7 @@ class NaiveDrafts:
         self._features = compiled(features_of, 2, none)
         self._next = compiled(next_of, 3, (none, PartitionSpec(None, TENSOR_AXES)))
         self._params, self._size = params, size
+        self.target = target, params[0]
 
     def draft(self, tokens: Sequence[int], count: int) -> list[int]:
         """Return the draft after a sequence, of which the last token isn't computed yet, for greedy sampling."""

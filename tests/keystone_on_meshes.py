@@ -63,7 +63,7 @@ MODELS = {
 RAGGED: dict[str, Any] = {"all2all_backend": "ragged_all_to_all", "enable_dp_attention": True}
 TWO_POOLS: dict[str, Any] = {"swa_full_tokens_ratio": 0.5}
 FEW_ROWS: dict[str, Any] = {"max_running_requests": 2, "cuda_graph_bs": (2,)}
-"""A program for each power of two rows makes drafts."""
+"""Each power of two of rows has its own program that makes drafts."""
 MORE: dict[str, dict[str, Any]] = {
     "ngram": {"speculative_method": "ngram", "num_speculative_tokens": 3},
     "draft": {"speculative_method": "draft", "num_speculative_tokens": 3} | FEW_ROWS,

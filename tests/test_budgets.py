@@ -9,7 +9,7 @@ from tests.budgets import BUDGETS, costs
 ROOT = Path(__file__).parents[1]
 PROCESSES = 3
 MINUTES = 10
-"""With all interpreted kernels, of which most runs leave out those that were proved."""
+"""A run that interprets all kernels takes these; most runs leave out the kernels that were proved."""
 
 
 def test_every_file_that_costs_something_has_a_budget() -> None:

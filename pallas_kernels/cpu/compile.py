@@ -13,7 +13,7 @@ import platform
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -21,8 +21,15 @@ from pallas_kernels.cpu import tile_registers
 from pallas_kernels.cpu.emit import Module
 
 _LOCK = threading.Lock()
-_KERNELS: dict[str, tuple[Kernel, bytes]] = {}
+_KERNELS: dict[str, tuple[Kernel, Code]] = {}
 _ENGINES: list[Any] = []
+
+
+class Code(NamedTuple):
+    """What a kernel was compiled to: an object file, for a process that may use these features of the CPU."""
+
+    features: frozenset[str]
+    object_file: bytes
 
 
 class Kernel(Protocol):
@@ -69,22 +76,21 @@ def kernel_or_fallback(kernel: Callable[..., Any], fallback: Callable[..., Any],
     return jax.lax.platform_dependent(*operands, cpu=kernel, default=fallback)
 
 
-def register(kernel: Kernel, code: bytes | None = None) -> None:
-    """Register a kernel with XLA, once in a process: with the code that `kernels_in` returned, or compiled now.
-
-    Code is of the CPU, the features and the sources that it was compiled for.
-    """
+def register(kernel: Kernel, code: Code | None = None) -> None:
+    """Register a kernel with XLA, once in a process: with the code that `kernels_in` returned in a process on the same
+    CPU, or else compiled now. A process that may use other features of the CPU compiles it, too."""
     with _LOCK:
         if kernel.name in _KERNELS:
             return
-        if code is None:
+        features = cpu_features()  # also asks for the tile registers that kept code may use
+        if code is None or code.features != features:
             machine = _machine()
-            code = machine.emit_object(optimized(kernel, machine, cpu_features()))
-        jax.ffi.register_ffi_target(kernel.name, _linked(kernel.name, code), platform="cpu")
+            code = Code(features, machine.emit_object(optimized(kernel, machine, features)))
+        jax.ffi.register_ffi_target(kernel.name, _linked(kernel.name, code.object_file), platform="cpu")
         _KERNELS[kernel.name] = kernel, code
 
 
-def kernels_in(program: str) -> list[tuple[Kernel, bytes]]:
+def kernels_in(program: str) -> list[tuple[Kernel, Code]]:
     """Return the kernels that the text of a compiled program names, with their code: a process that loads it must
     register them."""
     with _LOCK:
@@ -101,12 +107,12 @@ def _machine() -> Any:
     )
 
 
-def _linked(name: str, code: bytes) -> Any:
+def _linked(name: str, object_file: bytes) -> Any:
     """Load an object file into this process and return the capsule of its function `name`."""
     import llvmlite.binding as llvm
 
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
-    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.add_object_file(llvm.ObjectFileRef.from_data(object_file))
     engine.finalize_object()
     _ENGINES.append(engine)
     return _capsule(engine.get_function_address(name))

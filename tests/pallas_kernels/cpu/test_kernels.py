@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cpu import call, kernels_in
+from pallas_kernels.cpu import call, cpu_features, kernels_in, register
+from pallas_kernels.cpu.compile import Code
 from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
 from pallas_kernels.cpu.types import F32, I32, I64
@@ -135,9 +136,10 @@ def test_a_program_from_disk_finds_its_kernels_in_a_new_process(tmp_path: Path) 
         "from tests.pallas_kernels.cpu import test_kernels\n"
         "test_kernels.Elementwise.write = None\n"
         "from jax.experimental import serialize_executable\n"
-        "from pallas_kernels.cpu import register\n"
+        "from pallas_kernels.cpu import cpu_features, register\n"
         "kernels, *program = pickle.loads(open(sys.argv[1], 'rb').read())\n"
         "[register(kernel, code) for kernel, code in kernels]\n"
+        "assert cpu_features.cache_info().currsize == 1, 'Linux was not asked for the tile registers'\n"
         "print(serialize_executable.deserialize_and_load(*program)(jnp.arange(3.0)).tolist())\n"
     )
     given = subprocess.run(
@@ -148,6 +150,16 @@ def test_a_program_from_disk_finds_its_kernels_in_a_new_process(tmp_path: Path) 
         check=True,
     )
     assert given.stdout == "[1.0, 2.0, 3.0]\n"
+
+
+def test_code_for_other_features_is_compiled_again() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Again(Elementwise):
+        name = "test_again"
+
+    register(Again("add_one"), Code(frozenset({"another feature"}), b"no object file"))
+    [(_, code)] = kernels_in('"test_again"')
+    assert code.features == cpu_features()
 
 
 def test_a_module_calls_its_own_functions_by_name() -> None:
