@@ -572,7 +572,6 @@ def test_a_draft_model_follows_its_sequences(build: Build, tmp_path: Path, name:
         disable_overlap_schedule=order == "in-turn",
         max_running_requests=4,
         cuda_graph_bs=(4,),
-        page_size=4,
     )
     rng = random.Random(f"{name} {drafts} {order}")
     draft_any_lengths(loop, rng)
@@ -592,7 +591,8 @@ def test_a_draft_model_follows_its_sequences(build: Build, tmp_path: Path, name:
                 assert (answer.tokens, answer.last.finish_reason) == (other.tokens, other.last.finish_reason)
     stats = loop.stats(check=True)
     assert stats.num_preemptions > 0 or name != "tiny-pool"
-    assert stats.cache_hit_tokens > 0 or name in ("longrope", "tiny-pool")
+    # Of the others, few requests share a page that has not been evicted
+    assert stats.cache_hit_tokens > 0 or name != "write-back"
     assert stats.accepted_tokens > 50
     assert stats.accepted_tokens == stats.draft_tokens
 
