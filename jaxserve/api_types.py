@@ -54,7 +54,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     `json` is a JSON schema, as an object or as text, and `json_object` asks for any object. `grammar` is Lark or GBNF.
     `structural_tag` has a `format`, or `structures` and `triggers`. JSON may have blanks of `whitespace_pattern`
     between its parts, by default at most two or a line break and an indentation, or none with `disable_any_whitespace`.
-    With `disable_additional_properties`, objects have only properties that the schema names.
+    With `disable_additional_properties`, objects have only properties that the schema names. What a schema asks and a
+    grammar can hardly hold (`uniqueItems` of many values) is left to the client, or with `strict` refused.
     Raises `InvalidRequestError` unless exactly one form is given.
     """
 
@@ -67,6 +68,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
+    strict: bool = False
 
     def __post_init__(self) -> None:
         given = [name for name in STRUCTURED_FORMS if self._given(name)]

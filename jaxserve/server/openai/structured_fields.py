@@ -27,7 +27,7 @@ _FORMS = {
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The schema of a `response_format`. Every schema is held strictly, so `strict` changes nothing."""
+    """The schema of a `response_format`, which is held either way; `strict` refuses what only the client can check."""
 
     name: str | None = None
     description: str | None = None
@@ -107,7 +107,7 @@ def structured_outputs(
 
 def _of_response_format(given: ResponseFormat) -> StructuredOutputs | None:
     if given.type == "json_schema" and given.json_schema is not None and given.json_schema.schema is not None:
-        return StructuredOutputs(json=given.json_schema.schema)
+        return StructuredOutputs(json=given.json_schema.schema, strict=given.json_schema.strict is True)
     if given.type == "structural_tag":
         older = {"structures": given.structures, "triggers": given.triggers}
         return StructuredOutputs(structural_tag=older if given.format is None else {"format": given.format})

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxserve.text.answers.formats import HARMONY, AnswerFormats
 from jaxserve.text.answers.harmony import CHANNEL, END, MARKS, MESSAGE, START
-from jaxserve.text.grammars.formats import schema_of
+from jaxserve.text.grammars.json_grammar import JsonGrammar
 from jaxserve.text.grammars.lark import any_of, lark_text, with_parts, without
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
@@ -32,9 +32,12 @@ def whole_answer(grammar: str, formats: AnswerFormats, tokenizer: Tokenizer, *, 
     return with_parts(lark, answer=grammar)
 
 
-def channels_grammar(form: str, tools: Mapping[str, Any], tokenizer: Tokenizer, *, required: bool) -> str:
+def channels_grammar(
+    form: str, tools: Mapping[str, Any], tokenizer: Tokenizer, *, required: bool, strict: Collection[str] = ()
+) -> str:
     """Return the grammar of an answer of gpt-oss, which may begin with analysis: a final message in the grammar `form`,
-    or any if that is "", or a call of one of `tools`; with `required`, only such a call."""
+    or any if that is "", or a call of one of `tools`; with `required`, only such a call. Those in `strict` are held
+    whole, or not at all. Raises `ValueError` for what can't be held."""
     start, channel, message, end = (lark_text(text, tokenizer) for text in (START, CHANNEL, MESSAGE, END))
     constrain = lark_text("<|constrain|>", tokenizer)
     answers = [] if required else ["final"]
@@ -43,9 +46,12 @@ def channels_grammar(form: str, tools: Mapping[str, Any], tokenizer: Tokenizer, 
     lark += f'{start} "assistant"\nTEXT: {without(MARKS)}\n'
     if not required:
         lark += f'final: {channel} "final" {message} {"@answer" if form else "TEXT"}\n'
+    grammar = JsonGrammar()
     for number, (name, schema) in enumerate(tools.items()):
         to = json.dumps(f"commentary to=functions.{name} ")
-        lark += f'call_{number}: {channel} {to} {constrain} "json" {message} %json {json.dumps(schema_of(schema))}\n'
+        arguments = grammar.add(schema, name=name, strict=name in strict, objects_only=True)
+        lark += f'call_{number}: {channel} {to} {constrain} "json" {message} {arguments}\n'
+    lark += "\n".join([*grammar.lines, ""])
     return with_parts(lark, **({"answer": form} if form and not required else {}))
 
 

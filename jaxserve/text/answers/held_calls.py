@@ -7,7 +7,7 @@ calls: in the model's form where their arguments are JSON, else as a JSON list.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from jaxserve.text.answers import gemma4
@@ -15,7 +15,7 @@ from jaxserve.text.answers.formats import HERMES, AnswerFormats
 from jaxserve.text.answers.held_parameters import ParameterText, parameter_rules
 from jaxserve.text.answers.markup_calls import GLM45, MINIMAX_M2, QWEN3_CODER, SEED_OSS
 from jaxserve.text.answers.reader import Format, Reader, Steps
-from jaxserve.text.grammars.formats import schema_of
+from jaxserve.text.grammars.json_grammar import JsonGrammar
 from jaxserve.text.grammars.lark import ANY, MARK, lark_text, without
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
@@ -135,34 +135,42 @@ def held_calls(form: CallText) -> Format:
     return read
 
 
-def calls_grammar(form: CallText, tools: Mapping[str, Any], tokenizer: Tokenizer, *, several: bool) -> str:
+def calls_grammar(
+    form: CallText, tools: Mapping[str, Any], tokenizer: Tokenizer, *, several: bool, strict: Collection[str] = ()
+) -> str:
     """Return the grammar of one call or `several` of `tools`, JSON schemas of the arguments by function.
 
-    Raises `ValueError` for what can't be held.
+    Those in `strict` are held whole, or not at all. Raises `ValueError` for what can't be held.
     """
-    return _lark("start: calls", _call_rules(form, tools, tokenizer, several=several))
+    return _lark("start: calls", _call_rules(form, tools, tokenizer, several=several, strict=strict))
 
 
-def free_calls_grammar(form: CallText, tools: Mapping[str, Any], tokenizer: Tokenizer, *, several: bool) -> str:
+def free_calls_grammar(
+    form: CallText, tools: Mapping[str, Any], tokenizer: Tokenizer, *, several: bool, strict: Collection[str] = ()
+) -> str:
     """Return the grammar of any text, in which what is read as a call is one of `tools`. Raises as `calls_grammar`."""
     if form.answer:  # calls are all of an answer
         other = rf"TEXT: {ANY} & ~/\s*{form.answer}(?s:.*)/"
-        return _lark("start: calls | TEXT", [other, *_call_rules(form, tools, tokenizer, several=several)])
+        return _lark(
+            "start: calls | TEXT", [other, *_call_rules(form, tools, tokenizer, several=several, strict=strict)]
+        )
     text = f"TEXT: {without(form.marks)}"
     beginning = form.opening or form.begin
     mark = MARK.match(beginning)
     assert mark is not None
     if tokenizer.special_id(mark[0]) is not None:
-        return _lark("start: TEXT calls?", [text, *_call_rules(form, tools, tokenizer, several=several)])
+        return _lark("start: TEXT calls?", [text, *_call_rules(form, tools, tokenizer, several=several, strict=strict)])
     # Text and a mark that is no token of its own must be one terminal: else the text would take the mark for text.
     rest = beginning[mark.end() :]
     form = form._replace(opening=rest) if form.opening else form._replace(begin=rest)
-    rules = _call_rules(form, tools, tokenizer, several=several and bool(form.closing))
+    rules = _call_rules(form, tools, tokenizer, several=several and bool(form.closing), strict=strict)
     head = f"HEAD: {without(form.marks)} {json.dumps(mark[0])}"
     return _lark(f"start: (HEAD calls){'*' if several else '?'} TEXT", [text, head, *rules])
 
 
-def _call_rules(form: CallText, tools: Mapping[str, Any], tokenizer: Tokenizer, *, several: bool) -> list[str]:
+def _call_rules(
+    form: CallText, tools: Mapping[str, Any], tokenizer: Tokenizer, *, several: bool, strict: Collection[str]
+) -> list[str]:
     """Return the rules of `calls` in Lark."""
     more = f" ({lark_text(form.between, tokenizer)} call)*" if several else ""
     numbers = range(len(tools))
@@ -170,15 +178,17 @@ def _call_rules(form: CallText, tools: Mapping[str, Any], tokenizer: Tokenizer, 
         f"calls: {lark_text(form.opening, tokenizer)} call{more} {lark_text(form.closing, tokenizer)}",
         "call: " + " | ".join(f"call_{number}" for number in numbers),
     ]
+    grammar = JsonGrammar()
     for number, (name, schema) in zip(numbers, tools.items()):
         begin, end = lark_text(form.begin + name + form.middle, tokenizer), lark_text(form.end, tokenizer)
         if form.parameters is None:
-            arguments = f"%json {json.dumps(schema_of(schema))}"
+            arguments = grammar.add(schema, name=name, strict=name in strict, objects_only=True)
         else:
             arguments = f"arguments_{number}"
-            rules += parameter_rules(form.parameters, name, schema, arguments, tokenizer)
+            strictly = name in strict
+            rules += parameter_rules(form.parameters, name, schema, arguments, tokenizer, grammar, strict=strictly)
         rules.append(f"call_{number}: {begin} {arguments} {end}")
-    return rules
+    return [*rules, *grammar.lines]
 
 
 def _lark(start: str, rules: list[str]) -> str:

@@ -1,33 +1,28 @@
 """Grammars of arguments that are written a parameter at a time, as text or as JSON, by the schema of each.
 
-A text is written without quotes, up to a mark. So of texts, schemas may ask for one of some values, or for any text.
-What else they ask of texts, or of the arguments together, is refused by name.
+A text is written without quotes, up to a mark. A schema may ask of it whatever it may ask of JSON's texts, but how many
+parameters there are can't be held.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxserve.text.answers.json_text import json_type, type_of
+from jaxserve.text.answers.json_text import json_type
 from jaxserve.text.answers.parameters import parameter_schema, types_of
-from jaxserve.text.grammars.formats import resolved, schema_of
+from jaxserve.text.grammars import patterns
+from jaxserve.text.grammars.json_grammar import JsonGrammar
+from jaxserve.text.grammars.json_schema import SchemaReader
+from jaxserve.text.grammars.json_shapes import ANY, ANY_OBJECT, ANY_SHAPES, Number, Object, Schema, Shape, Text
 from jaxserve.text.grammars.lark import MARK, lark_text, without
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 _NAME = re.compile(r"[\w.\-]{1,256}")
 _PYTHON_NAME = re.compile(r"[A-Za-z_]\w{0,255}")
 _PYTHON_FUNCTION = re.compile(r"[A-Za-z_][\w.]{0,255}")
-_COMBINED = ("$dynamicRef", "$ref", "allOf", "anyOf", "if", "not", "oneOf")
-_REFUSED_OF_TEXTS = frozenset((*_COMBINED, "format", "maxLength", "minLength", "pattern"))
-_REFUSED_OF_ARGUMENTS = frozenset((
-    *(*_COMBINED, "const", "dependencies", "dependentRequired", "dependentSchemas", "enum", "maxProperties"),
-    *("minProperties", "patternProperties", "propertyNames"),
-))  # fmt: skip
-_ANNOTATIONS = frozenset(("title", "description", "default", "examples", "$comment"))
-_DEFINITIONS = ("$defs", "definitions")
 # How JSON of each type begins.
 _BEGINNINGS = {
     "object": r"\{",
@@ -37,7 +32,6 @@ _BEGINNINGS = {
     "boolean": "true|false",
     "null": "null",
 }
-_MAX_DEPTH = 20
 
 
 class ParameterText(NamedTuple):
@@ -56,27 +50,40 @@ class ParameterText(NamedTuple):
 
 
 def parameter_rules(
-    form: ParameterText, function: str, schema: dict[str, Any], rule: str, tokenizer: Tokenizer
+    form: ParameterText,
+    function: str,
+    schema: dict[str, Any],
+    rule: str,
+    tokenizer: Tokenizer,
+    grammar: JsonGrammar,
+    *,
+    strict: bool = False,
 ) -> list[str]:
-    """Return Lark's rules of the arguments of a function, of which the first is called `rule`.
+    """Return Lark's rules of the arguments of a function, of which the first is called `rule`; JSON is in `grammar`.
 
     The required parameters come first, then the others, each in the order of the schema. Raises `ValueError` that names
-    what can't be held.
+    what can't be held; with `strict`, also what `grammar` would only note.
     """
-    arguments = resolved(schema, schema)
-    _refuse(arguments, _REFUSED_OF_ARGUMENTS, function)
     if not form.stops and not _PYTHON_FUNCTION.fullmatch(function):
         raise ValueError(f"{function}: calls in the model's format can't have a function of this name")
-    required = list(dict.fromkeys(arguments.get("required") or ()))
-    names = [*required, *(name for name in arguments.get("properties") or () if name not in required)]
-    rules = []
-    for number, name in enumerate(names):
-        where = f"{function}.{name}"
-        if not (_NAME if form.stops else _PYTHON_NAME).fullmatch(name):
-            raise ValueError(f"{where}: calls in the model's format can't have a parameter of this name")
-        begin, text = lark_text(form.begin + name + form.middle, tokenizer), f"{rule}_{number}".upper()
-        values, terminals = _values(form, parameter_schema(schema, name), schema, where, text, tokenizer)
-        rules += [f"{rule}_{number}: {begin} ({' | '.join(values)})", *terminals]
+    reader = SchemaReader(schema)
+    try:
+        arguments = _arguments(reader, schema)
+        values = dict(reader.algebra.named(arguments))
+        required = [name for name in arguments.required if name in values]
+        names = [*required, *(name for name in values if name not in required)]
+        rules = []
+        for number, name in enumerate(names):
+            if not (_NAME if form.stops else _PYTHON_NAME).fullmatch(name):
+                raise ValueError(f"{name}: calls in the model's format can't have a parameter of this name")
+            begin, terminal = lark_text(form.begin + name + form.middle, tokenizer), f"{rule}_{number}".upper()
+            types = types_of(parameter_schema(schema, name), schema)
+            writer = _Values(form, reader, grammar, types, tokenizer)
+            options, terminals = writer.options(values[name], name, terminal)
+            rules += [f"{rule}_{number}: {begin} ({' | '.join(options)})", *terminals]
+        grammar.note(reader, function, strict=strict)
+    except ValueError as error:
+        raise ValueError(f"{function}: {error}") from error
     numbered = [f"{rule}_{number}" for number in range(len(names))]
     between = lark_text(form.between, tokenizer)
     if required or not between:
@@ -86,111 +93,111 @@ def parameter_rules(
     return [f"{rule}: {' | '.join([*orders, *([] if required else ['""'])])}", *rules]
 
 
+def _arguments(reader: SchemaReader, schema: dict[str, Any]) -> Object:
+    """Return the shape of the arguments. Raises `ValueError` if there are several, or if it counts parameters."""
+    shapes = reader.algebra.shapes(reader.algebra.both(reader.read(schema), ANY_OBJECT))
+    shapes = tuple(shape for shape in shapes if not reader.algebra.is_empty((shape,)))
+    if len(shapes) != 1 or not isinstance(shapes[0], Object):
+        raise ValueError("alternatives of all arguments can't be held in calls in the model's format")
+    shape = shapes[0]
+    if shape.least > len(shape.required):
+        raise ValueError("minProperties can't be held in calls in the model's format")
+    if shape.most is not None and shape.most < len(reader.algebra.named(shape)):
+        raise ValueError("maxProperties can't be held in calls in the model's format")
+    return shape
+
+
 def _in_order(rules: Sequence[str], num_required: int, between: str) -> str:
     """Return a sequence of rules with a text between them, of which the first few are required."""
     texts = (f"{between} {rule}" if number else rule for number, rule in enumerate(rules))
     return " ".join(text if number < num_required else f"({text})?" for number, text in enumerate(texts))
 
 
-def _values(
-    form: ParameterText, schema: Any, root: dict[str, Any], where: str, text: str, tokenizer: Tokenizer
-) -> tuple[list[str], list[str]]:
-    """Return the alternatives for a value, with the text after it, and the terminals that they use.
+class _Values:
+    """Writes the values of one parameter, which is read as JSON of one of `types`, or as a text."""
 
-    `text` is the name of the terminal of any text.
-    """
-    quote, end = lark_text(form.quote, tokenizer), lark_text(form.end, tokenizer)
-    types = types_of(schema, root)
-    if not form.stops or (types and "string" not in types):
-        return [f"{_json([schema], root, where)} {end}"], []
-    alternatives: list[str] = []
-    special: list[Any] = []  # values in JSON of which not all of their type are allowed
-    plain: list[Any] = []
-    has_text = False
-    for one in _options(schema, root, where):
-        is_text = "string" in (types_of(one, root) or {"string"})
-        if is_text:
-            _refuse(one, _REFUSED_OF_TEXTS, where)
-        if "enum" in one or "const" in one:
-            for value in _named_values(one):
-                if isinstance(value, str):
-                    alternatives.append(f"{quote} {_literal(value, types, form, where)} {quote} {end}")
-                else:
-                    special.append({**one, "enum": [value]})
-        elif is_text:
-            has_text = True
-        else:
-            (special if one.keys() - _ANNOTATIONS - {"type"} else plain).append(one)
-    if has_text and not form.quote:  # any text may be a plain value
-        plain = []
-    if in_json := special + plain:
-        alternatives.append(f"{_json(in_json, root, where)} {end}")
-    if not has_text:
-        return alternatives, []
-    kinds = set().union(*(types_of(one, root) for one in special)) if not form.quote else set()
-    terminal, after = _any_text(form, kinds, tokenizer)
-    return [*alternatives, f"{quote} {text} {after}"], [f"{text}: {terminal}"]
+    def __init__(
+        self, form: ParameterText, reader: SchemaReader, grammar: JsonGrammar, types: set[str], tokenizer: Tokenizer
+    ) -> None:
+        self._form, self._reader, self._grammar = form, reader, grammar
+        self._types, self._tokenizer = types, tokenizer
+        self._quote, self._end = lark_text(form.quote, tokenizer), lark_text(form.end, tokenizer)
 
+    def options(self, schema: Schema, name: str, terminal: str) -> tuple[list[str], list[str]]:
+        """Return the alternatives for a value, with the text after it, and the terminals that they use.
 
-def _json(schemas: list[Any], root: dict[str, Any], where: str) -> str:
-    """Return JSON of one of these schemas in Lark, with the definitions that they may refer to."""
-    definitions = {key: root[key] for key in _DEFINITIONS if key in root}
-    text = json.dumps(schema_of({**definitions, "anyOf": schemas}))
-    if '"$ref": "#"' in text:  # it would mean the document made here
-        raise ValueError(f"{where}: a reference to the whole schema can't be held in calls in the model's format")
-    return f"%json {text}"
+        The names of those begin with `terminal`.
+        """
+        if not self._form.stops or (self._types and "string" not in self._types):
+            return [f"{self._grammar.expression(self._reader, schema)} {self._end}"], []
+        if schema == ANY and not self._form.quote:
+            schema = (Text(),)
+        shapes = self._reader.algebra.shapes(schema)
+        others = tuple(one for one in shapes if not isinstance(one, Text) and self._is_read(one))
+        options: list[str] = []
+        terminals: list[str] = []
+        has_any_text = Text() in shapes
+        for text in (one for one in shapes if isinstance(one, Text)):
+            if text.values is not None:
+                options += [self._literal(value, name) for value in text.values]
+                continue
+            body, after = self._text(text, shapes)
+            where = "" if text == Text() else f" // {name}"
+            key = f"{terminal}_{len(terminals)}{'_CHECKED' if where else ''}"
+            options.append(f"{self._quote} {key} {after}")
+            terminals.append(f"{key}: {body}{where}")
+        if has_any_text and not self._form.quote:  # any text may be a plain value
+            others = tuple(one for one in others if one not in ANY_SHAPES)
+        if others and not self._reader.algebra.is_empty(others):
+            options.append(f"{self._grammar.expression(self._reader, others)} {self._end}")
+        if not options:
+            raise ValueError(f"{name}: calls in the model's format can't have its values")
+        return options, terminals
 
+    def _is_read(self, shape: Shape) -> bool:
+        """Return whether JSON of a shape is read as what it is."""
+        if self._form.quote:
+            return True
+        kind = _kind(shape)
+        return kind in self._types or (kind == "integer" and "number" in self._types)
 
-def _any_text(form: ParameterText, kinds: set[str], tokenizer: Tokenizer) -> tuple[str, str]:
-    """Return the terminal of any text that doesn't begin like JSON of one of these types, and what follows it.
+    def _text(self, text: Text, shapes: Schema) -> tuple[str, str]:
+        """Return the terminal of a text, and what follows it.
 
-    The text and a mark after it that is no token of its own are one terminal: else the text would take it for text.
-    """
-    terminal = without(form.stops)
-    if beginnings := "|".join(sorted({_BEGINNINGS[kind] for kind in kinds})):
-        terminal = rf"({terminal} & ~/\s*({beginnings})(?s:.*)/)"
-    after = form.quote + form.end
-    mark = MARK.search(after)
-    assert mark is not None
-    stop = mark.end() if tokenizer.special_id(mark[0]) is None else mark.start()
-    return f"{terminal} {json.dumps(after[:stop]) if stop else ''}", lark_text(after[stop:], tokenizer)
+        It doesn't begin like JSON that would be read as a value the schema doesn't allow. The text and a mark after it
+        that is no token of its own are one terminal: else the text would take it for text.
+        """
+        form = self._form
+        terminal = without(form.stops)
+        found = [f"/{patterns.regex(pattern)}/" for pattern in text.patterns]
+        if text.least or text.most is not None:
+            found.append(f"/(?s:.){{{text.least},{'' if text.most is None else text.most}}}/")
+        if not form.quote:
+            plain = {_kind(one) for one in shapes if one in (*ANY_SHAPES, Number(integer=True))}
+            kinds = self._types - {"string"} - plain - ({"integer"} if "number" in plain else set())
+            if beginnings := "|".join(sorted({_BEGINNINGS[kind] for kind in kinds if kind in _BEGINNINGS})):
+                found.append(rf"~/\s*({beginnings})(?s:.*)/")
+            if text != Text():  # line feeds at both ends are taken for part of the marks
+                found.append(r"~/\n(?s:.*)|(?s:.*)\n/")
+        if found:
+            terminal = f"({' & '.join([terminal, *found])})"
+        after = form.quote + form.end
+        mark = MARK.search(after)
+        assert mark is not None
+        stop = mark.end() if self._tokenizer.special_id(mark[0]) is None else mark.start()
+        return f"{terminal} {json.dumps(after[:stop]) if stop else ''}", lark_text(after[stop:], self._tokenizer)
 
-
-def _options(schema: Any, root: dict[str, Any], where: str, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the schemas of which a value must match one, each of one type, or of any."""
-    schema = {} if schema is True else resolved(schema, root)
-    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
-        raise ValueError(f"{where}: its schema must be an object that matches some value")
-    asked = schema.keys() - _ANNOTATIONS
-    if asked == {"anyOf"} or (asked == {"allOf"} and len(schema["allOf"]) == 1):
-        for one in schema.get("anyOf") or schema["allOf"]:
-            yield from _options(one, root, where, depth + 1)
-    elif isinstance(schema.get("type"), list) and not asked & {"enum", "const"}:
-        for kind in schema["type"]:
-            yield {**schema, "type": kind}
-    else:
-        yield schema
-
-
-def _named_values(schema: dict[str, Any]) -> list[Any]:
-    """Return the values of an `enum` or a `const` that have the type of their schema."""
-    values = schema["enum"] if "enum" in schema else [schema["const"]]
-    types = types_of({"type": schema.get("type", [])}, {})
-    types |= {"integer"} if "number" in types else set()
-    return [value for value in values if not types or type_of(value) in types]
+    def _literal(self, value: str, name: str) -> str:
+        """Return a text as a value; it must not be read as something else, of another of the parameter's types."""
+        found = json_type(value)
+        other = found != "string" and (found in self._types or (found == "integer" and "number" in self._types))
+        unclear = not self._form.quote and (other or value != value.strip("\n"))
+        if unclear or any(stop in value for stop in self._form.stops):
+            raise ValueError(f"{name}: calls in the model's format can't have {value!r} as a text")
+        return f"{self._quote} {json.dumps(value)} {self._quote} {self._end}"
 
 
-def _literal(value: str, types: set[str], form: ParameterText, where: str) -> str:
-    """Return a text as a value; it must not be read as something else, of another of the parameter's `types`."""
-    found = json_type(value)
-    other = found != "string" and (found in types or (found == "integer" and "number" in types))
-    unclear = not form.quote and (other or value != value.strip("\n"))
-    if unclear or any(stop in value for stop in form.stops):
-        raise ValueError(f"{where}: calls in the model's format can't have {value!r} as a text")
-    return json.dumps(value)
-
-
-def _refuse(schema: dict[str, Any], keywords: frozenset[str], where: str) -> None:
-    found = sorted(schema.keys() & keywords)
-    if found:
-        raise ValueError(f"{where}: {', '.join(found)} can't be held in calls in the model's format")
+def _kind(shape: Shape) -> str:
+    """Return the type of a shape, as JSON schemas call it."""
+    kind = {"List": "array", "Text": "string"}.get(type(shape).__name__, type(shape).__name__.lower())
+    return "integer" if isinstance(shape, Number) and shape.integer else kind

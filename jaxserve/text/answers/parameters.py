@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.text.answers.json_text import type_of
-from jaxserve.text.grammars.formats import resolved
+from jaxserve.text.grammars.json_schema import resolved
 
 # Schemas within schemas that are looked at.
 _MAX_DEPTH = 20

@@ -1,7 +1,10 @@
-"""Compiles grammars in a child process with limits on time and memory, before any engine gets them.
+"""Compiles and tries grammars in a child process with limits on time and memory, before any engine gets them.
 
 Some grammars of a few characters take hours to compile, and a thread can't be stopped. The child limits itself: a
 kernel timer ends it when a grammar takes too long. `GrammarChecker` starts a new child when the old one has ended.
+
+A grammar is tried by outputs drawn at random: one that leads to where no token may follow would end a request with an
+error in its middle.
 
 Both the parent's and the child's side of their messages are in this module.
 """
@@ -9,6 +12,7 @@ Both the parent's and the child's side of their messages are in this module.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import signal
@@ -19,12 +23,16 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from jaxserve import host
-from jaxserve.api_types import MAX_LEXER_STATES, StructuredOutputs
+from jaxserve.api_types import StructuredOutputs
 from jaxserve.errors import InvalidRequestError
 from jaxserve.framing import FrameFormat
 from jaxserve.text.grammars.formats import grammar_of
-from jaxserve.text.grammars.vocabulary import Tokens, make_vocabulary, tokens_of
+from jaxserve.text.grammars.json_grammar import LEFT_TO_CLIENT
+from jaxserve.text.grammars.lark import parts_of
+from jaxserve.text.grammars.vocabulary import Tokens, tokens_of
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
+
+logger = logging.getLogger("jaxserve.server")
 
 CPU_SECONDS = 5.0
 MEMORY_BYTES = 2 << 30
@@ -92,6 +100,8 @@ class GrammarChecker:
                 else:
                     answer = self._failure(_end(child))
                 self._answers[grammar] = answer
+                if not answer:
+                    _log_left(grammar)
                 if len(self._answers) > _KEPT_ANSWERS:
                     self._answers.popitem(last=False)
         return answer
@@ -116,6 +126,12 @@ class GrammarChecker:
             child.stdin.write(_FRAMES.encode(self._vocabulary))
             child.stdin.flush()
         return child
+
+
+def _log_left(grammar: str) -> None:
+    for part in parts_of(grammar):
+        for place in LEFT_TO_CLIENT.findall(part):
+            logger.info("%s is left to the client: a grammar can't hold it", place)
 
 
 def _ask(child: subprocess.Popen[bytes], grammar: str) -> str | None:
@@ -148,25 +164,20 @@ def _main() -> None:
     """Run the child: read a vocabulary, then check grammars until the input ends."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # service managers signal every process; the server still drains
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    from llguidance import LLMatcher, LLParserLimits
+    from jaxserve.text.grammars.trials import Trial  # llguidance is loaded in the child only
 
-    limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     with contextlib.suppress(EOFError):
         tokens, cpu_seconds = pickle.loads(_FRAMES.read(requests.read)[1])
         assert isinstance(tokens, Tokens)
-        vocabulary = make_vocabulary(tokens, lambda text: vocabulary.greedy_tokenize(text))
+        trial = Trial(tokens)
         host.limit_memory(MEMORY_BYTES)
         while True:
             grammar = _FRAMES.read(requests.read)[1].decode(errors="surrogatepass")
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-            matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
-            begins = matcher.is_error() or matcher.is_stopped() or any(matcher.compute_bitmask())
-            error = "" if begins else "no token of the vocabulary begins a match"
-            if matcher.is_error():
-                error = matcher.get_error()
+            error = trial.problem(grammar)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            answers.write(_FRAMES.encode(error[:2000].encode(errors="replace")))
+            answers.write(_FRAMES.encode(error.encode(errors="replace")))
             answers.flush()
 
 

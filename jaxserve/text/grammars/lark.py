@@ -41,3 +41,10 @@ def with_parts(lark: str, **grammars: str) -> str:
         first, *others = [{"lark_grammar": grammar}] if is_lark else json.loads(grammar)["grammars"]
         parts += [{**first, "name": name}, *others]
     return json.dumps({"grammars": parts})
+
+
+def parts_of(grammar: str) -> list[str]:
+    """Return the grammars in Lark that a grammar consists of."""
+    if not grammar.startswith("{"):
+        return [grammar]
+    return [part.get("lark_grammar") or "" for part in json.loads(grammar)["grammars"]]

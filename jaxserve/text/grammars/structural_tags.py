@@ -7,28 +7,23 @@ the older one with `structures` and `triggers`.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxserve.text.grammars import patterns
+from jaxserve.text.grammars.json_grammar import JsonGrammar
 from jaxserve.text.grammars.lark import ANY, with_parts, without
 
-_SLASH = re.compile(r"\\.|/", re.DOTALL)
 _MAX_DEPTH = 32
 
 
-def structural_tag(
-    value: Any,
-    schema_of: Callable[[Any], dict[str, Any]],
-    grammar_of: Callable[[str], str],
-    regex_of: Callable[[str], str],
-) -> str:
-    """Return the grammar of a structural tag.
+def structural_tag(value: Any, json_grammar: JsonGrammar, grammar_of: Callable[[str], str]) -> str:
+    """Return the grammar of a structural tag, whose JSON is written by `json_grammar`.
 
-    The functions make llguidance's schemas, grammars and regular expressions of what clients write. Raises
-    `ValueError`, `TypeError` or `KeyError` for what it can't express.
+    `grammar_of` makes llguidance's grammars of those that clients write. Raises `ValueError`, `TypeError` or `KeyError`
+    for what can't be expressed.
     """
-    return _StructuralTag(schema_of, grammar_of, regex_of).lark(_format(value))
+    return _StructuralTag(json_grammar, grammar_of).lark(_format(value))
 
 
 def _format(value: Any) -> Any:
@@ -54,14 +49,8 @@ class _StructuralTag:
     free text would not know where it ends.
     """
 
-    def __init__(
-        self,
-        schema_of: Callable[[Any], dict[str, Any]],
-        grammar_of: Callable[[str], str],
-        regex_of: Callable[[str], str],
-    ) -> None:
-        self._regex_of = regex_of
-        self._schema_of = schema_of
+    def __init__(self, json_grammar: JsonGrammar, grammar_of: Callable[[str], str]) -> None:
+        self._json = json_grammar
         self._grammar_of = grammar_of
         self._terminals: list[str] = []
         self._parts: dict[str, str] = {}
@@ -70,7 +59,8 @@ class _StructuralTag:
     def lark(self, form: Any) -> str:
         """Return the whole grammar."""
         start = self._expression(form, ())
-        return with_parts("\n".join([f"start: {start}", *self._terminals, ""]), **self._parts)
+        lines = [f"start: {start}", *self._terminals, *self._json.lines, ""]
+        return with_parts("\n".join(lines), **self._parts)
 
     def _expression(self, form: Any, ends: Sequence[str] | None) -> str:
         if not isinstance(form, dict):
@@ -91,12 +81,12 @@ class _StructuralTag:
     def _json_schema(self, form: dict[str, Any], ends: Sequence[str] | None) -> str:
         if form.get("style", "json") != "json":
             raise ValueError(f"json_schema: the style {form['style']!r} is not supported")
-        return f"%json {json.dumps(self._schema_of(form['json_schema']))}{_follow(ends)}"
+        return f"{self._json.add(form['json_schema'])}{_follow(ends)}"
 
     def _regex(self, form: dict[str, Any], ends: Sequence[str] | None) -> str:
-        pattern = _SLASH.sub(lambda found: r"\/" if found[0] == "/" else found[0], self._regex_of(form["pattern"]))
+        pattern = patterns.regex(patterns.whole(form["pattern"]))
         # With what follows in the same terminal, it need not be the longest text that matches.
-        return self._terminal(f"/(?:{pattern})/{_follow(ends)}")
+        return self._terminal(f"/{pattern}/{_follow(ends)}")
 
     def _grammar(self, form: dict[str, Any], ends: Sequence[str] | None) -> str:
         name = f"part_{len(self._parts)}"

@@ -42,13 +42,18 @@ def make_vocabulary(tokens: Tokens, encode: Callable[[str], list[int]]) -> LLTok
 def load_vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
     """Return llguidance's vocabulary of a tokenizer.
 
-    It encodes forced text as the tokenizer does within a text: where that would add anything, as SentencePiece adds a
-    blank before a text, llguidance's own longest tokens are taken instead.
+    It encodes forced text as the tokenizer does within a text, but never as a special token: what is spelled like one
+    is a text. That is written in llguidance's own longest tokens, as is a text to which the tokenizer would add
+    anything, as SentencePiece adds a blank before it.
     """
     tokens = tokens_of(tokenizer)
+    special = frozenset(tokens.special_ids)
 
     def encode(text: str) -> list[int]:
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = []
+        for index in tokenizer.encode(text, add_special_tokens=False):
+            spelled = tokens.tokens[index].decode(errors="replace") if index in special else ""
+            ids += vocabulary.greedy_tokenize(spelled) if spelled else [index]
         if b"".join(tokens.tokens[index] for index in ids) == text.encode():
             return ids
         return list(vocabulary.greedy_tokenize(text))

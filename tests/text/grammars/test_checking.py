@@ -13,6 +13,7 @@ import pytest
 from jaxserve.api_types import StructuredOutputs
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.grammars.checking import GrammarChecker
+from jaxserve.text.grammars.formats import grammar_of
 from tests.server.tiny import tiny_tokenizer
 
 pytestmark = pytest.mark.process
@@ -30,18 +31,24 @@ def checker() -> Iterator[GrammarChecker]:
 
 
 def test_what_compiles_is_returned(checker: GrammarChecker) -> None:
-    assert '"integer"' in checker.grammar(FINE)
+    assert checker.grammar(FINE) == grammar_of(FINE)
 
 
 @pytest.mark.parametrize(
     ("outputs", "reason"),
     [
-        ({"json": {"type": "string", "pattern": "(?=a)"}}, "look-around"),
-        ({"regex": "(a"}, "unclosed group"),
+        ({"json": {"type": "string", "pattern": "(?=a)"}}, "looking ahead or behind"),
+        ({"regex": "(a"}, "the group at 0 doesn't end"),
         ({"json": {"type": "object", "minProperties": 2, "not": {}}}, "not"),
-        ({"json": {"$ref": "https://example.com/schema"}}, "does not fetch"),
-        ({"json": {"type": "string", "minLength": 5, "maxLength": 2}}, "[Ll]ength"),
+        ({"json": {"$ref": "https://example.com/schema"}}, "is not in this document"),
+        ({"json": {"type": "string", "minLength": 5, "maxLength": 2}}, "no value matches"),
         ({"grammar": "start: missing"}, "missing"),
+        (
+            {"json": {"properties": {"a": {"type": "string", "pattern": "^b$", "minLength": 2}}}},
+            "properties.a: no text",
+        ),
+        ({"grammar": 'start: "a" B\nB: /x/ & /y/'}, "where no token of the vocabulary may follow, after 'a'"),
+        ({"grammar": 'start: ("a" | "b" | "c" B)+\nB: /x/ & /y/'}, "may follow, after "),
         ({"json": {"oneOf": [{"type": "integer", "minimum": 1}, {"type": "integer", "maximum": 3}]}}, "oneOf"),
         ({"json": {"oneOf": [{"properties": {"a": {"const": 1}}}, {"properties": {"a": {"const": 2}}}]}}, "oneOf"),
     ],
@@ -53,6 +60,16 @@ def test_what_does_not_compile_is_refused_with_the_reason(
         checker.grammar(StructuredOutputs(**outputs), param="response_format")
     assert str(caught.value).startswith("response_format can't be used: ")
     assert caught.value.param == "response_format"
+
+
+def test_what_is_left_to_the_client_is_logged_once(checker: GrammarChecker, caplog: pytest.LogCaptureFixture) -> None:
+    form = StructuredOutputs(json={"type": "array", "uniqueItems": True})
+    with caplog.at_level("INFO", "jaxserve"):
+        checker.grammar(form)
+        checker.grammar(form)
+    assert caplog.messages == ["uniqueItems is left to the client: a grammar can't hold it"]
+    with pytest.raises(InvalidRequestError, match="uniqueItems can't be held"):
+        checker.grammar(StructuredOutputs(json=form.json, strict=True))
 
 
 def test_one_that_takes_too_long_is_refused_and_delays_no_other(checker: GrammarChecker) -> None:
