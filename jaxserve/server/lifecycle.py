@@ -58,12 +58,12 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig) -
         tokenizer = await loading_tokenizer
         template = choose_chat_template(server_config.chat_template, tokenizer.chat_templates)
         ChatTemplate(template, tokenizer.special_tokens)  # raises if the template is not valid
-        chat_template = TemplateProcess(template, tokenizer.special_tokens)
-        if template is not None:
-            await chat_template.start()
         formats = choose_formats(
             template or "", calls=server_config.tool_call_parser, reasoning=server_config.reasoning_parser
         )
+        chat_template = TemplateProcess(template, tokenizer.special_tokens, formats.calls)
+        if template is not None:
+            await chat_template.start()
         logger.info("calls of tools are read as %s, reasoning as %s", formats.calls, formats.reasoning or "none")
         grammars = GrammarChecker(tokenizer)
         return LoadedModel(await launching, tokenizer, chat_template, template or "", grammars, formats)

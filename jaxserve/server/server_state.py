@@ -7,11 +7,12 @@ grammars. Never speaks HTTP and never starts or stops a process.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from jaxserve.config.schema import EngineConfig, ServerConfig
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from jaxserve.text.chat_template import Message
     from jaxserve.text.grammars.checking import GrammarChecker
     from jaxserve.text.tokenizers.tokenizer import Tokenizer
+
+logger = logging.getLogger("jaxserve.server")
 
 # Each waits for a process that compiles a grammar.
 _GRAMMAR_THREADS = 8
@@ -66,6 +69,13 @@ class LoadedModel:
     template_source: str
     grammars: GrammarChecker
     formats: AnswerFormats
+    _said: set[str] = field(default_factory=set)
+
+    def say_once(self, text: str) -> None:
+        """Log a line, unless this server has logged it already."""
+        if text not in self._said:
+            self._said.add(text)
+            logger.info(text)
 
 
 class ServerState:

@@ -21,6 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.text.answers.call_texts import CALL_TEXTS, HERMES
 from jaxserve.text.template_tools import CALL_FORMS, CallForm, calls_in_text, described_in_text
 
 type Message = Mapping[str, Any]
@@ -36,11 +37,13 @@ _PRINTED_PARTS = ("'type': 'text'", '"type": "text"')
 class ChatTemplate:
     """A template with the special tokens of a tokenizer. Raises `ConfigError` if `source_text` is not a valid template.
 
-    With `source_text` None (a model without a template), every rendering raises `InvalidRequestError`. The time of a
-    rendering is not limited here, but in `template_process`.
+    With `source_text` None (a model without a template), every rendering raises `InvalidRequestError`. `calls` is the
+    format of calls in texts, for a template that knows no tools. The time of a rendering is not limited here, but in
+    `template_process`.
     """
 
-    def __init__(self, source_text: str | None, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source_text: str | None, special_tokens: Mapping[str, str], calls: str = HERMES) -> None:
+        self._call_text = CALL_TEXTS.get(calls, CALL_TEXTS[HERMES])
         self._special_tokens = special_tokens
         self._content_formats: dict[str, _ContentFormat] = {}
         try:
@@ -72,12 +75,15 @@ class ChatTemplate:
                 "this model has no chat template: use /v1/completions, or start with --chat-template FILE"
             )
         if tools and self._tools_variable is None:
-            messages = described_in_text(messages, tools)
+            messages = described_in_text(messages, tools, self._call_text)
         elif tools:
             kwargs = {str(self._tools_variable): tools, **kwargs}
         if any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
             form = self._call_form
-            messages = calls_in_text(messages) if form is None else [form.apply(message) for message in messages]
+            if form is None:
+                messages = calls_in_text(messages, self._call_text)
+            else:
+                messages = [form.apply(message) for message in messages]
         prepared = [self._prepare(message) for message in messages]
         if not continue_final_message:
             return self._render(prepared, add_generation_prompt, kwargs)
@@ -160,7 +166,8 @@ class ChatTemplate:
         for form in CALL_FORMS:
             shown = self._try([question, form.apply(asking), result])
             if _CALL["name"] in shown and str(_CALL["arguments"]) not in shown and "None" not in shown:
-                return form
+                cut = {**asking, "tool_calls": [{**call, "function": {**_CALL, "arguments": _PROBES[0]}}]}
+                return form._replace(shows_text=_PROBES[0] in self._try([question, form.apply(cut), result]))
         return None
 
     def _try(self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any] | None = None) -> str:

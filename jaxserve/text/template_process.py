@@ -22,6 +22,7 @@ from typing import Any
 from jaxserve import host
 from jaxserve.errors import InvalidRequestError
 from jaxserve.framing import FrameFormat
+from jaxserve.text.answers.call_texts import HERMES
 from jaxserve.text.chat_template import ChatTemplate, Message
 
 CPU_SECONDS = 5.0
@@ -42,9 +43,14 @@ class TemplateProcess:
     """The chat template of one served model. Belongs to one event loop and must be closed in it."""
 
     def __init__(
-        self, source_text: str | None, special_tokens: Mapping[str, str], *, cpu_seconds: float = CPU_SECONDS
+        self,
+        source_text: str | None,
+        special_tokens: Mapping[str, str],
+        calls: str = HERMES,
+        *,
+        cpu_seconds: float = CPU_SECONDS,
     ) -> None:
-        self._template = json.dumps([source_text, dict(special_tokens), cpu_seconds]).encode()
+        self._template = json.dumps([source_text, dict(special_tokens), calls, cpu_seconds]).encode()
         self._cpu_seconds = cpu_seconds
         self._child: Process | None = None
         self._child_lock, self._large_lock = asyncio.Lock(), asyncio.Lock()
@@ -168,8 +174,8 @@ def _main() -> None:
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     with contextlib.suppress(EOFError):
         _, first = _FRAMES.read(requests.read)
-        source_text, special_tokens, cpu_seconds = json.loads(first)
-        template = ChatTemplate(source_text, special_tokens)
+        source_text, special_tokens, calls, cpu_seconds = json.loads(first)
+        template = ChatTemplate(source_text, special_tokens, calls)
         while True:
             _, request = _FRAMES.read(requests.read)
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)

@@ -47,18 +47,11 @@ def make_state(
     state = ServerState(ServerConfig(served_model_name=MODEL, **config), EngineConfig())
     fake = FakeEngine(VOCAB_SIZE, **(engine or {}))
     tokenizer = tiny_tokenizer(template)
-    state.set_loaded(
-        LoadedModel(
-            fake,
-            tokenizer,
-            TinyTemplate(tokenizer),
-            template or "",
-            GrammarChecker(tokenizer),
-            choose_formats(
-                template or "", calls=state.config.tool_call_parser, reasoning=state.config.reasoning_parser
-            ),
-        )
+    formats = choose_formats(
+        template or "", calls=state.config.tool_call_parser, reasoning=state.config.reasoning_parser
     )
+    rendering = TinyTemplate(tokenizer, formats.calls)
+    state.set_loaded(LoadedModel(fake, tokenizer, rendering, template or "", GrammarChecker(tokenizer), formats))
     return state, fake
 
 

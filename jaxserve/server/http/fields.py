@@ -123,4 +123,6 @@ def refuse_unsupported_fields(request: msgspec.Struct, where: str = "") -> None:
         if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted):
             continue
         shown = " or ".join(msgspec.json.encode(one).decode() for one in accepted)
-        raise InvalidRequestError(f"{where}{name} is not supported: only {shown} is accepted", param=where + name)
+        raise InvalidRequestError(
+            f"{where}{name} is not supported: only {shown} is accepted; leave it out", param=where + name
+        )

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import bisect
+import enum
+import re
 import uuid
 from dataclasses import dataclass
 
 from msgspec import UNSET
 
 from jaxserve.api_types import FinishReason
-from jaxserve.errors import InvalidRequestError
 from jaxserve.server.openai.responses import CallDelta, ChatDelta, ChatMessage, FunctionCall, FunctionDelta, ToolCall
 from jaxserve.server.openai.tools import ToolUse
 from jaxserve.server.server_state import LoadedModel
 from jaxserve.text.answers.answer import Answer
+from jaxserve.text.answers.call_texts import CallText
 from jaxserve.text.answers.formats import HARMONY
 from jaxserve.text.answers.harmony import harmony
 from jaxserve.text.answers.held import channels_grammar, either, whole_answer
@@ -25,7 +27,8 @@ from jaxserve.text.answers.held_calls import (
     held_form,
 )
 from jaxserve.text.answers.reader import Format, Part
-from jaxserve.text.answers.reasoning import thinking
+from jaxserve.text.answers.reasoning import Thinking, thinking
+from jaxserve.text.grammars.lark import MARK
 from jaxserve.text.output import OutputDelta
 
 
@@ -34,7 +37,7 @@ class AnswerPlan:
     """How the answers of a request are read: by `formats`, each of which reads the content of the one before.
 
     Without formats an answer is content only. `reasons`: whether reasoning is told from content; then `shows_reasoning`
-    says whether the client gets it.
+    says whether the client gets it. `held` is the form of calls that a grammar holds in a free answer.
     """
 
     formats: tuple[Format, ...]
@@ -42,16 +45,49 @@ class AnswerPlan:
     reasons: bool
     shows_reasoning: bool
     short_ids: bool
+    held: CallText | None = None
 
     def make_id(self) -> str:
         """Return a new id of a call; Mistral's templates want nine characters."""
         return uuid.uuid4().hex[:9] if self.short_ids else f"call_{uuid.uuid4().hex[:24]}"
 
 
+class Place(enum.Enum):
+    """Where in a prompt's last answer its reasoning is: still to come, if at all, going on, or over."""
+
+    BEFORE = enum.auto()
+    INSIDE = enum.auto()
+    AFTER = enum.auto()
+
+
+def place_in_reasoning(marks: Thinking | None, prompt: str, last_text: str, *, continues: bool) -> Place:
+    """Return where an answer to a prompt begins.
+
+    What counts are the marks that follow the text of the last message; with `continues`, the answer continues that
+    message, and the marks in it and directly before it count.
+    """
+    if marks is None:
+        return Place.BEFORE
+    text = last_text.strip()
+    at = prompt.rfind(text) if text else -1
+    if at < 0:  # the template shows something else
+        answer = "" if continues else prompt
+        before = prompt
+    else:
+        answer = prompt[at if continues else at + len(text) :]
+        before = prompt[:at] if continues else ""
+    found = re.findall("|".join(map(re.escape, (*marks.begins, *marks.ends))), answer if at >= 0 else "")
+    if not found:
+        found = [mark for mark in (*marks.begins, *marks.ends) if before.rstrip().endswith(mark)]
+    if found:
+        return Place.INSIDE if found[-1] in marks.begins else Place.AFTER
+    return Place.AFTER if continues else Place.BEFORE
+
+
 def plan_answer(
-    loaded: LoadedModel, tools: ToolUse | None, prompt: str, *, separates_reasoning: bool, shows_reasoning: bool
+    loaded: LoadedModel, tools: ToolUse | None, place: Place, *, separates_reasoning: bool, shows_reasoning: bool
 ) -> AnswerPlan:
-    """Return how answers to a prompt are read."""
+    """Return how answers are read that begin at a place in their reasoning."""
     names = loaded.formats
     reasons = bool(names.reasoning) and separates_reasoning
     formats: list[Format] = []
@@ -59,42 +95,37 @@ def plan_answer(
         if names.reasoning == HARMONY:
             formats.append(harmony)
         elif names.thinking is not None:
-            formats.append(thinking(names.thinking, inside=_ends_with(prompt, names.thinking.begins)))
+            formats.append(thinking(names.thinking, inside=place is Place.INSIDE))
     if tools is not None and not names.in_channels:
         formats.append(held_calls(held_form(names)) if tools.required else names.read_calls(tools.schemas))
-    return AnswerPlan(tuple(formats), tools, reasons, shows_reasoning, short_ids=names.calls == "mistral")
+    is_held = tools is not None and bool(tools.strict) and not tools.required and not names.in_channels
+    held = free_form(names) if is_held else None
+    return AnswerPlan(tuple(formats), tools, reasons, shows_reasoning, names.calls == "mistral", held)
 
 
-def answer_grammar(loaded: LoadedModel, tools: ToolUse | None, form: str, prompt: str) -> str:
-    """Return the grammar of answers to a prompt: of their `form`, of calls, or of both; "" if anything may follow.
+def answer_grammar(loaded: LoadedModel, tools: ToolUse | None, form: str, place: Place) -> str:
+    """Return the grammar of answers that begin at a place in their reasoning: of their `form`, of calls, or of both.
 
-    Raises `InvalidRequestError` for what does not go together, and `ValueError` for what can't be held.
+    It is "" if anything may follow. An answer that must be a call has no other form. Raises `ValueError` for what can't
+    be held.
     """
     names = loaded.formats
-    if tools is not None and tools.required and form:
-        raise InvalidRequestError(
-            "tool_choice asks for a call, and another field for a form of the answer; it can have one",
-            param="tool_choice",
-        )
+    strict = frozenset() if tools is None else tools.strict
     if names.in_channels:
         if not form and (tools is None or not (tools.required or tools.strict)):
             return ""
-        schemas = {} if tools is None else tools.schemas
-        return channels_grammar(form, schemas, loaded.tokenizer, required=tools is not None and tools.required)
+        schemas, required = ({}, False) if tools is None else (tools.schemas, tools.required)
+        return channels_grammar(form, schemas, loaded.tokenizer, required=required, strict=strict)
     if tools is not None and tools.required:
-        form = calls_grammar(held_form(names), tools.schemas, loaded.tokenizer, several=tools.several)
+        held = held_form(names)
+        form = calls_grammar(held, tools.schemas, loaded.tokenizer, several=tools.several, strict=strict)
     elif tools is not None and (form or tools.strict):
         make = calls_grammar if form else free_calls_grammar
-        calls = make(free_form(names), tools.schemas, loaded.tokenizer, several=tools.several)
+        calls = make(free_form(names), tools.schemas, loaded.tokenizer, several=tools.several, strict=strict)
         form = either(form, calls) if form else calls
-    marks = names.thinking
-    if not form or (marks is not None and _ends_with(prompt, marks.ends)):
+    if not form or place is Place.AFTER:
         return form
-    return whole_answer(form, names, loaded.tokenizer, inside=marks is not None and _ends_with(prompt, marks.begins))
-
-
-def _ends_with(prompt: str, marks: tuple[str, ...]) -> bool:
-    return prompt.rstrip().endswith(marks)
+    return whole_answer(form, names, loaded.tokenizer, inside=place is Place.INSIDE)
 
 
 class AnswerState:
@@ -119,7 +150,10 @@ class AnswerState:
         if self._plan.reasons:
             self._offsets += delta.text_offsets
         added = ChatDelta()
-        for part in self._answer.push(delta.text, last=delta.finish_reason is not None):
+        parts = self._answer.push(delta.text, last=delta.finish_reason is not None)
+        if delta.finish_reason is FinishReason.LENGTH and self._plan.held is not None:
+            parts = _without_cut_call(parts, self._plan.held)
+        for part in parts:
             self._add(part, added)
         return added
 
@@ -167,3 +201,15 @@ class AnswerState:
         tools = self._plan.tools
         calls = reason is FinishReason.STOP and self._calls and tools is not None and not tools.named
         return "tool_calls" if calls else reason.value
+
+
+def _without_cut_call(parts: list[Part], form: CallText) -> list[Part]:
+    """Return the last parts of an answer without a call that was cut off, or without the beginning of a mark."""
+    others = [*parts]
+    text = ""
+    while others and others[-1].kind == "content":
+        text = others.pop().text + text
+    marks = (*form.marks, *MARK.findall(form.end + form.closing))
+    begun = (rf"{re.escape(mark[:size])}\Z" for mark in marks for size in range(len(mark) - 1, 1, -1))
+    found = re.search(rf"\s*(?:{'|'.join((*map(re.escape, form.marks), *begun))})", text)
+    return parts if found is None else [*others, Part("content", text[: found.start()])]

@@ -19,8 +19,15 @@ from jaxserve.server.generation.prompts import (
 )
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.sse import DONE, EventStream
-from jaxserve.server.openai.answers import AnswerPlan, AnswerState, answer_grammar, plan_answer
-from jaxserve.server.openai.chat_messages import render_prompt
+from jaxserve.server.openai.answers import (
+    AnswerPlan,
+    AnswerState,
+    Place,
+    answer_grammar,
+    place_in_reasoning,
+    plan_answer,
+)
+from jaxserve.server.openai.chat_messages import render_prompt, text_of
 from jaxserve.server.openai.chunks import ChunkEncoder
 from jaxserve.server.openai.logprobs import chat_logprobs
 from jaxserve.server.openai.protocol import ChatRequest
@@ -52,7 +59,12 @@ async def chat_completions(state: ServerState, exchange: HttpExchange, request: 
     text = await render_prompt(
         *(state, loaded, request.messages, request, None if tools is None else tools.shown, request.reasoning_effort)
     )
-    grammar = await _compile_grammar(state, loaded, tools, structured_outputs(request), text)
+    if request.verbosity is not None:
+        loaded.say_once("verbosity changes nothing here: ask for it in a message")
+    place = place_in_reasoning(
+        *(loaded.formats.thinking, text, text_of(request.messages[-1])), continues=bool(request.continue_final_message)
+    )
+    grammar = await _compile_grammar(state, loaded, tools, structured_outputs(request), place)
     # By default none are added, since a template writes its own special tokens.
     (ids,) = await encode_texts(
         state, loaded, [text], add_special_tokens=request.add_special_tokens is True, param="messages"
@@ -63,7 +75,7 @@ async def chat_completions(state: ServerState, exchange: HttpExchange, request: 
     plan = plan_answer(
         loaded,
         tools,
-        text,
+        place,
         separates_reasoning=request.separate_reasoning is not False,
         shows_reasoning=request.include_reasoning is not False,
     )
@@ -84,16 +96,19 @@ async def _compile_grammar(
     loaded: LoadedModel,
     tools: ToolUse | None,
     asked: tuple[str, StructuredOutputs] | None,
-    prompt: str,
+    place: Place,
 ) -> str:
-    """Return the grammar of answers to `prompt`, or "". Raises `InvalidRequestError` naming the field at fault."""
-    field, outputs = asked or ("tools", None)
+    """Return the grammar of answers that begin at a place in their reasoning, or "".
+
+    Raises `InvalidRequestError` naming the field at fault. An answer that must be a call needs no form.
+    """
+    field, outputs = asked if asked and not (tools and tools.required) else ("tools", None)
     if outputs is None and tools is None:
         return ""
 
     def compose(tools: ToolUse | None) -> str:
         form = "" if outputs is None else grammar_of(outputs)
-        return answer_grammar(loaded, tools, form, prompt)
+        return answer_grammar(loaded, tools, form, place)
 
     try:
         return await check_grammar(state, loaded, lambda: compose(tools), param=field)

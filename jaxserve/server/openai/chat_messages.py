@@ -3,6 +3,7 @@ template itself belongs to `text/`."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from typing import Any, Protocol
@@ -50,11 +51,20 @@ async def render_prompt(
         add_generation_prompt=not continues if options.add_generation_prompt is None else options.add_generation_prompt,
         continue_final_message=continues,
         tools=tools,
-        **(_template_arguments(options, reasoning_effort, source) if source else {}),
+        **(_template_arguments(loaded, options, reasoning_effort, source) if source else {}),
     )
 
 
-def _template_arguments(options: ChatOptions, reasoning_effort: str | None, source: str) -> dict[str, Any]:
+def text_of(message: dict[str, Any]) -> str:
+    """Return the text of a message that has been rendered, up to its first part if it has several."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return next((text for part in parts if isinstance(text := part.get("text"), str)), "")
+
+
+def _template_arguments(
+    loaded: LoadedModel, options: ChatOptions, reasoning_effort: str | None, source: str
+) -> dict[str, Any]:
     arguments = dict(options.chat_template_kwargs or {})
     words = template_words(source) if arguments or reasoning_effort else ()
     for name in arguments:
@@ -67,11 +77,14 @@ def _template_arguments(options: ChatOptions, reasoning_effort: str | None, sour
         arguments.setdefault("reasoning_effort", reasoning_effort)
     elif reasoning_effort is not None and "enable_thinking" in words:
         arguments.setdefault("enable_thinking", reasoning_effort != "none")
-    elif reasoning_effort is not None:
+    elif reasoning_effort == "none" and loaded.formats.reasoning:
         raise InvalidRequestError(
-            "reasoning_effort: this model's chat template has neither that nor enable_thinking",
+            "reasoning_effort: this model always reasons, as its chat template has neither that nor enable_thinking; "
+            "leave the field out",
             param="reasoning_effort",
         )
+    elif reasoning_effort is not None:
+        loaded.say_once("reasoning_effort changes nothing: this model's chat template doesn't read it")
     if options.documents:
         if "documents" not in template_words(source):
             raise InvalidRequestError("documents: this model's chat template does not use them", param="documents")
@@ -99,7 +112,7 @@ def _prepare(number: int, given: dict[str, Any], source: str) -> dict[str, Any]:
     for name in UNSUPPORTED_MESSAGE_FIELDS:
         if getattr(message, name) not in (None, []):
             raise InvalidRequestError(
-                f"{where}.{name} is not supported yet: only null is accepted", param=f"{where}.{name}"
+                f"{where}.{name} is not supported: leave it out, or send null", param=f"{where}.{name}"
             )
     # "developer" is OpenAI's newer name for the system role; most templates don't know it.
     role = "system" if message.role == "developer" and "developer" not in source else message.role
@@ -113,40 +126,41 @@ def _prepare(number: int, given: dict[str, Any], source: str) -> dict[str, Any]:
             raise InvalidRequestError(
                 f"{where}.tool_calls: only messages of the assistant have calls", param=f"{where}.tool_calls"
             )
-        prepared["tool_calls"] = [
-            _call(f"{where}.tool_calls[{number}]", call) for number, call in enumerate(message.tool_calls)
-        ]
+        prepared["tool_calls"] = [_call(call) for call in message.tool_calls]
     else:
         prepared.pop("tool_calls", None)
     return prepared
 
 
-def _call(where: str, call: MessageCall) -> dict[str, Any]:
-    """Return a call as most templates expect it, with its arguments as an object."""
+def _call(call: MessageCall) -> dict[str, Any]:
+    """Return a call as most templates expect it, with its arguments as an object.
+
+    Others stay the text they are: models write such, and an answer may have been cut off within them.
+    """
     arguments = call.function.arguments
-    if not isinstance(arguments, dict):
-        try:
+    if isinstance(arguments, str):
+        with contextlib.suppress(msgspec.DecodeError, UnicodeEncodeError, RecursionError):
             arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-            param = f"{where}.function.arguments"
-            raise InvalidRequestError(f"{param} must be the JSON text of an object: {error}", param=param) from error
-    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
+    elif not isinstance(arguments, dict):
+        arguments = {} if arguments is None else msgspec.json.encode(arguments).decode()
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _content(where: str, message: MessageFields) -> str | list[dict[str, str]]:
     if isinstance(message.content, str):
         return message.content
     if message.content is None:
-        if message.role == "assistant":
+        if message.role in ("assistant", "tool"):
             return ""
         raise InvalidRequestError(f"{where}.content is required", param=f"{where}.content")
     parts = []
     for number, part in enumerate(message.content):
-        if part.type != "text" or part.text is None:
+        text = {"text": part.text, "refusal": part.refusal}.get(part.type)
+        if text is None:
             raise InvalidRequestError(
                 f"{where}.content[{number}] has type {part.type[:40]!r}: only parts of type 'text' with a text are "
-                "supported",
+                "supported; leave others out, or describe them in a text",
                 param=f"{where}.content[{number}]",
             )
-        parts.append({"type": "text", "text": part.text})
+        parts.append({"type": "text", "text": text})
     return parts

@@ -14,17 +14,21 @@ UNSUPPORTED_MESSAGE_FIELDS = ("audio", "function_call")
 
 
 class ContentPart(msgspec.Struct):
-    """One part of a message's content; only parts of type `text` are supported."""
+    """One part of a message's content; only parts of type `text` and `refusal` are supported."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
-class MessageFunction(msgspec.Struct, forbid_unknown_fields=True):
-    """The function of a call, with its arguments as an object or as JSON text of one."""
+class MessageFunction(msgspec.Struct):
+    """The function of a call, with its arguments as an object or as JSON text, whatever that holds.
+
+    Clients send calls back with fields of their own, as the `parsed_arguments` of OpenAI's.
+    """
 
     name: str
-    arguments: dict[str, Any] | str | None = None
+    arguments: Any = None
 
 
 class MessageCall(msgspec.Struct):
@@ -32,7 +36,7 @@ class MessageCall(msgspec.Struct):
 
     function: MessageFunction
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
 
 
 class MessageFields(msgspec.Struct):
@@ -53,35 +57,35 @@ _TOOL_CALL = {
     "type": "object",
     "properties": {
         "id": {"type": ["string", "null"]},
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {"name": {"type": "string"}, "arguments": {"type": ["object", "null"]}},
-            "required": ["name"],
-            "additionalProperties": False,
-        },
+        "type": {"enum": ["function", None]},
+        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
     },
     "required": ["function"],
 }
-_TEXT_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
+_PART = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {"type": {"const": kind}, kind: {"type": "string"}},
+            "required": ["type", kind],
+        }
+        for kind in ("text", "refusal")
+    ]
 }
-_ASSISTANT_ROLE = {"properties": {"role": {"const": "assistant"}}}
+_MAY_BE_EMPTY = {"properties": {"role": {"enum": ["assistant", "tool"]}}}
 _HAS_CONTENT = {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]}
 _MESSAGE_SCHEMA = {
     "type": "object",
     "properties": {
         "role": {"enum": list(ROLES)},
-        "content": {"anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": _TEXT_PART}]},
+        "content": {"anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": _PART}]},
         "name": {"type": ["string", "null"]},
         "tool_calls": {"anyOf": [{"type": "null"}, {"type": "array", "items": _TOOL_CALL}]},
         "tool_call_id": {"type": ["string", "null"]},
     }
     | {name: {"enum": [None, []]} for name in UNSUPPORTED_MESSAGE_FIELDS},
     "required": ["role"],
-    "anyOf": [_ASSISTANT_ROLE, _HAS_CONTENT],
+    "anyOf": [_MAY_BE_EMPTY, _HAS_CONTENT],
 }
 _NONEMPTY_TEXT = {"properties": {"content": {"type": "string", "minLength": 1}}, "required": ["content"]}
 # Only the last message is continued, but a schema can only constrain all messages.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -110,6 +110,8 @@ class SamplingFields(StructuredFields, kw_only=True, forbid_unknown_fields=True)
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+    cache_control: Any = None
+    client_metadata: Any = None
     parallel_tool_calls: Any = None
 
     def check_supported(self) -> None:
@@ -204,8 +206,9 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
 class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """The body of `/v1/chat/completions`.
 
-    `reasoning_effort` is passed to the chat template, or switches its `enable_thinking`. Reasoning comes apart from the
-    content unless `separate_reasoning` is false, or not at all if `include_reasoning` is.
+    `reasoning_effort` is passed to the chat template, or switches its `enable_thinking`; where the template reads
+    neither, it changes nothing, as `verbosity` never does. Reasoning comes apart from the content unless
+    `separate_reasoning` is false, or not at all if `include_reasoning` is.
     """
 
     conditions: ClassVar[tuple[dict[str, Any], ...]] = (
@@ -242,8 +245,10 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     modalities: Annotated[Any, accepts_only(["text"])] = None
     audio: Null = None
     prediction: Null = None
-    verbosity: Annotated[Any, accepts_only("medium")] = None
-    web_search_options: Null = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    web_search_options: NullOrEmptyObject = None
+    include: NullOrEmptyList = None
+    text: NullOrEmptyObject = None
 
     chat_template: Null = None
     echo: NullOrFalse = None

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from jaxserve.errors import InvalidRequestError
 
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
 _FUNCTION_NAME = "^[a-zA-Z0-9_./:-]{1,256}$"
 
 FunctionName = Annotated[str, Meta(pattern=_FUNCTION_NAME)]
@@ -27,12 +27,18 @@ class Function(msgspec.Struct, forbid_unknown_fields=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    # What agents say to servers that load tools later or bill caches: inert.
+    cache_control: Any = None
+    defer_loading: Any = None
+
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
     """A tool; functions are the only type."""
 
     type: Literal["function"]
     function: Function
+    cache_control: Any = None
+    defer_loading: Any = None
 
 
 class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -81,32 +87,52 @@ class ToolUse:
 def tool_use(tools: list[Tool] | None, choice: ToolChoice | None, *, several: bool) -> ToolUse | None:
     """Return how a request uses tools, or None if it offers none or chooses none.
 
-    Raises `InvalidRequestError` for a choice that the tools don't offer, and for two functions of one name.
+    Raises `InvalidRequestError` for a choice that the tools don't offer, for two different functions of one name, and
+    for one whose arguments aren't an object.
     """
     if not tools:
         if choice not in (None, "none", "auto"):
             raise InvalidRequestError("tool_choice asks for a call, but there are no tools", param="tool_choice")
         return None
-    names = [tool.function.name for tool in tools]
-    for number, name in enumerate(names):
-        if name in names[:number]:
-            param = f"tools[{number}].function.name"
-            raise InvalidRequestError(f"{param}: {name!r} is the name of another function too", param=param)
+    by_name: dict[str, Function] = {}
+    for number, tool in enumerate(tools):
+        _check(tool.function, by_name.setdefault(tool.function.name, tool.function), f"tools[{number}].function")
     if choice == "none":
         return None
     named = choice.function.name if isinstance(choice, NamedTool) else None
-    if named is not None and named not in names:
+    if named is not None and named not in by_name:
         param = "tool_choice.function.name"
-        raise InvalidRequestError(f"{param}: no tool is called {named[:100]!r}", param=param)
-    functions = [tool.function for tool in tools if named in (None, tool.function.name)]
+        raise InvalidRequestError(
+            f"{param}: no tool is called {named[:100]!r}; name one of `tools`, or add it there", param=param
+        )
+    functions = [function for name, function in by_name.items() if named in (None, name)]
     return ToolUse(
-        shown=[_shown(tool.function) for tool in tools],
+        shown=[_shown(function) for function in by_name.values()],
         schemas={function.name: _schema(function) for function in functions},
         required=choice == "required" or named is not None,
         named=named is not None,
         strict=frozenset(function.name for function in functions if function.strict),
         several=several and named is None,
     )
+
+
+def _check(function: Function, first: Function, where: str) -> None:
+    """Raise `InvalidRequestError` for a function that can't be called, or one of an earlier one's name.
+
+    `first` is the first function of this name: it may be there several times.
+    """
+    if function != first:
+        param = f"{where}.name"
+        raise InvalidRequestError(
+            f"{param}: {function.name!r} is the name of another function too; give each a name of its own", param=param
+        )
+    kind = (function.parameters or {}).get("type")
+    if kind is not None and "object" not in (kind if isinstance(kind, list) else [kind]):
+        param = f"{where}.parameters.type"
+        raise InvalidRequestError(
+            f"{param}: arguments are an object, got {str(kind)[:40]!r}; make what you want a property of one",
+            param=param,
+        )
 
 
 def _shown(function: Function) -> dict[str, Any]:

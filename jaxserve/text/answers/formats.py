@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxserve.errors import ConfigError
+from jaxserve.text.answers.call_texts import HERMES
 from jaxserve.text.answers.gemma4 import gemma4
 from jaxserve.text.answers.harmony import harmony
 from jaxserve.text.answers.json_calls import bare_json, deepseek_v3, marked_json, mistral
@@ -17,7 +18,6 @@ from jaxserve.text.answers.reasoning import GEMMA_THOUGHT, GRANITE, SEED_THINK, 
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 HARMONY = "gpt_oss"
-HERMES = "hermes"
 
 _GRANITE_CALLS = ("<|tool_call|>", "<tool_call>")
 _CALLS: dict[str, Callable[[Mapping[str, Any]], Format]] = {

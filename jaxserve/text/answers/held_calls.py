@@ -8,113 +8,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from jaxserve.text.answers import gemma4
-from jaxserve.text.answers.formats import HERMES, AnswerFormats
-from jaxserve.text.answers.held_parameters import ParameterText, parameter_rules
-from jaxserve.text.answers.markup_calls import GLM45, MINIMAX_M2, QWEN3_CODER, SEED_OSS
+from jaxserve.text.answers.call_texts import CALL_LIST, CALL_TEXTS, CallText
+from jaxserve.text.answers.formats import AnswerFormats
+from jaxserve.text.answers.held_parameters import parameter_rules
 from jaxserve.text.answers.reader import Format, Reader, Steps
 from jaxserve.text.grammars.json_grammar import JsonGrammar
 from jaxserve.text.grammars.lark import ANY, MARK, lark_text, without
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 
-class CallText(NamedTuple):
-    """The texts around calls and in them: `opening`, then for each call `begin`, its name, `middle`, its arguments and
-    `end`, with `between` from one call to the next; then `closing`.
-
-    Arguments are JSON, or written as `parameters`. A call is read wherever one of `marks` is, or where the answer
-    begins as the regular expression `answer` says.
-    """
-
-    opening: str
-    begin: str
-    middle: str
-    end: str
-    between: str
-    closing: str
-    marks: tuple[str, ...] = ()
-    answer: str = ""
-    parameters: ParameterText | None = None
-
-
-_LIST = CallText("[", '{"name": "', '", "arguments": ', "}", ", ", "]")
-_FUNCTION_STOPS = ("</parameter>", "<parameter=", "</function>")
-_PYTHON = ParameterText("", "=", "", ", ")
-_FORMS = {
-    HERMES: CallText("", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", "", ("<tool_call>",)),
-    "granite": _LIST._replace(opening="<|tool_call|>[", marks=("<|tool_call|>", "<tool_call>")),
-    "phi4_mini_json": _LIST._replace(
-        opening="<|tool_call|>[", closing="]<|/tool_call|>", marks=("<|tool_call|>", "functools")
-    ),
-    "mistral": _LIST._replace(opening="[TOOL_CALLS][", marks=("[TOOL_CALLS]",)),
-    "deepseek_v3": CallText(
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-        "\n```json\n",
-        "\n```<｜tool▁call▁end｜>",
-        "\n",
-        "<｜tool▁calls▁end｜>",
-        ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
-    ),
-    "llama3_json": _LIST._replace(
-        opening="", middle='", "parameters": ', between="; ", closing="", answer=r"(<\|python_tag\|>)?\s*[\[{]"
-    ),
-    "pythonic": CallText(
-        *("[", "", "(", ")", ", ", "]"),
-        answer=r"(<\|python_start\|>)?\s*\[",
-        parameters=_PYTHON,
-    ),
-    "olmo3": CallText(
-        *("<function_calls>", "", "(", ")", "\n", "</function_calls>"),
-        marks=("<function_calls>",),
-        parameters=_PYTHON,
-    ),
-    "gemma4": CallText(
-        *("", f"{gemma4.BEGIN}call:", "{", f"}}{gemma4.END}", "", ""),
-        marks=(gemma4.BEGIN,),
-        parameters=ParameterText("", ":", "", ",", stops=(gemma4.QUOTE, gemma4.END), quote=gemma4.QUOTE),
-    ),
-    "qwen3_coder": CallText(
-        *("", "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", "\n", ""),
-        marks=QWEN3_CODER.begins,
-        parameters=ParameterText("<parameter=", ">\n", "\n</parameter>\n", stops=(*_FUNCTION_STOPS, "</tool_call>")),
-    ),
-    "seed_oss": CallText(
-        *("", "<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>", "\n", ""),
-        marks=SEED_OSS.begins,
-        parameters=ParameterText("<parameter=", ">", "</parameter>\n", stops=(*_FUNCTION_STOPS, "</seed:tool_call>")),
-    ),
-    "minimax_m2": CallText(
-        *("<minimax:tool_call>\n", '<invoke name="', '">\n', "</invoke>\n", "", "</minimax:tool_call>"),
-        marks=MINIMAX_M2.begins,
-        parameters=ParameterText(
-            '<parameter name="',
-            '">',
-            "</parameter>\n",
-            stops=("</parameter>", "<parameter name=", "</invoke>", "</minimax:tool_call>"),
-        ),
-    ),
-    "glm45": CallText(
-        *("", "<tool_call>", "\n", "</tool_call>", "\n", ""),
-        marks=GLM45.begins,
-        parameters=ParameterText(
-            "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", stops=("</arg_value>", "</tool_call>")
-        ),
-    ),
-}
-
-
 def held_form(formats: AnswerFormats) -> CallText:
     """Return the form of a model's calls in an answer that has nothing else: its own, or JSON."""
-    form = _FORMS.get(formats.calls, _LIST)
-    return form if form.parameters is None else _LIST
+    form = CALL_TEXTS.get(formats.calls, CALL_LIST)
+    return form if form.parameters is None else CALL_LIST
 
 
 def free_form(formats: AnswerFormats) -> CallText:
     """Return the form of a model's calls in an answer that may have none: its own."""
-    return _FORMS[formats.calls]
+    return CALL_TEXTS[formats.calls]
 
 
 def held_calls(form: CallText) -> Format:

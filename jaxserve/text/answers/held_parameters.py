@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from jaxserve.text.answers.call_texts import ParameterText
 from jaxserve.text.answers.json_text import json_type
 from jaxserve.text.answers.parameters import parameter_schema, types_of
 from jaxserve.text.grammars import patterns
@@ -32,21 +33,6 @@ _BEGINNINGS = {
     "boolean": "true|false",
     "null": "null",
 }
-
-
-class ParameterText(NamedTuple):
-    """The texts around a parameter: `begin`, its name, `middle`, its value, `end`; and `between` two of them.
-
-    A text as a value is between two `quote`, and ends where one of `stops` begins. Without `stops`, texts are JSON and
-    names are Python's.
-    """
-
-    begin: str
-    middle: str
-    end: str
-    between: str = ""
-    stops: tuple[str, ...] = ()
-    quote: str = ""
 
 
 def parameter_rules(

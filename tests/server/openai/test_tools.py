@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from jaxserve.api_types import EngineRequest
+from jaxserve.text.answers.call_texts import CALL_TEXTS, written
+from jaxserve.text.answers.formats import AnswerFormats
 from tests.server.conftest import ServerUnderTest, over_asgi
 from tests.server.openai.test_completions import events
 from tests.server.tiny import END_ID, tiny_tokenizer
+from tests.text.answers.parts import whole
 
 HELLO = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -26,6 +29,10 @@ THINKS = (
     "<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 REASONS = "{% for m in messages %}{{ m.content }}{% endfor %}:<think>\n"
+
+
+def tool(parameters: Any, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters, **fields}}
 
 
 def writes(text: str) -> dict[str, Any]:
@@ -153,11 +160,15 @@ async def test_a_conversation_with_calls_and_results():
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", "another function"),
+        (
+            {"tools": [WEATHER, {**TIME, "function": TIME["function"] | {"name": "weather"}}]},
+            "tools[1].function.name",
+            "another function too; give each a name of its own",
+        ),
         ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0]", "custom"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "matching regex"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "required"),
-        ({"tools": [TIME] * 129}, "tools", "<= 128"),
+        ({"tools": [TIME] * 1025}, "tools", "<= 1024"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"tool_choice": "any", "tools": TOOLS}, "tool_choice", "any"),
         (
@@ -166,29 +177,24 @@ async def test_a_conversation_with_calls_and_results():
             "no tool is called 'no'",
         ),
         (
-            {"tool_choice": "required", "tools": TOOLS, "response_format": {"type": "json_object"}},
-            "tool_choice",
-            "it can have one",
-        ),
-        (
             {
                 "tool_choice": "required",
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "strange"}}}],
             },
+            "tools[0].function.parameters.type",
+            "arguments are an object, got 'strange'",
+        ),
+        (
+            {"tool_choice": "required", "tools": [tool({"properties": {"s": {"pattern": "(?=a)"}}})]},
             "tools",
-            "strange",
+            "tools can't be used: f: properties.s.pattern: looking ahead or behind, at 0, is not supported",
+        ),
+        (
+            {"tools": [tool({"properties": {"s": {"type": "array", "uniqueItems": True}}}, strict=True)]},
+            "tools",
+            "tools can't be used: f: properties.s.uniqueItems can't be held",
         ),
         ({"messages": [*HELLO, {"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages[1].tool_calls[0]", ""),
-        (
-            {
-                "messages": [
-                    *HELLO,
-                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
-                ]
-            },
-            "messages[1].tool_calls[0].function.arguments",
-            "must be the JSON text of an object",
-        ),
     ],
 )
 async def test_errors_name_the_field(server: ServerUnderTest, fields: dict[str, Any], param: str, words: str):
@@ -243,22 +249,22 @@ async def test_strict_functions_hold_the_calls_in_a_free_answer():
         choice = await ask_both_ways(server, tools=[strict])
         assert "weather" in server.engine.submitted[0].grammar
     assert choice["message"]["content"] == "Ok."
-    schema = {"type": "object", "properties": {"city": {"type": "string", "pattern": "^K"}}}
+    schema = {"type": "object", "anyOf": [{"required": ["city"]}, {"required": ["place"]}]}
     strict["function"] |= {"parameters": schema}
-    for parser, field in (("qwen3_coder", "auto"), ("pythonic", "auto"), ("qwen3_coder", "required")):
+    for parser, field in (("qwen3_coder", "auto"), ("hermes", "auto"), ("qwen3_coder", "required")):
         refused = (parser, field) == ("qwen3_coder", "auto")
         async with over_asgi(engine=writes("x"), tool_call_parser=parser) as server:
             body = await ask(server, status=400 if refused else 200, tools=[strict], tool_choice=field)
             if refused:
                 assert body["error"]["param"] == "tools"
-                assert "weather.city: pattern can't be held in calls in the model's format" in body["error"]["message"]
+                assert "weather: alternatives of all arguments can't be held" in body["error"]["message"]
             else:
                 assert "weather" in server.engine.submitted[0].grammar
 
 
 async def test_functions_beside_a_strict_one_have_any_arguments():
     strict = {**WEATHER, "function": WEATHER["function"] | {"strict": True}}
-    schema = {"type": "object", "properties": {"a": {"not": {}, "type": "string", "pattern": "x"}}, "minProperties": 1}
+    schema = {"type": "object", "properties": {"a": {"not": {}, "type": "string"}}, "minProperties": 1}
     loose = {"type": "function", "function": {"name": "loose", "parameters": schema}}
     for parser in ("hermes", "qwen3_coder", "gpt_oss"):
         async with over_asgi(engine=writes("x"), tool_call_parser=parser) as server:
@@ -273,6 +279,159 @@ async def test_a_form_of_the_answer_leaves_room_for_calls():
         choice = await ask_both_ways(server, tools=TOOLS, response_format={"type": "json_object"})
         assert "@one | @other" in server.engine.submitted[0].grammar
     assert choice["message"]["content"] == '{"a": 1}'
+
+
+async def test_a_call_that_must_come_needs_no_form_of_the_answer():
+    """Agents with an output type send both."""
+    form = {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}
+    async with over_asgi(engine=writes(CALL)) as server:
+        for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+            found = await ask_both_ways(server, tools=TOOLS, tool_choice=choice, response_format=form)
+            assert len(found["message"]["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("size", range(1, len(f"Ok.\n{CALL}")))
+async def test_a_held_answer_that_is_cut_has_no_part_of_a_call(size: int):
+    strict = {**WEATHER, "function": WEATHER["function"] | {"strict": True}}
+    text = f"Ok.\n{CALL}".encode()
+    async with over_asgi(engine=writes(f"Ok.\n{CALL}")) as server:
+        choice = await ask_both_ways(server, tools=[strict], max_tokens=size)
+    content = choice["message"]["content"] or ""
+    assert choice["finish_reason"] == "length"
+    assert content in ("Ok.\n<", text[:size].decode(errors="ignore")[:3], text[:size].decode(errors="ignore")[:4])
+
+
+SHOWS = "{% for m in messages %}{% for c in m.tool_calls or [] %}({{ c.function.arguments }}){% endfor %}{% endfor %}"
+ITERATES = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}({% for key, value in c.function.arguments.items() %}{{ key }}={{ value }}{% endfor %})"
+    "{% endfor %}{% endfor %}"
+)
+WRITES_JSON = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}:"
+    "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}"
+    "{% endfor %}{% endfor %}"
+)
+NO_OBJECTS = [
+    '{"a": [1, 2',
+    "[]",
+    "null",
+    "42",
+    "NaN",
+    '{"a": "x\ny"}',
+    '"text"',
+    '{"a": NaN}',
+    "{",
+    "\x00",
+    "{}}",
+    "tRue",
+]
+
+
+@pytest.mark.parametrize("given", NO_OBJECTS)
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [(WRITES_JSON, "weather:{}"), (ITERATES, "weather()"), (None, '{{"name": "weather", "arguments": {}}}')],
+)
+async def test_arguments_that_are_no_object_reach_the_template(given: str, template: str | None, shown: str):
+    """Our own answer that was cut off comes back, and what other models write."""
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": given}}
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": None}]
+    async with over_asgi(**({} if template is None else {"template": template})) as server:
+        await ask(server, messages=messages, max_tokens=1)
+        prompt = tiny_tokenizer().decode(server.engine.submitted[0].prompt_ids)
+    assert shown.format(given) in prompt
+
+
+@pytest.mark.parametrize("value", [None, [], 42, {"a": 1}, ""])
+async def test_arguments_may_be_json_itself(value: Any):
+    call = {"function": {"name": "weather", "arguments": value, "parsed_arguments": {"a": 1}}, "type": None, "index": 0}
+    async with over_asgi(template=WRITES_JSON) as server:
+        await ask(server, messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}], max_tokens=1)
+        prompt = tiny_tokenizer().decode(server.engine.submitted[0].prompt_ids)
+    assert prompt == f"weather:{json.dumps(value) if value else '{}' if value in (None, '') else value}"
+
+
+async def test_what_agents_send_beside_is_taken(caplog: pytest.LogCaptureFixture):
+    fields = {
+        "client_metadata": {"a": 1},
+        "include": [],
+        "text": {},
+        "web_search_options": {},
+        "cache_control": {"x": 1},
+    }
+    marked = {**WEATHER, "cache_control": {"type": "ephemeral"}, "defer_loading": True}
+    inside = {**TIME, "function": TIME["function"] | {"cache_control": {}, "defer_loading": False}}
+    messages = [*HELLO, {"role": "assistant", "content": [{"type": "refusal", "refusal": "I won't."}]}, *HELLO]
+    async with over_asgi(engine={"max_model_len": 4096}) as server:
+        with caplog.at_level("INFO", "jaxserve"):
+            for effort in ("none", "minimal", "low", "medium", "high", "xhigh"):
+                for verbosity in ("low", "medium", "high"):
+                    await ask(server, reasoning_effort=effort, verbosity=verbosity, max_tokens=1, **fields)
+        await ask(server, tools=[marked, inside, marked, WEATHER | {}], messages=messages, max_tokens=1)
+        assert "I won't." in tiny_tokenizer().decode(server.engine.submitted[-1].prompt_ids)
+    changes = [line for line in caplog.messages if "changes nothing" in line]
+    assert len(changes) == 2, changes
+
+
+async def test_a_model_that_always_reasons_cannot_be_asked_not_to():
+    async with over_asgi(template=REASONS) as server:
+        await ask(server, reasoning_effort="low", max_tokens=1)
+        error = (await ask(server, status=400, reasoning_effort="none"))["error"]
+    assert error["param"] == "reasoning_effort"
+    assert "leave the field out" in error["message"]
+
+
+@pytest.mark.parametrize("parser", [name for name in CALL_TEXTS if name not in ("llama3_json", "pythonic")])
+async def test_a_template_without_tools_gets_calls_as_the_model_writes_them(parser: str):
+    """What is shown is read as the same call: by the parser that reads the answers."""
+    arguments = {"city": "Köln", "days": 3}
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": json.dumps(arguments)}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": "Ok.", "tool_calls": [call]},
+        {"role": "tool", "content": "sun"},
+    ]
+    async with over_asgi(engine={"max_model_len": 4096}, tool_call_parser=parser) as server:
+        await ask(server, messages=messages, tools=[WEATHER], max_tokens=1)
+        prompt = tiny_tokenizer().decode(server.engine.submitted[0].prompt_ids, skip_special_tokens=False)
+    shown = written(CALL_TEXTS[parser], [("weather", arguments)])
+    assert f"Ok.\n{shown}" in prompt
+    assert written(CALL_TEXTS[parser], [("the function's name", {"an argument's name": "its value"})]) in prompt
+    schemas = {"weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}
+    parts = whole([AnswerFormats(parser, "").read_calls(schemas)], shown)
+    assert [part.text for part in parts if part.kind == "call"] == ["weather"]
+    assert json.loads("".join(part.text for part in parts if part.kind == "arguments")) == arguments
+
+
+@pytest.mark.parametrize(
+    ("content", "text", "reasoning", "rest"),
+    [
+        ("<think>\nI add 3", " and 4.</think>\n\nIt is 7.", " and 4.", "It is 7."),
+        ("<think>I add", " on", " on", None),
+        ("<think>\nI add 3</think>\n\nIt", " is 7.", None, " is 7."),
+        ("It", " is 7.", None, " is 7."),
+        ("What does <think> mean? </think> So", " it is.", None, " it is."),
+    ],
+)
+async def test_an_answer_goes_on_within_a_thought(content: str, text: str, reasoning: str | None, rest: str | None):
+    messages = [{"role": "user", "content": "Say <think>"}, {"role": "assistant", "content": content}]
+    form = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
+    async with over_asgi(template=THINKS, engine=writes(text)) as server:
+        choice = await ask_both_ways(server, messages=messages, continue_final_message=True)
+        await ask(server, messages=messages, continue_final_message=True, **form)
+        grammar = server.engine.submitted[-1].grammar
+    assert (choice["message"].get("reasoning_content") or "").strip() == (reasoning or "").strip()
+    assert choice["message"]["content"] == rest
+    assert ("start: thinking @answer" in grammar) == (reasoning is not None)
+    assert "thinking?" not in grammar
+
+
+async def test_a_users_mark_opens_no_thought():
+    async with over_asgi(template=THINKS, engine=writes("Hi.")) as server:
+        messages = [{"role": "user", "content": "What is <think>?"}]
+        choice = await ask_both_ways(server, messages=messages)
+    assert choice["message"]["content"] == "Hi."
 
 
 async def test_mistral_has_short_ids_and_its_own_form():

@@ -136,7 +136,7 @@ async def test_a_running_request_can_be_aborted_by_its_rid(server: ServerUnderTe
         ({"text": "a", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len", "-2"),
         ({"text": "a", "sampling_params": {"min_new_tokens": -1}}, "sampling_params.min_new_tokens", "min_new_tokens"),
         ({"text": "a", "sampling_params": {"temperature": -1}}, "sampling_params.temperature", "-1"),
-        ({"text": "a", "sampling_params": {"regex": "(a"}}, "sampling_params.regex", "unclosed group"),
+        ({"text": "a", "sampling_params": {"regex": "(a"}}, "sampling_params.regex", "the group at 0 doesn't end"),
         ({"text": "a", "sampling_params": {"max_tokens": 3}}, "sampling_params.max_tokens", "Unknown"),
         ({"text": "a", "image_data": "x"}, "image_data", "not supported: only null or [] is accepted"),
         ({"text": "a", "picture": "x"}, "picture", "Unknown"),

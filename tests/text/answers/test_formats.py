@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from jaxserve.errors import ConfigError
 from jaxserve.text.answers.answer import Answer
+from jaxserve.text.answers.call_texts import CALL_LIST, CALL_TEXTS
 from jaxserve.text.answers.formats import _CALLS, _REASONING, AnswerFormats, choose_formats
-from jaxserve.text.answers.held_calls import _FORMS, _LIST, held_calls
+from jaxserve.text.answers.held_calls import held_calls
 from jaxserve.text.answers.reader import Format, Part
 from jaxserve.text.answers.reasoning import GEMMA_THOUGHT, GRANITE, THINK, thinking
 from tests.text.answers.parts import joined, whole
@@ -175,9 +176,9 @@ FORMATS: dict[str, Format] = {name: AnswerFormats(name, "").read_calls(TOOLS) fo
     "inside": thinking(THINK, inside=True),
     "granite_thinking": thinking(GRANITE, inside=False),
     "gemma_thinking": thinking(GEMMA_THOUGHT, inside=False),
-    "held list": held_calls(_LIST),
-    "held tags": held_calls(_FORMS["hermes"]),
-    "held sections": held_calls(_FORMS["deepseek_v3"]),
+    "held list": held_calls(CALL_LIST),
+    "held tags": held_calls(CALL_TEXTS["hermes"]),
+    "held sections": held_calls(CALL_TEXTS["deepseek_v3"]),
 }
 FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "\n", " ", "{", "}", GOOD, f"[{GOOD}]", '"', "\\", "[", "]", "[f(a=1)]", "é"),

@@ -52,6 +52,7 @@ def check(expression: str, low: Bound | None, high: Bound | None, *, integers: b
             if allowed and not integers:
                 assert is_within(float(text), low, high), text
             is_short = len(text.strip("-").replace(".", "")) <= 13 and "e" not in text
+            is_short = is_short and not (low is not None and high is not None and low.value == high.value)
             if inside and (is_short or (integers and len(text) < 90)) and not (integers and set(text) & set(".e")):
                 assert allowed, text
 
