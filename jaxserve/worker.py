@@ -304,6 +304,7 @@ def _make_loop(
         chunked_prefill_size=sizes.chunked_prefill_size,
         max_prefill_tokens=sizes.max_prefill_tokens,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
+        mixed_step_seconds=sizes.max_mixed_step_ms / 1000,
         max_queued_requests=config.max_queued_requests,
         random_seed=config.random_seed,
         policy=config.schedule_policy,

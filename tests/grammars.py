@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.grammar.grammars import Grammars, RequestGrammar
 from jaxserve.engine.scheduling.forced_runs import ForcedRuns
-from jaxserve.step_plan import Capacity
+from jaxserve.engine.scheduling.step_times import StepTimes
 from jaxserve.text.grammars.vocabulary import Tokens, make_vocabulary
 
 EOS = 63
@@ -70,8 +70,8 @@ def first_allowed(token: int, mask: bytes, size: int) -> int:
 class RandomRuns(ForcedRuns):
     """Computes runs of forced tokens together or one by one, whatever they cost."""
 
-    def __init__(self, capacity: Capacity, rng: random.Random) -> None:
-        super().__init__(capacity)
+    def __init__(self, times: StepTimes, rng: random.Random) -> None:
+        super().__init__(times)
         self._random = rng
 
     def together(self, decodes: Sequence[int], runs: Sequence[Sequence[int]]) -> bool:
@@ -99,7 +99,8 @@ def follow_in_turn(loop: EngineLoop) -> EngineLoop:
 
 def run_at_random(loop: EngineLoop, rng: random.Random) -> EngineLoop:
     """Let an engine compute runs of forced tokens together or one by one, at random."""
-    loop._scheduler._planner.runs = RandomRuns(loop._executor.capacity, rng)
+    planner = loop._scheduler._planner
+    planner.runs = RandomRuns(planner.times, rng)
     return loop
 
 

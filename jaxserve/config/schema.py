@@ -155,6 +155,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_batched_tokens: Annotated[
         int | None, Meta(description="maximum tokens per step, decodes included; default: fits chunked_prefill_size")
     ] = None
+    max_mixed_step_ms: Annotated[
+        int | None,
+        Meta(
+            description="while requests decode, prompts are computed in chunks that keep a step below so many "
+            "milliseconds, by those measured; 0: no limit; default: 250 on a CPU, else 0"
+        ),
+    ] = None
     cuda_graph_max_bs: Annotated[
         int | None,
         Meta(description="decode batches up to this size get finely spaced programs; default: 160; on a CPU, few"),

@@ -94,6 +94,7 @@ def _random_engine(
         chunked_prefill_size=rng.choice([1, 3, 8, 64]),
         max_prefill_tokens=rng.choice([4, 64]),
         max_num_batched_tokens=rng.choice([num_slots + 1, 64]),
+        mixed_step_seconds=1e-9 if not tiered and capacity.num_pages % 8 == 0 else 0.0,
         max_queued_requests=None,
         policy=rng.choice(get_args(Policy)),
         conservativeness=rng.choice([0.0, 0.0, 0.3, 1.0, 1.3]),

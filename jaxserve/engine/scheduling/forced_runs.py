@@ -6,31 +6,18 @@ token is set in place of one that would be drawn, and a decode step computes it.
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Sequence
 
-from jaxserve.engine.speculation.step_costs import FREE_TOKENS, StepCosts
-from jaxserve.step_plan import Capacity, StepPlan
+from jaxserve.engine.scheduling.step_times import StepTimes
+from jaxserve.engine.speculation.step_costs import FREE_TOKENS
 
 
 class ForcedRuns:
-    """Compares the programs of `capacity`, as they were measured."""
+    """Compares programs by the times of their steps."""
 
-    def __init__(self, capacity: Capacity) -> None:
-        self._decode_buckets = capacity.decode_buckets
-        self._token_buckets = capacity.token_buckets
-        self._num_ranks = capacity.num_ranks
-        self._costs = StepCosts()
-
-    def count_step(self, plan: StepPlan, seconds: float) -> None:
-        """Count the duration of a step."""
-        if plan.num_drafts:
-            return
-        if plan.num_decodes == len(plan.chunks):
-            self._costs.add(self._decode_key(plan.max_rank_rows(self._num_ranks)), seconds)
-        elif all(chunk.logits <= 1 for chunk in plan.chunks):
-            self._costs.add(self._mixed_key(plan.max_rank_tokens(self._num_ranks)), seconds)
+    def __init__(self, times: StepTimes) -> None:
+        self._times = times
 
     def together(self, decodes: Sequence[int], runs: Sequence[Sequence[int]]) -> bool:
         """Return whether to compute runs of `runs[r]` tokens whole, in the same step as the `decodes[r]` of rank r.
@@ -39,17 +26,11 @@ class ForcedRuns:
         """
         rows = list(map(len, runs))
         num_left = sum(map(sum, runs)) - sum(rows)
-        decode = self._costs.of(self._decode_key(max(map(int.__add__, decodes, rows))))
+        decode = self._times.of_decodes(max(map(int.__add__, decodes, rows)))
         if decode is None:
             return False
-        key = self._mixed_key(max(own + sum(run) for own, run in zip(decodes, runs)))
-        mixed = self._costs.hoped(key)
+        tokens = max(own + sum(run) for own, run in zip(decodes, runs))
+        mixed = self._times.of_mixed(tokens)
         if mixed is None:  # grows with the root of its tokens: between reading weights and multiplying
-            mixed = decode * math.sqrt(max(key[1] / FREE_TOKENS, 1.0))
+            mixed = decode * math.sqrt(max(self._times.mixed_size(tokens) / FREE_TOKENS, 1.0))
         return mixed - decode < num_left * decode / (sum(decodes) + sum(rows))
-
-    def _decode_key(self, rows: int) -> tuple[str, int]:
-        return "decode", self._decode_buckets[bisect.bisect_left(self._decode_buckets, rows)]
-
-    def _mixed_key(self, tokens: int) -> tuple[str, int]:
-        return "mixed", self._token_buckets[bisect.bisect_left(self._token_buckets, tokens)]

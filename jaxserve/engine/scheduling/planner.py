@@ -18,6 +18,7 @@ from jaxserve.engine.scheduling.prefill import PrefillChooser
 from jaxserve.engine.scheduling.rank import Rank
 from jaxserve.engine.scheduling.request import Request
 from jaxserve.engine.scheduling.request_table import RequestTable
+from jaxserve.engine.scheduling.step_times import StepTimes
 from jaxserve.engine.speculation.speculation import Speculation
 from jaxserve.errors import ConfigError
 from jaxserve.step_plan import Capacity, Chunk, DraftRead, PageCopy, SlotOpen, StepPlan
@@ -39,6 +40,7 @@ class Planner:
         max_num_batched_tokens: int,
         ratio: NewTokenRatio,
         shares_prefixes: bool,
+        mixed_step_seconds: float = 0.0,
         speculation: Speculation | None = None,
     ) -> None:
         for name, value in (
@@ -59,7 +61,8 @@ class Planner:
         self._rotation_length = capacity.rotation_length
         self._no_pages: tuple[tuple[int, ...], ...] = ((),) * len(capacity.pages_by_group)
         self._step_tokens = min(max_num_batched_tokens, capacity.token_buckets[-1])
-        self.runs = ForcedRuns(capacity)
+        self.times = StepTimes(capacity)
+        self.runs = ForcedRuns(self.times)
         self.prefills = PrefillChooser(
             table,
             capacity,
@@ -67,6 +70,8 @@ class Planner:
             step_tokens=self._step_tokens,
             ratio=ratio,
             shares_prefixes=shares_prefixes,
+            times=self.times,
+            mixed_step_seconds=mixed_step_seconds,
         )
 
     def next_step(self, *, admit: bool) -> tuple[StepPlan, list[Request], list[Request]] | None:

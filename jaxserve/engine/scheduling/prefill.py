@@ -15,18 +15,23 @@ from jaxserve.engine.scheduling.rank import Rank
 from jaxserve.engine.scheduling.rank_router import rank_by_cost
 from jaxserve.engine.scheduling.request import Request
 from jaxserve.engine.scheduling.request_table import RequestTable
+from jaxserve.engine.scheduling.step_times import StepTimes
 from jaxserve.step_plan import Capacity, SlotOpen
 
 # A shared prefix shorter than this is computed twice instead of deferring a request.
 _MIN_SHARED_TOKENS = 32
 # A step passes at most this many requests whose best rank has no budget left: each lookup queries every rank's cache.
 _MAX_PASSED = 16
+# Prompt tokens of a step that decodes alone make as long as it may be.
+_LEAST_PREFILL = 16
 
 
 class PrefillChooser:
     """Chooses chunks of at most `prefill_tokens` together on each rank, in steps of at most `step_tokens`.
 
-    `num_deferred` is how many waiting requests the last choice deferred because another request computes their prefix.
+    While requests decode, a step has no more tokens than it computes in `mixed_step_seconds` by the `times` of others;
+    0 is no limit. `num_deferred` is how many waiting requests the last choice deferred because another request computes
+    their prefix.
     """
 
     def __init__(
@@ -38,8 +43,12 @@ class PrefillChooser:
         step_tokens: int,
         ratio: NewTokenRatio,
         shares_prefixes: bool,
+        times: StepTimes,
+        mixed_step_seconds: float,
     ) -> None:
         self.num_deferred = 0
+        self._times = times
+        self._mixed_step_seconds = mixed_step_seconds
         self._table = table
         self._capacity = capacity
         self._page_size = capacity.page_size
@@ -64,7 +73,7 @@ class PrefillChooser:
         budget = PrefillBudget(
             num_decodes,
             step_tokens=self._step_tokens,
-            prefill_tokens=self._prefill_tokens,
+            prefill_tokens=self._most_prefill(max(num_decodes)),
             prompt_logprob_tokens=self._capacity.prompt_logprob_tokens,
         )
         chosen: list[tuple[Request, int]] = []
@@ -89,6 +98,13 @@ class PrefillChooser:
         if chosen and not budget.prompt_logprobs:  # steps with prompt log probabilities run another program
             self._trim(chosen, budget.totals)
         return chosen
+
+    def _most_prefill(self, num_decodes: int) -> int:
+        """Return the most prompt tokens of a rank in a step beside so many decodes."""
+        if not self._mixed_step_seconds or not any(rank.decoding for rank in self._table.ranks):
+            return self._prefill_tokens
+        most = self._times.most_tokens(self._mixed_step_seconds) - num_decodes
+        return min(self._prefill_tokens, max(most, _LEAST_PREFILL))
 
     def can_start(self, request: Request, rank: Rank, *, freed: Sequence[Request] = ()) -> bool:
         """Return whether a rank has a slot and pages for a waiting request, now or with what others would free."""

@@ -68,6 +68,7 @@ class Scheduler:
         prefix_cache: bool = True,
         num_host_pages: Sequence[int] = (),
         host_write_policy: WritePolicy = "write_through",
+        mixed_step_seconds: float = 0.0,
         speculation: Speculation | None = None,
         grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -93,6 +94,7 @@ class Scheduler:
             max_num_batched_tokens=max_num_batched_tokens,
             ratio=self._ratio,
             shares_prefixes=prefix_cache,
+            mixed_step_seconds=mixed_step_seconds,
             speculation=speculation,
         )
         self._speculation = speculation
@@ -101,7 +103,7 @@ class Scheduler:
         self._random = random.Random(random_seed)
         self._in_flight: deque[_Planned] = deque()
         self._committed_at = self._step_seconds = 0.0
-        self._times_steps = speculation is not None or grammars is not None
+        self._times_steps = speculation is not None or grammars is not None or mixed_step_seconds > 0
         self._events: list[TokenEvent] = []
         self._num_arrived = 0
         self._stats = SchedulerStats(capacity)
@@ -353,8 +355,7 @@ class Scheduler:
         """Measure how long a step took since the one before, or since it was planned."""
         now, ranks = self._clock(), len(self._ranks)
         self._step_seconds = seconds = now - max(planned_at, self._committed_at)
-        if self._awaiting is not None:
-            self._planner.runs.count_step(plan, seconds)
+        self._planner.times.count_step(plan, seconds)
         if self._speculation is not None and plan.num_decodes == len(plan.chunks) and not plan.draft_reads:
             rows, tokens = plan.max_rank_rows(ranks), plan.max_rank_tokens(ranks)
             self._speculation.count_step(rows, tokens, seconds, plan.draft_steps)

@@ -34,6 +34,7 @@ class Sizes:
     chunked_prefill_size: int
     max_prefill_tokens: int
     max_num_batched_tokens: int
+    max_mixed_step_ms: int
     footprint: Footprint
     wanted_context: int
     memory_bound: bool
@@ -48,7 +49,7 @@ class Sizes:
 @dataclasses.dataclass(frozen=True)
 class Defaults:
     """The default sizes of a platform: requests that run at once, tokens of a prefill chunk and of the smallest mixed
-    program, and the size up to which decode programs are finely spaced.
+    program, the size up to which decode programs are finely spaced, and the longest step with prompts beside decodes.
 
     `row_multiple` divides the rows of each program that decodes or draws: a product of fewer than 8 rows takes an
     accelerator as long as one of 8, and XLA adds kernels that pad it.
@@ -59,10 +60,11 @@ class Defaults:
     smallest_bucket: int
     max_fine: int | None
     row_multiple: int
+    mixed_step_ms: int
 
 
-_CPU = Defaults(running=32, chunk=512, smallest_bucket=16, max_fine=None, row_multiple=1)
-_ACCELERATOR = Defaults(running=256, chunk=2048, smallest_bucket=256, max_fine=160, row_multiple=8)
+_CPU = Defaults(running=32, chunk=512, smallest_bucket=16, max_fine=None, row_multiple=1, mixed_step_ms=250)
+_ACCELERATOR = Defaults(running=256, chunk=2048, smallest_bucket=256, max_fine=160, row_multiple=8, mixed_step_ms=0)
 _PROMPT_LOGPROB_TOKENS = 128
 
 # Tokens of the largest step that verifies drafts, whose logits all exist at once on a GPU; what the sizes of such steps
@@ -157,7 +159,8 @@ def resolve_sizes(
         smallest_draw=defaults.row_multiple,
     )
     prefill = min(config.max_prefill_tokens or chunk, largest)
-    return Sizes(capacity, min(chunk, largest), prefill, largest, footprint, longest, pool.memory_bound)
+    step_ms = defaults.mixed_step_ms if config.max_mixed_step_ms is None else config.max_mixed_step_ms
+    return Sizes(capacity, min(chunk, largest), prefill, largest, step_ms, footprint, longest, pool.memory_bound)
 
 
 def _verify_buckets(config: EngineConfig, running: int, drafts: int, largest: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.engine.scheduling.forced_runs import ForcedRuns
+from jaxserve.engine.scheduling.step_times import StepTimes
 from jaxserve.step_plan import Chunk, StepPlan
 from tests.engine.conftest import make_capacity
 
@@ -25,14 +26,14 @@ def _chunk(slot: int, length: int) -> Chunk:
 
 def _runs(*steps: tuple[list[int], float]) -> ForcedRuns:
     """Return what was measured in steps of chunks of these lengths."""
-    runs = ForcedRuns(CAPACITY)
+    times = StepTimes(CAPACITY)
     for lengths, seconds in steps:
         chunks = [_chunk(slot, length) for slot, length in enumerate(lengths)]
         decodes = sum(length == 1 for length in lengths)
         for _ in range(5):
             plan = StepPlan(opens=[], chunks=chunks, closes=[], num_decodes=decodes, greedy=True)
-            runs.count_step(plan, seconds)
-    return runs
+            times.count_step(plan, seconds)
+    return ForcedRuns(times)
 
 
 def test_a_run_alone_is_computed_together_if_that_is_faster_than_its_decodes() -> None:
@@ -65,5 +66,5 @@ def test_one_slow_measurement_is_forgotten() -> None:
     assert not runs.together([0], [[10]])
     plan = StepPlan(opens=[], chunks=[_chunk(0, 1)], closes=[], num_decodes=1, greedy=True)
     for _ in range(2000):
-        runs.count_step(plan, 1.0)
+        runs._times.count_step(plan, 1.0)
     assert runs.together([0], [[10]])

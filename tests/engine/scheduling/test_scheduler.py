@@ -645,3 +645,27 @@ def test_padding_is_counted_by_program() -> None:
     assert (stats.decode_steps, stats.decode_rows, stats.decode_bucket_rows) == (3, 5, 6)
     assert stats.coarse_decode_steps == 1
     assert scheduler.decode_steps_by_rows == {3: 1, 1: 2}
+
+
+def test_prompts_beside_decodes_take_no_longer_than_their_limit() -> None:
+    """A step of 1 ms a token: alone, a prompt fills the step; beside a decode, steps grow up to 20 ms."""
+    now = 0.0
+    capacity = make_capacity(num_pages=400, max_model_len=400, token_buckets=(16, 64, 128, 256))
+    sizes = {name: 256 for name in ("chunked_prefill_size", "max_prefill_tokens", "max_num_batched_tokens")}
+    scheduler = make_scheduler(capacity=capacity, **sizes, mixed_step_seconds=0.07, clock=lambda: now)
+
+    def step() -> int:
+        nonlocal now
+        plan = planned(scheduler)
+        size = next(size for size in capacity.token_buckets if size >= sum(chunk.length for chunk in plan.chunks))
+        now += size / 1000
+        scheduler.commit(plan, answer(plan))
+        return sum(chunk.length for chunk in plan.chunks if chunk.tokens is not None)
+
+    scheduler.add(make_request("first", prompt=300, max_tokens=60))
+    assert [step(), step()] == [256, 44]
+    scheduler.add(make_request("second", prompt=300, max_tokens=1))
+    found = []
+    while (length := step()) and len(found) < 20:
+        found.append(length)
+    assert found == [63, 63, 63, 63, 48]
