@@ -8,6 +8,9 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
+# Prompt tokens of a step that decodes alone make as long as it may be.
+_LEAST_PREFILL = 16
+
 
 class PrefillBudget:
     """The tokens left for prefill chunks in a step that already holds `num_decodes[i]` tokens on rank i.
@@ -33,6 +36,10 @@ class PrefillBudget:
             if max(self.totals) > limit:
                 return 0
         return max(0, min(self._prefill_left[rank], limit - self.totals[rank]))
+
+    def limit(self, rank: int, tokens: int) -> None:
+        """Leave no more prefill tokens than a step of so many has beside what it holds already; at least a few."""
+        self._prefill_left[rank] = min(self._prefill_left[rank], max(tokens - self.totals[rank], _LEAST_PREFILL))
 
     def add_chunk(self, rank: int, length: int, *, prompt_logprobs: bool) -> None:
         """Subtract a chunk from the budget."""

@@ -22,16 +22,14 @@ from jaxserve.step_plan import Capacity, SlotOpen
 _MIN_SHARED_TOKENS = 32
 # A step passes at most this many requests whose best rank has no budget left: each lookup queries every rank's cache.
 _MAX_PASSED = 16
-# Prompt tokens of a step that decodes alone make as long as it may be.
-_LEAST_PREFILL = 16
 
 
 class PrefillChooser:
     """Chooses chunks of at most `prefill_tokens` together on each rank, in steps of at most `step_tokens`.
 
-    While requests decode, a step has no more tokens than it computes in `mixed_step_seconds` by the `times` of others;
-    0 is no limit. `num_deferred` is how many waiting requests the last choice deferred because another request computes
-    their prefix.
+    While requests decode, a prompt that takes several steps gets no more of each than it computes in
+    `mixed_step_seconds`, by the `times` of others; 0 is no limit. `num_deferred` is how many waiting requests the last
+    choice deferred because another request computes their prefix.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class PrefillChooser:
         budget = PrefillBudget(
             num_decodes,
             step_tokens=self._step_tokens,
-            prefill_tokens=self._most_prefill(max(num_decodes)),
+            prefill_tokens=self._prefill_tokens,
             prompt_logprob_tokens=self._capacity.prompt_logprob_tokens,
         )
         chosen: list[tuple[Request, int]] = []
@@ -84,6 +82,7 @@ class PrefillChooser:
             rank = table.ranks[request.rank]
             planned, held = request.num_planned_tokens, len(request.pages[0])
             wants = request.needs_prompt_logprobs
+            self._limit(budget, rank, request.num_fill_tokens)
             room = (held + self._unpromised(rank, promised)) * self._page_size - planned
             length = min(request.num_fill_tokens - planned, room, budget.max_chunk(rank.index, prompt_logprobs=wants))
             if length <= 0:
@@ -99,12 +98,11 @@ class PrefillChooser:
             self._trim(chosen, budget.totals)
         return chosen
 
-    def _most_prefill(self, num_decodes: int) -> int:
-        """Return the most prompt tokens of a rank in a step beside so many decodes."""
-        if not self._mixed_step_seconds or not any(rank.decoding for rank in self._table.ranks):
-            return self._prefill_tokens
-        most = self._times.most_tokens(self._mixed_step_seconds) - num_decodes
-        return min(self._prefill_tokens, max(most, _LEAST_PREFILL))
+    def _limit(self, budget: PrefillBudget, rank: Rank, num_tokens: int) -> None:
+        """Leave less of a budget for a prompt that takes several steps, while others decode."""
+        takes_several = self._mixed_step_seconds > 0 and num_tokens > self._prefill_tokens
+        if takes_several and any(other.decoding for other in self._table.ranks):
+            budget.limit(rank.index, self._times.most_tokens(self._mixed_step_seconds))
 
     def can_start(self, request: Request, rank: Rank, *, freed: Sequence[Request] = ()) -> bool:
         """Return whether a rank has a slot and pages for a waiting request, now or with what others would free."""
@@ -168,6 +166,7 @@ class PrefillChooser:
                     cache.unlock(node)
                     continue
                 opens.append(self._table.start(waiting, rank, node, pages, held))
+                self._limit(budget, rank, waiting.num_fill_tokens - cached)
                 length = min(waiting.num_fill_tokens - cached, budget.max_chunk(index, prompt_logprobs=wants))
                 if (room := self._unpromised(rank, promised) * self._page_size) < length:
                     length = room

@@ -651,7 +651,7 @@ def test_prompts_beside_decodes_take_no_longer_than_their_limit() -> None:
     """A step of 1 ms a token: alone, a prompt fills the step; beside a decode, steps grow up to 20 ms."""
     now = 0.0
     capacity = make_capacity(num_pages=400, max_model_len=400, token_buckets=(16, 64, 128, 256))
-    sizes = {name: 256 for name in ("chunked_prefill_size", "max_prefill_tokens", "max_num_batched_tokens")}
+    sizes = dict.fromkeys(("chunked_prefill_size", "max_prefill_tokens", "max_num_batched_tokens"), 256)
     scheduler = make_scheduler(capacity=capacity, **sizes, mixed_step_seconds=0.07, clock=lambda: now)
 
     def step() -> int:

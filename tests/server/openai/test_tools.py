@@ -290,18 +290,17 @@ async def test_a_call_that_must_come_needs_no_form_of_the_answer():
             assert len(found["message"]["tool_calls"]) == 1
 
 
-@pytest.mark.parametrize("size", range(1, len(f"Ok.\n{CALL}")))
-async def test_a_held_answer_that_is_cut_has_no_part_of_a_call(size: int):
+async def test_a_held_answer_that_is_cut_has_no_part_of_a_call():
     strict = {**WEATHER, "function": WEATHER["function"] | {"strict": True}}
     text = f"Ok.\n{CALL}".encode()
-    async with over_asgi(engine=writes(f"Ok.\n{CALL}")) as server:
-        choice = await ask_both_ways(server, tools=[strict], max_tokens=size)
-    content = choice["message"]["content"] or ""
-    assert choice["finish_reason"] == "length"
-    assert content in ("Ok.\n<", text[:size].decode(errors="ignore")[:3], text[:size].decode(errors="ignore")[:4])
+    async with over_asgi(engine=writes(text.decode())) as server:
+        for size in range(1, len(text)):
+            choice = await ask_both_ways(server, tools=[strict], max_tokens=size)
+            assert choice["finish_reason"] == "length"
+            content = choice["message"]["content"] or ""
+            assert content in ("Ok.\n<", text[: min(size, 3)].decode(), text[: min(size, 4)].decode()), size
 
 
-SHOWS = "{% for m in messages %}{% for c in m.tool_calls or [] %}({{ c.function.arguments }}){% endfor %}{% endfor %}"
 ITERATES = (
     "{% for m in messages %}{% for c in m.tool_calls or [] %}"
     "{{ c.function.name }}({% for key, value in c.function.arguments.items() %}{{ key }}={{ value }}{% endfor %})"

@@ -116,17 +116,19 @@ def vocabulary() -> LLTokenizer:
     return load_vocabulary(tokenizer())
 
 
+@functools.lru_cache(4096)
+def allowed_tokens(mask: bytes) -> list[int]:
+    return [token for token in range(256 + len(SPECIAL)) if mask[token // 8] >> token % 8 & 1]
+
+
 def drawn(grammar: str, rng: random.Random, wanted: str = "", most: int = 600) -> str:
     """Return an output of a grammar: first the text `wanted`, then tokens that are drawn among those allowed."""
     matcher = LLMatcher(vocabulary(), grammar, log_level=0)
     ids = tokenizer().encode(wanted, add_special_tokens=False)
     assert matcher.consume_tokens(ids), (matcher.get_error(), wanted)
     while not matcher.is_stopped() and len(ids) < most:
-        mask = matcher.compute_bitmask()
-        allowed = [token for token in range(256 + len(SPECIAL)) if mask[token // 8] >> token % 8 & 1]
-        token = rng.choice(allowed)
-        assert matcher.consume_tokens([token])
-        ids.append(token)
+        ids.append(rng.choice(allowed_tokens(matcher.compute_bitmask())))
+        assert matcher.consume_tokens(ids[-1:])
     assert matcher.is_stopped(), "it does not end"
     return tokenizer().decode([token for token in ids if token != 256], skip_special_tokens=False)
 
@@ -158,9 +160,7 @@ def drawn_call(grammar: str, rng: random.Random, wanted: str, end: str) -> str:
                 ids += ending
                 continue
             matcher.rollback(count)
-        mask = matcher.compute_bitmask()
-        allowed = [token for token in range(256 + len(SPECIAL)) if mask[token // 8] >> token % 8 & 1]
-        ids.append(rng.choice(allowed))
+        ids.append(rng.choice(allowed_tokens(matcher.compute_bitmask())))
         assert matcher.consume_tokens(ids[-1:])
     assert matcher.is_accepting(), "it does not end"
     return tokenizer().decode(ids, skip_special_tokens=False)
