@@ -85,9 +85,15 @@ def place_in_reasoning(marks: Thinking | None, prompt: str, last_text: str, *, c
 
 
 def plan_answer(
-    loaded: LoadedModel, tools: ToolUse | None, place: Place, *, separates_reasoning: bool, shows_reasoning: bool
+    loaded: LoadedModel,
+    tools: ToolUse | None,
+    place: Place,
+    *,
+    is_held: bool,
+    separates_reasoning: bool,
+    shows_reasoning: bool,
 ) -> AnswerPlan:
-    """Return how answers are read that begin at a place in their reasoning."""
+    """Return how answers are read that begin at a place in their reasoning. With `is_held`, they have a grammar."""
     names = loaded.formats
     reasons = bool(names.reasoning) and separates_reasoning
     formats: list[Format] = []
@@ -98,8 +104,8 @@ def plan_answer(
             formats.append(thinking(names.thinking, inside=place is Place.INSIDE))
     if tools is not None and not names.in_channels:
         formats.append(held_calls(held_form(names)) if tools.required else names.read_calls(tools.schemas))
-    is_held = tools is not None and bool(tools.strict) and not tools.required and not names.in_channels
-    held = free_form(names) if is_held else None
+    has_free_calls = tools is not None and not tools.required and not names.in_channels
+    held = free_form(names) if is_held and has_free_calls else None
     return AnswerPlan(tuple(formats), tools, reasons, shows_reasoning, names.calls == "mistral", held)
 
 

@@ -76,6 +76,7 @@ async def chat_completions(state: ServerState, exchange: HttpExchange, request: 
         loaded,
         tools,
         place,
+        is_held=grammar != "",
         separates_reasoning=request.separate_reasoning is not False,
         shows_reasoning=request.include_reasoning is not False,
     )

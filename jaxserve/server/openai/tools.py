@@ -130,7 +130,7 @@ def _check(function: Function, first: Function, where: str) -> None:
     if kind is not None and "object" not in (kind if isinstance(kind, list) else [kind]):
         param = f"{where}.parameters.type"
         raise InvalidRequestError(
-            f"{param}: arguments are an object, got {str(kind)[:40]!r}; make what you want a property of one",
+            f"{param}: arguments are an object, got {str(kind)[:40]!r}; make it a property of an object",
             param=param,
         )
 

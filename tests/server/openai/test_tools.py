@@ -292,10 +292,12 @@ async def test_a_call_that_must_come_needs_no_form_of_the_answer():
 
 async def test_a_held_answer_that_is_cut_has_no_part_of_a_call():
     strict = {**WEATHER, "function": WEATHER["function"] | {"strict": True}}
+    form = {"response_format": {"type": "json_object"}}
     text = f"Ok.\n{CALL}".encode()
     async with over_asgi(engine=writes(text.decode())) as server:
         for size in range(1, len(text)):
-            choice = await ask_both_ways(server, tools=[strict], max_tokens=size)
+            fields = {"tools": [strict]} if size % 2 else {"tools": [WEATHER], **form}
+            choice = await ask_both_ways(server, **fields, max_tokens=size)
             assert choice["finish_reason"] == "length"
             content = choice["message"]["content"] or ""
             assert content in ("Ok.\n<", text[: min(size, 3)].decode(), text[: min(size, 4)].decode()), size
