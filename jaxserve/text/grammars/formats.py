@@ -12,6 +12,7 @@ from typing import Any
 from jaxserve.api_types import StructuredOutputs
 from jaxserve.text.grammars import patterns
 from jaxserve.text.grammars.json_grammar import DEFAULT_BLANKS, JsonGrammar
+from jaxserve.text.grammars.pattern_parser import whole
 from jaxserve.text.grammars.structural_tags import structural_tag
 
 MAX_CHARACTERS = 1 << 18
@@ -47,7 +48,7 @@ def _json_object(_: Any, outputs: StructuredOutputs) -> str:
 def _regex(value: str, _: StructuredOutputs) -> str:
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_regex(patterns.regex(patterns.whole(value)))
+    return LLMatcher.grammar_from_regex(patterns.regex(whole(value)))
 
 
 def _choice(value: Sequence[str], _: StructuredOutputs) -> str:

@@ -31,7 +31,8 @@ from jaxserve.text.grammars.json_shapes import (
     Text,
 )
 from jaxserve.text.grammars.numbers import Bound
-from jaxserve.text.grammars.patterns import Node, found_in
+from jaxserve.text.grammars.pattern_parser import found_in
+from jaxserve.text.grammars.patterns import Node
 from jaxserve.text.grammars.text_formats import text_format
 
 _TYPES = ("null", "boolean", "number", "string", "array", "object")

@@ -13,6 +13,7 @@ from typing import Any
 from jaxserve.text.grammars import patterns
 from jaxserve.text.grammars.json_grammar import JsonGrammar
 from jaxserve.text.grammars.lark import ANY, with_parts, without
+from jaxserve.text.grammars.pattern_parser import whole
 
 _MAX_DEPTH = 32
 
@@ -84,7 +85,7 @@ class _StructuralTag:
         return f"{self._json.add(form['json_schema'])}{_follow(ends)}"
 
     def _regex(self, form: dict[str, Any], ends: Sequence[str] | None) -> str:
-        pattern = patterns.regex(patterns.whole(form["pattern"]))
+        pattern = patterns.regex(whole(form["pattern"]))
         # With what follows in the same terminal, it need not be the longest text that matches.
         return self._terminal(f"/{pattern}/{_follow(ends)}")
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 
-from jaxserve.text.grammars.patterns import Node, found_in
+from jaxserve.text.grammars.pattern_parser import found_in
+from jaxserve.text.grammars.patterns import Node
 
 _LEAP = "(?:0[48]|[2468][048]|[13579][26])"
 _YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"

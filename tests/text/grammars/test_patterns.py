@@ -11,7 +11,8 @@ import subprocess
 import pytest
 from llguidance import LLMatcher
 
-from jaxserve.text.grammars.patterns import found_in, json_text, matches, regex, texts, whole
+from jaxserve.text.grammars.pattern_parser import found_in, whole
+from jaxserve.text.grammars.patterns import json_text, matches, regex, texts
 from tests.selection import examples
 from tests.text.grammars.draw import accepts, drawn
 
