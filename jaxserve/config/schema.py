@@ -158,8 +158,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_mixed_step_ms: Annotated[
         int | None,
         Meta(
-            description="while requests decode, a prompt longer than a chunk is computed in pieces that keep steps "
-            "below so many milliseconds, by those measured; 0: no limit; default: 250 on a CPU, else 0"
+            description="longest step, in milliseconds, that computes a part of a long prompt while other requests "
+            "decode; measured step times choose the part; 0: no limit; default: 250 on a CPU, else 0"
         ),
     ] = None
     cuda_graph_max_bs: Annotated[

@@ -38,7 +38,7 @@ class PrefillBudget:
         return max(0, min(self._prefill_left[rank], limit - self.totals[rank]))
 
     def limit(self, rank: int, tokens: int) -> None:
-        """Leave no more prefill tokens than a step of so many has beside what it holds already; at least a few."""
+        """Limit the whole step to `tokens`: what it holds already counts. A few prefill tokens are always left."""
         self._prefill_left[rank] = min(self._prefill_left[rank], max(tokens - self.totals[rank], _LEAST_PREFILL))
 
     def add_chunk(self, rank: int, length: int, *, prompt_logprobs: bool) -> None:

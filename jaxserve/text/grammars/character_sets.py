@@ -66,7 +66,7 @@ def ignore_case(ranges: Ranges) -> Ranges:
 
 DIGITS = characters("0123456789")
 WORDS = union(DIGITS, ((0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)))
-# The blanks of JavaScript and of Python, without those that only one of them has.
+# The blanks that both JavaScript and Python know.
 BLANKS = union(characters("\t\n\v\f\r \xa0\u1680\u2028\u2029\u202f\u205f\u3000"), ((0x2000, 0x200A),))
 WIDE_BLANKS = union(BLANKS, characters("\x1c\x1d\x1e\x1f\x85\ufeff"))
 LINE_ENDS = characters("\n\r\u2028\u2029")

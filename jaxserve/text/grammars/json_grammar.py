@@ -333,7 +333,7 @@ def _scalar(shape: Shape) -> str:
 
 
 def _text(least: int, most: int | None) -> str:
-    """Return the terminal of a text with so many characters."""
+    """Return the terminal of a text of `least` to `most` characters; None is no limit."""
     return f"/{patterns.json_text(patterns.Repeat(patterns.ANY_TEXT.node, least, most))}/"
 
 
@@ -367,7 +367,7 @@ def _nearest_multiple(end: Bound, multiple: Fraction, direction: int) -> int | f
 
 
 def _times(item: str, least: int, most: int | None) -> str:
-    """Return an expression of so many items."""
+    """Return an expression of `least` to `most` items; None is no limit."""
     if most == 0:
         return ""
     return f"({item})*" if not least and most is None else f"({item}){{{least},{'' if most is None else most}}}"

@@ -13,12 +13,12 @@ from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
+from jaxserve.text.grammars.json_algebra import Algebra
 from jaxserve.text.grammars.json_shapes import (
     ANY,
     ANY_KEYS,
     ANY_SHAPES,
     NEVER,
-    Algebra,
     Boolean,
     List,
     Null,

@@ -1,4 +1,4 @@
-"""Regular expressions of the JSON numbers within bounds of any size, exact: none is outside, whoever reads it.
+"""Regular expressions of JSON numbers within bounds of any size. A number that matches is within them for any reader.
 
 Not every number within the bounds has an expression. One with a fraction has no more digits than a reader with 64-bit
 floats tells apart, and one with an exponent has one digit before the point.
@@ -21,7 +21,7 @@ _DIGITS = 15
 _MIN_EXPONENT = -307
 _SMALLEST = Decimal(10) ** -_DIGITS
 _EXACT = 2**53
-# Integer bounds with more digits are narrowed to so many.
+# Integer bounds with more digits are narrowed to their first `_KEPT` digits.
 _MAX_INTEGER = 100
 _KEPT = 20
 # More digits than a number in JSON has here.
@@ -76,7 +76,7 @@ def integer_regex(low: Bound | None, high: Bound | None) -> str:
 
 
 def _naturals(least: int, most: int | None, fraction: int = 0, longest: int | None = None) -> str:
-    """Return the expression of the natural numbers from `least` to `most`, with so many digits after a point.
+    """Return the expression of the natural numbers from `least` to `most`, with `fraction` digits after a point.
 
     Those of more than `longest` digits in all are left out.
     """
@@ -256,7 +256,7 @@ def _digit(first: int, last: int) -> str:
 
 
 def _digits(least: int, most: int | None) -> str:
-    """Return the expression of so many digits."""
+    """Return the expression of `least` to `most` digits; None is no limit."""
     if most == 0:
         return ""
     if least == most:
