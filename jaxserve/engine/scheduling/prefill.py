@@ -82,7 +82,7 @@ class PrefillChooser:
             rank = table.ranks[request.rank]
             planned, held = request.num_planned_tokens, len(request.pages[0])
             wants = request.needs_prompt_logprobs
-            self._limit(budget, rank, request.num_fill_tokens)
+            self._limit(budget, rank, request.num_fill_tokens - (request.num_cached_tokens or 0))
             room = (held + self._unpromised(rank, promised)) * self._page_size - planned
             length = min(request.num_fill_tokens - planned, room, budget.max_chunk(rank.index, prompt_logprobs=wants))
             if length <= 0:
