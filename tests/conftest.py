@@ -6,6 +6,9 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+from tests.selection import FULL
 
 pytest_plugins = ["tests.budgets", "tests.proved.plugin"]
 
@@ -13,6 +16,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # Threads of XLA's that wait in Mosaic GPU's interpreter would leave none on a small machine to those they wait for.
 os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
+
+# `make test` draws the same examples each time: it fails for a change and not by chance. `make test-full` draws others.
+settings.register_profile("jaxserve", derandomize=not FULL)
+settings.load_profile("jaxserve")
 
 # A shell starts what it runs in the background with Ctrl-C ignored, which would be inherited by all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -142,7 +142,8 @@ def number_regex(low: Bound | None, high: Bound | None) -> str:
     """Return an expression of numbers within bounds, "" if there are none. None is no bound."""
     if low is None and high is None:
         return NUMBER
-    low, high = _closed(low, 1), _closed(high, -1)
+    if _may_round_onto_open_end(low, high):
+        low, high = _closed(low, 1), _closed(high, -1)
     if low is not None and high is not None and low.value == high.value:
         return "" if low.open or high.open else _exactly(low.value)
     zero = Bound(Decimal(0), open=True)
@@ -160,11 +161,21 @@ def number_regex(low: Bound | None, high: Bound | None) -> str:
     return _any(options)
 
 
+def _may_round_onto_open_end(low: Bound | None, high: Bound | None) -> bool:
+    """Whether a number with as many digits as either bound has may be an open bound once it is a 64-bit float."""
+    values = [end.value for end in (low, high) if end is not None]
+    most = max(len(value.normalize().as_tuple().digits) for value in values)
+    fraction = max((_num_fraction_digits(value) for value in values if abs(value) >= _SMALLEST), default=0)
+    return any(
+        max(most, end.value.adjusted() + 1 + fraction) > _DIGITS or abs(end.value) >= _EXACT
+        for end in (low, high)
+        if end is not None and end.open and end.value
+    )
+
+
 def _closed(bound: Bound | None, direction: int) -> Bound | None:
-    """Return a bound whose neighbours a float tells apart, so that it may be open."""
-    if bound is None or not bound.open:
-        return bound
-    if abs(bound.value) < _EXACT and len(bound.value.as_tuple().digits) <= _DIGITS:
+    """Return a bound that isn't open, at the nearest float within an open one."""
+    if bound is None or not bound.open or not bound.value:
         return bound
     nearest = math.nextafter(float(bound.value), direction * math.inf)
     return Bound(Decimal(nearest)) if math.isfinite(nearest) else bound

@@ -25,7 +25,10 @@ DECIMALS = st.one_of(
         Decimal
     ),
 )
-STEPS = [Decimal(step) for step in ("0", "1", "-1", "10", "-10", ".1", "-.1", ".5", "-.01", "1e-10", "-1e-13")]
+STEPS = [
+    Decimal(step)
+    for step in ("0", "1", "-1", "10", "-10", ".1", "-.1", ".5", "-.01", "1e-10", "1e-13", "-1e-13", "-1e-14", "1e-16")
+]
 
 
 def is_within(value: Decimal | float, low: Bound | None, high: Bound | None) -> bool:
@@ -42,10 +45,13 @@ def check(expression: str, low: Bound | None, high: Bound | None, *, integers: b
     pattern = re.compile(expression) if expression else None
     values = {end.value + step for end in (low, high) if end is not None for step in STEPS}
     values |= {Decimal(0), Decimal("0.5"), Decimal(-3)}
+    # Numbers that a float doesn't tell from an end.
+    values |= {end.value * (1 + Decimal(part)) for end in (low, high) if end for part in ("1e-16", "-1e-16", "-1e-17")}
     values |= {(low.value + high.value) / 2} if low is not None and high is not None else set()
     for value in values:
         plain = f"{value:f}"
-        for text in {plain, plain.rstrip("0").rstrip(".") if "." in plain else plain, f"{value:.5e}"}:
+        short = plain.rstrip("0").rstrip(".") if "." in plain else plain
+        for text in {plain, short, f"{value:.5e}", f"{value:.16e}"}:
             allowed = pattern is not None and pattern.fullmatch(text) is not None
             inside = is_within(Decimal(text), low, high)
             assert inside or not allowed, text
