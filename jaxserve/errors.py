@@ -29,6 +29,10 @@ class EngineDeadError(JaxserveError):
     """The engine process has ended; open requests can't be finished."""
 
 
+class ForkedProcessError(JaxserveError):
+    """An engine is used in a process that was forked from the engine's own."""
+
+
 class EngineUnresponsiveError(JaxserveError):
     """The engine process runs but makes no progress or sends no sign of life; it may recover."""
 

@@ -122,6 +122,16 @@ def limit_memory(nbytes: int) -> None:
                 resource.setrlimit(limit, (most, most))
 
 
+def return_free_memory() -> None:
+    """Return freed memory to the system: glibc would keep it, up to gigabytes; other allocators don't."""
+    if sys.platform == "linux":
+        import ctypes
+
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """Return an event loop of uvloop, or of asyncio if uvloop is not installed."""
     try:

@@ -29,20 +29,26 @@ from jaxserve.api_types import (
 )
 from jaxserve.config.data_parallel import require_single_process
 from jaxserve.config.load import from_arguments
-from jaxserve.config.schema import DEFAULT_MODEL, ServerConfig
-from jaxserve.engine.client import InProcessEngine, SharedEngine
+from jaxserve.config.schema import DEFAULT_MODEL, SHARED_SERVER_SETTINGS, ServerConfig
+from jaxserve.engine.client import InProcessEngine, SharedEngine, check_not_forked, is_forked
 from jaxserve.errors import ConfigError, InvalidRequestError, RequestFailedError
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.chat_template_files import choose_chat_template
 from jaxserve.text.grammars.checking import GrammarChecker
 from jaxserve.text.output import OutputDelta, OutputProcessor
+from jaxserve.text.prompt_forms import (
+    Message,
+    Prompt,
+    read_conversation,
+    read_conversations,
+    read_prompt,
+    read_prompts,
+)
 from jaxserve.text.requests import check_ids, sample_requests
+from jaxserve.text.tokenizers.escaped_marks import EscapedMarks
 from jaxserve.text.tokenizers.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
-
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,23 +79,25 @@ class LLM:
 
     Settings are those of `jaxserve serve`, by their own names or by those of other engines:
     `LLM("folder", max_running_requests=8)`. Use it as a context manager, or call `close`, to free its memory. Several
-    threads may use it at once; their requests run in one batch.
+    threads may use it at once; their requests run in one batch. A process that was forked from this one, as by
+    `multiprocessing`'s "fork", can't use it: methods raise `ForkedProcessError`, and `close` does nothing there.
     """
 
     def __init__(self, model: str | Path = DEFAULT_MODEL, **settings: Any) -> None:
         loaded = from_arguments([("model", str(model)), *settings.items()])
         for value in loaded.values:
             name = value.setting.name
-            if value.setting.owner is ServerConfig and value.source != "default" and name != "chat_template":
+            if value.setting.owner is ServerConfig and value.source != "default" and name not in SHARED_SERVER_SETTINGS:
                 raise ConfigError(f"{name} is a setting of `jaxserve serve`; LLM has no server")
         for note in loaded.notes:
             logger.warning(note)
         config = require_single_process(loaded.engine, "LLM")
-        self._tokenizer = load_tokenizer(model_source.resolve(config.model))
+        tokenizer = load_tokenizer(model_source.resolve(config.model))
         self._template = ChatTemplate(
-            choose_chat_template(loaded.server.chat_template, self._tokenizer.chat_templates),
-            self._tokenizer.special_tokens,
+            choose_chat_template(loaded.server.chat_template, tokenizer.chat_templates), tokenizer.special_tokens
         )
+        self._tokenizer = tokenizer.with_turn_end(self._template.turn_end())
+        self._marks = EscapedMarks(self._tokenizer) if loaded.server.escape_marks else None
         self._grammars = GrammarChecker(self._tokenizer)
         self._engine = SharedEngine(InProcessEngine.start(config))
         self._numbers = itertools.count()
@@ -103,16 +111,18 @@ class LLM:
         priority: int | Sequence[int] = 0,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Continue prompts (texts or lists of ids), all in one batch; return the outputs in the prompts' order.
+        """Continue prompts, all in one batch; return the outputs in the prompts' order.
 
+        A prompt is a text, a list of ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
         With `schedule_policy="priority"`, prompts of higher `priority` run first. Only prompts with the same
         `cache_salt` share cached prefixes. Raises `InvalidRequestError` before anything runs, and `RequestFailedError`
         if the engine can't finish a request.
         """
-        prompts = _as_list(prompts)
-        params = _per_prompt("sampling_params", sampling_params, len(prompts))
-        priorities = _per_prompt("priorities", priority, len(prompts))
-        tasks = [self._prepare(*each, cache_salt) for each in zip(prompts, params, priorities, strict=True)]
+        check_not_forked()
+        contents = read_prompts(prompts)
+        params = _per_prompt("sampling_params", sampling_params, len(contents))
+        priorities = _per_prompt("priorities", priority, len(contents))
+        tasks = [self._prepare(*each, cache_salt) for each in zip(contents, params, priorities, strict=True)]
         return self._run(tasks, use_tqdm)
 
     def chat(
@@ -130,28 +140,30 @@ class LLM:
 
         The template shows `tools`, in OpenAI's form; calls are in the text, as the model writes them.
         """
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        check_not_forked()
         options = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "tools": tools,
             **(chat_template_kwargs or {}),
         }
-        texts = [self._render(conversation, options) for conversation in conversations]  # type: ignore[arg-type]
+        texts = [self._render(conversation, options) for conversation in read_conversations(messages)]
         params = _per_prompt("sampling_params", sampling_params, len(texts))
         tasks = [
-            dataclasses.replace(self._prepare(self._encode_rendered(text), each), prompt=text)
+            dataclasses.replace(self._prepare(self._encode_rendered(text), each), prompt=self._shown(text))
             for text, each in zip(texts, params, strict=True)
         ]
         return self._run(tasks, use_tqdm)
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Return the prompt's ids for a conversation; `options` are passed to the chat template."""
-        return self._encode_rendered(self._render(messages, options))
+        check_not_forked()
+        return self._encode_rendered(self._render(read_conversation(messages), options))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[OutputDelta]:
         """Continue one prompt; yield each piece of text as it is generated. Closing the iterator aborts the request."""
-        task = self._prepare(prompt, sampling_params)
+        check_not_forked()
+        task = self._prepare(read_prompt(prompt), sampling_params)
         if task.params.n != 1:
             raise InvalidRequestError(f"stream returns one sample: n must be 1, got {task.params.n}", param="n")
         return self._stream(task)
@@ -180,8 +192,9 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine and free its memory."""
-        self._engine.close()
-        self._grammars.close()
+        if not is_forked():
+            self._engine.close()
+            self._grammars.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -192,22 +205,24 @@ class LLM:
         self.close()
 
     def _render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-        return self._template.render([dict(message) for message in messages], **options)
+        if self._marks is not None:
+            messages = self._marks.escape(list(messages))
+            options = {**options, "documents": self._marks.escape(options.get("documents"))}
+        return self._template.render(messages, **options)
+
+    def _shown(self, rendered: str) -> str:
+        return rendered if self._marks is None else self._marks.restore(rendered)
 
     def _encode_rendered(self, text: str) -> list[int]:
         """Return the ids of a rendered template, which writes its special tokens itself: none are added."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return (self._marks or self._tokenizer).encode_batch([text], add_special_tokens=False)[0]
 
     def _prepare(
-        self, prompt: Prompt, params: SamplingParams | None, priority: int = 0, cache_salt: str | None = None
+        self, prompt: str | list[int], params: SamplingParams | None, priority: int = 0, cache_salt: str | None = None
     ) -> _PromptTask:
-        text = prompt if isinstance(prompt, str) else None
-        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        text, ids = (prompt, self._tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, prompt)
         if not ids:
             raise InvalidRequestError("the prompt holds no tokens", param="prompt")
-        for token in ids:
-            if type(token) is not int:
-                raise InvalidRequestError(f"the prompt holds {token!r}, which is not a token id", param="prompt")
         check_ids(ids, self._engine.info.vocab_size, param="prompt")
         if len(ids) >= self.max_model_len:
             raise InvalidRequestError(
@@ -215,7 +230,11 @@ class LLM:
                 "tokens; shorten the prompt, or raise context_length",
                 param="prompt",
             )
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params must be a SamplingParams, got a {type(params).__name__}", param="sampling_params"
+            )
         grammar = "" if params.structured_outputs is None else self._grammars.grammar(params.structured_outputs)
         return _PromptTask(text, ids, params, priority, cache_salt, grammar)
 
@@ -333,13 +352,6 @@ def _with_cached_tokens(delta: OutputDelta, last: TokenEvent) -> OutputDelta:
         return delta
     usage = msgspec.structs.replace(delta.usage, cached_tokens=last.usage.cached_tokens)
     return msgspec.structs.replace(delta, usage=usage)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return one prompt or several as a list of prompts; a list of integers is one prompt of ids."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
 
 
 def _per_prompt[T](name: str, value: T | Sequence[T], count: int) -> list[T]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import shutil
 import signal
@@ -109,3 +110,27 @@ def test_serve_on_windows_is_an_error_that_names_wsl(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(ConfigError, match="on Windows, use WSL2"):
         host.check_can_serve()
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="this libc has no malloc_trim")
+def test_freed_memory_is_returned_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    blocks = [libc.malloc(1 << 16) for _ in range(1000)]
+    for block in blocks:
+        ctypes.memset(block, 1, 1 << 16)
+    *freed, last = blocks  # the last one keeps those below it from being returned by free
+    for block in freed:
+        libc.free(block)
+    before = resident()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    host.return_free_memory()
+    assert resident() > before - (1 << 24)
+    monkeypatch.undo()
+    host.return_free_memory()
+    assert resident() < before - (1 << 25)
+    libc.free(last)

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
+import multiprocessing
+import os
 import signal
-from collections.abc import Iterator
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jaxserve import LLM, SamplingParams
+from jaxserve import LLM, SamplingParams, host
 from jaxserve.api_types import FinishReason, TokenEvent
-from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError, RequestFailedError
+from jaxserve.errors import (
+    ConfigError,
+    EngineDeadError,
+    ForkedProcessError,
+    InvalidRequestError,
+    RequestFailedError,
+)
 from tests.tiny_model import EOS_ID, VOCAB_SIZE, tiny_settings
 
 pytestmark = pytest.mark.slow
@@ -311,3 +322,98 @@ def test_a_closed_llm_raises_an_error(tmp_path_factory: pytest.TempPathFactory) 
     llm.close()
     with pytest.raises(EngineDeadError, match="closed"):
         llm.generate("abc", GREEDY, use_tqdm=False)
+
+
+def test_closing_returns_the_memory(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """An `LLM` that is closed leaves neither its device arrays nor what the allocator kept of its memory."""
+    calls: list[str] = []
+    llm = LLM(**tiny_settings(tmp_path_factory))
+    state = weakref.ref(llm._engine.engine._engine)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "return_free_memory", lambda: calls.append("trim" if state() is None else "too early"))
+        gc.disable()
+        try:
+            llm.close()
+        finally:
+            gc.enable()
+    assert calls == ["trim"]
+
+
+def in_a_fork(work: Callable[[], object]) -> str:
+    """Return the error that `work` raises in a process forked from this one; the empty string if it raises none."""
+    context = multiprocessing.get_context("fork")
+    reading, writing = context.Pipe(duplex=False)
+
+    def child() -> None:
+        try:
+            work()
+            writing.send("")
+        except BaseException as error:
+            writing.send(f"{type(error).__name__}: {error}")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python and jax warn of what is tested here
+        process = context.Process(target=child)
+        process.start()
+    try:
+        assert reading.poll(60), "the child hangs"
+        return str(reading.recv())
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.process
+def test_a_forked_process_is_refused_at_once_and_leaves_the_parent_alone(
+    llm: LLM, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    (expected,) = llm.generate("abc", GREEDY, use_tqdm=False)
+    open_stream = llm.stream("abc", GREEDY)
+    tokens = next(open_stream).token_ids
+    uses: list[Callable[[], object]] = [
+        lambda: llm.generate("abc", GREEDY),
+        lambda: llm.generate([]),
+        lambda: llm.chat([]),
+        lambda: llm.chat(CHAT),
+        lambda: llm.encode_chat(CHAT),
+        lambda: list(llm.stream("abc", GREEDY)),
+        lambda: next(open_stream),
+        llm.flush_cache,
+        llm.start_profile,
+        llm.stop_profile,
+        lambda: LLM(**tiny_settings(tmp_path_factory)),
+    ]
+
+    def try_all() -> None:
+        for use in uses:
+            with pytest.raises(ForkedProcessError, match=f"was forked from process {parent}"):
+                use()
+        with llm:
+            pass
+        llm.close()
+        open_stream.close()
+
+    parent = os.getpid()
+    with llm._engine._exclusive():
+        assert in_a_fork(try_all) == ""
+    tokens += [token for delta in open_stream for token in delta.token_ids]
+    assert tokens == expected.outputs[0].token_ids
+    assert llm.generate("abc", GREEDY, use_tqdm=False) == [expected]
+
+
+def test_prompts_in_vllms_forms(llm: LLM) -> None:
+    (expected,) = llm.generate("abc", GREEDY, use_tqdm=False)
+    forms = [{"prompt": "abc"}, "abc", {"prompt_token_ids": [97, 98, 99]}, [97, 98, 99]]
+    assert [output.outputs for output in llm.generate(forms, GREEDY, use_tqdm=False)] == [expected.outputs] * 4
+    assert llm.generate({"prompt": "abc"}, GREEDY, use_tqdm=False) == [expected]
+    deltas = llm.stream({"prompt_token_ids": [97, 98, 99]}, GREEDY)
+    assert "".join(delta.text for delta in deltas) == expected.outputs[0].text
+
+
+def test_arguments_of_other_types_are_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match=r"prompts\[1\] is of type int: a prompt is a text, a list"):
+        llm.generate(["abc", 5], GREEDY)
+    with pytest.raises(InvalidRequestError, match=r"sampling_params must be a SamplingParams, got a dict"):
+        llm.generate("abc", {"max_tokens": 3})
+    with pytest.raises(InvalidRequestError, match=r"a conversation is a list of messages .*, got str"):
+        llm.chat("hi")

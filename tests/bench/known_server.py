@@ -35,6 +35,7 @@ class Behaviour(msgspec.Struct):
     fault: str = ""
     good: int = 2
     usage: bool = True
+    prompt_tokens: int = 7
     framing: str = "chunked"
     newline: str = "\n"
     pieces: int = 0
@@ -91,7 +92,8 @@ class KnownServer:
         if route == "/seen":
             return self._json(writer, {"routes": self.routes, "heads": self.heads, "bodies": self.bodies})
         if route == "/v1/models":
-            return self._json(writer, {"data": [{"id": "known"}]})
+            short = {"id": "short", "max_model_len": 20}
+            return self._json(writer, {"data": [{"id": "known", "max_model_len": 4000}, short, {"id": "silent"}]})
         if route == "/sent":
             return self._json(writer, self.sent)
         if route == "/metrics":
@@ -147,8 +149,9 @@ class KnownServer:
                 await self._until(due)
         if how.usage:
             self._event(
-                writer, how, {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": asked.max_tokens}}
-            )
+                writer, how,
+                {"choices": [], "usage": {"prompt_tokens": how.prompt_tokens, "completion_tokens": asked.max_tokens}},
+            )  # fmt: skip
         if how.fault != "no-done":
             self._event(writer, how, None)
         if how.framing == "chunked":

@@ -70,7 +70,7 @@ class Dataset:
 
     def vocabulary(self, tokenizer: Tokenizer | None) -> Vocabulary:
         """Return the vocabulary to draw from, with this tokenizer."""
-        return Vocabulary(tokenizer, self.values.get("vocab-size"))
+        return Vocabulary(tokenizer, self.values.get("vocab-size"), chat=self.chat)
 
     def make(self, vocabulary: Vocabulary, *, warmups: int | None = None) -> list[BenchConversation]:
         """Create the conversations, or `warmups` different ones of the same kind. Raises `ConfigError`."""

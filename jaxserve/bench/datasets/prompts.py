@@ -11,8 +11,8 @@ Content = str | list[int] | list[dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request to send. `prompt_tokens` is the tokenizer's count for the content, None if unknown; `output_tokens`
-    is the request's max_tokens."""
+    """One request to send. `prompt_tokens` is the tokenizer's count for the content, without a chat's template, and
+    None if unknown; `output_tokens` is the request's max_tokens."""
 
     content: Content
     prompt_tokens: int | None

@@ -21,12 +21,16 @@ _DOUBLED_WORD = re.compile(r" ?([^\W\d_]+) \1")
 
 
 class Vocabulary:
-    """Draws from a tokenizer's ordinary tokens, or, without a tokenizer, from the ids below `size`."""
+    """Draws from a tokenizer's ordinary tokens, or, without a tokenizer, from the ids below `size`.
 
-    def __init__(self, tokenizer: Tokenizer | None, size: int | None = None) -> None:
+    `chat` says that texts become messages of chats, to which the tokenizer adds neither BOS nor EOS.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, size: int | None = None, *, chat: bool = False) -> None:
         if size is not None and size < 1:
             raise ConfigError(f"--vocab-size must be at least 1, got {size}")
         self._tokenizer = tokenizer
+        self._chat = chat
         self._size = size or (tokenizer.vocab_size if tokenizer else None)
         self._words: np.ndarray | None = None
 
@@ -38,9 +42,14 @@ class Vocabulary:
         return self._tokenizer
 
     @property
+    def can_count(self) -> bool:
+        """Whether there is a tokenizer, which counts the tokens of texts."""
+        return self._tokenizer is not None
+
+    @property
     def added(self) -> int:
-        """The number of tokens (BOS, EOS) that the tokenizer adds to every text."""
-        return len(self.tokenizer.encode(""))
+        """The number of tokens (BOS, EOS) that the tokenizer adds to every text; none in chats."""
+        return 0 if self._chat else len(self.tokenizer.encode(""))
 
     def ids(self, rng: np.random.Generator, count: int) -> list[int]:
         """Draw `count` ids of ordinary tokens."""
@@ -79,8 +88,8 @@ class Vocabulary:
         return text, self.count_answer(text)
 
     def count(self, text: str) -> int:
-        """Count the tokens of a text as a server does, with BOS and EOS."""
-        return len(self.tokenizer.encode(text))
+        """Count the tokens of a text as a server does, with BOS and EOS except in chats."""
+        return len(self.tokenizer.encode(text, add_special_tokens=not self._chat))
 
     def count_answer(self, text: str) -> int:
         """Count the tokens of a text as the model wrote it, without BOS and EOS."""

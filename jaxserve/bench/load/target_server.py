@@ -8,6 +8,7 @@ import ssl
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -75,6 +76,12 @@ class ServedModel(msgspec.Struct):
 
     id: str
     root: str | None = None
+    max_model_len: Any = None
+
+    @property
+    def context(self) -> int | None:
+        """The maximum length of a prompt with its output in tokens; None if the server doesn't say."""
+        return self.max_model_len if isinstance(self.max_model_len, int) and self.max_model_len > 0 else None
 
 
 class _ModelList(msgspec.Struct):
@@ -131,10 +138,7 @@ async def send_request(
 async def first_served_model(server: TargetServer, pool: ConnectionPool, headers: Mapping[str, str]) -> ServedModel:
     """Return the first model of /v1/models. Raises `JaxserveError`."""
     status, body = await send_request(server, pool, headers, "/v1/models")
-    try:
-        models = msgspec.json.decode(body, type=_ModelList).data
-    except msgspec.DecodeError:
-        models = []
+    models = _read_models(body)
     if status != 200 or not models:
         shown = body[:200].decode(errors="replace")
         raise JaxserveError(
@@ -142,6 +146,24 @@ async def first_served_model(server: TargetServer, pool: ConnectionPool, headers
             "--model, and give the server's key, if it has one, with --api-key"
         )
     return models[0]
+
+
+async def find_context(
+    server: TargetServer, pool: ConnectionPool, headers: Mapping[str, str], model: str
+) -> int | None:
+    """Return the context of the model of this name as /v1/models says it; None if it doesn't."""
+    try:
+        _, body = await send_request(server, pool, headers, "/v1/models")
+    except JaxserveError:
+        return None
+    return next((served.context for served in _read_models(body) if served.id == model), None)
+
+
+def _read_models(body: bytes) -> list[ServedModel]:
+    try:
+        return msgspec.json.decode(body, type=_ModelList).data
+    except msgspec.DecodeError:
+        return []
 
 
 def load_named_tokenizer(name: str) -> Tokenizer:

@@ -51,6 +51,8 @@ def _report(plan: BenchPlan, measured: ServeResult) -> None:
         "dataset": f"{plan.dataset.describe()}, seed {arguments.seed}",
         "load": f"{len(run.records)} requests, {plan.describe_arrivals()}, {at_once} open",
     }
+    if measured.parts is not None:
+        about["prompts"] = measured.parts.describe()
     if measured.acceptance is not None:
         about["drafts"] = describe_acceptance(measured.acceptance)
     print(report(about, figures, run, arguments.metric_percentiles))
@@ -74,6 +76,8 @@ def _report(plan: BenchPlan, measured: ServeResult) -> None:
         keys |= {f"ramp_up_{key}": value for key, value in plan.ramp_up.as_json().items()}
     if plan.dataset.name in RANDOM:
         keys["random_range_semantics"] = plan.dataset.values["random-range-semantics"]
+    if measured.parts is not None:
+        keys |= measured.parts.as_json()
     if measured.acceptance is not None:
         keys |= measured.acceptance.as_json()
     for path, detailed in _files(arguments, keys):

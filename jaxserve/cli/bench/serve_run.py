@@ -8,10 +8,11 @@ import dataclasses
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 from jaxserve import host
 from jaxserve.bench.datasets.prompts import BenchConversation
+from jaxserve.bench.datasets.request_lengths import check_context, request_lengths
 from jaxserve.bench.datasets.vocabulary import Vocabulary
 from jaxserve.bench.load.client import LoadClient
 from jaxserve.bench.load.http_client import ConnectionPool
@@ -20,12 +21,14 @@ from jaxserve.bench.load.records import RequestRecord
 from jaxserve.bench.load.run_load import LoadResult, LoadRun, count_answer_tokens
 from jaxserve.bench.load.target_server import (
     ServedModel,
+    find_context,
     first_served_model,
     load_named_tokenizer,
     send_request,
     tokenizer_name,
     wait_for_server,
 )
+from jaxserve.bench.results.prompt_parts import PromptParts, prompt_parts
 from jaxserve.cli.bench.serve_plan import BenchPlan
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.observability.acceptance import Acceptance, read_acceptance
@@ -33,17 +36,20 @@ from jaxserve.observability.acceptance import Acceptance, read_acceptance
 _RETRY_SECONDS = 0.25
 _PROFILE_SECONDS = 600.0
 _METRICS_SECONDS = 5.0
+# Fields of --extra-body after which the dataset doesn't say how long requests are.
+_LENGTH_FIELDS = {"prompt", "messages", "max_tokens", "max_completion_tokens", "truncate_prompt_tokens"}
 
 
 @dataclasses.dataclass(frozen=True)
 class ServeResult:
-    """The result of a run, with the names of the model and its tokenizer, and the acceptance of the server's drafts
-    during the run, or None if it reports none."""
+    """The result of a run, with the names of the model and its tokenizer, the acceptance of the server's drafts during
+    the run, or None if it reports none, and the parts of the prompts of chats, if they are known."""
 
     run: LoadResult
     model: str
     tokenizer: str
     acceptance: Acceptance | None
+    parts: PromptParts | None
 
 
 def run_plan(plan: BenchPlan) -> ServeResult | None:
@@ -62,9 +68,16 @@ async def _measure(plan: BenchPlan) -> ServeResult | None:
         given = arguments.model or arguments.served_model_name
         model = ServedModel(given) if given else await first_served_model(plan.server, pool, plan.headers)
         tokenizer = arguments.tokenizer or tokenizer_name(arguments.model or model.id, model.root)
+        name = arguments.served_model_name or model.id
+        context = await find_context(plan.server, pool, plan.headers, name) if given else model.context
         vocabulary = dataset.vocabulary(load_named_tokenizer(tokenizer) if dataset.needs_tokenizer else None)
         conversations = dataset.make(vocabulary)
-        name = arguments.served_model_name or model.id
+        if (context or dataset.chat) and _has_unknown_lengths(conversations) and not vocabulary.can_count:
+            with contextlib.suppress(ConfigError):
+                vocabulary = dataset.vocabulary(load_named_tokenizer(tokenizer))
+        lengths = [request_lengths(conversation, vocabulary) for conversation in conversations]
+        if context and not _LENGTH_FIELDS & arguments.extra_body.keys():
+            check_context(conversations, lengths, context, chat=dataset.chat)
         client = LoadClient(pool, plan.writer(name), timeout=arguments.request_timeout, stall=arguments.stall_timeout)
         if patience:
             await _wait_until_ready(client, dataset.make(vocabulary, warmups=1), patience)
@@ -83,7 +96,12 @@ async def _measure(plan: BenchPlan) -> ServeResult | None:
         with contextlib.suppress(ConfigError):
             count_answer_tokens(run.records, Vocabulary(load_named_tokenizer(tokenizer)).count_answer)
     acceptance = after.since(before) if before is not None and after is not None else None
-    return ServeResult(run, name, tokenizer, acceptance)
+    parts = prompt_parts(run.records, lengths, vocabulary.count_answer) if dataset.chat else None
+    return ServeResult(run, name, tokenizer, acceptance, parts)
+
+
+def _has_unknown_lengths(conversations: Sequence[BenchConversation]) -> bool:
+    return any(prompt.prompt_tokens is None for conversation in conversations for prompt in conversation.prompts)
 
 
 async def _warm_up(plan: BenchPlan, client: LoadClient, vocabulary: Vocabulary, stop: asyncio.Event) -> bool:

@@ -2,7 +2,16 @@
 
 from jaxserve.engine.client.async_client import EngineClient
 from jaxserve.engine.client.engine import Engine, launch_engine, launch_follower
-from jaxserve.engine.client.in_process import InProcessEngine
+from jaxserve.engine.client.in_process import InProcessEngine, check_not_forked, is_forked
 from jaxserve.engine.client.shared_engine import SharedEngine
 
-__all__ = ["Engine", "EngineClient", "InProcessEngine", "SharedEngine", "launch_engine", "launch_follower"]
+__all__ = [
+    "Engine",
+    "EngineClient",
+    "InProcessEngine",
+    "SharedEngine",
+    "check_not_forked",
+    "is_forked",
+    "launch_engine",
+    "launch_follower",
+]

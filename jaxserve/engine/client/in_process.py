@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import importlib
+import os
 from collections.abc import Iterable
 
+from jaxserve import host
 from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, ProfileInfo, TokenEvent
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.client.async_client import WORKER_MODULE
 from jaxserve.engine.core.loop import EngineLoop
-from jaxserve.errors import EngineDeadError, InvalidRequestError
+from jaxserve.errors import EngineDeadError, ForkedProcessError, InvalidRequestError
 
 
 class InProcessEngine:
@@ -24,7 +28,11 @@ class InProcessEngine:
 
     @classmethod
     def start(cls, config: EngineConfig, *, module: str = WORKER_MODULE) -> InProcessEngine:
-        """Build an engine with `build_engine` of `module`, which is imported here because it imports jax."""
+        """Build an engine with `build_engine` of `module`, which is imported here because it imports jax.
+
+        Raise `ForkedProcessError` in a child of a process that has started one.
+        """
+        check_not_forked()
         loop, info = importlib.import_module(module).build_engine(config)
         return cls(loop, info)
 
@@ -75,15 +83,38 @@ class InProcessEngine:
         return self._engine.profiling.stop().result()
 
     def close(self) -> None:
-        """Close the engine and free its device memory. May be called again."""
+        """Close the engine and return its memory to the system. May be called again."""
         if self._loop is not None:
             with contextlib.suppress(EngineDeadError):
                 self._loop.flush()
             self._loop.profiling.close()
             self._loop = None
+            gc.collect()  # weights and programs are in reference cycles
+            host.return_free_memory()
 
     @property
     def _engine(self) -> EngineLoop:
         if self._loop is None:
             raise EngineDeadError("the engine has been closed")
         return self._loop
+
+
+@functools.cache
+def _process_of_engines() -> int:
+    """Return the process that first asked, which is where engines run."""
+    return os.getpid()
+
+
+def is_forked() -> bool:
+    """Return whether this process was forked from one that has started an engine."""
+    return os.getpid() != _process_of_engines()
+
+
+def check_not_forked() -> None:
+    """Raise `ForkedProcessError` in a forked process: the threads of JAX don't exist there, and a step would hang."""
+    if is_forked():
+        raise ForkedProcessError(
+            f"process {os.getpid()} was forked from process {_process_of_engines()}, which has started an engine: "
+            "engines can't be used or started here. Use the LLM in that process only, or start this one by "
+            'multiprocessing\'s "spawn" and create an LLM in it'
+        )

@@ -12,11 +12,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jaxserve.api_types import EngineInfo, EngineRequest, ProfileInfo, TokenEvent
-from jaxserve.engine.client.in_process import InProcessEngine
+from jaxserve.engine.client.in_process import InProcessEngine, check_not_forked, is_forked
 
 
 class SharedEngine:
-    """Gives several threads the methods of `engine`, which must be idle; `InProcessEngine` documents their errors."""
+    """Gives several threads the methods of `engine`, which must be idle; `InProcessEngine` documents their errors.
+
+    In a forked process, `discard` does nothing, and all others raise `ForkedProcessError`.
+    """
 
     def __init__(self, engine: InProcessEngine) -> None:
         self.info: EngineInfo = engine.info
@@ -28,6 +31,7 @@ class SharedEngine:
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
+        check_not_forked()  # before the locks: a thread of the parent may have held them
         with _interrupts_held():
             with self._next:
                 self._lock.acquire()
@@ -79,6 +83,8 @@ class SharedEngine:
 
     def discard(self, request_ids: Iterable[str]) -> None:
         """End requests and drop their remaining events."""
+        if is_forked():
+            return
         with self._exclusive():
             open_ids = [request_id for request_id in request_ids if self._queues.pop(request_id, None) is not None]
             self.engine.abort(open_ids)

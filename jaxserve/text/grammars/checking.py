@@ -78,6 +78,7 @@ class GrammarChecker:
         with self._lock:
             idle, self._idle = self._idle, []
         for child in idle:
+            child.kill()  # it may not see the end of its input: processes that were forked from this one have the pipe
             _end(child)
 
     def _answer(self, grammar: str) -> str:

@@ -40,6 +40,11 @@ def test_random_texts_have_the_length_with_bos() -> None:
     assert {only(c) for c in made("--random-input-len 50 --random-output-len 9 --num-prompts 20")} == {(50, 50, 9)}
 
 
+def test_random_texts_of_chats_have_the_length_without_bos() -> None:
+    drawn = made("--random-input-len 50 --random-output-len 9 --num-prompts 20", chat=True)
+    assert {only(c) for c in drawn} == {(51, 50, 9)}
+
+
 def test_random_lengths_cover_their_ranges() -> None:
     drawn = [only(c) for c in made(
         '--random-input-len 41 --random-output-len 10 --num-prompts 300 --random-range-ratio {"input":0.5,"output":0}'

@@ -17,7 +17,7 @@ import pytest
 
 from jaxserve.cli.main import main
 from tests.bench.known_server import ROOT, in_a_process
-from tests.bench.word_tokenizer import write_folder
+from tests.bench.word_tokenizer import word_tokenizer, write_folder
 
 pytestmark = pytest.mark.process
 
@@ -126,14 +126,53 @@ def test_a_chat_in_turns_with_text_and_a_tokenizer(
     known_port: int,
     tmp_path: Path,
     result: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert bench(
         known_port, "--backend", "openai-chat", "--dataset-name", "multi-turn", "--num-prompts", "4",
         "--multi-turn-num-turns", "2", "--output-len", "3", "--tokenizer", write_folder(tmp_path), "--save-detailed",
         "--save-generated-texts", "--result-dir", str(result.parent), "--result-filename", result.name,
+        "--multi-turn-input-len", "10", "--multi-turn-system-len", "5", known={"prompt_tokens": 100},
     ) == 0  # fmt: skip
     got = json.loads(result.read_text())
     assert (got["completed"], got["generated_texts"]) == (4, [" one two three"] * 4)
+    answer = len(word_tokenizer().encode(" one two three", add_special_tokens=False))
+    assert (got["dataset_input_tokens"], got["answer_input_tokens"]) == (2 * (15 + 25), 2 * answer)
+    assert got["template_input_tokens"] == 400 - 80 - 2 * answer
+    shown = capsys.readouterr().out
+    assert (
+        f"80 tokens of the dataset, {2 * answer} of earlier answers, {320 - 2 * answer} of the chat template" in shown
+    )
+
+
+def test_lengths_that_the_server_cant_hold_are_refused_before_the_first_request(
+    known_port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def tried(*line: str) -> str:
+        assert bench(known_port, "--num-prompts", "3", "--tokenizer", tokenizer, *line) == 2
+        with urllib.request.urlopen(f"http://127.0.0.1:{known_port}/seen") as answer:
+            assert json.load(answer)["bodies"] == []
+        return capsys.readouterr().err
+
+    tokenizer, file = write_folder(tmp_path), tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": " baba cece"}\n{"prompt": " baba cece didi fofo gugu haha jeje kiki lolo"}\n')
+    custom = ("--model", "short", "--dataset-name", "custom", "--dataset-path", str(file))
+    said = tried("--random-input-len", "3990", "--random-output-len", "11")
+    assert "3 of 3 requests can't fit the server's context of 4000 tokens (max_model_len)" in said
+    assert "the longest has 3990 prompt tokens, and asks for 11, which makes 4001" in said
+    said = tried(*custom, "--output-len", "11", "--no-oversample")
+    assert "1 of 2 requests can't fit the server's context of 20 tokens" in said
+    assert "the longest has 10 prompt tokens, and asks for 11" in said
+    said = tried(*custom, "--output-len", "12", "--no-oversample", "--backend", "openai-chat")
+    assert "1 of 2 requests" in said
+    assert "has 9 prompt tokens, and the chat template's, and asks for 12, which makes 21" in said
+    turns = ("--model", "short", "--dataset-name", "multi-turn", "--multi-turn-num-turns", "3", "--output-len", "1")
+    assert "1 of 3 requests can't fit" in tried(*turns, "--multi-turn-input-len", "7")
+    fitting = ("--model", "short", "--random-input-len", "12", "--random-output-len", "8", "--num-prompts", "1")
+    assert bench(known_port, *fitting, "--tokenizer", tokenizer) == 0
+    for unsaid in ("silent", "unlisted"):
+        longer = ("--model", unsaid, "--random-input-len", "20", "--random-output-len", "3", "--num-prompts", "1")
+        assert bench(known_port, *longer, "--tokenizer", tokenizer) == 0
 
 
 def test_failures_are_counted_shown_and_not_averaged(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import string
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,6 +72,21 @@ def test_what_is_left_to_the_client_is_logged_once(checker: GrammarChecker, capl
     assert caplog.messages == ["uniqueItems is left to the client: a grammar can't hold it"]
     with pytest.raises(InvalidRequestError, match="uniqueItems can't be held"):
         checker.grammar(StructuredOutputs(json=form.json, strict=True))
+
+
+def test_closing_waits_for_no_process_that_was_forked_meanwhile() -> None:
+    checker = GrammarChecker(tiny_tokenizer())
+    checker.grammar(FINE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python warns of forks of a process with threads
+        other = multiprocessing.get_context("fork").Process(target=threading.Event().wait)
+        other.start()
+    closing = threading.Thread(target=checker.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+    other.kill()
+    other.join()
 
 
 def test_one_that_takes_too_long_is_refused_and_delays_no_other(checker: GrammarChecker) -> None:
