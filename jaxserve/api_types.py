@@ -34,13 +34,14 @@ class FinishReason(enum.StrEnum):
 
 
 # Types with the bounds of request fields. The server decodes requests by them and has them in its schema;
-# `SamplingParams` checks them again.
+# `SamplingParams` checks them again. Numbers are computed in float32: those that it can't tell from 0 count as 0.
 TokenCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
 TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
 TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 MinP = Annotated[float, Meta(ge=0.0, le=1.0)]
-RepetitionPenalty = Annotated[float, Meta(gt=0.0, le=100.0)]
+# Logits are divided by it: near 0 they would be infinite.
+RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 NumSamples = Annotated[int, Meta(ge=1, le=128)]

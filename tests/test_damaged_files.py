@@ -316,8 +316,8 @@ def refused_gguf(tmp_path: Path, values: dict[str, Any]) -> str:
     [
         ("llama.block_count", 2**31 - 1, r"[1, 4096], it is 2147483647"),
         ("llama.attention.head_count", 0, "it is 0"),
-        ("llama.attention.layer_norm_rms_epsilon", float("nan"), "(0, 1], it is nan"),
-        ("llama.attention.layer_norm_rms_epsilon", -1e-5, "(0, 1], it is -"),
+        ("llama.attention.layer_norm_rms_epsilon", float("nan"), "[1e-30, 1], it is nan"),
+        ("llama.attention.layer_norm_rms_epsilon", -1e-5, "[1e-30, 1], it is -"),
         ("llama.rope.freq_base", 0.0, "it is 0.0"),
         ("llama.rope.scaling.factor", -1.0, "it is -1.0"),
         ("llama.context_length", 0, "it is 0"),

@@ -38,10 +38,11 @@ HEAD_DIM = Range(2, 16_384)
 WIDTH = Range(1, 2**24)
 EXPERTS = Range(1, 4096)
 CONTEXT = Range(1, 2**30)
-NORM_EPSILON = Range(0, 1, open=True)
+# Of numbers that float32 computes with: less would be 0 there, or make infinity
+NORM_EPSILON = Range(1e-30, 1)
 ROPE_THETA = Range(1, 1e15, open=True)
 ROPE_FACTOR = Range(1, 1e6)
-POSITIVE = Range(0, 1e6, open=True)
+POSITIVE = Range(1e-6, 1e6)
 NON_NEGATIVE = Range(0, 1e6)
 
 

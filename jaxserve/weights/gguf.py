@@ -28,8 +28,10 @@ from jaxserve.params import Window
 from jaxserve.quant import GGUF_TYPES, Stored, StoredWeight
 from jaxserve.weights.finite import check_finite
 from jaxserve.weights.gguf_blocks import BLOCK_KINDS
+from jaxserve.weights.scales import check_weight_scales
 from jaxserve.weights.source import TensorInfo, row_blocks
 
+_FP4_MAGNITUDE = 7
 _READABLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 _TYPES = {kind.value: kind for kind in Kind}
 
@@ -81,6 +83,8 @@ class GGUFFile:
     def read(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
         """See `TensorSource`."""
         for kind, raw, inside, part in self._row_parts(name, window, out):
+            if kind == Kind.MXFP4:  # Scales of other types are products of float16
+                self._factors(name, kind, raw)
             # As one long row: the package works through groups of 16 rows, which is slow for short ones
             values = dequantize(raw.reshape(1, -1), kind).reshape(len(part), -1)
             part[...] = values[:, inside].reshape(part.shape)
@@ -103,11 +107,23 @@ class GGUFFile:
         *rows, units = window
         inputs = slice(units.start * unit, units.stop * unit)
         for kind, raw, inside, part in self._row_parts(name, (*rows, inputs), out):
-            group, _, decode = BLOCK_KINDS[kind]
-            found = np.arange(inside.start, inside.stop, unit) // group
-            for factor, values in zip(("scale", "minimum"), decode(_blocks(raw, kind)), strict=True):
-                check_finite(values, name, self.description)
+            found = np.arange(inside.start, inside.stop, unit) // BLOCK_KINDS[kind].group
+            for factor, values in zip(("scale", "minimum"), self._factors(name, kind, raw), strict=True):
                 part[factor] = values.reshape(len(part), -1)[:, found]
+
+    def _factors(self, name: str, kind: Kind, raw: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], ...]:
+        """Return the scales and minima of blocks. Raises `ConfigError` for those that can't be used."""
+        blocks = _blocks(raw, kind)
+        factors = BLOCK_KINDS[kind].factors(blocks)
+        for values in factors:
+            check_finite(values, name, self.description)
+
+        def are_used(chosen: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+            return (BLOCK_KINDS[kind].numbers(blocks)[chosen[..., 0]] & _FP4_MAGNITUDE).any(axis=-1)
+
+        # Scales of float16 are 0 where the weights are: a tiny one is rounded to 0
+        check_weight_scales(factors[0], name, self.description, are_used if kind == Kind.MXFP4 else None)
+        return factors
 
     def read_order(self, name: str) -> None:
         """See `QuantizedSource`."""

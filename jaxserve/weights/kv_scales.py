@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
+from jaxserve.weights.scales import check_input_scales
 from jaxserve.weights.source import TensorSource
 
 _KEYS_AND_VALUES = ("k", "v")
@@ -55,7 +56,7 @@ def read_kv_scales(source: TensorSource, model: ModelConfig) -> KVScales | None:
     """Read the scales for the layers of `model`, whose KV heads may be repeated for its shards; None if there are none.
 
     A layer has one scale for all heads or one for each. Raises `ConfigError` naming a scale that is missing beside its
-    counterpart, has another shape, or isn't a positive number.
+    counterpart, has another shape, or is out of range.
     """
     names: dict[tuple[int, str], str] = {}
     for name in source.infos:
@@ -101,9 +102,5 @@ def _per_head(source: TensorSource, name: str, model: ModelConfig, layer: int) -
             f"{source.description}: {name} has the shape {list(info.shape)}; layer {layer} takes one scale, or one for "
             f"each of its KV heads"
         )
-    if not (np.isfinite(values) & (values > 0)).all():
-        raise ConfigError(
-            f"{source.description}: {name} must be above 0, got {', '.join(f'{value:g}' for value in values.flat)}; "
-            "fetch the file again"
-        )
+    check_input_scales(values, name, source.description)
     return values.reshape(-1) if values.size == 1 else np.repeat(values.reshape(-1), replicas)

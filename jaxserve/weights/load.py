@@ -7,6 +7,7 @@ fused parameter (qkv, gate and up) are read directly into their part of it.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections import defaultdict
@@ -82,12 +83,12 @@ def check_names(source: TensorSource, specs: Collection[ParamSpec], ignored: Cal
     """
     infos = source.infos
     by_name: dict[str, list[TensorPart]] = defaultdict(list)
-    num_inputs = {}
+    spec_of = {}
     integers = set()
     for spec in specs:
         for part in spec.parts:
             by_name[part.name].append(part)
-            num_inputs[part.name] = spec.inputs
+            spec_of[part.name] = spec
             if spec.dtype.kind in "iu":
                 integers.add(part.name)
     unused = {name for spec in specs for name in spec.unused}
@@ -106,7 +107,8 @@ def check_names(source: TensorSource, specs: Collection[ParamSpec], ignored: Cal
         (
             "of the wrong shape",
             [
-                f"{name} {list(infos[name].shape)} instead of {_expected_shape(by_name[name], num_inputs[name])}"
+                f"{name} {list(infos[name].shape)} instead of "
+                f"{_file_shape(by_name[name], spec_of[name], quantized=infos[name].quantized)}"
                 for name in used
                 if not _fits(infos[name], by_name[name])
             ],
@@ -125,16 +127,24 @@ def check_names(source: TensorSource, specs: Collection[ParamSpec], ignored: Cal
     return set(by_name)
 
 
-def _expected_shape(parts: Sequence[TensorPart], num_inputs: int) -> list[int]:
-    """Return the shape of a tensor as messages show it: that of its only part, or of the rows of all parts.
+def _file_shape(parts: Sequence[TensorPart], spec: ParamSpec, *, quantized: bool) -> list[int]:
+    """Return the shape that a tensor of these parts has in a file.
 
-    The weight of a linear layer, whose last `num_inputs` dimensions are inputs, is a matrix.
+    All outputs are one dimension there, and all inputs. A tensor of all experts has them as its first one. Without
+    inputs it is a vector, unless it is a table.
     """
-    shape = parts[0].shape
-    if len(parts) == 1 and not num_inputs:
-        return list(shape)
-    inner = math.prod(shape[-num_inputs:]) if num_inputs else shape[-1] if len(shape) > 1 else 1
-    return [sum(math.prod(part.shape) for part in parts) // inner, inner]
+    shapes = [_joined(part, spec, quantized=quantized) for part in parts]
+    return [sum(shape[0] for shape in shapes), *shapes[0][1:]]
+
+
+def _joined(part: TensorPart, spec: ParamSpec, *, quantized: bool) -> list[int]:
+    view = part.quantized_view if quantized else part.view
+    shape = viewed_shape(part, quantized=quantized)
+    axes = tuple(range(len(shape))) if view is None else view.axes
+    inputs = axes[len(axes) - (1 if spec.axes[0] == "vocab" else spec.inputs) :]
+    has_experts = shape[0] == spec.num_experts
+    kinds = itertools.groupby(range(len(shape)), lambda axis: (has_experts and axis == 0, axis in inputs))
+    return [math.prod(shape[axis] for axis in dims) for _, dims in kinds]
 
 
 def _fits(info: TensorInfo, parts: Sequence[TensorPart]) -> bool:

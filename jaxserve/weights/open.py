@@ -71,7 +71,7 @@ def open_weights(
         stored = hold_weights(dense, convert_forms(quantization.method, dense))
         reader = checkpoint.reader(stored)
         held = {path: weight for path, weight in held_weights(stored).items() if isinstance(weight, QuantizedWeight)}
-        rows = OrbaxRows(held, reader.fill)
+        rows = OrbaxRows(held, reader.fill, str(source.path))
         whole = WeightReader(rows.fill_dense, tuple(range(len(flatten(dense)[0]))))
         return held_reader(abstract, dense, whole, rows)
     opened = open_source(source, quantization=quantization)

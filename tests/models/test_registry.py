@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -66,3 +67,38 @@ def test_other_spellings_of_a_config_are_read(name: str, renamed: dict[str, str]
     raw = json.loads((GOLDEN / name / "config.json").read_text())
     config = parse_model_config({renamed.get(field, field): value for field, value in raw.items()} | changes)
     assert config.num_experts == parse_model_config(raw).num_experts
+
+
+def _numbers(raw: dict[str, Any], *at: str) -> Iterator[tuple[str, ...]]:
+    """Yield the path of each number of a config."""
+    for name, value in raw.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, *at, name)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield (*at, name)
+
+
+def _with_number(raw: dict[str, Any], path: tuple[str, ...], value: float) -> dict[str, Any]:
+    first, *rest = path
+    return raw | {first: _with_number(raw[first], tuple(rest), value) if rest else value}
+
+
+def _parsed(raw: dict[str, Any], name: str) -> Any:
+    """Return the config, None if it is refused with an error that names the field."""
+    try:
+        return parse_model_config(raw)
+    except ConfigError as error:
+        if name not in str(error):
+            raise
+        return None
+
+
+@pytest.mark.parametrize("name", ["llama_yarn", "gemma3", "granite4", "cohere2", "glm4_moe", "gpt_oss", "ministral3"])
+def test_numbers_that_float32_does_not_hold_are_refused(name: str) -> None:
+    """Except in fields that nothing reads; and one near 0 is 0, where that is allowed."""
+    raw = json.loads((GOLDEN / name / "config.json").read_text())
+    config = parse_model_config(raw)
+    for path in _numbers(raw):
+        tiny, zero, large = (_parsed(_with_number(raw, path, value), path[-1]) for value in (1e-40, 0.0, 1e39))
+        assert tiny is None or zero is not None, path
+        assert large in (None, config), path

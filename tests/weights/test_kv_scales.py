@@ -94,8 +94,8 @@ def test_scales_in_a_file_of_any_float_type(tmp_path: Path) -> None:
         ({"_1_k_scale": 1.0}, r"layers\.1\.self_attn\.k_scale has no counterpart v_scale in layer 1"),
         ({"_0_k_scale": 1.0, "_0_v_scale": [1.0] * 3}, r"v_scale has the shape \[3\]; layer 0 takes one scale, or one"),
         ({"_0_k_scale": 1.0, "_0_v_scale": []}, r"v_scale has the shape \[0\]"),
-        ({"_0_k_scale": -1.0, "_0_v_scale": 1.0}, r"k_scale must be above 0, got -1"),
-        ({"_0_k_scale": 1.0, "_0_v_scale": [1.0, np.nan]}, r"v_scale must be above 0, got 1, nan"),
+        ({"_0_k_scale": -1.0, "_0_v_scale": 1.0}, r"k_scale must be from 1e-15 to 1e\+06, got -1"),
+        ({"_0_k_scale": 1.0, "_0_v_scale": [1.0, np.nan]}, r"v_scale must be from 1e-15 to 1e\+06, got 1, nan"),
     ],
     ids=str,
 )

@@ -5,7 +5,9 @@ import math
 import threading
 import tracemalloc
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import flax.struct
 import jax
@@ -14,10 +16,20 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
+from jaxserve.model_source import read_config, resolve
+from jaxserve.models.registry import family, parse_model_config
 from jaxserve.params import TensorPart, Window
-from jaxserve.weights import TensorInfo, build_params
-from jaxserve.weights.load import checkpoint_reader
-from tests.weights.conftest import MemorySource, on_one_device, spec
+from jaxserve.weights import TensorInfo, build_params, mismatch, open_source
+from jaxserve.weights.arrays import flatten
+from jaxserve.weights.load import check_names, checkpoint_reader
+from jaxserve.weights.open import is_ignored
+from tests.weights.conftest import GOLDEN, MemorySource, on_one_device, spec
+from tests.weights.quantized.fixtures import QUANTIZED
+
+MODELS = [
+    *sorted(path.parent for path in GOLDEN.glob("*/config.json")),
+    *(QUANTIZED / name for name in ("gpt_oss_mxfp4", "gptq_phi3", "mixtral_awq", "fp8_blocks")),
+]
 
 
 @flax.struct.dataclass
@@ -42,7 +54,9 @@ def tiny(dtype: Any = np.float32, layers: int = 2) -> Any:
             for name, members, start in (("q", 2, 0), ("k", 1, 2), ("v", 1, 3))
         ]
         norm = TensorPart(f"{i}.norm", (5,), (0,))
-        return Layer(spec(2, 4, 3, 5, dtype=dtype, parts=tuple(qkv)), spec(5, dtype=dtype, parts=(norm,)), None)
+        return Layer(
+            spec(2, 4, 3, 5, dtype=dtype, inputs=1, parts=tuple(qkv)), spec(5, dtype=dtype, parts=(norm,)), None
+        )
 
     return {"layers": tuple(layer(i) for i in range(layers))}
 
@@ -182,7 +196,7 @@ def test_all_mismatches_are_named_at_once(rng: np.random.Generator) -> None:
     assert "a checkpoint in memory" in message
     assert "1 tensor is missing: 1.v" in message
     assert "2 tensors are left over (this model has no place for them): extra.a, extra.b" in message
-    assert "0.k [5, 6] instead of [2, 1, 3, 5], 1.norm [6] instead of [5]" in message
+    assert "0.k [5, 6] instead of [6, 5], 1.norm [6] instead of [5]" in message
     assert "0.q (type F8_E4M3 is not supported)" in message
 
 
@@ -236,3 +250,29 @@ def test_on_a_cpu_the_array_is_the_buffer_that_was_filled(rng: np.random.Generat
     if jax.devices()[0].platform != "cpu":
         pytest.skip("the first device is not a CPU")
     assert params["layers"][0].norm.unsafe_buffer_pointer() == source.pointers["0.norm"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Described:
+    """A checkpoint of which only names and shapes are asked for."""
+
+    infos: Mapping[str, TensorInfo]
+    description: str = "a checkpoint"
+
+    def read(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
+        raise AssertionError(name)
+
+
+@pytest.mark.parametrize("folder", MODELS, ids=lambda folder: folder.name)
+def test_a_wrong_shape_is_shown_beside_that_of_the_file(folder: Path) -> None:
+    """Each tensor's, as its file holds it: not in the parts or the order of a parameter."""
+    source = resolve(str(folder))
+    model = parse_model_config(read_config(source))
+    right = open_source(source, quantization=model.quantization).infos
+    wrong = {name: dataclasses.replace(info, shape=(*info.shape[:-1], 7)) for name, info in right.items()}
+    specs = [spec for _, spec in flatten(family(model).abstract(model, np.dtype(np.float32)))[0]]
+    used = check_names(_Described(right), specs, is_ignored)
+    with mock.patch.object(mismatch, "_NAMES_SHOWN", len(right)), pytest.raises(ConfigError) as caught:
+        check_names(_Described(wrong), specs, is_ignored)
+    for name in used:
+        assert f"{name} {list(wrong[name].shape)} instead of {list(right[name].shape)}" in str(caught.value)

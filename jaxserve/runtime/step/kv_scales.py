@@ -25,6 +25,7 @@ from jaxserve.runtime.step.input_packing import InputPacking, PackedField
 from jaxserve.runtime.step.state import DeviceState, all_ranks, one_rank
 from jaxserve.runtime.step.step import StepContext
 from jaxserve.step_plan import Capacity
+from jaxserve.weights.scales import SMALLEST_INPUT_SCALE
 from pallas_kernels.paged_attention import PagedKV
 
 TOKENS = 512
@@ -122,8 +123,9 @@ def _largest_of_pool(pool: PagedKV, pages: int, head_dim: int) -> Float[Array, "
 
 
 def _with_scales(pool: PagedKV, largest: Float[Array, "2 layers"]) -> PagedKV:
-    """Return the pool with scales for these largest keys and values. A layer without any keeps its scale."""
+    """Return the pool with scales for these largest keys and values. A layer without any, or only with numbers so near
+    0 that later ones would not fit, keeps its scale."""
     assert pool.scales is not None
     scales = (largest / jnp.array(_STORED_AS)[:, None])[:, :, None]
-    scales = jnp.where(jnp.isfinite(scales) & (scales > 0), scales, pool.scales)
+    scales = jnp.where(jnp.isfinite(scales) & (scales >= SMALLEST_INPUT_SCALE), scales, pool.scales)
     return dataclasses.replace(pool, scales=scales)

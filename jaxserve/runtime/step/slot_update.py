@@ -40,6 +40,9 @@ PENALIZED_SLOTS = 2
 TOKENS = 512
 BIASES = 64
 
+_LARGEST_INT = np.iinfo(np.int32).max
+_SMALLEST_FLOAT = float(np.finfo(np.float32).tiny)
+
 ADJUST = InputPacking(
     [
         PackedField("penalized_slots", PENALIZED_SLOTS, fill=-1),
@@ -103,14 +106,19 @@ def sampling_row(opened: SlotOpen) -> dict[str, list[Any]]:
             _signed(seed >> 32),
             opened.sample,
             # The host holds back stop ids where a grammar constrains what is drawn.
-            0 if opened.constrained else len(opened.prompt_ids) + sampling.min_tokens,
+            0 if opened.constrained else min(len(opened.prompt_ids) + sampling.min_tokens, _LARGEST_INT),
             int(sampling.logprobs is not None),
             len(opened.prompt_ids) + len(opened.output_ids),
             int(opened.constrained),
         ],
-        "floats": [getattr(sampling, name) for name in FLOATS],
+        "floats": [_normal(getattr(sampling, name)) for name in FLOATS],
         "stop_ids": [*opened.stop_ids, *[-1] * (MAX_STOP_IDS - len(opened.stop_ids))],
     }
+
+
+def _normal(value: float) -> float:
+    """Return a number, or 0 if it is subnormal in float32: only some operations of a device would take it for 0."""
+    return 0.0 if abs(value) < _SMALLEST_FLOAT else value
 
 
 def pack_updates(opens: Sequence[SlotOpen], capacity: Capacity) -> Iterator[np.ndarray]:

@@ -15,6 +15,7 @@ from jaxserve.weights.arrays import THREADS
 from jaxserve.weights.finite import check_finite
 from jaxserve.weights.hf import SafetensorsFolder
 from jaxserve.weights.quantized.tensors import FP8, WEIGHT_SUFFIX, QuantizedTensor
+from jaxserve.weights.scales import check_weight_scales
 from jaxserve.weights.source import TensorInfo, row_blocks
 
 _QUANTIZED_TYPES = ("I8", "F8_E4M3")
@@ -105,9 +106,14 @@ class QuantizedFolder:
         return found
 
     def _read_factors(self, name: str) -> np.ndarray[Any, Any]:
-        found = self._quantized[name].factors()
+        one = self._quantized[name]
+        found = one.factors()
         for factor in ("scale", "minimum"):
             check_finite(np.ascontiguousarray(found[factor]), f"{name} (its scales)", self.description)
+        # float16 rounds the scales of groups of tiny weights to 0, but hardly those of a whole tensor
+        is_rounded = one.scale_type == np.float16 and found["scale"].any()
+        where = f"{one.module}.{one.scale_name}"
+        check_weight_scales(found["scale"], where, self.description, None if is_rounded else one.are_used)
         return found
 
 

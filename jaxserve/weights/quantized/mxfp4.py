@@ -16,6 +16,7 @@ from jaxserve.params import Window
 from jaxserve.quant import CheckpointQuantization, Stored, StoredWeight
 from jaxserve.quant.stored import MXFP4_GROUP
 from jaxserve.weights.hf import SafetensorsFolder
+from jaxserve.weights.scales import check_weight_scales
 from jaxserve.weights.source import TensorInfo, row_blocks
 from pallas_kernels.quantized_matmul import FP4_VALUES
 
@@ -23,6 +24,8 @@ Array = np.ndarray[Any, Any]
 
 _BIAS = 127
 _NAN = 255
+_MAGNITUDES = 0x77
+"""The bits of two numbers without their signs."""
 _SUFFIXES = ("_blocks", "_scales")
 
 
@@ -100,13 +103,20 @@ class Mxfp4Folder:
             part["minimum"] = 0
 
     def _scales(self, name: str, window: Window, unit: int) -> Array:
-        """Return the scale of each `unit` inputs of a window. Raises `ConfigError` for NaN."""
+        """Return the scale of each `unit` inputs of a window. Raises `ConfigError` for NaN and unusable scales."""
         *rows, units = window
         groups = np.arange(units.start, units.stop) * unit // MXFP4_GROUP
-        exponents = self._folder.array(f"{name}_scales")[(*rows, slice(groups[0], groups[-1] + 1))]
+        read = (*rows, slice(groups[0], groups[-1] + 1))
+        exponents = self._folder.array(f"{name}_scales")[read]
         if (exponents == _NAN).any():
             raise ConfigError(f"{self.description}: tensor {name} holds NaN: the file is damaged; fetch it again")
-        return np.ldexp(np.float32(1), exponents.astype(np.int32) - _BIAS)[..., groups - groups[0]]
+        scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - _BIAS)
+
+        def are_used(chosen: Array) -> Array:
+            return (self._folder.array(f"{name}_blocks")[read][chosen] & _MAGNITUDES).any(axis=-1)
+
+        check_weight_scales(scales, f"{name}_scales", self.description, are_used)
+        return scales[..., groups - groups[0]]
 
     def read_order(self, name: str) -> Array | None:
         """See `QuantizedSource`."""

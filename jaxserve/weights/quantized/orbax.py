@@ -10,8 +10,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxserve.params import ParamSpec, Path, Window
+from jaxserve.params import ParamSpec, Path, Window, dotted
 from jaxserve.weights.arrays import Fill
+from jaxserve.weights.scales import check_weight_scales
 from pallas_kernels.quantized_matmul import FACTORS, QuantizedWeight
 
 Array = np.ndarray[Any, Any]
@@ -19,10 +20,11 @@ Array = np.ndarray[Any, Any]
 
 @dataclasses.dataclass(frozen=True)
 class OrbaxRows:
-    """The quantized weights of a checkpoint, `held` by path, whose arrays `fill` reads."""
+    """The quantized weights of the checkpoint in folder `where`, `held` by path, whose arrays `fill` reads."""
 
     held: Mapping[Path, QuantizedWeight]
     fill: Fill
+    where: str
 
     def numbers(self, path: Path, window: Window, out: Array) -> None:
         """See `QuantizedRows`."""
@@ -46,6 +48,8 @@ class OrbaxRows:
         read = (*rows, slice(int(groups[0]), int(groups[-1]) + 1))
         scale, zero = (self._read(path, name, read) for name in ("scale", "zero"))
         middle = 0 if weight.scheme.numbers == "fp8" else 1 << (weight.scheme.bits - 1)
+        # Written without zeros: those of weights of zeros are the smallest that are usable
+        check_weight_scales(scale, f"{dotted(path)}.scale", self.where, lambda chosen: np.ones(chosen.sum(), np.bool_))
         out["scale"] = scale[..., groups - groups[0]]
         out["minimum"] = (-scale * (zero + middle))[..., groups - groups[0]]
 

@@ -23,6 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.quant.stored import StoredWeight
+from jaxserve.weights.scales import INPUT_SCALES, are_input_scales
 from pallas_kernels.quantized_matmul import FACTORS
 
 Array = np.ndarray[Any, Any]
@@ -103,8 +104,8 @@ class QuantizedTensor:
                 return f"{self.module}.{name} has shape {list(self.shapes[name])} instead of {list(shapes[0])}"
             if self.types[name] not in types:
                 return f"{self.module}.{name} has type {self.types[name]} instead of {' or '.join(types)}"
-        if self._scheme.activations == "static" and not 0 < self.input_scale < math.inf:
-            return f"{self.module}.{self._input_scale} must be above 0, it is {self.input_scale:g}"
+        if self._scheme.activations == "static" and not are_input_scales(np.asarray(self.input_scale)):
+            return f"{self.module}.{self._input_scale} must be {INPUT_SCALES}, it is {self.input_scale:g}"
         groups, count, most = self.groups_of_inputs, self._num_groups, self._scheme.group or self.shape[1]
         wrong = groups[(groups < 0) | (groups >= count)]
         if wrong.size:
@@ -172,11 +173,10 @@ class QuantizedTensor:
             if scheme.activations is not None:
                 return dataclasses.replace(self.stored, scheme=None, type=f"{self.stored.type}, with zeros")
             scheme = dataclasses.replace(scheme, zeros=True)
-        factors = self._array("scales" if "scales" in self.shapes else self._scale).dtype
         name = "" if order is None else hashlib.sha256(order.tobytes()).hexdigest()[:16]
-        return dataclasses.replace(self.stored, scheme=scheme, factors=np.dtype(factors), order=name)
+        return dataclasses.replace(self.stored, scheme=scheme, factors=self.scale_type, order=name)
 
-    def numbers(self, rows: slice, columns: slice | Array) -> Array:
+    def numbers(self, rows: slice | Array, columns: slice | Array) -> Array:
         """Return the numbers of some outputs and inputs, uint8: integers unsigned, fp8 as its bits.
 
         Not for a weight that `lies_across`.
@@ -216,6 +216,28 @@ class QuantizedTensor:
         if not self.is_fp8:
             found["minimum"] = -found["scale"] * self._zeros()
         return found
+
+    def are_used(self, groups: Array) -> Array:
+        """Return, for each group of a mask `[out, groups]`, whether any of its weights' numbers isn't 0."""
+        rows = np.flatnonzero(groups.any(axis=1))
+        numbers = self.all_numbers()[rows] if self.lies_across else self.numbers(rows, slice(None))
+        if self.is_fp8:
+            differs = (numbers & 0x7F) != 0
+        else:
+            zeros = np.broadcast_to(self._zeros(), groups.shape)[rows]
+            differs = numbers != zeros[:, self.groups_of_inputs]
+        by_group = [differs[:, self.groups_of_inputs == i].any(axis=1) for i in range(groups.shape[1])]
+        return np.stack(by_group, axis=1)[groups[rows]]
+
+    @property
+    def scale_name(self) -> str:
+        """The last name of the tensor of scales."""
+        return "scales" if "scales" in self.shapes else self._scale
+
+    @property
+    def scale_type(self) -> np.dtype[Any]:
+        """The type of the scales in the files."""
+        return np.dtype(self._array(self.scale_name).dtype)
 
     @property
     def input_scale(self) -> float:

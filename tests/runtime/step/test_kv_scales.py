@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
@@ -90,3 +92,14 @@ def test_no_more_tokens_count_than_the_program_takes() -> None:
 def test_pools_without_fp8_have_no_scales() -> None:
     plain = state_specs(model().kv_specs(), CAPACITY, vocab_size=258, hidden_size=model().hidden_size, kv_dtype=F32)
     assert make_state(plain, shardings(mesh(), plain)).kv[0].scales is None
+
+
+def test_a_scale_that_could_not_hold_other_numbers_is_not_taken(specs: DeviceState) -> None:
+    """Of a layer whose first keys are 0, near 0, NaN or infinite."""
+    pool = make_state(specs, shardings(mesh(), specs)).kv[0]
+    changed = jax.jit(
+        lambda largest: kv_scales._with_scales(dataclasses.replace(pool, scales=jnp.ones((2, 6, 2))), largest)
+    )
+    largest = np.array([[0, 1e-40, 1e-14, np.nan, np.inf, 200.0]] * 2, np.float32)
+    found = np.asarray(changed(largest).scales)
+    np.testing.assert_allclose(found[:, :, 0], [[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 2]])

@@ -87,7 +87,11 @@ def cast(name: str, dtype: str) -> Any:
         ("compressed_w4a16", put(f"{UP}.weight_shape", 9), rf"{UP}.weight \[128, 9\] instead of \[128, 256\]"),
         ("compressed_w4a16", narrow(f"{DOWN}.weight_packed"), rf"{DOWN}.weight_packed has shape"),
         ("fp8_blocks_qwen3", flatten(f"{UP}.weight_scale_inv"), rf"{UP}.weight_scale_inv has shape \[2\] instead of"),
-        ("fp8_static", put(f"{UP}.input_scale", np.nan), rf"{UP}.input_scale must be above 0, it is nan"),
+        ("fp8", put(f"{UP}.weight_scale", 0), rf"{UP}.weight_scale holds the scale 0; the magnitude of scales must be"),
+        ("fp8_blocks_qwen3", put(f"{UP}.weight_scale_inv", 1e30), rf"{UP}.weight_scale_inv holds the scale 1.*e\+30"),
+        ("compressed_w8a8_int8", put(f"{UP}.weight_scale", 1e-40), rf"{UP}.weight_scale holds the scale 9.*e-41"),
+        ("compressed_fp8_static", put(f"{UP}.input_scale", 1e-40), rf"{UP}.input_scale must be from 1e-15 to 1e\+06"),
+        ("fp8_static", put(f"{UP}.input_scale", np.nan), rf"{UP}.input_scale must be from 1e-15 to 1e\+06, it is nan"),
     ],
 )
 def test_a_damaged_tensor_is_named(name: str, change: Any, says: str, tmp_path: Path) -> None:
