@@ -312,6 +312,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError("hicache_ratio, hicache_size and hicache_write_policy need enable_hierarchical_cache")
 
 
+SHARED_SERVER_SETTINGS = frozenset({"chat_template", "escape_marks"})
+"""The settings of the server that `LLM` has too."""
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the HTTP server. Raises `ConfigError` naming the field and the limit."""
 
@@ -321,6 +325,19 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str | None, Meta(description="model name in /v1/models and in responses; default: --model as given")
     ] = None
     api_key: Annotated[str | None, Meta(description="bearer key required by /v1 and the admin routes")] = None
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Meta(description="origins whose pages may call this server from a browser (CORS), * for all; default: none"),
+    ] = ()
+    allowed_methods: Annotated[
+        tuple[str, ...], Meta(description="methods that pages of allowed_origins may use, * for all")
+    ] = ("*",)
+    allowed_headers: Annotated[
+        tuple[str, ...], Meta(description="headers that pages of allowed_origins may send, * for all")
+    ] = ("*",)
+    allow_credentials: Annotated[
+        bool, Meta(description="let pages of allowed_origins send cookies and HTTP authentication")
+    ] = False
     chat_template: Annotated[
         str | None,
         Meta(
@@ -328,6 +345,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "of the model's templates"
         ),
     ] = None
+    escape_marks: Annotated[
+        bool, Meta(description="encode special tokens that are spelled in the texts of a conversation as ordinary text")
+    ] = False
     tool_call_parser: Annotated[
         str | None,
         Meta(description="how the model writes calls of tools, such as hermes or mistral; default: its template says"),
@@ -355,4 +375,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
+        if not self.allowed_origins and (
+            (self.allowed_methods, self.allowed_headers, self.allow_credentials) != (("*",), ("*",), False)
+        ):
+            raise ConfigError("allowed_methods, allowed_headers and allow_credentials need allowed_origins")
         check_ranges(self, SERVER_RANGES)

@@ -59,7 +59,7 @@ class Setting:
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.is_list:
-            return "a list of whole numbers"
+            return "a list of texts" if str in typing.get_args(self.kind) else "a list of whole numbers"
         return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[self.kind]
 
     def convert(self, value: object, place: str) -> object:
@@ -69,10 +69,13 @@ class Setting:
         return self._convert(value, place, strict=True)
 
     def parse(self, text: str | list[str], place: str) -> object:
-        """Convert the text of a flag to the field's type. Raise `ConfigError`."""
+        """Convert the text of a flag to the field's type. Raise `ConfigError`.
+
+        A list may have spaces or commas between its values, or be JSON as in vLLM.
+        """
         if isinstance(text, list):
-            parts = [part for item in text for part in item.split(",") if part]
-            return self._convert(parts, place, strict=False)
+            parts = [part.strip(" \"'") for item in text for part in item.strip().strip("[]").split(",")]
+            return self._convert([part for part in parts if part], place, strict=False)
         return self._convert(text, place, strict=False)
 
     def _convert(self, value: object, place: str, *, strict: bool) -> object:

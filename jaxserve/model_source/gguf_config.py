@@ -282,6 +282,12 @@ def _token_ids(metadata: GGUFMetadata, vocab_size: int, *names: str) -> list[int
 
 
 def token_id(metadata: GGUFMetadata, name: str, vocab_size: int) -> int | None:
-    """Return the id of a special token, or None if the file has none; converters also write that as 2^32 - 1."""
-    found = metadata.fields.integer(f"tokenizer.ggml.{name}_token_id", Range(-1, 2**32 - 1), -1)
+    """Return the id of a special token, or None if the file has none; converters also write that as 2^32 - 1.
+
+    Raises `ConfigError` for an end token that the model doesn't have.
+    """
+    key = f"tokenizer.ggml.{name}_token_id"
+    found = metadata.fields.integer(key, Range(-1, 2**32 - 1), -1)
+    if name in ("eos", "eot", "eom") and vocab_size <= found < 2**32 - 1:
+        raise metadata.fields.error(key, f"below the number of tokens, {vocab_size}")
     return found if 0 <= found < vocab_size else None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
@@ -19,7 +21,7 @@ from jaxserve.server.admin.profile import (
     start_profile,
     stop_profile,
 )
-from jaxserve.server.errors import to_http_error
+from jaxserve.server.errors import cors_is_off, to_http_error
 from jaxserve.server.http.auth import BearerAuth
 from jaxserve.server.http.endpoint import BodilessEndpoint, BodilessHandler, JsonEndpoint, JsonHandler
 from jaxserve.server.http.exchange import HttpExchange
@@ -48,6 +50,9 @@ from jaxserve.server.sglang.tokenize import (
 class _App(Router):
     """The routes, with our own error responses for unknown routes and methods.
 
+    Repeated and last slashes of a path are ignored where they lead to no route: clients that join a base URL and a path
+    write them, and lose the body if they are redirected.
+
     Not a `Starlette`, as every streamed token would pass through its error middleware; our routes answer errors.
     """
 
@@ -57,7 +62,15 @@ class _App(Router):
         try:
             await super().app(scope, receive, send)
         except HTTPException as error:
-            await HttpExchange(scope, receive, send).respond_error(to_http_error(error))
+            plain = re.sub("/+", "/", scope["path"]).rstrip("/")
+            if error.status_code == 404 and plain != scope["path"]:
+                scope["path"] = plain
+                await self.app(scope, receive, send)
+                return
+            is_preflight = any(name == b"access-control-request-method" for name, _ in scope["headers"])
+            await HttpExchange(scope, receive, send).respond_error(
+                cors_is_off() if error.status_code == 405 and is_preflight else to_http_error(error)
+            )
 
 
 def make_app(state: ServerState) -> Router:
@@ -81,6 +94,17 @@ def make_app(state: ServerState) -> Router:
         assert item.body is not None
         routes.append(Route(item.path, JsonEndpoint(item.path, state, item.body, handle), methods=["POST"]))
     middleware = [Middleware(RequestId, record=state.metrics.record_http)]
+    if state.config.allowed_origins:  # before the key, which preflights don't have
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=state.config.allowed_origins,
+                allow_methods=state.config.allowed_methods,
+                allow_headers=state.config.allowed_headers,
+                allow_credentials=state.config.allow_credentials,
+                expose_headers=("X-Request-Id",),
+            )
+        )
     if state.config.api_key is not None:
         middleware.append(Middleware(BearerAuth, api_key=state.config.api_key))
     return _App(routes, redirect_slashes=False, middleware=middleware)

@@ -86,6 +86,25 @@ def body_too_large(limit: int) -> HttpError:
     )
 
 
+def unsupported_encoding(encoding: str) -> HttpError:
+    """Return a 415 for a request body in this `encoding`."""
+    return HttpError(
+        415,
+        f"The request body's encoding is not supported: {encoding}; send JSON in UTF-8, plain or compressed with gzip",
+        code="unsupported_encoding",
+        headers=((b"accept-encoding", b"gzip"),),
+    )
+
+
+def cors_is_off() -> HttpError:
+    """Return a 405 for a browser's question whether a page of another origin may call a route."""
+    return HttpError(
+        405,
+        "Pages of other origins may not call this server; start it with --allowed-origins and the origins that may",
+        code="cors_is_off",
+    )
+
+
 def headers_too_large(limit: int) -> HttpError:
     """Return a 431 for a request whose target and headers have more than `limit` bytes."""
     return HttpError(

@@ -64,9 +64,13 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig) -
         chat_template = TemplateProcess(template, tokenizer.special_tokens, formats.calls)
         if template is not None:
             await chat_template.start()
+            tokenizer = tokenizer.with_turn_end(await chat_template.turn_end())
         logger.info("calls of tools are read as %s, reasoning as %s", formats.calls, formats.reasoning or "none")
         grammars = GrammarChecker(tokenizer)
-        return LoadedModel(await launching, tokenizer, chat_template, template or "", grammars, formats)
+        loaded = LoadedModel(await launching, tokenizer, chat_template, template or "", grammars, formats)
+        if server_config.escape_marks:
+            await _run_in_thread(lambda: loaded.escaped_marks)
+        return loaded
     except BaseException:
         if chat_template is not None:
             await chat_template.close()

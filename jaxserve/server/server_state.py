@@ -7,9 +7,10 @@ grammars. Never speaks HTTP and never starts or stops a process.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from jaxserve.text.answers.formats import AnswerFormats
     from jaxserve.text.chat_template import Message
     from jaxserve.text.grammars.checking import GrammarChecker
+    from jaxserve.text.tokenizers.escaped_marks import EscapedMarks
     from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger("jaxserve.server")
@@ -39,8 +41,8 @@ Phase = Literal["starting", "ready", "draining", "dead"]
 class Abortable(Protocol):
     """An open request, as `/abort_request` and the end of a drain see it."""
 
-    def abort(self) -> int:
-        """Abort the sequences that still run and return their number."""
+    def abort(self, indexes: Sequence[int] | None = None) -> int:
+        """Abort the sequences that still run, all or those of these indexes, and return their number."""
         ...
 
 
@@ -70,6 +72,13 @@ class LoadedModel:
     grammars: GrammarChecker
     formats: AnswerFormats
     _said: set[str] = field(default_factory=set)
+
+    @functools.cached_property
+    def escaped_marks(self) -> EscapedMarks:
+        """How special tokens in texts of conversations are escaped. Raises `ConfigError` if they can't be."""
+        from jaxserve.text.tokenizers.escaped_marks import EscapedMarks
+
+        return EscapedMarks(self.tokenizer)
 
     def say_once(self, text: str) -> None:
         """Log a line, unless this server has logged it already."""
@@ -101,7 +110,7 @@ class ServerState:
         self._loaded: LoadedModel | None = None
         self._draining = False
         self._death_reason: str | None = None
-        self._open_by_id: dict[str, set[Abortable]] = {}
+        self._open_by_id: dict[str, set[tuple[Abortable, tuple[int, ...] | None]]] = {}
 
     @property
     def phase(self) -> Phase:
@@ -159,26 +168,30 @@ class ServerState:
                 self.idle.set()
 
     @contextmanager
-    def abortable(self, ids: tuple[str, ...], request: Abortable) -> Iterator[None]:
-        """Let `abort` find `request` by any of `ids`, which may repeat."""
-        for request_id in set(ids):
-            self._open_by_id.setdefault(request_id, set()).add(request)
+    def abortable(
+        self, ids: tuple[str, ...], request: Abortable, parts: Mapping[str, tuple[int, ...]] | None = None
+    ) -> Iterator[None]:
+        """Let `abort` find `request` by any of `ids`, which may repeat, and only sequences of it by the ids in `parts`,
+        which has their indexes."""
+        entries = {**(parts or {}), **dict.fromkeys(ids)}
+        for request_id, indexes in entries.items():
+            self._open_by_id.setdefault(request_id, set()).add((request, indexes))
         try:
             yield
         finally:
-            for request_id in set(ids):
-                self._open_by_id[request_id].discard(request)
+            for request_id, indexes in entries.items():
+                self._open_by_id[request_id].discard((request, indexes))
                 if not self._open_by_id[request_id]:
                     del self._open_by_id[request_id]
 
     def abort(self, request_id: str) -> int:
-        """Abort the open requests with this id and return the number of sequences aborted."""
-        return sum(request.abort() for request in self._open_by_id.get(request_id, ()))
+        """Abort the open requests or sequences with this id and return the number of sequences aborted."""
+        return sum(request.abort(indexes) for request, indexes in self._open_by_id.get(request_id, ()))
 
     def abort_all(self) -> int:
         """Abort every open request and return the number of sequences aborted."""
-        everything: set[Abortable] = set()
-        return sum(request.abort() for request in everything.union(*self._open_by_id.values()))
+        everything = {request for entries in self._open_by_id.values() for request, _ in entries}
+        return sum(request.abort() for request in everything)
 
     def _reading(self) -> Reading | None:
         return None if self._loaded is None else (self._loaded.engine.info, self._loaded.engine.stats)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jinja2
@@ -31,6 +32,8 @@ type _ContentFormat = Literal["text", "parts", "both"]
 _CALL: dict[str, Any] = {"name": "jaxserve_probe", "arguments": {"jaxserve": "probe"}}
 _PROBES = ("jaxserve-probe", "jaxserve-second")
 _END_MARK = "jaxserve-the-message-goes-on "
+# Processor time, since rendering began, in which the message at fault is looked for.
+_SEARCH_SECONDS = 0.2
 _PRINTED_PARTS = ("'type': 'text'", '"type": "text"')
 
 
@@ -68,12 +71,38 @@ class ChatTemplate:
         gets them unchanged; any other gets their texts joined by line feeds. Rendering a message of each form shows
         once for each role whether it does. A template that knows no tools gets them, their calls and results as text.
         With `continue_final_message`, the prompt ends where the last message ends.
-        Raises `InvalidRequestError` with the template's own message if the template fails.
+        Raises `InvalidRequestError` with the template's own message if the template fails; it names the message at
+        fault if that can be found out.
         """
         if self._template is None:
             raise InvalidRequestError(
                 "this model has no chat template: use /v1/completions, or start with --chat-template FILE"
             )
+        deadline = time.process_time() + _SEARCH_SECONDS
+        try:
+            return self._render_once(messages, add_generation_prompt, continue_final_message, tools, kwargs)
+        except _TemplateError as error:
+
+            def attempt(conversation: Sequence[Message]) -> str | None:
+                try:
+                    self._render_once(conversation, add_generation_prompt, False, tools, kwargs)
+                except InvalidRequestError as other:
+                    return str(other)
+                return None
+
+            number = _find_fault(messages, str(error), attempt, deadline)
+            if number is None:
+                raise
+            raise _TemplateError(error.verb, error.problem, f"messages[{number}]") from error
+
+    def _render_once(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+    ) -> str:
         if tools and self._tools_variable is None:
             messages = described_in_text(messages, tools, self._call_text)
         elif tools:
@@ -93,6 +122,12 @@ class ChatTemplate:
             )
         return self._render_unfinished(prepared, kwargs)
 
+    def turn_end(self) -> str:
+        """Return what the template writes after the content of an assistant's last message; "" if it fails."""
+        question, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBES[0]}
+        rendered = self._try([self._prepare(question), self._prepare(answer)])
+        return rendered.rpartition(_PROBES[0])[2] if _PROBES[0] in rendered else ""
+
     def _render(
         self,
         messages: list[dict[str, Any]],
@@ -111,7 +146,7 @@ class ChatTemplate:
         try:
             return self._template.render(variables)
         except jinja2.TemplateError as error:
-            raise InvalidRequestError(f"the chat template refused: {error.message}", param="messages") from error
+            raise _TemplateError("refused", str(error.message)) from error
         except RecursionError as error:
             if _is_deep(kwargs):
                 raise InvalidRequestError(
@@ -123,9 +158,7 @@ class ChatTemplate:
                 param="messages",
             ) from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
-            raise InvalidRequestError(
-                f"the chat template failed on these messages: {error}", param="messages"
-            ) from error
+            raise _TemplateError("failed on", str(error)) from error
 
     def _render_unfinished(self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any]) -> str:
         if not messages or not messages[-1].get("content"):
@@ -210,6 +243,36 @@ class ChatTemplate:
             question = {"role": "user", "content": self._prepare({"role": "user", "content": "x"})["content"]}
             messages.insert(1 if role == "system" else 0, question)
         return self._try(messages)
+
+
+class _TemplateError(InvalidRequestError):
+    """An error that the template itself raised, on all messages or on one."""
+
+    def __init__(self, verb: str, problem: str, where: str = "") -> None:
+        super().__init__(f"the chat template {verb} {where or 'these messages'}: {problem}", param=where or "messages")
+        self.verb, self.problem = verb, problem
+
+
+def _find_fault(
+    messages: Sequence[Message], problem: str, attempt: Callable[[Sequence[Message]], str | None], deadline: float
+) -> int | None:
+    """Return the index of the message at fault: the messages before it render, and with it and any that follow, the
+    template raises `problem`. None if there is no such message, or the processor time ends first.
+
+    `attempt` renders a conversation and returns its error. If even the first message fails, it is at fault only if a
+    question renders alone and not after it: something may be missing, or not be about the messages.
+    """
+    for length in range(len(messages) - 1, 0, -1):
+        if time.process_time() > deadline:
+            return None
+        seen = attempt(messages[:length])
+        if seen != problem:
+            return length if seen is None else None
+    if not messages or time.process_time() > deadline:
+        return None
+    question = {"role": "user", "content": "x"}
+    is_first = attempt([question]) is None and attempt([messages[0], question]) == problem
+    return 0 if is_first else None
 
 
 def _part_text(part: object) -> str:

@@ -77,6 +77,11 @@ class TemplateProcess:
         message, param = json.loads(answer)
         raise InvalidRequestError(message, param=param)
 
+    async def turn_end(self) -> str:
+        """Return what `ChatTemplate.turn_end` does; "" if a limit is exceeded."""
+        failed, answer = await self._ask_child(json.dumps([None, {}]).encode())
+        return "" if failed else answer.decode(errors="surrogatepass")
+
     async def close(self) -> None:
         """End the child."""
         async with self._child_lock:
@@ -153,7 +158,7 @@ def _failure(message: str, param: str | None) -> bytes:
 def _render(template: ChatTemplate, request: bytes) -> tuple[bool, bytes]:
     try:
         messages, arguments = json.loads(request)
-        text = template.render(messages, **arguments)
+        text = template.turn_end() if messages is None else template.render(messages, **arguments)
         if len(text) <= MAX_CHARACTERS:
             return False, text.encode(errors="surrogatepass")
         problem = f"it wrote {len(text)} characters, at most {MAX_CHARACTERS} are allowed"

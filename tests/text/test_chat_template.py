@@ -10,6 +10,7 @@ import pytest
 from jaxserve.config.schema import DEFAULT_MODEL
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.model_source import resolve
+from jaxserve.text import chat_template
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizers.tokenizer import load_tokenizer
 from tests.text import small_tokenizers
@@ -88,12 +89,58 @@ def test_parts_of_other_types_are_refused(part: object, kind: str) -> None:
     assert caught.value.param == "messages"
 
 
-def test_an_error_has_the_templates_own_message() -> None:
-    chat = template("{% if messages[0].role != 'user' %}{{ raise_exception('Roles must alternate!') }}{% endif %}")
+TURNS = """
+{%- if style == 'loud' %}{{ raise_exception('unknown style') }}{% endif %}
+{%- set last = namespace(role='') %}
+{%- for m in messages %}
+    {%- if m.role == 'user' == last.role %}{{ raise_exception('two questions') }}{% endif %}
+    {%- if m.role == 'assistant' and loop.first %}{{ raise_exception('an answer first') }}{% endif %}
+    {%- if m.content == 'bad' %}{{ m.content + 1 }}{% endif %}
+    {%- set last.role = m.role %}
+    {{- m.content }};
+{%- endfor %}"""
+QUESTION = "{% if 'user' not in messages | map(attribute='role') %}{{ raise_exception('no question') }}{% endif %}"
+LAST = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('the last is an answer') }}{% endif %}"
 
-    with pytest.raises(InvalidRequestError, match="Roles must alternate!") as caught:
-        chat.render([{"role": "assistant", "content": "x"}])
+
+@pytest.mark.parametrize(
+    ("source", "roles", "where", "says"),
+    [
+        (TURNS, "u u", "messages[1]", "refused messages[1]: two questions"),
+        (TURNS, "s u u a u", "messages[2]", "refused messages[2]: two questions"),
+        (TURNS, "u u a u u a", "messages[1]", "refused messages[1]: two questions"),
+        (TURNS, "a u", "messages[0]", "refused messages[0]: an answer first"),
+        (TURNS, "u bad u", "messages[1]", "failed on messages[1]: can only concatenate str"),
+        (TURNS, "bad u", "messages[0]", "failed on messages[0]: can only concatenate str"),
+        (LAST + TURNS, "u a u a", "messages[3]", "refused messages[3]: the last is an answer"),
+        # What is missing is no message's fault
+        (QUESTION + TURNS, "s", "messages", "refused these messages: no question"),
+        (QUESTION + TURNS, "s s s", "messages", "refused these messages: no question"),
+        # A shorter conversation is refused for something else, which says nothing of the whole one
+        (LAST + TURNS, "u u a u", "messages", "refused these messages: two questions"),
+        (LAST + TURNS, "u a bad a", "messages", "refused these messages: the last is an answer"),
+    ],
+)
+def test_an_error_of_the_template_names_the_message_at_fault(source: str, roles: str, where: str, says: str) -> None:
+    names = {"u": "user", "a": "assistant", "s": "system", "bad": "system"}
+    with pytest.raises(InvalidRequestError) as caught:
+        template(source).render([{"role": names[role], "content": role} for role in roles.split()])
+    assert str(caught.value).startswith(f"the chat template {says}")
+    assert caught.value.param == where
+
+
+def test_an_error_that_every_conversation_gets_names_no_message() -> None:
+    with pytest.raises(InvalidRequestError, match="refused these messages: unknown style") as caught:
+        template(TURNS).render([*HI, {"role": "assistant", "content": "x"}, *HI], style="loud")
     assert caught.value.param == "messages"
+
+
+def test_a_slow_template_is_not_rendered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_SEARCH_SECONDS", -1.0)
+    for messages in ([*HI, *HI], [{"role": "assistant", "content": "x"}, *HI]):
+        with pytest.raises(InvalidRequestError, match="refused these messages: ") as caught:
+            template(TURNS).render(messages)
+        assert caught.value.param == "messages"
 
 
 @pytest.mark.parametrize(

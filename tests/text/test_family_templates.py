@@ -100,20 +100,23 @@ def test_an_image_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "messages", "message"),
+    ("name", "messages", "fault", "message"),
     [
-        ("gemma3", [TURNS[0], TURNS[0]], "Turns must go user/assistant"),
-        ("gemma3", [SYSTEM, SYSTEM, TURNS[0]], "Turns must go user/assistant"),
-        ("ministral", [TURNS[0], TURNS[0]], "conversation roles must alternate"),
-        ("ministral", [TURNS[0], {"role": "assistant", "content": "!x"}], "An answer begins with a mark"),
-        ("ministral", [TURNS[0], TURNS[1], SYSTEM], "Only user and assistant roles are supported, got system"),
-        ("exaone4", [{"role": "critic", "content": "x"}], "Unknown role: critic"),
+        ("gemma3", [TURNS[0], TURNS[0]], 1, "Turns must go user/assistant"),
+        ("gemma3", [SYSTEM, SYSTEM, TURNS[0]], 1, "Turns must go user/assistant"),
+        ("ministral", [TURNS[0], TURNS[0]], 1, "conversation roles must alternate"),
+        ("ministral", [*TURNS[:2] * 3, TURNS[1], TURNS[0]], 6, "conversation roles must alternate"),
+        ("ministral", [TURNS[0], {"role": "assistant", "content": "!x"}], 1, "An answer begins with a mark"),
+        ("ministral", [TURNS[0], TURNS[1], SYSTEM], 2, "Only user and assistant roles are supported, got system"),
+        ("exaone4", [{"role": "critic", "content": "x"}], 0, "Unknown role: critic"),
     ],
 )
-def test_a_conversation_that_the_template_refuses(name: str, messages: list[dict[str, Any]], message: str) -> None:
-    with pytest.raises(InvalidRequestError, match=message) as caught:
+def test_a_conversation_that_the_template_refuses(
+    name: str, messages: list[dict[str, Any]], fault: int, message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"refused messages\[{fault}\]: .*{message}") as caught:
         chat(name).render(messages)
-    assert caught.value.param == "messages"
+    assert caught.value.param == f"messages[{fault}]"
 
 
 def test_what_a_generation_block_sets_is_not_visible_after_it() -> None:

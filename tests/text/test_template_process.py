@@ -39,10 +39,10 @@ async def test_the_child_renders_as_this_process_does() -> None:
 
 
 async def test_errors_of_a_template_are_raised_here() -> None:
-    async with process("{{ raise_exception('roles must alternate') }}") as template:
-        with pytest.raises(InvalidRequestError, match="refused: roles must alternate") as refused:
-            await template.render(HI)
-        assert refused.value.param == "messages"
+    async with process("{% if messages[1] %}{{ raise_exception('only one') }}{% endif %}") as template:
+        with pytest.raises(InvalidRequestError, match=r"refused messages\[1\]: only one") as refused:
+            await template.render(HI * 3)
+        assert refused.value.param == "messages[1]"
     async with process(None) as template:
         with pytest.raises(InvalidRequestError, match="no chat template"):
             await template.render(HI)

@@ -14,7 +14,7 @@ from typing import Any
 from jaxserve.cli.common.parser import Parser
 from jaxserve.config import aliases
 from jaxserve.config.load import GivenSetting, LoadedConfig, load_config
-from jaxserve.config.schema import EngineConfig
+from jaxserve.config.schema import SHARED_SERVER_SETTINGS, EngineConfig
 from jaxserve.config.settings import Setting, as_flag, as_key, settings
 from jaxserve.errors import ConfigError
 from jaxserve.observability import log
@@ -74,15 +74,16 @@ def llm_arguments(loaded: LoadedConfig) -> dict[str, Any]:
     return {
         name: value.value
         for name, value in given.items()
-        if value.setting.owner is EngineConfig or name == "chat_template"
+        if value.setting.owner is EngineConfig or name in SHARED_SERVER_SETTINGS
     }
 
 
 def description(setting: Setting) -> str:
     """Return the help text of a flag with its default."""
-    if setting.default is None or setting.is_switch:
+    if setting.default is None or setting.default == () or setting.is_switch:
         return setting.description
-    return f"{setting.description} (default {setting.default})"
+    shown = " ".join(map(str, setting.default)) if isinstance(setting.default, tuple) else setting.default
+    return f"{setting.description} (default {shown})"
 
 
 def _add(group: argparse._ArgumentGroup, setting: Setting, names: list[str]) -> None:
@@ -110,7 +111,7 @@ def _options(name: str) -> list[str]:
 def _metavar(setting: Setting) -> str:
     if setting.choices:
         return "{" + ",".join(setting.choices) + "}"
-    return {int: "N", float: "X"}.get(setting.kind, "N" if setting.is_list else "TEXT")
+    return {int: "N", float: "X", tuple[int, ...]: "N"}.get(setting.kind, "TEXT")
 
 
 class _RecordGiven(argparse.Action):

@@ -161,6 +161,8 @@ class Grammars:
         if complete:
             return Allowed(forced, complete=True)
         assert self._vocabulary is not None
+        if not grammar.ignore_eos and _has_any(mask, self._vocabulary.eos_tokens):
+            mask = _with(mask, grammar.stop_ids)  # the server knows more ends than the vocabulary does
         held_back = set(self._vocabulary.eos_tokens) if grammar.ignore_eos else set()
         if grammar.num_tokens < grammar.min_tokens:
             held_back.update(grammar.stop_ids)
@@ -194,6 +196,20 @@ class Grammars:
 def _only(token: int) -> bytes:
     """Return the mask that allows one token."""
     return bytes(token // 8) + bytes((1 << token % 8,))
+
+
+def _has_any(mask: bytes, tokens: Iterable[int]) -> bool:
+    """Return whether the mask allows any of some tokens."""
+    return any(token // 8 < len(mask) and mask[token // 8] >> token % 8 & 1 for token in tokens)
+
+
+def _with(mask: bytes, tokens: Iterable[int]) -> bytes:
+    """Return the mask with some more tokens."""
+    changed = bytearray(mask)
+    for token in tokens:
+        if token // 8 < len(changed):
+            changed[token // 8] |= 1 << token % 8
+    return bytes(changed)
 
 
 def _without(mask: bytes, tokens: Iterable[int]) -> bytes:

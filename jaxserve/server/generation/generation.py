@@ -7,7 +7,7 @@ keeps running in the engine. Knows text and engine, but neither HTTP nor OpenAI'
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -32,10 +32,14 @@ class Generation:
         self._arrival = arrival
         self._running: set[str] = set()
 
-    def abort(self) -> int:
-        """Ask the engine to end the running sequences, with finish reason `abort`, and return their number."""
-        self._engine.abort(list(self._running))
-        return len(self._running)
+    def abort(self, indexes: Sequence[int] | None = None) -> int:
+        """Ask the engine to end the running sequences, or those of these indexes, and return their number. They end
+        with finish reason `abort`."""
+        running = set(self._running)
+        if indexes is not None:
+            running &= {self._requests[index].request_id for index in indexes}
+        self._engine.abort(list(running))
+        return len(running)
 
     async def run(self, on_delta: OnDelta) -> list[Usage]:
         """Run all sequences and return the token counts of each. On an error, abort the others and raise it."""

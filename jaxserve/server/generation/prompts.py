@@ -7,10 +7,11 @@ ones one at a time.
 from __future__ import annotations
 
 import asyncio
-import ctypes
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from jaxserve import host
 from jaxserve.api_types import EngineInfo, EngineRequest, SamplingParams, StructuredOutputs
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.errors import ContextLengthError
@@ -21,16 +22,41 @@ from jaxserve.text.grammars.formats import grammar_of
 
 # Work on up to this many characters or ids runs on the event loop: a thread would cost more.
 _SHORT = 4096
+LONG = _SHORT + 1
 # Work on more than this runs one at a time; its memory (a few hundred times as much) is returned to the system.
 _LARGE = 1 << 18
 
 
+class TextEncoder(Protocol):
+    """Encodes texts: a tokenizer, or its escaped marks."""
+
+    def min_num_tokens(self, text: str) -> int:
+        """Return the smallest number of tokens that `text` can have; 0 if there is no bound."""
+        ...
+
+    def encode_batch(
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        check_count: Callable[[int], None] | None = None,
+    ) -> list[list[int]]:
+        """Return the ids of each text; see `Tokenizer.encode_batch`."""
+        ...
+
+
 async def encode_texts(
-    state: ServerState, loaded: LoadedModel, texts: list[str], *, add_special_tokens: bool, param: str | None
+    state: ServerState,
+    loaded: LoadedModel,
+    texts: list[str],
+    *,
+    add_special_tokens: bool,
+    param: str | None,
+    encoder: TextEncoder | None = None,
 ) -> list[list[int]]:
     """Return the ids of each text. Raises `ContextLengthError` naming `param` for a text that doesn't fit the context,
     before tokenizing it if its length alone shows that. With `param` None, a text may be longer than the context."""
-    tokenizer = loaded.tokenizer
+    tokenizer = encoder or loaded.tokenizer
     size = sum(map(len, texts))
 
     def work() -> list[list[int]]:
@@ -60,16 +86,9 @@ async def run_off_event_loop[T](state: ServerState, size: int, work: Callable[[]
         try:
             return work()
         finally:
-            _return_free_memory()
+            host.return_free_memory()
 
     return await loop.run_in_executor(state.large_tokenizer_threads, large)
-
-
-def _return_free_memory() -> None:
-    """Return freed memory to the system: after a large text, glibc keeps gigabytes of it; other allocators don't."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def split_prompts(
@@ -169,7 +188,7 @@ class QueueOptions(Protocol):
 
 def engine_requests(
     loaded: LoadedModel,
-    request_id: str,
+    response_id: str,
     prompts: list[list[int]],
     samplings: list[SamplingParams],
     grammars: list[str],
@@ -177,13 +196,14 @@ def engine_requests(
 ) -> list[EngineRequest]:
     """Return `n` requests for each prompt, in the order of the choices: prompt index * n + sample.
 
-    `grammars` are those of the prompts' outputs, "" for none.
+    `grammars` are those of the prompts' outputs, "" for none. Ids are unique even if a client uses its own twice.
     """
+    unique_id = f"{response_id}-{uuid.uuid4().hex}"
     return [
         request
         for number, (ids, sampling, grammar) in enumerate(zip(prompts, samplings, grammars, strict=True))
         for request in requests.sample_requests(
-            f"{request_id}-{number}",
+            f"{unique_id}-{number}",
             ids,
             sampling,
             loaded.tokenizer,

@@ -1,15 +1,18 @@
 """One HTTP connection with two limits that uvicorn's protocol lacks: the size of a request's head, and how long a
 request may take to arrive.
 
-Owns the answers to requests that never become complete (400, 408, 431). Once a request is complete, nothing here
-touches it, however long its response takes.
+Owns the answers to requests that never become complete (400, 408, 431). Offers to change to another protocol are
+ignored. Once a request is complete, nothing here touches it, however long its response takes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
+import httptools
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from jaxserve.config.schema import ServerConfig
@@ -24,11 +27,28 @@ class _RefusedError(Exception):
     """Stops the parsing of the received data."""
 
 
+class _Parser(httptools.HttpRequestParser):
+    """Goes on with a request that offers an upgrade, whose body httptools doesn't read."""
+
+    def __init__(self, connection: HttpConnection) -> None:
+        super().__init__(connection)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._ignore_upgrade = connection.ignore_upgrade
+
+    def feed_data(self, data: Any) -> None:
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._ignore_upgrade(data[offer.args[0] :])
+
+
 class HttpConnection(HttpToolsProtocol):
     """`limits` are the server's settings; the other arguments are uvicorn's."""
 
     def __init__(self, limits: ServerConfig, **uvicorn_arguments: Any) -> None:
         super().__init__(**uvicorn_arguments)
+        self.parser = _Parser(self)
+        self._repeats_head = False
         self.timeout_keep_alive = limits.keep_alive_timeout  # type: ignore[assignment]
         self._max_header_bytes = limits.max_header_bytes
         self._read_timeout = limits.request_read_timeout
@@ -75,11 +95,30 @@ class HttpConnection(HttpToolsProtocol):
         elif self._in_request or not self._advanced:
             self._start_clock()
 
+    def ignore_upgrade(self, rest: bytes) -> None:
+        """Read the body of a request that offers an upgrade from `rest`, the data after its head, and what follows it.
+
+        Another parser gets a head without the offer and with the same length or chunks.
+        """
+        self.parser = _Parser(self)
+        framing = [item for item in self.headers if item[0] in (b"content-length", b"transfer-encoding")]
+        self._repeats_head = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(b"%s: %s\r\n" % item for item in framing) + b"\r\n")
+        self._repeats_head = False
+        self.parser.feed_data(rest)
+
     def on_message_begin(self) -> None:
         """Note the first byte of a request, from which its time counts."""
+        if self._repeats_head:
+            return
         self._stop_clock()
         self._in_request, self._in_body = True, False
         super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """Handle a part of the target."""
+        if not self._repeats_head:
+            super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Handle a header; ignore one after the body (a trailer)."""
@@ -88,6 +127,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Check the complete head. Raises `_RefusedError`, which stops the parsing, if it is past a limit."""
+        if self._repeats_head:
+            return
         if self._overhead > self._max_header_bytes:
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size > self._max_header_bytes:
@@ -105,6 +146,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Handle the end of a request."""
+        if self.parser.should_upgrade():
+            return
         self._in_request, self._advanced = False, True
         self._stop_clock()
         super().on_message_complete()
@@ -116,6 +159,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
+        if cycle.scope["http_version"] != "1.1":
+            app = _UntilClose(app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def _start_clock(self) -> None:
@@ -170,6 +215,25 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.write_eof()
         self.flow.resume_reading()
         self._deadline = self.loop.call_later(DISCARD_SECONDS, self.transport.close)
+
+
+class _UntilClose:
+    """Answers a client of HTTP/1.0, which has no chunks: a response of unknown length ends with the connection."""
+
+    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
+        self._app = app
+        self._cycle = cycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_plainly(message: Message) -> None:
+            # uvicorn raises unless the body has the length that it expects.
+            self._cycle.chunked_encoding = False
+            self._cycle.expected_content_length = (
+                math.inf if message.get("more_body") else len(message.get("body", b""))  # type: ignore[assignment]
+            )
+            await send(message)
+
+        await self._app(scope, receive, send_plainly)
 
 
 def _disconnect(cycle: RequestResponseCycle) -> None:

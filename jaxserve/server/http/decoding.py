@@ -10,18 +10,27 @@ import msgspec
 
 from jaxserve.errors import InvalidRequestError
 
+# Reading this many holds the server for about 0.1 s.
+_MAX_VALUES = 2**21
+_MAX_PARTS = 2**18
+_MAX_SHOWN = 200
+# In longer fields, only lists of numbers may have integers written as floats.
+_SHORT_FIELD = 2**14
+_LONG_BODY = 2**20
+_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_MORE_VALUES = re.compile(rb'(?:[^",]*+(?:%b[^",]*+)*+,){%d}+' % (_STRING, _MAX_VALUES), re.DOTALL)
+_MORE_PARTS = re.compile(rb'(?:[^"\[{]*+(?:%b|[\[{])){%d}+' % (_STRING, _MAX_PARTS + 1), re.DOTALL)
+
 
 def decode_body[T](decoder: msgspec.json.Decoder[T], body: bytes, fields: tuple[str, ...]) -> T:
     """Decode `body`. Raises `InvalidRequestError` naming the field at fault; for an unknown field it suggests the
     nearest of `fields`."""
+    _check_size(body)
     try:
         try:
             return decoder.decode(body)
         except msgspec.ValidationError as error:
-            if "`, got `float`" not in str(error):
-                raise
-            # In JSON, 72.0 is an integer too, and some clients write it so.
-            return decoder.decode(msgspec.json.encode(_with_integers(msgspec.json.decode(body))))
+            return decoder.decode(_with_integers(body, error))
     except msgspec.ValidationError as error:
         raise validation_error(str(error), fields=fields, body=body) from error
     except RecursionError as error:
@@ -31,13 +40,40 @@ def decode_body[T](decoder: msgspec.json.Decoder[T], body: bytes, fields: tuple[
         raise InvalidRequestError(f"The body is not valid JSON: {error}{hint}") from error
 
 
-def _with_integers(value: Any) -> Any:
+def _check_size(body: bytes) -> None:
+    """Raise `InvalidRequestError` for a body that takes long to read."""
+    num_parts = body.count(b'"') // 2 + body.count(b"[") + body.count(b"{")
+    if num_parts > _MAX_PARTS and _MORE_PARTS.match(body):
+        raise InvalidRequestError(
+            f"The body has more than {_MAX_PARTS} strings, lists and objects; send several requests"
+        )
+    if body.count(b",") >= _MAX_VALUES and _MORE_VALUES.match(body):
+        raise InvalidRequestError(f"The body has more than {_MAX_VALUES} values; send several requests")
+
+
+def _with_integers(body: bytes, error: msgspec.ValidationError) -> bytes:
+    """Return a body with integers where it has numbers like 72.0, which are integers in JSON too, and some clients
+    write so. Raises `error` unless it is about one."""
+    if "`, got `float`" not in str(error):
+        raise error
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    for name, raw in fields.items():
+        value = bytes(raw)
+        if len(value) < _SHORT_FIELD:
+            value = msgspec.json.encode(_integers(msgspec.json.decode(value)))
+        elif value.startswith(b"[") and b'"' not in value:
+            value = value.replace(b".0,", b",").replace(b".0]", b"]")
+        fields[name] = msgspec.Raw(value)
+    return msgspec.json.encode(fields)
+
+
+def _integers(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         return int(value)
     if isinstance(value, list):
-        return [_with_integers(item) for item in value]
+        return [_integers(item) for item in value]
     if isinstance(value, dict):
-        return {name: _with_integers(item) for name, item in value.items()}
+        return {name: _integers(item) for name, item in value.items()}
     return value
 
 
@@ -48,13 +84,13 @@ def validation_error(
     message, _, path = problem.partition(" - at `$")
     path = (where + path.rstrip("`")).lstrip(".")
     if message.startswith(("Object contains unknown field", "Object missing required field")):
-        name = message.split("`")[1]
+        name = message.split("`")[1][:_MAX_SHOWN]
         full = f"{path}.{name}" if path else name
         if message.startswith("Object missing"):
             return InvalidRequestError(f"Field {full!r} is required", param=full)
         near = difflib.get_close_matches(name, fields, n=1) if not path else []
         advice = f"; did you mean {near[0]!r}?" if near else ""
-        return InvalidRequestError(f"Unknown field {full[:200]!r}{advice}", param=full[:200])
+        return InvalidRequestError(f"Unknown field {full!r}{advice}", param=full)
     if not path:
         return InvalidRequestError(f"The body must be a JSON object: {message}")
     got = "" if ", got" in message else _got(body, path)
@@ -62,7 +98,10 @@ def validation_error(
 
 
 def _got(body: bytes, path: str) -> str:
-    """Return ", got VALUE" for the value at `path`, for an error that names only the limit; "" for invalid JSON."""
+    """Return ", got VALUE" for the value at `path`, for an error that names only the limit; "" for invalid JSON, and
+    for a body that takes long to decode again."""
+    if len(body) > _LONG_BODY:
+        return ""
     try:
         value = msgspec.json.decode(body)
         for name, number in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):

@@ -14,6 +14,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.server.errors import HttpError, body_too_large
+from jaxserve.server.http.encodings import gunzip, is_gzip, without_mark
 
 # A refused request is read and discarded for up to this long and this much before its connection closes, so that a
 # client that is still sending can read the answer instead of getting a connection reset.
@@ -38,7 +39,13 @@ class HttpExchange:
         self.request_id: str = scope["state"]["request_id"]
 
     async def read_body(self, limit: int) -> bytes:
-        """Return the whole body. Raises `HttpError` 413 past `limit` bytes, without keeping the bytes past it."""
+        """Return the whole body as UTF-8, decompressed. Raises `HttpError` 413 past `limit` bytes, without keeping the
+        bytes past it, and 415 for an encoding that is not supported."""
+        is_compressed = is_gzip(self.scope["headers"])
+        body = await self._read_body(limit)
+        return without_mark(gunzip(body, limit) if is_compressed else body)
+
+    async def _read_body(self, limit: int) -> bytes:
         length = content_length(self.scope)
         if length is not None and length > limit:
             raise body_too_large(limit)

@@ -56,18 +56,24 @@ async def chat_completions(state: ServerState, exchange: HttpExchange, request: 
     request.check_supported()
     requested_limit, logprobs = request.max_output_tokens(), request.num_logprobs()
     tools = tool_use(request.tools, request.tool_choice, several=request.parallel_tool_calls is not False)
-    text = await render_prompt(
+    prompt = await render_prompt(
         *(state, loaded, request.messages, request, None if tools is None else tools.shown, request.reasoning_effort)
     )
     if request.verbosity is not None:
         loaded.say_once("verbosity changes nothing here: ask for it in a message")
     place = place_in_reasoning(
-        *(loaded.formats.thinking, text, text_of(request.messages[-1])), continues=bool(request.continue_final_message)
+        *(loaded.formats.thinking, prompt.text, text_of(request.messages[-1])),
+        continues=bool(request.continue_final_message),
     )
     grammar = await _compile_grammar(state, loaded, tools, structured_outputs(request), place)
     # By default none are added, since a template writes its own special tokens.
     (ids,) = await encode_texts(
-        state, loaded, [text], add_special_tokens=request.add_special_tokens is True, param="messages"
+        state,
+        loaded,
+        [prompt.written],
+        add_special_tokens=request.add_special_tokens is True,
+        param="messages",
+        encoder=prompt.encoder,
     )
     check_prompt(ids, loaded.engine.info, param="messages")
     limit = max_output_tokens(len(ids), requested_limit, None, loaded.engine.info, param="messages")
@@ -82,8 +88,8 @@ async def chat_completions(state: ServerState, exchange: HttpExchange, request: 
     )
     if plan.formats and loaded.formats.shows_special_tokens(loaded.tokenizer):
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
-    response_id = request.response_id("chatcmpl")
-    requests = engine_requests(loaded, request.engine_request_id(response_id), [ids], [sampling], [grammar], request)
+    response_id = request.response_id("chatcmpl", exchange.request_id)
+    requests = engine_requests(loaded, response_id, [ids], [sampling], [grammar], request)
     generation = Generation(state, loaded, requests, exchange.arrival)
     responder = _ChatResponder(
         *(loaded.tokenizer, request, plan, ids, sampling.n, response_id, state.model_name, int(time.time()))

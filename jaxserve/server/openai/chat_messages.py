@@ -6,12 +6,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from jaxserve.errors import InvalidRequestError
-from jaxserve.server.generation.prompts import run_off_event_loop
+from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.server.generation.prompts import LONG, TextEncoder, run_off_event_loop
 from jaxserve.server.http.decoding import validation_error
 from jaxserve.server.openai.message_fields import ROLES, UNSUPPORTED_MESSAGE_FIELDS, MessageCall, MessageFields
 from jaxserve.server.server_state import LoadedModel, ServerState
@@ -26,6 +26,15 @@ class ChatOptions(Protocol):
     continue_final_message: bool | None
     chat_template_kwargs: dict[str, Any] | None
     documents: list[dict[str, Any]] | None
+    escape_marks: bool | None
+
+
+class RenderedPrompt(NamedTuple):
+    """A prompt and what encodes it: `written` may have escaped marks, `text` has them as they are read."""
+
+    text: str
+    written: str
+    encoder: TextEncoder
 
 
 async def render_prompt(
@@ -35,24 +44,39 @@ async def render_prompt(
     options: ChatOptions,
     tools: list[dict[str, Any]] | None = None,
     reasoning_effort: str | None = None,
-) -> str:
-    """Return the prompt text. Raises `InvalidRequestError` for messages or options that the template can't express."""
+) -> RenderedPrompt:
+    """Return the prompt. Raises `InvalidRequestError` for messages or options that the template can't express."""
     source = loaded.template_source
-    prepared = await run_off_event_loop(
-        state,
-        len(messages),
-        lambda: [_prepare(number, message, source) for number, message in enumerate(messages)],
-    )
+    escapes = state.config.escape_marks if options.escape_marks is None else options.escape_marks
+    arguments = _template_arguments(loaded, options, reasoning_effort, source) if source else {}
+
+    def prepare() -> list[dict[str, Any]]:
+        prepared = [_prepare(number, message, source) for number, message in enumerate(messages)]
+        if not escapes:
+            return prepared
+        try:
+            marks = loaded.escaped_marks
+        except ConfigError as error:
+            raise InvalidRequestError(str(error), param="escape_marks") from error
+        if "documents" in arguments:
+            arguments["documents"] = marks.escape(arguments["documents"])
+        return [marks.escape(message) for message in prepared]
+
+    size = max(len(messages), LONG if escapes else 0)
+    prepared = await run_off_event_loop(state, size, prepare)
     if not prepared:
         raise InvalidRequestError("messages is empty", param="messages")
     continues = bool(options.continue_final_message)
-    return await loaded.chat_template.render(
+    text = await loaded.chat_template.render(
         prepared,
         add_generation_prompt=not continues if options.add_generation_prompt is None else options.add_generation_prompt,
         continue_final_message=continues,
         tools=tools,
-        **(_template_arguments(loaded, options, reasoning_effort, source) if source else {}),
+        **arguments,
     )
+    if not escapes:
+        return RenderedPrompt(text, text, loaded.tokenizer)
+    return RenderedPrompt(loaded.escaped_marks.restore(text), text, loaded.escaped_marks)
 
 
 def text_of(message: dict[str, Any]) -> str:

@@ -56,8 +56,8 @@ async def completions(state: ServerState, exchange: HttpExchange, request: Compl
     prompts, echoed, offsets = await _prompts(state, loaded, request)
     samplings = _samplings(loaded, request, prompts)
     grammars = [await compile_grammar(state, loaded, structured_outputs(request))] * len(prompts)
-    response_id = request.response_id("cmpl")
-    requests = engine_requests(loaded, request.engine_request_id(response_id), prompts, samplings, grammars, request)
+    response_id = request.response_id("cmpl", exchange.request_id)
+    requests = engine_requests(loaded, response_id, prompts, samplings, grammars, request)
     n = samplings[0].n
     choices = [
         _ChoiceState(index, engine_request.prompt_ids, echoed[index // n], offsets[index // n])

@@ -56,7 +56,8 @@ def extend(all_of: CompletionLogprobs, more: CompletionLogprobs) -> None:
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """Return the shape of chat completions."""
+    """Return the shape of chat completions. As in vLLM, the chosen token is the first of its alternatives, before the
+    likeliest ones, and one of their number."""
 
     def named(token: int, logprob: float) -> tuple[str, float, list[int]]:
         return tokenizer.token_text(token), max(logprob, LOGPROB_FLOOR), list(tokenizer.token_bytes(token))
@@ -65,11 +66,16 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> Cha
         [
             ChatTokenLogprob(
                 *named(entry.token_id, entry.logprob),
-                [TopLogprob(*named(token, value)) for token, value in zip(entry.top_ids, entry.top_logprobs)],
+                [TopLogprob(*named(token, value)) for token, value in _chosen_first(entry)],
             )
             for entry in entries
         ]
     )
+
+
+def _chosen_first(entry: TokenLogprobs) -> list[tuple[int, float]]:
+    others = [one for one in zip(entry.top_ids, entry.top_logprobs) if one[0] != entry.token_id]
+    return [(entry.token_id, entry.logprob), *others][: len(entry.top_ids)]
 
 
 def _top(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, float]:

@@ -15,8 +15,11 @@ async def list_models(state: ServerState, exchange: HttpExchange) -> None:
 
 async def get_model(state: ServerState, exchange: HttpExchange) -> None:
     """Answer with one model's card, or 404 for a model that is not served."""
-    name = exchange.scope["path_params"]["model"]
-    if name != state.model_name:
+    name = exchange.scope["path_params"]["model"].rstrip("/")
+    if not name:
+        await list_models(state, exchange)
+        return
+    if name != state.model_name.rstrip("/"):
         raise unknown_model(name, state.model_name)
     await exchange.respond(_card(state))
 

@@ -7,7 +7,6 @@ A field is supported (it has a type here), inert (its value can't change the ans
 from __future__ import annotations
 
 import re
-import uuid
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -127,13 +126,9 @@ class SamplingFields(StructuredFields, kw_only=True, forbid_unknown_fields=True)
         """The ids that the client gave the request."""
         return tuple(name for name in (self.rid, self.request_id) if name is not None)
 
-    def response_id(self, kind: str) -> str:
-        """Return the id of the response: the client's own if it gave one."""
-        return self.rid or f"{kind}-{self.request_id or uuid.uuid4().hex}"
-
-    def engine_request_id(self, response_id: str) -> str:
-        """Return a unique id for the engine: a request with the client's id may already be open."""
-        return f"{response_id}-{uuid.uuid4().hex}" if self.client_ids else response_id
+    def response_id(self, kind: str, http_id: str) -> str:
+        """Return the id of the response: the client's own if its body has one, else that of the HTTP request."""
+        return self.rid or f"{kind}-{self.request_id or http_id}"
 
     @property
     def include_usage(self) -> bool:
@@ -232,6 +227,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     documents: Documents | None = None
+    escape_marks: bool | None = None
 
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None

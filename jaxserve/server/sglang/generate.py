@@ -6,7 +6,7 @@ Owns the shape of its outputs. The response to a list of prompts, or to `n` abov
 from __future__ import annotations
 
 import time
-import uuid
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,8 +37,9 @@ DEFAULT_MAX_TOKENS = 128
 
 @dataclass
 class _Output:
-    """One sequence and its output so far."""
+    """One sequence, the id that clients know it by, and its output so far."""
 
+    id: str
     prompt_ids: list[int]
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -76,17 +77,38 @@ async def generate(state: ServerState, exchange: HttpExchange, request: Generate
         for where, params in request.samplings.items()
     }
     of_prompts = [grammars[where] for where, _ in sampling_params]
-    response_id = request.rid or uuid.uuid4().hex
-    # A request with the client's id may already be open, so the engine gets a unique one.
-    requests = engine_requests(loaded, f"generate-{uuid.uuid4().hex}", prompts, samplings, of_prompts, request)
-    outputs = [_Output(engine_request.prompt_ids) for engine_request in requests]
+    response_id = request.rid if isinstance(request.rid, str) else exchange.request_id
+    prompt_rids = _prompt_rids(request, len(prompts))
+    requests = engine_requests(loaded, response_id, prompts, samplings, of_prompts, request)
+    n = len(requests) // len(prompts)
+    ids = [name for rid in prompt_rids for name in _numbered(rid, n)] or _numbered(response_id, len(requests))
+    outputs = [_Output(name, sequence.prompt_ids) for name, sequence in zip(ids, requests, strict=True)]
     generation = Generation(state, loaded, requests, exchange.arrival)
-    responder = _GenerateResponder(loaded.tokenizer, request, outputs, response_id, exchange.arrival)
-    with state.abortable((response_id, exchange.request_id), generation):
+    responder = _GenerateResponder(loaded.tokenizer, request, outputs, exchange.arrival)
+    parts: dict[str, tuple[int, ...]] = {name: (index,) for index, name in enumerate(ids)}
+    parts |= {rid: tuple(range(number * n, number * n + n)) for number, rid in enumerate(prompt_rids)}
+    with state.abortable((response_id, exchange.request_id), generation, parts):
         if request.stream:
             await responder.stream(generation, exchange)
         else:
             await responder.respond(generation, exchange, as_list=is_list or len(outputs) > 1)
+
+
+def _prompt_rids(request: GenerateRequest, num_prompts: int) -> list[str]:
+    """Return the id of each prompt, if the request has a list of them. Raises `InvalidRequestError`."""
+    if not isinstance(request.rid, list):
+        return []
+    if len(request.rid) != num_prompts:
+        raise InvalidRequestError(f"rid has {len(request.rid)} ids for {num_prompts} prompts", param="rid")
+    [(rid, count)] = Counter(request.rid).most_common(1)
+    if count > 1:
+        raise InvalidRequestError(f"rid has {rid!r} {count} times: each prompt needs its own id", param="rid")
+    return request.rid
+
+
+def _numbered(name: str, count: int) -> list[str]:
+    """Return the ids of `count` outputs, as SGLang numbers them."""
+    return [name] if count == 1 else [f"{name}_{index}" for index in range(count)]
 
 
 async def _prompts(
@@ -129,7 +151,6 @@ class _GenerateResponder:
     tokenizer: Tokenizer
     request: GenerateRequest
     outputs: list[_Output]
-    response_id: str
     arrival: float
 
     async def respond(self, generation: Generation, exchange: HttpExchange, *, as_list: bool) -> None:
@@ -165,7 +186,7 @@ class _GenerateResponder:
         last = output.last
         usage = None if last is None else last.usage
         meta = MetaInfo(
-            id=self.response_id if len(self.outputs) == 1 else f"{self.response_id}-{index}",
+            id=output.id,
             finish_reason=_finish_reason(output),
             prompt_tokens=len(output.prompt_ids),
             completion_tokens=len(output.token_ids) if usage is None else usage.completion_tokens,

@@ -80,8 +80,8 @@ class GenerateSampling(StructuredSamplingFields, kw_only=True, forbid_unknown_fi
 class GenerateRequest(UnsupportedGenerateFields, kw_only=True, forbid_unknown_fields=True):
     """The body of `/generate`: `text` or `input_ids`, one prompt or a list of them.
 
-    `sampling_params` may be a list, one for each prompt. `logprob_start_len` is the first prompt token whose log
-    probability is returned; -1 means none.
+    `sampling_params` and `rid` may be lists, with one for each prompt. `logprob_start_len` is the first prompt token
+    whose log probability is returned; -1 means none.
     """
 
     conditions: ClassVar[tuple[dict[str, Any], ...]] = (
@@ -102,7 +102,7 @@ class GenerateRequest(UnsupportedGenerateFields, kw_only=True, forbid_unknown_fi
     logprob_start_len: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     top_logprobs_num: api_types.NumLogprobs | None = None
     return_text_in_logprobs: bool | None = None
-    rid: Name | None = None
+    rid: Name | Annotated[list[Name], msgspec.Meta(min_length=1, max_length=MAX_SEQUENCES)] | None = None
     priority: Priority | None = None
     cache_salt: Text | None = None
 

@@ -25,7 +25,14 @@ from jaxserve.server.openai.tools import Tools, tool_use
 from jaxserve.server.server_state import ServerState
 from jaxserve.text.requests import check_ids
 
-_CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents", "tools")
+_CHAT_FIELDS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "documents",
+    "tools",
+    "escape_marks",
+)
 # Without messages, the fields of a chat must have no effect.
 _CHAT_FIELDS_NEED_MESSAGES = {
     "anyOf": [
@@ -52,6 +59,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateArguments | None = None
     documents: Documents | None = None
+    escape_marks: bool | None = None
     return_token_strs: bool | None = None
 
     tools: Tools | None = None
@@ -85,7 +93,8 @@ class DetokenizeResponse(msgspec.Struct):
 
 
 class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of `/abort_request`. `rid` is the id of a response (`cmpl-…`) or the X-Request-Id of its request."""
+    """The body of `/abort_request`. `rid` is the id of a response (`cmpl-…`), of an output of `/generate`, or the
+    X-Request-Id of a request."""
 
     conditions: ClassVar[tuple[dict[str, Any], ...]] = (
         {
@@ -118,14 +127,17 @@ async def tokenize(state: ServerState, exchange: HttpExchange, request: Tokenize
         raise InvalidRequestError("Give one of prompt and messages", param="prompt")
     if request.messages is not None:
         tools = tool_use(request.tools, None, several=True)
-        text = await render_prompt(state, loaded, request.messages, request, tools.shown if tools else None)
+        _, text, encoder = await render_prompt(state, loaded, request.messages, request, tools.shown if tools else None)
         add_special_tokens = request.add_special_tokens is True
     else:
         for name in _CHAT_FIELDS:
             if getattr(request, name):
                 raise InvalidRequestError(f"{name} needs messages", param=name)
         text, add_special_tokens = request.prompt or "", request.add_special_tokens is not False
-    (ids,) = await encode_texts(state, loaded, [text], add_special_tokens=add_special_tokens, param=None)
+        encoder = loaded.tokenizer
+    (ids,) = await encode_texts(
+        state, loaded, [text], add_special_tokens=add_special_tokens, param=None, encoder=encoder
+    )
     names = None
     if request.return_token_strs:
         names = await run_off_event_loop(state, len(ids), lambda: [loaded.tokenizer.token_text(token) for token in ids])

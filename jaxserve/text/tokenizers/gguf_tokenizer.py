@@ -24,7 +24,7 @@ from jaxserve.text.tokenizers.sentencepiece_backend import (
     bpe_backend,
     sentencepiece_backend,
 )
-from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
+from jaxserve.text.tokenizers.tokenizer_parts import HARMONY_ENDS, TokenizerParts
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -68,8 +68,6 @@ _TURN_ENDS = (
     "<|END_OF_TURN_TOKEN|>",
     "[|endofturn|]",
 )
-# A turn of gpt-oss is several messages, each of which ends with <|end|>; one of these ends the turn
-_HARMONY_ENDS = {"<|return|>", "<|call|>", "<|endoftext|>"}
 
 
 def tokenizer_from_gguf(metadata: GGUFMetadata) -> TokenizerParts:
@@ -95,7 +93,7 @@ def tokenizer_from_gguf(metadata: GGUFMetadata) -> TokenizerParts:
         tokens[ids["bos"]] if add_bos and ids["bos"] is not None else None,
         tokens[ids["eos"]] if metadata.get("tokenizer.ggml.add_eos_token") and ids["eos"] is not None else None,
     )
-    ends_of_turns = _HARMONY_ENDS if _HARMONY_ENDS.issubset(tokens) else _TURN_ENDS
+    ends_of_turns = HARMONY_ENDS if set(HARMONY_ENDS).issubset(tokens) else _TURN_ENDS
     turn_ends = [index for index, token in enumerate(tokens) if token in ends_of_turns]
     ends = [ids["eos"], ids["eot"], ids["eom"], *turn_ends]
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}

@@ -135,11 +135,16 @@ def _apply_bos_eos(backend: tokenizers.Tokenizer, config: dict[str, Any], specia
 
 
 def _eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
-    # config.json counts only if generation_config.json, the newer file, has no end tokens; a model of images and texts
-    # has those of its text model inside
-    config = Fields(_read_json(folder / "config.json"), str(folder / "config.json"))
+    """Return the end tokens that any file names. Raises `ConfigError` for one that the model doesn't have."""
     generation = Fields(_read_json(folder / "generation_config.json"), str(folder / "generation_config.json"))
-    ids = generation.token_ids("eos_token_id") or config.token_ids("eos_token_id")
-    if not ids:
-        ids = Fields(config.object("text_config"), f"{config.where}: text_config").token_ids("eos_token_id")
-    return tuple(dict.fromkeys([*ids, *([] if tokenizer_eos is None else [tokenizer_eos])]))
+    config = Fields(_read_json(folder / "config.json"), str(folder / "config.json"))
+    # A model of images and texts has its text model inside.
+    inner = Fields(config.object("text_config"), f"{config.where}: text_config")
+    found: list[int] = []
+    vocab_size = inner.raw.get("vocab_size", config.raw.get("vocab_size"))
+    for fields in (generation, config, inner):
+        for token_id in fields.token_ids("eos_token_id"):
+            if isinstance(vocab_size, int) and token_id >= vocab_size:
+                raise fields.error("eos_token_id", f"an id, or a list of ids, below vocab_size, {vocab_size}")
+            found.append(token_id)
+    return tuple(dict.fromkeys([*found, *([] if tokenizer_eos is None else [tokenizer_eos])]))

@@ -30,6 +30,13 @@ class TokenByteTable:
             value = self._bytes_by_id[token_id] = self._look_up(token_id)
         return value
 
+    def spellings(self, data: bytes) -> list[str]:
+        """Return how the vocabulary may spell a token with these bytes."""
+        if self.byte_level:
+            return ["".join(_CHAR_OF_BYTE[value] for value in data)]
+        one_byte = [f"<0x{data[0]:02X}>"] if len(data) == 1 else []
+        return [data.decode(errors="replace").replace(" ", _SPACE), *one_byte]
+
     def _look_up(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)
         if token is None:
@@ -80,4 +87,5 @@ def byte_alphabet() -> dict[int, str]:
     return {value: chr(value) for value in own} | {value: chr(256 + rank) for rank, value in enumerate(others)}
 
 
-_BYTE_OF_CHAR = {char: value for value, char in byte_alphabet().items()}
+_CHAR_OF_BYTE = byte_alphabet()
+_BYTE_OF_CHAR = {char: value for value, char in _CHAR_OF_BYTE.items()}

@@ -6,15 +6,16 @@ Owns a `tokenizers` backend and the facts around it (the ids that end a generati
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.model_source import ModelSource
 from jaxserve.text.chat_template_files import default_chat_template
 from jaxserve.text.min_tokens import MinTokenCounter
 from jaxserve.text.tokenizers.token_bytes import TokenByteTable, token_byte_table
-from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
+from jaxserve.text.tokenizers.tokenizer_parts import HARMONY_ENDS, TokenizerParts
 
 _ID_OUT_OF_RANGE = "token ids must be in [0, 2^32)"
 
@@ -52,6 +53,17 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The model's default chat template."""
         return default_chat_template(self.chat_templates)
+
+    def with_turn_end(self, written: str) -> Tokenizer:
+        """Return this tokenizer with one more id in `eos_ids`: the special token that begins `written`, the text after
+        an assistant's turn in the chat template. There is none in gpt-oss, where it also ends the turn's parts."""
+        ids = self.encode(written.lstrip(), add_special_tokens=False)
+        is_harmony = all(self._backend.token_to_id(text) is not None for text in HARMONY_ENDS)
+        if not ids or ids[0] not in self._backend.get_added_tokens_decoder() or is_harmony:
+            return self
+        changed = copy.copy(self)
+        changed.eos_ids = tuple(dict.fromkeys((*self.eos_ids, ids[0])))
+        return changed
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`. `add_special_tokens` adds BOS (and EOS) if the model uses it; special tokens
@@ -134,6 +146,34 @@ class Tokenizer:
         """Return the id of the special token that is written so, or None; texts of answers leave these out."""
         token_id = self._backend.token_to_id(text)
         return token_id if token_id in self.skipped_ids else None
+
+    def special_texts(self) -> list[str]:
+        """Return how the special tokens are written."""
+        return [text for token_id in self.skipped_ids if (text := self._backend.id_to_token(token_id))]
+
+    def ordinary_ids(self, text: str) -> list[int]:
+        """Return ids whose bytes are those of `text` and none of which is an added token: the longest tokens first.
+
+        Only for tokenizers with a `byte_table`.
+        """
+        assert self.byte_table is not None
+        added = self._backend.get_added_tokens_decoder()
+        data, ids, at = text.encode(), list[int](), 0
+        while at < len(data):
+            for end in range(len(data), at, -1):
+                found = map(self._backend.token_to_id, self.byte_table.spellings(data[at:end]))
+                ordinary = [token_id for token_id in found if token_id is not None and token_id not in added]
+                if ordinary:
+                    ids.append(ordinary[0])
+                    at = end
+                    break
+            else:
+                raise ConfigError(f"no ordinary tokens of this model write {text!r}, so escape_marks can't be used")
+        return ids
+
+    def to_json(self) -> str:
+        """Return the content of a tokenizer.json."""
+        return str(self._backend.to_str())
 
     def has_token(self, token_id: int) -> bool:
         """Return whether the id is a token: a model's vocabulary may be padded beyond the tokenizer's."""

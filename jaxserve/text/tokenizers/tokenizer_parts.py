@@ -6,6 +6,9 @@ import dataclasses
 
 import tokenizers
 
+HARMONY_ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")
+"""The ends of gpt-oss, which tell it apart. Messages within a turn end with <|end|>, the last one with one of these."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerParts:

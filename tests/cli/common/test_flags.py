@@ -28,6 +28,7 @@ NEEDS = {
     "hicache_size": ["--enable-hierarchical-cache"],
     "hicache_write_policy": ["--enable-hierarchical-cache"],
     "speculative_model": ["--speculative-method=draft"],
+    **{name: ["--allowed-origins=*"] for name in ("allowed_methods", "allowed_headers", "allow_credentials")},
     "dist_init_addr": ["--nnodes=16", "--dp-size=16"],
     "nnodes": ["--dist-init-addr=host:5000", "--dp-size=16"],
     "node_rank": ["--dist-init-addr=host:5000", "--dp-size=32", "--nnodes=32"],

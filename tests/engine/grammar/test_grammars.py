@@ -79,6 +79,16 @@ def test_the_end_is_held_back(grammars: Grammars) -> None:
     assert _follow(grammars, ends, *encode("b")).complete
 
 
+def test_every_end_of_the_request_is_allowed_where_the_output_may_end(grammars: Grammars) -> None:
+    grammar = _grammar(REGEX("[0-9]{2}a*"), stop_ids=(EOS, *encode("q")))
+    digits, ends = {*encode("0123456789")}, {EOS, *encode("q")}
+    assert _ids(_follow(grammars, grammar).tokens) == digits
+    assert _ids(_follow(grammars, grammar, *encode("1")).tokens) == digits
+    assert _ids(_follow(grammars, grammar, *encode("2")).tokens) == {*encode("a")} | ends
+    unending = _grammar(REGEX("a*"), stop_ids=encode("q"), ignore_eos=True)
+    assert _ids(_follow(grammars, unending).tokens) == {*encode("a")}
+
+
 def test_a_grammar_that_the_vocabulary_cannot_write_is_an_error(grammars: Grammars) -> None:
     assert _follow(grammars, _grammar(REGEX("é"))).error
     assert _follow(grammars, _grammar("nonsense")).error

@@ -150,6 +150,7 @@ async def test_the_document_is_as_strict_as_the_server(path: str):
         if path == "/v1/chat/completions":
             checked = [one for one in checked if one[1] not in OUTPUT_LIMITS]
         if path == "/generate":
+            checked = [one for one in checked if one[1] != "rid"]  # a list has one for each prompt
             inner = schemas["GenerateSampling"]["properties"].items()
             checked += [(("sampling_params",), name, one) for name, one in inner if name not in CONDITIONAL_FIELDS]
         for where, name, one in checked:

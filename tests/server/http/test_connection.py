@@ -223,3 +223,77 @@ async def test_a_refusal_does_not_interrupt_a_response(
     await strict_server.engine.wait_for(lambda: strict_server.engine.num_running == 0)
     strict_server.engine.release()
     assert (await strict_server.http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+
+
+UPGRADES = [b"h2c", b"websocket", b"TLS/1.0", b"h2c, websocket"]
+CONNECTIONS = [b"Upgrade", b"Upgrade, HTTP2-Settings", b"keep-alive, Upgrade"]
+
+
+def offering(protocol: bytes, connection: bytes, *, framing: str) -> list[bytes]:
+    """Return the parts of a completion's request, sent one by one: the head, then the body."""
+    offer = b"Connection: %s\r\nUpgrade: %s\r\nHTTP2-Settings: AAM\r\n" % (connection, protocol)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + offer
+    if framing == "chunked":
+        half = len(COMPLETION) // 2
+        chunks = [b"%x\r\n%b\r\n" % (len(part), part) for part in (COMPLETION[:half], COMPLETION[half:])]
+        return [head + b"Transfer-Encoding: chunked\r\n\r\n", *chunks, b"0\r\n\r\n"]
+    expect = b"Expect: 100-continue\r\n" if framing == "continue" else b""
+    return [head + expect + b"Content-Length: %d\r\n\r\n" % len(COMPLETION), COMPLETION]
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked", "continue"])
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_an_offer_to_upgrade_is_ignored(
+    live_server: ServerUnderTest, connect: Connect, framing: str, at_once: bool
+):
+    client = await connect(live_server)
+    for protocol in UPGRADES:
+        for connection in CONNECTIONS:
+            parts = offering(protocol, connection, framing=framing)
+            first, *rest = [b"".join(parts)] if at_once else parts
+            await client.send(first)
+            if framing == "continue":
+                assert await client.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            for part in rest:
+                await asyncio.sleep(0)
+                await client.send(part)
+            assert (await client.response())[0] == 200
+    limits = [request.sampling.max_tokens for request in live_server.engine.submitted]
+    assert limits == [3] * len(UPGRADES) * len(CONNECTIONS)
+
+
+async def test_requests_after_an_offer_to_upgrade_are_their_own(live_server: ServerUnderTest, connect: Connect):
+    client = await connect(live_server)
+    smuggled = GET + b"\r\n"
+    body = COMPLETION + b" " * 10 + b"\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: %d\r\n\r\n"
+    bodiless = b"GET /version HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    await client.send((head % len(body) + body + bodiless + smuggled) * 3)
+    assert [(await client.response())[0] for _ in range(9)] == [200] * 9
+    await client.send(b"CONNECT example.com:443 HTTP/1.1\r\nHost: x\r\n\r\n" + smuggled)
+    assert await client.refused() == (400, "invalid_http")
+
+
+async def test_too_many_offers_to_upgrade_end_the_connection(live_server: ServerUnderTest, connect: Connect):
+    client = await connect(live_server)
+    await client.send(b"GET /version HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n" * 5000)
+    await client.rest()
+    assert (await live_server.http.get("/version")).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_http_1_0_gets_no_chunks(live_server: ServerUnderTest, connect: Connect, stream: bool):
+    body = COMPLETION[:-1] + (b', "stream": true}' if stream else b"}")
+    request = b"POST /v1/completions HTTP/1.%d\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b"
+    answers = []
+    for version in (0, 1):
+        client = await connect(live_server)
+        await client.send(request % (version, len(body), body))
+        head, _, answer = (await client.rest()).partition(b"\r\n\r\n")
+        assert (b"chunked" in head) == (stream and version == 1)
+        answers.append(answer)
+    if stream:
+        assert answers[0].startswith(b"data: {")
+        assert answers[0].endswith(b"data: [DONE]\n\n")
+    else:
+        assert json.loads(answers[0])["usage"] == json.loads(answers[1])["usage"]

@@ -120,7 +120,7 @@ class TestAbortRequest:
             held_server.http.post("/v1/completions", json={"prompt": "a", "n": 2}, headers={"x-request-id": "mine"})
         )
         names = await submitted(held_server, 2)
-        rid = names[0].rsplit("-", 2)[0] if by == "response id" else "mine"
+        rid = names[0].rsplit("-", 3)[0] if by == "response id" else "mine"
         answer = await held_server.http.post("/abort_request", json={"rid": rid})
         assert answer.json() == {"rid": rid, "aborted": 2}
         choices = (await task).json()["choices"]

@@ -44,7 +44,7 @@ async def test_a_list_of_prompts_gets_a_list_of_outputs(server: ServerUnderTest)
     assert [item["text"] for item in one] == [letters("b", 2)]
     many = await generate(server, input_ids=[[97], [98]], sampling_params={"max_new_tokens": 2, "n": 2}, rid="r")
     assert [item["text"] for item in many] == [letters(c, 2, sample) for c in "ab" for sample in (0, 1)]
-    assert [item["meta_info"]["id"] for item in many] == ["r-0", "r-1", "r-2", "r-3"]
+    assert [item["meta_info"]["id"] for item in many] == ["r_0", "r_1", "r_2", "r_3"]
 
 
 async def test_fields_reach_the_engine():
@@ -119,9 +119,48 @@ async def test_a_running_request_can_be_aborted_by_its_rid(server: ServerUnderTe
     assert (await task)["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_prompt_may_have_an_id_of_its_own(server: ServerUnderTest, stream: bool, n: int):
+    body = {"text": ["a", "b"], "sampling_params": {"max_new_tokens": 2, "n": n}, "rid": ["first", "second"]}
+    server.engine.hold()
+    task = asyncio.ensure_future(server.http.post("/generate", json=body | {"stream": stream}))
+    await server.engine.wait_for(lambda: server.engine.num_running == 2 * n)
+    assert (await server.http.post("/abort_request", json={"rid": "second"})).json()["aborted"] == n
+    assert (await server.http.post("/abort_request", json={"rid": "fir"})).json()["aborted"] == 0
+    server.engine.release()
+    answer = events(await task) if stream else (await task).json()
+    ends = {
+        part["meta_info"]["id"]: reason["type"] for part in answer if (reason := part["meta_info"]["finish_reason"])
+    }
+    names = {1: ("first", "second"), 2: ("first_0", "first_1", "second_0", "second_1")}[n]
+    assert ends == {name: "length" if name.startswith("first") else "abort" for name in names}
+
+
+async def test_each_output_may_be_aborted_by_its_id(server: ServerUnderTest):
+    server.engine.hold()
+    task = asyncio.ensure_future(generate(server, text=["a", "b", "c"], rid="mine"))
+    await server.engine.wait_for(lambda: server.engine.num_running == 3)
+    assert (await server.http.post("/abort_request", json={"rid": "mine_1"})).json()["aborted"] == 1
+    await server.engine.wait_for(lambda: server.engine.num_running == 2)
+    assert (await server.http.post("/abort_request", json={"rid": "mine"})).json()["aborted"] == 2
+    assert {item["meta_info"]["finish_reason"]["type"] for item in await task} == {"abort"}
+    server.engine.release()
+    [single] = await generate(server, text=["a"], rid=["one"], sampling_params={"max_new_tokens": 1})
+    assert single["meta_info"]["id"] == "one"
+    by_header = await server.http.post("/generate", json={"input_ids": [[97], [98]]}, headers={"x-request-id": "own"})
+    assert [item["meta_info"]["id"] for item in by_header.json()] == ["own_0", "own_1"]
+
+
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
+        ({"text": ["a", "b"], "rid": ["one"]}, "rid", "1 ids for 2 prompts"),
+        ({"text": "a", "rid": ["one", "two"]}, "rid", "2 ids for 1 prompts"),
+        ({"text": ["a", "b"], "rid": ["one", "one"]}, "rid", "rid has 'one' 2 times: each prompt needs its own id"),
+        ({"text": ["a"], "rid": []}, "rid", "rid"),
+        ({"text": ["a"], "rid": [""]}, "rid[0]", "rid"),
+        ({"text": ["a"], "rid": [1]}, "rid[0]", "rid"),
         ({}, "text", "one of text and input_ids"),
         ({"text": "a", "input_ids": [1]}, "text", "one of"),
         ({"text": ""}, "text", "empty"),

@@ -128,33 +128,6 @@ def test_special_tokens_of_a_folder(folder: Path) -> None:
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (0, (1,))
 
 
-@pytest.mark.parametrize(
-    ("generation", "config", "expected"),
-    [
-        ({"eos_token_id": [7, 8]}, {"eos_token_id": 9}, (7, 8, 1)),
-        ({"eos_token_id": 1}, {"eos_token_id": 9}, (1,)),
-        ({}, {"eos_token_id": [9, 1]}, (9, 1)),
-        ({}, {}, (1,)),
-    ],
-)
-def test_all_ids_that_end_a_generation(
-    folder: Path, generation: dict[str, Any], config: dict[str, Any], expected: tuple[int, ...]
-) -> None:
-    write(folder, "generation_config.json", generation)
-    write(folder, "config.json", config)
-
-    assert load(folder).eos_ids == expected
-
-
-@pytest.mark.parametrize(("config", "expected"), [({}, (7, 8, 1)), ({"eos_token_id": 9}, (9, 1))])
-def test_the_end_tokens_of_a_model_of_images_and_texts(
-    folder: Path, config: dict[str, Any], expected: tuple[int, ...]
-) -> None:
-    write(folder, "config.json", config | {"text_config": {"eos_token_id": [7, 8]}})
-
-    assert load(folder).eos_ids == expected
-
-
 def test_tokenizer_config_decides_about_bos_and_eos(folder: Path) -> None:
     plain = load(folder).encode("Hello")
     settings = {"bos_token": "<bos>", "eos_token": "<eos>"}
