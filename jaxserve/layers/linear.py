@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.axes import sum_of_shards
 from pallas_kernels.quantized_matmul import HeldWeight, quantized_matmul
@@ -23,14 +23,15 @@ def linear(
     *,
     out_dtype: Any = None,
     one_pass: bool = False,
+    num_rows: Int[Array, ""] | None = None,
 ) -> Float[Array, "tokens out_dim"]:
     """Return `x @ weight.T + bias`. Column-parallel: each shard computes its own part of the output.
 
-    `one_pass` says that no norm precedes (see `quantized_matmul`).
+    `one_pass` says that no norm precedes, and only the first `num_rows` are needed (see `quantized_matmul`).
     """
     dtype = jnp.dtype(out_dtype or x.dtype)
     if isinstance(weight, HeldWeight):
-        out = quantized_matmul(x, weight, out_dtype=dtype, one_pass=one_pass)
+        out = quantized_matmul(x, weight, out_dtype=dtype, one_pass=one_pass, num_rows=num_rows)
     else:
         out = _product(x, weight, dtype)
     return out if bias is None else out + bias.astype(out.dtype)

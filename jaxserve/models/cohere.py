@@ -8,7 +8,7 @@ import functools
 import flax.struct
 import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
@@ -130,6 +130,9 @@ def _layer(
     return x + attended + mlp(normed, params.mlp), kv
 
 
-def head(config: Config, params: Params, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:
-    """Return the logits of hidden states, in float32."""
-    return config.logit_scale * embedding.logits(hidden, params.embedding if params.output is None else params.output)
+def head(
+    config: Config, params: Params, hidden: Float[Array, "rows dim"], num_rows: Int[Array, ""] | None = None
+) -> Float[Array, "rows vocab_shard"]:
+    """Return the logits of hidden states, in float32: of the first `num_rows` only, if it is given."""
+    table = params.embedding if params.output is None else params.output
+    return embedding.logits(hidden, table, num_rows, change=lambda x: config.logit_scale * x)

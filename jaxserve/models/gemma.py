@@ -14,7 +14,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
@@ -196,7 +196,11 @@ def attend(
     return x + rms_norm(attended, params.attended_norm, settings.norm_eps), kv
 
 
-def head(config: Config, params: Params, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:
-    """Return the logits of hidden states, in float32."""
+def head(
+    config: Config, params: Params, hidden: Float[Array, "rows dim"], num_rows: Int[Array, ""] | None = None
+) -> Float[Array, "rows vocab_shard"]:
+    """Return the logits of hidden states, in float32: of the first `num_rows` only, if it is given."""
     table = params.embedding if params.output is None else params.output
-    return embedding.logits(hidden, table, soft_cap=config.logit_cap)
+    cap = config.logit_cap
+    change = None if cap is None else lambda x: cap * jnp.tanh(x / cap)
+    return embedding.logits(hidden, table, num_rows, change=change)

@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers import embedding
@@ -160,7 +160,9 @@ def _times(x: Array, factor: float) -> Array:
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
-def head(config: Config, params: Params, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:
-    """Return the logits of hidden states, in float32."""
+def head(
+    config: Config, params: Params, hidden: Float[Array, "rows dim"], num_rows: Int[Array, ""] | None = None
+) -> Float[Array, "rows vocab_shard"]:
+    """Return the logits of hidden states, in float32: of the first `num_rows` only, if it is given."""
     table = params.embedding if params.output is None else params.output
-    return embedding.logits(hidden, table) / config.logits_scaling
+    return embedding.logits(hidden, table, num_rows, change=lambda x: x / config.logits_scaling)

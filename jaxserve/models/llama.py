@@ -8,7 +8,7 @@ import functools
 import flax.struct
 import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers import embedding
@@ -144,6 +144,9 @@ def decoder_layer(
     return x + mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp), kv
 
 
-def head(config: Config, params: Params, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:
-    """Return the logits of hidden states, in float32."""
-    return embedding.logits(hidden, params.embedding if params.output is None else params.output)
+def head(
+    config: Config, params: Params, hidden: Float[Array, "rows dim"], num_rows: Int[Array, ""] | None = None
+) -> Float[Array, "rows vocab_shard"]:
+    """Return the logits of hidden states, in float32: of the first `num_rows` only, if it is given."""
+    table = params.embedding if params.output is None else params.output
+    return embedding.logits(hidden, table, num_rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.quantized_matmul.activations import quantize_inputs
 from pallas_kernels.quantized_matmul.backends import backend_module
@@ -17,14 +17,20 @@ HeldWeight = QuantizedWeight | PackedWeight
 
 
 def quantized_matmul(
-    x: Float[Array, "tokens in_dim"], weight: HeldWeight, *, out_dtype: Any = jnp.float32, one_pass: bool = False
+    x: Float[Array, "tokens in_dim"],
+    weight: HeldWeight,
+    *,
+    out_dtype: Any = jnp.float32,
+    one_pass: bool = False,
+    num_rows: Int[Array, ""] | None = None,
 ) -> Float[Array, "tokens out_dim"]:
     """Return `x @ weight.T`, summed in float32; the scheme of the weight tells whether `x` is quantized first.
 
-    `one_pass` says that no norm precedes, with which XLA could join that (see `quantize_inputs`).
+    `one_pass` says that no norm precedes, with which XLA could join that (see `quantize_inputs`). Only the first
+    `num_rows` rows are needed, at least one: the others may hold anything, and a CPU leaves them out.
     """
     if isinstance(weight, PackedWeight):
-        return multiply_packed(x, weight, out_dtype)
+        return multiply_packed(x, weight, out_dtype, num_rows)
     backend, scheme, rows, factors = weight.backend, weight.scheme, len(x), None
     if weight.order is not None:
         x = x[:, weight.order]

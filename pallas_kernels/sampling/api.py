@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pallas_kernels.cpu import kernel_or_fallback
 from pallas_kernels.sampling import cpu, reference
@@ -15,7 +15,8 @@ def draw_tokens(
     top_k: Int[Array, " rows"],
     top_p: Float[Array, " rows"],
     min_p: Float[Array, " rows"],
+    live: Bool[Array, " rows"] | None = None,
 ) -> Int[Array, " rows"]:
     """Compute `reference.draw_tokens`."""
-    arguments = (logits, keys, temperature, top_k, top_p, min_p)
+    arguments = (logits, keys, temperature, top_k, top_p, min_p, live)
     return kernel_or_fallback(cpu.draw_tokens, reference.draw_tokens, *arguments)

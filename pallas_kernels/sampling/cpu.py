@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pallas_kernels.cpu import call, maths
 from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
-from pallas_kernels.cpu.types import F32, I1, I32, I64, PTR
+from pallas_kernels.cpu.types import F32, I1, I8, I32, I64, PTR
 from pallas_kernels.sampling.noise import FIRST, GOLDEN, LARGEST, SECOND, SMALL
 
 _LANES = 16
@@ -33,12 +33,11 @@ def draw_tokens(
     top_k: Int[Array, " rows"],
     top_p: Float[Array, " rows"],
     min_p: Float[Array, " rows"],
+    live: Bool[Array, " rows"] | None = None,
 ) -> Int[Array, " rows"]:
-    """Return a token of each row: the likeliest if the temperature is 0, else a draw with `exponential_noise`.
-
-    A top_k of 0 keeps all tokens. Tokens that tie with the last one that top_k or top_p keeps are kept too.
-    """
-    columns = (temperature, top_k.astype(jnp.int32), top_p, min_p)
+    """Compute `reference.draw_tokens`."""
+    live = jnp.ones(len(logits), jnp.bool_) if live is None else live
+    columns = (temperature, top_k.astype(jnp.int32), top_p, min_p, live)
     return call(DrawTokens(), jax.ShapeDtypeStruct((len(logits),), jnp.int32), logits, keys, *columns)
 
 
@@ -53,7 +52,7 @@ class DrawTokens:
 
     def write(self, module: Module, features: frozenset[str]) -> None:
         """See `cpu.Kernel`."""
-        handler(module, self.name, 6, 1, _write_handler)
+        handler(module, self.name, 7, 1, _write_handler)
 
 
 def _write_handler(call: Call) -> None:
@@ -63,6 +62,13 @@ def _write_handler(call: Call) -> None:
 
 
 def _draw_row(f: Function, row: Value, vocab: Value, *pointers: Value) -> None:
+    *arguments, live, out = pointers
+    f.store(f.constant(I32, 0), out, row * 4)
+    is_idle = f.load(I8, live, row).equals(0)
+    f.when(is_idle, lambda: None, lambda: _draw_live_row(f, row, vocab, *arguments, out))
+
+
+def _draw_live_row(f: Function, row: Value, vocab: Value, *pointers: Value) -> None:
     logits, keys, temperatures, top_ks, top_ps, min_ps, out = pointers
     temperature, top_p, min_p = (f.load(F32, column, row * 4) for column in (temperatures, top_ps, min_ps))
     padded = (vocab + (_BLOCK - 1)) // _BLOCK * _BLOCK

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from pallas_kernels.sampling.noise import exponential_noise
 
@@ -22,10 +22,12 @@ def draw_tokens(
     top_k: Int[Array, " rows"],
     top_p: Float[Array, " rows"],
     min_p: Float[Array, " rows"],
+    live: Bool[Array, " rows"] | None = None,
 ) -> Int[Array, " rows"]:
     """Return a token of each row: the likeliest if the temperature is 0, else a draw with `exponential_noise`.
 
-    A top_k of 0 keeps all tokens. Tokens that tie with the last one that top_k or top_p keeps are kept too.
+    A top_k of 0 keeps all tokens. Tokens that tie with the last one that top_k or top_p keeps are kept too. Rows that
+    aren't `live` get 0.
     """
     chosen = likeliest(logits)
 
@@ -36,7 +38,8 @@ def draw_tokens(
         return likeliest(lax.optimization_barrier(weights / exponential_noise(keys, ids)))
 
     drawn = lax.cond(jnp.any(temperature > 0), draw, lambda: jnp.zeros_like(chosen))
-    return jnp.where(temperature > 0, drawn, chosen)
+    tokens = jnp.where(temperature > 0, drawn, chosen)
+    return tokens if live is None else jnp.where(live, tokens, 0)
 
 
 def likeliest(logits: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:

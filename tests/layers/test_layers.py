@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.layers.embedding import embed, logits, shard_index
+from jaxserve.layers.embedding import embed, logits, mask_padding, shard_index
 from jaxserve.layers.linear import linear, row_parallel
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
@@ -58,6 +58,19 @@ def test_embedding_and_head() -> None:
     assert wide.dtype == np.float32
     exact = x.astype("bfloat16").astype(np.float64) @ table.astype("bfloat16").astype(np.float64).T
     np.testing.assert_allclose(wide, exact, atol=1e-4)
+
+
+def test_only_needed_rows_are_changed() -> None:
+    x, table = _normal(4, 12), _normal(20, 12)
+
+    def run(x: Any, num_rows: Any) -> Any:
+        found = logits(x, table, num_rows, change=jnp.tanh)
+        return found, mask_padding(found, 18, num_rows)
+
+    found, masked = on_mesh(run)(x, np.int32(3))
+    plain = x @ table.T
+    np.testing.assert_allclose(found, np.concatenate([np.tanh(plain[:3]), plain[3:]]), atol=1e-5)
+    np.testing.assert_array_equal(np.isinf(masked).sum(axis=1), [2, 2, 2, 0])
 
 
 def test_tokens_of_other_shards_have_an_index_past_the_end() -> None:

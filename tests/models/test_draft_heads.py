@@ -171,7 +171,7 @@ def drafted(
         features = module.features(config, params, hidden, taps)
         embedded = embedding.embed(batch.tokens, table)
         found, _ = module.forward(config, params, embedded, features, batch, kv, REFERENCE)
-        return found, module.logits(config, params, found, lambda x: embedding.logits(x, head))
+        return found, module.logits(config, params, found, lambda x, _: embedding.logits(x, head))
 
     whole, split = PartitionSpec(), PartitionSpec(None, TENSOR_AXES)
     mapped = jax.shard_map(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import Any
 
 import flax.struct
 import jax.numpy as jnp
@@ -255,14 +254,15 @@ def logits(
     config: Config,
     params: Params,
     features: Float[Array, "rows dim"],
-    of_model: Callable[[Any], Float[Array, "rows vocab_shard"]],
+    of_model: Callable[..., Float[Array, "rows vocab_shard"]],
+    num_rows: Int[Array, ""] | None = None,
 ) -> Float[Array, "rows vocab_shard"]:
-    """Return the logits, -inf for tokens that the head never drafts."""
+    """Return the logits, -inf for tokens that the head never drafts: of the first `num_rows` only, if it is given."""
     if params.norm is not None:
         features = rms_norm(features, params.norm, config.norm_eps)
     if params.output is None:
-        return of_model(features)
-    found = embedding.logits(features, params.output)
+        return of_model(features, num_rows)
+    found = embedding.logits(features, params.output, num_rows)
     if params.d2t is None:
         return found
     found = lax.all_gather(found, TENSOR_AXES, axis=1, tiled=True)

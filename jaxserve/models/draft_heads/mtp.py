@@ -12,7 +12,7 @@ from typing import Any
 import flax.struct
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.batch import KVPools, TokenBatch
@@ -95,8 +95,12 @@ def forward(
 
 
 def logits(
-    config: common.Config, params: Params, features: Float[Array, "rows dim"], of_model: Callable[[Any], Any]
+    config: common.Config,
+    params: Params,
+    features: Float[Array, "rows dim"],
+    of_model: Callable[..., Any],
+    num_rows: Int[Array, ""] | None = None,
 ) -> Float[Array, "rows vocab_shard"]:
-    """Return the logits of the model's head."""
-    result: Array = of_model(features)
+    """Return the logits of the model's head: of the first `num_rows` only, if it is given."""
+    result: Array = of_model(features, num_rows)
     return result

@@ -195,14 +195,16 @@ class _Model:
             hidden, [kv] = module.forward(config, self.own, embedded, features, batch, (kv,), context.backend)
         return hidden, kv
 
-    def logits(self, hidden: Float[Array, "rows dim"]) -> Float[Array, "rows vocab_shard"]:
-        """Return the logits of hidden states."""
+    def logits(
+        self, hidden: Float[Array, "rows dim"], num_rows: Int[Array, ""] | None
+    ) -> Float[Array, "rows vocab_shard"]:
+        """Return the logits of hidden states: of the first `num_rows` only, if it is given."""
         config = self.drafter.model
         if not self.drafter.is_head:
-            found: Array = family(config).head(config, self.own, hidden)
+            found: Array = family(config).head(config, self.own, hidden, num_rows)
         else:
             of_target = functools.partial(family(self.context.model).head, self.context.model, self.of_target)
-            found = family(config).logits(config, self.own, hidden, of_target)
+            found = family(config).logits(config, self.own, hidden, of_target, num_rows)
         return found
 
 

@@ -14,7 +14,7 @@ whole, draws their tokens and sends these to all. Greedy programs and log probab
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -25,11 +25,15 @@ from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 from jaxserve.api_types import MAX_LOGPROBS
 from jaxserve.layers.axes import TENSOR_AXES, sum_of_shards, tensor_rank
 from jaxserve.layers.embedding import shard_index
+from jaxserve.runtime.step.groups import in_groups
 from jaxserve.runtime.step.state import COUNT_MASK, FLOATS, INTS, SamplingRows
 from pallas_kernels.cpu import kernel_or_fallback
 from pallas_kernels.normalization import log_sum_exp
 from pallas_kernels.paged_attention import KernelTarget
 from pallas_kernels.sampling import draw_tokens
+
+# Rows whose logits are changed, or searched for the likeliest ones, at once, where only the first rows are needed.
+_FEW_ROWS = 8
 
 
 @flax.struct.dataclass
@@ -80,11 +84,12 @@ def sample(
     counts: Int[Array, "slots vocab_shard"],
     rows: Rows,
     target: KernelTarget,
+    num_rows: Int[Array, ""] | None = None,
 ) -> tuple[Int[Array, " rows"], Logprobs]:
     """Return one token per row, and its log probabilities.
 
-    `params` and `counts` are those of `DeviceState`, by slot. On a GPU, rows that need no token may get any, and those
-    that ask for no log probabilities get any.
+    `params` and `counts` are those of `DeviceState`, by slot. Rows that need no token may get any, and those that ask
+    for no log probabilities get any. If only the first `num_rows` rows need one, the logits of others may be anything.
     """
     keys = _row_keys(params, rows)
     wants_logprobs = params.ints[rows.slots, INTS.index("logprobs")] != 0
@@ -95,26 +100,40 @@ def sample(
     own: SamplingRows = jax.tree.map(lambda x: x[rows.slots], params)
     columns = [own.floats[:, FLOATS.index("temperature")], own.ints[:, INTS.index("top_k")]]
     columns += [own.floats[:, FLOATS.index(name)] for name in ("top_p", "min_p")]
+    columns = [keys, *columns, rows.samples]
+    wants_logprobs &= rows.samples
 
-    def draw(logits: Array) -> Array:
-        return _on_whole_rows(draw_tokens, logits, keys, *columns)
+    def draw() -> Array:
+        return _on_whole_rows(draw_tokens, allowed, *columns)
 
-    def draw_edited(logits: Array) -> Array:
-        return draw(adjust_logits(logits, own, counts, rows))
+    def draw_edited() -> Array:
+        return _of_first(edit_and_draw, (allowed, own, rows, columns), num_rows)
+
+    def edit_and_draw(given: Any) -> Array:
+        logits, own, rows, columns = given
+        return _on_whole_rows(draw_tokens, adjust_logits(logits, own, counts, rows), *columns)
 
     if _num_shards() > 1:
-        token = draw_edited(allowed)
+        token = draw_edited()
     else:  # Each branch draws: a condition that returned logits would copy them even if no row edits them.
-        token = lax.cond(jnp.any(jnp.stack(_edits(own, rows))), draw_edited, draw, allowed)
+        edited = rows.samples & jnp.any(jnp.stack(_edits(own, rows)), axis=0)
+        token = lax.cond(jnp.any(edited), draw_edited, draw)
 
-    def none(logits: Array, token: Array) -> Logprobs:
-        shapes = jax.eval_shape(lambda: logprobs(logits, token, target))
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    def found() -> Logprobs:
+        return _of_first(lambda given: logprobs(given[0], given[1], target), (logits, token), num_rows)
 
-    found = lax.cond(
-        jnp.any(wants_logprobs), lambda logits, token: logprobs(logits, token, target), none, logits, token
-    )
-    return token, found
+    def none() -> Logprobs:
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(found))
+
+    return token, lax.cond(jnp.any(wants_logprobs), found, none)
+
+
+def _of_first[Found](compute: Callable[[Any], Found], rows: Any, num_rows: Int[Array, ""] | None) -> Found:
+    """Return `compute(rows)`; if only the first `num_rows` are needed, a few at a time. Shards take all at once, as
+    they exchange logits."""
+    if num_rows is None or _num_shards() > 1 or len(jax.tree.leaves(rows)[0]) <= _FEW_ROWS:
+        return compute(rows)
+    return in_groups(lambda some, _: compute(some), rows, num_rows, _FEW_ROWS)
 
 
 def _forbid_others(

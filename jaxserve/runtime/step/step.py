@@ -29,6 +29,7 @@ from jaxserve.runtime.step import batch as batches
 from jaxserve.runtime.step import sampling, verify
 from jaxserve.runtime.step.batch import StepInput, StepShape
 from jaxserve.runtime.step.features import keep_features
+from jaxserve.runtime.step.groups import in_groups
 from jaxserve.runtime.step.sampling import Logprobs, Rows
 from jaxserve.runtime.step.state import INTS, DeviceState, Drafts, all_ranks, one_rank
 from jaxserve.runtime.step.verify import Drawn
@@ -44,9 +45,9 @@ PROMPT_LOGIT_ROWS_ON_GPU = 128
 class StepContext:
     """The static facts that all steps of a deployment share.
 
-    `sample_rows` is the number of rows whose logits exist at once: rows are sampled in groups of this size, and groups
-    without a live row are skipped. None samples all rows at once, which suits a GPU. `drafter` says how drafts are
-    made, if there are any.
+    `sample_rows` is the number of rows whose logits exist at once: rows are sampled in groups of this size, and those
+    after the last live row are left out. None samples all rows at once, which suits a GPU. `drafter` says how drafts
+    are made, if there are any.
     """
 
     model: ModelConfig
@@ -234,7 +235,7 @@ def _draw(
 
 
 def sample_rows(
-    logits_of: Callable[[Any], Float[Array, "group vocab_shard"]],
+    logits_of: Callable[..., Float[Array, "group vocab_shard"]],
     hidden: Float[Array, "rows dim"],
     rows: Rows,
     live: Int[Array, ""],
@@ -244,38 +245,23 @@ def sample_rows(
     greedy: bool,
 ) -> tuple[Int[Array, " rows"], Logprobs | None]:
     """Draw a token for each of the rows, of which the first `live` are needed, in groups of at most
-    `context.sample_rows`; `logits_of` returns the logits of hidden states."""
-    count = len(hidden)
-    size = min(context.sample_rows or count, count)
-    padding = -count % size
+    `context.sample_rows`; `logits_of` returns the logits of hidden states, of the first ones if it gets a number."""
     rows = rows._replace(slots=jnp.minimum(rows.slots, state.seq_lens.shape[0] - 1))
-    hidden, rows = jax.tree.map(lambda x: jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1))), (hidden, rows))
 
-    def group(start: Array | int) -> tuple[Array, Logprobs | None]:
-        states, own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), (hidden, rows))
-        logits = mask_padding(logits_of(states), context.model.vocab_size)
+    def draw(given: tuple[Array, Rows], num_rows: Array | None) -> tuple[Array, Logprobs | None]:
+        states, own = given
+        logits = mask_padding(logits_of(states, num_rows), context.model.vocab_size, num_rows)
         if greedy:
             return sampling.greedy(logits), None
-        return sampling.sample(logits, state.sampling, state.counts, own, context.backend.target)
+        return sampling.sample(logits, state.sampling, state.counts, own, context.backend.target, num_rows)
 
-    if size == count and context.sample_rows is None:
-        return group(0)
-    empty = jax.tree.map(
-        lambda s: jnp.zeros((count + padding, *s.shape[1:]), s.dtype), jax.eval_shape(lambda: group(0))
-    )
-
-    if size == count:
-        return lax.cond(live > 0, lambda: group(0), lambda: empty)
-
-    def body(i: Array, filled: Any) -> Any:
-        return jax.tree.map(
-            lambda all_rows, some: lax.dynamic_update_slice_in_dim(all_rows, some, i * size, axis=0),
-            filled,
-            group(i * size),
-        )
-
-    filled = lax.fori_loop(0, (live + size - 1) // size, body, empty)
-    tokens, logprobs = jax.tree.map(lambda x: x[:count], filled)
+    if context.sample_rows is None:
+        return draw((hidden, rows), None)
+    count = len(hidden)
+    size = min(context.sample_rows, count)
+    padding = -count % size
+    padded = jax.tree.map(lambda x: jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1))), (hidden, rows))
+    tokens, logprobs = jax.tree.map(lambda x: x[:count], in_groups(draw, padded, live, size))
     return tokens, logprobs
 
 

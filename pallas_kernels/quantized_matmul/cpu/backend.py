@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.cpu import call
 from pallas_kernels.quantized_matmul.cpu.inputs import round_inputs
@@ -16,7 +16,10 @@ from pallas_kernels.quantized_matmul.cpu.reorder import reorder_inputs
 
 
 def multiply_packed(
-    x: Float[Array, "tokens in_dim"], weight: PackedWeight, out_dtype: Any = jnp.float32
+    x: Float[Array, "tokens in_dim"],
+    weight: PackedWeight,
+    out_dtype: Any = jnp.float32,
+    num_rows: Int[Array, ""] | None = None,
 ) -> Float[Array, "tokens out_dim"]:
     """Return `x @ weight.T` with sums in float32; see `quantized_matmul`.
 
@@ -33,8 +36,9 @@ def multiply_packed(
     # The kernel rounds a result that is not multiplied further: XLA's conversion would take as long as a small product.
     rounds = out_dtype == jnp.bfloat16 and by_row is None
     result = jax.ShapeDtypeStruct((len(x), strips * STRIP), jnp.bfloat16 if rounds else jnp.float32)
-    operands = [x.astype(jnp.bfloat16), weight.data]
+    num_rows = jnp.int32(len(x)) if num_rows is None else num_rows
+    operands = [x.astype(jnp.bfloat16), weight.data, num_rows]
     if factors is not None and by_row is None:
         operands.append(jnp.repeat(factors, blocks // factors.shape[1], axis=1))
-    out = call(PackedMatmul(weight.format, factors=len(operands) > 2, rounds=rounds), result, *operands)
+    out = call(PackedMatmul(weight.format, factors=len(operands) > 3, rounds=rounds), result, *operands)
     return (out if by_row is None else out * by_row).astype(out_dtype)

@@ -7,7 +7,7 @@ import dataclasses
 from pallas_kernels.cpu import tile_registers
 from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
-from pallas_kernels.cpu.types import I64, PTR
+from pallas_kernels.cpu.types import I32, I64, PTR
 from pallas_kernels.quantized_matmul.cpu.amx_numbers import TileProducts
 from pallas_kernels.quantized_matmul.cpu.amx_tiles import AmxTiles
 from pallas_kernels.quantized_matmul.cpu.integers import I16Products
@@ -19,7 +19,7 @@ from pallas_kernels.quantized_matmul.cpu.tiles import Product, Tiles, sums_by_bl
 @dataclasses.dataclass(frozen=True)
 class PackedMatmul:
     """The kernel: `x` bfloat16 `[tokens, in]` and the weight's bytes `[out / 16, in / 32, run]` to float32
-    `[tokens, out]`, or rounded to bfloat16 if it `rounds`.
+    `[tokens, out]`, or rounded to bfloat16 if it `rounds`. It writes as many rows as the third operand says, an int32.
 
     With `factors`, of formats without minima only, float32 factors of `x`, `[tokens, in / 32]`, come last: one for each
     of its blocks.
@@ -41,18 +41,19 @@ class PackedMatmul:
         """See `cpu.Kernel`."""
         products = self.products(features)
         tiles = tiles_of(module, self.format, products, by_factors=self.factors, rounds=self.rounds)
-        handler(module, self.name, 3 if self.factors else 2, 1, lambda call: self._share(call, tiles, products))
+        handler(module, self.name, 4 if self.factors else 3, 1, lambda call: self._share(call, tiles, products))
 
     def _share(self, call: Call, tiles: Tiles | AmxTiles, products: PairProducts) -> None:
         f = call.function
-        x, weight = call.arguments[:2]
-        tokens, in_dim, strips = x.dim(0), x.dim(1), weight.dim(0)
+        x, weight, num_rows = call.arguments[:3]
+        tokens = f.minimum(f.convert("sext", f.load(I32, num_rows.data), I64), x.dim(0))
+        in_dim, strips = x.dim(1), weight.dim(0)
         has_minima = self.format in INTEGERS
         if has_minima:
             by_block = sums_by_block(f, x.data, tokens, in_dim // BLOCK)
         else:
-            by_block = call.arguments[2].data if self.factors else f.constant(PTR, 0)
-        inputs = products.prepare_inputs(f, x.data, x.dim(0) * in_dim, by_block)
+            by_block = call.arguments[3].data if self.factors else f.constant(PTR, 0)
+        inputs = products.prepare_inputs(f, x.data, tokens * in_dim, by_block)
         strip_bytes = weight.dim(1) * run_bytes(self.format)
         per_item = tiles.strips_of_item(f, strip_bytes, tokens)
         items = (strips + per_item - 1) // per_item

@@ -6,16 +6,20 @@ on seed and position.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from scipy.special import chdtri
 
-from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from jaxserve.errors import InvalidRequestError
 from jaxserve.runtime.step import sampling
 from jaxserve.runtime.step.sampling import Logprobs, Rows
 from jaxserve.runtime.step.slot_update import sampling_row
@@ -23,6 +27,7 @@ from jaxserve.runtime.step.state import SEEN_IN_PROMPT, SamplingRows
 from jaxserve.step_plan import SlotOpen
 from pallas_kernels.paged_attention import KernelTarget
 from pallas_kernels.sampling import api
+from tests.extremes import extremes
 from tests.runtime import plain_sampling
 from tests.runtime.tiny import on_mesh, opening
 
@@ -39,6 +44,12 @@ def sample_all(
     """Return a token of each slot, and its log probabilities."""
     rows = Rows(jnp.arange(len(logits)), lengths, jnp.ones(len(logits), bool), allowed=allowed)
     return sampling.sample(logits, params, counts, rows, CPU)
+
+
+def _sample_first_rows(logits: Any, params: SamplingRows, counts: Any, lengths: Any, num_rows: Any) -> Any:
+    """Return a token of each of the first `num_rows` slots, and its log probabilities."""
+    row = jnp.arange(len(logits))
+    return sampling.sample(logits, params, counts, Rows(row, lengths, row < num_rows), CPU, num_rows)
 
 
 def sample_all_by_triton(*arguments: Any) -> Any:
@@ -65,6 +76,7 @@ def _adjusted(logits: Any, params: SamplingRows, counts: Any, lengths: Any) -> A
 
 
 _sample = on_mesh(sample_all)
+_sample_first = on_mesh(_sample_first_rows)
 _sample_by_xla = on_mesh(_sample_all_by_xla)
 _sample_by_triton = on_mesh(sample_all_by_triton)
 _adjust = on_mesh(_adjusted)
@@ -289,6 +301,35 @@ def test_all_bits_of_a_seed_count(seed: int) -> None:
     assert (low == other).sum() < 8
 
 
+@pytest.mark.parametrize(
+    "sample",
+    [
+        pytest.param(_sample, id="kernel"),
+        pytest.param(_sample_by_xla, id="xla"),
+        pytest.param(_sample_by_triton, id="triton", marks=[pytest.mark.grid, pytest.mark.interpreted]),
+    ],
+)
+def test_any_number_is_refused_or_draws_what_it_means(logits: np.ndarray, sample: Callable[..., Any]) -> None:
+    """Also where float32 has no such number. Numbers that reach the engine are in `test_extreme_numbers.py`."""
+    best = np.argsort(-logits)
+    seen: dict[str, Any] = {"prompt": best[[0, 5, 400]].tolist(), "outputs": best[[1, 5, 599]].tolist()}
+    opened: list[SlotOpen] = []
+    for (name, value), temperature in itertools.product(extremes(SamplingParams), (0.0, 1.0)):
+        options = {"temperature": temperature, "max_tokens": 2**31 - 1, name: value}
+        try:
+            opened.append(opening(0, stop_ids=(int(best[0]),), **seen, **options))
+        except InvalidRequestError as error:
+            shown = next(iter(value.values())) if isinstance(value, dict) else value
+            if error.param != name or str(shown) not in str(error):
+                raise
+    many = [msgspec.structs.replace(opened[i % len(opened)], sample=i) for i in range(DRAWS)]
+    tokens, _ = sample(np.tile(logits, (DRAWS, 1)), *_rows(many))
+    for i, one in enumerate(opened):
+        with np.errstate(over="ignore"):  # of logits divided by a temperature near 0
+            expected = plain_sampling.probabilities(logits, one)
+        assert expected[np.asarray(tokens)[i :: len(opened)]].all(), one.sampling
+
+
 @pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-30, 1e-40, 1e-300])
 def test_a_tiny_temperature_is_greedy(logits: np.ndarray, temperature: float) -> None:
     found = _draws(logits, opening(temperature=temperature))
@@ -407,6 +448,28 @@ def test_only_allowed_tokens_are_drawn(logits: np.ndarray, sample: Callable[...,
     assert np.take_along_axis(allowed, np.asarray(tokens)[:, None], axis=1).all()
     free = np.asarray(_logprobs(many, np.asarray(tokens)).chosen)
     np.testing.assert_allclose(np.asarray(found.chosen)[::5], free[::5], atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"logprobs": 3}, {"repetition_penalty": 1.5, "logit_bias": {7: 3.0}}], ids=str)
+def test_rows_after_the_needed_ones_may_hold_anything(logits: np.ndarray, options: dict[str, Any]) -> None:
+    opened = [opening(0, [1, 5], [2] * i, seed=i, **options) for i in range(21)]
+    rng = np.random.default_rng(0)
+    many = np.stack([rng.permutation(logits) for _ in opened])
+    expected = _batch(many, opened)
+    many[11:] = np.nan
+    found = _sample_first(many, *_rows(opened), np.int32(11))
+    for some, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+        np.testing.assert_array_equal(some[:11], wanted[:11])
+    if "logprobs" in options:
+        assert not np.asarray(found[1].chosen)[16:].any()  # of a group without a needed row
+
+
+def test_a_row_that_draws_nothing_asks_for_nothing(logits: np.ndarray) -> None:
+    opened = [opening(seed=i, **({"logprobs": 3} if i == 2 else {})) for i in range(3)]
+    many = np.stack([logits, logits, np.full_like(logits, np.nan)])
+    tokens, found = _sample_first(many, *_rows(opened), np.int32(2))
+    np.testing.assert_array_equal(tokens[:2], _batch(many, opened)[0][:2])
+    assert not np.asarray(found.top).any()
 
 
 def test_a_vast_range_of_logits() -> None:

@@ -49,7 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def _draw(params: Any, state: DeviceState, inputs: StepInput) -> Drawn:
-    model: Any = SimpleNamespace(head=lambda _, table, hidden: table[hidden[:, 0].astype(jnp.int32)])
+    model: Any = SimpleNamespace(head=lambda _, table, hidden, __: table[hidden[:, 0].astype(jnp.int32)])
     context: Any = SimpleNamespace(
         model=SimpleNamespace(vocab_size=VOCAB), backend=SimpleNamespace(target=KernelTarget("cpu")), sample_rows=None
     )

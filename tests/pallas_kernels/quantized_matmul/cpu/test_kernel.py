@@ -85,22 +85,28 @@ class EmulatedTilesMatmul(EmulatedTiles, PackedMatmul):
 
 
 def plain(
-    x: jax.Array, weight: PackedWeight, kernel: type[PackedMatmul] = PlainMatmul, out_dtype: Any = jnp.float32
+    x: jax.Array,
+    weight: PackedWeight,
+    kernel: type[PackedMatmul] = PlainMatmul,
+    *,
+    out_dtype: Any = jnp.float32,
+    num_rows: Any = None,
 ) -> jax.Array:
     shape = jax.ShapeDtypeStruct((len(x), weight.shape[0]), out_dtype)
-    return call(kernel(weight.format, rounds=out_dtype == jnp.bfloat16), shape, x, weight.data)
+    num_rows = jnp.int32(len(x)) if num_rows is None else num_rows
+    return call(kernel(weight.format, rounds=out_dtype == jnp.bfloat16), shape, x, weight.data, num_rows)
 
 
-def bf16(x: jax.Array, weight: PackedWeight, out_dtype: Any = jnp.float32) -> jax.Array:
-    return plain(x, weight, EmulatedMatmul, out_dtype)
+def bf16(x: jax.Array, weight: PackedWeight, **options: Any) -> jax.Array:
+    return plain(x, weight, EmulatedMatmul, **options)
 
 
-def integers(x: jax.Array, weight: PackedWeight, out_dtype: Any = jnp.float32) -> jax.Array:
-    return plain(x, weight, IntegerMatmul, out_dtype)
+def integers(x: jax.Array, weight: PackedWeight, **options: Any) -> jax.Array:
+    return plain(x, weight, IntegerMatmul, **options)
 
 
-def tiles(x: jax.Array, weight: PackedWeight, out_dtype: Any = jnp.float32) -> jax.Array:
-    return plain(x, weight, EmulatedTilesMatmul, out_dtype)
+def tiles(x: jax.Array, weight: PackedWeight, **options: Any) -> jax.Array:
+    return plain(x, weight, EmulatedTilesMatmul, **options)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -148,6 +154,21 @@ def test_a_row_does_not_depend_on_other_rows(product: Any, format: Format) -> No
     many = np.asarray(jax.jit(product)(x, packed))
     for count in (1, 5, 12, 17):
         np.testing.assert_array_equal(jax.jit(product)(x[3 : 3 + count], packed), many[3 : 3 + count])
+
+
+@pytest.mark.parametrize("kernel", [PackedMatmul, EmulatedTilesMatmul])
+@pytest.mark.parametrize("format", FORMATS)
+def test_only_needed_rows_are_written(kernel: type[PackedMatmul], format: Format) -> None:
+    """The others still have what was in the memory of the result before: here that of a further operand."""
+    packed, _ = weights(format, 320, 64)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((40, 64)), jnp.bfloat16)
+    shape = jax.ShapeDtypeStruct((40, 320), jnp.float32)
+    multiply = jax.jit(lambda *operands: call(kernel(format), shape, *operands, in_place={3: 0}))
+    many = multiply(x, packed.data, jnp.int32(40), jnp.zeros((40, 320)))
+    for count in (1, 5, 17):
+        given = multiply(x, packed.data, jnp.int32(count), jnp.full((40, 320), 7.0))
+        np.testing.assert_array_equal(given[:count], many[:count])
+        assert (given[count:] == 7).all()
 
 
 @pytest.mark.parametrize("format", FORMATS)
