@@ -374,10 +374,10 @@ def _check(request: EngineRequest, answer: Answer, context: int, model: dict[str
         assert edited[token] >= edited.max() - TOLERANCE, (request, i)
         if grammar is not None and grammar.push(token):
             _GRAMMARS.submit([grammar])
-    if grammar is not None:
+    ended_by_stop = bool(tokens) and tokens[-1] in request.stop_ids and len(tokens) > sampling.min_tokens
+    if grammar is not None and not ended_by_stop:  # a stop token may be one that the grammar doesn't know
         found = _next(grammar)
         complete = found.complete
-    ended_by_stop = bool(tokens) and tokens[-1] in request.stop_ids and len(tokens) > sampling.min_tokens
     early = [i for i, token in enumerate(tokens[:-1]) if token in request.stop_ids and i >= sampling.min_tokens]
     assert not early
     if answer.last.finish_reason is not FinishReason.ABORT:
