@@ -12,7 +12,7 @@ _COUNTED = ("ok", "usage")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptParts:
-    """Sums over `requests` requests. The template's tokens are those that the server counts beyond the others: roles,
+    """Tokens of `requests` prompts in all. `template` is what the server counts beyond `dataset` and `answers`: roles,
     BOS, a default system message, tools."""
 
     requests: int

@@ -127,7 +127,7 @@ class SamplingFields(StructuredFields, kw_only=True, forbid_unknown_fields=True)
         return tuple(name for name in (self.rid, self.request_id) if name is not None)
 
     def response_id(self, kind: str, http_id: str) -> str:
-        """Return the id of the response: the client's own if its body has one, else that of the HTTP request."""
+        """Return the id of the response: from the body if it has one, else from `http_id`, the X-Request-Id."""
         return self.rid or f"{kind}-{self.request_id or http_id}"
 
     @property
